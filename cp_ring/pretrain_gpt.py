@@ -13,7 +13,7 @@ import sys
 
 from cp_ring import signals
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import argument_parser
+from cp_ring.megatron.flags import argument_parser
 from cp_ring.megatron.rejection import rejecting
 from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, SFT
 from cp_ring.observe import standard_streams

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from cp_ring import patches, signals
 from cp_ring.config import ContextParallelConfig
-from cp_ring.megatron import argument_parser
+from cp_ring.megatron.flags import argument_parser
+from cp_ring.megatron.flags.rule import check_rules
+from cp_ring.megatron.flags.rules import SCRIPT
 from cp_ring.megatron.rejection import reject, rejecting
-from cp_ring.megatron.rule import check_rules
-from cp_ring.megatron.rules import SCRIPT
 from cp_ring.observe import standard_streams
 from cp_ring.patches.install import install, job_of, log_steps
 

@@ -14,7 +14,7 @@ import importlib
 from collections.abc import Iterable
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.rule import Job
+from cp_ring.megatron.flags.rule import Job
 from cp_ring.patches.patch import Patch
 
 NAMES = (

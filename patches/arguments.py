@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from cp_ring.config import ContextParallelConfig
-from cp_ring.megatron.argument_parser import add_own_arguments
+from cp_ring.megatron.flags.argument_parser import add_own_arguments
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
@@ -25,15 +25,15 @@ def _replacements() -> Iterator[Replacement]:
         return add_own_arguments(add_megatron_arguments(parser))
 
     def parse_and_check(*args: Any, **kwargs: Any) -> argparse.Namespace:
-        from cp_ring.megatron.validate import accept
+        from cp_ring.megatron.flags.validate import accept
 
         return accept(parse_args(*args, **kwargs))
 
     def validate_and_check(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         from cp_ring.megatron.certificate import record
         from cp_ring.megatron.compat import logits_without_te
+        from cp_ring.megatron.flags.validate import accept_complete
         from cp_ring.megatron.rejection import megatrons_rejections, rejecting
-        from cp_ring.megatron.validate import accept_complete
         from cp_ring.patches.install import install_for_model
 
         config = ContextParallelConfig.from_args(args)
@@ -54,7 +54,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="arguments",
     what="adds the --cp-ring flags to Megatron's parser and checks the flags before any process "
     "group exists",
     why="Megatron's scripts parse their flags themselves and have no hook between parsing and the "

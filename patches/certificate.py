@@ -47,7 +47,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="certificate",
     what="probes ring attention and the loss on the job's own ranks before the model is built "
     "(--cp-ring-certify)",
     why="Megatron's training loop has no hook between its parallel groups and the model",

@@ -7,10 +7,10 @@ and `MultiLatentAttention`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.patches.patch import Patch, Replacement
 
 
@@ -22,24 +22,22 @@ def _replacements() -> Iterator[Replacement]:
         yield owner, "__init__", _with_ring(owner.__init__)
 
 
-def _with_ring(constructor: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(constructor)
-    def construct(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
-        from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+@around
+def _with_ring(
+    constructor: Function, self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
+) -> None:
+    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-        from cp_ring.megatron import latent, offload
-        from cp_ring.megatron.specs import ring_submodules
+    from cp_ring.megatron.layers import latent_tap, layer_offload
+    from cp_ring.megatron.specs import ring_submodules
 
-        constructor(self, config, ring_submodules(submodules), *args, **kwargs)
-        if isinstance(self, MultiLatentAttention):
-            latent.link(self)
-        offload.link(self)
-
-    return construct
+    constructor(self, config, ring_submodules(submodules), *args, **kwargs)
+    if isinstance(self, MultiLatentAttention):
+        latent_tap.link(self)
+    layer_offload.link(self)
 
 
 PATCH = Patch(
-    name="core_attention",
     what="builds RingDotProductAttention in place of DotProductAttention and "
     "TEDotProductAttention in every attention layer",
     why="one flag gives every kind of model ring attention, without a layer specification for each",

@@ -20,12 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from packaging.specifiers import SpecifierSet
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.compat import has_training_loop, megatron_version
+from cp_ring.megatron.compat import has_training_loop, megatron_version, within
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 CPU = torch.device("cpu")
@@ -311,8 +310,7 @@ def _moe_utils() -> Any:
     """Megatron's module that, before 0.17, lacks a name without TransformerEngine; None where there
     is no such module.
     """
-    version = megatron_version()
-    if version is None or not SpecifierSet("<0.17").contains(version, prereleases=True):
+    if megatron_version() is None or not within("<0.17"):
         return None
     from megatron.core.transformer.moe import moe_utils
 
@@ -338,7 +336,6 @@ def _unneeded() -> str:
 
 
 PATCH = Patch(
-    name="cpu_runtime",
     what="answers Megatron's CUDA calls (devices, streams, random states, memory) with the CPU; "
     "applies in spawned processes too",
     why="Megatron does not start without CUDA; this lets it train on gloo CPU ranks",
@@ -349,7 +346,6 @@ PATCH = Patch(
     leave=_leave,
 )
 _WORKER = Patch(
-    name="cpu_runtime",
     what="the part of cpu_runtime that a spawned process needs",
     why=PATCH.why,
     package="torch",

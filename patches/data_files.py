@@ -8,13 +8,13 @@ about the token file (.bin).
 
 from __future__ import annotations
 
-import functools
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.patches.patch import Patch, Replacement
 
 _BUILDERS = {
@@ -78,30 +78,26 @@ class _NumPyOfCaches:
         return getattr(np, name)
 
 
-def _rebuilding(build: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _rebuilding(build: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of Megatron that reads a cache or, where there is none, makes it on rank 0: here
     also where it is a bad one.
     """
+    from cp_ring.megatron.rejection import note, rejecting
 
-    @functools.wraps(build)
-    def build_or_rebuild(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from cp_ring.megatron.rejection import note, rejecting
-
-        with rejecting():
-            for _ in range(3):  # an index has three files
-                try:
-                    return build(self, *args, **kwargs)
-                except BadCache as error:
-                    if not _is_first() or getattr(self.config, "fast_cache_load", False):
-                        raise
-                    os.unlink(error.path)
-                    note(
-                        f"warning: {error.path} is no index of a data set ({error.problem}): it is "
-                        "made anew"
-                    )
-            return build(self, *args, **kwargs)
-
-    return build_or_rebuild
+    with rejecting():
+        for _ in range(3):  # an index has three files
+            try:
+                return build(self, *args, **kwargs)
+            except BadCache as error:
+                if not _is_first() or getattr(self.config, "fast_cache_load", False):
+                    raise
+                os.unlink(error.path)
+                note(
+                    f"warning: {error.path} is no index of a data set ({error.problem}): it is "
+                    "made anew"
+                )
+        return build(self, *args, **kwargs)
 
 
 def index_problem(lengths: Any, pointers: Any, documents: Any, itemsize: int, size: int) -> str:
@@ -124,36 +120,26 @@ def index_problem(lengths: Any, pointers: Any, documents: Any, itemsize: int, si
     return f"it needs {last} bytes, and the token file has {size}" if last > size else ""
 
 
-def _checked(initialize: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _checked(initialize: Function, self: Any, path_prefix: str, *args: Any, **kwargs: Any) -> None:
     """Megatron's `IndexedDataset.initialize`, which compares an index on disk with its token file,
     on rank 0 alone.
     """
+    from cp_ring.megatron.rejection import rejecting
 
-    @functools.wraps(initialize)
-    def initialize_checked(self: Any, path_prefix: str, *args: Any, **kwargs: Any) -> None:
-        from cp_ring.megatron.rejection import rejecting
-
-        with rejecting():
-            self.index = self.bin_reader = None  # `__del__` expects both
-            try:
-                initialize(self, path_prefix, *args, **kwargs)
-            except (ValueError, KeyError, OverflowError, AttributeError, struct.error) as error:
-                raise ConfigError(
-                    f"{path_prefix}.idx: not an index of a token file: {error}"
-                ) from None
-            except AssertionError as error:
-                if "cannot read" not in str(error):  # that a file is missing is clear as it is
-                    raise
-                raise ConfigError(
-                    f"{path_prefix}.idx: not an index of a token file: {error}"
-                ) from None
-            problem = _problem_of(self, path_prefix) if _is_first() else ""
-            if problem:
-                raise ConfigError(
-                    f"{path_prefix}.idx: not the index of {path_prefix}.bin: {problem}"
-                )
-
-    return initialize_checked
+    with rejecting():
+        self.index = self.bin_reader = None  # `__del__` expects both
+        try:
+            initialize(self, path_prefix, *args, **kwargs)
+        except (ValueError, KeyError, OverflowError, AttributeError, struct.error) as error:
+            raise ConfigError(f"{path_prefix}.idx: not an index of a token file: {error}") from None
+        except AssertionError as error:
+            if "cannot read" not in str(error):  # that a file is missing is clear as it is
+                raise
+            raise ConfigError(f"{path_prefix}.idx: not an index of a token file: {error}") from None
+        problem = _problem_of(self, path_prefix) if _is_first() else ""
+        if problem:
+            raise ConfigError(f"{path_prefix}.idx: not the index of {path_prefix}.bin: {problem}")
 
 
 def _is_first() -> bool:
@@ -195,7 +181,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="data_files",
     what="reads the cached indices of data sets as integers, without pickle, and compares token "
     "files with their indices",
     why="whoever can write to the folder of the data could run code in the job, or make it read "

@@ -34,7 +34,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="dataset_helpers",
     what="does not run `make` for the data set index where the built module is present",
     why="the wheel has the built module but no makefile, and Megatron exits at start-up when "
     "`make` fails",

@@ -6,30 +6,26 @@ embeddings by itself.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.patches.patch import Patch, Replacement
 
 
-def _without_documents(make: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(make)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from cp_ring.megatron.documents import DocumentParams
-        from cp_ring.megatron.rotary import positions_in_force, tokens_of
+@around
+def _without_documents(make: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from cp_ring.megatron.data.documents import DocumentParams
+    from cp_ring.megatron.layers.rotary import positions_in_force, tokens_of
 
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, DocumentParams)]
-        args = tuple(None if isinstance(value, DocumentParams) else value for value in args)
-        kwargs = {
-            name: None if isinstance(value, DocumentParams) else value
-            for name, value in kwargs.items()
-        }
-        selected = tokens_of(given[0], self.pg_collection.cp) if given else None
-        with positions_in_force(selected):
-            return make(self, *args, **kwargs)
-
-    return call
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, DocumentParams)]
+    args = tuple(None if isinstance(value, DocumentParams) else value for value in args)
+    kwargs = {
+        name: None if isinstance(value, DocumentParams) else value for name, value in kwargs.items()
+    }
+    selected = tokens_of(given[0], self.pg_collection.cp) if given else None
+    with positions_in_force(selected):
+        return make(self, *args, **kwargs)
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -43,7 +39,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="document_mask",
     what="multi-latent attention makes its queries and keys in sbhd under --cp-ring-document-mask "
     "and --cp-ring-mask-kinds",
     why="it drops the batch dimension if there are packed_seq_params, whatever their format",

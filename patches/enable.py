@@ -12,8 +12,8 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import program
 from cp_ring.megatron.compat import check_version
-from cp_ring.megatron.rule import Job, check_rules
-from cp_ring.megatron.rules import PROGRAM
+from cp_ring.megatron.flags.rule import Job, check_rules
+from cp_ring.megatron.flags.rules import PROGRAM
 from cp_ring.megatron.settings import configure
 
 

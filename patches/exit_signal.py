@@ -39,7 +39,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="exit_signal",
     what="--exit-signal-handler obeys SIGUSR1, SIGTERM, SIGINT and --exit-signal, also when they "
     "came before Megatron was loaded",
     why="Megatron listens to one signal, and only once it is set up: Slurm's warning before the "

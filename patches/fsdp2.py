@@ -20,11 +20,11 @@ Five things are wrong in Megatron 0.16 to 0.19:
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from cp_ring.megatron.compat import has_training_loop
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.patches.patch import Patch, Replacement
 
 
@@ -47,60 +47,46 @@ def local_tensor(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _with_optimizer(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _with_optimizer(load_checkpoint: Function, *args: Any, **kwargs: Any) -> Any:
     """Megatron's `load_checkpoint`, which calls `load_state_dict` of model (which does nothing) and
     optimizer in any case.
     """
-
-    @functools.wraps(load_checkpoint)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("skip_load_to_model_and_opt", None)
-        return load_checkpoint(*args, **kwargs)
-
-    return load
+    kwargs.pop("skip_load_to_model_and_opt", None)
+    return load_checkpoint(*args, **kwargs)
 
 
-def _rest_of_state(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _rest_of_state(load_state_dict: Function, self: Any, state: dict[str, Any]) -> None:
     """An optimizer's `load_state_dict`, which for sharded parameters loads what was not loaded in
     place.
     """
-
-    @functools.wraps(load_state_dict)
-    def load(self: Any, state: dict[str, Any]) -> None:
-        optimizer = self.optimizer
-        if not any(
-            hasattr(param, "_local_tensor")
-            for group in optimizer.param_groups
-            for param in group["params"]
-        ):
-            load_state_dict(self, state)
-            return
-        saved = state.get("optimizer", state.get("optimizer_state_dict", state))
-        step = saved["state"].get("common_step")
-        groups = self._filter_and_reorder_param_groups(
-            optimizer.param_groups, saved["param_groups"]
-        )
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update({name: value for name, value in values.items() if name != "params"})
-            for param in group["params"] if step is not None else ():
-                optimizer.state[param]["step"] = step.clone()
-
-    return load
+    optimizer = self.optimizer
+    if not any(
+        hasattr(param, "_local_tensor")
+        for group in optimizer.param_groups
+        for param in group["params"]
+    ):
+        load_state_dict(self, state)
+        return
+    saved = state.get("optimizer", state.get("optimizer_state_dict", state))
+    step = saved["state"].get("common_step")
+    groups = self._filter_and_reorder_param_groups(optimizer.param_groups, saved["param_groups"])
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        group.update({name: value for name, value in values.items() if name != "params"})
+        for param in group["params"] if step is not None else ():
+            optimizer.state[param]["step"] = step.clone()
 
 
-def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _with_own_weights(forward: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The `forward` of a Mamba layer, whose helper for context parallelism then reads the
     parameters that the layer has now.
     """
-
-    @functools.wraps(forward)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for name in ("conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D"):
-            if hasattr(self.cp, f"{name}_cp1"):  # of older versions the convolution is one module
-                setattr(self.cp, f"{name}_cp1", getattr(self, name))
-        return forward(self, *args, **kwargs)
-
-    return call
+    for name in ("conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D"):
+        if hasattr(self.cp, f"{name}_cp1"):  # of older versions the convolution is one module
+            setattr(self.cp, f"{name}_cp1", getattr(self, name))
+    return forward(self, *args, **kwargs)
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -124,7 +110,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="fsdp2",
     what="divides gradients of --use-torch-fsdp2 by the number of tokens of all ranks; saves and "
     "loads all of its optimizer; trains all weights of Mamba layers",
     why="Megatron's wrapper around FSDP2 does not divide; saving fails with torch 2.13, and "

@@ -15,7 +15,7 @@ from cp_ring import patches
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.compat import check_version
-from cp_ring.megatron.rule import Job
+from cp_ring.megatron.flags.rule import Job
 from cp_ring.megatron.settings import configure, current, flags
 
 

@@ -15,14 +15,14 @@ Two are wrong in Megatron 0.16 to 0.19:
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.patches.patch import Patch, Replacement
 
 _METHOD = "_qkv_down_projection"  # of newer versions
@@ -69,42 +69,33 @@ def _shared(config: Any, group: Any, latent: Tensor) -> Tensor:
     return _Summed.apply(latent, config.qk_pos_emb_head_dim, group) if of_all_tokens else latent
 
 
-def _down_projection(project: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(project)
-    def call(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        queries, latent = project(self, hidden_states)
-        return queries, _shared(self.config, self.pg_collection.tp, latent)
-
-    return call
+@around
+def _down_projection(project: Function, self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    queries, latent = project(self, hidden_states)
+    return queries, _shared(self.config, self.pg_collection.tp, latent)
 
 
-def _with_hook(constructor: Callable[..., None]) -> Callable[..., None]:
+@around
+def _with_hook(constructor: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """The constructor of a version whose layers have no method for the down projection."""
-
-    @functools.wraps(constructor)
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        constructor(self, *args, **kwargs)
-        config, group = self.config, self.pg_collection.tp
-        self.linear_kv_down_proj.register_forward_hook(
-            lambda _, __, out: (_shared(config, group, out[0]), *out[1:])
-        )
-
-    return construct
+    constructor(self, *args, **kwargs)
+    config, group = self.config, self.pg_collection.tp
+    self.linear_kv_down_proj.register_forward_hook(
+        lambda _, __, out: (_shared(config, group, out[0]), *out[1:])
+    )
 
 
-def _without_norms_of_queries(reduce: Callable[..., None]) -> Callable[..., None]:
+@around
+def _without_norms_of_queries(
+    reduce: Function, model: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
     """The function that sums gradients over tensor-parallel ranks, which then does not take norms
     for those of single heads.
     """
-
-    @functools.wraps(reduce)
-    def call(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(config, "multi_latent_attention", False) and not config.sequence_parallel:
-            config = copy.copy(config)
-            config.qk_layernorm = False
-        reduce(model, config, *args, **kwargs)
-
-    return call
+    if getattr(config, "multi_latent_attention", False) and not config.sequence_parallel:
+        config = copy.copy(config)
+        config.qk_layernorm = False
+    reduce(model, config, *args, **kwargs)
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -120,7 +111,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="latent_gradients",
     what="sums the gradients of the rotated part of keys over tensor-parallel ranks in "
     "multi-latent attention, and not those of its norm of queries",
     why="Megatron's gradients depend on the tensor parallel size, but for TransformerEngine's "

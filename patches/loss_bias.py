@@ -120,7 +120,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="loss_bias",
     what="measures the bias of the loss in the first microbatches, where "
     "--calculate-per-token-loss is not given",
     why="Megatron then averages the mean losses of context-parallel ranks, which differs where "

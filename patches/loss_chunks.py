@@ -23,8 +23,9 @@ from cp_ring.patches.patch import Patch, Replacement
 
 
 def losses_in_chunks(
-    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor, runtime_gather_output: bool | None,
-    compute_language_model_loss: Callable[..., Tensor], scale_logits: Callable[[Tensor], Tensor], **_: Any,
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor,
+    runtime_gather_output: bool | None, compute_language_model_loss: Callable[..., Tensor],
+    scale_logits: Callable[[Tensor], Tensor], **_: Any,
 ) -> Tensor:  # fmt: skip
     """The loss of each token, [b, s]. The signature is that of Megatron's output processors.
 
@@ -88,7 +89,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="loss_chunks",
     what="GPTModel computes logits and loss of --cp-ring-loss-chunk tokens at a time",
     why="the logits of all tokens of a rank are larger than everything else that a long sequence "
     "needs",

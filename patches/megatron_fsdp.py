@@ -15,62 +15,52 @@ Three things are wrong in Megatron 0.19:
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.patches.fsdp2 import local_tensor
 from cp_ring.patches.patch import Patch, Replacement
 
 _SETTINGS = ("lr", "weight_decay")
 
 
-def _uncounted(make_states: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def _uncounted(make_states: Function, self: Any) -> None:
     """The method that makes the optimizer's state by a step, which then changes no parameter and
     does not count.
     """
-
-    @functools.wraps(make_states)
-    def make(self: Any) -> None:
-        optimizer = self.optimizer
-        steps = {
-            param: state["step"].clone()
-            for param, state in optimizer.state.items()
-            if "step" in state
-        }
-        groups = [
-            {name: group[name] for name in (*_SETTINGS, "step") if name in group}
-            for group in optimizer.param_groups
-        ]
-        for group in optimizer.param_groups:
-            group.update({name: 0.0 for name in _SETTINGS if name in group})
-        make_states(self)
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            if "step" not in values:
-                group.pop("step", None)
-            group.update(values)
-        for param, state in optimizer.state.items():
-            if "step" in state:  # torch's; others count in their groups
-                state["step"].copy_(steps.get(param, 0))
-
-    return make
+    optimizer = self.optimizer
+    steps = {
+        param: state["step"].clone() for param, state in optimizer.state.items() if "step" in state
+    }
+    groups = [
+        {name: group[name] for name in (*_SETTINGS, "step") if name in group}
+        for group in optimizer.param_groups
+    ]
+    for group in optimizer.param_groups:
+        group.update({name: 0.0 for name in _SETTINGS if name in group})
+    make_states(self)
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        if "step" not in values:
+            group.pop("step", None)
+        group.update(values)
+    for param, state in optimizer.state.items():
+        if "step" in state:  # torch's; others count in their groups
+            state["step"].copy_(steps.get(param, 0))
 
 
-def _whole(sharded: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _whole(sharded: Function, self: Any, is_loading: bool = False) -> Any:
     """The method that lists the optimizer's state, with empty tensors for parameters of which this
     rank has no part.
     """
-
-    @functools.wraps(sharded)
-    def with_empty(self: Any, is_loading: bool = False) -> Any:
-        if is_loading and not self.optimizer.state:
-            self._init_optimizer_states_with_dummy_values()
-        _add_empty(self.optimizer)
-        return sharded(self, is_loading)
-
-    return with_empty
+    if is_loading and not self.optimizer.state:
+        self._init_optimizer_states_with_dummy_values()
+    _add_empty(self.optimizer)
+    return sharded(self, is_loading)
 
 
 def _add_empty(optimizer: Any) -> None:
@@ -110,7 +100,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="megatron_fsdp",
     what="splits learned sinks of --use-megatron-fsdp, completes its optimizer's state, and makes "
     "that without counting a step",
     versions=">=0.19,<0.20",

@@ -13,7 +13,7 @@ from cp_ring.patches.patch import Patch, Replacement
 def _replacements() -> Iterator[Replacement]:
     from megatron.training import get_args, training
 
-    from cp_ring.megatron.microbatches import balanced_loader
+    from cp_ring.megatron.data.balanced_sampler import balanced_loader
 
     build = training.build_pretraining_data_loader
     yield (
@@ -24,7 +24,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="microbatch_order",
     what="puts the batch rows of each step in an order in which all microbatches have equal work",
     why="Megatron's samplers deal out batch rows in the order of the data set, and its data "
     "loaders take no other sampler",

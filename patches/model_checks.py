@@ -54,7 +54,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="model_checks",
     what="cp_ring.megatron.enable: checks the configuration of each model before it is built, and "
     "probes attention once",
     why="programs that build models themselves have no command line to check, and no other place "

@@ -9,27 +9,27 @@ smaller as the context-parallel size grew.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
-from cp_ring.megatron.compat import megatron_version
+from cp_ring.megatron.compat import within
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.patches.patch import Patch, Replacement
 
 
-def _with_all_tokens(attach: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(attach)
-    def call(
-        self: Any, activation: Any, *args: Any, valid_token_count: Any = None, **kwargs: Any
-    ) -> Any:
-        here = activation.shape[0] if valid_token_count is None else valid_token_count
-        return attach(
-            self, activation, *args, valid_token_count=here * self.tp_cp_group.size(), **kwargs
-        )
-
-    return call
+@around
+def _with_all_tokens(
+    attach: Function,
+    self: Any,
+    activation: Any,
+    *args: Any,
+    valid_token_count: Any = None,
+    **kwargs: Any,
+) -> Any:
+    here = activation.shape[0] if valid_token_count is None else valid_token_count
+    return attach(
+        self, activation, *args, valid_token_count=here * self.tp_cp_group.size(), **kwargs
+    )
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -40,12 +40,10 @@ def _replacements() -> Iterator[Replacement]:
 
 
 def _unneeded() -> str:
-    later = SpecifierSet(">=0.19").contains(megatron_version() or "0", prereleases=True)
-    return "megatron-core counts the tokens of all ranks since 0.19" if later else ""
+    return "megatron-core counts the tokens of all ranks since 0.19" if within(">=0.19") else ""
 
 
 PATCH = Patch(
-    name="moe_aux_loss",
     what="weighs the load-balancing loss of experts by the tokens of all tensor- and "
     "context-parallel ranks",
     why="Megatron before 0.19 counts one rank's tokens, so that the loss loses weight as the "

@@ -10,9 +10,7 @@ loss still trains the prediction of the first token after its chunk.
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.megatron.settings import current, packed_in_whole_rows
+from cp_ring.megatron.wrapping import Function, around, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 from cp_ring.runtime import RUNTIME
 
@@ -78,7 +77,7 @@ def roll_in_documents(
 
 
 def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
-    from cp_ring.megatron.documents import documents_of
+    from cp_ring.megatron.data.documents import documents_of
 
     if packed is None:
         return _rows(
@@ -89,7 +88,7 @@ def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
 
 @RUNTIME.cache(maxsize=8)
 def _rows(batch: int, n: int, layout: str, cp: int) -> Any:
-    from cp_ring.megatron.documents import Documents
+    from cp_ring.megatron.data.documents import Documents
 
     return Documents.in_rows(np.arange(batch + 1) * n, batch, layout, cp)
 
@@ -108,34 +107,26 @@ def _gather(tensor: torch.Tensor, documents: Any, group: Any) -> torch.Tensor:
     return whole.view(torch.bool) if mine.dtype == torch.bool else whole
 
 
-def _with_all_tokens(process: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _with_all_tokens(process: Function, *args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
     """Wraps `process_mtp_loss`: its two token counts, before and after the roll, become those of
     all ranks together.
     """
-
-    @functools.wraps(process)
-    def call(*args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
-        labels = kwargs.get("labels")
-        if labels is not None and cp_group is not None and cp_group.size() > 1:
-            mask = kwargs.get("loss_mask")
-            mask = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask.clone()
-            total = mask.sum()
-            dist.all_reduce(total, group=cp_group)
-            kwargs["loss_mask"] = MaskOfAllRanks.of(mask, total / cp_group.size())
-        return process(*args, cp_group=cp_group, **kwargs)
-
-    return call
+    labels = kwargs.get("labels")
+    if labels is not None and cp_group is not None and cp_group.size() > 1:
+        mask = kwargs.get("loss_mask")
+        mask = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask.clone()
+        total = mask.sum()
+        dist.all_reduce(total, group=cp_group)
+        kwargs["loss_mask"] = MaskOfAllRanks.of(mask, total / cp_group.size())
+    return process(*args, cp_group=cp_group, **kwargs)
 
 
 def _replacements() -> Iterator[Replacement]:
     import megatron.core.transformer.multi_token_prediction as module
     from megatron.core.models.gpt import gpt_model  # noqa: F401
 
-    found = [
-        loaded
-        for name, loaded in list(sys.modules.items())
-        if name.startswith("megatron.core") and loaded
-    ]
+    found = loaded_modules("megatron.core")
     yield from replace_everywhere(found, "roll_tensor", roll_in_documents)
     # Megatron 0.16 divides by nothing but the sum after the roll
     if hasattr(module, "process_mtp_loss"):
@@ -145,7 +136,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="mtp_roll",
     what="multi-token prediction shifts tokens within their documents under every layout, and "
     "counts tokens over all ranks",
     why="Megatron's shift leaks across packed documents, and its loss scale depends on how tokens "

@@ -76,7 +76,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="optimizer_step",
     what="lets the distributed optimizer load checkpoints into torch's Adam, with a step counter "
     "of its own for every parameter",
     why="without TransformerEngine and Apex, loading fails on Adam's `step`, or counts steps "

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 _TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -28,7 +29,7 @@ def split_packed(
     """
     from megatron.core import parallel_state
 
-    from cp_ring.megatron.documents import packed_layout
+    from cp_ring.megatron.data.documents import packed_layout
 
     offsets = batch.get("cu_seqlens")
     if offsets is None:
@@ -73,18 +74,13 @@ def split_thd(
 
 
 def _replacements() -> Iterator[Replacement]:
-    import sys
 
     import megatron.core.utils as utils
     import megatron.training.datasets.sft_dataset as sft_dataset
 
-    from cp_ring.megatron.sft import PackedWithOffsets
+    from cp_ring.megatron.data.sft import PackedWithOffsets
 
-    found = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("megatron.") and module
-    ]
+    found = loaded_modules("megatron.")
     # until 0.17, where other batches have a split of their own
     if hasattr(utils, "get_thd_batch_on_this_cp_rank"):
         yield from replace_everywhere(found, "get_thd_batch_on_this_cp_rank", split_thd)
@@ -97,7 +93,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="packed_batches",
     what="packed batches of a script are split by --cp-ring-layout balanced; --sft packs "
     "conversations without padding",
     why="Megatron's splits pad each document or leave ranks with unequal work, and its batches "

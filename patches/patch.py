@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.compat import SUPPORTED, megatron_version
+from cp_ring.megatron.compat import SUPPORTED, megatron_version, within
 
 Replacement = tuple[Any, str, Any]  # owner, attribute, new value
 
@@ -24,11 +22,11 @@ class Patch:
     """A change to an installed package, made while the program runs.
 
     Attributes:
-        name: the module's name.
+        name: by default that of the module that defines `replacements`.
         what: what it changes, one line.
         why: why, one line.
-        when: words about a job, as in `cp_ring.megatron.rule.Rule`, that must hold for `install` or
-            `enable` to apply a patch of `cp_ring.patches.NAMES`; "" is any job.
+        when: words about a job, as in `cp_ring.megatron.flags.rule.Rule`, that must hold for
+            `install` or `enable` to apply a patch of `cp_ring.patches.NAMES`; "" is any job.
         replacements: yields (owner, attribute, new value); called once per `apply`. The owner must
         have the attribute.
         package: the distribution it changes.
@@ -41,10 +39,10 @@ class Patch:
         leave: called before they are undone.
     """
 
-    name: str
     what: str
     why: str
     replacements: Callable[[], Iterable[Replacement]]
+    name: str = ""
     when: str = ""
     package: str = "megatron-core"
     versions: str = SUPPORTED
@@ -54,6 +52,9 @@ class Patch:
     leave: Callable[[], None] = lambda: None
     applied: bool = field(default=False, init=False)
     _saved: list[Replacement] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.replacements.__module__.rpartition(".")[2]
 
     def apply(self) -> None:
         """Makes every replacement, or none. Does nothing if the patch is applied already or
@@ -98,7 +99,7 @@ class Patch:
         version = _version(self.package)
         if version is None:
             return f"patch {self.name}: {self.package} is not installed"
-        if not SpecifierSet(self.versions).contains(version, prereleases=True):
+        if not within(self.versions, version):
             return (
                 f"patch {self.name}: {self.package} {version} is installed, but the patch is for "
                 f"{self.versions}"
@@ -135,10 +136,8 @@ def replace_everywhere(modules: Iterable[Any], name: str, value: Any) -> list[Re
 
 
 def _version(package: str) -> str | None:
-    return megatron_version() if package == "megatron-core" else _distribution_version(package)
-
-
-def _distribution_version(package: str) -> str | None:
+    if package == "megatron-core":
+        return megatron_version()
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,12 +1,12 @@
 """Keeps the ring from running again when activations are recomputed: see
-`cp_ring.megatron.recompute`.
+`cp_ring.megatron.layers.recomputation`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
+from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
@@ -15,22 +15,17 @@ def _replacements() -> Iterator[Replacement]:
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import random
 
-    from cp_ring.megatron.recompute import keeping
+    from cp_ring.megatron.layers.recomputation import keeping
 
     checkpoint, te_checkpoint = random.checkpoint, getattr(extensions, "te_checkpoint", None)
     yield from replace_everywhere([tensor_parallel, random], "checkpoint", keeping(checkpoint))
     if te_checkpoint is not None:
-        holders = [
-            module
-            for name, module in list(sys.modules.items())
-            if name.startswith("megatron.core") and module
-        ]
+        holders = loaded_modules("megatron.core")
         found = [module for module in holders if vars(module).get("te_checkpoint") is te_checkpoint]
         yield from replace_everywhere(found, "te_checkpoint", keeping(te_checkpoint))
 
 
 PATCH = Patch(
-    name="recompute",
     what="keeps attention's results while activations are recomputed (--cp-ring-recompute keep)",
     why="recomputing attention would send every key around the ring a second time",
     when="--cp-ring --cp-ring-recompute=keep",

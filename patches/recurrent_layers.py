@@ -12,15 +12,14 @@ it the norms of the ranks drift apart. Here they are summed as they are computed
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, distributed
 
+from cp_ring.megatron.wrapping import around, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
@@ -28,15 +27,11 @@ def _replacements() -> Iterator[Replacement]:
     import megatron.core.ssm.mamba_context_parallel  # noqa: F401
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
-    from cp_ring.megatron import recurrent
+    from cp_ring.megatron.layers import recurrent
 
     if importlib.util.find_spec("megatron.core.ssm.gated_delta_net"):
         yield from _of_gated_delta_net()
-    found = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("megatron.core.ssm") and module
-    ]
+    found = loaded_modules("megatron.core.ssm")
     yield from replace_everywhere(found, "_undo_attention_load_balancing", recurrent.in_sequence)
     yield from replace_everywhere(found, "_redo_attention_load_balancing", recurrent.by_rank)
     yield MambaMixer, "_ssm_training", recurrent.mamba_with_documents(MambaMixer._ssm_training)
@@ -45,7 +40,7 @@ def _replacements() -> Iterator[Replacement]:
 
 
 def _of_gated_delta_net() -> Iterator[Replacement]:
-    from cp_ring.megatron import recurrent
+    from cp_ring.megatron.layers import recurrent
 
     package: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
     layer = package.GatedDeltaNet
@@ -56,11 +51,7 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
     yield layer, "forward", recurrent.gated_delta_net_with_documents(layer.forward)
     if hasattr(layer, "_gated_norm_and_a2a"):
         yield layer, "_gated_norm_and_a2a", recurrent.norm_with_documents(layer._gated_norm_and_a2a)
-    found = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith(package.__name__) and module
-    ]
+    found = loaded_modules(package.__name__)
     for name in ("causal_conv1d", "chunk_gated_delta_rule"):
         if getattr(package, name) is not None:
             yield from replace_everywhere(
@@ -68,27 +59,23 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
             )
 
 
-def _with_one_norm(constructor: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(constructor)
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        constructor(self, *args, **kwargs)
-        group = self.pg_collection.tp
-        if group.size() == 1 or self.config.sequence_parallel:
-            return
+@around
+def _with_one_norm(constructor: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    constructor(layer, *args, **kwargs)
+    group = layer.pg_collection.tp
+    if group.size() == 1 or layer.config.sequence_parallel:
+        return
 
-        def summed(grad: Tensor) -> Tensor:
-            total = grad.clone()
-            distributed.all_reduce(total, group=group)
-            return total
+    def summed(grad: Tensor) -> Tensor:
+        total = grad.clone()
+        distributed.all_reduce(total, group=group)
+        return total
 
-        for weight in self.out_norm.parameters():
-            weight.register_hook(summed)
-
-    return construct
+    for weight in layer.out_norm.parameters():
+        weight.register_hook(summed)
 
 
 PATCH = Patch(
-    name="recurrent_layers",
     what="Mamba and gated delta net layers put tokens in order by --cp-ring-layout, and begin "
     "anew with each document; tensor-parallel ranks have one norm in gated delta net layers",
     why="Megatron's layers know the order of its zigzag split alone, and documents only in thd; it "

@@ -1,5 +1,5 @@
 """Keeps code that is pickled in a checkpoint from running when it is loaded: see
-`cp_ring.megatron.checkpoints.unpickle`.
+`cp_ring.megatron.checkpoints.gates`.
 
 Torch reads `.metadata` with `pickle.load` and byte entries with `weights_only=False`; Megatron
 reads common.pt by `torch.load`.
@@ -24,23 +24,22 @@ def _replacements() -> Iterator[Replacement]:
     import torch
     import torch.distributed.checkpoint.filesystem as filesystem
 
-    from cp_ring.megatron.checkpoints import unpickle
+    from cp_ring.megatron.checkpoints import gates
 
-    yield filesystem, "pickle", unpickle.PickleOfIndex()
-    yield torch, "load", unpickle.gated_torch_load(torch.load)
+    yield filesystem, "pickle", gates.PickleOfIndex()
+    yield torch, "load", gates.gated_torch_load(torch.load)
     original = torch.storage._load_from_bytes  # megatron.core has put its own there
-    storage = unpickle.gated_storage(original)
+    storage = gates.gated_storage(original)
     yield torch.storage, "_load_from_bytes", storage
     # tensors are pickled by this name
     yield sys.modules[original.__module__], original.__name__, storage
     for name in _READERS_OF_EXTRA_STATE:
         if hasattr(sys.modules.get(name), "pickle"):
-            yield sys.modules[name], "pickle", unpickle.PickleOfExtraState()
-    yield torch.jit, "load", unpickle.gated_jit_load(torch.jit.load)
+            yield sys.modules[name], "pickle", gates.PickleOfExtraState()
+    yield torch.jit, "load", gates.gated_jit_load(torch.jit.load)
 
 
 PATCH = Patch(
-    name="restricted_unpickling",
     what="lets checkpoints build plain values and known types only, unless "
     "--cp-ring-trust-checkpoint",
     why="whoever can write to a checkpoint could otherwise run code in every job that loads it",

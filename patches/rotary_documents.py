@@ -17,7 +17,7 @@ def _positions(cu_seqlens: torch.Tensor, rank: int, cp: int) -> tuple[torch.Tens
     """The positions of this rank's tokens, where the whole sequence is split as one: in it, and in
     their documents.
     """
-    from cp_ring.megatron.documents import packed_layout
+    from cp_ring.megatron.data.documents import packed_layout
 
     edges = cu_seqlens.detach().cpu().numpy().astype(np.int64)
     positions = packed_layout(edges, cp).positions(rank)
@@ -48,7 +48,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="rotary_documents",
     what="rotary embeddings of packed documents that are split as one sequence, as "
     "--dataloader-inter-document-masking does",
     why="Megatron assumes that each document is split separately: the positions are wrong without "

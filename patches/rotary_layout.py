@@ -12,15 +12,15 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from cp_ring.megatron.layers.rotary import positions_in_force, selecting, tokens_of
 from cp_ring.megatron.plans import make_layout
-from cp_ring.megatron.rotary import positions_in_force, selecting, tokens_of
 from cp_ring.megatron.settings import current, split_by_microbatch
+from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 _NAME = "get_pos_emb_on_this_cp_rank"
@@ -60,11 +60,7 @@ def _replacements() -> Iterator[Replacement]:
     )
     from megatron.core.models.gpt import GPTModel
 
-    found = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("megatron.core.models") and module
-    ]
+    found = loaded_modules("megatron.core.models")
     yield from replace_everywhere(found, _NAME, positions_by_layout)
     for owner in (
         rotary_pos_embedding.RotaryEmbedding,
@@ -90,7 +86,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="rotary_layout",
     what=f"{_NAME} and rotary embeddings follow --cp-ring-layout and the masks of microbatches",
     why="Megatron's rotary embedding assumes the zigzag split, and positions that are places in "
     "the sequence",

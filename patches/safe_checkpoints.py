@@ -80,7 +80,6 @@ def _writers() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="safe_checkpoints",
     what="writes checkpoints aside, publishes them whole with a manifest, locks the folder, and "
     "loads the last good one",
     why="a save that is killed or fails can leave a tracker or a folder that no restart can load",

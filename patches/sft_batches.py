@@ -9,14 +9,13 @@ and sends the last pipeline stage no tokens, which the split needs.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from packaging.specifiers import SpecifierSet
 
-from cp_ring.megatron.compat import megatron_version
+from cp_ring.megatron.compat import within
+from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 _INTEGERS, _FLOATS, _LENGTHS = (
@@ -76,13 +75,9 @@ def _replacements() -> Iterator[Replacement]:
     import megatron.core.utils
     import megatron.training.utils
 
-    found = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("megatron.") and module
-    ]
+    found = loaded_modules("megatron.")
     yield from replace_everywhere(found, "get_thd_batch_on_this_cp_rank", split_by_document)
-    if _before("0.17"):
+    if within("<0.17"):
         name = "get_batch_on_this_tp_rank"
         yield from replace_everywhere(
             found,
@@ -91,12 +86,7 @@ def _replacements() -> Iterator[Replacement]:
         )
 
 
-def _before(version: str) -> bool:
-    return SpecifierSet(f"<{version}").contains(megatron_version() or "0", prereleases=True)
-
-
 PATCH = Patch(
-    name="sft_batches",
     what="scripts split the packed batches of --sft, whose lengths reach every tensor-parallel "
     "rank and pipeline stage",
     why="scripts of Megatron before 0.18 give the split no padded lengths; before 0.17 other "
@@ -104,6 +94,6 @@ PATCH = Patch(
     when="--cp-ring --sft !--cp-ring-document-mask",
     replacements=_replacements,
     unneeded=lambda: (
-        "" if _before("0.18") else "Megatron's scripts split packed batches since 0.18"
+        "" if within("<0.18") else "Megatron's scripts split packed batches since 0.18"
     ),
 )

@@ -32,7 +32,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="step_line",
     what="records tokens per second and the peak memory of a rank: in TensorBoard, and with the "
     "losses in the run directory",
     why="Megatron logs neither tokens per second nor, after the first step, memory, and its log "

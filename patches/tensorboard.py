@@ -29,7 +29,6 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    name="tensorboard",
     what="a TensorBoard log that cannot be written, as on a full disk, gives one warning and no "
     "error",
     why="Megatron calls TensorBoard's writer at every logged step, and the writer raises at each "

@@ -32,10 +32,10 @@ BATCH_ROWS = {
     "cp_ring/plan_cache.py": r"layout\.rows|`batch` rows",
     # Packing makes batch rows.
     "cp_ring/plan/packing.py": "",
-    "cp_ring/megatron/sft.py": "",
+    "cp_ring/megatron/data/sft.py": "",
     # Microbatches are made of batch rows.
     "cp_ring/plan/microbatches.py": "",
-    "cp_ring/megatron/microbatches.py": "",
+    "cp_ring/megatron/data/balanced_sampler.py": "",
     # The key of the results in the JSON output, which scripts read.
     "cp_ring/tools/cli/bench.py": r'key: str = "rows"',
 }  # fmt: skip

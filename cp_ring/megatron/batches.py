@@ -12,8 +12,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, documents_of
-from cp_ring.megatron.masks import KEY, DeclaredMask, MicrobatchMask, read
+from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries, documents_of
+from cp_ring.megatron.data.masks import KEY, DeclaredMask, MicrobatchMask, read
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.plan.ranges import offsets
@@ -81,7 +81,8 @@ def _split_packed(batch: Mapping[str, Any], rank: int, cp: int) -> dict[str, Any
     padded = real if batch.get(PADDED) is None else _offsets(batch[PADDED], PADDED)
     longest = int(padded.diff().max())
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
+        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
     whole = {

@@ -38,7 +38,7 @@ def check_version(core_alone: bool = False) -> str:
         raise ConfigError(
             f"--cp-ring needs megatron-core{SUPPORTED}, which is not installed: {install}"
         )
-    if not _within(version, SUPPORTED):
+    if not within(SUPPORTED):
         raise ConfigError(
             f"--cp-ring needs megatron-core{SUPPORTED}, but {version} is installed: {install}"
         )
@@ -128,12 +128,15 @@ def missing_features(version: str | None = None) -> list[tuple[str, str]]:
         ),
     )
     return [
-        (what, advice) for needed, what, advice in later if version and not _within(version, needed)
+        (what, advice) for needed, what, advice in later if version and not within(needed, version)
     ]
 
 
-def _within(version: str, versions: str) -> bool:
-    return SpecifierSet(versions).contains(version, prereleases=True)
+def within(versions: str, version: str | None = None) -> bool:
+    """Whether `version`, by default that of the installed Megatron, is one of `versions`, as in PEP
+    440.
+    """
+    return SpecifierSet(versions).contains(version or megatron_version() or "0", prereleases=True)
 
 
 def known_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:

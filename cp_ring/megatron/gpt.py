@@ -25,13 +25,13 @@ from torch.distributed import get_process_group_ranks
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.ahead import begin, following, wait_for
 from cp_ring.megatron.batches import declare, on_this_cp_rank, with_positions
-from cp_ring.megatron.comm_types import specs
-from cp_ring.megatron.documents import DocumentParams, Documents, boundaries
-from cp_ring.megatron.masks import KEY, MicrobatchMask, decode, encode, read
-from cp_ring.megatron.rule import Job, check_rules
-from cp_ring.megatron.rules import READING
+from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries
+from cp_ring.megatron.data.masks import KEY, MicrobatchMask, decode, encode, read
+from cp_ring.megatron.data.prefetch import begin, following, wait_for
+from cp_ring.megatron.flags.comm_types import specs
+from cp_ring.megatron.flags.rule import Job, check_rules
+from cp_ring.megatron.flags.rules import READING
 from cp_ring.megatron.settings import current, layer_windows
 from cp_ring.plan.ranges import Ints
 
@@ -326,7 +326,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
 
 def _kind_of_dataset(args: argparse.Namespace) -> type:
     if getattr(args, "sft", False):
-        from cp_ring.megatron.sft import PackedConversations
+        from cp_ring.megatron.data.sft import PackedConversations
 
         return PackedConversations
     return MockGPTDataset if args.mock_data else GPTDataset

@@ -15,7 +15,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.layer_pattern import PATTERNS, pattern_of
+from cp_ring.megatron.flags.layer_pattern import PATTERNS, pattern_of
 
 
 def build(

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import settings, validate
+from cp_ring.megatron import settings
+from cp_ring.megatron.flags import validate
+from cp_ring.megatron.flags.rule import Job, check_rules
+from cp_ring.megatron.flags.rules import PROGRAM
 from cp_ring.megatron.rejection import note
-from cp_ring.megatron.rule import Job, check_rules
-from cp_ring.megatron.rules import PROGRAM
 from cp_ring.runtime import RUNTIME
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]

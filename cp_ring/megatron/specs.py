@@ -19,8 +19,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.core_attention import RingDotProductAttention
-from cp_ring.megatron.latent import linked
+from cp_ring.megatron.layers.latent_tap import linked
+from cp_ring.megatron.ring_core_attention import RingDotProductAttention
 
 try:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_ring.megatron.ahead import take_waited
+from cp_ring.megatron.data.prefetch import take_waited
 from cp_ring.megatron.step_timing import StepTiming
 from cp_ring.observe import progress
 from cp_ring.observe.findings import Findings

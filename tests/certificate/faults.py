@@ -363,7 +363,7 @@ def _shifted_beyond_256(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -
 
 def _layer(attribute: str, faulty: Any) -> Any:
     def found() -> list[Any]:
-        from cp_ring.megatron.core_attention import RingDotProductAttention
+        from cp_ring.megatron.ring_core_attention import RingDotProductAttention
 
         return [(RingDotProductAttention, attribute, faulty)]
 
@@ -420,9 +420,9 @@ OF_ONE_LAYER: dict[str, Any] = {
 
 
 def _seed_of_the_rank() -> list[Any]:
-    from cp_ring.megatron import dropout
+    from cp_ring.megatron.layers import dropout_keys
 
-    return [(dropout, "_seed", lambda seed: seed() + _rank())]
+    return [(dropout_keys, "_seed", lambda seed: seed() + _rank())]
 
 
 def _further_label() -> list[Any]:

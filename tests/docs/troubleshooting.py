@@ -5,7 +5,7 @@ tests.docs.troubleshooting writes them.
 import re
 from pathlib import Path
 
-from cp_ring.megatron.rules import TABLE
+from cp_ring.megatron.flags.rules import TABLE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 BEGIN, END = "<!-- made of the table of rules -->\n", "<!-- the rest is written by hand -->\n"

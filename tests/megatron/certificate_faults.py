@@ -40,9 +40,9 @@ def _parity(name: str) -> Any:
 
 def _core(attribute: str, faulty: Any) -> Any:
     def found() -> list[Any]:
-        from cp_ring.megatron import core_attention
+        from cp_ring.megatron import ring_core_attention
 
-        return [(core_attention, attribute, faulty)]
+        return [(ring_core_attention, attribute, faulty)]
 
     return found
 
@@ -144,7 +144,7 @@ def _reported_loss_divided(loss: Any, mask: Any, losses: Any, **more: Any) -> An
 
 
 def _padding() -> list[Any]:
-    from cp_ring.megatron.documents import Documents
+    from cp_ring.megatron.data.documents import Documents
 
     def attended(in_thd: Any, packed: Any, *args: Any) -> Any:
         return in_thd(

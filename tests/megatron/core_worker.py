@@ -126,7 +126,7 @@ def batch(case: Case, rank: int, cp: int) -> dict[str, Any]:
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from cp_ring.megatron.documents import DocumentParams, Documents
+    from cp_ring.megatron.data.documents import DocumentParams, Documents
 
     random = torch.Generator().manual_seed(9)
     rows = 1 if case.data == "thd" else 2
@@ -174,7 +174,8 @@ def step(case: Case, cp: int, ring: bool, fault: str = "") -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from cp_ring.config import ContextParallelConfig
-    from cp_ring.megatron import documents, settings
+    from cp_ring.megatron import settings
+    from cp_ring.megatron.data import documents
 
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     try:

@@ -121,7 +121,7 @@ def step(case: Case, cp: int, fault: str = "") -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from cp_ring.megatron import settings
-    from cp_ring.megatron.documents import DocumentParams, Documents
+    from cp_ring.megatron.data.documents import DocumentParams, Documents
     from tests.parity.faults import planted
 
     parallel_state.initialize_model_parallel(context_parallel_size=cp)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import batch_mask, rejection
-from cp_ring.megatron.batch_mask import accept_causal
+from cp_ring.megatron import rejection
+from cp_ring.megatron.data import batch_mask
+from cp_ring.megatron.data.batch_mask import accept_causal
 from cp_ring.plan.layout import Layout
 
 N, CP = 24, 3

@@ -6,7 +6,7 @@ import torch
 
 from cp_ring.config import MASK_KINDS
 from cp_ring.megatron.certificate.declared import PREFIX, sample
-from cp_ring.megatron.certificate.oracle import declared_mask
+from cp_ring.megatron.certificate.dense_oracle import declared_mask
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0)])

@@ -13,7 +13,7 @@ import torch
 
 from cp_ring.megatron.certificate import routing, tiny_layers
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
-from cp_ring.megatron.layer_pattern import attention_layers, main_layers
+from cp_ring.megatron.flags.layer_pattern import attention_layers, main_layers
 
 
 def flags(pattern, **more):

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cp_ring.megatron.certificate.dense_oracle import attend, declared_mask
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
-from cp_ring.megatron.certificate.oracle import attend, declared_mask
 from cp_ring.megatron.certificate.report import Certificate, Probe
 
 

@@ -41,7 +41,7 @@ def test_is_written_whole(job, tmp_path):
         0,
     ]
     with pytest.raises(TypeError):
-        record.write(tmp_path / record.NAME, {"bad": object()})
+        record.write(tmp_path / record.NAME, Certificate(about={"bad": object()}))
     assert json.loads((tmp_path / record.NAME).read_text()) == content
     assert {path.name for path in tmp_path.iterdir()} == {
         record.NAME,

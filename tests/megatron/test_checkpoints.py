@@ -26,7 +26,9 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.checkpoints import (
+    allowed,
     folders,
+    gates,
     inspection,
     last_good,
     manifest,
@@ -415,7 +417,7 @@ def load_entry(folder, key):
     name = next(name for name in reader.read_metadata().state_dict_metadata if name.startswith(key))
     state = {name: io.BytesIO()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with rejecting(), unpickle.restricted():
+    with rejecting(), gates.restricted():
         torch.distributed.checkpoint.load(
             state, storage_reader=reader, planner=planner, no_dist=True
         )
@@ -536,9 +538,9 @@ def test_names_outside_the_list_are_rejected(module, name):
         return b"\x8c" + struct.pack("B", len(text)) + text.encode()
 
     data = b"\x80\x04" + short(module) + short(name) + b"\x93."
-    with pytest.raises(unpickle.Rejected, match=f"a pickle of {module}.{name}"):
+    with pytest.raises(allowed.Rejected, match=f"a pickle of {module}.{name}"):
         unpickle.load_index(io.BytesIO(data))
-    with pytest.raises(unpickle.Rejected, match=f"a pickle of {module}.{name}"):
+    with pytest.raises(allowed.Rejected, match=f"a pickle of {module}.{name}"):
         unpickle.torch_load(archive(b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"."))
 
 
@@ -606,7 +608,7 @@ FORGERIES = {
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_pickle_that_forges_memory_or_changes_the_process_is_rejected(name):
     planted = FORGERIES[name]
-    with pytest.raises(unpickle.Rejected, match="--cp-ring-trust-checkpoint"):
+    with pytest.raises(allowed.Rejected, match="--cp-ring-trust-checkpoint"):
         unpickle.torch_load(
             archive(planted if isinstance(planted, bytes) else pickle.dumps(planted, 2))
         )
@@ -623,11 +625,11 @@ def test_a_load_that_changes_an_enumeration_ends_in_one_line():
     changed = r"has changed megatron\.core\.transformer\.enums\.AttnMaskType\.causal\._name_ "
     before = AttnMaskType.causal._name_
     try:
-        with pytest.raises(unpickle.Rejected, match=changed), unpickle.restricted():
+        with pytest.raises(allowed.Rejected, match=changed), gates.restricted():
             AttnMaskType.causal._name_ = "no_mask"
     finally:
         AttnMaskType.causal._name_ = before
-    with unpickle.restricted():
+    with gates.restricted():
         pass
 
 
@@ -678,11 +680,11 @@ def test_tensors_with_attributes_pass_and_ones_beyond_their_storage_do_not():
         (1 << 61, (1,), (1,)),
         (-1, (1,), (1,)),
     ]:
-        with pytest.raises(unpickle.Rejected):
+        with pytest.raises(allowed.Rejected):
             through(
                 Forged(rebuild, (storage, offset, size, stride, False, collections.OrderedDict()))
             )
-    with pytest.raises(unpickle.Rejected, match="to a tensor"):
+    with pytest.raises(allowed.Rejected, match="to a tensor"):
         through(
             Forged(
                 RETYPE,
@@ -764,8 +766,8 @@ def test_extra_states_of_fp8_pass(restricting, protocol):
         "extra_fp8_variables": {"num_gemms": 1, "margin": 0.5},
     }
     data = pickle.dumps(state, protocol)
-    with unpickle.restricted():
-        loaded = unpickle.PickleOfExtraState().loads(data)
+    with gates.restricted():
+        loaded = gates.PickleOfExtraState().loads(data)
         again = pickle.loads(data)  # by torch.storage._load_from_bytes itself
     for found in (loaded, again):
         assert torch.equal(found["scale"], state["scale"]) and torch.equal(
@@ -773,12 +775,12 @@ def test_extra_states_of_fp8_pass(restricting, protocol):
         )
     assert loaded["extra_fp8_variables"] == state["extra_fp8_variables"]
     evil = pickle.dumps(Forged(os.system, ("true",)), protocol)
-    with unpickle.restricted(), pytest.raises(unpickle.Rejected, match=r"posix\.system"):
-        unpickle.PickleOfExtraState().loads(evil)
+    with gates.restricted(), pytest.raises(allowed.Rejected, match=r"posix\.system"):
+        gates.PickleOfExtraState().loads(evil)
 
 
 def test_a_users_own_type_passes_once_it_is_declared_safe():
-    with pytest.raises(unpickle.Rejected, match="Colour"):
+    with pytest.raises(allowed.Rejected, match="Colour"):
         through(Colour.RED)
     with torch.serialization.safe_globals([Colour]):
         before = torch.serialization.get_safe_globals()

@@ -22,9 +22,10 @@ def import_megatron():
     every worker seconds.
     """
     global DeclaredMask, DocumentParams, batches, documents_of, masks
-    from cp_ring.megatron import batches, masks
-    from cp_ring.megatron.documents import DocumentParams, documents_of
-    from cp_ring.megatron.masks import DeclaredMask
+    from cp_ring.megatron import batches
+    from cp_ring.megatron.data import masks
+    from cp_ring.megatron.data.documents import DocumentParams, documents_of
+    from cp_ring.megatron.data.masks import DeclaredMask
 
 
 @pytest.fixture(scope="module", autouse=True)

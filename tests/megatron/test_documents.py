@@ -17,8 +17,8 @@ import torch
 
 from cp_ring import Layout, Mask, ring_attention
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import documents as documents_module
 from cp_ring.megatron import settings
+from cp_ring.megatron.data import documents as documents_module
 from cp_ring.patches import loss_bias, mtp_roll, rotary_documents
 from tests.megatron import documents as corpora
 from tests.megatron.launch import HERE, MODEL, TRAIN, trace, train
@@ -32,7 +32,7 @@ def import_megatron():
     global PackedSeqParams, DocumentParams, Documents, boundaries, documents_of
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from cp_ring.megatron.documents import DocumentParams, Documents, boundaries, documents_of
+    from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries, documents_of
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring.megatron import dropout, rules
-from cp_ring.megatron.rule import Job, problem
+from cp_ring.megatron.flags import attention_rules
+from cp_ring.megatron.flags.rule import Job, problem
+from cp_ring.megatron.layers import dropout_keys
 
 no_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
@@ -22,7 +23,7 @@ def make_layer(one_rank):
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from cp_ring.megatron.core_attention import RingDotProductAttention
+    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
 
     def make(number, p=0.5):
         config = TransformerConfig(
@@ -69,7 +70,7 @@ def test_layers_that_predict_further_tokens_have_counters_of_their_own(applied, 
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from cp_ring.megatron.core_attention import RingDotProductAttention
+    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
 
     applied("core_attention")
     config = TransformerConfig(
@@ -92,7 +93,8 @@ def test_layers_that_predict_further_tokens_have_counters_of_their_own(applied, 
     assert [layer.name for layer in layers] == [1, 2, "MTP 1", "MTP 2"]
     numbers = [layer.dropout_number for layer in layers]
     assert (
-        numbers == [1, 2, dropout.number_of_prediction(1, 0), dropout.number_of_prediction(2, 0)]
+        numbers
+        == [1, 2, dropout_keys.number_of_prediction(1, 0), dropout_keys.number_of_prediction(2, 0)]
         and len(set(numbers)) == 4
     )
 
@@ -139,10 +141,11 @@ def test_a_layer_that_serves_all_depths_has_the_same_keys_at_any_data_parallel_s
     def keys(rank, ranks, microbatches):
         tracker = tensor_parallel.get_cuda_rng_tracker()
         before = tracker.get_states()
-        monkeypatch.setattr(dropout, "_data_parallel", lambda: (rank, ranks))
+        monkeypatch.setattr(dropout_keys, "_data_parallel", lambda: (rank, ranks))
         try:
             return [
-                tuple(dropout.next_key(7, calls=3) for _ in range(3)) for _ in range(microbatches)
+                tuple(dropout_keys.next_key(7, calls=3) for _ in range(3))
+                for _ in range(microbatches)
             ]
         finally:
             tracker.set_states(before)
@@ -158,17 +161,17 @@ def test_a_job_counts_the_microbatches_before_it(monkeypatch):
     class Arguments:
         seed, consumed_train_samples, micro_batch_size = 7, 96, 2
 
-    monkeypatch.setattr(dropout, "_arguments", lambda: Arguments)
-    assert (dropout._seed(), dropout._microbatches_before()) == (7, 48)
-    monkeypatch.setattr(dropout, "_arguments", lambda: None)
-    assert (dropout._seed(), dropout._microbatches_before()) == (torch.initial_seed(), 0)
+    monkeypatch.setattr(dropout_keys, "_arguments", lambda: Arguments)
+    assert (dropout_keys._seed(), dropout_keys._microbatches_before()) == (7, 48)
+    monkeypatch.setattr(dropout_keys, "_arguments", lambda: None)
+    assert (dropout_keys._seed(), dropout_keys._microbatches_before()) == (torch.initial_seed(), 0)
 
 
 def test_no_kernel_for_cuda_is_chosen_by_itself(monkeypatch):
     job = Job(SimpleNamespace(attention_dropout=0.1))
-    assert not problem(job, rules.ATTENTION)
+    assert not problem(job, attention_rules.ATTENTION)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert problem(job, rules.ATTENTION).startswith(
+    assert problem(job, attention_rules.ATTENTION).startswith(
         "--cp-ring-kernel auto does not support --attention-dropout 0.1"
     )
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cp_ring import Layout, patches
-from cp_ring.megatron import graphs as ours
+from cp_ring.megatron.flags import graphs as ours
 from tests import recorded
 from tests.megatron import worker
 from tests.megatron.launch import TINY, fork, trace

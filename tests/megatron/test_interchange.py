@@ -12,7 +12,7 @@ from tests.megatron.launch import trace, train
 def megatron():
     """Imports Megatron when the first test runs: at collection it would cost every worker seconds."""
     global RingDotProductAttention
-    from cp_ring.megatron.core_attention import RingDotProductAttention
+    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
 
 
 no_cuda = pytest.mark.skipif(

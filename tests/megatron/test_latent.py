@@ -9,8 +9,8 @@ import torch
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.latent import LatentTap, _IntoMainGrad, _normalized, link, linked
-from cp_ring.megatron.wire import choose_wire, latent_problem
+from cp_ring.megatron.flags.codec_choice import choose_wire, latent_problem
+from cp_ring.megatron.layers.latent_tap import LatentTap, _IntoMainGrad, _normalized, link, linked
 
 ALONE = SimpleNamespace(size=lambda: 1)
 C, KEY, VALUE, HEADS = 6, 4, 3, 2
@@ -208,8 +208,8 @@ DEEPSEEK = {
 )
 def test_what_travels_is_chosen_and_said(monkeypatch, changes, settings, chosen, printed):
     said = []
-    monkeypatch.setattr("cp_ring.megatron.wire.note", said.append)
-    monkeypatch.setattr("cp_ring.megatron.wire.ranks_per_node", lambda: None)
+    monkeypatch.setattr("cp_ring.megatron.flags.codec_choice.note", said.append)
+    monkeypatch.setattr("cp_ring.megatron.flags.codec_choice.ranks_per_node", lambda: None)
     args = SimpleNamespace(**DEEPSEEK | {"group_query_attention": False} | changes)
     assert choose_wire(args, ContextParallelConfig.make(**settings)) == chosen
     assert [printed in line for line in said] == [True] * bool(printed)
@@ -222,7 +222,7 @@ def test_latents_that_cannot_travel_are_rejected_by_name():
 
 
 def test_dropout_and_other_codecs_than_plain_reject_each_other(monkeypatch):
-    monkeypatch.setattr("cp_ring.megatron.wire.note", lambda line: None)
+    monkeypatch.setattr("cp_ring.megatron.flags.codec_choice.note", lambda line: None)
     args = SimpleNamespace(**DEEPSEEK | {"attention_dropout": 0.1, "group_query_attention": False})
     with pytest.raises(
         ConfigError,

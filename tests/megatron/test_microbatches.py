@@ -14,8 +14,13 @@ from megatron.training.datasets import data_samplers
 
 from cp_ring import ContextParallelConfig, Mask
 from cp_ring.megatron import settings
-from cp_ring.megatron.masks import KEY
-from cp_ring.megatron.microbatches import BalancedSampler, balanced_loader, mask_of, work_of
+from cp_ring.megatron.data.balanced_sampler import (
+    BalancedSampler,
+    balanced_loader,
+    mask_of,
+    work_of,
+)
+from cp_ring.megatron.data.masks import KEY
 from cp_ring.plan.microbatches import imbalance
 
 WORK = np.random.default_rng(3).lognormal(0, 1, 200)

@@ -10,7 +10,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cp_ring import ContextParallelConfig
-from cp_ring.megatron import offload, recompute, settings
+from cp_ring.megatron import settings
+from cp_ring.megatron.layers import layer_offload, recomputation
 from tests.megatron import host_memory
 from tests.megatron.launch import HERE, attempt
 from tests.megatron.test_recompute import (
@@ -52,16 +53,16 @@ def test_gradients_are_the_same_bits(configured, kind):
     assert torch.equal(found[0], expected[0]) and found[2:] == expected[2:]
     assert all(torch.equal(found[1][name], grad) for name, grad in expected[1].items())
     assert (
-        offload.offload().host_bytes(),
-        offload.offload().device_bytes(),
-        recompute.kept_bytes(),
+        layer_offload.offload().host_bytes(),
+        layer_offload.offload().device_bytes(),
+        recomputation.kept_bytes(),
     ) == (0, 0, 0)
 
 
 @no_cuda
 def test_bytes_are_those_of_all_layers_in_host_memory_and_of_two_on_the_device(configured):
     configured(offload=True)
-    model, store = build(), offload.offload()
+    model, store = build(), layer_offload.offload()
     model.zero_grad()
     outs = []
     for layer in model.decoder.layers:
@@ -82,9 +83,9 @@ def test_bytes_are_those_of_all_layers_in_host_memory_and_of_two_on_the_device(c
 def test_recomputed_layers_keep_out_and_lse_in_host_memory(configured):
     configured(offload=True)
     loss = forward(build(recompute_granularity="full", **FULL["uniform"]), batches()[0])
-    assert offload.offload().host_bytes() == recompute.kept_bytes() == LAYERS * BYTES
+    assert layer_offload.offload().host_bytes() == recomputation.kept_bytes() == LAYERS * BYTES
     loss.backward()
-    assert offload.offload().host_bytes() == 0
+    assert layer_offload.offload().host_bytes() == 0
 
 
 @no_cuda
@@ -92,7 +93,7 @@ def test_nothing_moves_without_gradients(configured):
     configured(offload=True)
     with torch.no_grad():
         forward(build(), batches()[0])
-    assert offload.offload().host_bytes() == 0
+    assert layer_offload.offload().host_bytes() == 0
 
 
 def steps(model, after=lambda: None):

@@ -15,7 +15,7 @@ import cp_ring.megatron
 from cp_ring import ContextParallelConfig, patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, program, rejection, settings
-from cp_ring.megatron.offload import offload
+from cp_ring.megatron.layers.layer_offload import offload
 from tests.megatron.launch import HERE, launch
 
 no_cuda = pytest.mark.skipif(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring.megatron import recompute
+from cp_ring.megatron.layers import recomputation
 from cp_ring.observe.counters import record
 from tests.kernels.emulated_te import installed
 from tests.megatron.launch import TINY, train
@@ -71,7 +71,7 @@ def step(model):
     torch.manual_seed(5)
     with record() as ledger:
         losses = [forward(model, tokens) for tokens in batches()]
-        kept = recompute.kept_bytes()
+        kept = recomputation.kept_bytes()
         for loss in reversed(losses):
             loss.backward()
     grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -94,11 +94,11 @@ def test_gradients_and_hops_are_those_without_recomputation(ring, kind):
     assert found[2] == hops and found[3] == 2 * KEPT[kind] * BYTES
     assert torch.equal(found[0], losses)
     assert all(torch.equal(found[1][name], grad) for name, grad in grads.items())
-    assert recompute.kept_bytes() == 0
+    assert recomputation.kept_bytes() == 0
     model.eval()
     with torch.no_grad():
         forward(model, batches()[0])
-        assert recompute.kept_bytes() == 0
+        assert recomputation.kept_bytes() == 0
     model.train()
     assert torch.equal(step(model)[0], losses)
 
@@ -131,7 +131,7 @@ def test_a_failed_step_leaves_nothing_behind(ring):
     with pytest.raises(RuntimeError, match="planted"):
         loss.backward()
     del loss, hook
-    assert recompute.kept_bytes() == 0
+    assert recomputation.kept_bytes() == 0
     again = step(model)
     assert again[2:] == right[2:] and torch.equal(again[0], right[0])
     assert all(torch.equal(again[1][name], grad) for name, grad in right[1].items())
@@ -148,7 +148,7 @@ def test_megatron_may_rerun_a_step(ring):
     )
     while machine.should_run_forward_backward(None):
         runs.append(step(model))
-        assert recompute.kept_bytes() == 0
+        assert recomputation.kept_bytes() == 0
         machine.validate_result(
             result=runs[-1][0].sum(), rejection_func=torch.isnan, message="the loss"
         )
@@ -176,7 +176,7 @@ def attention():
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from cp_ring.megatron.core_attention import RingDotProductAttention
+    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
 
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=HEADS, attention_dropout=0.0
@@ -193,7 +193,7 @@ def attention():
 )
 def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):
     """TransformerEngine's checkpoint is reentrant too; another kind is right, but replays the ring."""
-    checkpoint = recompute.keeping(
+    checkpoint = recomputation.keeping(
         lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=reentrant)
     )
     layer, q = (
@@ -203,9 +203,9 @@ def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):
     (wanted,) = torch.autograd.grad(layer(q, q, q).square().sum(), q)
     with record() as ledger:
         out = checkpoint(lambda q: layer(q, q, q), q)
-        assert recompute.kept_bytes() == kept
+        assert recomputation.kept_bytes() == kept
         out.square().sum().backward()
-    assert ledger.hops == hops and recompute.kept_bytes() == 0
+    assert ledger.hops == hops and recomputation.kept_bytes() == 0
     assert torch.equal(q.grad, wanted)
 
 
@@ -221,7 +221,7 @@ def test_hidden_dropout_after_a_kernel_that_draws(one_rank):
     grads = []
     for keep, runs in ((False, 2), (True, 1)):
         plain = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
-        checkpoint = recompute.keeping(plain) if keep else plain
+        checkpoint = recomputation.keeping(plain) if keep else plain
         torch.manual_seed(7)
         with installed("2.20.2") as calls:
             checkpoint(
@@ -248,7 +248,7 @@ def test_packed_documents_and_windows(one_rank):
         return layer(q, q, q, packed_seq_params=packed)
 
     (wanted,) = torch.autograd.grad(call(q).square().sum(), q)
-    checkpoint = recompute.keeping(
+    checkpoint = recomputation.keeping(
         lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=True)
     )
     with record() as ledger:

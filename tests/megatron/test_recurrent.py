@@ -119,7 +119,7 @@ def test_the_delta_rule_is_megatrons_own_in_torch(kernels):
 def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
     one_rank, applied, kernels, kind
 ):
-    from cp_ring.megatron.documents import DocumentParams, Documents
+    from cp_ring.megatron.data.documents import DocumentParams, Documents
 
     applied("recurrent_layers")
     offsets = recurrent_layers.OFFSETS
@@ -164,8 +164,8 @@ def test_fsdp2_trains_all_weights_of_a_mamba_layer(one_rank, applied, kernels):
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_tokens_come_in_order_and_go_back(data):
-    from cp_ring.megatron import recurrent
-    from cp_ring.megatron.documents import DocumentParams, Documents
+    from cp_ring.megatron.data.documents import DocumentParams, Documents
+    from cp_ring.megatron.layers import recurrent
 
     cp, batch, name = (
         data.draw(st.sampled_from([1, 2, 4])),
@@ -197,9 +197,9 @@ NAMES = ["zigzag", "contiguous", "balanced"]
 
 def test_padding_and_declared_documents_begin_anew_too():
     from cp_ring import Mask
-    from cp_ring.megatron import recurrent
-    from cp_ring.megatron.documents import Documents
-    from cp_ring.megatron.masks import DeclaredMask
+    from cp_ring.megatron.data.documents import Documents
+    from cp_ring.megatron.data.masks import DeclaredMask
+    from cp_ring.megatron.layers import recurrent
     from cp_ring.plan.layout import Layout
 
     def numbers(carried):

@@ -18,18 +18,10 @@ import torch
 
 from cp_ring import ContextParallelConfig, Layout, Mask, patches
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import (
-    argument_parser,
-    compat,
-    graphs,
-    implementations,
-    rejection,
-    rules,
-    settings,
-    validate,
-)
+from cp_ring.megatron import compat, rejection, settings
 from cp_ring.megatron.checkpoints import inspection
-from cp_ring.megatron.rule import Job, problem
+from cp_ring.megatron.flags import argument_parser, graphs, implementations, rules, validate
+from cp_ring.megatron.flags.rule import Job, problem
 from cp_ring.tools.job import command_line
 from cp_ring.tools.job import job_config as config
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, fork, launch
@@ -233,7 +225,7 @@ def core_attention(settings=None, **arguments):
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from cp_ring.megatron.core_attention import RingDotProductAttention
+    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
 
     config = TransformerConfig(**CONFIG, use_cpu_initialization=True)
     for name, value in (settings or {}).items():

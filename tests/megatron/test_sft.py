@@ -38,7 +38,7 @@ def make(files, n=N, lines=None, num_samples=None):
     from megatron.core.datasets.utils import Split
     from megatron.core.tokenizers import MegatronTokenizer
 
-    from cp_ring.megatron.sft import ConversationFile, PackedConversations
+    from cp_ring.megatron.data.sft import ConversationFile, PackedConversations
 
     folder, file, tokenizer = files
     tokenizer = MegatronTokenizer.from_pretrained(
@@ -106,7 +106,7 @@ def test_every_conversation_is_in_the_rows_with_its_own_positions_and_labels(
 
 
 def test_boundaries_of_a_packed_row_are_those_of_its_documents(files, settings_of):
-    from cp_ring.megatron.documents import boundaries
+    from cp_ring.megatron.data.documents import boundaries
 
     settings_of(pack="in-order", cut_long=True)
     rows = make(files)
@@ -120,7 +120,7 @@ def test_boundaries_of_a_packed_row_are_those_of_its_documents(files, settings_o
 def test_tokens_are_kept_and_samples_repeat(files, settings_of, monkeypatch):
     settings_of(cut_long=True)
     rows = make(files, num_samples=1000)
-    monkeypatch.setattr("cp_ring.megatron.sft.Tokens.make", None)  # what is kept is read
+    monkeypatch.setattr("cp_ring.megatron.data.sft.Tokens.make", None)  # what is kept is read
     again = make(files, num_samples=1000)
     assert len(again) == 1000 and isinstance(again._tokens.tokens, np.memmap)
     for index in (0, 3):

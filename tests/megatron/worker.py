@@ -35,7 +35,8 @@ def observe(path: Path, ledger) -> None:
     """Makes Megatron write a line to `path` after each training step and each validation pass."""
     import megatron.training.training as training
 
-    from cp_ring.megatron import gpt, recompute
+    from cp_ring.megatron import gpt
+    from cp_ring.megatron.layers import recomputation
 
     training_log, evaluate, next_batch = training.training_log, training.evaluate, gpt._next_batch
     passes = itertools.count()
@@ -50,7 +51,7 @@ def observe(path: Path, ledger) -> None:
         line |= {
             "rows": sorted(rows),
             "hops": ledger.hops,
-            "kept": recompute.kept_bytes(),
+            "kept": recomputation.kept_bytes(),
             "sent": dict(ledger.bytes_by_kind),
         }
         write(path, line)

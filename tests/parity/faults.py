@@ -33,9 +33,9 @@ def planted(name: str) -> Iterator[None]:
 
 
 def _plans() -> Any:
-    from cp_ring.megatron import core_attention
+    from cp_ring.megatron import ring_core_attention
 
-    return core_attention, "make_plan"
+    return ring_core_attention, "make_plan"
 
 
 def _mask_widened(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
@@ -77,7 +77,7 @@ def _batches() -> Any:
 
 
 def _documents() -> Any:
-    from cp_ring.megatron.documents import Documents
+    from cp_ring.megatron.data.documents import Documents
 
     return Documents
 
@@ -118,7 +118,7 @@ def _boundary_missed(boundaries: Any, position_ids: Any) -> Any:
 
 
 def _declared() -> Any:
-    from cp_ring.megatron.masks import DeclaredMask
+    from cp_ring.megatron.data.masks import DeclaredMask
 
     return DeclaredMask
 
@@ -157,7 +157,7 @@ def _roll_across(last: Any, documents: Any) -> Any:
 
 
 def _recurrent() -> Any:
-    from cp_ring.megatron import recurrent
+    from cp_ring.megatron.layers import recurrent
 
     return recurrent
 
@@ -217,9 +217,9 @@ def _counted_by_rank(of: Any, part: Any, mean: Any) -> Any:
 
 
 def _dropout() -> Any:
-    from cp_ring.megatron import core_attention
+    from cp_ring.megatron import ring_core_attention
 
-    return core_attention, "dropout_of"
+    return ring_core_attention, "dropout_of"
 
 
 def _places_on_the_rank(dropout_of: Any, p: float, layer: int, positions: Any, *more: Any) -> Any:
@@ -248,7 +248,7 @@ def _gradients_of_latents() -> Any:
 
 
 def _latents() -> Any:
-    from cp_ring.megatron.latent import LatentTap
+    from cp_ring.megatron.layers.latent_tap import LatentTap
 
     return LatentTap
 

@@ -36,7 +36,7 @@ def patch():
 @pytest.fixture
 def tokens(tmp_path):
     """A token file of 20 documents with 30 tokens each."""
-    from cp_ring.megatron.token_files import TokenFile
+    from cp_ring.megatron.data.token_files import TokenFile
 
     file = TokenFile(tmp_path / "tokens", 100)
     for number in range(20):

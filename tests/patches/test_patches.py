@@ -229,7 +229,7 @@ def test_core_attention_is_ring_attention(applied, one_rank):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.spec_utils import build_module
 
-    from cp_ring.megatron.core_attention import RingDotProductAttention
+    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
 
     def build():
         spec = get_gpt_layer_local_spec()
@@ -321,7 +321,7 @@ def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers
     """
     from megatron.training import arguments
 
-    from cp_ring.megatron import validate
+    from cp_ring.megatron.flags import validate
 
     done = []
     monkeypatch.setattr(Patch, "apply", lambda patch: done.append(patch.name))

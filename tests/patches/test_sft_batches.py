@@ -14,8 +14,8 @@ import torch
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.megatron import compat
-from cp_ring.megatron.rule import problem
-from cp_ring.megatron.rules import SCRIPT
+from cp_ring.megatron.flags.rule import problem
+from cp_ring.megatron.flags.rules import SCRIPT
 from cp_ring.patches import sft_batches
 from cp_ring.patches.install import job_of
 
@@ -36,7 +36,6 @@ def packed():
 @pytest.fixture
 def version(monkeypatch):
     def be(number):
-        monkeypatch.setattr(sft_batches, "megatron_version", lambda: number)
         monkeypatch.setattr(compat, "megatron_version", lambda: number)
 
     return be

@@ -19,7 +19,6 @@ from cp_ring.megatron.certificate import (
     record,
     tiny_model,
 )
-from cp_ring.megatron.certificate.attention_probe import Subject
 from cp_ring.megatron.certificate.isolation import (
     Failure,
     ProbeGroups,
@@ -28,11 +27,13 @@ from cp_ring.megatron.certificate.isolation import (
     states_restored,
 )
 from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind, find_layer_kinds, masks_of
-from cp_ring.megatron.certificate.loss_probe import ForwardStep
 from cp_ring.megatron.certificate.recurrent_twin import uncovered_states
 from cp_ring.megatron.certificate.report import Certificate, Probe
+from cp_ring.megatron.certificate.subject import Subject
 from cp_ring.megatron.certificate.tiny_layers import uncovered_layers
-from cp_ring.megatron.layer_pattern import config_of_layer
+from cp_ring.megatron.certificate.training_step import ForwardStep
+from cp_ring.megatron.certificate.value_probe import value_probes
+from cp_ring.megatron.flags.layer_pattern import config_of_layer
 
 SEED = 20261121
 LENGTH_SECONDS = 5.0  # for all probes at the job's own sequence length together
@@ -76,7 +77,10 @@ def verdict(certificate: Certificate) -> str:
         return failures[0].rejection() + more
     if settings.current().certify == "strict" and certificate.not_covered:
         missing = ", ".join(certificate.not_covered)
-        return f"--cp-ring-certify strict: not covered: {missing}; --cp-ring-certify on trains without it"
+        return (
+            f"--cp-ring-certify strict: not covered: {missing}; --cp-ring-certify on trains "
+            "without it"
+        )
     rejection.note(summary(certificate))
     return ""
 
@@ -90,7 +94,8 @@ def summary(certificate: Certificate) -> str:
         f"not covered: {', '.join(certificate.not_covered)}" if certificate.not_covered else ""
     )
     after = " after loading the checkpoint" if certificate.about.get("loaded") else ""
-    passed = f"{len(certificate.probes)} probes passed in {certificate.seconds:.1f} s ({'; '.join(layers)})"
+    count, names = len(certificate.probes), "; ".join(layers)
+    passed = f"{count} probes passed in {certificate.seconds:.1f} s ({names})"
     of_loss = any(probe.name == "loss" for probe in certificate.probes)
     parts = [passed, missing] if of_loss else [missing, passed]
     return f"certificate{after}: {'; '.join(part for part in parts if part)}"
@@ -198,32 +203,31 @@ def _probe_attention(args: argparse.Namespace, found: _Findings, seed: int, seco
             args.params_dtype,
             tiny_model.own_device(),
             loss_probe.split_of(args),
+            seed,
         )
         found.attention.append(layer_probe.probe_built(subject, layers))
         others = {number: each for number, each in reversed(layers.items()) if number != kind.layer}
-        found.attention += layer_probe.probe_others(subject, others, seed)
+        found.attention += layer_probe.probe_others(subject, others)
         layer.window = kind.probed
-        found.attention += attention_probe.probe_short(subject, seed)
-        found.attention += attention_probe.probe_dropout(subject, seed) if layer.dropout else []
+        found.attention += attention_probe.probe_short(subject)
+        found.attention += attention_probe.probe_dropout(subject) if layer.dropout else []
         layer.window = kind.window
         tokens = attention_probe.longest_in_time(subject, args.seq_length, seconds / len(kinds))
         if tokens > kind.tokens or kind.probed != kind.window:
             found.attention += attention_probe.probe_long(
-                attention_probe.at_length(subject, tokens), seed
+                attention_probe.at_length(subject, tokens)
             )
         found.up_to |= _limits(args, kind, tokens)
         if args.params_dtype in (torch.float16, torch.bfloat16):
             layer.window = kind.probed
-            found.attention += _probe_sums(subject, seed)
+            found.attention += _probe_sums(subject)
 
 
-def _probe_sums(subject: Subject, seed: int) -> list[Probe]:
+def _probe_sums(subject: Subject) -> list[Probe]:
     """The probes of values again in float32, which show sums that are kept in too few bits."""
     kind, layer = subject.kind, subject.layer.float()
     layer.options = replace(layer.options, kernel=_kernel_in_float32(layer.options.kernel, kind))
-    return attention_probe.probe_short(
-        replace(subject, dtype=torch.float32, note=" in float32"), seed, values_only=True
-    )
+    return value_probes(replace(subject, dtype=torch.float32, note=" in float32"))
 
 
 def _limits(args: argparse.Namespace, kind: LayerKind, tokens: int) -> dict[str, tuple[int, int]]:
@@ -334,7 +338,7 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
     """The job's core attention of this kind of layer, as its attention layer builds it."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from cp_ring.megatron.core_attention import RingDotProductAttention  # imports Megatron
+    from cp_ring.megatron.ring_core_attention import RingDotProductAttention  # imports Megatron
 
     sizes: dict[str, Any] = {}
     if getattr(config, "multi_latent_attention", False):
@@ -342,6 +346,7 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
     elif getattr(config, "softmax_scale", None):
         sizes = {"softmax_scale": config.softmax_scale}
     config = config_of_layer(config, kind.layer)
-    layer = RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self", cp_comm_type=kind.comm_type,
+    layer = RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self",
+                                    cp_comm_type=kind.comm_type,
                                     pg_collection=groups, **sizes)  # fmt: skip
     return layer.eval()  # without dropout, which has a probe of its own

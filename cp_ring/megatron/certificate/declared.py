@@ -6,15 +6,16 @@ The rules are made from first principles, token by token. They share no code wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring.megatron.certificate.oracle import MaskRule
+from cp_ring.megatron.certificate.dense_oracle import MaskRule
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.ranges import Ints
 
 PREFIX = "declared "
 """How the names of such masks begin in the certificate, as in `declared shared-prefix`."""
@@ -31,7 +32,7 @@ def _tree(
     n: int, random: np.random.Generator, parents: list[int], forest: bool = True
 ) -> tuple[Mask, MaskRule]:
     """Branches of random lengths with these parents, and some padding behind them."""
-    edges = np.append(0, np.sort(random.choice(np.arange(1, n), len(parents), replace=False)))
+    edges = np.append(0, _cuts(n, len(parents), random))
     lengths = np.diff(edges).tolist()
     branch = torch.full((n,), -1)
     position = torch.zeros(n, dtype=torch.int64)
@@ -116,7 +117,7 @@ def _diffusion(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
 def _documents(
     n: int, random: np.random.Generator, prefixes: bool = False
 ) -> tuple[Mask, MaskRule]:
-    edges = [0, *sorted(random.choice(np.arange(1, n), 3, replace=False).tolist()), n]
+    edges = [0, *_cuts(n, 3, random).tolist(), n]
     lengths = [
         int(random.integers(0, end - start + 1)) * prefixes for start, end in pairwise(edges)
     ]
@@ -140,12 +141,7 @@ def _pieces(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
     """Random cells of a grid, some of them cut by a diagonal band: disjoint, and like no mask with
     a name.
     """
-    edges = [
-        np.append(
-            0, np.append(np.sort(random.choice(np.arange(1, n), 3, replace=False)), n)
-        ).tolist()
-        for _ in range(2)
-    ]
+    edges = [[0, *_cuts(n, 3, random).tolist(), n] for _ in range(2)]
     pieces = []
     for q0, q1 in pairwise(edges[0]):
         for k0, k1 in pairwise(edges[1]):
@@ -154,27 +150,25 @@ def _pieces(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
                 pieces.append((q0, q1, k0, k1, *band))
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        found = torch.zeros(
-            torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=query.device
-        )
+        away = key - query
+        allowed = torch.zeros_like(away, dtype=torch.bool)
         for q0, q1, k0, k1, lo, hi in pieces:
-            away = key - query
-            found |= (
-                (query >= q0)
-                & (query < q1)
-                & (key >= k0)
-                & (key < k1)
-                & (away >= lo)
-                & (away <= hi)
-            )
-        return found
+            picked = (query >= q0) & (query < q1)
+            allowed |= picked & (key >= k0) & (key < k1) & (away >= lo) & (away <= hi)
+        return allowed
 
     return Mask.from_pieces(n, pieces), _plain(sees, n, [edge for side in edges for edge in side])
 
 
-def _plain(sees: Callable[[Tensor, Tensor], Tensor], n: int, edges: object) -> MaskRule:
+def _cuts(n: int, count: int, random: np.random.Generator) -> Ints:
+    """Different places between tokens, in ascending order."""
+    places: Ints = np.sort(random.choice(np.arange(1, n), count, replace=False))
+    return places
+
+
+def _plain(sees: Callable[[Tensor, Tensor], Tensor], n: int, edges: Iterable[int]) -> MaskRule:
     """The rule of a mask whose positions are the places in the stream."""
-    return MaskRule(sees, torch.arange(n), torch.zeros(n, dtype=torch.int64), tuple(edges))  # type: ignore[arg-type]
+    return MaskRule(sees, torch.arange(n), torch.zeros(n, dtype=torch.int64), tuple(edges))
 
 
 _SAMPLES: dict[str, Callable[[int, np.random.Generator], tuple[Mask, MaskRule]]] = {

@@ -98,7 +98,7 @@ class ProbeGroups:
 
     @classmethod
     def make(cls) -> ProbeGroups:
-        """Copies each group of Megatron that has more than one rank; all ranks of the job call it."""
+        """Copies each group of Megatron of more than one rank; all ranks of the job call it."""
         number = next(_number)
         copies: dict[tuple[str, tuple[int, ...]], Any] = {}
         for _, group in sorted(_groups_of_megatron().items()):

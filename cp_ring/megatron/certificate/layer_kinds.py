@@ -9,9 +9,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cp_ring.megatron import comm_types, settings
+from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.declared import PREFIX
-from cp_ring.megatron.layer_pattern import attention_layers, config_of_layer, predicting_layers
+from cp_ring.megatron.flags import comm_types
+from cp_ring.megatron.flags.layer_pattern import (
+    attention_layers,
+    config_of_layer,
+    predicting_layers,
+)
 
 # scores that a rank computes for one batch row; a probe that needs more uses a smaller window
 MAX_SCORES = 1 << 24
@@ -55,13 +60,11 @@ class LayerKind:
     batch_size: int = 1
     comm_type: str = "p2p"
 
-    def short(self, layer: int, cp: int) -> LayerKind:
-        """The kind with a probe as short as can be, of layer `layer`, under a window that such a
-        probe shows.
-        """
+    def short(self, cp: int) -> LayerKind:
+        """The kind with a probe as short as can be, under a window that such a probe shows."""
         tokens = 2 * cp * GRAIN
         window = self.window if self.window[0] < tokens // 2 else (tokens // 3, self.window[1])
-        return replace(self, layer=layer, tokens=min(tokens, self.tokens), probed=window)
+        return replace(self, tokens=min(tokens, self.tokens), probed=window)
 
     @property
     def layer_name(self) -> str:
@@ -101,7 +104,8 @@ def find_layer_kinds(
         groups = (
             heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
         )
-        kind = LayerKind(numbers[0], tuple(numbers), "", window, probed, scale, sink, heads, groups, d, e, tokens,
+        kind = LayerKind(numbers[0], tuple(numbers), "", window, probed, scale, sink, heads, groups,
+                         d, e, tokens,
                          comm_type=comm_type)  # fmt: skip
         found += [
             replace(kind, mask=mask, batch_size=1 if mask == "packed" else batch_size)

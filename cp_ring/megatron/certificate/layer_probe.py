@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cp_ring.megatron.certificate import attention_probe
-from cp_ring.megatron.certificate.attention_probe import Subject
+from cp_ring.megatron.certificate import value_probe
 from cp_ring.megatron.certificate.report import Probe
+from cp_ring.megatron.certificate.subject import Subject
 
 
 def probe_built(subject: Subject, layers: Mapping[int, Any]) -> Probe:
@@ -23,33 +23,37 @@ def probe_built(subject: Subject, layers: Mapping[int, Any]) -> Probe:
     kind, wrong = subject.kind, ""
     count = 0
     for number, layer in layers.items():
-        found = {"window": layer.window, "attention dropout": layer.dropout}
-        declared = {"window": kind.window, "attention dropout": layer.config.attention_dropout}
-        differing = [name for name in found if found[name] != declared[name]]
+        settings = {
+            "window": (layer.window, kind.window),
+            "attention dropout": (layer.dropout, layer.config.attention_dropout),
+        }
+        differing = [
+            f"rank {dist.get_rank()}: layer {number} has {name} {value}, declared {declared}"
+            for name, (value, declared) in settings.items()
+            if value != declared
+        ]
         if differing:
             count += 1
-            name = differing[0]
-            wrong = (
-                wrong
-                or f"rank {dist.get_rank()}: layer {number} has {name} {found[name]}, declared "
-                f"{declared[name]}"
-            )
+            wrong = wrong or differing[0]
     return replace(subject.probe("settings", float(count), 0.0, wrong), unit="layers")
 
 
-def probe_others(subject: Subject, layers: Mapping[int, Any], seed: int) -> list[Probe]:
+def probe_others(subject: Subject, layers: Mapping[int, Any]) -> list[Probe]:
     """Outputs and gradients of `layers`, by number, on one short microbatch; of each tensor the
     worst layer.
     """
+    short = replace(subject, kind=subject.kind.short(subject.group.size()))
     worst: dict[str, Probe] = {}
     truth = None
     for number, layer in layers.items():
-        one = replace(subject, layer=layer, kind=subject.kind.short(number, subject.group.size()))
+        one = short.with_layer(number, layer)
         if one.kind.probed != subject.kind.window:
             layer.window = one.kind.probed
         if truth is None:
-            batch, inputs, truth = attention_probe.prepare(one, seed)
-        for probe in attention_probe.probe_values(one, batch, inputs, truth, seed):
+            inputs = value_probe.draw(one)
+            truth = value_probe.reference(one, inputs)
+        one.draw_sink()
+        for probe in value_probe.compare(one, inputs, truth):
             before = worst.get(probe.name, probe)
             worst[probe.name] = max(before, probe, key=lambda each: each.badness)
     return [

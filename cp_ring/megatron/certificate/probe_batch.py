@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cp_ring.megatron.certificate.declared import sample
+from cp_ring.megatron.certificate.dense_oracle import MaskRule, Spans
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
-from cp_ring.megatron.certificate.oracle import MaskRule, Spans
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.plan.mask import Mask
 
@@ -79,7 +79,7 @@ def _causal(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatc
 
 
 def _documents(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
-    from cp_ring.megatron.documents import DocumentParams  # imports Megatron
+    from cp_ring.megatron.data.documents import DocumentParams  # imports Megatron
 
     spans = [
         spans_between(random_offsets(kind.tokens, 3, seed))
@@ -91,7 +91,7 @@ def _documents(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeB
 
 
 def _declared(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
-    from cp_ring.megatron.documents import DocumentParams  # imports Megatron
+    from cp_ring.megatron.data.documents import DocumentParams  # imports Megatron
 
     masks, rules = samples_of_rows(kind)
     declared = declared_of_rows(masks, cp)
@@ -107,7 +107,7 @@ def samples_of_rows(kind: LayerKind) -> tuple[list[Mask], list[MaskRule]]:
 
 def declared_of_rows(masks: list[Mask], cp: int) -> Any:
     """The declared masks of batch rows, split as the settings in force say."""
-    from cp_ring.megatron.masks import DeclaredMask  # imports Megatron
+    from cp_ring.megatron.data.masks import DeclaredMask  # imports Megatron
 
     return DeclaredMask.of_rows(masks, current().layout, cp)
 
@@ -124,7 +124,7 @@ def documents_of_rows(spans: list[Spans], n: int, cp: int) -> Any:
     """The documents of batch rows of `n` tokens, which `spans` fill, split as the settings in force
     say.
     """
-    from cp_ring.megatron.documents import Documents  # imports Megatron
+    from cp_ring.megatron.data.documents import Documents  # imports Megatron
 
     ends = [end + batch_row * n for batch_row, of_row in enumerate(spans) for _, end in of_row]
     return Documents.in_rows(np.array([0, *ends], dtype=np.int64), len(spans), current().layout, cp)
@@ -145,7 +145,8 @@ def _packed(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatc
     offsets = [torch.from_numpy(edges).to(torch.int32) for edges in (real, padded)]
     longest = int(np.diff(padded).max())
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[0], cu_seqlens_q_padded=offsets[1],
+        qkv_format="thd", cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[0],
+        cu_seqlens_q_padded=offsets[1],
         cu_seqlens_kv_padded=offsets[1], max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
     return ProbeBatch(
@@ -167,7 +168,7 @@ def packed_positions(offsets: np.ndarray, rank: int, cp: int) -> Tensor:
     if packed_in_whole_rows():
         if current().layout != "balanced":
             return _zigzag(0, int(offsets[-1]), rank, cp)
-        from cp_ring.megatron.documents import packed_layout  # imports Megatron
+        from cp_ring.megatron.data.documents import packed_layout  # imports Megatron
 
         return torch.from_numpy(packed_layout(offsets, cp).positions(rank))
     ends = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""The certificate beside the checkpoints, and the settings that a resumed job must share with it."""
+"""The certificate beside the checkpoints, and what a resumed job must share with it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +14,39 @@ import torch
 from packaging.version import Version
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, settings
+from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.report import Certificate
+from cp_ring.megatron.checkpoints import files, folders
 from cp_ring.megatron.compat import megatron_version
+from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.rejection import note
 
 NAME = "cp_ring_certificate.json"
 
 # The settings that decide what attention computes. Those of the mask must stay the same when a job
 # resumes. Layout, kernel, route and sizes of parallel groups may change, and are not listed.
-_MASK = {
-    "window_size": "--window-size",
-    "window_attn_skip_freq": "--window-attn-skip-freq",
+_MASK = ("window_size", "window_attn_skip_freq", "document_mask", "inter_document_masking")
+_OTHERS = (
+    "softmax_type",
+    "softmax_scale",
+    "num_attention_heads",
+    "kv_channels",
+    "multi_latent_attention",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_scaling_factor",
+    "mtp_num_layers",
+    "mask_kinds",
+)
+_FLAGS = {
     "document_mask": "--cp-ring-document-mask",
     "inter_document_masking": "--dataloader-inter-document-masking",
-}
-_OTHERS = {
-    "softmax_type": "--softmax-type",
-    "softmax_scale": "--softmax-scale",
-    "num_attention_heads": "--num-attention-heads",
-    "kv_channels": "--kv-channels",
-    "multi_latent_attention": "--multi-latent-attention",
-    "qk_head_dim": "--qk-head-dim",
-    "qk_pos_emb_head_dim": "--qk-pos-emb-head-dim",
-    "v_head_dim": "--v-head-dim",
-    "position_embedding_type": "--position-embedding-type",
-    "rotary_base": "--rotary-base",
-    "rotary_percent": "--rotary-percent",
-    "rotary_scaling_factor": "--rotary-scaling-factor",
-    "mtp_num_layers": "--mtp-num-layers",
     "mask_kinds": "--cp-ring-mask-kinds",
 }
-
 _RING = (
     "kernel",
     "layout",
@@ -120,30 +119,14 @@ def save(args: argparse.Namespace, certificate: Certificate) -> None:
         return
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        write(Path(folder) / NAME, certificate.as_dict())
+        write(Path(folder) / NAME, certificate)
     except OSError as error:
         note(f"the certificate could not be written to {folder}: {error.strerror}")
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes JSON atomically: `path` holds either its old content or all of `content`, whenever the
-    machine stops.
-    """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def write(path: Path, certificate: Certificate) -> None:
+    """Writes the certificate as JSON, whole or not at all."""
+    files.replace_text(path, json.dumps(certificate.as_dict(), indent=2))
 
 
 def check(args: argparse.Namespace) -> None:
@@ -165,17 +148,18 @@ def check(args: argparse.Namespace) -> None:
     if masks:
         raise ConfigError(
             f"--load {args.load}: its certificate is for another mask "
-            f"({_shown(changed, masks, _MASK)}); give the same, or remove {NAME} there if the "
+            f"({_shown(changed, masks)}); give the same, or remove {NAME} there if the "
             "change is meant"
         )
     if changed:
         note(
             f"the checkpoints in --load {args.load} are certified for other attention: "
-            f"{_shown(changed, list(changed), _OTHERS)}"
+            f"{_shown(changed, list(changed))}"
         )
 
 
-def _shown(changed: dict[str, tuple[Any, Any]], names: list[str], flags: dict[str, str]) -> str:
+def _shown(changed: dict[str, tuple[Any, Any]], names: list[str]) -> str:
+    flags = {name: "--" + name.replace("_", "-") for name in names} | _FLAGS
     return ", ".join(
         f"{flags[name]} was {changed[name][0]}, now {changed[name][1]}" for name in names
     )
@@ -185,14 +169,13 @@ def _read(folder: str | None) -> dict[str, Any] | None:
     """The settings that the certificate in `folder` is for; None if there is no checkpoint or no
     certificate there.
     """
-    if not folder or not (Path(folder) / "latest_checkpointed_iteration.txt").is_file():
+    if not folder or not (Path(folder) / folders.TRACKER).is_file():
         return None
     path = Path(folder) / NAME
     if not path.is_file():
         return None
     try:
-        certified: dict[str, Any] = json.loads(path.read_text())["about"]["attention"]
-        return dict(certified)
+        return dict(files.read_json(path)["about"]["attention"])
     except (OSError, ValueError, KeyError, TypeError):
         note(f"{path} is not readable: the job is compared with nothing")
         return None

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring.megatron.certificate.oracle import MaskRule, Spans
-from cp_ring.megatron.layer_pattern import RECURRENT, pattern_of
+from cp_ring.megatron.certificate.dense_oracle import MaskRule, Spans
+from cp_ring.megatron.flags.layer_pattern import RECURRENT, pattern_of
 
 _CLASSES = (("mamba_mixer", "MambaMixer"), ("gated_delta_net", "GatedDeltaNet"))
 

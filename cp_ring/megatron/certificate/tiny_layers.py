@@ -12,9 +12,15 @@ import json
 from math import lcm
 from typing import Any
 
-from cp_ring.megatron import comm_types
 from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_window
-from cp_ring.megatron.layer_pattern import PATTERNS, RECURRENT, attends, main_layers, pattern_of
+from cp_ring.megatron.flags import comm_types
+from cp_ring.megatron.flags.layer_pattern import (
+    PATTERNS,
+    RECURRENT,
+    attends,
+    main_layers,
+    pattern_of,
+)
 
 STATE = 16  # channels of a head of a recurrent layer, and of its state
 _KERNELS = {
@@ -66,7 +72,7 @@ def layers_with_experts(args: argparse.Namespace) -> list[int]:
 
 
 def missing_kernels(args: argparse.Namespace) -> list[str]:
-    """The letters of recurrent layers of the job's pattern whose kernels cannot be imported here."""
+    """The letters of recurrent layers of the job whose kernels cannot be imported here."""
     # heavy, and installed with Megatron only
     from megatron.core.transformer.spec_utils import import_module
 
@@ -135,12 +141,13 @@ def _pattern(args: argparse.Namespace, chosen: list[int]) -> dict[str, Any]:
 
 
 def _recurrent(args: argparse.Namespace, config: Any, tp: int) -> dict[str, Any]:
-    """Small states, and so many heads that the parallel ranks share them as they share the job's."""
+    """Small states, and so many heads that the ranks share them as they share the job's."""
     if not (pattern_of(args) or getattr(config, "is_hybrid_model", False)):
         return {}
     groups = getattr(args, "mamba_num_groups", None) or 1
     return {
-        "mamba_head_dim": STATE, "mamba_state_dim": STATE, "mamba_num_heads": lcm(groups, tp * args.context_parallel_size),
+        "mamba_head_dim": STATE, "mamba_state_dim": STATE,
+        "mamba_num_heads": lcm(groups, tp * args.context_parallel_size),
         "linear_key_head_dim": STATE, "linear_value_head_dim": STATE,
     }  # fmt: skip
 
@@ -201,7 +208,7 @@ def changes_of_blocks(
 
 
 def blocks_of(config: Any) -> list[Any]:
-    """The blocks that the JSON in a heterogeneous configuration describes, as Megatron reads them."""
+    """The blocks that the JSON of a heterogeneous configuration describes, by Megatron's rules."""
     # installed with Megatron only
     from megatron.core.transformer.heterogeneous import heterogeneous_config as megatron
 

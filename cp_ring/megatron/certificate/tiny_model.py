@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_ring.megatron import comm_types, settings
+from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.isolation import replaced
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
 from cp_ring.megatron.certificate.tiny_layers import (
@@ -21,7 +21,8 @@ from cp_ring.megatron.certificate.tiny_layers import (
     changes_of_layers,
     sharing_of,
 )
-from cp_ring.megatron.layer_pattern import pattern_of
+from cp_ring.megatron.flags import comm_types
+from cp_ring.megatron.flags.layer_pattern import pattern_of
 
 VOCABULARY = 128
 HIDDEN = 64
@@ -43,7 +44,8 @@ def tiny_args(
         "hidden_size": HIDDEN * tp, "ffn_hidden_size": 2 * HIDDEN * tp,
         "num_attention_heads": groups * sharing,
         "num_query_groups": groups if args.group_query_attention else args.num_query_groups,
-        "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY * tp, "seq_length": kinds[0].tokens,
+        "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY * tp,
+        "seq_length": kinds[0].tokens,
         "micro_batch_size": batch_size,
         # A table of positions is as long as the job's: a microbatch of that length is probed too.
         "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
@@ -152,12 +154,15 @@ def _experts(args: argparse.Namespace) -> dict[str, Any]:
     tp, shared = args.tensor_model_parallel_size, args.moe_shared_expert_intermediate_size
     weights = args.moe_aux_loss_coeff
     return {
-        "num_experts": min(count, max(EXPERTS, args.moe_router_topk)), "moe_ffn_hidden_size": HIDDEN * tp,
+        "num_experts": min(count, max(EXPERTS, args.moe_router_topk)),
+        "moe_ffn_hidden_size": HIDDEN * tp,
         "moe_shared_expert_intermediate_size": HIDDEN * tp if shared else None,
         "expert_tensor_parallel_size": tp,
         "expert_tensor_parallel_num_weight_shards": tp,
         "moe_token_dispatcher_type": "allgather",
-        "moe_aux_loss_coeff": [float(x > 0) for x in weights] if isinstance(weights, list) else float(weights > 0),
+        "moe_aux_loss_coeff": (
+            [float(x > 0) for x in weights] if isinstance(weights, list) else float(weights > 0)
+        ),
         # Experts with biases fail in Megatron where one rank has all of them: it adds a bias in
         # place to a view.
         "add_bias_linear": args.add_bias_linear and tp > 1,

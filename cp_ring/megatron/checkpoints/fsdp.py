@@ -4,37 +4,32 @@ published all at once.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
 from cp_ring.megatron.checkpoints import folders, saving
+from cp_ring.megatron.wrapping import Function, around
 
 
-def written_aside(save: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def written_aside(save: Function, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.distributed.checkpoint.save`, which writes aside and publishes within a guarded save,
     and is as it was elsewhere.
 
     Raises `SaveFailed` on all ranks where a rank could not write.
     """
-
-    @functools.wraps(save)
-    def save_aside(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        writer = kwargs.get("storage_writer")
-        if not saving.guarding() or type(writer) is not FileSystemWriter:
-            return save(state_dict, *args, **kwargs)
-        final = Path(writer.path)
-        folder = saving.make_unfinished(final)
-        writer.path = folder
-        try:
-            written = save(state_dict, *args, **kwargs)
-        except CheckpointException as error:
-            saving.drop(folder)
-            raise saving.SaveFailed(folders.iteration_of(final), saving.reason(error)) from None
-        saving.publish(folder, final)
-        return written
-
-    return save_aside
+    writer = kwargs.get("storage_writer")
+    if not saving.guarding() or type(writer) is not FileSystemWriter:
+        return save(state_dict, *args, **kwargs)
+    final = Path(writer.path)
+    folder = saving.make_unfinished(final)
+    writer.path = folder
+    try:
+        written = save(state_dict, *args, **kwargs)
+    except CheckpointException as error:
+        saving.drop(folder)
+        raise saving.SaveFailed(folders.iteration_of(final), saving.reason(error)) from None
+    saving.publish(folder, final)
+    return written

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.checkpoints import files, folders, manifest, unpickle
+from cp_ring.megatron.checkpoints import files, folders, gates, manifest
 from cp_ring.megatron.rejection import error_within, note
 from cp_ring.runtime import RUNTIME
 
@@ -106,7 +106,7 @@ def _is_fsdp_dtensor(folder: Path) -> bool:
 
 def _index(path: Path) -> Any:
     with files.open_regular(path) as file:
-        return unpickle.PickleOfIndex().load(file)
+        return gates.PickleOfIndex().load(file)
 
 
 def _needed_bytes(index: Path) -> dict[str, int]:
@@ -273,7 +273,7 @@ def _saved_args(folder: Path) -> Any:
 
     if not (folder / "metadata.json").is_file():
         return None
-    with unpickle.restricted():
+    with gates.restricted():
         try:
             return dist_checkpointing.load_common_state_dict(str(folder)).get("args")
         except CheckpointException as error:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import folders, inspection, lock, manifest
+from cp_ring.megatron.checkpoints.gates import restricted
 from cp_ring.megatron.checkpoints.saving import all_ranks_agree
-from cp_ring.megatron.checkpoints.unpickle import restricted
 from cp_ring.megatron.rejection import note, rejecting
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.observe import watchdog
 
 _loaded = False
@@ -30,23 +30,19 @@ def has_loaded() -> bool:
     return _loaded
 
 
-def verified(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `load_checkpoint`, of a verified checkpoint and through the gates of `unpickle`."""
+@around
+def verified(load_checkpoint: Function, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's `load_checkpoint`, of a verified checkpoint and through the gates."""
+    from megatron.training.global_vars import get_args
 
-    @functools.wraps(load_checkpoint)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training.global_vars import get_args
-
-        global _loaded
-        which = kwargs.get("load_arg", args[3] if len(args) > 3 else "load")
-        with rejecting(), watchdog.paused():
-            chosen = agree_on_iteration(get_args()) if which == "load" else None
-            with as_verified(*chosen) if chosen else contextlib.nullcontext(), restricted():
-                found = load_checkpoint(*args, **kwargs)
-        _loaded |= bool(found[0]) or which != "load" or bool(getattr(get_args(), "finetune", False))
-        return found
-
-    return load
+    global _loaded
+    which = kwargs.get("load_arg", args[3] if len(args) > 3 else "load")
+    with rejecting(), watchdog.paused():
+        chosen = agree_on_iteration(get_args()) if which == "load" else None
+        with as_verified(*chosen) if chosen else contextlib.nullcontext(), restricted():
+            found = load_checkpoint(*args, **kwargs)
+    _loaded |= bool(found[0]) or which != "load" or bool(getattr(get_args(), "finetune", False))
+    return found
 
 
 @contextlib.contextmanager
@@ -78,33 +74,25 @@ def as_verified(folder: Path, before: manifest.Stamps) -> Iterator[None]:
 _AGAIN = "the checkpoint is not what was verified: {}: start the job again"
 
 
-def gated(read: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def gated(read: Function, *args: Any, **kwargs: Any) -> Any:
     """One of Megatron's functions that read a checkpoint before `load_checkpoint` does, through the
     gates of `unpickle`.
     """
-
-    @functools.wraps(read)
-    def read_gated(*args: Any, **kwargs: Any) -> Any:
-        with rejecting(), restricted():
-            return read(*args, **kwargs)
-
-    return read_gated
+    with rejecting(), restricted():
+        return read(*args, **kwargs)
 
 
-def tracker_reader(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def tracker_reader(read_metadata: Function, tracker: Any) -> tuple[int, bool]:
     """Megatron's `read_metadata`, which ends the process at a broken tracker; here the chosen
     iteration stands in for it.
     """
-
-    @functools.wraps(read_metadata)
-    def read(tracker: Any) -> tuple[int, bool]:
-        load = Path(tracker).parent
-        if folders.is_tracker(tracker) and folders.tracker_is_broken(load):
-            return inspection.fallback_iteration(load) or 0, False
-        result: tuple[int, bool] = read_metadata(tracker)
-        return result
-
-    return read
+    load = Path(tracker).parent
+    if folders.is_tracker(tracker) and folders.tracker_is_broken(load):
+        return inspection.fallback_iteration(load) or 0, False
+    result: tuple[int, bool] = read_metadata(tracker)
+    return result
 
 
 def agree_on_iteration(args: argparse.Namespace) -> tuple[Path, manifest.Stamps] | None:
@@ -155,7 +143,7 @@ def _candidates(args: argparse.Namespace, load: Path) -> tuple[list[int], int | 
 
 
 def defects_of(folder: Path) -> list[str]:
-    """The defects of the checkpoint that the ranks have found; each rank reads a part of its files."""
+    """The defects of the checkpoint that the ranks find; each reads a part of its files."""
     problem = manifest.defect(folder, (dist.get_rank(), dist.get_world_size()))
     if not problem and dist.get_rank() == 0:
         problem = inspection.defect(folder)

@@ -162,7 +162,7 @@ class Lock:
         self._renewed = time.monotonic()
 
     def beat(self) -> None:
-        """Renews the lock every `BEAT_S` seconds, until it is released or lost. Runs in a thread."""
+        """Renews the lock every `BEAT_S` seconds, until it is released or lost; in a thread."""
         while not self._stop.wait(BEAT_S):
             with contextlib.suppress(OSError):
                 holder = _read(self.path)

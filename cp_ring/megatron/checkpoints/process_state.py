@@ -47,7 +47,7 @@ def first_change(before: Snapshot) -> str:
 
 
 def _owners() -> Iterator[tuple[str, Any]]:
-    """Modules, the classes and functions that they define, and the members of their enumerations."""
+    """Modules, the classes and functions that they define, and members of enumerations."""
     for label, module in list(sys.modules.items()):
         if not (label in _OF_TORCH or label.startswith(_PACKAGES)) or not isinstance(
             module, types.ModuleType

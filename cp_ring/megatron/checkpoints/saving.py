@@ -28,6 +28,7 @@ from cp_ring.megatron.checkpoints import files, folders, lock, manifest
 from cp_ring.megatron.checkpoints.writers import SUMS
 from cp_ring.megatron.rejection import reject, rejecting
 from cp_ring.megatron.settings import current
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.observe import watchdog
 from cp_ring.runtime import RUNTIME
 
@@ -77,23 +78,19 @@ def all_ranks_agree(ok: bool) -> bool:
 # The lock.
 
 
-def locked(set_up: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def locked(set_up: Function, *args: Any, **kwargs: Any) -> Any:
     """Megatron's `setup_model_and_optimizer`, before which the job takes the lock of --save, or
     ends with one line.
     """
+    from megatron.training.global_vars import get_args
 
-    @functools.wraps(set_up)
-    def set_up_locked(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training.global_vars import get_args
-
-        save = getattr(get_args(), "save", None)
-        if save and "://" not in str(save):
-            # an unwritable folder is reported at each save
-            with rejecting(), contextlib.suppress(OSError):
-                take_lock(Path(save))
-        return set_up(*args, **kwargs)
-
-    return set_up_locked
+    save = getattr(get_args(), "save", None)
+    if save and "://" not in str(save):
+        # an unwritable folder is reported at each save
+        with rejecting(), contextlib.suppress(OSError):
+            take_lock(Path(save))
+    return set_up(*args, **kwargs)
 
 
 def take_lock(folder: Path) -> None:
@@ -121,98 +118,80 @@ def take_lock(folder: Path) -> None:
 # Megatron's functions.
 
 
-def tolerant(write: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def tolerant(write: Function, *args: Any, **kwargs: Any) -> Any:
     """`write`, which one rank runs while others wait in a collective: its failure is kept for
     `publish`, where all ranks meet.
     """
-
-    @functools.wraps(write)
-    def write_tolerantly(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return write(*args, **kwargs)
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-            _state.errors.append(reason(error))
-
-    return write_tolerantly
+    try:
+        return write(*args, **kwargs)
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        _state.errors.append(reason(error))
 
 
-def leave_out_folder(ensure: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def leave_out_folder(ensure: Function, filename: str, check_parent: bool = True) -> None:
     """Megatron's `ensure_directory_exists`, which does not make the final folder of a checkpoint
     that is written aside.
     """
-
-    @functools.wraps(ensure)
-    def make(filename: str, check_parent: bool = True) -> None:
-        if check_parent or not _state.guarding:
-            ensure(filename, check_parent)
-
-    return make
+    if check_parent or not _state.guarding:
+        ensure(filename, check_parent)
 
 
-def guarded(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def guarded(save_checkpoint: Function, iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Megatron's `save_checkpoint`, after which training goes on where the checkpoint could not be
     saved.
     """
-
-    @functools.wraps(save_checkpoint)
-    def save(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        _state.guarding = True
-        try:
-            with watchdog.paused():
-                save_checkpoint(iteration, *args, **kwargs)
-        except (SaveFailed, CheckpointException) as error:
-            _report(iteration, reason(error))
-        finally:
-            _state.guarding = False
-
-    return save
+    _state.guarding = True
+    try:
+        with watchdog.paused():
+            save_checkpoint(iteration, *args, **kwargs)
+    except (SaveFailed, CheckpointException) as error:
+        _report(iteration, reason(error))
+    finally:
+        _state.guarding = False
 
 
-def guarded_finalize(finalize: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def guarded_finalize(finalize: Function, *args: Any, **kwargs: Any) -> Any:
     """Megatron's `maybe_finalize_async_save`, which goes on with the next request where one could
     not be saved.
     """
-
-    @functools.wraps(finalize)
-    def finalize_all(*args: Any, **kwargs: Any) -> Any:
-        while True:
-            try:
-                with watchdog.paused():
-                    return finalize(*args, **kwargs)
-            except SaveFailed as error:  # the request that failed is out of Megatron's queue
-                iteration, why = error.args
-                _report(iteration, why)
-
-    return finalize_all
+    while True:
+        try:
+            with watchdog.paused():
+                return finalize(*args, **kwargs)
+        except SaveFailed as error:  # the request that failed is out of Megatron's queue
+            iteration, why = error.args
+            _report(iteration, why)
 
 
-def written_aside(save: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def written_aside(
+    save: Function, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+) -> Any:
     """`dist_checkpointing.save`, which writes aside and publishes within `guarded`, and is as it
     was elsewhere.
     """
-
-    @functools.wraps(save)
-    def save_aside(state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        final = Path(checkpoint_dir)
-        if not _state.guarding or "://" in str(checkpoint_dir):
-            return save(state, checkpoint_dir, *args, **kwargs)
-        folder, iteration = make_unfinished(final), folders.iteration_of(final)
-        try:
-            request = save(state, str(folder), *args, **kwargs)
-        except CheckpointException as error:
-            drop(folder)
-            raise SaveFailed(iteration, reason(error)) from None
-        if request is None:
-            publish(folder, final)
-            return None
-        request.finalize_fns[:] = [
-            _with_iteration(step, folder, iteration) for step in request.finalize_fns
-        ]
-        request.finalize_fns.append(functools.partial(publish, folder, final, tuple(_state.errors)))
-        _state.errors.clear()  # the next save may begin before this one ends
-        return request
-
-    return save_aside
+    final = Path(checkpoint_dir)
+    if not _state.guarding or "://" in str(checkpoint_dir):
+        return save(state, checkpoint_dir, *args, **kwargs)
+    folder, iteration = make_unfinished(final), folders.iteration_of(final)
+    try:
+        request = save(state, str(folder), *args, **kwargs)
+    except CheckpointException as error:
+        drop(folder)
+        raise SaveFailed(iteration, reason(error)) from None
+    if request is None:
+        publish(folder, final)
+        return None
+    request.finalize_fns[:] = [
+        _with_iteration(step, folder, iteration) for step in request.finalize_fns
+    ]
+    request.finalize_fns.append(functools.partial(publish, folder, final, tuple(_state.errors)))
+    _state.errors.clear()  # the next save may begin before this one ends
+    return request
 
 
 def make_unfinished(final: Path) -> Path:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import folders, loading, manifest, saving
-from cp_ring.megatron.checkpoints.unpickle import restricted
+from cp_ring.megatron.checkpoints.gates import restricted
 from cp_ring.observe import watchdog
 
 

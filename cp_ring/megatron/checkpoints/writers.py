@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cp_ring.megatron.checkpoints import manifest
+from cp_ring.megatron.wrapping import Function, around
 
 SUMS = ".sums.{}.json"
 
@@ -61,47 +62,39 @@ def write_and_sum(
         return  # the writer itself has reported on it, or `saving.publish` will
 
 
-def own_copies(prepare_write_data: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def own_copies(prepare_write_data: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """The writer's method, which then copies the tensors that training would change while another
     process still writes them.
 
     Tensors on a GPU are copied to the host anyway; those on the CPU would travel to the writer as
     shared memory.
     """
-
-    @functools.wraps(prepare_write_data)
-    def prepare(self: Any, *args: Any, **kwargs: Any) -> None:
-        prepare_write_data(self, *args, **kwargs)
-        if not _asynchronous():
-            return
-        for _, _, (_, tensors) in self.write_buckets or []:
-            tensors[:] = [
-                (item, tensor.clone() if tensor.device.type == "cpu" else tensor)
-                for item, tensor in tensors
-            ]
-
-    return prepare
+    prepare_write_data(self, *args, **kwargs)
+    if not _asynchronous():
+        return
+    for _, _, (_, tensors) in self.write_buckets or []:
+        tensors[:] = [
+            (item, tensor.clone() if tensor.device.type == "cpu" else tensor)
+            for item, tensor in tensors
+        ]
 
 
-def queue_of_results(make: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def queue_of_results(make: Function, *args: Any, **kwargs: Any) -> Any:
     """The queue for the writer's results: of this process, unless another process writes.
 
     Megatron starts a server in either case, which stays behind if the process that trains is
     killed; this one does not.
     """
-
-    @functools.wraps(make)
-    def make_queue(*args: Any, **kwargs: Any) -> Any:
-        if not _asynchronous():
-            return queue.Queue()
-        global _results
-        if _results is None:
-            manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-            manager.start(initializer=end_with_parent)
-            _results = manager.Queue()
-        return _results
-
-    return make_queue
+    if not _asynchronous():
+        return queue.Queue()
+    global _results
+    if _results is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+        manager.start(initializer=end_with_parent)
+        _results = manager.Queue()
+    return _results
 
 
 @functools.cache

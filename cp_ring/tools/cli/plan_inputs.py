@@ -12,7 +12,7 @@ import typer
 
 from cp_ring.comm.nodes import node_size
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.comm_types import spec_of_layer
+from cp_ring.megatron.flags.comm_types import spec_of_layer
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.shapes import AUTO

@@ -27,7 +27,7 @@ def main() -> None:
         args = compat.start()
         certificate = certify.run_probes(args)
         if dist.get_rank() == 0:
-            record.write(report, certificate.as_dict())
+            record.write(report, certificate)
         dist.barrier()  # a rank that ends with an error ends the others too
         if certificate.failures:
             rejection.reject(certificate.failures[0].rejection())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.rule import Job, check_rules, problem
+from cp_ring.megatron.flags.rule import Job, check_rules, problem
 from cp_ring.tools.job.job_config import JobConfig
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def megatron_flags(
 
     parser: made by `build_parser` before, for several jobs. Raises as `build_command` does.
     """
-    from cp_ring.megatron import argument_parser
+    from cp_ring.megatron.flags import argument_parser
 
     packed = [key for key in PACKED_DATA if job.megatron.get(key)]
     if packed and not job.cp_ring.enabled:
@@ -135,7 +135,7 @@ def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: s
 
     otherwise: text for the end of the message, with another way out.
     """
-    from cp_ring.megatron import rules
+    from cp_ring.megatron.flags import rules
 
     # on the CPU they are Megatron's own
     line = "" if args.cp_ring_cpu else problem(Job(args), rules.LAYERS)
@@ -149,7 +149,7 @@ def _run_rank_checks(
     args: argparse.Namespace, job: JobConfig, config: ContextParallelConfig, line: list[str]
 ) -> None:
     """Runs the ranks' own checks of the flags in `line` once, before any rank starts."""
-    from cp_ring.megatron import rules, validate
+    from cp_ring.megatron.flags import rules, validate
 
     args.world_size = job.parallel.ranks
     flags = Job(args, config, line)

@@ -193,7 +193,7 @@ def _tokenize(
     """Writes every `stride`-th document to `valid` and the others to `train`. Returns the number of
     tokens in each.
     """
-    from cp_ring.megatron.token_files import TokenFile
+    from cp_ring.megatron.data.token_files import TokenFile
 
     end = tokenizer.token_to_id(END_OF_DOCUMENT)
     files = {

@@ -92,7 +92,7 @@ def tune(job: JobConfig, request: Request) -> TuneResult:
     """
     job = _with_length(job, request)
     notes: list[str] = []
-    from cp_ring.megatron import acceptance, argument_parser
+    from cp_ring.megatron.flags import acceptance, argument_parser
 
     parser = argument_parser.build_parser()
     args = _arguments(_alone(job), parser)
@@ -133,7 +133,7 @@ def _accepted(
     job: JobConfig, request: Request, search: Search, parser: argparse.ArgumentParser
 ) -> tuple[list[tuple[Tuned, JobConfig]], list[tuple[str, str]]]:
     """The fastest ways that Megatron accepts, and those that it rejects, with the reasons."""
-    from cp_ring.megatron import acceptance
+    from cp_ring.megatron.flags import acceptance
 
     accepted: list[tuple[Tuned, JobConfig]] = []
     rejected: list[tuple[str, str]] = []
@@ -201,8 +201,8 @@ def _setup(
     """What is searched: the setup, the masks of batch rows, and the vocabulary. Adds to `notes`
     what is assumed.
     """
-    from cp_ring.megatron import acceptance
-    from cp_ring.megatron.validate import windows_of
+    from cp_ring.megatron.flags import acceptance
+    from cp_ring.megatron.flags.validate import windows_of
 
     windows = windows_of(args) or (((-1, -1), 1),)
     vocabulary = _vocabulary(job, args, notes)

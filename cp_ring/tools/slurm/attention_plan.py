@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from cp_ring.comm.nodes import node_size
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import shape_choice
-from cp_ring.megatron.comm_types import spec_of_layer
+from cp_ring.megatron.flags import shape_choice
+from cp_ring.megatron.flags.comm_types import spec_of_layer
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan

@@ -232,8 +232,8 @@ def _find_missing(job: configs.JobConfig, gpu: bool) -> list[str]:
     """What the job needs and this host lacks: a GPU for this rank, the package of the layers."""
     import torch
 
-    from cp_ring.megatron import rules
-    from cp_ring.megatron.rule import Job, problem
+    from cp_ring.megatron.flags import rules
+    from cp_ring.megatron.flags.rule import Job, problem
 
     missing = []
     if job.launch.device == "cuda" and not gpu:

@@ -13,7 +13,7 @@ import yaml
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import argument_parser
+from cp_ring.megatron.flags import argument_parser
 from cp_ring.testing.rank_pool import LIMIT_S
 from cp_ring.tools.cli import main
 from cp_ring.tools.job import command_line

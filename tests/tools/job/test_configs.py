@@ -141,7 +141,7 @@ def megatron(monkeypatch):
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
-    from cp_ring.megatron import implementations
+    from cp_ring.megatron.flags import implementations
 
     monkeypatch.setattr(implementations, "has_transformer_engine", lambda: True)
     for name in (

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import implementations
+from cp_ring.megatron.flags import implementations
 from cp_ring.tools.job import command_line, train
 from cp_ring.tools.slurm import preflight
 from cp_ring.tools.slurm.batch_script import Resources

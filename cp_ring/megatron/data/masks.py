@@ -21,7 +21,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.ahead import worker
+from cp_ring.megatron.data.prefetch import worker
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import layer_windows
 from cp_ring.plan.layout import Layout
@@ -147,8 +147,12 @@ class DeclaredMask(MicrobatchMask):
         if cp == 1:
             layouts = [Layout.contiguous(n, 1)] * len(masks)
         elif layout == "balanced":
-            layouts = [Layout.balanced([(_seen_by(mask, window, True), count) for window, count in layer_windows()], cp)
-                       for mask in masks]  # fmt: skip
+            windows = layer_windows()
+            layers = [
+                [(_seen_by(mask, window, True), count) for window, count in windows]
+                for mask in masks
+            ]
+            layouts = [Layout.balanced(each, cp) for each in layers]
         else:
             layouts = [make_layout(layout, n, cp)] * len(masks)
         if len(masks) == 1:

@@ -10,10 +10,10 @@ from typing import Any
 from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import comm_types, rules
+from cp_ring.megatron.flags import comm_types, rules
+from cp_ring.megatron.flags.rule import Job, check_rules, problem
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.rejection import note
-from cp_ring.megatron.rule import Job, check_rules, problem
 from cp_ring.plan.rates import RATES
 from cp_ring.plan.simulate import simulate
 from cp_ring.plan.sizes import WIRES, AttentionSizes

@@ -12,7 +12,7 @@ from typing import Any
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.comm_types import spec_of_layer
+from cp_ring.megatron.flags.comm_types import spec_of_layer
 from cp_ring.megatron.settings import LayerWindows
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.routes import DEFAULT
@@ -67,7 +67,8 @@ def settle(
     layers = [(Mask.causal(n, window), count) for window, count in windows]
     try:
         choice = choose(
-            layers, few, sizes, near, route=config.route, heads=heads, schedule="gather" if gather else config.schedule,
+            layers, few, sizes, near, route=config.route, heads=heads,
+            schedule="gather" if gather else config.schedule,
             slot_shards=few if gather else config.slot_shards,
         )  # fmt: skip
     except PlanError as error:

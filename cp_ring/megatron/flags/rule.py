@@ -1,5 +1,5 @@
 """What a rule is: a reason for which cp_ring rejects a job, and what rules read of a job. The table
-is `cp_ring.megatron.rules`.
+is `cp_ring.megatron.flags.rules`.
 
 Nothing heavy is imported here: the flags are checked before torch and Megatron are loaded.
 """
@@ -16,8 +16,9 @@ from packaging.version import Version
 
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat, graphs, implementations
-from cp_ring.megatron.layer_pattern import RECURRENT, pattern_of, shown_pattern
+from cp_ring.megatron import compat
+from cp_ring.megatron.flags import graphs, implementations
+from cp_ring.megatron.flags.layer_pattern import RECURRENT, pattern_of, shown_pattern
 
 _WORD = re.compile(r"([\w-]+)(?:([<>=%])(.+))?")
 # of flags whose values have another name
@@ -156,7 +157,7 @@ class Job:
 
     @property
     def data_parallel(self) -> int:
-        """Data-parallel ranks; 0 where the ranks are no whole number of models, as Megatron says."""
+        """Data-parallel ranks; 0 where the ranks are not a whole number of models."""
         ranks, rest = divmod(
             self.world_size or 0, self.tp * (self.pipeline_model_parallel_size or 1) * self.cp
         )

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from cp_ring.megatron.documents import boundaries
-from cp_ring.megatron.masks import KEY, read
+from cp_ring.megatron.data.documents import boundaries
+from cp_ring.megatron.data.masks import KEY, read
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import current, layer_windows
 from cp_ring.plan.mask import Mask

@@ -12,19 +12,20 @@ import sys
 from typing import Any
 
 from cp_ring.config import ContextParallelConfig
-from cp_ring.megatron import comm_types, implementations, rules, shape_choice
 from cp_ring.megatron.checkpoints import inspection
-from cp_ring.megatron.layer_pattern import attention_layers, pattern_of
+from cp_ring.megatron.flags import attention_rules, comm_types, implementations, rules, shape_choice
+from cp_ring.megatron.flags.codec_choice import choose_wire
+from cp_ring.megatron.flags.layer_pattern import attention_layers, pattern_of
+from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.rejection import note, rejecting
-from cp_ring.megatron.rule import Job, check_rules
 from cp_ring.megatron.settings import LayerWindows, configure
-from cp_ring.megatron.wire import choose_wire
 from cp_ring.plan.sizes import AttentionSizes
 from cp_ring.runtime import RUNTIME
 
 _CPU_SETTINGS: dict[str, Any] = {
     "distributed_backend": "gloo", "transformer_impl": "local", "use_cpu_initialization": True,
-    "gradient_accumulation_fusion": False, "masked_softmax_fusion": False, "bias_gelu_fusion": False,
+    "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
+    "bias_gelu_fusion": False,
     "bias_swiglu_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
     "gradient_reduce_div_fusion": False,  # a reduction that NCCL alone has
     "no_persist_layer_norm": True,
@@ -67,10 +68,10 @@ def check_attention(job: Job) -> None:
     """Checks what ring attention must support, of flags or of a program, and sets the arguments
     that documents need.
     """
-    check_rules(job, rules.ATTENTION + rules.DOCUMENTS)
+    check_rules(job, attention_rules.ATTENTION + attention_rules.DOCUMENTS)
     job.own.check_schedule(job.cp)
     comm_types.check(job)
-    for flags, feature, name in rules.untried(job):
+    for flags, feature, name in attention_rules.untried(job):
         note(
             f"warning: {flags}: no GPU run has shown {feature} with ring attention yet "
             f"(--cp-ring-allow-untried {name})"

@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.masks import MicrobatchMask
+from cp_ring.megatron.data.masks import MicrobatchMask
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows
 from cp_ring.plan import ranges

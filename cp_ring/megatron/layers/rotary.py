@@ -28,7 +28,7 @@ _selected: contextvars.ContextVar[Selected | None] = contextvars.ContextVar(
 
 @contextmanager
 def positions_in_force(selected: Selected | None) -> Iterator[None]:
-    """Within the context rotary embeddings are those of these tokens; None leaves what is in force."""
+    """Within the context rotary embeddings are those of these tokens; None changes nothing."""
     if selected is None:
         yield
         return
@@ -74,7 +74,7 @@ def tokens_of(packed: Any, group: Any) -> Selected | None:
     """The tokens of a microbatch on this rank of `group`; None where they are the same in every
     microbatch.
     """
-    from cp_ring.megatron.documents import DocumentParams
+    from cp_ring.megatron.data.documents import DocumentParams
 
     if isinstance(packed, DocumentParams) and packed.documents is not None:
         if not split_by_microbatch():

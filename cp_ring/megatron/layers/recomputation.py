@@ -13,7 +13,6 @@ microbatches in flight, virtual stages, or a step that is run again.
 from __future__ import annotations
 
 import contextvars
-import functools
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from cp_ring.attention import KeptOutput, Output
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.offload import Offload
 from cp_ring.runtime import RUNTIME
 
@@ -56,7 +56,7 @@ class KeptCall:
         return kept.popleft() if self._runs > 1 and kept else None
 
     def keep(self, layer: Any, output: Output, offload: Offload | None) -> None:
-        """Keeps an output of the first run, unless autograd keeps the tensors of this run itself."""
+        """Keeps an output of the first run, unless autograd keeps the tensors of this run."""
         if self._runs == 1 and not torch.is_grad_enabled():
             self._kept[layer].append(KeptOutput.of(output, offload))
 
@@ -87,15 +87,9 @@ def kept_bytes() -> int:
     return sum(call.size() for call in list(_alive))
 
 
-def keeping(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def keeping(checkpoint: Function, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps a `checkpoint(function, ...)` so that the results of attention in `function` are kept,
     if gradients are enabled.
     """
-
-    @functools.wraps(checkpoint)
-    def checkpoint_and_keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(
-            KeptCall(function) if torch.is_grad_enabled() else function, *args, **kwargs
-        )
-
-    return checkpoint_and_keep
+    return checkpoint(KeptCall(function) if torch.is_grad_enabled() else function, *args, **kwargs)

@@ -11,8 +11,7 @@ Shapes: n tokens of a batch row, b batch rows, cp the context-parallel size.
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,10 +22,11 @@ import numpy as np
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.documents import DocumentParams, documents_of
-from cp_ring.megatron.masks import MicrobatchMask
+from cp_ring.megatron.data.documents import DocumentParams, documents_of
+from cp_ring.megatron.data.masks import MicrobatchMask
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows, packed_in_whole_rows
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.runtime import RUNTIME
 
 
@@ -126,26 +126,24 @@ def _reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, *x.shape[2:]).index_select(0, order).view(x.shape)
 
 
-def mamba_with_documents(train: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def mamba_with_documents(
+    train: Function, self: Any, zxBCdt: torch.Tensor, packed_seq_params: Any = None
+) -> Any:
     """Wraps `MambaMixer._ssm_training`: its kernel then has the number of each token's document, in
     the order of the sequence.
     """
-
-    @functools.wraps(train)
-    def call(self: Any, zxBCdt: torch.Tensor, packed_seq_params: Any = None) -> Any:
-        if packed_seq_params is None:
-            return train(self, zxBCdt)
-        (n, batch), cp = zxBCdt.shape[:2], self.cp.cp_size
-        carried = documents_of(packed_seq_params, n // cp * batch, cp, packed_in_whole_rows())
-        params = copy.copy(packed_seq_params)
-        params.seq_idx = order_of(carried, zxBCdt.device).documents
-        return train(self, zxBCdt, params)
-
-    return call
+    if packed_seq_params is None:
+        return train(self, zxBCdt)
+    (n, batch), cp = zxBCdt.shape[:2], self.cp.cp_size
+    carried = documents_of(packed_seq_params, n // cp * batch, cp, packed_in_whole_rows())
+    params = copy.copy(packed_seq_params)
+    params.seq_idx = order_of(carried, zxBCdt.device).documents
+    return train(self, zxBCdt, params)
 
 
 def documents_of_tokens(mixer: Any, packed_seq_params: Any, total_tokens: int) -> torch.Tensor:
-    """As `MambaMixer._create_packed_seq_idx` of megatron-core 0.16, which numbers documents itself."""
+    """As `MambaMixer._create_packed_seq_idx` of megatron-core 0.16, which counts documents."""
     numbers: torch.Tensor = packed_seq_params.seq_idx
     return numbers
 
@@ -160,66 +158,59 @@ def _documents_in_force(packed: Any, device: torch.device) -> Iterator[None]:
         _in_force.reset(token)
 
 
-def gated_delta_net_with_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def gated_delta_net_with_documents(
+    forward: Function,
+    self: Any,
+    hidden_states: torch.Tensor,
+    *args: Any,
+    packed_seq_params: Any = None,
+    **named: Any,
+) -> Any:
     """Wraps `GatedDeltaNet.forward`: the documents of a microbatch, in thd or sbhd, are in force
     while it runs.
     """
-
-    @functools.wraps(forward)
-    def call(
-        self: Any,
-        hidden_states: torch.Tensor,
-        *args: Any,
-        packed_seq_params: Any = None,
-        **named: Any,
-    ) -> Any:
-        if packed_seq_params is None:
-            return forward(self, hidden_states, *args, **named)
-        if self.config.deterministic_mode:
-            raise ConfigError(
-                "--deterministic-mode: gated delta net layers then have no kernel that knows "
-                "documents: leave it out, or the documents"
-            )
-        tokens = hidden_states.shape[0] * self.sp_size * hidden_states.shape[1]
-        carried = documents_of(packed_seq_params, tokens, self.cp_size, packed_in_whole_rows())
-        params = DocumentParams.carry(carried)
-        with _documents_in_force(params, hidden_states.device):
-            return forward(self, hidden_states, *args, packed_seq_params=params, **named)
-
-    return call
+    if packed_seq_params is None:
+        return forward(self, hidden_states, *args, **named)
+    if self.config.deterministic_mode:
+        raise ConfigError(
+            "--deterministic-mode: gated delta net layers then have no kernel that knows "
+            "documents: leave it out, or the documents"
+        )
+    tokens = hidden_states.shape[0] * self.sp_size * hidden_states.shape[1]
+    carried = documents_of(packed_seq_params, tokens, self.cp_size, packed_in_whole_rows())
+    params = DocumentParams.carry(carried)
+    with _documents_in_force(params, hidden_states.device):
+        return forward(self, hidden_states, *args, packed_seq_params=params, **named)
 
 
-def norm_with_documents(function: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def norm_with_documents(
+    function: Function, self: Any, core_attn_out: torch.Tensor, *args: Any, **named: Any
+) -> Any:
     """Wraps `GatedDeltaNet._gated_norm_and_a2a`, which selective recomputation calls again, outside
     of `forward`.
     """
-
-    @functools.wraps(function)
-    def call(self: Any, core_attn_out: torch.Tensor, *args: Any, **named: Any) -> Any:
-        packed = named.get("packed_seq_params", args[-1] if args else None)
-        with _documents_in_force(packed, core_attn_out.device):
-            return function(self, core_attn_out, *args, **named)
-
-    return call
+    packed = named.get("packed_seq_params", args[-1] if args else None)
+    with _documents_in_force(packed, core_attn_out.device):
+        return function(self, core_attn_out, *args, **named)
 
 
-def fla_with_documents(function: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def fla_with_documents(
+    function: Function, *tensors: torch.Tensor, cu_seqlens: Any = None, **named: Any
+) -> Any:
     """Wraps `causal_conv1d` or `chunk_gated_delta_rule` of the package fla.
 
     They take documents as `cu_seqlens` of one batch row: the batch rows [b, n, ...] become one.
     Without documents in force nothing changes.
     """
-
-    @functools.wraps(function)
-    def call(*tensors: torch.Tensor, cu_seqlens: Any = None, **named: Any) -> Any:
-        order = _in_force.get()
-        if order is None or cu_seqlens is not None:
-            return function(*tensors, cu_seqlens=cu_seqlens, **named)
-        whole = {name: named[name] for name in ("x", "g", "beta") if name in named}
-        batch, n = next(iter((*tensors, *whole.values()))).shape[:2]
-        flat = [x.reshape(1, -1, *x.shape[2:]) for x in (*tensors, *whole.values())]
-        named |= zip(whole, flat[len(tensors) :], strict=True)
-        out, *states = function(*flat[: len(tensors)], cu_seqlens=order.cu_seqlens, **named)
-        return out.reshape(batch, n, *out.shape[2:]), *states
-
-    return call
+    order = _in_force.get()
+    if order is None or cu_seqlens is not None:
+        return function(*tensors, cu_seqlens=cu_seqlens, **named)
+    whole = {name: named[name] for name in ("x", "g", "beta") if name in named}
+    batch, n = next(iter((*tensors, *whole.values()))).shape[:2]
+    flat = [x.reshape(1, -1, *x.shape[2:]) for x in (*tensors, *whole.values())]
+    named |= zip(whole, flat[len(tensors) :], strict=True)
+    out, *states = function(*flat[: len(tensors)], cu_seqlens=order.cu_seqlens, **named)
+    return out.reshape(batch, n, *out.shape[2:]), *states

@@ -21,18 +21,20 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from cp_ring.attention import AnyPlan, AttentionOptions, Inputs, attention_of
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.kernels.dropout import Dropout
-from cp_ring.megatron import compat, graphs, recompute
-from cp_ring.megatron.ahead import wait_for
-from cp_ring.megatron.batch_mask import accept_causal
-from cp_ring.megatron.comm_types import check_members, spec_of_layer
-from cp_ring.megatron.documents import documents_of
-from cp_ring.megatron.dropout import dropout_of, number_of_prediction
-from cp_ring.megatron.latent import LatentTap
-from cp_ring.megatron.offload import offload, saving
+from cp_ring.megatron import compat
+from cp_ring.megatron.data.batch_mask import accept_causal
+from cp_ring.megatron.data.documents import documents_of
+from cp_ring.megatron.data.prefetch import wait_for
+from cp_ring.megatron.flags import graphs
+from cp_ring.megatron.flags.attention_rules import check_window
+from cp_ring.megatron.flags.codec_choice import check_latent
+from cp_ring.megatron.flags.comm_types import check_members, spec_of_layer
+from cp_ring.megatron.layers import recomputation
+from cp_ring.megatron.layers.dropout_keys import dropout_of, number_of_prediction
+from cp_ring.megatron.layers.latent_tap import LatentTap
+from cp_ring.megatron.layers.layer_offload import offload, saving
 from cp_ring.megatron.plans import make_layout, make_plan
-from cp_ring.megatron.rules import check_window
 from cp_ring.megatron.settings import current, packed_in_whole_rows
-from cp_ring.megatron.wire import check_latent
 from cp_ring.observe import debug, timing, watchdog
 from cp_ring.plan.sizes import WIRES
 
@@ -107,8 +109,10 @@ class RingDotProductAttention(MegatronModule):
             else self.settings.wire
         )
         self.options = AttentionOptions(
-            softmax_scale=self.softmax_scale, kernel=self.settings.kernel, num_slots=self.settings.num_slots, wire=self.wire,
-            wire_dtype=self.settings.wire_dtype, qkv_format="sbhd", compare_every=self.settings.compare_every,
+            softmax_scale=self.softmax_scale, kernel=self.settings.kernel,
+            num_slots=self.settings.num_slots, wire=self.wire,
+            wire_dtype=self.settings.wire_dtype, qkv_format="sbhd",
+            compare_every=self.settings.compare_every,
             max_logit=bool(getattr(config, "qk_clip", False) or getattr(config,
             "log_max_attention_logit", False)),
             sub_groups=compat.hierarchical_groups(self.cp_group, self.spec.ulysses),
@@ -174,7 +178,7 @@ class RingDotProductAttention(MegatronModule):
         dropout = (
             self._dropout(query, packed_seq_params) if self.dropout and self.training else None
         )
-        kept = recompute.take(self)
+        kept = recomputation.take(self)
         if kept is None:  # else the watchdog knows the call as the one whose output was kept
             watchdog.enter(self.name, step)
         inputs = Inputs(query, key, value, self.softmax_offset, latents, dropout).alike()
@@ -185,7 +189,7 @@ class RingDotProductAttention(MegatronModule):
             output = attention_of(
                 plan, self.cp_group if plan.cp > 1 else None, self.options, inputs
             )(inputs, kept)
-        recompute.keep(self, output, offload() if self.settings.offload else None)
+        recomputation.keep(self, output, offload() if self.settings.offload else None)
         if output.max_logit is not None:  # Megatron's clipping and log read it
             before = self.current_max_attn_logits
             self.current_max_attn_logits = (
@@ -196,7 +200,7 @@ class RingDotProductAttention(MegatronModule):
 
     def _make_tap(self) -> LatentTap | None:
         """What finds the latents of this layer, where they travel; see
-        `cp_ring.megatron.latent.link`.
+        `cp_ring.megatron.layers.latent_tap.link`.
         """
         if not WIRES[self.wire].latent:
             return None
@@ -303,7 +307,7 @@ class _OneRank:
 
 
 def _group_of_layer(config: Any, group: Any) -> Any:
-    """The ranks that share the tokens of a layer: as in stock Megatron, its configuration decides."""
+    """The ranks that share the tokens of a layer, by its configuration as in stock Megatron."""
     return _OneRank() if getattr(config, "context_parallel_size", 1) == 1 else group
 
 

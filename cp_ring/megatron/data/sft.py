@@ -157,7 +157,8 @@ class PackedConversations(MegatronDataset):
     Padding at the end of a row is like a document of its own.
     """
 
-    def __init__(self, dataset: ConversationFile, dataset_path: str | None, indices: np.ndarray, num_samples: int | None,
+    def __init__(self, dataset: ConversationFile, dataset_path: str | None, indices: np.ndarray,
+                 num_samples: int | None,
                  index_split: Any, config: Any) -> None:  # fmt: skip
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         folder = (

@@ -6,7 +6,7 @@ the schedule of the ring.
 | `p2p` | the ring, with `--cp-ring-heads` and `--cp-ring-schedule` |
 | `all_gather` | the ring with the schedule `gather`: all keys that a rank needs arrive at one hop |
 | `a2a` | heads exchanged among all context-parallel ranks; no ring |
-| `a2a+p2p` | heads exchanged among the first of `--hierarchical-context-parallel-sizes`, a ring of the second |
+| `a2a+p2p` | heads exchanged among the first hierarchical size, a ring of the second |
 
 Nothing heavy is imported here: the flags are checked before torch and Megatron are loaded.
 """
@@ -20,8 +20,8 @@ from dataclasses import replace
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import rules
-from cp_ring.megatron.rule import Job, check_rules
+from cp_ring.megatron.flags import rules
+from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.schedule import parse

@@ -21,7 +21,7 @@ pipeline stage.
 
 
 class _Ahead:
-    """What was begun, by its key; the seconds that steps waited for it; the thread that makes it."""
+    """What was begun, by its key; the seconds that steps waited; the thread that makes it."""
 
     def __init__(self) -> None:
         self.begun: OrderedDict[Hashable, Future[Any]] = OrderedDict()

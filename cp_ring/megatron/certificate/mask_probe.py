@@ -1,0 +1,119 @@
+"""Probes of the mask of one attention layer: which outputs depend on a token, and which gradients
+on a query.
+
+With equal scores everything is linear in the values, and each channel of the value heads belongs to
+one token: so one call probes as many tokens as there are channels.
+
+Shapes: as in `subject`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_ring.megatron.certificate import latent_probe
+from cp_ring.megatron.certificate.dense_oracle import declared_mask
+from cp_ring.megatron.certificate.probe_batch import ProbeBatch
+from cp_ring.megatron.certificate.report import Probe
+from cp_ring.megatron.certificate.subject import Subject
+
+
+def mask_probes(subject: Subject, rounds: int) -> list[Probe]:
+    """Changes one token's value, or the gradient of one query's output: which outputs, or gradients
+    of values, change? `rounds` limits the number of calls.
+    """
+    channels = subject.kind.groups * subject.kind.e
+    channels = min(channels, latent_probe.CHANNELS) if subject.of_latents else channels
+    tokens = _chosen_tokens(subject.batch, rounds * channels)
+    rounds_of_tokens = [tokens[at : at + channels] for at in range(0, len(tokens), channels)]
+    probes = []
+    for name, changed, of_keys in (
+        ("mask", _changed_outputs, True),
+        ("mask of gradients", _changed_gradients, False),
+    ):
+        wrong = [
+            _wrong_pairs(subject, changed(subject, picked), picked, of_keys)
+            for picked in rounds_of_tokens
+        ]
+        count = float(sum(number for number, _ in wrong))
+        probes.append(subject.probe(name, count, 0.0, next((w for _, w in wrong if w), "")))
+    return probes
+
+
+def _chosen_tokens(batch: ProbeBatch, most: int) -> list[int]:
+    """Positions to probe, at most `most`: half of them edges, or all if there are fewer, and others
+    evenly between them.
+    """
+    edges = _evenly(list(batch.edges), max(most // 2, most - batch.n + len(batch.edges)))
+    others = _evenly(sorted(set(range(batch.n)) - set(edges)), most - len(edges))
+    return sorted([*edges, *others])
+
+
+def _evenly(values: list[int], most: int) -> list[int]:
+    """At most `most` of the values, evenly spread."""
+    return values[:: -(-len(values) // most) or 1] if most > 0 else []
+
+
+def _ones(subject: Subject, heads: int, picked: list[int]) -> Tensor:
+    """Zeros [b, n, heads, e] with a one for each picked token, in a channel of its own of the first
+    head that shares a key/value head.
+    """
+    kind, x = subject.kind, subject.zeros(heads, subject.kind.e)
+    for number, token in enumerate(picked):
+        group, channel = divmod(number, kind.e)
+        x[:, token, group * (heads // kind.groups), channel] = 1
+    return x
+
+
+def _changed_outputs(subject: Subject, picked: list[int]) -> Tensor:
+    """What each picked token adds to outputs: [b, s, g, e]."""
+    kind = subject.kind
+    with torch.no_grad():
+        out = subject.call(*subject.equal_scores(), _ones(subject, kind.groups, picked))
+    return out[:, :, :: kind.heads // kind.groups]
+
+
+def _changed_gradients(subject: Subject, picked: list[int]) -> Tensor:
+    """What the output of each picked query adds to the gradients of values: [b, s, g, e]."""
+    kind, batch = subject.kind, subject.batch
+    v = subject.zeros(kind.groups, kind.e).requires_grad_()
+    with torch.enable_grad():
+        out = subject.call(*subject.equal_scores(), v)
+        (dv,) = torch.autograd.grad(out, v, batch.local(_ones(subject, kind.heads, picked)))
+    return batch.local(dv)
+
+
+def _smallest_weight(subject: Subject) -> float:
+    """A quarter of the smallest weight that a visible token can have."""
+    sink = subject.layer.softmax_offset
+    extra = 0.0 if sink is None else float(sink.detach().double().exp().max())
+    return 0.25 / (subject.batch.n + extra)
+
+
+def _wrong_pairs(
+    subject: Subject, changed: Tensor, picked: list[int], of_keys: bool
+) -> tuple[int, str]:
+    """On how many pairs `changed` [b, s, g, e] and the declared mask disagree, and the first in
+    words; `picked` are keys of this rank's queries, or queries of its keys.
+    """
+    seen = changed.flatten(2)[..., : len(picked)].abs() > _smallest_weight(subject)
+    others, batch = torch.tensor(picked, device=seen.device), subject.batch
+    count, where = 0, ""
+    for batch_row, (mine, spans) in enumerate(zip(batch.positions, batch.spans, strict=True)):
+        queries, keys = (mine, others) if of_keys else (others, mine)
+        allowed = declared_mask(queries, keys, spans, subject.kind.probed)
+        wrong = (seen[batch_row] != (allowed if of_keys else allowed.T)).nonzero()
+        if len(wrong) and not where:
+            local, other = wrong[0].tolist()
+            query, key = (int(mine[local]), picked[other])[:: 1 if of_keys else -1]
+            sees, declared = (
+                ("sees", "hidden") if seen[batch_row, local, other] else ("does not see", "visible")
+            )
+            where = (
+                f"rank {dist.get_rank()}: query {query} {sees} key {key} of batch row {batch_row}, "
+                f"which is declared {declared}"
+            )
+        count += len(wrong)
+    return count, where

@@ -1,0 +1,111 @@
+"""The attention layer that probes examine: over its context-parallel group, on one microbatch.
+
+Shapes: s tokens of this rank, n tokens of a batch row, b batch rows, h query and g key/value heads,
+d and e head sizes of keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_ring.comm.latent import Latents
+from cp_ring.megatron.certificate import latent_probe
+from cp_ring.megatron.certificate.layer_kinds import LayerKind
+from cp_ring.megatron.certificate.probe_batch import ProbeBatch, SplitBatch, make_probe_batch
+from cp_ring.megatron.certificate.report import Probe
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A layer under probe: the job's core attention of this kind, its context-parallel group, dtype
+    and device, and the seed of its random tensors.
+    """
+
+    kind: LayerKind
+    layer: Any
+    group: Any
+    dtype: torch.dtype
+    device: torch.device
+    split: SplitBatch
+    seed: int
+    note: str = ""  # appended to the names of its probes
+
+    @cached_property
+    def batch(self) -> ProbeBatch:
+        """The microbatch of this rank."""
+        return make_probe_batch(
+            self.kind, self.group.rank(), self.group.size(), self.split, self.device
+        )
+
+    def with_layer(self, number: int, layer: Any) -> Subject:
+        """Layer `number` of the same kind, on the same microbatch."""
+        other = replace(self, kind=replace(self.kind, layer=number), layer=layer)
+        vars(other)["batch"] = self.batch
+        return other
+
+    @property
+    def of_latents(self) -> bool:
+        """Whether latents travel instead of keys and values."""
+        return getattr(self.layer, "tap", None) is not None
+
+    def probe(self, name: str, error: float, bound: float, where: str) -> Probe:
+        """The result of a probe of this layer."""
+        return Probe(name + self.note, self.kind.layer_name, self.kind.mask, error, bound, where)
+
+    def zeros(self, heads: int, size: int) -> Tensor:
+        """Zeros [b, n, heads, size] of whole batch rows."""
+        shape = len(self.batch.spans), self.batch.n, heads, size
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def equal_scores(self) -> tuple[Tensor, Tensor]:
+        """Zero queries [b, n, h, d] and keys [b, n, g, d]: visible keys have the same weight."""
+        return self.zeros(self.kind.heads, self.kind.d), self.zeros(self.kind.groups, self.kind.d)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """x, summed over the context-parallel ranks, in place."""
+        if self.group.size() > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def of_first_rank(self, x: Tensor) -> Tensor:
+        """The tensor of the group's first rank, on all of its ranks."""
+        if self.group.size() == 1:
+            return x
+        moved = x.cuda() if dist.get_backend(self.group) == "nccl" else x.clone()
+        dist.broadcast(moved, dist.get_global_rank(self.group, 0), group=self.group)
+        return moved
+
+    def draw_sink(self) -> None:
+        """Gives learnable sinks a value of their own on each group, the same on all its ranks."""
+        sink = self.layer.softmax_offset
+        if sink is not None and self.kind.sink == "learnable":
+            seed = self.seed + 1 + dist.get_rank() // self.group.size()
+            drawn = torch.randn(sink.shape, generator=torch.Generator().manual_seed(seed)) + 1.0
+            with torch.no_grad():
+                sink.copy_(self.of_first_rank(drawn))
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor, latents: Latents | None = None) -> Tensor:
+        """Calls the layer with this rank's tokens of whole batch rows [b, n, heads, size]; returns
+        out [b, s, h, e].
+
+        `latents` [b, n, c] are those that keys and values were made from; by default ones that make
+        the values.
+        """
+        batch = self.batch
+        if self.of_latents:
+            whole = latents or latent_probe.copies(k, v, self.layer.config.qk_head_dim)
+            local = batch.local(whole.latent)
+            local = local[0] if batch.thd else local.transpose(0, 1)
+            self.layer.tap = latent_probe.GivenLatents(whole._replace(latent=local))
+        mine = [batch.local(x) for x in (q, k, v)]
+        mine = [x[0] if batch.thd else x.transpose(0, 1).contiguous() for x in mine]
+        out = self.layer(*mine, None, packed_seq_params=batch.packed)
+        out = out[:, None] if batch.thd else out
+        heads: Tensor = out.unflatten(-1, (self.kind.heads, -1)).transpose(0, 1)
+        return heads

@@ -1,0 +1,1 @@
+"""Megatron's flags: what cp_ring adds to them, rejects of them, and concludes from them."""

@@ -1,0 +1,288 @@
+"""What ring attention rejects of flags about layers, CUDA graphs and documents; see `rules`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from cp_ring.megatron.flags.rule import Job, Rule, check_rules
+
+DOCUMENT_FLAGS = (
+    "--sft|--dataloader-inter-document-masking|--cp-ring-document-mask|--cp-ring-mask-kinds"
+)
+
+
+def _in_graph(when: str, reason: str, way_out: str, example: str, why: str = "") -> Rule:
+    """A rule for graphs that hold attention."""
+    return Rule(lambda job: job.graphs_of_attention and job.given(when),
+                "{graphs} puts attention into a CUDA graph: " + reason, way_out, why,
+                f"--cuda-graph-impl local --cp-ring-allow-untried cuda-graphs {example}"
+               )  # fmt: skip
+
+
+def not_allowed(job: Job) -> list[str]:
+    """A feature that no GPU has shown yet and that is not allowed: its flags, what it is, and its
+    name.
+    """
+    return next(
+        (found for found in untried(job) if found[2] not in job.own.allow_untried.split(",")), []
+    )
+
+
+def untried(job: Job) -> Iterator[list[str]]:
+    """Features of the job that no GPU has shown yet, as `not_allowed` has them."""
+    if job.graphs_of_attention:
+        yield [job.graphs, "CUDA graphs that hold attention", "cuda-graphs"]
+    if job.overlap_moe_expert_parallel_comm:
+        yield ["--overlap-moe-expert-parallel-comm", "two microbatches at a time", "moe-overlap"]
+
+
+UNTRIED = "{found[0]}: no GPU run has shown {found[1]} with ring attention yet"
+
+_GRAPHS = (
+    _in_graph(DOCUMENT_FLAGS,
+        "{found} brings other documents or masks in each step, and a graph repeats one plan",
+              "leave it out", "--cp-ring-document-mask"),
+    _in_graph("--cp-ring-timing|--cp-ring-trace|--cp-ring-debug",
+              "{found} looks at each hop from the host, which a graph leaves out", "leave it out",
+              "--cp-ring-timing 5"),
+    _in_graph("--qk-clip|--log-max-attention-logit",
+              "{found} collects values in Python, which a graph leaves out", "leave it out",
+              "--log-max-attention-logit --bf16"),
+    _in_graph("--cp-ring-offload",
+              "{found} chooses in Python what moves to host memory, which a graph leaves out",
+              "leave it out",
+              "--cp-ring-offload"),
+    _in_graph("moved_to_host", "{moved_to_host} was not tried in a graph", "leave it out",
+              "--fine-grained-activation-offloading --offload-modules core_attn"),
+    _in_graph("--attention-dropout",
+        "{--attention-dropout} would drop the same weights in each step",
+              "give --attention-dropout 0", "--attention-dropout 0.1"),
+    _in_graph("--cp-ring-kernel=cpu|--cp-ring-kernel=reference", "{found} waits for the host",
+              "give a kernel for CUDA, or auto", "--cp-ring-kernel reference"),
+    _in_graph("--cp-ring-wire=latent", "{found} finds latents by hooks, which a graph leaves out",
+              "give plain, int8 or fp8", "--cp-ring-wire latent"),
+    _in_graph("--context-parallel-size>1 --distributed-backend !--distributed-backend=nccl",
+              "{--distributed-backend} cannot be captured", "give nccl",
+              "--context-parallel-size 4"),
+    _in_graph("--cuda-graph-warmup-steps<1",
+              "{found} leaves no step before the capture, in which plans are proven",
+              "give at least 1",
+              "--cuda-graph-warmup-steps 0"),
+    _in_graph("--hidden-dropout --recompute-granularity=full --cp-ring-recompute=keep",
+              "{--hidden-dropout} would draw other numbers in a recomputation that keeps attention",
+              "give --cp-ring-recompute replay, or --hidden-dropout 0",
+              "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+              "--hidden-dropout 0.1"),
+    Rule("--attention-dropout graphs",
+         "{graphs}: {--attention-dropout} keeps a count among Megatron's random states, of which "
+         "CUDA graphs take generators only", "give --attention-dropout 0",
+         "CUDA graphs register each of these states as a generator",
+         "--cuda-graph-impl local --cuda-graph-scope moe_router --attention-dropout 0.1"),
+    Rule(lambda job: job.own.offload and "local" in job.graphs,
+         "{graphs}: --cp-ring-offload adds hooks to layers, which Megatron's graphs reject",
+         "leave it out",
+         "Megatron checks each module of a layer for hooks before it replays a graph",
+         "--cuda-graph-impl local --cuda-graph-scope moe_router --cp-ring-offload"),
+)  # fmt: skip
+
+
+def _has_no_dropout(job: Job) -> bool:
+    """Whether the kernel that is named cannot draw the dropout that is asked for."""
+    if not job.attention_dropout:
+        return False
+    # most jobs need neither here
+    torch, kernels = importlib.import_module("torch"), importlib.import_module("cp_ring.kernels")
+    named = job.own.kernel
+    return bool(
+        torch.cuda.is_available() if named == "auto" else not kernels.supports_dropout(named)
+    )
+
+
+WINDOWS = (
+    Rule(lambda job: job.window_size is not None
+         and (len(job.window_size) != 2
+              or any(side != int(side) or side < -1 for side in job.window_size)),
+         "{--window-size}: give two integers, the numbers of keys before and after a query, each "
+         "-1 (all) or more", example="--window-size=-2,0"),
+    Rule(lambda job: job.window_size is not None and job.window_size[1] > 0,
+         "{--window-size}: a causal layer sees nothing after its own position",
+         "give {window_size[0]},0",
+         example="--window-size 16,4"),
+)  # fmt: skip
+
+
+def check_window(window: Any, causal: bool) -> None:
+    """Raises `ConfigError` unless `window` is (left, right), each -1 or more, and right at most 0
+    where the mask is causal.
+    """
+    check_rules(Job(argparse.Namespace(window_size=window)), WINDOWS[: 1 + causal])
+
+
+ATTENTION = (
+    Rule(_has_no_dropout,
+         "{--cp-ring-kernel} does not support {--attention-dropout}, which must be the same at "
+         "any context parallel size",
+         "give --attention-dropout 0, or a kernel that does (cpu, reference)",
+         "only these kernels draw dropout by positions; Megatron's default is 0.1",
+         "--attention-dropout 0.1 --cp-ring-kernel flash"),
+    Rule("--qk-clip|--log-max-attention-logit !--bf16|--fp16",
+         "{found} needs --bf16 or --fp16: Megatron looks for the layers in the wrapper of such "
+         "models",
+         example="--qk-clip"),
+    Rule("--qk-clip --tensor-model-parallel-size>1 !--multi-latent-attention",
+         "--qk-clip with {--tensor-model-parallel-size} needs --multi-latent-attention: Megatron "
+         "clips the weights of other layers as if a rank had all heads",
+         "leave it out, or give --tensor-model-parallel-size 1",
+         "`clip_qk` of megatron-core up to 0.19 fails for such layers",
+         "--qk-clip --bf16 --tensor-model-parallel-size 2"),
+    Rule(lambda job: job.qk_clip and not (0 < job.qk_clip_alpha < 1 and job.qk_clip_threshold > 0),
+         "{--qk-clip-alpha} must be between 0 and 1, {--qk-clip-threshold} above 0",
+         why="Megatron demands it too", example="--qk-clip --bf16 --qk-clip-alpha 2"),
+    Rule(lambda job: len(job.comm_types) > 1 and job.before("0.17"),
+         "--cp-comm-type by layer needs megatron-core 0.17; {version} gives each layer the type "
+         "of the next",
+         "give one type"),
+    *WINDOWS,
+    Rule(lambda job: job.window_size and isinstance(job.window_attn_skip_freq, list)
+         and len(job.window_attn_skip_freq) < job.num_layers and len(job.window_attn_skip_freq),
+         "--window-attn-skip-freq has {found} entries for {--num-layers}",
+         "give one entry for each layer",
+         example="--window-size 16,0 --window-attn-skip-freq [1]"),
+    Rule("--window-attn-skip-freq<1 --window-size", "{found} must be at least 1",
+         example="--window-size 16,0 --window-attn-skip-freq 0"),
+    Rule("--hybrid-context-parallel",
+         "--cp-ring does not support a context-parallel size per sequence; --sft with "
+         "--cp-ring-layout balanced shares the work of short documents instead",
+         "leave out {found}",
+         example="--hybrid-context-parallel"),
+    Rule("--experimental-attention-variant|--use-kitchen-attention",
+         "--cp-ring does not support other attention variants", "leave out {found}",
+         example="--experimental-attention-variant dsa / --use-kitchen-attention"),
+    Rule("--batch-invariant-mode",
+         "--cp-ring does not support kernels that are invariant to the batch",
+         "leave out {found}", example="--batch-invariant-mode"),
+    Rule(not_allowed, UNTRIED, "leave it out, or accept it by --cp-ring-allow-untried {found[2]}",
+         "a feature of Megatron that needs a GPU, and whose code here has run with stand-ins on "
+         "the CPU only",
+         "--cuda-graph-impl local / --cuda-graph-impl transformer_engine / --enable-cuda-graph / "
+         "--external-cuda-graph / --cuda-graph-impl local --cuda-graph-scope mlp / "
+         "--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp / --cuda-graph-scope "
+         "full_iteration / --overlap-moe-expert-parallel-comm / --cp-ring-allow-untried "
+         "cuda-graphs --cuda-graph-impl local --overlap-moe-expert-parallel-comm"),
+    *_GRAPHS,
+    Rule(f"{DOCUMENT_FLAGS} --overlap-moe-expert-parallel-comm",
+         "--overlap-moe-expert-parallel-comm does not support {found}: Megatron's scripts do not "
+         "hand documents to the layers of this schedule", "leave out either",
+         example="--overlap-moe-expert-parallel-comm --cp-ring-allow-untried moe-overlap "
+         "--cp-ring-document-mask"),
+    Rule(lambda job: job.attention_output_gate and "core_attn" in job.moved_to_host,
+         "{moved_to_host} with --attention-output-gate: Megatron frees the memory of values, in "
+         "which the gate lies too, before it uses the gate", "leave core_attn out",
+         "or give --cp-ring-offload",
+         "--attention-output-gate --fine-grained-activation-offloading "
+         "--offload-modules core_attn"),
+    Rule("--cp-ring-offload moved_to_host",
+         "--cp-ring-offload and {moved_to_host} move the same tensors to host memory",
+         "give one of them",
+         "both would move q, k, v and out",
+         "--cp-ring-offload --fine-grained-activation-offloading --offload-modules attn_norm "
+         "core_attn attn_proj / --cp-ring-offload --cpu-offloading-num-layers 1"),
+    Rule("--cp-ring-offload recomputes_attention",
+         "--cp-ring-offload moves q, k and v, which --recompute-granularity selective of "
+         "core_attn holds on the device", "leave core_attn out of --recompute-modules",
+         "it frees nothing with ring attention",
+         "--cp-ring-offload --recompute-granularity selective"),
+    Rule("--use-torch-fsdp2 --ckpt-format=torch_dcp",
+         "--ckpt-format torch_dcp has no manifest by which a checkpoint is verified",
+         "give torch_dist",
+         "these files are written by torch alone", "--use-torch-fsdp2 --ckpt-format torch_dcp"),
+    Rule(lambda job: job.given("--load --use-torch-fsdp2") and job.before("0.19"),
+         "--load with --use-torch-fsdp2 needs megatron-core 0.19: {version} does not resume as "
+         "the job was",
+         why="or leave it out"),
+    Rule("--save|--load --use-torch-fsdp2 recurrent",
+         "{found} with --use-torch-fsdp2 and the {recurrent} layers of {pattern}: Megatron takes "
+         "whole weights for the parts of a rank, and its saves fail", "leave out either",
+         "Megatron stores each part of the weights of these layers by itself; "
+         "--use-distributed-optimizer can be stored",
+         "--use-torch-fsdp2 --save x --hybrid-layer-pattern M*-"),
+    Rule("--use-megatron-fsdp --pipeline-model-parallel-size>1",
+         "{--pipeline-model-parallel-size} with --use-megatron-fsdp: Megatron's FSDP takes all "
+         "ranks of the job for those of one stage", "leave out either",
+         "its device mesh of 0.19 has no pipeline stages; --use-distributed-optimizer has",
+         "--use-megatron-fsdp --pipeline-model-parallel-size 2"),
+    Rule("--use-megatron-fsdp --async-save",
+         "--async-save with --use-megatron-fsdp writes checkpoints without a manifest",
+         "leave out --async-save", "torch writes these files, and nobody sums them",
+         "--use-megatron-fsdp --async-save"),
+    Rule("--save|--load --use-megatron-fsdp --data-parallel-sharding-strategy=optim|"
+         "--data-parallel-sharding-strategy=optim_grads",
+         "{found} with --use-megatron-fsdp needs --data-parallel-sharding-strategy "
+         "optim_grads_params: with {data_parallel_sharding_strategy} Megatron takes whole weights "
+         "for the parts of a rank, and its saves fail", why="or leave out --save and --load",
+         example="--use-megatron-fsdp --bf16 --save x --data-parallel-sharding-strategy optim"),
+    Rule("--save|--load --use-megatron-fsdp --swiglu !--bf16|--fp16",
+         "{found} with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16: Megatron looks "
+         "for the weights in the wrapper of such models", why="or leave out --save and --load",
+         example="--use-megatron-fsdp --save x"),
+    Rule("--position-embedding-type=relative",
+         "--cp-ring does not support an attention bias: {found} makes one",
+         why="Megatron gives biases as a tensor of all scores; RoPE and learned positions need "
+             "none, `ring_attention` has `alibi_slopes`",
+             example="--position-embedding-type relative"),
+)  # fmt: skip
+
+DOCUMENTS = (
+    Rule(lambda job: job.recurrent and next((kind for kind in job.own.kinds if kind not in (
+         "documents",
+         "causal")),
+         ""),
+         "--cp-ring-mask-kinds {found} does not reach the {recurrent} layers of {pattern}, whose "
+         "state runs along the sequence", "they support documents and causal",
+         "a declared mask has no meaning in them",
+         "--cp-ring-mask-kinds images --hybrid-layer-pattern M*-"),
+    Rule(lambda job: "G" in job.letters and job.cp > 1 and job.before("0.18"),
+         "{pattern}: gated delta net layers need megatron-core 0.18 with --context-parallel-size "
+         "above 1; those of {version} begin anew at each rank",
+         why="older layers know nothing of context parallelism"),
+    Rule(lambda job: "M" in job.letters and job.use_mamba_mem_eff_path is False
+         and job.given(DOCUMENT_FLAGS),
+         "--disable-mamba-mem-eff-path: the Mamba layers of {pattern} then have no documents "
+         "(Megatron supports them on the other path alone)", "leave it out",
+         example="--cp-ring-document-mask --hybrid-layer-pattern M*- --disable-mamba-mem-eff-path"),
+    Rule(lambda job: "G" in job.letters and job.deterministic_mode and job.given(DOCUMENT_FLAGS),
+         "--deterministic-mode: the gated delta net layers of {pattern} then have no documents "
+         "(fla's kernels have them, which are not deterministic)", "leave it out",
+         example="--cp-ring-mask-kinds documents --hybrid-layer-pattern G*- --deterministic-mode"),
+    Rule("--cp-ring-mask-kinds --cp-ring-document-mask",
+         "--cp-ring-mask-kinds and --cp-ring-document-mask both say which tokens see which",
+         "give only the former, and Mask.documents in the batches",
+         example="--cp-ring-mask-kinds images --cp-ring-document-mask"),
+    Rule("--cp-ring-mask-kinds --dataloader-inter-document-masking",
+         "--cp-ring-mask-kinds and --dataloader-inter-document-masking both say which tokens see "
+         "which",
+         "give only one",
+         example="--cp-ring-mask-kinds images --dataloader-inter-document-masking"),
+    Rule("--sft --dataloader-inter-document-masking",
+         "--sft and --dataloader-inter-document-masking name two kinds of data sets",
+         "give only one",
+         example="--sft --dataloader-inter-document-masking"),
+    Rule("--cp-ring-document-mask --sft --mock-data", "--sft needs conversations",
+         "give --data-path FILE.jsonl instead of --mock-data", "mock data has none",
+         "--cp-ring-document-mask --sft"),
+    Rule("--reset-attention-mask !masks_documents",
+         "--reset-attention-mask makes masks of s x s tokens",
+         "give --cp-ring-document-mask instead", "stock Megatron builds dense masks for documents",
+         "--reset-attention-mask"),
+    Rule("--mtp-num-layers|--hybrid-layer-pattern|--hybrid-override-pattern|"
+         "--defer-embedding-wgrad-compute "
+         "--cp-ring-loss-chunk",
+         "--cp-ring-loss-chunk does not support {found}, which needs all logits at once",
+         "leave out either",
+         "it computes the loss of a GPT model in parts",
+         "--cp-ring-loss-chunk 8 --mtp-num-layers 1 / --cp-ring-loss-chunk 8 "
+         "--hybrid-layer-pattern *-"),
+)  # fmt: skip

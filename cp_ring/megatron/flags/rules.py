@@ -1,0 +1,342 @@
+"""What cp_ring rejects before any process group exists: one table, of which docs and tests are
+made.
+
+Megatron rejects more, and its words are shown in one line (`rejection.megatrons_rejections`). A
+rule of Megatron's stands here if it says nothing with it, or not before a rank starts, as
+`cp-ring train` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cp_ring.megatron.flags import graphs
+from cp_ring.megatron.flags.attention_rules import ATTENTION, DOCUMENT_FLAGS, DOCUMENTS
+from cp_ring.megatron.flags.rule import Job, Rule
+from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.sizes import WIRES
+
+_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def _contradicts_the_cpu(job: Job) -> list[str]:
+    """The flag that needs CUDA with its value, and the value that does not."""
+    for flag, value in (("--distributed-backend", "gloo"), ("--transformer-impl", "local")):
+        if job.value(flag) != value and any(
+            word == flag or word.startswith(flag + "=") for word in job.argv
+        ):
+            return [job[flag], value]
+    return []
+
+
+WITHOUT_CUDA = (
+    Rule(_contradicts_the_cpu, "{found[0]} needs CUDA, and --cp-ring-cpu runs without it",
+         "give {found[1]}",
+         example="--distributed-backend nccl / --transformer-impl=transformer_engine"),
+    Rule("--sequence-parallel !--spec",
+         "--sequence-parallel needs TransformerEngine's or Apex's norms",
+         "leave it out with --cp-ring-cpu", example="--sequence-parallel"),
+)  # fmt: skip
+
+COMPLETE = (
+    Rule(lambda job: job.missing_sizes, "section megatron lacks {found} of the model", "give them",
+         "nothing says how large it is"),
+)  # fmt: skip
+
+
+SIZES = (
+    Rule("--tensor-model-parallel-size<1|--pipeline-model-parallel-size<1|"
+         "--context-parallel-size<1|"
+         "--save-interval<1|--log-interval<1", "{found} must be at least 1",
+         example="--context-parallel-size 0 / --save-interval 0 / --log-interval 0"),
+    Rule("--eval-interval<1 !--full-validation", "{found} must be at least 1",
+         example="--eval-interval 0"),
+    Rule("--seq-length%chunks",
+         "{--seq-length} is not divisible by 2 x {--context-parallel-size} = {chunks}",
+         "change either", "zigzag needs 2 * cp chunks of one size",
+         "--context-parallel-size 4 --seq-length 60 / --context-parallel-size 2 --seq-length 2"),
+    Rule("--num-experts --tensor-model-parallel-size>1 !--sequence-parallel",
+         "--num-experts with {--tensor-model-parallel-size} needs --sequence-parallel",
+         "Megatron requires it",
+         "it needs norms of TransformerEngine or Apex",
+         "--num-experts 4 --tensor-model-parallel-size 2"),
+    Rule("--sequence-parallel --tensor-model-parallel-size>1 --transformer-impl=local "
+         "!--spec|has_apex_norm",
+         "--sequence-parallel with --transformer-impl local and {--normalization} has norms that "
+         "need the whole sequence",
+         "give --transformer-impl transformer_engine, or leave out --sequence-parallel",
+         "local norms cannot do sequence parallelism",
+         "--transformer-impl local --sequence-parallel --tensor-model-parallel-size 2"),
+)  # fmt: skip
+"""Not for programs: their configuration has checked its own sizes."""
+
+MODEL = (
+    Rule("--micro-batch-size<1|--global-batch-size<1|--num-attention-heads<1",
+         "{found} must be at least 1",
+         example="--micro-batch-size 0 / --num-attention-heads 0"),
+    Rule("--num-query-groups<1 --group-query-attention", "{found} must be at least 1",
+         example="--num-query-groups 0"),
+    Rule("--num-attention-heads%--tensor-model-parallel-size",
+         "{--num-attention-heads} is not divisible by {--tensor-model-parallel-size}",
+         "change either",
+         "each tensor-parallel rank needs a whole number of heads",
+         "--num-attention-heads 6 --hidden-size 96 --tensor-model-parallel-size 4"),
+    Rule("--hidden-size%--num-attention-heads !--kv-channels",
+         "{--hidden-size} is not divisible by {--num-attention-heads}",
+         "change either, or give --kv-channels",
+         "a head has a whole number of channels", "--hidden-size 66"),
+    Rule("--num-attention-heads%--num-query-groups --group-query-attention",
+         "{--num-attention-heads} is not divisible by {--num-query-groups}", "change either",
+         "each key/value head needs a whole number of query heads",
+         "--num-attention-heads 8 --num-query-groups 3"),
+    Rule("--num-query-groups%--tensor-model-parallel-size "
+         "--tensor-model-parallel-size%--num-query-groups --group-query-attention",
+         "{--num-query-groups} is neither a multiple nor a divisor of "
+         "{--tensor-model-parallel-size}",
+         "change either", "ranks share key/value heads evenly",
+         "--num-attention-heads 6 --num-query-groups 3 --hidden-size 96 "
+         "--tensor-model-parallel-size 2"),
+    Rule("--global-batch-size%together !--rampup-batch-size|--decrease-batch-size-if-needed",
+         "{--global-batch-size} is not divisible by {--micro-batch-size} x {data_parallel} "
+         "data-parallel ranks = {together}", "change either",
+         "a global batch is a whole number of microbatches on each data-parallel rank",
+         "--micro-batch-size 3 --global-batch-size 6"),
+    Rule(lambda job: job.together and not job.decrease_batch_size_if_needed
+         and next((size for size in map(int, (job.rampup_batch_size or ())[:2])
+                   if size % job.together),
+                  0),
+         "--rampup-batch-size {found} is not divisible by {--micro-batch-size} x {data_parallel} "
+         "data-parallel ranks = {together}", "change either",
+         "the same, of a batch size that grows",
+         "--rampup-batch-size 2 4 100"),
+)  # fmt: skip
+"""For jobs of flags that have the sizes of their model."""
+
+
+TRAINING = (
+    Rule(lambda job: job.train_iters and next((step for step in job.own.traced[-1:]
+         if step > job.train_iters), 0),
+         "{--cp-ring-trace}: step {found} is past the last one, {--train-iters}",
+         "give an earlier step",
+         example="--cp-ring-trace 8:3"),
+    Rule(f"--cp-ring-balance-microbatches !{DOCUMENT_FLAGS}",
+         "{found} needs batch rows of unequal work: --sft, --dataloader-inter-document-masking, "
+         "--cp-ring-document-mask or --cp-ring-mask-kinds",
+         why="without documents or declared masks all batch rows cost the same",
+         example="--cp-ring-balance-microbatches"),
+    Rule("--cp-ring-balance-microbatches !--calculate-per-token-loss",
+         "{found} needs --calculate-per-token-loss: a mean of the means of microbatches depends "
+         "on which batch rows share one",
+         example="--cp-ring-balance-microbatches --cp-ring-document-mask"),
+    Rule("--cp-ring-balance-microbatches --dataloader-type "
+         "!--dataloader-type=single|--dataloader-type=cyclic",
+         "{found} does not support {--dataloader-type}", "give single or cyclic",
+         "only Megatron's own samplers deal out batch rows in another order",
+         "--cp-ring-balance-microbatches --cp-ring-document-mask --calculate-per-token-loss "
+         "--dataloader-type external"),
+    Rule("--rampup-batch-size|--step-batch-size-schedule|--decrease-batch-size-if-needed "
+         "--cp-ring-balance-microbatches", "--cp-ring-balance-microbatches needs steps of one size",
+         "leave out {found}", "it must know the batch rows of a step in advance",
+         "--cp-ring-balance-microbatches --cp-ring-document-mask --calculate-per-token-loss "
+         "--decrease-batch-size-if-needed"),
+)  # fmt: skip
+"""For jobs that Megatron's own training loop runs, checked by the ranks."""
+
+LAYERS = (
+    Rule("--transformer-impl=transformer_engine !--spec|has_transformer_engine",
+         "transformer_impl: transformer_engine (--transformer-impl; Megatron's default) needs "
+         "TransformerEngine, which is not installed here",
+         'pip install -e ".[te]", or give transformer_impl: local (--transformer-impl local)'),
+)  # fmt: skip
+
+
+def _missing_files(job: Job) -> Iterator[list[str]]:
+    """A file of a data set that is named but not there, or empty: the flag with the name, the file
+    and what it is.
+    """
+    suffixes = ("",) if job.sft else (".idx", ".bin")
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words: Sequence[str] = job.value(name) or []
+        weighted = len(words) > 1 and len(words) % 2 == 0 and all(map(_is_number, words[::2]))
+        for prefix, suffix in (
+            (prefix, suffix)
+            for prefix in (words[1::2] if weighted else words)
+            for suffix in suffixes
+        ):
+            path = Path(prefix + suffix)
+            if "://" in prefix or (job.sft and path.is_dir()):
+                continue  # an object store, or what Megatron's own data set may read
+            if not path.is_file() or not path.stat().st_size:
+                file = "" if job.sft else f"{path} "
+                yield [
+                    f"--{name.replace('_', '-')} {prefix}",
+                    file + ("is empty" if path.is_file() else "does not exist"),
+                ]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+RING = (
+    Rule("--cp-ring-document-mask|--cp-ring-mask-kinds|--cp-ring-loss-chunk|"
+         "--cp-ring-balance-microbatches|"
+         "--cp-ring-trace !--cp-ring", "{found} needs --cp-ring",
+         example="--no-cp-ring --cp-ring-trace 1"),
+)  # fmt: skip
+
+DATA = (
+    Rule(lambda job: next(_missing_files(job), None), "{found[0]}: {found[1]}",
+         example="--data-path /nowhere/corpus / --train-data-path 0.5 /nowhere/a 0.5 /nowhere/b"),
+)  # fmt: skip
+
+
+SPLIT = (
+    Rule(lambda job: next((kind for kind in job.comm_types if kind not in _TYPES), ""),
+         "--cp-comm-type {found}: known are p2p, all_gather, a2a, a2a+p2p",
+         example="--cp-comm-type pigeon"),
+    Rule(lambda job: job.own.heads != 1 and (job.cp > 1 or job.own.heads == "auto")
+         and next(iter(job.other_types),
+         ""),
+         "--cp-comm-type {found} and {--cp-ring-heads} both say which ranks exchange heads",
+         "drop one",
+         "--cp-ring-heads is for layers of the type p2p",
+         "--context-parallel-size 4 --cp-ring-heads 2 --cp-comm-type a2a"),
+    Rule(lambda job: job.gathers and job.own.route in ROUTES and ROUTES[job.own.route].own_schedule,
+         "--cp-comm-type all_gather and {--cp-ring-route} exclude one another", "drop one",
+         "all keys cannot arrive at one hop and be passed on",
+         "--context-parallel-size 4 --cp-ring-route relay --cp-comm-type all_gather"),
+    Rule("--cp-ring-schedule gathers !--cp-ring-schedule=auto|--cp-ring-schedule=gather",
+         "--cp-comm-type all_gather is --cp-ring-schedule gather, not {own.schedule}", "drop one",
+         "all keys arrive at one hop",
+         "--context-parallel-size 4 --cp-comm-type all_gather --cp-ring-schedule ring"),
+    Rule("nests !--hierarchical-context-parallel-sizes",
+         "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes U R",
+         "heads are exchanged among U ranks, in a ring of R members",
+         example="--context-parallel-size 4 --cp-comm-type a2a+p2p"),
+    Rule(lambda job: job.nests and (len(job.hierarchical_context_parallel_sizes) != 2
+         or job.product != job.cp),
+         "{--hierarchical-context-parallel-sizes}: --cp-comm-type a2a+p2p takes 2 sizes, which "
+         "multiply to {--context-parallel-size}", "change either",
+         example="--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 1 2 "
+                 "--cp-comm-type a2a+p2p"),
+    Rule("cp%--cp-ring-heads", "{--cp-ring-heads} does not divide the {cp} context-parallel ranks",
+         "change either", "the ring has members of equally many ranks",
+         "--context-parallel-size 4 --cp-ring-heads 3"),
+)  # fmt: skip
+"""How a layer is split over the ranks: by its type, `cp_comm_type`."""
+
+SPLITS = (
+    *SPLIT,
+    Rule(lambda job: job.hierarchical_context_parallel_sizes and job.product != job.cp,
+         "{--hierarchical-context-parallel-sizes} multiply to {product}, not to "
+         "{--context-parallel-size}",
+         "change either",
+         example="--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 4"),
+    Rule(lambda job: job.cp > 1 and job.num_layers
+         and len(job.comm_types) not in (1, job.num_layers)
+         and len(job.comm_types),
+         "--cp-comm-type has {found} entries for {--num-layers}", "give one, or one for each layer",
+         example="--context-parallel-size 4 --cp-comm-type p2p a2a a2a"),
+)  # fmt: skip
+
+MEMBERS = (
+    Rule("heads_of_rank%ulysses",
+         "{exchange} does not divide the {heads_of_rank} query heads of a tensor-parallel rank",
+         "change either",
+         "each rank that exchanges heads computes as many query heads; a2a+p2p and "
+         "--cp-ring-heads exchange among fewer ranks",
+         "--context-parallel-size 2 --cp-comm-type a2a --num-attention-heads 3 --hidden-size 48 "
+         "--num-query-groups 1"),
+    Rule(lambda job: job.hops not in (None, job.members),
+         "{--cp-ring-schedule}: {hops} hops for a ring of {members} members, of {ulysses} ranks "
+         "each",
+         "give a hop for each member",
+         example="--context-parallel-size 4 --cp-ring-schedule 0,1,2,2 "
+                 "--hierarchical-context-parallel-sizes 2 2 --cp-comm-type a2a+p2p"),
+)  # fmt: skip
+"""Of a layer that exchanges heads among `ulysses` ranks, in a ring of `members`."""
+
+LATENT = (
+    Rule("!--multi-latent-attention", "{--cp-ring-wire} needs --multi-latent-attention",
+         "or give --cp-ring-wire plain"),
+    Rule("ulysses>1",
+         "{--cp-ring-wire} does not support --cp-ring-heads {ulysses} or --cp-comm-type a2a",
+         "latents have no heads to exchange"),
+    Rule("--fp8-format|--fp4-format|--delay-wgrad-compute|--use-megatron-fsdp|--use-torch-fsdp2|"
+         "--cache-mla-latents", "{--cp-ring-wire} does not support {found}",
+         "leave it out, or give --cp-ring-wire plain"),
+    Rule("recomputes_attention",
+         "{--cp-ring-wire} does not support --recompute-granularity selective of core_attn, which "
+         "hides where keys come from",
+         "leave core_attn out of --recompute-modules, or give --cp-ring-wire plain"),
+    Rule("graphs_of_attention", "{--cp-ring-wire} does not support {graphs}",
+         "leave it out, or give --cp-ring-wire plain"),
+)  # fmt: skip
+"""Of layers whose latents travel."""
+
+DROPOUT_ON_THE_WIRE = (
+    Rule(lambda job: job.attention_dropout and job.own.wire in WIRES
+         and not WIRES[job.own.wire].plain,
+         "{--cp-ring-wire} does not support {--attention-dropout}, for which positions travel "
+         "with the keys",
+         "give --attention-dropout 0, or --cp-ring-wire plain"),
+)  # fmt: skip
+
+PROGRAM = (
+    Rule("--cp-ring-run-dir", "--cp-ring-run-dir (run_dir=) needs a job of flags",
+         "steps.jsonl is written by Megatron's own training loop",
+         "leave it out, or train with cp_ring.run or cp_ring.pretrain_gpt"),
+    Rule("--cp-ring-balance-microbatches",
+         "--cp-ring-balance-microbatches (balance_microbatches=) needs a job of flags",
+         "batch rows are dealt out by Megatron's own data loaders",
+         "leave it out, or train with cp_ring.run or cp_ring.pretrain_gpt"),
+    *(Rule(f"--cp-ring-{name}=auto !seq_length",
+           f"--cp-ring-{name} auto ({name}='auto') needs seq_length=, for "
+           "which the shape is chosen")
+      for name in ("route", "heads")),
+    Rule("seq_length%chunks",
+         "enable(seq_length={seq_length}): it is not divisible by 2 x {cp} context-parallel ranks "
+         "= {chunks}",
+         why="zigzag needs 2 * cp chunks of one size"),
+)  # fmt: skip
+"""Of `cp_ring.megatron.enable`."""
+
+SCRIPT = (
+    Rule("--cp-ring-document-mask",
+         "--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document "
+         "boundaries with its batches; --dataloader-inter-document-masking does",
+         why="or leave it out"),
+    Rule(lambda job: job.before("0.17") and job.given(
+         "--sft --cp-ring --pipeline-model-parallel-size>1")
+         and job.given("--pipeline-model-parallel-size>2|virtual_stages"),
+         "--sft with {--pipeline-model-parallel-size}: the scripts of megatron-core {version} "
+         "give middle stages no documents, so that tokens would see other documents",
+         "use megatron-core 0.17, or at most 2 stages, without virtual ones"),
+    Rule("--cp-ring reorders !--cp-ring-mask-kinds|splits_packed",
+         "{--cp-ring-layout} needs cp_ring.pretrain_gpt: {script} splits its batches by "
+         "Megatron's zigzag; balanced can split packed batches (--sft, "
+         "--dataloader-inter-document-masking)",
+         why="or leave it out"),
+)  # fmt: skip
+"""Of scripts that `cp_ring.run` runs."""
+
+READING = (
+    Rule(lambda job: job.tp > 1 and graphs.implementation(job.args) == graphs.FULL,
+         "{graphs}: cp_ring.pretrain_gpt sends batches to the ranks of "
+         "{--tensor-model-parallel-size} by way of the host, which no graph can hold",
+         "run Megatron-LM's pretrain_gpt.py by cp_ring.run, or give --cuda-graph-impl local"),
+)  # fmt: skip
+"""Of the batches of `cp_ring.pretrain_gpt`."""
+
+TABLE = {
+    "Attention": WITHOUT_CUDA + LAYERS + ATTENTION + DOCUMENTS + LATENT + DROPOUT_ON_THE_WIRE,
+    "Sizes": COMPLETE + SIZES + MODEL + SPLITS + MEMBERS,
+    "Training": RING + TRAINING + DATA + READING + SCRIPT + PROGRAM,
+}
+"""All rules, by the parts of the page on troubleshooting."""
