@@ -13,7 +13,7 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, expand, overlaps
+from cp_ring.plan.ranges import Ints, check_all, expand, overlaps, runs, starts_of
 from cp_ring.plan.tables import Transfer
 from cp_ring.plan.verify import check_layout
 from cp_ring.runtime import RUNTIME
@@ -62,7 +62,7 @@ class Conversion:
         follows = (np.diff(self.sender) == 0) & (np.diff(self.receiver) == 0)
         for start in (self.source, self.target):
             follows &= start[1:] == (start + self.tokens)[:-1]
-        first = np.flatnonzero(np.append(True, ~follows))
+        first = runs(~follows, len(self.tokens))[0]
         ranks = self.sender[first], self.receiver[first]
         tokens = np.add.reduceat(self.tokens, first)
         return Conversion(
@@ -143,24 +143,23 @@ class Conversion:
             where = f"rank {self.receiver[i]} gets token {sent[wrong[0]]} of rank {self.sender[i]}"
             raise PlanError(f"conversion: {where} in the place of token {received[wrong[0]]}")
         times = np.bincount(sent, minlength=self.before.n)
-        if (times != 1).any():
-            token = int(np.flatnonzero(times != 1)[0])
-            raise PlanError(
-                f"conversion: token {token} is moved {times[token]} times, not once, on {cp} ranks"
-            )
+        check_all(
+            times == 1,
+            lambda i: f"conversion: token {i} is moved {times[i]} times, not once, on {cp} ranks",
+        )
 
 
 def _tokens(layout: Layout, ranks: Ints, starts: Ints, counts: Ints, what: str) -> Ints:
     """The tokens of the stream that are in these ranges of the shards of `ranks`, one after
     another.
     """
-    if ((ranks < 0) | (ranks >= layout.cp)).any():
-        raise PlanError(f"conversion: a {what} is none of the {layout.cp} ranks")
+    exists = (ranks >= 0) & (ranks < layout.cp)
+    check_all(exists, lambda i: f"conversion: a {what} is none of the {layout.cp} ranks")
     held = layout.tokens_per_rank
-    if ((starts < 0) | (starts + counts > held[ranks])).any():
-        raise PlanError(f"conversion: a range is outside of the shard of its {what}")
+    inside = (starts >= 0) & (starts + counts <= held[ranks])
+    check_all(inside, lambda i: f"conversion: a range is outside of the shard of its {what}")
     everything = np.concatenate([layout.positions(rank) for rank in range(layout.cp)])
-    return everything[expand((np.cumsum(held) - held)[ranks] + starts, counts)[1]]
+    return everything[expand(starts_of(held)[ranks] + starts, counts)[1]]
 
 
 @RUNTIME.cache(maxsize=64)

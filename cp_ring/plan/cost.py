@@ -205,8 +205,7 @@ def blocked_pairs(plan: PlanTables, block: int, padded: bool = True) -> NDArray[
     q, k = -(-(tiles.q1 - tiles.q0) // block), -(-(tiles.k1 - tiles.k0) // block)
     low = np.where(tiles.lo == -OPEN, -OPEN, -((slide + block - 1 - tiles.lo) // block))
     high = np.where(tiles.hi == OPEN, OPEN, (tiles.hi - slide + block - 1) // block)
-    none = np.zeros_like(q)
-    area = Tiles(np.stack([none, q, none, k, low, high])).fitted().area() * block * block
+    area = Tiles.columns(0, q, 0, k, low, high).fitted().area() * block * block
     if not padded:
         area = np.minimum(area, (tiles.q1 - tiles.q0) * (tiles.k1 - tiles.k0))
     return np.bincount(place, area, plan.cp * plan.cp).reshape(plan.cp, plan.cp)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.ranges import MAX_TOKENS, Ints, expand, integer, integers
+from cp_ring.plan.ranges import MAX_TOKENS, Ints, check_all, expand, integers, size_within
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,22 +56,16 @@ class PackedRows:
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
         """(document, first token, tokens) of the pieces of a row, in their order."""
-        here = slice(int(self.first[row]), int(self.first[row + 1]))
-        return list(
-            zip(
-                self.document[here].tolist(),
-                self.start[here].tolist(),
-                self.length[here].tolist(),
-                strict=True,
-            )
-        )
+        columns = np.stack([self.document, self.start, self.length])
+        pieces = columns[:, self.first[row] : self.first[row + 1]]
+        return [(document, start, length) for document, start, length in pieces.T.tolist()]
 
     def cu_seqlens(self, row: int) -> Ints:
         """Offsets of the pieces of a row, and its end where padding follows them: int64 [pieces + 1
         or 2].
         """
-        here = slice(int(self.first[row]), int(self.first[row + 1]))
-        offsets = np.concatenate([[0], np.cumsum(self.length[here])])
+        length = self.length[self.first[row] : self.first[row + 1]]
+        offsets = np.concatenate([[0], np.cumsum(length)])
         return offsets if offsets[-1] == self.capacity else np.append(offsets, self.capacity)
 
     def describe(self) -> str:
@@ -113,19 +107,17 @@ def pack(
     if how not in WAYS:
         raise PlanError(f"pack {how!r}: known are {', '.join(WAYS)}")
     size = _checked(lengths)
-    if not 1 <= integer(capacity, "tokens of a row") <= MAX_TOKENS:
-        raise PlanError(
-            f"rows of {capacity} tokens: a row must have at least 1"
-            + f", at most {MAX_TOKENS}" * (capacity > 0)
-        )
+    text = f"rows of {capacity} tokens: a row must have"
+    capacity = size_within(capacity, "tokens of a row", MAX_TOKENS, text)
     if how == "fill":
         return _fill(size, capacity)
-    long = np.flatnonzero(size > capacity)
-    if len(long) and not cut_long:
-        raise PlanError(
-            f"document {long[0]} has {size[long[0]]:,} tokens, more than the {capacity:,} of a "
-            "row: make rows longer, or let long documents be cut"
-        )
+    check_all(
+        (size <= capacity) | cut_long,
+        lambda i: (
+            f"document {i} has {size[i]:,} tokens, more than the {capacity:,} of a row: make rows "
+            "longer, or let long documents be cut"
+        ),
+    )
     document, part = expand(np.zeros_like(size), -(-size // capacity))
     start = part * capacity
     length = np.minimum(size[document] - start, capacity)
@@ -139,9 +131,7 @@ def _checked(lengths: Sequence[int] | np.ndarray) -> Ints:
     size = integers(lengths, "lengths of documents")
     if size.ndim != 1 or not len(size):
         raise PlanError("there is no document to pack")
-    bad = np.flatnonzero(size < 1)
-    if len(bad):
-        raise PlanError(f"document {bad[0]} has {size[bad[0]]} tokens: leave empty documents out")
+    check_all(size > 0, lambda i: f"document {i} has {size[i]} tokens: leave empty documents out")
     if size.max() > MAX_TOKENS:
         raise PlanError(
             f"document {size.argmax()} has {size.max()} tokens: it must have at most {MAX_TOKENS}"

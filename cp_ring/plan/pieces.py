@@ -5,12 +5,13 @@ joined.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.ranges import expand, sort_index
+from cp_ring.plan.ranges import expand, runs, sort_index, starts_of
 from cp_ring.plan.strips import cuts_of, intervals
 from cp_ring.plan.tiles import OPEN, Tiles, coalesce
 
@@ -29,11 +30,11 @@ def first_overlap(n: int, pieces: Tiles) -> Overlap | None:
     `cp_ring.plan.strips`.
     """
     cuts = cuts_of(n, pieces)
-    found = intervals(pieces, cuts)
-    at = found.overlap()
+    keys = intervals(pieces, cuts)
+    at = keys.overlap()
     if at is None:
         return None
-    strip, pair = found.strip[at], found.tile[[at - 1, at]]
+    strip, pair = keys.strip[at], keys.tile[[at - 1, at]]
     query = np.arange(cuts[strip], cuts[strip + 1])
     _, _, k0, k1, lo, hi = pieces.data[:, pair, None]
     first, end = np.maximum(k0, query + lo).max(0), np.minimum(k1, query + hi + 1).min(0)
@@ -49,35 +50,28 @@ def joined(n: int, pieces: Tiles) -> Tiles:
     query is that of all its queries.
     """
     cuts = cuts_of(n, pieces)
-    found = intervals(pieces, cuts)
-    size = np.bincount(found.strip, minlength=len(cuts))
-    one, other = expand((np.cumsum(size) - size)[found.strip], size[found.strip])
+    keys = intervals(pieces, cuts)
+    size = np.bincount(keys.strip, minlength=len(cuts))
+    one, other = expand(starts_of(size)[keys.strip], size[keys.strip])
     crossings = [cuts]
-    for side in (0, 1):
-        for its in (0, 1):
-            slope, level = (
-                found.sides[[side, side + 2]][:, one],
-                found.sides[[its, its + 2]][:, other],
-            )
-            cross = (slope[0] < level[0]) & (slope[1] > level[1])
-            crossings.append((cuts[found.strip[one]] + level[0] - slope[0])[cross])
+    for mine, its in product((0, 1), repeat=2):
+        slope, level = keys.sides[mine::2, one], keys.sides[its::2, other]
+        cross = (slope[0] < level[0]) & (slope[1] > level[1])
+        crossings.append((cuts[keys.strip[one]] + level[0] - slope[0])[cross])
     cuts = np.unique(np.concatenate(crossings))
-    found = intervals(pieces, cuts)
-    sort = sort_index(found.strip, found.sides[0], found.sides[2])
-    strip, (left0, right0, left1, right1) = found.strip[sort], found.sides[:, sort]
+    keys = intervals(pieces, cuts)
+    sort = sort_index(keys.strip, keys.sides[0], keys.sides[2])
+    strip, (left0, right0, left1, right1) = keys.strip[sort], keys.sides[:, sort]
     base = strip * (n + 1)
     reach0, reach1 = (np.maximum.accumulate(base + right) for right in (right0, right1))
     apart = ((base + left0)[1:] > reach0[:-1]) | ((base + left1)[1:] > reach1[:-1])
-    first = np.flatnonzero(np.append(True, apart)[: len(strip)])
-    last = np.append(first[1:], len(strip))[: len(first)] - 1
+    first, last = runs(apart, len(strip))
     strip, left0, left1 = strip[first], left0[first], left1[first]
     right0, right1 = reach0[last] - base[first], reach1[last] - base[first]
     q0, q1 = cuts[strip], cuts[strip + 1]
-    lo, hi = (
-        np.where(left1 > left0, left0 - q0, -OPEN),
-        np.where(right1 > right0, right0 - 1 - q0, OPEN),
-    )
-    tiles = Tiles(np.stack([q0, q1, left0, right1, lo, hi])).trimmed()
+    lo = np.where(left1 > left0, left0 - q0, -OPEN)
+    hi = np.where(right1 > right0, right0 - 1 - q0, OPEN)
+    tiles = Tiles.columns(q0, q1, left0, right1, lo, hi).trimmed()
     return coalesce(tiles, np.zeros(len(tiles), np.int64))[0]
 
 
@@ -93,7 +87,7 @@ def read(pieces: Iterable[Sequence[int]]) -> Tiles:
                 f"piece {i} has {len(values)} numbers: it must be (q0, q1, k0, k1) or (q0, q1, k0, "
                 "k1, lo, hi)"
             )
-        whole.append(values if len(values) == 6 else (*values, -OPEN, OPEN))
+        whole.append((*values, -OPEN, OPEN)[:6])
     return Tiles.of(whole)
 
 

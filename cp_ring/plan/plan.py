@@ -214,7 +214,7 @@ def _cut(mask: Mask, layout: Layout, mine: Any = None) -> tuple[Tiles, Ints, Int
         *(split_at_edges(mask.pieces, layout.edges, keep=each) for each in keep), strict=True
     )
     query_chunk, key_chunk = map(np.concatenate, chunks)
-    return Tiles(np.concatenate([each.data for each in tiles], axis=1)), query_chunk, key_chunk
+    return Tiles.concatenate(*tiles), query_chunk, key_chunk
 
 
 def _tables(

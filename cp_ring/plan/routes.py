@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, sort_index, union
+from cp_ring.plan.ranges import Ints, sort_index, starts_of, union
 from cp_ring.plan.schedule import Schedule, relay_schedule, resolve
 from cp_ring.plan.tables import Need, Transfers
 
@@ -88,7 +88,7 @@ def _neighbors(schedule: Ints) -> tuple[Ints, Ints]:
     The distances of a hop are shared out evenly among those of the neighboring hop, in order.
     """
     count = np.append(np.bincount(schedule), 1)
-    first = np.cumsum(count) - count
+    first = starts_of(count)
     place = np.arange(len(schedule)) - first[schedule]
     earlier, later = np.maximum(schedule - 1, 0), schedule + 1
     before = first[earlier] + place * count[earlier] // count[schedule]

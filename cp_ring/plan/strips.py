@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_ring.plan.ranges import Ints, expand, sort_index
+from cp_ring.plan.ranges import Ints, expand, runs, sort_index
 from cp_ring.plan.tiles import Tiles
 
 
@@ -53,8 +53,7 @@ class Intervals:
         touch = (self.strip[1:] == self.strip[:-1]) & (
             self.sides[1::2, :-1] == self.sides[0::2, 1:]
         ).all(0)
-        first = np.flatnonzero(np.append(True, ~touch)[: len(self.strip)])
-        last = np.append(first[1:], len(self.strip))[: len(first)] - 1
+        first, last = runs(~touch, len(self.strip))
         sides = self.sides[:, first]
         sides[1::2] = self.sides[1::2, last]
         return Intervals(self.strip[first], self.tile[first], sides)
@@ -84,9 +83,9 @@ def intervals(tiles: Tiles, cuts: Ints) -> Intervals:
     first = np.searchsorted(cuts, tiles.q0)
     tile, strip = expand(first, np.searchsorted(cuts, tiles.q1) - first)
     ends = [_keys(tiles, tile, query) for query in (cuts[strip], cuts[strip + 1] - 1)]
-    found = Intervals(strip, tile, np.concatenate(ends))
-    sort = sort_index(strip, found.sides[0])
-    return found if isinstance(sort, slice) else found[sort]
+    sides = np.concatenate(ends)
+    sort = sort_index(strip, sides[0])
+    return Intervals(strip[sort], tile[sort], sides[:, sort])
 
 
 def _keys(tiles: Tiles, which: Ints, query: Ints) -> Ints:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ranges import Ints, integers, overlaps, sort_index
+from cp_ring.plan.ranges import Ints, integers, overlaps, runs, sort_index
 
 OPEN = 1 << 60
 """An open bound of a band: it cuts nothing."""
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 
 class Tiles:
-    """Tiles as one int64 array `data` [6, count]: q0, q1, k0, k1, lo, hi. Iterating yields `Tile`."""
+    """Tiles as one int64 array `data` [6, count]: q0, q1, k0, k1, lo, hi. Iterates over `Tile`s."""
 
     __slots__ = ("data",)
 
@@ -115,7 +115,31 @@ class Tiles:
         np.add(data[5], slide, out=data[5], where=data[5] != OPEN)
         return Tiles(data)
 
-    def within(self, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> Tiles:
+    @classmethod
+    def columns(
+        cls,
+        q0: Ints | int,
+        q1: Ints | int,
+        k0: Ints | int,
+        k1: Ints | int,
+        lo: Ints | int = -OPEN,
+        hi: Ints | int = OPEN,
+    ) -> Tiles:
+        """Tiles from their columns, int64 [count] or one number for all tiles."""
+        return cls(np.stack(np.broadcast_arrays(q0, q1, k0, k1, lo, hi)))
+
+    @classmethod
+    def concatenate(cls, *tables: Tiles) -> Tiles:
+        """The tiles of all tables, one table after another."""
+        return cls(np.concatenate([tiles.data for tiles in tables], axis=1))
+
+    def within(
+        self,
+        q0: Ints | int = -OPEN,
+        q1: Ints | int = OPEN,
+        k0: Ints | int = -OPEN,
+        k1: Ints | int = OPEN,
+    ) -> Tiles:
         """Each tile cut to its own rectangle and fitted. The count stays; empty tiles have
         `q0 >= q1`.
         """
@@ -197,15 +221,14 @@ def split_at_edges(
     query_chunks, key_chunks = (np.arange(len(cuts) - 1) for cuts in (edges, key_edges))
     if keep is not None:
         query_chunks, key_chunks = np.flatnonzero(keep[0]), np.flatnonzero(keep[1])
-    open_ = np.full(1, OPEN)
     piece, place = overlaps(pieces.q0, pieces.q1, edges[query_chunks], edges[query_chunks + 1])
     query_chunk = query_chunks[place]
-    parts = pieces[piece].within(edges[query_chunk], edges[query_chunk + 1], -open_, open_)
+    parts = pieces[piece].within(edges[query_chunk], edges[query_chunk + 1])
     live = parts.live()
     parts, query_chunk = parts[live], query_chunk[live]
     part, place = overlaps(parts.k0, parts.k1, key_edges[key_chunks], key_edges[key_chunks + 1])
     key_chunk = key_chunks[place]
-    tiles = parts[part].within(-open_, open_, key_edges[key_chunk], key_edges[key_chunk + 1])
+    tiles = parts[part].within(k0=key_edges[key_chunk], k1=key_edges[key_chunk + 1])
     live = tiles.live()
     return tiles[live], query_chunk[part[live]], key_chunk[live]
 
@@ -217,17 +240,16 @@ def split_in_half(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
     Each part comes with the index of the tile that each of its tiles is part of. With many queries,
     the cut is at a multiple of 128, because kernels work in blocks of 128 queries.
     """
-    open_ = np.full(1, OPEN)
     low, high = int(tiles.q0.min(initial=OPEN)), int(tiles.q1.max(initial=0))
     block, total = min(128, max((high - low) // 8, 1)), tiles.area().sum()
     blocks = range(low // block + 1, -(-high // block))
     place = bisect_left(
         blocks,
         total,
-        key=lambda i: 2 * tiles.within(-open_, np.full(1, i * block), -open_, open_).area().sum(),
+        key=lambda i: 2 * tiles.within(q1=i * block).area().sum(),
     )
-    query = np.full(1, blocks[min(place, len(blocks) - 1)] * block if blocks else high)
-    parts = [tiles.within(-open_, query, -open_, open_), tiles.within(query, open_, -open_, open_)]
+    query = blocks[min(place, len(blocks) - 1)] * block if blocks else high
+    parts = tiles.within(q1=query), tiles.within(q0=query)
     return [(part[live], live) for part in parts for live in [np.flatnonzero(part.q0 < part.q1)]]
 
 
@@ -239,11 +261,8 @@ def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
     """
     for along_queries in (False, True, False):
         while True:
-            sort = (
-                sort_index(group, tiles.k0, tiles.q0)
-                if along_queries
-                else sort_index(group, tiles.q0, tiles.k0)
-            )
+            sides = (tiles.k0, tiles.q0) if along_queries else (tiles.q0, tiles.k0)
+            sort = sort_index(group, *sides)
             tiles, group = tiles[sort], group[sort]
             joined, first = _join_pairs(tiles, group, along_queries)
             if not len(first):
@@ -265,16 +284,19 @@ def _join_pairs(tiles: Tiles, group: Ints, along_queries: bool) -> tuple[Tiles, 
     first = np.flatnonzero(near)
     left, right = tiles[first], tiles[first + 1]
     a, b = left.data, right.data
-    whole = Tiles(np.stack([np.minimum(a[0], b[0]), np.maximum(a[1], b[1]), np.minimum(a[2], b[2]), np.maximum(a[3], b[3]),
-                            np.maximum(a[4], b[4]), np.minimum(a[5], b[5])]))  # fmt: skip
-    far = np.full(len(first), OPEN)
-    if along_queries:
-        back = [whole.within(t.q0, t.q1, -far, far).data == t.data for t in (left, right)]
-    else:
-        back = [whole.within(-far, far, t.k0, t.k1).data == t.data for t in (left, right)]
-    good = first[back[0].all(0) & back[1].all(0)]
+    low, high = np.minimum(a, b), np.maximum(a, b)
+    whole = Tiles(np.stack([low[0], high[1], low[2], high[3], high[4], low[5]]))
+    good = np.ones(len(first), bool)
+    for part in (left, right):
+        cut = (
+            whole.within(part.q0, part.q1)
+            if along_queries
+            else whole.within(k0=part.k0, k1=part.k1)
+        )
+        good &= (cut.data == part.data).all(0)
+    pairs = first[good]
     # A tile joins once a round: keep every other one of a chain of consecutive pairs.
-    starts = np.flatnonzero(np.diff(good, prepend=-2) != 1)
-    place = np.arange(len(good)) - np.repeat(starts, np.diff(np.append(starts, len(good))))
-    good = good[place % 2 == 0]
-    return whole[np.searchsorted(first, good)], good
+    chain, end = runs(np.diff(pairs) != 1, len(pairs))
+    place = np.arange(len(pairs)) - np.repeat(chain, end - chain + 1)
+    pairs = pairs[place % 2 == 0]
+    return whole[np.searchsorted(first, pairs)], pairs

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import gcd
@@ -78,6 +78,7 @@ micro batch.
 """
 
 
+@dataclass(eq=False)
 class AttentionCosts:
     """The costs for one split of tokens and heads, the least time first; each is found out when it
     is asked for.
@@ -90,51 +91,39 @@ class AttentionCosts:
     ones are added.
     """
 
-    def __init__(
-        self,
-        model: ModelSizes,
-        draws: Sequence[LayerMasks],
-        tp: int,
-        cp: int,
-        batch: int,
-        ranks_per_node: int,
-        rates: Rates,
-        layouts: Sequence[str] = ("zigzag",),
-        lossy: bool = False,
-        known: KnownPlans | None = None,
-    ):
-        self._known = {} if known is None else known
-        self._model, self._tp, self._cp, self._batch, self._rates, self._lossy = (
-            model,
-            tp,
-            cp,
-            batch,
-            rates,
-            lossy,
-        )
-        self._near = gcd(cp, max(1, ranks_per_node // tp))
-        self._found: list[AttentionCost] = []
-        self._rest = self._in_order(draws, layouts)
+    model: ModelSizes
+    draws: Sequence[LayerMasks]
+    tp: int
+    cp: int
+    batch: int
+    ranks_per_node: int
+    rates: Rates
+    layouts: Sequence[str] = ("zigzag",)
+    lossy: bool = False
+    known: KnownPlans = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._near = gcd(self.cp, max(1, self.ranks_per_node // self.tp))
+        self._ready: list[AttentionCost] = []
+        self._rest = self._in_order()
 
     def __iter__(self) -> Iterator[AttentionCost]:
-        yield from self._found
+        yield from self._ready
         for cost in self._rest:
-            self._found.append(cost)
+            self._ready.append(cost)
             yield cost
 
-    def _in_order(
-        self, draws: Sequence[LayerMasks], layouts: Sequence[str]
-    ) -> Iterator[AttentionCost]:
+    def _in_order(self) -> Iterator[AttentionCost]:
         """Bounds first: times without merges and sums, which take long to count. Then the costs
         whose bounds are least.
         """
-        shapes = [*shapes_of(self._cp, self._model.attention(self._tp, self._batch), self._near)]
-        shapes += [Shape("direct", 1, "gather")] if self._cp > SLOT_SHARDS + 1 else []
+        shapes = [*shapes_of(self.cp, self.model.attention(self.tp, self.batch), self._near)]
+        shapes += [Shape("direct", 1, "gather")] if self.cp > SLOT_SHARDS + 1 else []
         waiting: list[tuple[float, int, AttentionCost, list[ProvenPlan] | None]] = []
-        for name in layouts:
-            self._add_plans(draws, name, shapes)
+        for name in self.layouts:
+            self._add_plans(name, shapes)
             for shape in shapes:
-                plans = self._known[self._cp, self._near, name, shape]
+                plans = self.known[self.cp, self._near, name, shape]
                 for wire in self._wires(shape.heads):
                     bound = self._cost(plans, shape, wire, name, NO_UPDATES)
                     heapq.heappush(waiting, (bound.both, len(waiting), bound, plans))
@@ -153,27 +142,27 @@ class AttentionCosts:
     def _wires(self, heads: int) -> Iterator[str]:
         """The codecs that a shape allows; latents have no heads to exchange."""
         yield "plain"
-        if self._cp > heads:
-            yield from ("latent",) if self._model.latent is not None and heads == 1 else ()
-            yield from _LOSSY if self._lossy else ()
+        if self.cp > heads:
+            yield from ("latent",) if self.model.latent is not None and heads == 1 else ()
+            yield from _LOSSY if self.lossy else ()
 
-    def _add_plans(self, draws: Sequence[LayerMasks], name: str, shapes: Sequence[Shape]) -> None:
+    def _add_plans(self, name: str, shapes: Sequence[Shape]) -> None:
         """Makes and proves the plans of a layout that are not known yet."""
         missing = [
-            shape for shape in shapes if (self._cp, self._near, name, shape) not in self._known
+            shape for shape in shapes if (self.cp, self._near, name, shape) not in self.known
         ]
-        split = [(_layout(name, masks, self._cp), masks) for masks in draws] if missing else []
+        split = [(_layout(name, masks, self.cp), masks) for masks in self.draws] if missing else []
         for shape in missing:
             limit = (
                 SLOT_SHARDS
                 if shape.schedule == AUTO and not ROUTES[shape.route].own_schedule
                 else None
             )
-            found = self._known[self._cp, self._near, name, shape] = []
+            plans = self.known[self.cp, self._near, name, shape] = []
             for layout, masks in split:
                 for mask, count in masks:
-                    plan = planned(mask, layout, shape, limit, self._near, self._rates)
-                    found.append(ProvenPlan(plan, plan.verify(), count / len(draws)))
+                    plan = planned(mask, layout, shape, limit, self._near, self.rates)
+                    plans.append(ProvenPlan(plan, plan.verify(), count / len(self.draws)))
 
     def _cost(
         self,
@@ -184,34 +173,26 @@ class AttentionCosts:
         merges: Mapping[int, RankUpdates] | None,
     ) -> AttentionCost:
         """The cost of a shape. merges: those of some ranks, None to count those of rank 0."""
-        sizes = self._model.attention(self._tp, self._batch, wire)
+        sizes = self.model.attention(self.tp, self.batch, wire)
         times, buffers = [0.0] * 4, []
         for one in plans:
-            made = simulate(
-                one.plan, one.report, sizes, self._rates, self._near, updates=merges or one.merges
+            timeline = simulate(
+                one.plan, one.report, sizes, self.rates, self._near, updates=merges or one.merges
             )
-            seconds = made.forward, made.both, made.exposed_forward, made.exposed_both
+            seconds = (
+                timeline.forward,
+                timeline.both,
+                timeline.exposed_forward,
+                timeline.exposed_both,
+            )
             times = [total + one.count * more for total, more in zip(times, seconds, strict=True)]
             buffers.append(_amounts(one.report, sizes.of_rank(shape.heads)))
         schedule = plans[0].plan.schedule
         sources = max((schedule.count(hop) for hop in set(schedule) - {0}), default=0)
-        kept, results, slots, sums = (max(amounts) for amounts in zip(*buffers, strict=True))
+        most = (max(amounts) for amounts in zip(*buffers, strict=True))
         forward, both, exposed, exposed_both = times
-        return AttentionCost(
-            shape,
-            wire,
-            layout,
-            schedule,
-            sources,
-            forward,
-            both,
-            exposed,
-            exposed_both,
-            kept,
-            results,
-            slots,
-            sums,
-        )
+        seconds = forward, both, exposed, exposed_both
+        return AttentionCost(shape, wire, layout, schedule, sources, *seconds, *most)
 
 
 def _layout(name: str, masks: LayerMasks, cp: int) -> Layout:

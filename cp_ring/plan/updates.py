@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from cp_ring.plan.ranges import Ints, overlaps
+from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of
 from cp_ring.plan.tables import Hop, Transfer
 
 MAX_PARTS = 4
@@ -60,7 +60,7 @@ class Partial:
     ) -> Partial:
         """Ranges that lie end to end in the partial result, from token `first` on."""
         start, end = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-        return cls(start, end, first + np.cumsum(end - start) - (end - start), reverse, arrived)
+        return cls(start, end, first + starts_of(end - start), reverse, arrived)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,6 +240,7 @@ def _joined(table: Ints) -> Ints:
         (after[4:] == before[4:] + size) & (after[4:] != ABSENT),
     )
     joins = (before[1] == after[0]) & (before[2:4] == after[2:4]).all(0) & goes_on.all(0)
-    joined = table[:, np.append(True, ~joins)]
-    joined[1] = table[1, np.append(~joins, True)]
+    first, last = runs(~joins, table.shape[1])
+    joined = table[:, first]
+    joined[1] = table[1, last]
     return joined
