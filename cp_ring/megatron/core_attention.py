@@ -34,7 +34,7 @@ from cp_ring.megatron.rules import check_window
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.wire import check_latent
 from cp_ring.observe import debug, timing, watchdog
-from cp_ring.plan.sizes import WIRES
+from cp_ring.plan.sizes.attention_sizes import WIRES
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 

@@ -17,7 +17,7 @@ from typing import Any
 from cp_ring.megatron import graphs
 from cp_ring.megatron.rule import Job, Rule, check_rules
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.sizes import WIRES
+from cp_ring.plan.sizes.attention_sizes import WIRES
 
 _DOCUMENTS = (
     "--sft|--dataloader-inter-document-masking|--cp-ring-document-mask|--cp-ring-mask-kinds"

@@ -180,9 +180,9 @@ class Layout:
         zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []
         even = [*zigzag, cls.contiguous(n, cp)] if n >= cp else []
         even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (n % cp > 0)]
-        found = balanced_split(layers, cp, chunks_per_rank, even, token_work)
+        split = balanced_split(layers, cp, chunks_per_rank, even, token_work)
         return (
-            found if isinstance(found, Layout) else cls(n, cp, found.edges, found.owner, "balanced")
+            split if isinstance(split, Layout) else cls(n, cp, split.edges, split.owner, "balanced")
         )
 
     @classmethod

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.pieces import first_overlap, joined, numbers, read
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
@@ -30,7 +29,15 @@ from cp_ring.plan.ranges import (
     sort_index,
     union,
 )
-from cp_ring.plan.tiles import OPEN, Tile, Tiles, coalesce, split_at_edges
+from cp_ring.plan.tiles import (
+    OPEN,
+    Tile,
+    Tiles,
+    coalesce,
+    first_overlap,
+    joined,
+    split_at_edges,
+)
 
 MAX_DESCRIBED = 4
 """`Mask.describe` names up to this many different masks of batch rows."""
@@ -70,7 +77,7 @@ class Mask:
         that names the piece that is outside of the stream or ends before it begins, or the two
         pieces that overlap, with a pair that both have.
         """
-        n, tiles = _length(n), read(pieces)
+        n, tiles = _length(n), _read(pieces)
         ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1) | (tiles.lo > tiles.hi)
         outside = (np.minimum(tiles.q0, tiles.k0) < 0) | (np.maximum(tiles.q1, tiles.k1) > n)
         for bad, what in (
@@ -78,16 +85,16 @@ class Mask:
             (outside, f"is outside the {n} tokens of the mask"),
         ):
             if bad.any():
-                raise PlanError(f"piece {bad.argmax()} {numbers(tiles, int(bad.argmax()))} {what}")
+                raise PlanError(f"piece {bad.argmax()} {_numbers(tiles, int(bad.argmax()))} {what}")
         fitted = tiles.fitted()
         live = np.arange(len(tiles))[fitted.live()]
         clash = first_overlap(n, fitted[live])
         if clash is not None:
             one, other = sorted(live[[clash.one, clash.other]].tolist())
             raise PlanError(
-                f"pieces {one} {numbers(tiles, one)} and {other} {numbers(tiles, other)} overlap: "
-                f"query {clash.query} sees key {clash.key} in both; Mask.union joins masks that "
-                "overlap"
+                f"pieces {one} {_numbers(tiles, one)} and {other} {_numbers(tiles, other)} "
+                f"overlap: query {clash.query} sees key {clash.key} in both; Mask.union joins "
+                "masks that overlap"
             )
         return cls(
             n, fitted[live], name, details, None if positions is None else _runs_of(positions, n)
@@ -540,9 +547,9 @@ class Mask:
         if not rows:
             raise PlanError("a batch must have at least one row")
         starts = np.cumsum([0, *(row.n for row in rows)])
-        placed = list(zip(rows, starts, strict=False))
-        tiles = Tiles.concatenate(*(row.pieces.shifted(start, start) for row, start in placed))
-        segments = [np.add(row._runs(), [[start], [0]]) for row, start in placed]
+        masks = list(zip(rows, starts, strict=False))
+        tiles = Tiles.concatenate(*(mask.pieces.shifted(start, start) for mask, start in masks))
+        segments = [np.add(mask._runs(), [[start], [0]]) for mask, start in masks]
         words = f"{len(rows)} rows ({'; '.join(_different(rows))})"
         n = _length(int(starts[-1]))
         return cls(n, tiles, "batch", words, np.concatenate(segments, axis=1))
@@ -719,3 +726,32 @@ def _documents_in_words(start: Ints, end: Ints, n: int) -> str:
     """How many documents hold a token, how many tokens on average, and the padding behind them."""
     count, total = int((end > start).sum()), int((end - start).sum())
     return f"{count}, mean {total / max(count, 1):.0f} tokens{_padding_in_words(total, n)}"
+
+
+def _read(pieces: Iterable[Sequence[int]]) -> Tiles:
+    """Pieces of 4 or 6 numbers as tiles; a bound of a band beyond `OPEN` becomes open. Raises
+    `PlanError` for others.
+    """
+    whole: list[tuple[int, ...]] = []
+    for i, piece in enumerate(_iterated(pieces, "pieces")):
+        values = _iterated(piece, f"piece {i}")
+        if len(values) not in (4, 6):
+            raise PlanError(
+                f"piece {i} has {len(values)} numbers: it must be (q0, q1, k0, k1) or (q0, q1, k0, "
+                "k1, lo, hi)"
+            )
+        whole.append((*values, -OPEN, OPEN)[:6])
+    return Tiles.of(whole)
+
+
+def _iterated[T](values: Iterable[T], what: str) -> tuple[T, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise PlanError(f"{what} is {values!r}, not a list") from None
+
+
+def _numbers(tiles: Tiles, i: int) -> tuple[int, ...]:
+    """A piece as a person writes it."""
+    values = tuple(tiles.data[:, i].tolist())
+    return values[:4] if values[4:] == (-OPEN, OPEN) else values

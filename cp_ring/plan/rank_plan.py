@@ -4,13 +4,16 @@ the executor holds.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
-from cp_ring.plan.identity import identity
-from cp_ring.plan.order import Order
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, sort_index, starts_of
+from cp_ring.plan.schedule import Order
 from cp_ring.plan.tables import Hop, Hops, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.tiles import Tiles, coalesce
 
@@ -33,7 +36,7 @@ class _HopBuffers:
         self.sizes[0] = num_tokens
 
     def slide(self, distance: Ints, start: Ints) -> Ints:
-        """What to add to a token of the owner's shard to get its place in the buffer that holds it."""
+        """What to add to a token of the owner's shard for its place in the buffer that holds it."""
         if not len(self._keys):
             return np.zeros_like(distance)
         key = distance * self._span + np.minimum(start, self._span - 1)
@@ -167,3 +170,40 @@ class _Messages:
             Transfer(peer, tuple((start, end) for _, _, start, end in group), named)
             for (peer, named), group in groups
         )
+
+
+_MAX_WORDS = 80
+
+
+class Part(NamedTuple):
+    """A part of a plan's identity. Parts are equal where `content` is; `words` describe the part
+    for a person.
+    """
+
+    name: str
+    content: str
+    words: str
+
+
+def identity(plan: PlanTables) -> tuple[Part, ...]:
+    """The parts from which a plan is made: mask, layout, route, and each further setting among the
+    fields of `PlanTables`.
+
+    The tables are left out: they follow from these parts, and `Plan.build_rank_plan` makes one
+    rank's share of them only.
+    """
+    parts = []
+    for field in fields(plan):
+        value = getattr(plan, field.name)
+        if isinstance(value, Mask | Layout):
+            parts.append(Part(field.name, value.digest, repr(value)))
+        elif value is None or isinstance(value, str | int | float | tuple):
+            words = str(value)
+            parts.append(
+                Part(
+                    field.name,
+                    repr(value),
+                    words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "...",
+                )
+            )
+    return tuple(parts)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ranges import Ints, integers, overlaps, runs, sort_index
+from cp_ring.plan.ranges import Ints, expand, integers, overlaps, runs, sort_index, starts_of
 
 OPEN = 1 << 60
 """An open bound of a band: it cuts nothing."""
@@ -58,7 +60,9 @@ class Tiles:
         open.
         """
         data = integers(list(tiles), "pieces").reshape(-1, 6).T.copy()
+        empty = data[4] > data[5]
         np.clip(data[4:], -OPEN, OPEN, out=data[4:])
+        data[5] -= empty & (data[4] == data[5])  # so that it stays empty
         return cls(data)
 
     @property
@@ -300,3 +304,137 @@ def _join_pairs(tiles: Tiles, group: Ints, along_queries: bool) -> tuple[Tiles, 
     place = np.arange(len(pairs)) - np.repeat(chain, end - chain + 1)
     pairs = pairs[place % 2 == 0]
     return whole[np.searchsorted(first, pairs)], pairs
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """Intervals of keys of strips, sorted by strip and first key.
+
+    strip: int64 [count], the strip of each.
+    tile: int64 [count], the tile that each is of; of joined ones the first.
+    sides: int64 [4, count], first key and end at the first query of the strip, and the same at its
+    last query.
+    """
+
+    strip: Ints
+    tile: Ints
+    sides: Ints
+
+    def __getitem__(self, index: Ints) -> Intervals:
+        return Intervals(self.strip[index], self.tile[index], self.sides[:, index])
+
+    def overlap(self) -> int | None:
+        """Index of the first interval that shares a key with the one before it, at some query of
+        their strip.
+
+        It is enough to compare neighbors at both ends. Sides are linear and move by at most one key
+        from a query to the next, so that two intervals cannot change places without sharing a key.
+        Then they are in the wrong order at the last query.
+        """
+        same = self.strip[1:] == self.strip[:-1]
+        bad = np.flatnonzero(same & (self.sides[1::2, :-1] > self.sides[0::2, 1:]).any(0))
+        return int(bad[0]) + 1 if len(bad) else None
+
+    def joined(self) -> Intervals:
+        """Neighbors that touch at all queries of a strip as one interval. No two may overlap."""
+        touch = (self.strip[1:] == self.strip[:-1]) & (
+            self.sides[1::2, :-1] == self.sides[0::2, 1:]
+        ).all(0)
+        first, last = runs(~touch, len(self.strip))
+        sides = self.sides[:, first]
+        sides[1::2] = self.sides[1::2, last]
+        return Intervals(self.strip[first], self.tile[first], sides)
+
+
+def cuts_of(n: int, *tables: Tiles) -> Ints:
+    """Queries at which a tile begins, ends, or has a side that starts or stops to slope: int64,
+    ascending, within 0 to `n`.
+
+    The tiles must be fitted (`Tiles.fitted`) and lie within `n` queries. Costs a byte for each
+    query.
+    """
+    marks = np.zeros(n + 1, bool)
+    for tiles in tables:
+        slopes = (
+            np.clip(turn, tiles.q0, tiles.q1) for turn in (tiles.k0 - tiles.lo, tiles.k1 - tiles.hi)
+        )
+        for query in (tiles.q0, tiles.q1, *slopes):
+            marks[query] = True
+    return np.flatnonzero(marks)
+
+
+def intervals(tiles: Tiles, cuts: Ints) -> Intervals:
+    """The keys that each tile allows in each strip between two of `cuts`. Costs an entry for each
+    pair (tile, strip).
+    """
+    first = np.searchsorted(cuts, tiles.q0)
+    tile, strip = expand(first, np.searchsorted(cuts, tiles.q1) - first)
+    ends = [_keys(tiles, tile, query) for query in (cuts[strip], cuts[strip + 1] - 1)]
+    sides = np.concatenate(ends)
+    sort = sort_index(strip, sides[0])
+    return Intervals(strip[sort], tile[sort], sides[:, sort])
+
+
+def _keys(tiles: Tiles, which: Ints, query: Ints) -> Ints:
+    """First key that tile `which` allows a query, and the end of its keys: int64 [2, pairs]."""
+    k0, k1, lo, hi = tiles.data[2:, which]
+    return np.stack([np.maximum(k0, query + lo), np.minimum(k1, query + hi + 1)])
+
+
+class Overlap(NamedTuple):
+    """Two pieces that both have the pair (query, key)."""
+
+    one: int
+    other: int
+    query: int
+    key: int
+
+
+def first_overlap(n: int, pieces: Tiles) -> Overlap | None:
+    """The first overlap of two fitted pieces, None if all are disjoint. Interval arithmetic: see
+    `Intervals`.
+    """
+    cuts = cuts_of(n, pieces)
+    keys = intervals(pieces, cuts)
+    at = keys.overlap()
+    if at is None:
+        return None
+    strip, pair = keys.strip[at], keys.tile[[at - 1, at]]
+    query = np.arange(cuts[strip], cuts[strip + 1])
+    _, _, k0, k1, lo, hi = pieces.data[:, pair, None]
+    first, end = np.maximum(k0, query + lo).max(0), np.minimum(k1, query + hi + 1).min(0)
+    shared = int((first < end).argmax())
+    return Overlap(int(pair[0]), int(pair[1]), int(query[shared]), int(first[shared]))
+
+
+def joined(n: int, pieces: Tiles) -> Tiles:
+    """Disjoint pieces that allow what at least one of the fitted `pieces` allows.
+
+    Strips are cut further where two sides cross, so that within a strip the order of all sides is
+    the same at every query. Then the union of a strip's intervals at its first and at its last
+    query is that of all its queries.
+    """
+    cuts = cuts_of(n, pieces)
+    keys = intervals(pieces, cuts)
+    size = np.bincount(keys.strip, minlength=len(cuts))
+    one, other = expand(starts_of(size)[keys.strip], size[keys.strip])
+    crossings = [cuts]
+    for mine, its in product((0, 1), repeat=2):
+        slope, level = keys.sides[mine::2, one], keys.sides[its::2, other]
+        cross = (slope[0] < level[0]) & (slope[1] > level[1])
+        crossings.append((cuts[keys.strip[one]] + level[0] - slope[0])[cross])
+    cuts = np.unique(np.concatenate(crossings))
+    keys = intervals(pieces, cuts)
+    sort = sort_index(keys.strip, keys.sides[0], keys.sides[2])
+    strip, (left0, right0, left1, right1) = keys.strip[sort], keys.sides[:, sort]
+    base = strip * (n + 1)
+    reach0, reach1 = (np.maximum.accumulate(base + right) for right in (right0, right1))
+    apart = ((base + left0)[1:] > reach0[:-1]) | ((base + left1)[1:] > reach1[:-1])
+    first, last = runs(apart, len(strip))
+    strip, left0, left1 = strip[first], left0[first], left1[first]
+    right0, right1 = reach0[last] - base[first], reach1[last] - base[first]
+    q0, q1 = cuts[strip], cuts[strip + 1]
+    lo = np.where(left1 > left0, left0 - q0, -OPEN)
+    hi = np.where(right1 > right0, right0 - 1 - q0, OPEN)
+    tiles = Tiles.columns(q0, q1, left0, right1, lo, hi).trimmed()
+    return coalesce(tiles, np.zeros(len(tiles), np.int64))[0]

@@ -2,17 +2,19 @@
 
 What is proven, in this order. Each check relies on those before it.
 
-| function          | statement                                                                                             |
-|-------------------|-------------------------------------------------------------------------------------------------------|
-| `check_layout`    | The chunks cover every token exactly once, and their owners exist.                                    |
-| `check_tables`    | Ranks, hops and tokens exist; the tables are sorted; every query of a tile sees a key.                |
-| `check_sources`   | A rank uses the keys of an owner at one hop, that of the schedule, and at hop 0 its own alone; no     |
-|                   | message goes from a rank to itself.                                                                   |
-| `check_cover`     | Every allowed (query, key) pair is computed exactly once, and no other pair is.                       |
-| `check_keys`      | Every key that a tile reads is the rank's own or arrives at that hop; nothing else arrives; a sender  |
-|                   | holds what it sends.                                                                                  |
-| `check_gradients` | The gradient of every key that a hop reads leaves that hop once and reaches the key's owner.          |
-| `check_slots`     | The receive buffers suffice; no order of messages can deadlock.                                       |
+| function          | statement                                                                   |
+|-------------------|-----------------------------------------------------------------------------|
+| `check_layout`    | The chunks cover every token exactly once, and their owners exist.          |
+| `check_tables`    | Ranks, hops and tokens exist; the tables are sorted; every query of a tile  |
+|                   | sees a key.                                                                 |
+| `check_sources`   | A rank uses the keys of an owner at one hop, that of the schedule, and at   |
+|                   | hop 0 its own alone; no message goes from a rank to itself.                 |
+| `check_cover`     | Every allowed (query, key) pair is computed exactly once, and no other is.  |
+| `check_keys`      | Every key that a tile reads is the rank's own or arrives at that hop;       |
+|                   | nothing else arrives; a sender holds what it sends.                         |
+| `check_gradients` | The gradient of every key that a hop reads leaves that hop once and reaches |
+|                   | the key's owner.                                                            |
+| `check_slots`     | The receive buffers suffice; no order of messages can deadlock.             |
 
 A violation raises `PlanError` with the rank, the hop and the tokens.
 
@@ -40,9 +42,8 @@ from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, check_all, overlaps, sort_index, starts_of, union
 from cp_ring.plan.schedule import check
-from cp_ring.plan.strips import Intervals, cuts_of, intervals
 from cp_ring.plan.tables import PlanTables, Transfers
-from cp_ring.plan.tiles import Tiles
+from cp_ring.plan.tiles import Intervals, Tiles, cuts_of, intervals
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +250,7 @@ def check_cover(plan: PlanTables) -> None:
        for all its queries.
 
     A query may see any number of intervals of keys. Two tiles of a strip that overlap, or that are
-    out of order at one end, break step 3 at that end (see `cp_ring.plan.strips`). So do two pieces,
+    out of order at one end, break step 3 at that end (see `cp_ring.plan.tiles`). So do two pieces,
     whose mask then has a pair twice.
 
     Cost: sorting of the pairs (tile, strip) and one byte for each token, which marks the cuts.
@@ -403,9 +404,10 @@ def check_slots(plan: PlanTables, num_slots: int) -> int:
     keys, grads, cp = plan.transfers, plan.gradients, plan.cp
     live = np.zeros(cp * cp, bool)
     live[::cp] = True
-    for rank, hop in ((plan.tile_rank, plan.tile_hop), (keys.receiver, keys.hop), (keys.sender, keys.hop),
-                      (grads.sender, grads.hop), (grads.receiver, grads.hop)):  # fmt: skip
-        live[rank * cp + hop] = True
+    live[plan.tile_rank * cp + plan.tile_hop] = True
+    for table in (keys, grads):
+        for rank in (table.sender, table.receiver):
+            live[rank * cp + table.hop] = True
     time = np.cumsum(live)  # counts the hops of all ranks, one rank after the other
     filled, release = np.zeros(cp * cp, bool), time.copy()
     filled[keys.receiver * cp + keys.hop] = True

@@ -26,7 +26,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import verify
-from cp_ring.plan.order import Order
+from cp_ring.plan.schedule import Order
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.tiles import Tile, Tiles
 
@@ -97,7 +97,7 @@ def gradient_messages(hop: Hop, rank: int) -> Posted:
 def _posted(
     hop: Hop, rank: int, transfers: Iterable[Transfer], *, sends: bool, of_hop: bool
 ) -> Posted:
-    """The messages of transfers. of_hop: whether they fill or leave the buffer of the hop itself."""
+    """Messages of transfers. of_hop: whether they fill or leave the buffer of the hop itself."""
     return [
         Message(rank, hop.index, t.peer, sends, hop.index if of_hop else t.buffer, *span)
         for t in transfers
@@ -255,12 +255,15 @@ def _rebuild(
                     tiles.append(own_tile)
                     where.append((part.member, hop.index, owner))
     rank, index, source = np.array(where, np.int64).reshape(-1, 3).T
-    return PlanTables(
-        plan.mask, plan.layout, plan.route, plan.schedule, Tiles.of(tiles), rank, index, source,
-        _table(transfers).in_buffer_order("receiver", plan.order), _table(gradients).in_buffer_order(
-            "sender", plan.order),
-        plan.node_size,
-    )  # fmt: skip
+    return replace(
+        plan,
+        tiles=Tiles.of(tiles),
+        tile_rank=rank,
+        tile_hop=index,
+        tile_source=source,
+        transfers=_table(transfers).in_buffer_order("receiver", plan.order),
+        gradients=_table(gradients).in_buffer_order("sender", plan.order),
+    )
 
 
 def _own_shard(part: RankPlan) -> _Contents:

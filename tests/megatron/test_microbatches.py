@@ -16,7 +16,7 @@ from cp_ring import ContextParallelConfig, Mask
 from cp_ring.megatron import settings
 from cp_ring.megatron.masks import KEY
 from cp_ring.megatron.microbatches import BalancedSampler, balanced_loader, mask_of, work_of
-from cp_ring.plan.microbatches import imbalance
+from cp_ring.plan.packing import imbalance
 
 WORK = np.random.default_rng(3).lognormal(0, 1, 200)
 

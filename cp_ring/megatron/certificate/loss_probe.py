@@ -61,7 +61,7 @@ from cp_ring.megatron.certificate.tiny_model import (
 )
 from cp_ring.megatron.masks import KEY
 from cp_ring.megatron.rotary import positions_in_force
-from cp_ring.plan.sizes import widening
+from cp_ring.plan.sizes.attention_sizes import widening
 
 # Norms of errors over norms of the truth; on CUDA matrix products may round to TF32.
 BOUND = {"cpu": 1e-4, "cuda": 1e-2}

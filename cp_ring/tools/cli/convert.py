@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.conversion import Conversion
+from cp_ring.plan.exchange.conversion import Conversion
 from cp_ring.plan.layout import Layout
 
 MAX_RANKS_SHOWN = 32

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.costs.simulate import Span, spans
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.rates import RATES, Rates
-from cp_ring.plan.simulate import Span, spans
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.tiles import Tile
 from cp_ring.plan.verify import Report, tiles_in_stream
 

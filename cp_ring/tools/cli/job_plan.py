@@ -9,8 +9,8 @@ import typer
 from cp_ring.comm.nodes import node_size
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.comm_types import spec_of_layer
-from cp_ring.plan.shapes import AUTO
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.costs.shapes import AUTO
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.tools.job.config import JobConfig, load
 from cp_ring.tools.slurm.placement import context_groups
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.model import EXPOSED
+from cp_ring.plan.costs.training_step import EXPOSED
 from cp_ring.tools.cli.drawing import FAINT, INK, check_ending
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from cp_ring.plan.tune import Tuned
+    from cp_ring.plan.costs.search import Tuned
     from cp_ring.tools.job.tune import TuneResult
 
 _PARTS = {

@@ -17,11 +17,10 @@ from math import gcd
 from typing import NamedTuple
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import memory
-from cp_ring.plan.layout import LAYOUTS, Layout
-from cp_ring.plan.lower import ASSUMED, KERNELS
-from cp_ring.plan.mask import Mask
-from cp_ring.plan.model import (
+from cp_ring.plan.costs.cost import memory
+from cp_ring.plan.costs.shapes import AUTO, Shape, planned, shapes_of
+from cp_ring.plan.costs.simulate import NO_UPDATES, RankUpdates, rank_updates, simulate
+from cp_ring.plan.costs.training_step import (
     EXPOSED,
     RECOMPUTE,
     AttentionCost,
@@ -31,13 +30,14 @@ from cp_ring.plan.model import (
     step_memory,
     step_seconds,
 )
+from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.lower import ASSUMED, KERNELS
+from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.rates import Rates
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS
-from cp_ring.plan.shapes import AUTO, Shape, planned, shapes_of
-from cp_ring.plan.simulate import NO_UPDATES, RankUpdates, rank_updates, simulate
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import Rates
 from cp_ring.plan.verify import Report
 
 MAX_RANKS = 256
@@ -325,8 +325,8 @@ class Search:
                 continue
             while done and done[0][0] <= bound:
                 yield heapq.heappop(done)[2]
-            if found := self._best(sizes, micro_batch):
-                heapq.heappush(done, (found.step, number, found))
+            if best := self._best(sizes, micro_batch):
+                heapq.heappush(done, (best.step, number, best))
         while done:
             yield heapq.heappop(done)[2]
 
@@ -342,19 +342,19 @@ class Search:
         if sizes not in self._weights:
             self._weights[sizes] = self._of_weights(sizes)
         weights = self._weights[sizes]
-        found: list[Tuned] = []
+        fitting: list[Tuned] = []
         for recompute in RECOMPUTE:
             least = sum(step_memory(setup, sizes, micro_batch, recompute, None, weights).values())
             self.least_bytes[sizes.cp] = min(self.least_bytes[sizes.cp], least)
-            if least > limit or found:
+            if least > limit or fitting:
                 continue
             for cost in self._attention(sizes, micro_batch):
                 memory = step_memory(setup, sizes, micro_batch, recompute, cost, weights)
                 if sum(memory.values()) <= limit:
                     seconds = step_seconds(setup, sizes, micro_batch, recompute, cost[5:9])
-                    found.append(Tuned(sizes, micro_batch, recompute, cost, seconds, memory))
+                    fitting.append(Tuned(sizes, micro_batch, recompute, cost, seconds, memory))
                     break
-        return min(found, key=lambda one: one.step, default=None)
+        return min(fitting, key=lambda one: one.step, default=None)
 
     def _attention(self, sizes: ParallelSizes, micro_batch: int) -> AttentionCosts:
         key = sizes.tp, sizes.cp, micro_batch
@@ -385,7 +385,7 @@ def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
     divisors = [size for size in range(1, setup.gpus + 1) if setup.gpus % size == 0]
     tried = [divisors if size is None else [size] for size in given[:3]]
     model, parallel = setup.model, setup.model.experts.parallel if setup.model.experts else 1
-    found = []
+    possible = []
     for tp, cp, pp in product(*tried):
         if setup.gpus % (tp * cp * pp) or tp > setup.ranks_per_node or cp > MAX_RANKS:
             continue
@@ -402,8 +402,8 @@ def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
             and model.layers % pp == 0
             and setup.global_batch % dp == 0
         ):
-            found.append(ParallelSizes(tp, cp, pp, dp))
-    if not found:
+            possible.append(ParallelSizes(tp, cp, pp, dp))
+    if not possible:
         kinds = ", ".join(
             f"{name} {size}" for name, size in given._asdict().items() if size is not None
         )
@@ -414,7 +414,7 @@ def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
             f"{setup.global_batch}"
             + (f", with experts over {parallel} ranks" if parallel > 1 else "")
         )
-    return found
+    return possible
 
 
 def reasons(

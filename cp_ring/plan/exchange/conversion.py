@@ -54,8 +54,10 @@ class Conversion:
             before.starts[old] + start - before.edges[old],
             after.starts[new] + start - after.edges[new],
         )
-        made = cls(before, after, before.owner[old], after.owner[new], source, target, end - start)
-        return made._joined()
+        ranges = cls(
+            before, after, before.owner[old], after.owner[new], source, target, end - start
+        )
+        return ranges._joined()
 
     def _joined(self) -> Conversion:
         """Ranges that lie end to end on both sides become one."""
@@ -72,15 +74,8 @@ class Conversion:
     @property
     def inverse(self) -> Conversion:
         """The way back."""
-        return Conversion(
-            self.after,
-            self.before,
-            self.receiver,
-            self.sender,
-            self.target,
-            self.source,
-            self.tokens,
-        )
+        ranks, starts = (self.receiver, self.sender), (self.target, self.source)
+        return Conversion(self.after, self.before, *ranks, *starts, self.tokens)
 
     @property
     def traveling(self) -> Ints:
@@ -107,20 +102,16 @@ class Conversion:
     def stays(self, rank: int) -> list[tuple[int, int, int]]:
         """Ranges that `rank` keeps: (place before, place after, tokens)."""
         mine = (self.sender == rank) & (self.receiver == rank)
-        return list(
-            zip(
-                *(column[mine].tolist() for column in (self.source, self.target, self.tokens)),
-                strict=True,
-            )
-        )
+        columns = np.stack([self.source, self.target, self.tokens])[:, mine]
+        return [(before, after, tokens) for before, after, tokens in columns.T.tolist()]
 
     def _transfers(self, mine: np.ndarray, peers: Ints, start: Ints, rank: int) -> list[Transfer]:
-        made = []
+        transfers = []
         for peer in np.unique(peers[mine]).tolist():
             which = np.flatnonzero(mine & (peers == peer))
             ranges = zip(start[which].tolist(), (start + self.tokens)[which].tolist(), strict=True)
-            made += [Transfer(peer, tuple(ranges))] if peer != rank else []
-        return made
+            transfers += [Transfer(peer, tuple(ranges))] if peer != rank else []
+        return transfers
 
     def verify(self) -> None:
         """Proves that every token leaves its place in one shard once, and arrives at its place in
@@ -167,6 +158,6 @@ def conversion(before: Layout, after: Layout) -> Conversion:
     """The proven conversion; the same layouts give that of an earlier call. Raises `PlanError` as
     `Conversion.build`.
     """
-    made = Conversion.build(before, after)
-    made.verify()
-    return made
+    proven = Conversion.build(before, after)
+    proven.verify()
+    return proven

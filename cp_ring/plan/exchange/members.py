@@ -17,9 +17,9 @@ from dataclasses import replace
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.identity import Part
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, expand, integer, runs, starts_of
+from cp_ring.plan.rank_plan import Part
 from cp_ring.plan.tables import Exchange, RankPlan, Span
 from cp_ring.plan.verify import check_layout
 
@@ -48,7 +48,7 @@ def with_exchange(of_member: RankPlan, layout: Layout, members: Layout, rank: in
 
 
 def check_members(layout: Layout, members: Layout, ulysses: int) -> None:
-    """Raises `PlanError` unless `members` is the layout of members of `ulysses` ranks of `layout`."""
+    """Raises `PlanError` unless `members` is the layout of members of `ulysses` ranks each."""
     check_layout(layout)
     if layout.merged(ulysses).digest != members.digest:
         raise PlanError(
@@ -80,8 +80,8 @@ def check_exchange(
     None makes it anew. Raises `PlanError` that names the rank and the tokens.
     """
     member = rank * merged.cp // layout.cp
-    made = _places(layout, merged, rank) if exchange is None else exchange.ranges[exchange.place]
-    spans = np.array(made, np.int64).reshape(-1, 2)
+    places = _places(layout, merged, rank) if exchange is None else exchange.ranges[exchange.place]
+    spans = np.array(places, np.int64).reshape(-1, 2)
     size, tokens = np.diff(spans, axis=1)[:, 0], int(layout.tokens_per_rank[rank])
     if (
         int(size.sum()) != tokens
@@ -96,9 +96,11 @@ def check_exchange(
     own_chunk, own_stream = _chunks(layout, rank)
     chunk, stream = _chunks(merged, member)
     inside = np.searchsorted(chunk, spans[:, 0], "right")
-    which, there = expand(inside, np.searchsorted(chunk, spans[:, 1], "left") - inside)
+    which, of_member = expand(inside, np.searchsorted(chunk, spans[:, 1], "left") - inside)
     cuts = np.unique(
-        np.concatenate([own_start, own_chunk, chunk[there] - spans[which, 0] + own_start[which]])
+        np.concatenate(
+            [own_start, own_chunk, chunk[of_member] - spans[which, 0] + own_start[which]]
+        )
     )
     for token in (cuts, np.append(cuts[1:], tokens)[: len(cuts)] - 1):
         at = np.searchsorted(own_start, token, "right") - 1
