@@ -31,14 +31,14 @@ GIVEN = {"overload", "override", "jit"}
 # What is counted: (goal, limit). Each is a number over all of cp_ring and patches, but for the
 # last, which is of tests.
 TABLE = {
-    "tokens": (225_000, 300_900),
-    "tokens a code line, times 100": (1_000, 952),
-    "packages of more than 16 files": (0, 4),
+    "tokens": (225_000, 299_700),
+    "tokens a code line, times 100": (1_000, 954),
+    "packages of more than 16 files": (0, 3),
     "files of more than 450 lines": (0, 14),
-    "files with the name of another": (0, 50),
-    "lines of more than 100 columns": (0, 210),
-    "functions of more than 7 parameters": (0, 34),
-    "modules that import more than 12 others": (0, 13),
+    "files with the name of another": (0, 40),
+    "lines of more than 100 columns": (0, 168),
+    "functions of more than 7 parameters": (0, 33),
+    "modules that import more than 12 others": (0, 12),
     "state outside of cp_ring.runtime": (0, 28),
     "tokens of tests": (212_000, 300_000),  # the goal: 22,000 lines of 130 columns
 }

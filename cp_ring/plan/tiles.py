@@ -123,14 +123,17 @@ class Tiles:
     def columns(
         cls,
         q0: Ints | int,
-        q1: Ints | int,
+        q1: Ints,
         k0: Ints | int,
         k1: Ints | int,
         lo: Ints | int = -OPEN,
         hi: Ints | int = OPEN,
     ) -> Tiles:
-        """Tiles from their columns, int64 [count] or one number for all tiles."""
-        return cls(np.stack(np.broadcast_arrays(q0, q1, k0, k1, lo, hi)))
+        """Tiles from their columns, int64 [count] or, but for `q1`, one number for all tiles."""
+        data = np.empty((6, len(q1)), np.int64)
+        for numbers, column in zip(data, (q0, q1, k0, k1, lo, hi), strict=True):
+            numbers[:] = column
+        return cls(data)
 
     @classmethod
     def concatenate(cls, *tables: Tiles) -> Tiles:
