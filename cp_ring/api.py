@@ -24,7 +24,7 @@ from cp_ring.observe import watchdog
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.tables import RankPlan
 from cp_ring.plan_cache import PlanOptions
 
@@ -120,7 +120,7 @@ def ring_attention(
             another name in `cp_ring.plan.layout.LAYOUTS`, or a `Layout`. Without `mask`,
             `cu_seqlens` or a `Layout`, all ranks must hold equally many tokens.
         route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`, or
-            `auto`: the one of least predicted time (`cp_ring.plan.shapes`).
+            `auto`: the one of least predicted time (`cp_ring.plan.costs.shapes`).
         schedule: at which hop a rank uses the keys of which others: `auto`, chosen by a model of
             the time; `ring`, one source a hop; `gather`, all remote sources in one hop; or the hop
             of each ring distance, as (0, 1, 2, 2) for 4 ranks.

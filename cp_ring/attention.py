@@ -44,10 +44,10 @@ from cp_ring.observe.timing import note_rank
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.offload import Offload, Waiting, tensor_of
 from cp_ring.ops.dtypes import in_one_dtype, sum_dtype
-from cp_ring.plan.head_split import split_heads
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
+from cp_ring.plan.sizes.head_split import split_heads
 from cp_ring.plan.tables import RankPlan
 from cp_ring.runtime import RUNTIME
 

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.observe.steps import parse_trace
-from cp_ring.plan.heads import members_of_node
+from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, parse, resolve, text

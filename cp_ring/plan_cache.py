@@ -11,14 +11,13 @@ import numpy as np
 from torch import Tensor
 
 from cp_ring.errors import ConfigError
+from cp_ring.plan.costs.shapes import AUTO, choose
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask, window_of
-from cp_ring.plan.plan import Plan, PlanSpec
+from cp_ring.plan.plan import Plan, PlanSpec, plan
 from cp_ring.plan.ranges import offsets
 from cp_ring.plan.schedule import text
-from cp_ring.plan.shapes import AUTO, choose
-from cp_ring.plan.sizes import AttentionSizes
-from cp_ring.plan.spec import plan
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.tables import RankPlan
 from cp_ring.runtime import RUNTIME
 

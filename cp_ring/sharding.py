@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from cp_ring.comm.agreement import Fact
 from cp_ring.comm.transport import Group, MessageBatch, Transport, check_local, transport_for
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.conversion import Conversion, conversion
+from cp_ring.plan.exchange.conversion import Conversion, conversion
 from cp_ring.plan.layout import Layout, dimension
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints, integer, offsets

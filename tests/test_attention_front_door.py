@@ -27,7 +27,7 @@ from cp_ring import (
 from cp_ring.api import CallOptions
 from cp_ring.attention import Attention, AttentionOptions
 from cp_ring.kernels import calls
-from cp_ring.plan import spec
+from cp_ring.plan import plan as maker
 from cp_ring.plan_cache import PlanOptions
 from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case, error
@@ -154,7 +154,7 @@ def test_what_calls_share_is_resolved_once(monkeypatch):
 def test_a_plan_is_made_and_proven_once(monkeypatch):
     made, plain = [], Plan.verify
     monkeypatch.setattr(Plan, "verify", lambda plan, *args: made.append(plan) or plain(plan, *args))
-    spec._plans.clear()
+    maker._plans.clear()
     q, k, v, _ = Case.draw(24)
     for _ in range(2):
         ring_attention(q, k, v, causal=True)
@@ -163,10 +163,10 @@ def test_a_plan_is_made_and_proven_once(monkeypatch):
     assert len(made) == 1
     ring_attention(q, k, v)
     assert len(made) == 2
-    monkeypatch.setattr(spec, "MAX_PLANS", 2)
+    monkeypatch.setattr(maker, "MAX_PLANS", 2)
     for width in (3, 4, 5):
         ring_attention(q, k, v, window_size=(width, 0))
-    assert len(spec._plans) == 2
+    assert len(maker._plans) == 2
 
 
 def test_lse():
@@ -397,10 +397,10 @@ def test_windows_wider_than_any_sequence_hide_nothing(window):
 def test_caches_of_plans_are_bounded_and_hold_nothing_else(monkeypatch):
     q, k, v, _ = Case.draw(24)
     monkeypatch.setattr(plan_cache, "MAX_CHOICES", 2)
-    monkeypatch.setattr(spec, "MAX_PLANS", 2)
+    monkeypatch.setattr(maker, "MAX_PLANS", 2)
     for width in (3, 4, 5):
         ring_attention(q, k, v, window_size=(width, 0), route="auto")
-    assert len(plan_cache._choices) == len(spec._plans) == 2
+    assert len(plan_cache._choices) == len(maker._plans) == 2
     plan = Plan.build(Mask.causal(24, (7, 0)), Layout.zigzag(24, 1))
     x = q.clone().requires_grad_()
     ring_attention(x, k, v, plan=plan).sum().backward()

@@ -16,8 +16,8 @@ from cp_ring.attention import AttentionOptions, Inputs, KeptOutput, attention_of
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.observe.counters import record
 from cp_ring.plan import split_heads
-from cp_ring.plan.cost import crossing
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.costs.cost import crossing
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case, brute_force, error

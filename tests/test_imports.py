@@ -22,7 +22,7 @@ def imported(file):
 
 
 def test_plan_has_no_part_of_torch_distributed():
-    files = sorted(Path(cp_ring.plan.__path__[0]).glob("*.py"))
+    files = sorted(Path(cp_ring.plan.__path__[0]).rglob("*.py"))
     assert len(files) > 3
     found = [
         (file.name, name)

@@ -19,22 +19,19 @@ FILES = {
 }
 
 # Where `row` or `rows` means a batch row without the word batch: a pattern of such lines of a file.
-_BATCH = r"in rows|in zip\(rows|not rows|\(rows\)|one row|every row|row after row"
+_BATCH = r"in rows|zip\(rows|not rows|\(rows\)|one row|every row|row after row"
 BATCH_ROWS = {
     "cp_ring/plan/layout.py":
     rf"rows: how many batch|\brows: int = 1|rows: Sequence\[Layout\]|self\.rows|{_BATCH}",
     "cp_ring/plan/mask.py": rf"rows: Sequence\[Mask\]|{_BATCH}",
     "cp_ring/api.py": r"layout\.rows",
-    "cp_ring/plan/identity.py": r"layout\.rows",
     "cp_ring/plan/rank_plan.py": r"layout\.rows",
     "cp_ring/plan/routes.py": r"layout\.rows",
-    "cp_ring/plan/shapes.py": r"layout\.rows",
+    "cp_ring/plan/costs/shapes.py": r"layout\.rows",
     "cp_ring/plan_cache.py": r"layout\.rows|`batch` rows",
-    # Packing makes batch rows.
+    # Packing makes batch rows, and microbatches of them.
     "cp_ring/plan/packing.py": "",
     "cp_ring/megatron/data/sft.py": "",
-    # Microbatches are made of batch rows.
-    "cp_ring/plan/microbatches.py": "",
     "cp_ring/megatron/data/balanced_sampler.py": "",
     # The key of the results in the JSON output, which scripts read.
     "cp_ring/tools/cli/bench.py": r'key: str = "rows"',

@@ -38,7 +38,7 @@ from torch.profiler import record_function
 
 from cp_ring.comm.transport import MessageBatch, Pending, Transport
 from cp_ring.observe.spans import waiting
-from cp_ring.plan.head_split import HeadSplit
+from cp_ring.plan.sizes.head_split import HeadSplit
 from cp_ring.plan.tables import Exchange, Transfer
 from cp_ring.runtime import RUNTIME
 

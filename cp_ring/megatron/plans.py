@@ -11,8 +11,7 @@ from dataclasses import replace
 from cp_ring.megatron.settings import LayerWindows, layer_windows
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import Plan, PlanSpec
-from cp_ring.plan.spec import plan
+from cp_ring.plan.plan import Plan, PlanSpec, plan
 from cp_ring.runtime import RUNTIME
 
 _MASKS = {"causal": Mask.causal, "no_mask": Mask.full}

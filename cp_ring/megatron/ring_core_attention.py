@@ -36,7 +36,7 @@ from cp_ring.megatron.layers.layer_offload import offload, saving
 from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.observe import debug, timing, watchdog
-from cp_ring.plan.sizes import WIRES
+from cp_ring.plan.sizes.attention_sizes import WIRES
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 

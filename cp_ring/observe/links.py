@@ -1,7 +1,7 @@
 """The speeds of the links between the ranks, as preflight measured them: a file in the run
 directory.
 
-The file also holds the rates of the slowest rank, under the names that `cp_ring.plan.rates.read`
+The file also holds the rates of the slowest rank, under the names that `cp_ring.plan.sizes.device_rates.read`
 knows.
 """
 

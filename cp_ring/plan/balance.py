@@ -146,7 +146,7 @@ def _balance(work: Ints, layout: Chunks) -> float:
 
 
 def tokens_moved(layers: Layers, layout: Chunks) -> int:
-    """Tokens whose keys and values move, counted once for each rank that reads them and each layer."""
+    """Tokens whose keys and values move, once for each rank that reads them and each layer."""
     moved = 0
     for mask, count in layers:
         tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, layout.edges)
@@ -287,11 +287,11 @@ class _Swaps:
         """
         owner, chunks = self.owner, len(self.owner)
         gain = self._of_rank - self._of_rank[owner, np.arange(chunks)]
-        found = np.flatnonzero(gain > 0)
+        gaining = np.flatnonzero(gain > 0)
         most = PAIRS // self._per_rank
-        if len(found) > most:
-            found = np.sort(found[np.argpartition(-gain.reshape(-1)[found], most)[:most]])
-        rank, a = np.divmod(found, chunks)
+        if len(gaining) > most:
+            gaining = np.sort(gaining[np.argpartition(-gain.reshape(-1)[gaining], most)[:most]])
+        rank, a = np.divmod(gaining, chunks)
         b = np.argsort(owner, kind="stable").reshape(-1, self._per_rank)[rank]
         one, a_ = owner[a][:, None], a[:, None]
         saved = gain[rank, a][:, None] + gain[one, b] - 2 * self._traffic[a_, b]
@@ -326,7 +326,7 @@ def _traffic(layers: Layers, edges: Ints) -> tuple[tuple[Ints, Ints], Ints]:
     for less the more chunks read it.
     """
     chunks = len(edges) - 1
-    found, amounts = [], []
+    groups, amounts = [], []
     for mask, count in layers:
         tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, edges)
         away = np.flatnonzero(query_chunk != key_chunk)
@@ -337,9 +337,9 @@ def _traffic(layers: Layers, edges: Ints) -> tuple[tuple[Ints, Ints], Ints]:
         reads = np.bincount(which, end - start, len(group)).astype(np.int64)
         reader, read = np.divmod(group, chunks)
         amount = count * (reads * 64 // np.bincount(read, minlength=chunks)[read])
-        found += [group, read * chunks + reader]
+        groups += [group, read * chunks + reader]
         amounts += [amount, amount]
-    pairs, which = np.unique(np.concatenate(found), return_inverse=True)
+    pairs, which = np.unique(np.concatenate(groups), return_inverse=True)
     total = np.bincount(which, np.concatenate(amounts), len(pairs)).astype(np.int64)
     a, b = np.divmod(pairs, chunks)
     return (a, b), total

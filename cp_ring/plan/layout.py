@@ -28,7 +28,17 @@ import numpy as np
 from cp_ring.errors import PlanError
 from cp_ring.plan.balance import Layers, balanced_split
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import MAX_TOKENS, Ints, digest, integer, offsets
+from cp_ring.plan.ranges import (
+    MAX_TOKENS,
+    Ints,
+    check_all,
+    digest,
+    integer,
+    offsets,
+    runs,
+    size_within,
+    starts_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -123,12 +133,12 @@ class Layout:
         length, n = np.diff(edges), int(edges[-1])
         if not n:
             raise PlanError("cu_seqlens_padded ends at 0: it must hold at least one token")
-        bad = np.flatnonzero(length % (2 * cp))
-        if len(bad):
-            raise PlanError(
-                f"document {bad[0]} has {length[bad[0]]} tokens, not a multiple of 2 * cp = "
-                f"{2 * cp}: pad it"
-            )
+        check_all(
+            length % (2 * cp) == 0,
+            lambda i: (
+                f"document {i} has {length[i]} tokens, not a multiple of 2 * cp = {2 * cp}: pad it"
+            ),
+        )
         start, length = edges[:-1][length > 0], length[length > 0]
         chunks = (start[:, None] + length[:, None] // (2 * cp) * np.arange(2 * cp)).reshape(-1)
         ranks = np.arange(cp)
@@ -170,9 +180,9 @@ class Layout:
         zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []
         even = [*zigzag, cls.contiguous(n, cp)] if n >= cp else []
         even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (n % cp > 0)]
-        found = balanced_split(layers, cp, chunks_per_rank, even, token_work)
+        split = balanced_split(layers, cp, chunks_per_rank, even, token_work)
         return (
-            found if isinstance(found, Layout) else cls(n, cp, found.edges, found.owner, "balanced")
+            split if isinstance(split, Layout) else cls(n, cp, split.edges, split.owner, "balanced")
         )
 
     @classmethod
@@ -197,7 +207,7 @@ class Layout:
         if integer(size, "heads") < 1 or self.cp % size:
             raise PlanError(f"heads={size}: it must divide the {self.cp} context-parallel ranks")
         member = self.owner // size
-        first = np.flatnonzero(np.append(True, member[1:] != member[:-1]))
+        first = runs(member[1:] != member[:-1], len(member))[0]
         return Layout(
             self.n,
             self.cp // size,
@@ -218,10 +228,8 @@ class Layout:
         """Token of its owner's shard at which each chunk begins, int64 [chunks]."""
         by_owner = np.argsort(self.owner, kind="stable")
         sizes = np.diff(self.edges)[by_owner]
-        before = np.cumsum(sizes) - sizes
-        shard_start = np.cumsum(self.tokens_per_rank) - self.tokens_per_rank
-        starts = np.empty_like(before)
-        starts[by_owner] = before - shard_start[self.owner[by_owner]]
+        starts = np.empty_like(sizes)
+        starts[by_owner] = starts_of(sizes) - starts_of(self.tokens_per_rank)[self.owner[by_owner]]
         return starts
 
     @cached_property
@@ -234,14 +242,10 @@ class Layout:
         such rank.
         """
         check_rank(rank, self.cp)
-        joined: list[tuple[int, int]] = []
-        for chunk in np.flatnonzero(self.owner == rank).tolist():
-            start, end = int(self.edges[chunk]), int(self.edges[chunk + 1])
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], end)
-            else:
-                joined.append((start, end))
-        return joined
+        chunk = np.flatnonzero(self.owner == rank)
+        first, last = runs(np.diff(chunk) != 1, len(chunk))
+        starts, ends = self.edges[chunk[first]], self.edges[chunk[last] + 1]
+        return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
     def positions(self, rank: int) -> Ints:
         """Positions in the stream of the rank's tokens, ascending, int64 [tokens of the rank]."""
@@ -288,12 +292,9 @@ class Layout:
 
 
 def _size(cp: int) -> int:
-    if not 1 <= integer(cp, "context parallel size") <= MAX_RANKS:
-        raise PlanError(
-            f"context parallel size {cp} must be at least 1"
-            + (f", at most {MAX_RANKS}" if cp > 0 else "")
-        )
-    return int(cp)
+    return size_within(
+        cp, "context parallel size", MAX_RANKS, f"context parallel size {cp} must be"
+    )
 
 
 def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:

@@ -140,15 +140,14 @@ def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
     # The rectangle between the triangles: the keys that the strip's first and last query both see,
     # less the diagonals.
     inner0, inner1 = np.where(left, q1 + lo, k0), np.where(right, q0 + hi, k1)
-    open_ = np.full(len(sloped), OPEN)
-    above = np.stack([q0, q1, q0 + lo, q1 + lo, lo, open_])[:, left]
-    middle = np.stack([q0, q1, inner0, inner1, -open_, open_])
-    below = np.stack([q0, q1, q0 + hi, q1 + hi, -open_, hi])
+    above = Tiles.columns(q0, q1, q0 + lo, q1 + lo, lo=lo)
+    middle = Tiles.columns(q0, q1, inner0, inner1)
+    below = Tiles.columns(q0, q1, q0 + hi, q1 + hi, hi=hi)
     full, down = inner0 < inner1, right & (lo != hi)
-    data = np.concatenate([strips.data[:, flat], above, middle[:, full], below[:, down]], axis=1)
+    parts = Tiles.concatenate(strips[flat], above[left], middle[full], below[down])
     origin = parent[np.concatenate([flat, sloped[left], sloped[full], sloped[down]])]
-    sort = sort_index(origin, data[0], data[2])
-    return Tiles(data[:, sort]).fitted(), origin[sort]
+    sort = sort_index(origin, parts.q0, parts.k0)
+    return parts[sort].fitted(), origin[sort]
 
 
 def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
@@ -177,8 +176,7 @@ def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints
         first = start[which] + number * size[which]
         parts.append((which, first, np.minimum(first + size[which], end[which])))
     which, first, last = (np.concatenate(column) for column in zip(*parts, strict=True))
-    open_ = np.full(len(which), OPEN)
-    return tiles[which].within(first, last, -open_, open_), parent[which]
+    return tiles[which].within(first, last), parent[which]
 
 
 def _batches(tiles: Tiles, kind: Ints) -> Ints:

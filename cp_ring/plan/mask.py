@@ -15,19 +15,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.pieces import first_overlap, joined, numbers, read
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
+    check_all,
     digest,
     integer,
     integers,
     offsets,
+    runs,
     short,
+    size_within,
     sort_index,
     union,
 )
-from cp_ring.plan.tiles import OPEN, Tile, Tiles, coalesce, split_at_edges
+from cp_ring.plan.tiles import (
+    OPEN,
+    Tile,
+    Tiles,
+    coalesce,
+    first_overlap,
+    joined,
+    split_at_edges,
+)
 
 MAX_DESCRIBED = 4
 """`Mask.describe` names up to this many different masks of batch rows."""
@@ -67,7 +77,7 @@ class Mask:
         that names the piece that is outside of the stream or ends before it begins, or the two
         pieces that overlap, with a pair that both have.
         """
-        n, tiles = _length(n), read(pieces)
+        n, tiles = _length(n), _read(pieces)
         ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1) | (tiles.lo > tiles.hi)
         outside = (np.minimum(tiles.q0, tiles.k0) < 0) | (np.maximum(tiles.q1, tiles.k1) > n)
         for bad, what in (
@@ -75,16 +85,16 @@ class Mask:
             (outside, f"is outside the {n} tokens of the mask"),
         ):
             if bad.any():
-                raise PlanError(f"piece {bad.argmax()} {numbers(tiles, int(bad.argmax()))} {what}")
+                raise PlanError(f"piece {bad.argmax()} {_numbers(tiles, int(bad.argmax()))} {what}")
         fitted = tiles.fitted()
         live = np.arange(len(tiles))[fitted.live()]
         clash = first_overlap(n, fitted[live])
         if clash is not None:
             one, other = sorted(live[[clash.one, clash.other]].tolist())
             raise PlanError(
-                f"pieces {one} {numbers(tiles, one)} and {other} {numbers(tiles, other)} overlap: "
-                f"query {clash.query} sees key {clash.key} in both; Mask.union joins masks that "
-                "overlap"
+                f"pieces {one} {_numbers(tiles, one)} and {other} {_numbers(tiles, other)} "
+                f"overlap: query {clash.query} sees key {clash.key} in both; Mask.union joins "
+                "masks that overlap"
             )
         return cls(
             n, fitted[live], name, details, None if positions is None else _runs_of(positions, n)
@@ -105,14 +115,10 @@ class Mask:
                 f"a union of masks of {', '.join(str(mask.n) for mask in masks)} tokens: they must "
                 "be as long"
             )
-        pieces = Tiles(np.concatenate([mask.pieces.data for mask in masks], axis=1)).trimmed()
+        pieces = Tiles.concatenate(*(mask.pieces for mask in masks)).trimmed()
         if first_overlap(n, pieces) is not None:
             pieces = joined(n, pieces)
-        words = list(dict.fromkeys(mask.describe() for mask in masks))
-        shown = " or ".join(
-            [*words[:MAX_DESCRIBED], *(["..."] if len(words) > MAX_DESCRIBED else [])]
-        )
-        return cls(n, pieces, "union", shown, masks[0].segments)
+        return cls(n, pieces, "union", " or ".join(_different(masks)), masks[0].segments)
 
     def __and__(self, window: tuple[int, int]) -> Mask:
         """The pairs that this mask allows and whose positions are within `window` (left, right); -1
@@ -138,8 +144,8 @@ class Mask:
         narrow = Tiles(data).trimmed()
         if len(start) > 1:
             narrow = coalesce(narrow, np.zeros(len(narrow), np.int64))[0]
-        words = _window_in_words(window, causal=False)
-        return replace(self, pieces=narrow, details=", ".join(filter(None, [self.details, words])))
+        words = _listed(self.details, _window_in_words(window, causal=False))
+        return replace(self, pieces=narrow, details=words)
 
     @classmethod
     def full(cls, n: int, window: tuple[int, int] = (-1, -1)) -> Mask:
@@ -176,16 +182,14 @@ class Mask:
         start, end, n = _spans(cu_seqlens, n)
         window = window_of(window) if window is not None else (-1, 0 if causal else -1)
         left, right = _band(window)
-        lo, hi = np.full_like(start, left), np.full_like(start, min(right, 0) if causal else right)
-        details = [
+        right = min(right, 0) if causal else right
+        pieces = Tiles.columns(start, end, start, end, left, right).trimmed()
+        details = _listed(
             _documents_in_words(start, end, n),
             "" if causal else "not causal",
             _window_in_words(window, causal),
-        ]
-        pieces = Tiles(np.stack([start, end, start, end, lo, hi])).trimmed()
-        return cls(
-            n, pieces, "documents", ", ".join(filter(None, details)), _restarts(start, end, n)
         )
+        return cls(n, pieces, "documents", details, _restarts(start, end, n))
 
     @classmethod
     def prefix(
@@ -203,38 +207,30 @@ class Mask:
         default one document of `n` tokens. Raises `PlanError` as `documents` does, and for a prefix
         that is below 0 or longer than its document.
         """
-        start, end, n = _spans([0, _length(n)] if cu_seqlens is None else cu_seqlens, n)
+        start, end, n, documents = _documents_or_one(cu_seqlens, n)
         window = window_of(window)
-        bounds = (*_band(window), OPEN)
-        given = integers(lengths, "prefix lengths")
-        if given.ndim and given.shape != start.shape:
-            raise PlanError(f"{given.size} prefix lengths for {len(start)} documents")
-        bad = np.flatnonzero((given < 0) | (given > end - start))
-        if len(bad):
-            length = np.broadcast_to(given, start.shape)[bad[0]]
-            raise PlanError(
-                f"document {bad[0]} of {end[bad[0]] - start[bad[0]]} tokens has a prefix of "
-                f"{length}"
-            )
+        lo, hi = _band(window)
+        prefix = integers(lengths, "prefix lengths")
+        if prefix.ndim and prefix.shape != start.shape:
+            raise PlanError(f"{prefix.size} prefix lengths for {len(start)} documents")
+        check_all(
+            (prefix >= 0) & (prefix <= end - start),
+            lambda i: (
+                f"document {i} of {end[i] - start[i]} tokens has a prefix of "
+                f"{np.broadcast_to(prefix, start.shape)[i]}"
+            ),
+        )
         # Before query `turn` the prefix ends further right than the window, from there on the
         # window does.
-        stop, lo, hi, open_ = start + given, *(np.full_like(start, bound) for bound in bounds)
+        stop = start + prefix
         turn = np.maximum(stop - hi, start)
-        early = np.stack([start, turn, start, stop, lo, open_])
-        late = np.stack([turn, end, start, end, lo, hi])
-        pieces = Tiles(np.concatenate([early, late], axis=1)).trimmed()
-        prefixes = f"{'mean ' * (given.size > 1)}{given.sum() / max(given.size, 1):.0f} tokens"
-        documents = (
-            f"documents: {_documents_in_words(start, end, n)}" if cu_seqlens is not None else ""
-        )
-        details = [prefixes, documents, _window_in_words(window, causal=window[1] == 0)]
-        return cls(
-            n,
-            pieces[sort_index(pieces.q0)],
-            "prefix",
-            ", ".join(filter(None, details)),
-            _restarts(start, end, n),
-        )
+        early = Tiles.columns(start, turn, start, stop, lo=lo)
+        late = Tiles.columns(turn, end, start, end, lo, hi)
+        pieces = Tiles.concatenate(early, late).trimmed()
+        mean = f"{'mean ' * (prefix.size > 1)}{prefix.sum() / max(prefix.size, 1):.0f} tokens"
+        details = _listed(mean, documents, _window_in_words(window, causal=window[1] == 0))
+        pieces = pieces[sort_index(pieces.q0)]
+        return cls(n, pieces, "prefix", details, _restarts(start, end, n))
 
     @classmethod
     def tree(
@@ -261,12 +257,10 @@ class Mask:
                 f"{parent.size} parents for {length.size} branches: give one for each, and at "
                 "least one branch"
             )
-        early = np.flatnonzero((parent < -1) | (parent >= np.arange(len(parent))))
-        if len(early):
-            raise PlanError(
-                f"branch {early[0]} has parent {parent[early[0]]}: it must be -1 or a branch "
-                "before it"
-            )
+        check_all(
+            (parent >= -1) & (parent < np.arange(len(parent))),
+            lambda i: f"branch {i} has parent {parent[i]}: it must be -1 or a branch before it",
+        )
         if (length < 0).any():
             raise PlanError(
                 f"branch {(length < 0).argmax()} has {length.min()} tokens: it must have at least 0"
@@ -287,23 +281,18 @@ class Mask:
             depth[branch] += length[ancestor]
             seen.append((ancestor, branch))
             ancestor = parent[ancestor]
-        pieces = [
-            np.stack([start, end, start, end, np.full_like(start, -OPEN), np.zeros_like(start)])
-        ]
+        tiles = Tiles.columns(start, end, start, end, hi=0)
         if seen:
             ancestor, branch = (np.concatenate(column) for column in zip(*seen, strict=True))
             ancestor, q0, q1 = union(ancestor, start[branch], end[branch])
-            open_ = np.full_like(q0, OPEN)
-            pieces.append(np.stack([q0, q1, start[ancestor], end[ancestor], -open_, open_]))
-        tiles = Tiles(np.concatenate(pieces, axis=1)).trimmed()
-        roots = int((parent < 0).sum())
+            shared = Tiles.columns(q0, q1, start[ancestor], end[ancestor])
+            tiles = Tiles.concatenate(tiles, shared)
+        tokens = int(end[-1])
         words = (
-            f"{len(parent)} branches of {roots} root{'s' * (roots > 1)}, {int(length.sum())} tokens"
+            f"{len(parent)} branches of {_many(int((parent < 0).sum()), 'root')}, {tokens} tokens"
         )
-        words += _padding_in_words(int(end[-1]), n)
-        return cls(
-            n, tiles[sort_index(tiles.q0, tiles.k0)], "tree", words, _segments(start, end, depth, n)
-        )
+        words += _padding_in_words(tokens, n)
+        return cls(n, _in_order(tiles.trimmed()), "tree", words, _segments(start, end, depth, n))
 
     @classmethod
     def shared_prefix(
@@ -339,11 +328,10 @@ class Mask:
                 "shared prefixes need at least one group (prompt length, [response lengths])"
             )
         mask = cls.tree(parents, lengths, n)
-        prompts, answers = len(groups), len(parents) - len(groups)
-        tokens = f"{sum(prompt for prompt, _ in groups)} and {sum(sum(rest) for _, rest in groups)} tokens"
+        tokens = sum(prompt for prompt, _ in groups)
         words = (
-            f"{prompts} prompt{'s' * (prompts != 1)} and {answers} response{'s' * (answers != 1)}, "
-            f"{tokens}"
+            f"{_many(len(groups), 'prompt')} and {_many(len(parents) - len(groups), 'response')}, "
+            f"{tokens} and {sum(lengths) - tokens} tokens"
         )
         words += _padding_in_words(sum(lengths), mask.n)
         mask = replace(mask, name="shared_prefix", details=words)
@@ -362,36 +350,24 @@ class Mask:
         `cu_seqlens` are packed documents, by default one of `n` tokens. Raises `PlanError` for
         spans that overlap, are empty, or are not inside one document.
         """
-        starts, ends, n = _spans([0, _length(n)] if cu_seqlens is None else cu_seqlens, n)
-        first, last = _ordered_spans(spans, n)
+        starts, ends, n, documents = _documents_or_one(cu_seqlens, n)
+        first, last, words = _ordered_spans(spans, n)
         document = np.searchsorted(ends, first, side="right")
-        crossing = (document == len(ends)) | (last > np.append(ends, 0)[document])
-        if crossing.any():
-            i = crossing.argmax()
-            raise PlanError(
+        check_all(
+            last <= np.append(ends, 0)[document],
+            lambda i: (
                 f"span {first[i]}..{last[i]} is not inside one document: its tokens cannot all see "
                 "one another"
-            )
+            ),
+        )
         # A query of a span sees its document up to the end of the span, one of text up to itself.
         edges = np.unique(np.concatenate([starts, ends, first, last]))
         q0, q1 = edges[:-1], edges[1:]
         document = np.searchsorted(ends, q0, side="right")
-        inside, visual = document < len(ends), np.isin(q0, first)
-        begin, open_ = np.append(starts, 0)[document], np.full_like(q0, OPEN)
-        pieces = Tiles(
-            np.stack([q0, q1, begin, q1, -open_, np.where(visual, open_, 0)])[:, inside]
-        ).trimmed()
-        words = f"{len(first)} span{'s' * (len(first) != 1)}, {int((last - first).sum())} tokens"
-        documents = (
-            f"documents: {_documents_in_words(starts, ends, n)}" if cu_seqlens is not None else ""
-        )
-        return cls(
-            n,
-            pieces,
-            "images",
-            ", ".join(filter(None, [words, documents])),
-            _restarts(starts, ends, n),
-        )
+        begin, visual = np.append(starts, 0)[document], np.isin(q0, first)
+        pieces = Tiles.columns(q0, q1, begin, q1, hi=np.where(visual, OPEN, 0))
+        pieces = pieces[document < len(ends)].trimmed()
+        return cls(n, pieces, "images", _listed(words, documents), _restarts(starts, ends, n))
 
     @classmethod
     def with_global(
@@ -410,37 +386,31 @@ class Mask:
         the stream.
         """
         n = _length(n)
-        first, last = _ordered_spans(spans, n)
+        first, last, words = _ordered_spans(spans, n)
         window = window_of(window)
         left, right = _band(window)
         right = min(right, 0) if causal else right
         pieces = [
             (s, e, 0, n, -OPEN, 0 if causal else OPEN) for s, e in zip(first, last, strict=True)
         ]
-        edges = np.concatenate([[0], np.stack([first, last], axis=1).reshape(-1), [n]]).reshape(
-            -1, 2
-        )
-        for q0, q1 in edges[edges[:, 0] < edges[:, 1]]:
+        between = np.stack([np.append(0, last), np.append(first, n)], axis=1)
+        for q0, q1 in between[between[:, 0] < between[:, 1]]:
             pieces.append((q0, q1, 0, n, left, right))
             for s, e in zip(first, last, strict=True):
                 before = [(q0, q1, s, e, -OPEN, left - 1)] if left != -OPEN else []
                 after = [(q0, q1, s, e, right + 1, OPEN)] if not causal and right != OPEN else []
                 pieces += before + after
-        tiles = Tiles.of(pieces).trimmed()
-        words = f"{len(first)} span{'s' * (len(first) != 1)}, {int((last - first).sum())} tokens"
-        details = [words, "" if causal else "not causal", _window_in_words(window, causal)]
-        return cls(
-            n, tiles[sort_index(tiles.q0, tiles.k0)], "global", ", ".join(filter(None, details))
-        )
+        details = _listed(words, "" if causal else "not causal", _window_in_words(window, causal))
+        return cls(n, _in_order(Tiles.of(pieces).trimmed()), "global", details)
 
     @classmethod
     def block_causal(cls, n: int, block: int) -> Mask:
         """Query i sees all keys up to the end of its own block of `block` tokens."""
         n = _length(n)
         block = _block(block, n)
-        start, open_ = np.arange(0, n, block), np.full(-(-n // block), OPEN)
+        start = np.arange(0, n, block)
         end = np.minimum(start + block, n)
-        pieces = Tiles(np.stack([start, end, np.zeros_like(start), end, -open_, open_]))
+        pieces = Tiles.columns(start, end, 0, end)
         return cls(n, pieces, "block_causal", f"blocks of {block} tokens")
 
     @classmethod
@@ -457,21 +427,14 @@ class Mask:
         if n % 2:
             raise PlanError(f"a stream of {n} tokens has no two equal halves, clean and noised")
         half = n // 2
-        start, open_ = np.arange(0, half, block), np.full(-(-half // block), OPEN)
-        end, zero = np.minimum(start + block, half), np.zeros_like(start)
-        bands = -open_, open_
-        clean = np.stack([start, end, zero, end, *bands])
-        before = np.stack([half + start, half + end, zero, start, *bands])
-        itself = np.stack([half + start, half + end, half + start, half + end, *bands])
-        pieces = Tiles(np.concatenate([clean, before, itself], axis=1)).trimmed()
-        segments = np.array([[0, half], [0, 0]])
-        return cls(
-            n,
-            pieces[sort_index(pieces.q0, pieces.k0)],
-            "block_diffusion",
-            f"blocks of {block} tokens",
-            segments,
-        )
+        start = np.arange(0, half, block)
+        end = np.minimum(start + block, half)
+        clean = Tiles.columns(start, end, 0, end)
+        before = Tiles.columns(half + start, half + end, 0, start)
+        itself = Tiles.columns(start, end, start, end).shifted(half, half)
+        pieces = _in_order(Tiles.concatenate(clean, before, itself).trimmed())
+        words, segments = f"blocks of {block} tokens", np.array([[0, half], [0, 0]])
+        return cls(n, pieces, "block_diffusion", words, segments)
 
     @cached_property
     def digest(self) -> str:
@@ -575,17 +538,8 @@ class Mask:
         """Whether query i may see key j."""
         if not (0 <= integer(i, "query") < self.n and 0 <= integer(j, "key") < self.n):
             raise PlanError(f"pair ({i}, {j}) is outside the {self.n} tokens of the mask")
-        p = self.pieces
-        return bool(
-            np.any(
-                (p.q0 <= i)
-                & (i < p.q1)
-                & (p.k0 <= j)
-                & (j < p.k1)
-                & (p.lo <= j - i)
-                & (j - i <= p.hi)
-            )
-        )
+        pair = self.pieces.within(i, i + 1, j, j + 1)
+        return bool((pair.q0 < pair.q1).any())
 
     @classmethod
     def batch(cls, rows: Sequence[Mask]) -> Mask:
@@ -593,20 +547,12 @@ class Mask:
         if not rows:
             raise PlanError("a batch must have at least one row")
         starts = np.cumsum([0, *(row.n for row in rows)])
-        pieces = [
-            row.pieces.shifted(start, start).data for row, start in zip(rows, starts, strict=False)
-        ]
-        masks = list(dict.fromkeys(row.describe() for row in rows))
-        words = "; ".join(
-            [*masks[:MAX_DESCRIBED], *(["..."] if len(masks) > MAX_DESCRIBED else [])]
-        )
-        runs = [
-            np.add(row._runs(), [[start], [0]]) for row, start in zip(rows, starts, strict=False)
-        ]
-        tiles, segments = Tiles(np.concatenate(pieces, axis=1)), np.concatenate(runs, axis=1)
-        return cls(
-            _length(int(starts[-1])), tiles, "batch", f"{len(rows)} rows ({words})", segments
-        )
+        masks = list(zip(rows, starts, strict=False))
+        tiles = Tiles.concatenate(*(mask.pieces.shifted(start, start) for mask, start in masks))
+        segments = [np.add(mask._runs(), [[start], [0]]) for mask, start in masks]
+        words = f"{len(rows)} rows ({'; '.join(_different(rows))})"
+        n = _length(int(starts[-1]))
+        return cls(n, tiles, "batch", words, np.concatenate(segments, axis=1))
 
     def area(self) -> int:
         """Allowed (query, key) pairs, exactly."""
@@ -635,12 +581,7 @@ def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:
 
 
 def _length(n: int) -> int:
-    if not 1 <= integer(n, "n") <= MAX_TOKENS:
-        raise PlanError(
-            f"a stream of {n} tokens: it must hold at least 1"
-            + (f", at most {MAX_TOKENS}" if n > 0 else "")
-        )
-    return int(n)
+    return size_within(n, "n", MAX_TOKENS, f"a stream of {n} tokens: it must hold")
 
 
 def _block(block: int, n: int) -> int:
@@ -650,36 +591,34 @@ def _block(block: int, n: int) -> int:
     return min(int(block), n)
 
 
-def _ordered_spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tuple[Ints, Ints]:
-    """Checked spans, ascending, as starts and ends."""
+def _ordered_spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tuple[Ints, Ints, str]:
+    """Checked spans, ascending, as starts and ends; and in words."""
     pairs = integers(spans, "spans")
     pairs = pairs.reshape(0, 2) if not pairs.size else pairs
     if pairs.ndim != 2 or pairs.shape[1] != 2:
         raise PlanError(f"spans are pairs (start, end), not an array of {list(pairs.shape)}")
     start, end = pairs[np.argsort(pairs[:, 0], kind="stable")].T
-    bad = (start < 0) | (end > n) | (start >= end)
-    if bad.any():
-        i = bad.argmax()
-        raise PlanError(
-            f"span {start[i]}..{end[i]} is empty or outside the {n} tokens of the stream"
-        )
-    clash = np.flatnonzero(end[:-1] > start[1:])
-    if len(clash):
-        i = clash[0]
-        raise PlanError(f"spans {start[i]}..{end[i]} and {start[i + 1]}..{end[i + 1]} overlap")
-    return start, end
+    check_all(
+        (start >= 0) & (end <= n) & (start < end),
+        lambda i: f"span {start[i]}..{end[i]} is empty or outside the {n} tokens of the stream",
+    )
+    check_all(
+        end[:-1] <= start[1:],
+        lambda i: f"spans {start[i]}..{end[i]} and {start[i + 1]}..{end[i + 1]} overlap",
+    )
+    return start, end, f"{_many(len(start), 'span')}, {int((end - start).sum())} tokens"
 
 
 def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints | None:
     """`Mask.segments` from the positions of all tokens."""
-    given = integers(positions, "positions")
-    if given.shape != (n,) or ((given < 0) | (given >= MAX_TOKENS)).any():
+    values = integers(positions, "positions")
+    if values.shape != (n,) or ((values < 0) | (values >= MAX_TOKENS)).any():
         raise PlanError(
-            f"positions of shape {list(given.shape)}, {given.min(initial=0)} to "
-            f"{given.max(initial=0)}: it must be [{n}], from 0 to below {MAX_TOKENS}"
+            f"positions of shape {list(values.shape)}, {values.min(initial=0)} to "
+            f"{values.max(initial=0)}: it must be [{n}], from 0 to below {MAX_TOKENS}"
         )
-    start = np.flatnonzero(np.diff(given, prepend=given[0] - 2) != 1)
-    return _plain(np.stack([start, given[start]]))
+    start, _ = runs(np.diff(values) != 1, n)
+    return _plain(np.stack([start, values[start]]))
 
 
 def _restarts(start: Ints, end: Ints, n: int) -> Ints | None:
@@ -703,6 +642,25 @@ def _plain(segments: Ints) -> Ints | None:
     return None if segments.shape[1] == 1 and not segments.any() else segments
 
 
+def _in_order(pieces: Tiles) -> Tiles:
+    return pieces[sort_index(pieces.q0, pieces.k0)]
+
+
+def _listed(*words: str) -> str:
+    """The words that say something, one after another."""
+    return ", ".join(filter(None, words))
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" + "s" * (count != 1)
+
+
+def _different(masks: Sequence[Mask]) -> list[str]:
+    """The first different masks in words."""
+    words = list(dict.fromkeys(mask.describe() for mask in masks))
+    return words[:MAX_DESCRIBED] + ["..."] * (len(words) > MAX_DESCRIBED)
+
+
 def _padding_in_words(used: int, n: int) -> str:
     return f", {n - used} tokens of padding" if n > used else ""
 
@@ -714,6 +672,16 @@ def _spans(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple[Ints,
     if edges[-1] > n:
         raise PlanError(f"cu_seqlens ends at {edges[-1]}, past the {n} tokens of the stream")
     return edges[:-1], edges[1:], n
+
+
+def _documents_or_one(
+    cu_seqlens: Sequence[int] | np.ndarray | None, n: int
+) -> tuple[Ints, Ints, int, str]:
+    """As `_spans`, and the documents in words; without `cu_seqlens` one document, and no words."""
+    if cu_seqlens is None:
+        return *_spans([0, _length(n)], n), ""
+    start, end, n = _spans(cu_seqlens, n)
+    return start, end, n, f"documents: {_documents_in_words(start, end, n)}"
 
 
 def window_of(window: tuple[int, int]) -> tuple[int, int]:
@@ -758,3 +726,32 @@ def _documents_in_words(start: Ints, end: Ints, n: int) -> str:
     """How many documents hold a token, how many tokens on average, and the padding behind them."""
     count, total = int((end > start).sum()), int((end - start).sum())
     return f"{count}, mean {total / max(count, 1):.0f} tokens{_padding_in_words(total, n)}"
+
+
+def _read(pieces: Iterable[Sequence[int]]) -> Tiles:
+    """Pieces of 4 or 6 numbers as tiles; a bound of a band beyond `OPEN` becomes open. Raises
+    `PlanError` for others.
+    """
+    whole: list[tuple[int, ...]] = []
+    for i, piece in enumerate(_iterated(pieces, "pieces")):
+        values = _iterated(piece, f"piece {i}")
+        if len(values) not in (4, 6):
+            raise PlanError(
+                f"piece {i} has {len(values)} numbers: it must be (q0, q1, k0, k1) or (q0, q1, k0, "
+                "k1, lo, hi)"
+            )
+        whole.append((*values, -OPEN, OPEN)[:6])
+    return Tiles.of(whole)
+
+
+def _iterated[T](values: Iterable[T], what: str) -> tuple[T, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise PlanError(f"{what} is {values!r}, not a list") from None
+
+
+def _numbers(tiles: Tiles, i: int) -> tuple[int, ...]:
+    """A piece as a person writes it."""
+    values = tuple(tiles.data[:, i].tolist())
+    return values[:4] if values[4:] == (-OPEN, OPEN) else values

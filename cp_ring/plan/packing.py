@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.ranges import MAX_TOKENS, Ints, expand, integer, integers
+from cp_ring.plan.ranges import MAX_TOKENS, Ints, check_all, expand, integers, size_within
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,28 +57,20 @@ class PackedRows:
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
         """(document, first token, tokens) of the pieces of a row, in their order."""
-        here = slice(int(self.first[row]), int(self.first[row + 1]))
-        return list(
-            zip(
-                self.document[here].tolist(),
-                self.start[here].tolist(),
-                self.length[here].tolist(),
-                strict=True,
-            )
-        )
+        columns = np.stack([self.document, self.start, self.length])
+        pieces = columns[:, self.first[row] : self.first[row + 1]]
+        return [(document, start, length) for document, start, length in pieces.T.tolist()]
 
     def cu_seqlens(self, row: int) -> Ints:
         """Offsets of the pieces of a row, and its end where padding follows them: int64 [pieces + 1
         or 2].
         """
-        here = slice(int(self.first[row]), int(self.first[row + 1]))
-        offsets = np.concatenate([[0], np.cumsum(self.length[here])])
+        length = self.length[self.first[row] : self.first[row + 1]]
+        offsets = np.concatenate([[0], np.cumsum(length)])
         return offsets if offsets[-1] == self.capacity else np.append(offsets, self.capacity)
 
     def describe(self) -> str:
-        """As in
-        `1,000 documents in 40 rows of 4,096 tokens: 99.9 % filled, 120 padding tokens in 1 row, 3 documents cut`.
-        """
+        """As in `1,000 documents in 40 rows of 4,096 tokens: 99.90 % filled, no padding`."""
         short = int((self.tokens < self.capacity).sum())
         documents = len(np.unique(self.document))
         cut = int((np.bincount(self.document) > 1).sum())
@@ -113,19 +106,17 @@ def pack(
     if how not in WAYS:
         raise PlanError(f"pack {how!r}: known are {', '.join(WAYS)}")
     size = _checked(lengths)
-    if not 1 <= integer(capacity, "tokens of a row") <= MAX_TOKENS:
-        raise PlanError(
-            f"rows of {capacity} tokens: a row must have at least 1"
-            + f", at most {MAX_TOKENS}" * (capacity > 0)
-        )
+    text = f"rows of {capacity} tokens: a row must have"
+    capacity = size_within(capacity, "tokens of a row", MAX_TOKENS, text)
     if how == "fill":
         return _fill(size, capacity)
-    long = np.flatnonzero(size > capacity)
-    if len(long) and not cut_long:
-        raise PlanError(
-            f"document {long[0]} has {size[long[0]]:,} tokens, more than the {capacity:,} of a "
-            "row: make rows longer, or let long documents be cut"
-        )
+    check_all(
+        (size <= capacity) | cut_long,
+        lambda i: (
+            f"document {i} has {size[i]:,} tokens, more than the {capacity:,} of a row: make rows "
+            "longer, or let long documents be cut"
+        ),
+    )
     document, part = expand(np.zeros_like(size), -(-size // capacity))
     start = part * capacity
     length = np.minimum(size[document] - start, capacity)
@@ -139,9 +130,7 @@ def _checked(lengths: Sequence[int] | np.ndarray) -> Ints:
     size = integers(lengths, "lengths of documents")
     if size.ndim != 1 or not len(size):
         raise PlanError("there is no document to pack")
-    bad = np.flatnonzero(size < 1)
-    if len(bad):
-        raise PlanError(f"document {bad[0]} has {size[bad[0]]} tokens: leave empty documents out")
+    check_all(size > 0, lambda i: f"document {i} has {size[i]} tokens: leave empty documents out")
     if size.max() > MAX_TOKENS:
         raise PlanError(
             f"document {size.argmax()} has {size.max()} tokens: it must have at most {MAX_TOKENS}"
@@ -212,3 +201,90 @@ WAYS: dict[str, Callable[[Ints, int], Ints]] = {
 """The ways of packing, by name. Each gives the row of each piece, from the pieces' tokens and those
 of a row.
 """
+
+
+MAX_SWAPS = 256
+"""Swaps between microbatches of one step at most."""
+
+Work = NDArray[np.float64]
+
+
+def balanced_order(work: Work) -> Ints:
+    """The batch row, by its number in reading order, at each place: int64, of the shape of `work`.
+
+    work: of the row at each place, [ranks, microbatches, rows of a microbatch], not negative.
+
+    The order as read stays where another one makes neither the longest microbatch nor the longest
+    rank shorter. Raises `PlanError` for another shape, or work that is negative or not a number.
+    """
+    if work.ndim != 3 or 0 in work.shape or not np.isfinite(work).all() or (work < 0).any():
+        raise PlanError(
+            "work must be finite and not negative, [ranks, microbatches, rows], not an array "
+            f"{work.shape}"
+        )
+    ranks, microbatches = work.shape[:2]
+    flat = work.reshape(-1)
+    filled = _swapped(_longest_first(flat, ranks * microbatches), flat)
+    load = flat[filled].sum(1)
+    order = filled[np.sort(_longest_first(load, ranks), 1)]
+    as_read = np.arange(flat.size).reshape(work.shape)
+    better = [
+        new < old * (1 - 1e-9)
+        for new, old in zip(_longest(flat[order]), _longest(work), strict=True)
+    ]
+    worse = [
+        new > old * (1 + 1e-9)
+        for new, old in zip(_longest(flat[order]), _longest(work), strict=True)
+    ]
+    return order if any(better) and not any(worse) else as_read
+
+
+def imbalance(work: Work) -> tuple[float, float]:
+    """Work of the longest microbatch, and of the longest rank, over the mean; `work` is that of
+    `balanced_order`.
+    """
+    mean = work.sum(2).mean()
+    microbatch, rank = _longest(work)
+    return (microbatch / mean, rank / (mean * work.shape[1])) if mean else (1.0, 1.0)
+
+
+def _longest(work: Work) -> tuple[float, float]:
+    return float(work.sum(2).max()), float(work.sum((1, 2)).max())
+
+
+def _longest_first(work: Work, groups: int) -> Ints:
+    """Members of each group, int64 [groups, len(work) / groups]: the largest first, each to the
+    least loaded group with room.
+    """
+    room = len(work) // groups
+    members, count, load = (
+        np.zeros((groups, room), np.int64),
+        np.zeros(groups, np.int64),
+        np.zeros(groups),
+    )
+    for item in np.argsort(-work, kind="stable"):
+        group = int(np.argmin(np.where(count < room, load, np.inf)))
+        members[group, count[group]] = item
+        count[group] += 1
+        load[group] += work[item]
+    return members
+
+
+def _swapped(members: Ints, work: Work) -> Ints:
+    """The groups after swaps of one member of the fullest with one of another group, as long as
+    they lower its load.
+    """
+    members = members.copy()
+    for _ in range(MAX_SWAPS):
+        held = work[members]
+        load = held.sum(1)
+        fullest = int(load.argmax())
+        gain = held[fullest][:, None, None] - held[None]  # [rows of the fullest, groups, rows]
+        after = np.maximum(load[fullest] - gain, load[None, :, None] + gain)
+        after[:, fullest] = np.inf
+        best = int(after.argmin())
+        if after.flat[best] >= load[fullest] * (1 - 1e-9):
+            break
+        row, group, other = np.unravel_index(best, after.shape)
+        members[fullest, row], members[group, other] = members[group, other], members[fullest, row]
+    return members

@@ -1,8 +1,8 @@
 """Plan: for each rank and hop, the tiles to compute and the token ranges to move, as data.
 
 A member of the ring is one rank, or `ulysses` neighboring ranks, which exchange tokens for heads
-(see `cp_ring.plan.heads`). At hop 0 member r computes on its own keys, later on those of one or
-several other members: on those at distance d (see `cp_ring.plan.order`) at hop `schedule[d]` (see
+(see `cp_ring.plan.exchange.members`). At hop 0 member r computes on its own keys, later on those of
+one or several other members: on those at distance d at hop `schedule[d]` (see
 `cp_ring.plan.schedule`). The plan is three tables over all members: tiles (which member computes
 which pairs, on whose keys, at which hop), transfers (which tokens' keys and values move between
 which members, at which hop) and gradients (the same for the gradients of keys and values).
@@ -11,30 +11,37 @@ which members, at which hop) and gradients (the same for the gradients of keys a
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.heads import check_exchange, check_members, members_of_node, with_exchange
+from cp_ring.plan.exchange.members import (
+    check_exchange,
+    check_members,
+    members_of_node,
+    with_exchange,
+)
 from cp_ring.plan.layout import LAYOUTS, Layout, check_rank
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.order import Order
 from cp_ring.plan.ranges import Ints, integer, union
 from cp_ring.plan.rank_plan import rank_plan
 from cp_ring.plan.routes import DEFAULT, ROUTES
-from cp_ring.plan.schedule import Schedule
+from cp_ring.plan.schedule import Order, Schedule, text
 from cp_ring.plan.tables import Need, PlanTables, RankPlan
 from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
 from cp_ring.plan.verify import Report, verify
 from cp_ring.plan.verify_ranks import verify_rank_plans
+from cp_ring.runtime import RUNTIME
 
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """How attention is split over ranks. `cp_ring.plan.spec.plan` makes and proves the plan of a
+    """How attention is split over ranks. `cp_ring.plan.plan.plan` makes and proves the plan of a
     mask by it.
 
     layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`.
@@ -167,10 +174,10 @@ class Plan:
         """
         check_rank(rank, self.cp)
         if rank not in self._rank_plans:
-            made = rank_plan(self.ring, rank // self.ulysses)
+            own = rank_plan(self.ring, rank // self.ulysses)
             if self.ulysses > 1:
-                made = with_exchange(made, self.layout, self.ring.layout, rank)
-            self._rank_plans[rank] = made
+                own = with_exchange(own, self.layout, self.ring.layout, rank)
+            self._rank_plans[rank] = own
         return self._rank_plans[rank]
 
     def verify(self, num_slots: int = 2, rank_plans: bool = False) -> Report:
@@ -214,12 +221,17 @@ def _cut(mask: Mask, layout: Layout, mine: Any = None) -> tuple[Tiles, Ints, Int
         *(split_at_edges(mask.pieces, layout.edges, keep=each) for each in keep), strict=True
     )
     query_chunk, key_chunk = map(np.concatenate, chunks)
-    return Tiles(np.concatenate([each.data for each in tiles], axis=1)), query_chunk, key_chunk
+    return Tiles.concatenate(*tiles), query_chunk, key_chunk
 
 
 def _tables(
-    mask: Mask, layout: Layout, route: str, hops: Schedule, parts: tuple[Tiles, Ints, Ints], node_size: int
-) -> PlanTables:  # fmt: skip
+    mask: Mask,
+    layout: Layout,
+    route: str,
+    hops: Schedule,
+    parts: tuple[Tiles, Ints, Ints],
+    node_size: int,
+) -> PlanTables:
     """The tables of the members of the ring, from the pieces of the mask cut at the edges of their
     chunks.
     """
@@ -246,3 +258,32 @@ def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule, order: Order
     group, start, end = union(rank[away] * cp + distance[away], tiles.k0[away], tiles.k1[away])
     reader, far = np.divmod(group, cp)
     return Need(reader, np.array(hops)[far], order.owner(reader, far), start, end, hops, order)
+
+
+MAX_PLANS = 64
+"""How many plans are kept: those that were used last."""
+
+_plans: OrderedDict[tuple[object, ...], Plan] = RUNTIME.keep(OrderedDict())
+_lock = Lock()
+
+
+def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:
+    """The plan of `mask` over `cp` ranks, proven; equal arguments give the plan of an earlier call.
+
+    Raises `PlanError` where the arguments do not fit together.
+    """
+    # The functions and routes, because others may have taken their names in the registries since.
+    split = LAYOUTS.get(spec.layout) if isinstance(spec.layout, str) else spec.layout.digest
+    names = spec.route, text(spec.schedule), spec.ulysses, spec.node_size, spec.slot_shards
+    key = mask.digest, cp, split, ROUTES.get(spec.route), *names
+    with _lock:
+        if key in _plans:
+            _plans.move_to_end(key)
+            return _plans[key]
+        # Made under the lock: threads that ask for one plan at the same time share it.
+        proven = spec.build(mask, cp)
+        proven.verify()
+        _plans[key] = proven
+        while len(_plans) > MAX_PLANS:
+            _plans.popitem(last=False)
+    return proven

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,15 @@ def integer(value: object, what: str) -> int:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise PlanError(f"{what} {value!r} is not a whole number") from None
+
+
+def size_within(value: object, what: str, most: int, text: str) -> int:
+    """`value`, the size `what`, as an int from 1 to `most`. `text` begins the error, as in `a stream
+    of 0 tokens: it must hold`.
+    """
+    if not 1 <= (size := integer(value, what)) <= most:
+        raise PlanError(f"{text} at least 1" + f", at most {most}" * (size > 0))
+    return size
 
 
 def integers(values: object, what: str) -> Ints:
@@ -57,21 +67,21 @@ def offsets(values: object, what: str, end: int | None = None) -> Ints:
 
     Raises `PlanError` for others: this is the check of every `cu_seqlens`.
     """
-    found = integers(values, what)
-    if found.ndim != 1:
+    edges = integers(values, what)
+    if edges.ndim != 1:
         raise PlanError(
-            f"{what} must be one list of offsets, not an array of shape {list(found.shape)}"
+            f"{what} must be one list of offsets, not an array of shape {list(edges.shape)}"
         )
-    if not len(found) or found[0] != 0 or (found[1:] < found[:-1]).any():
-        raise PlanError(f"{what} must start at 0 and not decrease, not {short(found)}")
-    if found[-1] > MAX_TOKENS:
-        raise PlanError(f"{what} ends at {found[-1]}: a stream holds at most {MAX_TOKENS} tokens")
-    if end is not None and found[-1] != end:
+    if not len(edges) or edges[0] != 0 or (edges[1:] < edges[:-1]).any():
+        raise PlanError(f"{what} must start at 0 and not decrease, not {short(edges)}")
+    if edges[-1] > MAX_TOKENS:
+        raise PlanError(f"{what} ends at {edges[-1]}: a stream holds at most {MAX_TOKENS} tokens")
+    if end is not None and edges[-1] != end:
         raise PlanError(
-            f"{what} must end at the {end} tokens of the whole sequence, not at {found[-1]}: "
-            f"{short(found)}"
+            f"{what} must end at the {end} tokens of the whole sequence, not at {edges[-1]}: "
+            f"{short(edges)}"
         )
-    return found
+    return edges
 
 
 def short(values: np.ndarray) -> str:
@@ -100,8 +110,7 @@ def union(group: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     group, start, end = group[sort], start[sort], end[sort]
     base = group * (int(end.max(initial=0)) + 1)
     reach = np.maximum.accumulate(end + base)
-    first = np.flatnonzero(np.append(True, (start + base)[1:] > reach[:-1])[: len(group)])
-    last = np.append(first[1:], len(group))[: len(first)] - 1
+    first, last = runs((start + base)[1:] > reach[:-1], len(group))
     return group[first], start[first], (reach - base)[last]
 
 
@@ -117,7 +126,27 @@ def overlaps(start: Ints, end: Ints, edges_start: Ints, edges_end: Ints) -> tupl
 def expand(first: Ints, count: Ints) -> tuple[Ints, Ints]:
     """Pairs (i, number): for each i, the `count[i]` numbers that start at `first[i]`."""
     which = np.repeat(np.arange(len(first)), count)
-    return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count - first, count)
+    return which, np.arange(len(which)) - np.repeat(starts_of(count) - first, count)
+
+
+def starts_of(size: Ints) -> Ints:
+    """Where parts of these sizes begin if they lie end to end."""
+    return np.cumsum(size) - size
+
+
+def runs(breaks: NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
+    """First and last index of each run of `count` entries; a run ends where `breaks` is true.
+
+    breaks: bool [count - 1], of each entry and the next one.
+    """
+    first = np.flatnonzero(np.append(True, breaks)[:count])
+    return first, np.append(first[1:], count)[: len(first)] - 1
+
+
+def check_all(good: NDArray[np.bool_], message: Callable[[int], str]) -> None:
+    """Raises `PlanError` with the message of the first index that is not `good`."""
+    if not good.all():
+        raise PlanError(message(int(np.flatnonzero(~good)[0])))
 
 
 def digest(*parts: bytes) -> str:

@@ -4,12 +4,16 @@ the executor holds.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
-from cp_ring.plan.identity import identity
-from cp_ring.plan.ranges import Ints, sort_index
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.ranges import Ints, sort_index, starts_of
+from cp_ring.plan.schedule import Order
 from cp_ring.plan.tables import Hop, Hops, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.tiles import Tiles, coalesce
 
@@ -26,19 +30,18 @@ class _HopBuffers:
         size = ranges.tokens
         self._span = int(ranges.end.max(initial=0)) + 1
         self._keys = distance * self._span + ranges.start
-        before = np.cumsum(size) - size
+        before = starts_of(size)
         self._slide = before - before[np.searchsorted(ranges.hop, ranges.hop)] - ranges.start
         self.sizes = np.bincount(ranges.hop, size, cp).astype(np.int64)
         self.sizes[0] = num_tokens
 
     def slide(self, distance: Ints, start: Ints) -> Ints:
-        """What to add to a token of the owner's shard to get its place in the buffer that holds it."""
+        """What to add to a token of the owner's shard for its place in the buffer that holds it."""
         if not len(self._keys):
             return np.zeros_like(distance)
         key = distance * self._span + np.minimum(start, self._span - 1)
-        return np.where(
-            distance == 0, 0, self._slide[np.searchsorted(self._keys, key, "right") - 1]
-        )
+        place = np.searchsorted(self._keys, key, "right") - 1
+        return np.where(distance == 0, 0, self._slide[place])
 
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
@@ -47,63 +50,37 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     arriving, grads_leaving, keys, grads = _buffers(plan, rank)
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
-    arriving_far, leaving_far, grads_leaving_far, grads_arriving_far = (
-        order.distance(rank, table.owner)
-        for table in (arriving, leaving, grads_leaving, grads_arriving)
-    )
-    mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
-    tile_far = order.distance(rank, plan.tile_source[mine])
-    tiles, tile_hop, grad_shift = _in_buffers(
-        plan.tiles[mine], plan.tile_hop[mine], tile_far, keys, grads
-    )
-
-    live = np.zeros(cp, bool)
-    for hop in (tile_hop, arriving.hop, leaving.hop, grads_leaving.hop, grads_arriving.hop):
-        live[hop] = True
-    present = np.zeros(cp, bool)
-    present[0] = True
-    for far in (tile_far, arriving_far, grads_leaving_far):
-        present[far] = True
-    distances, hop_of = np.flatnonzero(present), np.array(plan.schedule)
-    receives = _Messages(arriving, arriving.sender, arriving.hop, arriving_far, arriving_far, keys)
-    sends = _Messages(
-        leaving,
-        leaving.receiver,
-        leaving.buffer,
-        order.distance(leaving.receiver, leaving.owner),
-        leaving_far,
-        keys,
-    )
-    grad_sends = _Messages(
-        grads_leaving,
-        grads_leaving.receiver,
-        grads_leaving.hop,
-        grads_leaving_far,
-        grads_leaving_far,
-        grads,
-    )
-    grad_receives = _Messages(
-        grads_arriving, grads_arriving.sender, grads_arriving.buffer,
-        order.distance(grads_arriving.sender, grads_arriving.owner), grads_arriving_far, grads,
-    )  # fmt: skip
+    tiles, tile_hop, grad_shift, tile_far = _own_tiles(plan, rank, keys, grads)
+    receives = _Messages(arriving, rank, "receiver", "receiver", order, keys)
+    sends = _Messages(leaving, rank, "sender", "receiver", order, keys)
+    grad_sends = _Messages(grads_leaving, rank, "sender", "sender", order, grads)
+    grad_receives = _Messages(grads_arriving, rank, "receiver", "sender", order, grads)
+    every = (tile_hop, arriving.hop, leaving.hop, grads_leaving.hop, grads_arriving.hop)
+    distances = _numbers([0], tile_far, receives.distance, grad_sends.distance)
+    hop_of = np.array(plan.schedule)[distances]
 
     def make(index: int) -> Hop:
-        here = slice(*np.searchsorted(tile_hop, [index, index + 1]))
+        own = slice(*np.searchsorted(tile_hop, [index, index + 1]))
         return Hop(
             index=index,
-            sources=tuple(order.owner(rank, distances[hop_of[distances] == index]).tolist()),
-            tiles=tiles[here],
+            sources=tuple(order.owner(rank, distances[hop_of == index]).tolist()),
+            tiles=tiles[own],
             num_keys=int(keys.sizes[index]),
             receives=receives.at(index),
             sends=sends.at(index),
             num_grads=int(grads.sizes[index]),
-            grad_shift=grad_shift[here],
+            grad_shift=grad_shift[own],
             grad_sends=grad_sends.at(index),
             grad_receives=grad_receives.at(index),
         )
 
-    hops, pieces = Hops(make, np.flatnonzero(live).tolist()), len(plan.mask.pieces)
+    hops, pieces = Hops(make, _numbers(*every).tolist()), len(plan.mask.pieces)
     return RankPlan(rank, cp, num_tokens, hops, plan.layout.rows, identity(plan), pieces)
+
+
+def _numbers(*lists: Ints | list[int]) -> Ints:
+    """The different numbers, ascending; none is negative."""
+    return np.flatnonzero(np.bincount(np.concatenate(lists)))
 
 
 def rank_tiles(plan: PlanTables, rank: int) -> tuple[Tiles, Ints]:
@@ -111,9 +88,7 @@ def rank_tiles(plan: PlanTables, rank: int) -> tuple[Tiles, Ints]:
     each).
     """
     _, _, keys, grads = _buffers(plan, rank)
-    mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
-    far = plan.order.distance(rank, plan.tile_source[mine])
-    return _in_buffers(plan.tiles[mine], plan.tile_hop[mine], far, keys, grads)[:2]
+    return _own_tiles(plan, rank, keys, grads)[:2]
 
 
 def _buffers(plan: PlanTables, rank: int) -> tuple[Transfers, Transfers, _HopBuffers, _HopBuffers]:
@@ -129,15 +104,18 @@ def _buffers(plan: PlanTables, rank: int) -> tuple[Transfers, Transfers, _HopBuf
     return arriving, leaving, keys, grads
 
 
-def _in_buffers(
-    tiles: Tiles, hop: Ints, distance: Ints, keys: _HopBuffers, grads: _HopBuffers
-) -> tuple[Tiles, Ints, Ints]:  # fmt: skip
-    """The tiles with keys counted in the key buffer of their hop, their hops, and what leads on to
-    the gradient buffer.
+def _own_tiles(
+    plan: PlanTables, rank: int, keys: _HopBuffers, grads: _HopBuffers
+) -> tuple[Tiles, Ints, Ints, Ints]:
+    """A rank's tiles with keys counted in the key buffer of their hop, their hops, what leads on to
+    the gradient buffer, and the distances from which keys come.
 
     At hops with several sources, tiles whose keys lie end to end in both buffers are joined into
     one kernel call.
     """
+    mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
+    tiles, hop = plan.tiles[mine], plan.tile_hop[mine]
+    distance = plan.order.distance(rank, plan.tile_source[mine])
     slide = keys.slide(distance, tiles.k0)
     shift = grads.slide(distance, tiles.k0) - slide
     tiles = tiles.shifted(0, slide)
@@ -145,7 +123,7 @@ def _in_buffers(
     several[hop[1:][(hop[1:] == hop[:-1]) & (distance[1:] != distance[:-1])]] = True
     join = several[hop]
     if not join.any():
-        return tiles, hop, shift
+        return tiles, hop, shift, distance
     places, group = np.unique(np.stack([hop[join], shift[join]]), axis=1, return_inverse=True)
     joined, group = coalesce(tiles[join], group.reshape(-1))
     hop, shift = (
@@ -153,31 +131,34 @@ def _in_buffers(
         for x, place in zip((hop, shift), places, strict=True)
     )
     sort = np.argsort(hop, kind="stable")
-    data = np.concatenate([tiles[~join].data, joined.data], axis=1)
-    return Tiles(data[:, sort]), hop[sort], shift[sort]
+    return Tiles.concatenate(tiles[~join], joined)[sort], hop[sort], shift[sort], distance
 
 
 class _Messages:
     """The messages of a table, with ranges counted in this rank's buffers.
 
-    `peer` is the other rank of each message, `buffer` the hop of this rank's buffer, and `far` this
-    rank's distance from the owner. `order` is the distance by which both ranks order the messages
-    of several owners between them.
+    `end` is the end that this rank has of all of them, `holder` the end whose buffer is that of the
+    message's hop. `distance` is this rank's distance from the owner of each message. The distance
+    of the holder orders the messages of several owners at both ends.
     """
 
     def __init__(
         self,
         table: Transfers,
-        peer: Ints,
-        buffer: Ints,
-        order: Ints,
-        far: Ints,
+        rank: int,
+        end: str,
+        holder: str,
+        order: Order,
         buffers: _HopBuffers,
     ):
-        slide = buffers.slide(far, table.start)
+        peer = table.sender if end == "receiver" else table.receiver
+        buffer = table.hop if end == holder else table.buffer
+        self.distance: Ints = order.distance(rank, table.owner)
+        slide = buffers.slide(self.distance, table.start)
         # `Transfer.buffer` is 0 for the buffer of the message's own hop.
         named = np.where(buffer == table.hop, 0, buffer)
-        sort = sort_index(table.hop, peer, order, table.start)
+        of_holder = order.distance(getattr(table, holder), table.owner)
+        sort = sort_index(table.hop, peer, of_holder, table.start)
         self._hop = table.hop[sort]
         self._messages = np.stack([peer, named, table.start + slide, table.end + slide])[:, sort]
 
@@ -189,3 +170,40 @@ class _Messages:
             Transfer(peer, tuple((start, end) for _, _, start, end in group), named)
             for (peer, named), group in groups
         )
+
+
+_MAX_WORDS = 80
+
+
+class Part(NamedTuple):
+    """A part of a plan's identity. Parts are equal where `content` is; `words` describe the part
+    for a person.
+    """
+
+    name: str
+    content: str
+    words: str
+
+
+def identity(plan: PlanTables) -> tuple[Part, ...]:
+    """The parts from which a plan is made: mask, layout, route, and each further setting among the
+    fields of `PlanTables`.
+
+    The tables are left out: they follow from these parts, and `Plan.build_rank_plan` makes one
+    rank's share of them only.
+    """
+    parts = []
+    for field in fields(plan):
+        value = getattr(plan, field.name)
+        if isinstance(value, Mask | Layout):
+            parts.append(Part(field.name, value.digest, repr(value)))
+        elif value is None or isinstance(value, str | int | float | tuple):
+            words = str(value)
+            parts.append(
+                Part(
+                    field.name,
+                    repr(value),
+                    words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "...",
+                )
+            )
+    return tuple(parts)

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, sort_index, union
+from cp_ring.plan.ranges import Ints, sort_index, starts_of, union
 from cp_ring.plan.schedule import Schedule, relay_schedule, resolve
 from cp_ring.plan.tables import Need, Transfers
 
@@ -88,7 +88,7 @@ def _neighbors(schedule: Ints) -> tuple[Ints, Ints]:
     The distances of a hop are shared out evenly among those of the neighboring hop, in order.
     """
     count = np.append(np.bincount(schedule), 1)
-    first = np.cumsum(count) - count
+    first = starts_of(count)
     place = np.arange(len(schedule)) - first[schedule]
     earlier, later = np.maximum(schedule - 1, 0), schedule + 1
     before = first[earlier] + place * count[earlier] // count[schedule]
@@ -108,8 +108,8 @@ def _passed_on(need: Need, cp: int, hops: range, to: Ints) -> tuple[Ints, Ints, 
     passed = (np.zeros(0, np.int64),) * 3
     parts: list[tuple[Ints, ...]] = []
     for index in hops:
-        here = slice(*np.searchsorted(hop, [index, index + 1]))
-        mine = group[here], start[here], end[here]
+        of_hop = slice(*np.searchsorted(hop, [index, index + 1]))
+        mine = group[of_hop], start[of_hop], end[of_hop]
         held, low, high = union(*(np.concatenate(both) for both in zip(mine, passed, strict=True)))
         owner, distance = np.divmod(held, cp)
         parts.append((np.full(len(held), index), owner, distance, low, high))
@@ -127,12 +127,12 @@ def relay(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     In a node that reads an owner's keys, ranks have parts by their distance within the node from
     the owner's place, at hops t, t + 1 and t + 2 (see `relay_schedule`):
 
-    | place | keys | gradients |
-    |---|---|---|
-    | 0, hop t | from the owner: all that the node needs; sent on to the places of hop t + 1 | to place 1 |
-    | 1, hop t + 1 | from place 0, also what the last place needs, which it sends on | with those of place 0, to the last place |
-    | others, hop t + 1 | from place 0 | to the last place |
-    | the last, hop t + 2 | from place 1 | all of the node's, summed in float32, to the owner |
+    | place | hop | keys | gradients |
+    |---|---|---|---|
+    | 0 | t | from the owner: all that the node needs; sent on to hop t + 1 | to place 1 |
+    | 1 | t + 1 | from place 0, also what the last place needs | with those of 0, to the last |
+    | others | t + 1 | from place 0 | to the last place |
+    | the last | t + 2 | from place 1 | all of the node's, summed in float32, to the owner |
 
     So gradients are summed in the direction of the hops, and each rank sends and receives as much
     between nodes as any other. On nodes of two ranks the last place is 1, at hop t + 1. Within the
@@ -210,16 +210,21 @@ class Route:
     own_schedule: Callable[[str | Sequence[int], int, int], Schedule] | None = None
 
     def schedule(
-        self, given: str | Sequence[int], layout: Layout, slot_shards: int | None, node_size: int
+        self, requested: str | Sequence[int], layout: Layout, slot_shards: int | None, node_size: int
     ) -> Schedule:  # fmt: skip
         """The hops of a plan, checked; `node_size` as in `Order`. Raises `PlanError` as
         `cp_ring.plan.schedule.resolve` does.
         """
         if self.own_schedule:
-            return self.own_schedule(given, layout.cp, node_size)
+            return self.own_schedule(requested, layout.cp, node_size)
         tokens = int(layout.tokens_per_rank.max()) // layout.rows
         return resolve(
-            given, layout.cp, tokens, slot_shards, one_source=self.one_source, node_size=node_size
+            requested,
+            layout.cp,
+            tokens,
+            slot_shards,
+            one_source=self.one_source,
+            node_size=node_size,
         )
 
 

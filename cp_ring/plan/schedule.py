@@ -8,24 +8,26 @@ The keys of one hop lie end to end in one receive buffer. So tiles of several so
 queries become one kernel call with one merge, and the gradients of their keys are made in one call
 too. The price is memory: a buffer holds as many shards as its hop has sources.
 
-| name     | schedule at cp 6      | meaning                                                           |
-|----------|-----------------------|-------------------------------------------------------------------|
-| `ring`   | `(0, 1, 2, 3, 4, 5)`  | One source a hop.                                                 |
-| `gather` | `(0, 1, 1, 1, 1, 1)`  | All remote sources in one hop, as after an all-gather.            |
-| `auto`   | `(0, 1, 1, 2, 2, 2)`  | Chosen by a model of the time; see `auto`. This is the default.   |
+| name     | schedule at cp 6     | meaning                                                       |
+|----------|----------------------|---------------------------------------------------------------|
+| `ring`   | `(0, 1, 2, 3, 4, 5)` | One source a hop.                                             |
+| `gather` | `(0, 1, 1, 1, 1, 1)` | All remote sources in one hop, as after an all-gather.        |
+| `auto`   | `(0, 1, 1, 2, 2, 2)` | Chosen by a model of the time, the default; see `auto`.       |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.ranges import Ints, integer
-from cp_ring.plan.rates import RATES, Rates, stage_seconds
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates, stage_seconds
 from cp_ring.runtime import RUNTIME
 
 Schedule = tuple[int, ...]
@@ -127,8 +129,8 @@ def relay_schedule(schedule: str | Sequence[int], cp: int, node_size: int) -> Sc
     )
     hop[:node_size] = np.arange(node_size) > 0
     hops = tuple(hop.tolist())
-    given = parse(schedule) if isinstance(schedule, str) else tuple(schedule)
-    if given not in ("auto", hops):
+    requested = parse(schedule) if isinstance(schedule, str) else tuple(schedule)
+    if requested not in ("auto", hops):
         raise PlanError(
             f"schedule {text(schedule)}: the route relay has a schedule of its own, leave schedule "
             "out"
@@ -136,18 +138,18 @@ def relay_schedule(schedule: str | Sequence[int], cp: int, node_size: int) -> Sc
     return hops
 
 
-def parse(given: str) -> str | Schedule:
+def parse(words: str) -> str | Schedule:
     """A name in `NAMES`, or a tuple from text such as "0,1,2,2". Raises `PlanError` for other text,
     and as `check` does.
     """
-    given = given.strip()
-    if given in NAMES:
-        return given
+    words = words.strip()
+    if words in NAMES:
+        return words
     try:
-        hops = tuple(int(hop) for hop in given.split(","))
+        hops = tuple(int(hop) for hop in words.split(","))
     except ValueError:
         raise PlanError(
-            f"schedule {given!r}: known are {', '.join(NAMES)}, or the hop of each ring distance "
+            f"schedule {words!r}: known are {', '.join(NAMES)}, or the hop of each ring distance "
             "as in 0,1,2,2"
         ) from None
     check(hops)
@@ -196,8 +198,8 @@ def auto(
 ) -> Schedule:
     """The schedule of least time by a model, with at most `slot_shards` sources a hop.
 
-    The model is that of `cp_ring.plan.simulate` for a rank of a causal zigzag plan, in forward and
-    backward: each source costs as much compute as the rank's own keys, and all of its shard
+    The model is that of `cp_ring.plan.costs.simulate` for a rank of a causal zigzag plan, in both
+    passes: each source costs as much compute as the rank's own keys, and all of its shard
     travels. Each hop costs a kernel call and a merge. The first `node_size` distances are those of
     the rank's own node, whose links are faster; with `node_size` 1 all keys come over the network,
     as where tensor parallelism fills the nodes.
@@ -297,3 +299,61 @@ def _fastest(
             (place[1], b),
         )
     return sizes
+
+
+@dataclass(frozen=True)
+class Order:
+    """Distances between `cp` ranks, of which each `node_size` neighboring ones share a node.
+
+    Each rank has one owner of keys at each distance from 0, itself, to cp - 1. With one rank a
+    node, or all ranks on one, the distance of rank r from rank s is (r - s) mod cp. Else it counts
+    the node first: distances below `node_size` are those of the rank's own node, the next
+    `node_size` those of the node before, and so on. The first distance of a node, a multiple of
+    `node_size`, is that of its rank with the same place in the node.
+
+    The functions take numbers or int64 arrays, and return an array where one of the two is an
+    array.
+
+    At each distance every rank reads from another owner. So where a hop crosses between nodes, each
+    rank sends as much as it receives, and all network cards of a node carry the same.
+    """
+
+    cp: int
+    node_size: int = 1
+
+    def distance(self, rank: Ints | int, owner: Ints | int) -> Any:
+        """The distance of `rank` from `owner`."""
+        size = self.node_size
+        if size in (1, self.cp):
+            return _wrapped(rank - owner, self.cp)
+        node, place = _nodes(self.cp, size)
+        return _wrapped(node[rank] - node[owner], self.cp) + _wrapped(
+            place[rank] - place[owner], size
+        )
+
+    def owner(self, rank: Ints | int, distance: Ints | int) -> Any:
+        """The owner from which `rank` has this distance."""
+        return self._at(rank, distance, -1)
+
+    def reader(self, owner: Ints | int, distance: Ints | int) -> Any:
+        """The rank that has this distance from `owner`."""
+        return self._at(owner, distance, 1)
+
+    def _at(self, rank: Ints | int, distance: Ints | int, sign: int) -> Any:
+        size = self.node_size
+        if size in (1, self.cp):
+            return (rank + sign * distance) % self.cp
+        node = (rank // size + sign * (distance // size)) % (self.cp // size)
+        return node * size + (rank + sign * distance) % size
+
+
+def _wrapped(number: Any, size: int) -> Any:
+    """A number in [-size, size) modulo `size`. Divisions of many numbers take much longer."""
+    return number + size * (number < 0)
+
+
+@RUNTIME.cache(maxsize=64)
+def _nodes(cp: int, size: int) -> tuple[Ints, Ints]:
+    """Of each rank: the first one of its node, and its place in the node."""
+    ranks = np.arange(cp)
+    return ranks - ranks % size, ranks % size

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.order import Order
 from cp_ring.plan.ranges import Ints, sort_index
+from cp_ring.plan.schedule import Order
 from cp_ring.plan.tiles import Tiles, split_in_half
 
 Span = tuple[int, int]
@@ -101,8 +101,8 @@ class Transfers:
 
 @dataclass(frozen=True, eq=False)
 class PlanTables:
-    """Tiles and transfers of all ranks, or of all members of a ring (see `cp_ring.plan.heads`),
-    which count as ranks here.
+    """Tiles and transfers of all ranks, or of all members of a ring, which count as ranks here (see
+    `cp_ring.plan.exchange.members`).
 
     schedule: the hop of each distance: rank r works on keys of rank `order.owner(r, d)` at hop
     `schedule[d]`.
@@ -270,7 +270,7 @@ class RankPlan:
     size of the member's shard, `batch` the number of batch rows that it holds, `pieces` the number
     of pieces of the mask. `exchange` is how the ranks of the member exchange tokens for heads; None
     where the rank is its own member. `identity` is that of the whole plan
-    (`cp_ring.plan.identity`), by which ranks find out whether they run the same plan; () is not
+    (`cp_ring.plan.rank_plan`), by which ranks find out whether they run the same plan; () is not
     compared.
     """
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ranges import Ints, integers, overlaps, sort_index
+from cp_ring.plan.ranges import Ints, expand, integers, overlaps, runs, sort_index, starts_of
 
 OPEN = 1 << 60
 """An open bound of a band: it cuts nothing."""
@@ -44,7 +46,7 @@ class Tile(NamedTuple):
 
 
 class Tiles:
-    """Tiles as one int64 array `data` [6, count]: q0, q1, k0, k1, lo, hi. Iterating yields `Tile`."""
+    """Tiles as one int64 array `data` [6, count]: q0, q1, k0, k1, lo, hi. Iterates over `Tile`s."""
 
     __slots__ = ("data",)
 
@@ -58,7 +60,9 @@ class Tiles:
         open.
         """
         data = integers(list(tiles), "pieces").reshape(-1, 6).T.copy()
+        empty = data[4] > data[5]
         np.clip(data[4:], -OPEN, OPEN, out=data[4:])
+        data[5] -= empty & (data[4] == data[5])  # so that it stays empty
         return cls(data)
 
     @property
@@ -115,7 +119,34 @@ class Tiles:
         np.add(data[5], slide, out=data[5], where=data[5] != OPEN)
         return Tiles(data)
 
-    def within(self, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> Tiles:
+    @classmethod
+    def columns(
+        cls,
+        q0: Ints | int,
+        q1: Ints,
+        k0: Ints | int,
+        k1: Ints | int,
+        lo: Ints | int = -OPEN,
+        hi: Ints | int = OPEN,
+    ) -> Tiles:
+        """Tiles from their columns, int64 [count] or, but for `q1`, one number for all tiles."""
+        data = np.empty((6, len(q1)), np.int64)
+        for numbers, column in zip(data, (q0, q1, k0, k1, lo, hi), strict=True):
+            numbers[:] = column
+        return cls(data)
+
+    @classmethod
+    def concatenate(cls, *tables: Tiles) -> Tiles:
+        """The tiles of all tables, one table after another."""
+        return cls(np.concatenate([tiles.data for tiles in tables], axis=1))
+
+    def within(
+        self,
+        q0: Ints | int = -OPEN,
+        q1: Ints | int = OPEN,
+        k0: Ints | int = -OPEN,
+        k1: Ints | int = OPEN,
+    ) -> Tiles:
         """Each tile cut to its own rectangle and fitted. The count stays; empty tiles have
         `q0 >= q1`.
         """
@@ -197,15 +228,14 @@ def split_at_edges(
     query_chunks, key_chunks = (np.arange(len(cuts) - 1) for cuts in (edges, key_edges))
     if keep is not None:
         query_chunks, key_chunks = np.flatnonzero(keep[0]), np.flatnonzero(keep[1])
-    open_ = np.full(1, OPEN)
     piece, place = overlaps(pieces.q0, pieces.q1, edges[query_chunks], edges[query_chunks + 1])
     query_chunk = query_chunks[place]
-    parts = pieces[piece].within(edges[query_chunk], edges[query_chunk + 1], -open_, open_)
+    parts = pieces[piece].within(edges[query_chunk], edges[query_chunk + 1])
     live = parts.live()
     parts, query_chunk = parts[live], query_chunk[live]
     part, place = overlaps(parts.k0, parts.k1, key_edges[key_chunks], key_edges[key_chunks + 1])
     key_chunk = key_chunks[place]
-    tiles = parts[part].within(-open_, open_, key_edges[key_chunk], key_edges[key_chunk + 1])
+    tiles = parts[part].within(k0=key_edges[key_chunk], k1=key_edges[key_chunk + 1])
     live = tiles.live()
     return tiles[live], query_chunk[part[live]], key_chunk[live]
 
@@ -217,17 +247,16 @@ def split_in_half(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
     Each part comes with the index of the tile that each of its tiles is part of. With many queries,
     the cut is at a multiple of 128, because kernels work in blocks of 128 queries.
     """
-    open_ = np.full(1, OPEN)
     low, high = int(tiles.q0.min(initial=OPEN)), int(tiles.q1.max(initial=0))
     block, total = min(128, max((high - low) // 8, 1)), tiles.area().sum()
     blocks = range(low // block + 1, -(-high // block))
     place = bisect_left(
         blocks,
         total,
-        key=lambda i: 2 * tiles.within(-open_, np.full(1, i * block), -open_, open_).area().sum(),
+        key=lambda i: 2 * tiles.within(q1=i * block).area().sum(),
     )
-    query = np.full(1, blocks[min(place, len(blocks) - 1)] * block if blocks else high)
-    parts = [tiles.within(-open_, query, -open_, open_), tiles.within(query, open_, -open_, open_)]
+    query = blocks[min(place, len(blocks) - 1)] * block if blocks else high
+    parts = tiles.within(q1=query), tiles.within(q0=query)
     return [(part[live], live) for part in parts for live in [np.flatnonzero(part.q0 < part.q1)]]
 
 
@@ -239,11 +268,8 @@ def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
     """
     for along_queries in (False, True, False):
         while True:
-            sort = (
-                sort_index(group, tiles.k0, tiles.q0)
-                if along_queries
-                else sort_index(group, tiles.q0, tiles.k0)
-            )
+            sides = (tiles.k0, tiles.q0) if along_queries else (tiles.q0, tiles.k0)
+            sort = sort_index(group, *sides)
             tiles, group = tiles[sort], group[sort]
             joined, first = _join_pairs(tiles, group, along_queries)
             if not len(first):
@@ -265,16 +291,153 @@ def _join_pairs(tiles: Tiles, group: Ints, along_queries: bool) -> tuple[Tiles, 
     first = np.flatnonzero(near)
     left, right = tiles[first], tiles[first + 1]
     a, b = left.data, right.data
-    whole = Tiles(np.stack([np.minimum(a[0], b[0]), np.maximum(a[1], b[1]), np.minimum(a[2], b[2]), np.maximum(a[3], b[3]),
-                            np.maximum(a[4], b[4]), np.minimum(a[5], b[5])]))  # fmt: skip
-    far = np.full(len(first), OPEN)
-    if along_queries:
-        back = [whole.within(t.q0, t.q1, -far, far).data == t.data for t in (left, right)]
-    else:
-        back = [whole.within(-far, far, t.k0, t.k1).data == t.data for t in (left, right)]
-    good = first[back[0].all(0) & back[1].all(0)]
+    low, high = np.minimum(a, b), np.maximum(a, b)
+    whole = Tiles(np.stack([low[0], high[1], low[2], high[3], high[4], low[5]]))
+    good = np.ones(len(first), bool)
+    for part in (left, right):
+        cut = (
+            whole.within(part.q0, part.q1)
+            if along_queries
+            else whole.within(k0=part.k0, k1=part.k1)
+        )
+        good &= (cut.data == part.data).all(0)
+    pairs = first[good]
     # A tile joins once a round: keep every other one of a chain of consecutive pairs.
-    starts = np.flatnonzero(np.diff(good, prepend=-2) != 1)
-    place = np.arange(len(good)) - np.repeat(starts, np.diff(np.append(starts, len(good))))
-    good = good[place % 2 == 0]
-    return whole[np.searchsorted(first, good)], good
+    chain, end = runs(np.diff(pairs) != 1, len(pairs))
+    place = np.arange(len(pairs)) - np.repeat(chain, end - chain + 1)
+    pairs = pairs[place % 2 == 0]
+    return whole[np.searchsorted(first, pairs)], pairs
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """Intervals of keys of strips, sorted by strip and first key.
+
+    strip: int64 [count], the strip of each.
+    tile: int64 [count], the tile that each is of; of joined ones the first.
+    sides: int64 [4, count], first key and end at the first query of the strip, and the same at its
+    last query.
+    """
+
+    strip: Ints
+    tile: Ints
+    sides: Ints
+
+    def __getitem__(self, index: Ints) -> Intervals:
+        return Intervals(self.strip[index], self.tile[index], self.sides[:, index])
+
+    def overlap(self) -> int | None:
+        """Index of the first interval that shares a key with the one before it, at some query of
+        their strip.
+
+        It is enough to compare neighbors at both ends. Sides are linear and move by at most one key
+        from a query to the next, so that two intervals cannot change places without sharing a key.
+        Then they are in the wrong order at the last query.
+        """
+        same = self.strip[1:] == self.strip[:-1]
+        bad = np.flatnonzero(same & (self.sides[1::2, :-1] > self.sides[0::2, 1:]).any(0))
+        return int(bad[0]) + 1 if len(bad) else None
+
+    def joined(self) -> Intervals:
+        """Neighbors that touch at all queries of a strip as one interval. No two may overlap."""
+        touch = (self.strip[1:] == self.strip[:-1]) & (
+            self.sides[1::2, :-1] == self.sides[0::2, 1:]
+        ).all(0)
+        first, last = runs(~touch, len(self.strip))
+        sides = self.sides[:, first]
+        sides[1::2] = self.sides[1::2, last]
+        return Intervals(self.strip[first], self.tile[first], sides)
+
+
+def cuts_of(n: int, *tables: Tiles) -> Ints:
+    """Queries at which a tile begins, ends, or has a side that starts or stops to slope: int64,
+    ascending, within 0 to `n`.
+
+    The tiles must be fitted (`Tiles.fitted`) and lie within `n` queries. Costs a byte for each
+    query.
+    """
+    marks = np.zeros(n + 1, bool)
+    for tiles in tables:
+        slopes = (
+            np.clip(turn, tiles.q0, tiles.q1) for turn in (tiles.k0 - tiles.lo, tiles.k1 - tiles.hi)
+        )
+        for query in (tiles.q0, tiles.q1, *slopes):
+            marks[query] = True
+    return np.flatnonzero(marks)
+
+
+def intervals(tiles: Tiles, cuts: Ints) -> Intervals:
+    """The keys that each tile allows in each strip between two of `cuts`. Costs an entry for each
+    pair (tile, strip).
+    """
+    first = np.searchsorted(cuts, tiles.q0)
+    tile, strip = expand(first, np.searchsorted(cuts, tiles.q1) - first)
+    ends = [_keys(tiles, tile, query) for query in (cuts[strip], cuts[strip + 1] - 1)]
+    sides = np.concatenate(ends)
+    sort = sort_index(strip, sides[0])
+    return Intervals(strip[sort], tile[sort], sides[:, sort])
+
+
+def _keys(tiles: Tiles, which: Ints, query: Ints) -> Ints:
+    """First key that tile `which` allows a query, and the end of its keys: int64 [2, pairs]."""
+    k0, k1, lo, hi = tiles.data[2:, which]
+    return np.stack([np.maximum(k0, query + lo), np.minimum(k1, query + hi + 1)])
+
+
+class Overlap(NamedTuple):
+    """Two pieces that both have the pair (query, key)."""
+
+    one: int
+    other: int
+    query: int
+    key: int
+
+
+def first_overlap(n: int, pieces: Tiles) -> Overlap | None:
+    """The first overlap of two fitted pieces, None if all are disjoint. Interval arithmetic: see
+    `Intervals`.
+    """
+    cuts = cuts_of(n, pieces)
+    keys = intervals(pieces, cuts)
+    at = keys.overlap()
+    if at is None:
+        return None
+    strip, pair = keys.strip[at], keys.tile[[at - 1, at]]
+    query = np.arange(cuts[strip], cuts[strip + 1])
+    _, _, k0, k1, lo, hi = pieces.data[:, pair, None]
+    first, end = np.maximum(k0, query + lo).max(0), np.minimum(k1, query + hi + 1).min(0)
+    shared = int((first < end).argmax())
+    return Overlap(int(pair[0]), int(pair[1]), int(query[shared]), int(first[shared]))
+
+
+def joined(n: int, pieces: Tiles) -> Tiles:
+    """Disjoint pieces that allow what at least one of the fitted `pieces` allows.
+
+    Strips are cut further where two sides cross, so that within a strip the order of all sides is
+    the same at every query. Then the union of a strip's intervals at its first and at its last
+    query is that of all its queries.
+    """
+    cuts = cuts_of(n, pieces)
+    keys = intervals(pieces, cuts)
+    size = np.bincount(keys.strip, minlength=len(cuts))
+    one, other = expand(starts_of(size)[keys.strip], size[keys.strip])
+    crossings = [cuts]
+    for mine, its in product((0, 1), repeat=2):
+        slope, level = keys.sides[mine::2, one], keys.sides[its::2, other]
+        cross = (slope[0] < level[0]) & (slope[1] > level[1])
+        crossings.append((cuts[keys.strip[one]] + level[0] - slope[0])[cross])
+    cuts = np.unique(np.concatenate(crossings))
+    keys = intervals(pieces, cuts)
+    sort = sort_index(keys.strip, keys.sides[0], keys.sides[2])
+    strip, (left0, right0, left1, right1) = keys.strip[sort], keys.sides[:, sort]
+    base = strip * (n + 1)
+    reach0, reach1 = (np.maximum.accumulate(base + right) for right in (right0, right1))
+    apart = ((base + left0)[1:] > reach0[:-1]) | ((base + left1)[1:] > reach1[:-1])
+    first, last = runs(apart, len(strip))
+    strip, left0, left1 = strip[first], left0[first], left1[first]
+    right0, right1 = reach0[last] - base[first], reach1[last] - base[first]
+    q0, q1 = cuts[strip], cuts[strip + 1]
+    lo = np.where(left1 > left0, left0 - q0, -OPEN)
+    hi = np.where(right1 > right0, right0 - 1 - q0, OPEN)
+    tiles = Tiles.columns(q0, q1, left0, right1, lo, hi).trimmed()
+    return coalesce(tiles, np.zeros(len(tiles), np.int64))[0]

@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from cp_ring.plan.ranges import Ints, overlaps
+from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of
 from cp_ring.plan.tables import Hop, Transfer
 
 MAX_PARTS = 4
@@ -60,7 +60,7 @@ class Partial:
     ) -> Partial:
         """Ranges that lie end to end in the partial result, from token `first` on."""
         start, end = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-        return cls(start, end, first + np.cumsum(end - start) - (end - start), reverse, arrived)
+        return cls(start, end, first + starts_of(end - start), reverse, arrived)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +92,11 @@ class Update:
         """Tokens read from partial results of kernel calls, and from those of other ranks."""
         start, end = self.segments[:2]
         tokens = [int((end - start)[position != ABSENT].sum()) for position in self.segments[4:]]
-        here, arrived = (
+        computed, arrived = (
             sum(n for n, x in zip(tokens, self.arrived, strict=True) if x is kind)
             for kind in (False, True)
         )
-        return here, arrived
+        return computed, arrived
 
     @cached_property
     def stored(self) -> tuple[int, int, int]:
@@ -195,9 +195,8 @@ def _updates(groups: Sequence[Sequence[Partial]], num_tokens: int) -> tuple[Upda
     # Cells are the pieces of the total that no range begins or ends in.
     edges = np.unique(np.concatenate([[0, num_tokens], start, end]))
     span, cell = overlaps(start, end, edges[:-1], edges[1:])
-    place = np.where(
-        reverse[span], -2 - (position + end - 1)[span] + edges[cell], (position - start)[span] + edges[cell]
-    )  # fmt: skip
+    backward, onward = -2 - (position + end - 1)[span], (position - start)[span]
+    place = np.where(reverse[span], backward, onward) + edges[cell]
     earliest, latest = np.full(len(edges) - 1, len(groups)), np.full(len(edges) - 1, -1)
     np.minimum.at(earliest, cell, number[span])
     np.maximum.at(latest, cell, number[span])
@@ -205,7 +204,7 @@ def _updates(groups: Sequence[Sequence[Partial]], num_tokens: int) -> tuple[Upda
 
     order = np.argsort(number[span], kind="stable")
     cuts = np.searchsorted(number[span][order], np.arange(max(len(groups), 1) + 1))
-    made = []
+    updates = []
     for index, (low, high) in enumerate(pairwise(cuts)):
         pairs = order[low:high]
         cells = np.unique(cell[pairs])
@@ -220,14 +219,14 @@ def _updates(groups: Sequence[Sequence[Partial]], num_tokens: int) -> tuple[Upda
         if len(cells):
             table = _joined(table)
             arrived = tuple(part.arrived for part in members)
-            made.append(
+            updates.append(
                 Update(
                     table,
                     arrived,
                     arrived == (False,) and table.T.tolist() == [[0, num_tokens, 1, 1, 0]],
                 )
             )
-    return tuple(made)
+    return tuple(updates)
 
 
 def _joined(table: Ints) -> Ints:
@@ -240,6 +239,7 @@ def _joined(table: Ints) -> Ints:
         (after[4:] == before[4:] + size) & (after[4:] != ABSENT),
     )
     joins = (before[1] == after[0]) & (before[2:4] == after[2:4]).all(0) & goes_on.all(0)
-    joined = table[:, np.append(True, ~joins)]
-    joined[1] = table[1, np.append(~joins, True)]
+    first, last = runs(~joins, table.shape[1])
+    joined = table[:, first]
+    joined[1] = table[1, last]
     return joined

@@ -2,17 +2,19 @@
 
 What is proven, in this order. Each check relies on those before it.
 
-| function          | statement                                                                                             |
-|-------------------|-------------------------------------------------------------------------------------------------------|
-| `check_layout`    | The chunks cover every token exactly once, and their owners exist.                                    |
-| `check_tables`    | Ranks, hops and tokens exist; the tables are sorted; every query of a tile sees a key.                |
-| `check_sources`   | A rank uses the keys of an owner at one hop, that of the schedule, and at hop 0 its own alone; no     |
-|                   | message goes from a rank to itself.                                                                   |
-| `check_cover`     | Every allowed (query, key) pair is computed exactly once, and no other pair is.                       |
-| `check_keys`      | Every key that a tile reads is the rank's own or arrives at that hop; nothing else arrives; a sender  |
-|                   | holds what it sends.                                                                                  |
-| `check_gradients` | The gradient of every key that a hop reads leaves that hop once and reaches the key's owner.          |
-| `check_slots`     | The receive buffers suffice; no order of messages can deadlock.                                       |
+| function          | statement                                                                   |
+|-------------------|-----------------------------------------------------------------------------|
+| `check_layout`    | The chunks cover every token exactly once, and their owners exist.          |
+| `check_tables`    | Ranks, hops and tokens exist; the tables are sorted; every query of a tile  |
+|                   | sees a key.                                                                 |
+| `check_sources`   | A rank uses the keys of an owner at one hop, that of the schedule, and at   |
+|                   | hop 0 its own alone; no message goes from a rank to itself.                 |
+| `check_cover`     | Every allowed (query, key) pair is computed exactly once, and no other is.  |
+| `check_keys`      | Every key that a tile reads is the rank's own or arrives at that hop;       |
+|                   | nothing else arrives; a sender holds what it sends.                         |
+| `check_gradients` | The gradient of every key that a hop reads leaves that hop once and reaches |
+|                   | the key's owner.                                                            |
+| `check_slots`     | The receive buffers suffice; no order of messages can deadlock.             |
 
 A violation raises `PlanError` with the rank, the hop and the tokens.
 
@@ -35,15 +37,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, overlaps, sort_index, union
+from cp_ring.plan.ranges import Ints, check_all, overlaps, sort_index, starts_of, union
 from cp_ring.plan.schedule import check
-from cp_ring.plan.strips import Intervals, cuts_of, intervals
 from cp_ring.plan.tables import PlanTables, Transfers
-from cp_ring.plan.tiles import Tiles
+from cp_ring.plan.tiles import Intervals, Tiles, cuts_of, intervals
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,16 +129,12 @@ def check_tables(plan: PlanTables) -> None:
     check_layout(plan.layout)
     check(plan.schedule, plan.cp)
     cp, size, tiles = plan.cp, plan.layout.tokens_per_rank, plan.tiles
-    for what, values in (
-        ("rank", plan.tile_rank),
-        ("hop", plan.tile_hop),
-        ("source", plan.tile_source),
-    ):
+    columns = {"rank": plan.tile_rank, "hop": plan.tile_hop, "source": plan.tile_source}
+    for what, values in columns.items():
         _check_range(
             what,
             values,
-            0,
-            cp,
+            range(cp),
             lambda i: f"tile {i} of rank {plan.tile_rank[i]}, hop {plan.tile_hop[i]}",
         )
     if cp % plan.node_size:
@@ -146,32 +142,21 @@ def check_tables(plan: PlanTables) -> None:
     for table in (plan.transfers, plan.gradients):
         _check_moves(table, size, cp)
     keys, grads = plan.transfers, plan.gradients
-    for what, columns in (
-        ("tiles are not sorted by rank and hop", (plan.tile_rank, plan.tile_hop)),
-        (
-            "transfers are not sorted by receiver, hop, distance and start",
-            _order(keys, keys.receiver, plan),
+    for what, order in {
+        "tiles are not sorted by rank and hop": (plan.tile_rank, plan.tile_hop),
+        "transfers are not sorted by receiver, hop, distance and start": _order(
+            keys, keys.receiver, plan
         ),
-        (
-            "gradients are not sorted by sender, hop, distance and start",
-            _order(grads, grads.sender, plan),
+        "gradients are not sorted by sender, hop, distance and start": _order(
+            grads, grads.sender, plan
         ),
-    ):
-        if not isinstance(sort_index(*columns), slice):
+    }.items():
+        if not isinstance(sort_index(*order), slice):
             raise PlanError(what)
-    inside = (
-        (tiles.q0 >= 0)
-        & (tiles.k0 >= 0)
-        & (tiles.q1 <= size[plan.tile_rank])
-        & (tiles.k1 <= size[plan.tile_source])
-    )
-    seeing = (
-        (tiles.q0 < tiles.q1)
-        & (tiles.q0 >= tiles.k0 - tiles.hi)
-        & (tiles.q1 <= tiles.k1 - tiles.lo)
-    )
-    good = inside & seeing & (tiles.k0 < tiles.k1) & (tiles.lo <= tiles.hi)
-    _all(
+    q0, q1, k0, k1, lo, hi = tiles.data
+    inside = (q0 >= 0) & (k0 >= 0) & (q1 <= size[plan.tile_rank]) & (k1 <= size[plan.tile_source])
+    good = inside & (q0 < q1) & (q0 >= k0 - hi) & (q1 <= k1 - lo) & (k0 < k1) & (lo <= hi)
+    check_all(
         good, lambda i: f"{_where(plan, i)}: tokens outside the shards, or queries that see no key"
     )
 
@@ -180,10 +165,9 @@ def _order(table: Transfers, holder: Ints, plan: PlanTables) -> tuple[Ints, ...]
     return holder, table.hop, plan.order.distance(holder, table.owner), table.start
 
 
-def _check_range(
-    what: str, values: Ints, first: int, end: int, where: Callable[[int], str]
-) -> None:
-    _all(
+def _check_range(what: str, values: Ints, allowed: range, where: Callable[[int], str]) -> None:
+    first, end = allowed.start, allowed.stop
+    check_all(
         (values >= first) & (values < end),
         lambda i: f"{where(i)}: {what} {values[i]} is not in {first}..{end}",
     )
@@ -191,9 +175,10 @@ def _check_range(
 
 def _check_moves(table: Transfers, size: Ints, cp: int) -> None:
     for what in ("hop", "sender", "receiver", "owner", "buffer"):
-        _check_range(what, getattr(table, what), int(what == "hop"), cp, lambda i: _moves(table, i))
+        allowed = range(int(what == "hop"), cp)
+        _check_range(what, getattr(table, what), allowed, lambda i: _moves(table, i))
     good = (table.start >= 0) & (table.start < table.end) & (table.end <= size[table.owner])
-    _all(good, lambda i: f"{_moves(table, i)}, which has {size[table.owner[i]]}")
+    check_all(good, lambda i: f"{_moves(table, i)}, which has {size[table.owner[i]]}")
 
 
 def check_layout(layout: Layout) -> None:
@@ -235,7 +220,7 @@ def check_sources(plan: PlanTables) -> None:
         [plan.tile_source, keys.owner, forwarded.owner, grads.owner, passed.owner]
     )
     due = np.array(plan.schedule)[plan.order.distance(rank, owner)]
-    _all(
+    check_all(
         due == hop,
         lambda i: (
             f"rank {rank[i]}, hop {hop[i]}: keys of rank {owner[i]}, which belong to hop {due[i]}"
@@ -244,7 +229,7 @@ def check_sources(plan: PlanTables) -> None:
 
 
 def _check_peers(table: Transfers) -> None:
-    _all(
+    check_all(
         table.sender != table.receiver,
         lambda i: f"{_moves(table, i)}: a rank has no messages to itself",
     )
@@ -265,22 +250,22 @@ def check_cover(plan: PlanTables) -> None:
        for all its queries.
 
     A query may see any number of intervals of keys. Two tiles of a strip that overlap, or that are
-    out of order at one end, break step 3 at that end (see `cp_ring.plan.strips`). So do two pieces,
+    out of order at one end, break step 3 at that end (see `cp_ring.plan.tiles`). So do two pieces,
     whose mask then has a pair twice.
 
     Cost: sorting of the pairs (tile, strip) and one byte for each token, which marks the cuts.
     """
     tiles, parent = tiles_in_stream(plan)
-    given = plan.mask.pieces
-    outside = (given.q0 < 0) | (given.k0 < 0) | (given.q1 > plan.n) | (given.k1 > plan.n)
-    _all(
-        ~outside,
+    pieces = plan.mask.pieces
+    inside = (pieces.data[[0, 2]] >= 0) & (pieces.data[[1, 3]] <= plan.n)
+    check_all(
+        inside.all(0),
         lambda i: (
-            f"the mask is for {plan.n} tokens, but its piece {_numbers(given, i)} lies outside of "
-            "them"
+            f"the mask is for {plan.n} tokens, but its piece {_numbers(plan.mask.pieces, i)} lies "
+            "outside of them"
         ),
     )
-    pieces = given.trimmed()
+    pieces = pieces.trimmed()
     cuts = cuts_of(plan.n, tiles, pieces)
     computed, allowed = intervals(tiles, cuts), intervals(pieces, cuts)
 
@@ -329,9 +314,8 @@ def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
     layout = plan.layout
     chunk = np.argsort(layout.owner, kind="stable")
     size = np.diff(layout.edges)[chunk]
-    end = np.cumsum(size)
-    start, slide = end - size, layout.edges[chunk] - (end - size)
-    shard = np.cumsum(layout.tokens_per_rank) - layout.tokens_per_rank
+    start, end, shard = starts_of(size), np.cumsum(size), starts_of(layout.tokens_per_rank)
+    slide = layout.edges[chunk] - start
     # All shards lie end to end on one axis, so that one search finds the tiles of all ranks.
     tiles = plan.tiles.shifted(shard[plan.tile_rank], shard[plan.tile_source])
     parent, cell = overlaps(tiles.q0, tiles.q1, start, end)
@@ -360,21 +344,11 @@ def check_keys(plan: PlanTables) -> None:
     keys = plan.transfers
     own = keys.buffer == 0
     held = np.where(own, keys.sender == keys.owner, keys.buffer == keys.hop - 1)
-    _all(held, lambda i: f"{_moves(keys, i)}, which it does not have")
-    away, forwarded = np.flatnonzero(plan.tile_hop > 0), keys[~own]
-    reads = _buffer(plan.tile_rank[away], plan.tile_source[away], plan)
-    needed = union(
-        np.concatenate([reads, _buffer(forwarded.sender, forwarded.owner, plan)]),
-        np.concatenate([plan.tiles.k0[away], forwarded.start]),
-        np.concatenate([plan.tiles.k1[away], forwarded.end]),
-    )
-    _same(
-        needed,
-        _disjoint(keys, _buffer(keys.receiver, keys.owner, plan), "arrive"),
-        plan,
-        "needs",
-        "receives",
-    )
+    check_all(held, lambda i: f"{_moves(keys, i)}, which it does not have")
+    forwarded = keys[~own]
+    needed = _with_tiles(plan, forwarded, forwarded.sender)
+    arrived = _disjoint(keys, _buffer(keys.receiver, keys.owner, plan), "arrive")
+    _same(needed, arrived, plan, "needs", "receives")
 
 
 def check_gradients(plan: PlanTables) -> None:
@@ -390,19 +364,27 @@ def check_gradients(plan: PlanTables) -> None:
     """
     grads = plan.gradients
     home = grads.buffer == 0
-    _all(
+    check_all(
         np.where(home, grads.receiver == grads.owner, grads.buffer == grads.hop + 1),
         lambda i: f"{_moves(grads, i)}, where its gradients have no place",
     )
-    away, passed = np.flatnonzero(plan.tile_hop > 0), grads[~home]
-    makes = _buffer(plan.tile_rank[away], plan.tile_source[away], plan)
-    made = union(
-        np.concatenate([makes, _buffer(passed.receiver, passed.owner, plan)]),
-        np.concatenate([plan.tiles.k0[away], passed.start]),
-        np.concatenate([plan.tiles.k1[away], passed.end]),
-    )
+    passed = grads[~home]
+    summed = _with_tiles(plan, passed, passed.receiver)
     leaves = _disjoint(grads, _buffer(grads.sender, grads.owner, plan), "leave")
-    _same(made, leaves, plan, "makes gradients of", "sends gradients of")
+    _same(summed, leaves, plan, "makes gradients of", "sends gradients of")
+
+
+def _with_tiles(plan: PlanTables, passed: Transfers, rank: Ints) -> tuple[Ints, Ints, Ints]:
+    """The keys that tiles read after hop 0, and those of messages that pass through buffers of
+    `rank`: the union by buffer, as (buffer, start, end).
+    """
+    away, tiles = np.flatnonzero(plan.tile_hop > 0), plan.tiles
+    reads = _buffer(plan.tile_rank[away], plan.tile_source[away], plan)
+    return union(
+        np.concatenate([reads, _buffer(rank, passed.owner, plan)]),
+        np.concatenate([tiles.k0[away], passed.start]),
+        np.concatenate([tiles.k1[away], passed.end]),
+    )
 
 
 def check_slots(plan: PlanTables, num_slots: int) -> int:
@@ -422,9 +404,10 @@ def check_slots(plan: PlanTables, num_slots: int) -> int:
     keys, grads, cp = plan.transfers, plan.gradients, plan.cp
     live = np.zeros(cp * cp, bool)
     live[::cp] = True
-    for rank, hop in ((plan.tile_rank, plan.tile_hop), (keys.receiver, keys.hop), (keys.sender, keys.hop),
-                      (grads.sender, grads.hop), (grads.receiver, grads.hop)):  # fmt: skip
-        live[rank * cp + hop] = True
+    live[plan.tile_rank * cp + plan.tile_hop] = True
+    for table in (keys, grads):
+        for rank in (table.sender, table.receiver):
+            live[rank * cp + table.hop] = True
     time = np.cumsum(live)  # counts the hops of all ranks, one rank after the other
     filled, release = np.zeros(cp * cp, bool), time.copy()
     filled[keys.receiver * cp + keys.hop] = True
@@ -461,42 +444,36 @@ def _disjoint(table: Transfers, group: Ints, verb: str) -> tuple[Ints, Ints, Int
     by group and start.
     """
     twice = (group[1:] == group[:-1]) & (table.start[1:] < table.end[:-1])
-    _all(~twice, lambda i: f"{_moves(table, i + 1)}: these tokens {verb} twice")
+    check_all(~twice, lambda i: f"{_moves(table, i + 1)}: these tokens {verb} twice")
     return union(group, table.start, table.end)
 
 
 def _same(
     wanted: tuple[Ints, Ints, Ints],
-    found: tuple[Ints, Ints, Ints],
+    moved: tuple[Ints, Ints, Ints],
     plan: PlanTables,
     wants: str,
-    finds: str,
+    moves: str,
 ) -> None:
     """Raises `PlanError` if two lists of sorted disjoint ranges (buffer as in `_buffer`, start,
     end) differ.
     """
-    if all(np.array_equal(a, b) for a, b in zip(wanted, found, strict=True)):
+    if all(np.array_equal(a, b) for a, b in zip(wanted, moved, strict=True)):
         return
-    count = min(len(wanted[0]), len(found[0]))
-    differs = np.any([a[:count] != b[:count] for a, b in zip(wanted, found, strict=True)], axis=0)
-    place = int(np.flatnonzero(np.append(differs, True))[0])
-    group = min(int(ranges[0][place]) for ranges in (wanted, found) if place < len(ranges[0]))
+    count = min(len(wanted[0]), len(moved[0]))
+    differs = np.any([a[:count] != b[:count] for a, b in zip(wanted, moved, strict=True)], axis=0)
+    place = int(np.append(differs, True).argmax())
+    group = min(int(ranges[0][place]) for ranges in (wanted, moved) if place < len(ranges[0]))
 
     def tokens(ranges: tuple[Ints, Ints, Ints]) -> str:
-        mine = ranges[0] == group
-        return (
-            ", ".join(
-                f"{start}..{end}"
-                for start, end in zip(ranges[1][mine], ranges[2][mine], strict=True)
-            )
-            or "nothing"
-        )
+        of_group = np.stack(ranges[1:])[:, ranges[0] == group].T
+        return ", ".join(f"{start}..{end}" for start, end in of_group) or "nothing"
 
     rank, distance = divmod(group, plan.cp)
     owner = f" of rank {plan.order.owner(rank, distance)}"
     raise PlanError(
         f"rank {rank}, hop {plan.schedule[distance]} {wants} tokens {tokens(wanted)}{owner}, but "
-        f"{finds} tokens {tokens(found)}"
+        f"{moves} tokens {tokens(moved)}"
     )
 
 
@@ -525,9 +502,3 @@ def _uncovered(layout: Layout, q0: int, q1: int, k0: int, k1: int) -> str:
         f"rank {rank}: queries {q0}..{q1} see keys {k0}..{k1}, the first of them of rank {source}, "
         "but no hop computes them"
     )
-
-
-def _all(good: NDArray[np.bool_], message: Callable[[int], str]) -> None:
-    """Raises `PlanError` with the message of the first index that is not `good`."""
-    if not good.all():
-        raise PlanError(message(int(np.flatnonzero(~good)[0])))

@@ -17,9 +17,8 @@ errors in the step from tables to rank plans. The argument, by function:
 5. `cp_ring.plan.verify` proves these tables.
 
 Cost: proportional to the messages and tiles of all ranks, one Python object each, so much slower
-than the proof of the
-tables, which works on arrays. It is meant for tests and for one plan of each kind of mask, not for
-every plan.
+than the proof of the tables, which works on arrays. It is meant for tests and for one plan of each
+kind of mask, not for every plan.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,9 +34,9 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import verify
-from cp_ring.plan.order import Order
-from cp_ring.plan.tables import Hop, PlanTables, RankPlan, Transfers
-from cp_ring.plan.tiles import OPEN, Tile, Tiles
+from cp_ring.plan.schedule import Order
+from cp_ring.plan.tables import Hop, PlanTables, RankPlan, Transfer, Transfers
+from cp_ring.plan.tiles import Tile, Tiles
 
 
 class Message(NamedTuple):
@@ -80,42 +79,28 @@ def verify_rank_plans(plan: PlanTables, rank_plans: Sequence[RankPlan], num_slot
         ]
     )
     for hops in ([part.hops for part in rank_plans], [part.backward for part in rank_plans]):
-        rebuilt = _rebuild(plan, rank_plans, hops, keys, grads)
-        for check in (
-            verify.check_tables,
-            verify.check_sources,
-            verify.check_cover,
-            verify.check_keys,
-            verify.check_gradients,
-        ):
-            check(rebuilt)
-        verify.check_slots(rebuilt, num_slots)
+        verify.verify(_rebuild(plan, rank_plans, hops, keys, grads), num_slots)
 
 
 def key_messages(hop: Hop, rank: int) -> Posted:
-    """The messages of a hop's keys and values, posted together before the previous hop is computed."""
-    sends = [
-        Message(rank, hop.index, t.peer, True, t.buffer, *span)
-        for t in hop.sends
-        for span in t.ranges
-    ]
-    return sends + [
-        Message(rank, hop.index, t.peer, False, hop.index, *span)
-        for t in hop.receives
-        for span in t.ranges
-    ]
+    """The messages of a hop's keys and values, posted before the previous hop is computed."""
+    sends = _posted(hop, rank, hop.sends, sends=True, of_hop=False)
+    return sends + _posted(hop, rank, hop.receives, sends=False, of_hop=True)
 
 
 def gradient_messages(hop: Hop, rank: int) -> Posted:
     """The messages of a hop's gradients, posted together after the hop is computed."""
-    sends = [
-        Message(rank, hop.index, t.peer, True, hop.index, *span)
-        for t in hop.grad_sends
-        for span in t.ranges
-    ]
-    return sends + [
-        Message(rank, hop.index, t.peer, False, t.buffer, *span)
-        for t in hop.grad_receives
+    sends = _posted(hop, rank, hop.grad_sends, sends=True, of_hop=True)
+    return sends + _posted(hop, rank, hop.grad_receives, sends=False, of_hop=False)
+
+
+def _posted(
+    hop: Hop, rank: int, transfers: Iterable[Transfer], *, sends: bool, of_hop: bool
+) -> Posted:
+    """Messages of transfers. of_hop: whether they fill or leave the buffer of the hop itself."""
+    return [
+        Message(rank, hop.index, t.peer, sends, hop.index if of_hop else t.buffer, *span)
+        for t in transfers
         for span in t.ranges
     ]
 
@@ -193,23 +178,23 @@ class _Contents:
         """(owner, start, end) of the owners' tokens in a range of the buffer, joined where they
         touch.
         """
-        found: list[tuple[int, int, int]] = []
+        held: list[tuple[int, int, int]] = []
         place = max(bisect_right(self.pieces, start, key=lambda piece: piece[0]) - 1, 0)
         at = start
         for first, last, owner, token in self.pieces[place:]:
             if first > at or at >= end:
                 break
             low, high = token + at - first, token + min(end, last) - first
-            if found and found[-1][0] == owner and found[-1][2] == low:
-                found[-1] = (owner, found[-1][1], high)
+            if held and held[-1][0] == owner and held[-1][2] == low:
+                held[-1] = (owner, held[-1][1], high)
             elif low < high:
-                found.append((owner, low, high))
+                held.append((owner, low, high))
             at = max(at, min(end, last))
         if at < end:
             raise PlanError(
                 f"{self.name}: tokens {start}..{end} are read, but nothing fills token {at}"
             )
-        return found
+        return held
 
     def check_filled(self, size: int) -> None:
         """Raises `PlanError` unless every token of the buffer is filled exactly once."""
@@ -260,13 +245,8 @@ def _rebuild(
     tiles, where = [], []
     for part, own_hops in zip(rank_plans, hops, strict=True):
         for hop in sorted(own_hops, key=lambda hop: hop.index):
-            place = (part.member, hop.index)
-            held = key_buffers.get(
-                place, _Contents(f"rank {part.member}, hop {hop.index}: key buffer")
-            )
-            summed = grad_buffers.get(
-                place, _Contents(f"rank {part.member}, hop {hop.index}: gradient buffer")
-            )
+            held = _buffer(key_buffers, part.member, hop.index, "key")
+            summed = _buffer(grad_buffers, part.member, hop.index, "gradient")
             held.check_filled(hop.num_keys)
             summed.check_filled(hop.num_grads)
             _check_sources(part, hop, held, summed, plan.order)
@@ -275,16 +255,23 @@ def _rebuild(
                     tiles.append(own_tile)
                     where.append((part.member, hop.index, owner))
     rank, index, source = np.array(where, np.int64).reshape(-1, 3).T
-    return PlanTables(
-        plan.mask, plan.layout, plan.route, plan.schedule, Tiles.of(tiles), rank, index, source,
-        _table(transfers).in_buffer_order("receiver", plan.order), _table(gradients).in_buffer_order(
-            "sender", plan.order),
-        plan.node_size,
-    )  # fmt: skip
+    return replace(
+        plan,
+        tiles=Tiles.of(tiles),
+        tile_rank=rank,
+        tile_hop=index,
+        tile_source=source,
+        transfers=_table(transfers).in_buffer_order("receiver", plan.order),
+        gradients=_table(gradients).in_buffer_order("sender", plan.order),
+    )
 
 
 def _own_shard(part: RankPlan) -> _Contents:
     return _Contents(f"rank {part.member}: its own shard", [(0, part.num_tokens, part.member, 0)])
+
+
+def _buffer(buffers: dict[tuple[int, int], _Contents], rank: int, hop: int, what: str) -> _Contents:
+    return buffers.setdefault((rank, hop), _Contents(f"rank {rank}, hop {hop}: {what} buffer"))
 
 
 def _follow(
@@ -300,14 +287,8 @@ def _follow(
     for known, filled in pairs:
         if known.hop != filled.hop:
             raise PlanError(f"{known}, but {filled}")
-        source = buffers.get(
-            (known.rank, known.buffer),
-            _Contents(f"rank {known.rank}, hop {known.buffer}: {what} buffer"),
-        )
-        place = (filled.rank, filled.buffer)
-        target = buffers.setdefault(
-            place, _Contents(f"rank {filled.rank}, hop {filled.buffer}: {what} buffer")
-        )
+        source = _buffer(buffers, known.rank, known.buffer, what)
+        target = _buffer(buffers, filled.rank, filled.buffer, what)
         at = filled.start
         for owner, start, end in source.tokens(known.start, known.end):
             target.add(at, at + end - start, owner, start)
@@ -323,10 +304,10 @@ def _check_sources(
     distance.
     """
     owners = {piece[2] for contents in (held, summed) for piece in contents.pieces}
-    found = tuple(sorted(owners, key=lambda owner: order.distance(part.member, owner)))
-    if found != hop.sources:
+    sources = tuple(sorted(owners, key=lambda owner: order.distance(part.member, owner)))
+    if sources != hop.sources:
         raise PlanError(
-            f"rank {part.member}, hop {hop.index}: its buffers hold tokens of ranks {found}, not "
+            f"rank {part.member}, hop {hop.index}: its buffers hold tokens of ranks {sources}, not "
             f"{hop.sources}"
         )
 
@@ -344,9 +325,9 @@ def _of_owners(
         raise PlanError(
             f"{summed.name}: the gradients of keys {tile.k0}..{tile.k1} are at other tokens"
         )
-    at, open_ = tile.k0, np.full(1, OPEN)
+    at = tile.k0
     for owner, start, end in read:
-        part = Tiles.of([tile]).within(-open_, open_, np.full(1, at), np.full(1, at + end - start))
+        part = Tiles.of([tile]).within(k0=at, k1=at + end - start)
         yield from ((owner, own_tile) for own_tile in part.shifted(0, start - at))
         at += end - start
 

@@ -21,7 +21,7 @@ from cp_ring.comm import transport as transport_module
 from cp_ring.comm.agreement import FIRST, Agreement, Fact
 from cp_ring.errors import PlanError
 from cp_ring.observe.debug import debugging
-from cp_ring.plan.identity import identity
+from cp_ring.plan.rank_plan import identity
 from cp_ring.plan.tables import Transfer
 from cp_ring.testing.local_ring import LocalGroup, LocalRing
 from cp_ring.testing.oracle import Case, Grads, brute_force, error, on_rank, whole

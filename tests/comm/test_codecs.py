@@ -18,8 +18,8 @@ from cp_ring import ConfigError, Layout, Mask, Plan, PlanError, ring_attention
 from cp_ring.comm.codecs import CODECS, Decoding, Quantized
 from cp_ring.observe.counters import record
 from cp_ring.observe.debug import debugging
-from cp_ring.plan.cost import cost
-from cp_ring.plan.sizes import WIRES, AttentionSizes
+from cp_ring.plan.costs.cost import cost
+from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, Grads, brute_force, error
 

@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from cp_ring import Layout, Mask, Plan
-from cp_ring.plan.sizes import AttentionSizes, LatentSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes, LatentSizes
 from tests.megatron.launch import _lines, train
 
 CODECS = ("plain", "latent", "int8", "fp8")

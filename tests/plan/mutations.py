@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from cp_ring.plan import OPEN, Hop, Plan, RankPlan, Tiles, Transfer
-from cp_ring.plan.order import Order
 from cp_ring.plan.ranges import sort_index
+from cp_ring.plan.schedule import Order
 from cp_ring.plan.tables import PlanTables, Transfers
 
 Rng = np.random.Generator

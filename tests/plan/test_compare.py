@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan import compare as module
-from cp_ring.plan.compare import Layer, compare, padded, smallest_group
-from cp_ring.plan.cost import blocked_pairs
-from cp_ring.plan.rates import Rates
+from cp_ring.plan.costs import splits as module
+from cp_ring.plan.costs.cost import blocked_pairs
+from cp_ring.plan.costs.splits import Layer, compare, padded, smallest_group
+from cp_ring.plan.sizes.device_rates import Rates
 from cp_ring.tools.bench import samples
 from cp_ring.tools.cli import app, main
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.conversion import Conversion
+from cp_ring.plan.exchange.conversion import Conversion
 from cp_ring.plan.layout import Layout
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan, split_heads
-from cp_ring.plan.head_split import check_heads
-from cp_ring.plan.heads import Exchange, check_exchange
+from cp_ring.plan.exchange.members import Exchange, check_exchange
+from cp_ring.plan.sizes.head_split import check_heads
 
 
 def layouts(n: int, cp: int) -> list[Layout]:

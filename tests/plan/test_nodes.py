@@ -10,8 +10,7 @@ import pytest
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan
-from cp_ring.plan.order import Order
-from cp_ring.plan.schedule import relay_schedule
+from cp_ring.plan.schedule import Order, relay_schedule
 from cp_ring.plan.tables import Transfers
 
 SIZES = [(cp, size) for cp in (1, 2, 4, 6, 8, 12) for size in range(1, cp + 1) if cp % size == 0]

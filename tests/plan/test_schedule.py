@@ -9,10 +9,10 @@ import pytest
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import Capabilities, Layout, Mask, Plan, lower
-from cp_ring.plan.rates import Rates
+from cp_ring.plan.costs.simulate import Pass
 from cp_ring.plan.schedule import SLOT_SHARDS, auto, check, group_sizes, parse, resolve
-from cp_ring.plan.simulate import Pass
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import Rates
 
 
 def calls(plan: Plan, rank: int) -> int:

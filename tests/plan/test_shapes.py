@@ -6,13 +6,13 @@ import pytest
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask
-from cp_ring.plan.cost import crossing
+from cp_ring.plan.costs.cost import crossing
+from cp_ring.plan.costs.shapes import Shape, choose, costed, planned, shapes_of
+from cp_ring.plan.costs.simulate import rank_updates, simulate
 from cp_ring.plan.lower import ASSUMED, KERNELS
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.rates import Rates
-from cp_ring.plan.shapes import Shape, choose, costed, planned, shapes_of
-from cp_ring.plan.simulate import rank_updates, simulate
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import Rates
 
 SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16, dtype="fp32")
 FREE = {"memory": 1e30, "call": 1e-30}

@@ -7,10 +7,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cp_ring.plan import Layout, Mask, Plan, compare
-from cp_ring.plan.lower import KERNELS
-from cp_ring.plan.rates import Rates
-from cp_ring.plan.simulate import (
+from cp_ring.plan import Layout, Mask, Plan
+from cp_ring.plan.costs import splits
+from cp_ring.plan.costs.search import AttentionCosts
+from cp_ring.plan.costs.simulate import (
     NO_UPDATES,
     Pass,
     in_turn,
@@ -19,8 +19,9 @@ from cp_ring.plan.simulate import (
     simulate,
     spans,
 )
-from cp_ring.plan.sizes import AttentionSizes
-from cp_ring.plan.tune import AttentionCosts
+from cp_ring.plan.lower import KERNELS
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import Rates
 from cp_ring.tools.cli.trace_drawing import predicted_bars
 from tests.plan.test_tune import MODEL
 
@@ -50,8 +51,8 @@ def test_pictures_of_plans_and_traces_show_the_predicted_time() -> None:
 
 
 def test_comparison_and_tune_read_the_same_time() -> None:
-    report, layer = UNEVEN.verify(4), compare.Layer(ranks_per_node=1, rates=SLOW, block=1)
-    found = compare._planned("zigzag", UNEVEN, layer)
+    report, layer = UNEVEN.verify(4), splits.Layer(ranks_per_node=1, rates=SLOW, block=1)
+    found = splits._planned("zigzag", UNEVEN, layer)
     predicted = simulate(UNEVEN, report, layer.sizes, SLOW)
     alone = 1024 * layer.token_flops / SLOW.flops
     assert found.forward == pytest.approx(predicted.forward + alone)
@@ -72,9 +73,9 @@ def test_comparison_and_tune_read_the_same_time() -> None:
 def test_a_ring_of_another_package_costs_what_ours_does_with_one_source_a_hop() -> None:
     """Two products of matrices in forward, five in backward, whatever the sizes of heads are."""
     sizes = AttentionSizes(8, 8, 192, 128)
-    layer = compare.Layer(sizes, rates=Rates(memory=1e30, call=1e-30), block=1)
-    ring = compare._Ring(4, 4096, 4096, 64)
-    forward, backward = compare._hops_seconds(
+    layer = splits.Layer(sizes, rates=Rates(memory=1e30, call=1e-30), block=1)
+    ring = splits._Ring(4, 4096, 4096, 64)
+    forward, backward = splits._hops_seconds(
         np.full((1, 4), 4096.0), np.zeros((1, 4)), ring.tokens, layer
     )
     assert forward == pytest.approx(4 * 4096 * 2 * 8 * (192 + 128) / layer.rates.flops)

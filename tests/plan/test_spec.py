@@ -13,17 +13,18 @@ import pytest
 
 import cp_ring
 from cp_ring.errors import PlanError
-from cp_ring.plan import Layout, Mask, Plan, PlanSpec, spec
+from cp_ring.plan import Layout, Mask, Plan, PlanSpec
+from cp_ring.plan import plan as maker
 from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.plan import plan
 from cp_ring.plan.routes import ROUTES, Route, direct
-from cp_ring.plan.spec import plan
 
 MASK = Mask.documents([0, 9, 40, 64])
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch):
-    monkeypatch.setattr(spec, "_plans", type(spec._plans)())
+    monkeypatch.setattr(maker, "_plans", type(maker._plans)())
 
 
 def test_equal_arguments_share_one_plan():
@@ -60,7 +61,7 @@ def test_a_plan_that_is_not_proven_is_not_kept(monkeypatch):
     for _ in range(2):
         with pytest.raises(PlanError, match="rank"):
             plan(MASK, 4, PlanSpec(route="lost"))
-    assert not spec._plans
+    assert not maker._plans
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4])

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import blocked_pairs
-from cp_ring.plan.layout import Layout
-from cp_ring.plan.mask import Mask
-from cp_ring.plan.model import (
+from cp_ring.plan.costs.cost import blocked_pairs
+from cp_ring.plan.costs.search import AttentionCosts, Given, Search, possible_sizes, reasons
+from cp_ring.plan.costs.simulate import simulate
+from cp_ring.plan.costs.training_step import (
     RECOMPUTE,
     Experts,
     ModelSizes,
@@ -18,11 +18,11 @@ from cp_ring.plan.model import (
     step_memory,
     step_seconds,
 )
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.rates import NAMED, RATES, Rates, named_or_read
-from cp_ring.plan.simulate import simulate
-from cp_ring.plan.sizes import AttentionSizes, LatentSizes
-from cp_ring.plan.tune import AttentionCosts, Given, Search, possible_sizes, reasons
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes, LatentSizes
+from cp_ring.plan.sizes.device_rates import NAMED, RATES, Rates, named_or_read
 
 MODEL = ModelSizes(
     layers=4,

@@ -15,7 +15,7 @@ from torch import Tensor
 from cp_ring.megatron import compat, settings
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.tiny_batch import Microbatch
-from cp_ring.plan.sizes import widening
+from cp_ring.plan.sizes.attention_sizes import widening
 
 # Norms of errors over norms of the truth; on CUDA matrix products may round to TF32.
 BOUND = {"cpu": 1e-4, "cuda": 1e-2}

@@ -18,7 +18,7 @@ from cp_ring.megatron.certificate import latent_probe
 from cp_ring.megatron.certificate.dense_oracle import attend, declared_mask
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.subject import Subject
-from cp_ring.plan.sizes import WIRES
+from cp_ring.plan.sizes.attention_sizes import WIRES
 
 # Largest norm of an error over the norm of the truth: three times what kernels leave that round
 # partial results to the input's precision and add them up in float32.

@@ -21,7 +21,7 @@ from cp_ring.megatron.data.masks import KEY, read
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import current, layer_windows
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.microbatches import balanced_order, imbalance
+from cp_ring.plan.packing import balanced_order, imbalance
 
 FLAG = "--cp-ring-balance-microbatches"
 

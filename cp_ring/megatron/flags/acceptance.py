@@ -21,8 +21,8 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.compat import logits_without_te
 from cp_ring.megatron.flags.codec_choice import check_latent
-from cp_ring.plan.model import Experts, ModelSizes, ParallelSizes
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.costs.training_step import Experts, ModelSizes, ParallelSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 
 _HOPPER = (9, 0)
 _FUSED = {

@@ -14,9 +14,9 @@ from cp_ring.megatron.flags import comm_types, rules
 from cp_ring.megatron.flags.rule import Job, check_rules, problem
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.rejection import note
-from cp_ring.plan.rates import RATES
-from cp_ring.plan.simulate import simulate
-from cp_ring.plan.sizes import WIRES, AttentionSizes
+from cp_ring.plan.costs.simulate import simulate
+from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES
 
 
 def latent_problem(options: Any, ulysses: int, settings: ContextParallelConfig) -> str:
@@ -80,7 +80,7 @@ def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:
 
 def _latent_pays(args: argparse.Namespace, config: ContextParallelConfig) -> bool:
     """Whether attention of one causal sequence takes less time with latents, in the model of
-    `cp_ring.plan.simulate`.
+    `cp_ring.plan.costs.simulate`.
     """
     cp = args.context_parallel_size
     node = config.node_size or max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)

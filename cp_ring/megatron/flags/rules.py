@@ -15,7 +15,7 @@ from cp_ring.megatron.flags import graphs
 from cp_ring.megatron.flags.attention_rules import ATTENTION, DOCUMENT_FLAGS, DOCUMENTS
 from cp_ring.megatron.flags.rule import Job, Rule
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.sizes import WIRES
+from cp_ring.plan.sizes.attention_sizes import WIRES
 
 _TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 

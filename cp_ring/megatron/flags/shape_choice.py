@@ -14,10 +14,10 @@ from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.flags.comm_types import spec_of_layer
 from cp_ring.megatron.settings import LayerWindows
+from cp_ring.plan.costs.shapes import AUTO, CHOSEN_BY, choose
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.routes import DEFAULT
-from cp_ring.plan.shapes import AUTO, CHOSEN_BY, choose
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 
 
 def settle(

@@ -19,7 +19,7 @@ from cp_ring.megatron.flags.layer_pattern import attention_layers, pattern_of
 from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.runtime import RUNTIME
 
 _CPU_SETTINGS: dict[str, Any] = {

@@ -18,7 +18,7 @@ from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.errors import KernelError
 from cp_ring.kernels import choose
 from cp_ring.plan.schedule import SLOT_SHARDS
-from cp_ring.plan.sizes import WIRES
+from cp_ring.plan.sizes.attention_sizes import WIRES
 from cp_ring.testing.local_ring import LocalRing
 
 PARTS = ("out", "dq", "dk", "dv")

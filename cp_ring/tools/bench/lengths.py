@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_ring import Layout, Mask, Plan, ring_attention
-from cp_ring.plan.compare import padded
+from cp_ring.plan.costs.splits import padded
 from cp_ring.plan.ranges import Ints
 from cp_ring.testing.rank_pool import Ranks
 from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement

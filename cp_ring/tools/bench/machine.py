@@ -65,7 +65,7 @@ def run(megabytes: int = 32, repeats: int = 5) -> dict[str, Any]:
     """Rates {device, kernel, tflops, memory_gb_s, call_us, link_gb_s}, the best of `repeats`; no
     link (None) with one GPU.
 
-    `cp_ring.plan.rates.read` reads a file of them.
+    `cp_ring.plan.sizes.device_rates.read` reads a file of them.
     """
     cuda = torch.cuda.is_available()
     torch.set_num_threads(1)

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from cp_ring import Layout, Mask, ring_attention
+from cp_ring.plan.costs.shapes import Shape, planned, shapes_of
+from cp_ring.plan.costs.simulate import kernel_calls, simulate
 from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.rates import RATES, Rates
-from cp_ring.plan.shapes import Shape, planned, shapes_of
-from cp_ring.plan.simulate import kernel_calls, simulate
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.testing.rank_pool import Ranks
 from cp_ring.tools.job.speeds import exchange, memory_rate, timed
 

@@ -14,10 +14,10 @@ from typing import Any
 from cp_ring import Layout, Mask, ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.observe.counters import record
-from cp_ring.plan.cost import crossing
+from cp_ring.plan.costs.cost import crossing
+from cp_ring.plan.costs.shapes import Shape, planned
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.shapes import Shape, planned
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.testing.network import ThrottledLink
 from cp_ring.testing.rank_pool import Ranks
 from cp_ring.tools.bench.contest import Contest, forward_and_backward

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.costs.simulate import Span, spans
+from cp_ring.plan.costs.training_step import EXPOSED
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.model import EXPOSED
-from cp_ring.plan.rates import RATES, Rates
-from cp_ring.plan.simulate import Span, spans
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.tiles import Tile
 from cp_ring.plan.verify import Report, tiles_in_stream
 
@@ -34,9 +34,9 @@ except ModuleNotFoundError:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from cp_ring.plan.costs.search import Tuned
     from cp_ring.plan.plan import Plan
     from cp_ring.plan.tables import PlanTables
-    from cp_ring.plan.tune import Tuned
     from cp_ring.tools.job.tune_job import TuneResult
 
 Color = tuple[float, float, float]

@@ -15,19 +15,19 @@ import numpy as np
 import typer
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.compare import Layer
-from cp_ring.plan.cost import cost
-from cp_ring.plan.heads import members_of_node
+from cp_ring.plan.costs.cost import cost
+from cp_ring.plan.costs.shapes import AUTO, Shape, choose, planned
+from cp_ring.plan.costs.splits import Layer
+from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.rates import RATES, Rates
-from cp_ring.plan.rates import read as read_rates
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import NAMES, SLOT_SHARDS
-from cp_ring.plan.shapes import AUTO, Shape, choose, planned
-from cp_ring.plan.sizes import WIRES, AttentionSizes, LatentSizes
+from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes, LatentSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.plan.sizes.device_rates import read as read_rates
 from cp_ring.tools.bench import samples
 from cp_ring.tools.cli import plan_inputs
 from cp_ring.tools.cli.options import argument, option, parse_mean_tokens, parse_tokens

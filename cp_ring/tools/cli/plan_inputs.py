@@ -13,10 +13,10 @@ import typer
 from cp_ring.comm.nodes import node_size
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.flags.comm_types import spec_of_layer
+from cp_ring.plan.costs.shapes import AUTO
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.shapes import AUTO
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.tools.cli.options import parse_tokens
 from cp_ring.tools.job.job_config import JobConfig, load
 from cp_ring.tools.slurm.placement import context_groups

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from cp_ring.plan.cost import Cost, between_nodes, crossing
+from cp_ring.plan.costs.cost import Cost, between_nodes, crossing
+from cp_ring.plan.costs.shapes import AUTO, Shape, costed, planned, shapes_of
+from cp_ring.plan.costs.simulate import accumulator_bytes, kernel_calls, rank_updates, simulate
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.rates import Rates
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import NAMES, group_sizes
-from cp_ring.plan.shapes import AUTO, Shape, costed, planned, shapes_of
-from cp_ring.plan.simulate import accumulator_bytes, kernel_calls, rank_updates, simulate
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import Rates
 from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.verify import Report
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.compare import Groups, Layer, SplitCost, compare, padded
-from cp_ring.plan.conversion import Conversion
+from cp_ring.plan.costs.splits import Groups, Layer, SplitCost, compare, padded
+from cp_ring.plan.exchange.conversion import Conversion
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints
 from cp_ring.tools.bench.samples import PRESETS

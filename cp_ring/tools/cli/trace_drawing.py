@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cp_ring.errors import ConfigError
-from cp_ring.plan.simulate import Pass, in_turn, neighbors
+from cp_ring.plan.costs.simulate import Pass, in_turn, neighbors
 from cp_ring.tools.cli.drawing import INK, add_bars, color, picture
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def predicted_bars(
     byte: float,
 ) -> list[Bar]:
     """The same call where a pair and a byte take so many milliseconds everywhere, as
-    `cp_ring.plan.simulate` counts.
+    `cp_ring.plan.costs.simulate` counts.
     """
     ranks = sorted({rank for rank, _ in work} | {rank for _, *ends in sizes for rank in ends})
     hops = 1 + max(hop for hop in [0, *(hop for _, hop in work), *(hop for hop, _, _ in sizes)])

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.costs.search import Given, Tuned
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.rates import NAMED, named_or_read
-from cp_ring.plan.tune import Given, Tuned
+from cp_ring.plan.sizes.device_rates import NAMED, named_or_read
 from cp_ring.tools.bench import samples
 from cp_ring.tools.cli.options import argument, option, parse_tokens
 from cp_ring.tools.job.job_config import JobConfig, load

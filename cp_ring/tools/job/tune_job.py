@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from cp_ring.errors import ConfigError
+from cp_ring.plan.costs.search import Given, LayerMasks, Search, Tuned, reasons
+from cp_ring.plan.costs.shapes import AUTO
+from cp_ring.plan.costs.training_step import RESERVED_BYTES, TrainingSetup
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.model import RESERVED_BYTES, TrainingSetup
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, text
-from cp_ring.plan.shapes import AUTO
-from cp_ring.plan.tune import Given, LayerMasks, Search, Tuned, reasons
+from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.tools.job import command_line
 from cp_ring.tools.job.job_config import JobConfig, validate
 

@@ -10,13 +10,12 @@ from cp_ring.comm.nodes import node_size
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import shape_choice
 from cp_ring.megatron.flags.comm_types import spec_of_layer
+from cp_ring.plan.costs.simulate import Timeline, simulate
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import Plan
-from cp_ring.plan.rates import Rates
-from cp_ring.plan.simulate import Timeline, simulate
-from cp_ring.plan.sizes import AttentionSizes
-from cp_ring.plan.spec import plan
+from cp_ring.plan.plan import Plan, plan
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import Rates
 from cp_ring.tools.job.job_config import JobConfig
 from cp_ring.tools.slurm.placement import (
     Placement,

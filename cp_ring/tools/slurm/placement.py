@@ -9,7 +9,7 @@ import numpy as np
 
 from cp_ring.errors import ConfigError
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.tables import PlanTables
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.observe.links import slowest
-from cp_ring.plan.rates import Rates
+from cp_ring.plan.sizes.device_rates import Rates
 from cp_ring.tools.job import command_line as commands
 from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.slurm import attention_plan

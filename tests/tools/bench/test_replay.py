@@ -7,8 +7,8 @@ import torch
 
 from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import KernelError
-from cp_ring.plan.cost import cost
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.costs.cost import cost
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.tools.bench.replay import RankSizes, efficiency, replay, single_call
 
 SIZES = RankSizes(tokens=64, h=4, g=2, d=16, e=24, dtype=torch.float32, device="cpu")

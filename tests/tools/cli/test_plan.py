@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from cp_ring import kernels
 from cp_ring.errors import PlanError
 from cp_ring.plan import Capabilities, Layout, Mask, Plan, lower
-from cp_ring.plan.cost import between_nodes, cost
+from cp_ring.plan.costs.cost import between_nodes, cost
+from cp_ring.plan.costs.simulate import Span, spans
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import KERNELS
-from cp_ring.plan.rates import NETWORK_BYTES_PER_SECOND
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.simulate import Span, spans
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import NETWORK_BYTES_PER_SECOND
 from cp_ring.tools.cli import app, main
 from cp_ring.tools.cli.drawing import Look, draw, idle_times, zoomed
 from cp_ring.tools.cli.plan_command import capabilities_of

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from cp_ring.errors import ConfigError
-from cp_ring.plan.cost import between_nodes
+from cp_ring.plan.costs.cost import between_nodes
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.schedule import relay_schedule
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.tools.job import job_config as config
 from cp_ring.tools.slurm.attention_plan import describe_job, plan_of, sizes_of
 from cp_ring.tools.slurm.placement import (

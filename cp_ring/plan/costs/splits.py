@@ -1,7 +1,7 @@
 """What splits of the same documents over the same ranks cost: padding, balance, bytes, predicted
 time of one layer.
 
-All have the same model of attention, `cp_ring.plan.simulate`, for the kernel that predictions
+All have the same model of attention, `cp_ring.plan.costs.simulate`, for the kernel that predictions
 assume, which computes whole blocks of `block` x `block` pairs: a chunk of 4 tokens costs a block.
 Other packages' rings make one kernel call and one merge a hop. To attention come the token-wise
 layers of a rank, whose backward costs twice their forward. A step is over when its slowest rank is
@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import blocked_pairs, crossing
+from cp_ring.plan.costs.cost import blocked_pairs, crossing
+from cp_ring.plan.costs.simulate import Pass, simulate
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.rates import RATES, Rates
-from cp_ring.plan.simulate import Pass, simulate
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates
 
 Floats = NDArray[np.float64]
 
@@ -108,28 +108,28 @@ def compare(
     small = smallest_group(lengths, cp) if group is None else group
     if small < 1 or cp % small:
         raise PlanError(f"a group of {small} ranks does not divide the {cp} ranks")
-    found = [_padded_groups(lengths, cp, small, layer)] if small < cp else []
-    found.append(_padded_groups(lengths, cp, cp, layer))
+    splits = [_padded_groups(lengths, cp, small, layer)] if small < cp else []
+    splits.append(_padded_groups(lengths, cp, cp, layer))
     if hybrid is not None:
-        found.append(_hybrid(lengths, hybrid, cp, layer))
-    found.append(_per_document(lengths, cp, layer))
+        splits.append(_hybrid(lengths, hybrid, cp, layer))
+    splits.append(_per_document(lengths, cp, layer))
     zigzag, balanced = Layout.zigzag(n, cp), Layout.balanced(mask, cp)
     node = layer.ranks_per_node if cp % layer.ranks_per_node == 0 else 1
-    found.append(_planned("zigzag", Plan.build(mask, zigzag, node_size=node), layer))
-    found.append(_planned("balanced", Plan.build(mask, balanced, node_size=node), layer))
+    splits.append(_planned("zigzag", Plan.build(mask, zigzag, node_size=node), layer))
+    splits.append(_planned("balanced", Plan.build(mask, balanced, node_size=node), layer))
     weighed = Layout.balanced(mask, cp, token_work=layer.token_flops / layer.sizes.pair_flops[0])
-    found.append(_planned("balanced, weighed", Plan.build(mask, weighed, node_size=node), layer))
+    splits.append(_planned("balanced, weighed", Plan.build(mask, weighed, node_size=node), layer))
     if 1 < node < cp:
         relayed = Plan.build(
             mask, balanced, route="relay", slot_shards=max(4, node), node_size=node
         )
-        found.append(_planned("balanced, relay", relayed, layer))
+        splits.append(_planned("balanced, relay", relayed, layer))
     heads = min(node, cp)
     if heads > 1 and layer.sizes.heads % heads == 0:
-        found.append(
+        splits.append(
             _planned(f"balanced, heads {heads}", Plan.build(mask, balanced, ulysses=heads), layer)
         )
-    return found
+    return splits
 
 
 def smallest_group(lengths: Ints, cp: int) -> int:
@@ -248,15 +248,8 @@ def _padded_groups(lengths: Ints, cp: int, size: int, layer: Layer) -> SplitCost
     name = f"padded thd, cp {size}" + (f" x dp {cp // size}" if size < cp else "")
     sent = max((ring.ranks - 1) * ring.tokens for ring in rings) * layer.key_bytes
     between = sum(_ring_between_nodes(ring, layer) for ring in rings)
-    return SplitCost(
-        name,
-        int((full - lengths).sum()),
-        float(pairs.max() / pairs.mean()),
-        sent,
-        between,
-        forward,
-        backward,
-    )
+    padding, balance = int((full - lengths).sum()), float(pairs.max() / pairs.mean())
+    return SplitCost(name, padding, balance, sent, between, forward, backward)
 
 
 def _hybrid(lengths: Ints, groups: Groups, cp: int, layer: Layer) -> SplitCost:
@@ -287,15 +280,8 @@ def _hybrid(lengths: Ints, groups: Groups, cp: int, layer: Layer) -> SplitCost:
         slowest = times[times.sum(1).argmax()]
         forward, backward = forward + float(slowest[0]), backward + float(slowest[1])
     balance = float(pairs.max() / pairs.mean())
-    return SplitCost(
-        "hybrid",
-        int((full - lengths).sum()),
-        balance,
-        int(received.max()),
-        between,
-        forward,
-        backward,
-    )
+    padding, most = int((full - lengths).sum()), int(received.max())
+    return SplitCost("hybrid", padding, balance, most, between, forward, backward)
 
 
 def _per_document(lengths: Ints, cp: int, layer: Layer) -> SplitCost:
@@ -318,8 +304,9 @@ def _per_document(lengths: Ints, cp: int, layer: Layer) -> SplitCost:
         pairs, read / np.where(far, layer.link, layer.rates.inside), ring.tokens, layer
     )
     forward, backward = _with_tokens(*seconds, ring.tokens, layer)
-    return SplitCost("per-document zigzag", int((full - lengths).sum()), 1.0, int(read.sum(1).max()), int((read * far).sum()),
-                     forward, backward)  # fmt: skip
+    padding, received = int((full - lengths).sum()), int(read.sum(1).max())
+    between = int((read * far).sum())
+    return SplitCost("per-document zigzag", padding, 1.0, received, between, forward, backward)
 
 
 def _planned(name: str, plan: Plan, layer: Layer) -> SplitCost:

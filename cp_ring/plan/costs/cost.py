@@ -1,5 +1,5 @@
 """What a plan costs whatever the speeds: FLOPs, bytes that travel, and memory. For times see
-`cp_ring.plan.simulate`.
+`cp_ring.plan.costs.simulate`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.head_split import HeadSplit, split_heads
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.head_split import HeadSplit, split_heads
 from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.tiles import OPEN, Tiles
 from cp_ring.plan.updates import MAX_PARTS
@@ -92,18 +92,20 @@ def _codec_memory(
     sizes: AttentionSizes, tokens: int, arriving: int, leaving: int
 ) -> dict[str, int]:
     """What a codec needs beside the slots."""
-    found = {
+    buffers = {
         "both: own keys and values, encoded": tokens * sizes.wire_key_bytes,
         "both: a hop's keys and values, decoded": arriving * sizes.key_width * sizes.element,
     }
     if sizes.codec.latent and sizes.latent is not None:
         weight = sizes.kv_heads * (sizes.latent.nope + sizes.latent.value) * sizes.latent.latent
-        found["backward: a hop's dk, dv before the up-projection"] = (
+        buffers["backward: a hop's dk, dv before the up-projection"] = (
             leaving * sizes.key_width * sizes.element
         )
-        found["backward: gradients of latents in float32"] = tokens * sizes.wire_gradient_width * 4
-        found["backward: gradient of the up-projection in float32"] = weight * 4
-    return found
+        buffers["backward: gradients of latents in float32"] = (
+            tokens * sizes.wire_gradient_width * 4
+        )
+        buffers["backward: gradient of the up-projection in float32"] = weight * 4
+    return buffers
 
 
 def between_nodes(plan: PlanTables, ranks_per_node: int) -> float:
@@ -135,7 +137,7 @@ def crossing(plan: Plan, sizes: AttentionSizes, ranks_per_node: int) -> Crossing
     """
     ring, heads = plan.ring, plan.ulysses
     split, sizes = split_heads(sizes.heads, sizes.kv_heads, heads), sizes.exchanging(heads)
-    found = [0, 0]
+    moved = [0, 0]
     for place in range(heads):
         kv_heads = sum(len(group[place]) for group in split.repeated)
         for which, (table, bytes_per_token) in enumerate(
@@ -144,8 +146,8 @@ def crossing(plan: Plan, sizes: AttentionSizes, ranks_per_node: int) -> Crossing
             nodes = (
                 (side * heads + place) // ranks_per_node for side in (table.sender, table.receiver)
             )
-            found[which] += int(table.tokens[np.not_equal(*nodes)].sum()) * bytes_per_token
-    keys, gradients = found
+            moved[which] += int(table.tokens[np.not_equal(*nodes)].sum()) * bytes_per_token
+    keys, gradients = moved
     return Crossing(
         keys, gradients, _exchange_between_nodes(plan.layout, split, sizes, ranks_per_node)
     )
@@ -205,8 +207,7 @@ def blocked_pairs(plan: PlanTables, block: int, padded: bool = True) -> NDArray[
     q, k = -(-(tiles.q1 - tiles.q0) // block), -(-(tiles.k1 - tiles.k0) // block)
     low = np.where(tiles.lo == -OPEN, -OPEN, -((slide + block - 1 - tiles.lo) // block))
     high = np.where(tiles.hi == OPEN, OPEN, (tiles.hi - slide + block - 1) // block)
-    none = np.zeros_like(q)
-    area = Tiles(np.stack([none, q, none, k, low, high])).fitted().area() * block * block
+    area = Tiles.columns(0, q, 0, k, low, high).fitted().area() * block * block
     if not padded:
         area = np.minimum(area, (tiles.q1 - tiles.q0) * (tiles.k1 - tiles.k0))
     return np.bincount(place, area, plan.cp * plan.cp).reshape(plan.cp, plan.cp)

@@ -1,4 +1,4 @@
-"""Which rank of a member computes which heads; see `cp_ring.plan.heads`."""
+"""Which rank of a member computes which heads; see `cp_ring.plan.exchange.members`."""
 
 from __future__ import annotations
 

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import crossing, memory
-from cp_ring.plan.heads import members_of_node
+from cp_ring.plan.costs.cost import crossing, memory
+from cp_ring.plan.costs.simulate import Timeline, simulate
+from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.rates import RATES, Rates
 from cp_ring.plan.routes import DEFAULT, ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, auto, parse
-from cp_ring.plan.simulate import Timeline, simulate
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.verify import Report
 
 AUTO = "auto"
@@ -179,8 +179,8 @@ def choose(
                 node_size,
                 rates,
             )
-            found = costed(plan, plan.verify(), shape, sizes, node_size, rates, kernel)
-            seconds, shards = seconds + count * found.timeline.both, max(shards, found.slot_shards)
+            cost = costed(plan, plan.verify(), shape, sizes, node_size, rates, kernel)
+            seconds, shards = seconds + count * cost.timeline.both, max(shards, cost.slot_shards)
         (fits if shards <= slot_shards else too_large).append((shape, seconds, shards))
     if not fits:
         raise PlanError(
@@ -189,7 +189,7 @@ def choose(
             else _NONE
         )
     least = min(seconds for _, seconds, _ in fits)
-    best = next(found for found in fits if found[1] <= 1.01 * least)
+    best = next(cost for cost in fits if cost[1] <= 1.01 * least)
     return Choice(best[0], _reason(best, fits, too_large))
 
 
@@ -214,8 +214,8 @@ def _reason(best: _Timed, fits: list[_Timed], too_large: list[_Timed]) -> str:
     ]
     words += [f"{name} {1e3 * time:.3g} ms" for time, name in others[:2]]
     faster = min(
-        (found for found in too_large if found[1] < 0.99 * seconds),
-        key=lambda found: found[1],
+        (timed for timed in too_large if timed[1] < 0.99 * seconds),
+        key=lambda timed: timed[1],
         default=None,
     )
     return "; ".join([*words, *([f"{_needs(*faster)}"] if faster else [])])

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import gcd
 from typing import NamedTuple
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import memory
-from cp_ring.plan.layout import LAYOUTS, Layout
-from cp_ring.plan.lower import ASSUMED, KERNELS
-from cp_ring.plan.mask import Mask
-from cp_ring.plan.model import (
+from cp_ring.plan.costs.cost import memory
+from cp_ring.plan.costs.shapes import AUTO, Shape, planned, shapes_of
+from cp_ring.plan.costs.simulate import NO_UPDATES, RankUpdates, rank_updates, simulate
+from cp_ring.plan.costs.training_step import (
     EXPOSED,
     RECOMPUTE,
     AttentionCost,
@@ -31,13 +30,14 @@ from cp_ring.plan.model import (
     step_memory,
     step_seconds,
 )
+from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.lower import ASSUMED, KERNELS
+from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.rates import Rates
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS
-from cp_ring.plan.shapes import AUTO, Shape, planned, shapes_of
-from cp_ring.plan.simulate import NO_UPDATES, RankUpdates, rank_updates, simulate
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import Rates
 from cp_ring.plan.verify import Report
 
 MAX_RANKS = 256
@@ -78,6 +78,7 @@ micro batch.
 """
 
 
+@dataclass(eq=False)
 class AttentionCosts:
     """The costs for one split of tokens and heads, the least time first; each is found out when it
     is asked for.
@@ -90,51 +91,39 @@ class AttentionCosts:
     ones are added.
     """
 
-    def __init__(
-        self,
-        model: ModelSizes,
-        draws: Sequence[LayerMasks],
-        tp: int,
-        cp: int,
-        batch: int,
-        ranks_per_node: int,
-        rates: Rates,
-        layouts: Sequence[str] = ("zigzag",),
-        lossy: bool = False,
-        known: KnownPlans | None = None,
-    ):
-        self._known = {} if known is None else known
-        self._model, self._tp, self._cp, self._batch, self._rates, self._lossy = (
-            model,
-            tp,
-            cp,
-            batch,
-            rates,
-            lossy,
-        )
-        self._near = gcd(cp, max(1, ranks_per_node // tp))
-        self._found: list[AttentionCost] = []
-        self._rest = self._in_order(draws, layouts)
+    model: ModelSizes
+    draws: Sequence[LayerMasks]
+    tp: int
+    cp: int
+    batch: int
+    ranks_per_node: int
+    rates: Rates
+    layouts: Sequence[str] = ("zigzag",)
+    lossy: bool = False
+    known: KnownPlans = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._near = gcd(self.cp, max(1, self.ranks_per_node // self.tp))
+        self._ready: list[AttentionCost] = []
+        self._rest = self._in_order()
 
     def __iter__(self) -> Iterator[AttentionCost]:
-        yield from self._found
+        yield from self._ready
         for cost in self._rest:
-            self._found.append(cost)
+            self._ready.append(cost)
             yield cost
 
-    def _in_order(
-        self, draws: Sequence[LayerMasks], layouts: Sequence[str]
-    ) -> Iterator[AttentionCost]:
+    def _in_order(self) -> Iterator[AttentionCost]:
         """Bounds first: times without merges and sums, which take long to count. Then the costs
         whose bounds are least.
         """
-        shapes = [*shapes_of(self._cp, self._model.attention(self._tp, self._batch), self._near)]
-        shapes += [Shape("direct", 1, "gather")] if self._cp > SLOT_SHARDS + 1 else []
+        shapes = [*shapes_of(self.cp, self.model.attention(self.tp, self.batch), self._near)]
+        shapes += [Shape("direct", 1, "gather")] if self.cp > SLOT_SHARDS + 1 else []
         waiting: list[tuple[float, int, AttentionCost, list[ProvenPlan] | None]] = []
-        for name in layouts:
-            self._add_plans(draws, name, shapes)
+        for name in self.layouts:
+            self._add_plans(name, shapes)
             for shape in shapes:
-                plans = self._known[self._cp, self._near, name, shape]
+                plans = self.known[self.cp, self._near, name, shape]
                 for wire in self._wires(shape.heads):
                     bound = self._cost(plans, shape, wire, name, NO_UPDATES)
                     heapq.heappush(waiting, (bound.both, len(waiting), bound, plans))
@@ -153,27 +142,27 @@ class AttentionCosts:
     def _wires(self, heads: int) -> Iterator[str]:
         """The codecs that a shape allows; latents have no heads to exchange."""
         yield "plain"
-        if self._cp > heads:
-            yield from ("latent",) if self._model.latent is not None and heads == 1 else ()
-            yield from _LOSSY if self._lossy else ()
+        if self.cp > heads:
+            yield from ("latent",) if self.model.latent is not None and heads == 1 else ()
+            yield from _LOSSY if self.lossy else ()
 
-    def _add_plans(self, draws: Sequence[LayerMasks], name: str, shapes: Sequence[Shape]) -> None:
+    def _add_plans(self, name: str, shapes: Sequence[Shape]) -> None:
         """Makes and proves the plans of a layout that are not known yet."""
         missing = [
-            shape for shape in shapes if (self._cp, self._near, name, shape) not in self._known
+            shape for shape in shapes if (self.cp, self._near, name, shape) not in self.known
         ]
-        split = [(_layout(name, masks, self._cp), masks) for masks in draws] if missing else []
+        split = [(_layout(name, masks, self.cp), masks) for masks in self.draws] if missing else []
         for shape in missing:
             limit = (
                 SLOT_SHARDS
                 if shape.schedule == AUTO and not ROUTES[shape.route].own_schedule
                 else None
             )
-            found = self._known[self._cp, self._near, name, shape] = []
+            plans = self.known[self.cp, self._near, name, shape] = []
             for layout, masks in split:
                 for mask, count in masks:
-                    plan = planned(mask, layout, shape, limit, self._near, self._rates)
-                    found.append(ProvenPlan(plan, plan.verify(), count / len(draws)))
+                    plan = planned(mask, layout, shape, limit, self._near, self.rates)
+                    plans.append(ProvenPlan(plan, plan.verify(), count / len(self.draws)))
 
     def _cost(
         self,
@@ -184,34 +173,26 @@ class AttentionCosts:
         merges: Mapping[int, RankUpdates] | None,
     ) -> AttentionCost:
         """The cost of a shape. merges: those of some ranks, None to count those of rank 0."""
-        sizes = self._model.attention(self._tp, self._batch, wire)
+        sizes = self.model.attention(self.tp, self.batch, wire)
         times, buffers = [0.0] * 4, []
         for one in plans:
-            made = simulate(
-                one.plan, one.report, sizes, self._rates, self._near, updates=merges or one.merges
+            timeline = simulate(
+                one.plan, one.report, sizes, self.rates, self._near, updates=merges or one.merges
             )
-            seconds = made.forward, made.both, made.exposed_forward, made.exposed_both
+            seconds = (
+                timeline.forward,
+                timeline.both,
+                timeline.exposed_forward,
+                timeline.exposed_both,
+            )
             times = [total + one.count * more for total, more in zip(times, seconds, strict=True)]
             buffers.append(_amounts(one.report, sizes.of_rank(shape.heads)))
         schedule = plans[0].plan.schedule
         sources = max((schedule.count(hop) for hop in set(schedule) - {0}), default=0)
-        kept, results, slots, sums = (max(amounts) for amounts in zip(*buffers, strict=True))
+        most = (max(amounts) for amounts in zip(*buffers, strict=True))
         forward, both, exposed, exposed_both = times
-        return AttentionCost(
-            shape,
-            wire,
-            layout,
-            schedule,
-            sources,
-            forward,
-            both,
-            exposed,
-            exposed_both,
-            kept,
-            results,
-            slots,
-            sums,
-        )
+        seconds = forward, both, exposed, exposed_both
+        return AttentionCost(shape, wire, layout, schedule, sources, *seconds, *most)
 
 
 def _layout(name: str, masks: LayerMasks, cp: int) -> Layout:
@@ -344,8 +325,8 @@ class Search:
                 continue
             while done and done[0][0] <= bound:
                 yield heapq.heappop(done)[2]
-            if found := self._best(sizes, micro_batch):
-                heapq.heappush(done, (found.step, number, found))
+            if best := self._best(sizes, micro_batch):
+                heapq.heappush(done, (best.step, number, best))
         while done:
             yield heapq.heappop(done)[2]
 
@@ -361,19 +342,19 @@ class Search:
         if sizes not in self._weights:
             self._weights[sizes] = self._of_weights(sizes)
         weights = self._weights[sizes]
-        found: list[Tuned] = []
+        fitting: list[Tuned] = []
         for recompute in RECOMPUTE:
             least = sum(step_memory(setup, sizes, micro_batch, recompute, None, weights).values())
             self.least_bytes[sizes.cp] = min(self.least_bytes[sizes.cp], least)
-            if least > limit or found:
+            if least > limit or fitting:
                 continue
             for cost in self._attention(sizes, micro_batch):
                 memory = step_memory(setup, sizes, micro_batch, recompute, cost, weights)
                 if sum(memory.values()) <= limit:
                     seconds = step_seconds(setup, sizes, micro_batch, recompute, cost[5:9])
-                    found.append(Tuned(sizes, micro_batch, recompute, cost, seconds, memory))
+                    fitting.append(Tuned(sizes, micro_batch, recompute, cost, seconds, memory))
                     break
-        return min(found, key=lambda one: one.step, default=None)
+        return min(fitting, key=lambda one: one.step, default=None)
 
     def _attention(self, sizes: ParallelSizes, micro_batch: int) -> AttentionCosts:
         key = sizes.tp, sizes.cp, micro_batch
@@ -404,7 +385,7 @@ def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
     divisors = [size for size in range(1, setup.gpus + 1) if setup.gpus % size == 0]
     tried = [divisors if size is None else [size] for size in given[:3]]
     model, parallel = setup.model, setup.model.experts.parallel if setup.model.experts else 1
-    found = []
+    possible = []
     for tp, cp, pp in product(*tried):
         if setup.gpus % (tp * cp * pp) or tp > setup.ranks_per_node or cp > MAX_RANKS:
             continue
@@ -421,8 +402,8 @@ def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
             and model.layers % pp == 0
             and setup.global_batch % dp == 0
         ):
-            found.append(ParallelSizes(tp, cp, pp, dp))
-    if not found:
+            possible.append(ParallelSizes(tp, cp, pp, dp))
+    if not possible:
         kinds = ", ".join(
             f"{name} {size}" for name, size in given._asdict().items() if size is not None
         )
@@ -433,7 +414,7 @@ def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
             f"{setup.global_batch}"
             + (f", with experts over {parallel} ranks" if parallel > 1 else "")
         )
-    return found
+    return possible
 
 
 def reasons(

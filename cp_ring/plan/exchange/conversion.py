@@ -13,7 +13,7 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, expand, overlaps
+from cp_ring.plan.ranges import Ints, check_all, expand, overlaps, runs, starts_of
 from cp_ring.plan.tables import Transfer
 from cp_ring.plan.verify import check_layout
 from cp_ring.runtime import RUNTIME
@@ -54,15 +54,17 @@ class Conversion:
             before.starts[old] + start - before.edges[old],
             after.starts[new] + start - after.edges[new],
         )
-        made = cls(before, after, before.owner[old], after.owner[new], source, target, end - start)
-        return made._joined()
+        ranges = cls(
+            before, after, before.owner[old], after.owner[new], source, target, end - start
+        )
+        return ranges._joined()
 
     def _joined(self) -> Conversion:
         """Ranges that lie end to end on both sides become one."""
         follows = (np.diff(self.sender) == 0) & (np.diff(self.receiver) == 0)
         for start in (self.source, self.target):
             follows &= start[1:] == (start + self.tokens)[:-1]
-        first = np.flatnonzero(np.append(True, ~follows))
+        first = runs(~follows, len(self.tokens))[0]
         ranks = self.sender[first], self.receiver[first]
         tokens = np.add.reduceat(self.tokens, first)
         return Conversion(
@@ -72,15 +74,8 @@ class Conversion:
     @property
     def inverse(self) -> Conversion:
         """The way back."""
-        return Conversion(
-            self.after,
-            self.before,
-            self.receiver,
-            self.sender,
-            self.target,
-            self.source,
-            self.tokens,
-        )
+        ranks, starts = (self.receiver, self.sender), (self.target, self.source)
+        return Conversion(self.after, self.before, *ranks, *starts, self.tokens)
 
     @property
     def traveling(self) -> Ints:
@@ -107,20 +102,16 @@ class Conversion:
     def stays(self, rank: int) -> list[tuple[int, int, int]]:
         """Ranges that `rank` keeps: (place before, place after, tokens)."""
         mine = (self.sender == rank) & (self.receiver == rank)
-        return list(
-            zip(
-                *(column[mine].tolist() for column in (self.source, self.target, self.tokens)),
-                strict=True,
-            )
-        )
+        columns = np.stack([self.source, self.target, self.tokens])[:, mine]
+        return [(before, after, tokens) for before, after, tokens in columns.T.tolist()]
 
     def _transfers(self, mine: np.ndarray, peers: Ints, start: Ints, rank: int) -> list[Transfer]:
-        made = []
+        transfers = []
         for peer in np.unique(peers[mine]).tolist():
             which = np.flatnonzero(mine & (peers == peer))
             ranges = zip(start[which].tolist(), (start + self.tokens)[which].tolist(), strict=True)
-            made += [Transfer(peer, tuple(ranges))] if peer != rank else []
-        return made
+            transfers += [Transfer(peer, tuple(ranges))] if peer != rank else []
+        return transfers
 
     def verify(self) -> None:
         """Proves that every token leaves its place in one shard once, and arrives at its place in
@@ -143,24 +134,23 @@ class Conversion:
             where = f"rank {self.receiver[i]} gets token {sent[wrong[0]]} of rank {self.sender[i]}"
             raise PlanError(f"conversion: {where} in the place of token {received[wrong[0]]}")
         times = np.bincount(sent, minlength=self.before.n)
-        if (times != 1).any():
-            token = int(np.flatnonzero(times != 1)[0])
-            raise PlanError(
-                f"conversion: token {token} is moved {times[token]} times, not once, on {cp} ranks"
-            )
+        check_all(
+            times == 1,
+            lambda i: f"conversion: token {i} is moved {times[i]} times, not once, on {cp} ranks",
+        )
 
 
 def _tokens(layout: Layout, ranks: Ints, starts: Ints, counts: Ints, what: str) -> Ints:
     """The tokens of the stream that are in these ranges of the shards of `ranks`, one after
     another.
     """
-    if ((ranks < 0) | (ranks >= layout.cp)).any():
-        raise PlanError(f"conversion: a {what} is none of the {layout.cp} ranks")
+    exists = (ranks >= 0) & (ranks < layout.cp)
+    check_all(exists, lambda i: f"conversion: a {what} is none of the {layout.cp} ranks")
     held = layout.tokens_per_rank
-    if ((starts < 0) | (starts + counts > held[ranks])).any():
-        raise PlanError(f"conversion: a range is outside of the shard of its {what}")
+    inside = (starts >= 0) & (starts + counts <= held[ranks])
+    check_all(inside, lambda i: f"conversion: a range is outside of the shard of its {what}")
     everything = np.concatenate([layout.positions(rank) for rank in range(layout.cp)])
-    return everything[expand((np.cumsum(held) - held)[ranks] + starts, counts)[1]]
+    return everything[expand(starts_of(held)[ranks] + starts, counts)[1]]
 
 
 @RUNTIME.cache(maxsize=64)
@@ -168,6 +158,6 @@ def conversion(before: Layout, after: Layout) -> Conversion:
     """The proven conversion; the same layouts give that of an earlier call. Raises `PlanError` as
     `Conversion.build`.
     """
-    made = Conversion.build(before, after)
-    made.verify()
-    return made
+    proven = Conversion.build(before, after)
+    proven.verify()
+    return proven

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.head_split import split_heads
+from cp_ring.plan.sizes.head_split import split_heads
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -71,7 +71,7 @@ class Wire:
     def key_bytes(
         self, kv_heads: int, head_sizes: int, element: int, latent: LatentSizes | None = None
     ) -> int:
-        """Bytes of a token's keys and values, where an element of the inputs has `element` bytes."""
+        """Bytes of a token's keys and values; an element of the inputs has `element` bytes."""
         width = self.elements(kv_heads, head_sizes, latent) * (self.key_element or element)
         return width + (2 * kv_heads * SCALE_BYTES if self.scales else 0)
 
@@ -150,17 +150,17 @@ class AttentionSizes:
         `source` are Megatron's arguments, or settings by their names; what they lack has Megatron's
         default.
         """
-        given: Mapping[str, Any] = source if isinstance(source, Mapping) else vars(source)
+        settings: Mapping[str, Any] = source if isinstance(source, Mapping) else vars(source)
 
         def size(name: str, default: int) -> int:
-            return int(given.get(name) or default)
+            return int(settings.get(name) or default)
 
         heads = size("num_attention_heads", 1)
-        groups = size("num_query_groups", heads) if given.get("group_query_attention") else heads
+        groups = size("num_query_groups", heads) if settings.get("group_query_attention") else heads
         width = value_width = size("kv_channels", size("hidden_size", heads) // heads)
         latent = None
         # the ring moves the keys and values of every head, unless latents travel
-        if given.get("multi_latent_attention"):
+        if settings.get("multi_latent_attention"):
             sizes = {
                 "kv_lora_rank": 512,
                 "qk_pos_emb_head_dim": 64,
@@ -169,7 +169,7 @@ class AttentionSizes:
             }
             latent = LatentSizes(*(size(name, default) for name, default in sizes.items()))
             groups, width, value_width = heads, latent.nope + latent.rope, latent.value
-        dtype = "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else "fp32"
+        dtype = "bf16" if settings.get("bf16") else "fp16" if settings.get("fp16") else "fp32"
         heads, groups, width, value_width = (
             max(1, each) for each in (heads // tp, groups // tp, width, value_width)
         )
@@ -246,7 +246,7 @@ class AttentionSizes:
         ) * self.wire_element
 
     def exchanging(self, heads: int) -> AttentionSizes:
-        """The sizes where ranks exchange heads: latents have none, so that keys travel as they are."""
+        """The sizes where ranks exchange heads: latents have none, so keys travel as they are."""
         return replace(self, wire="plain") if heads > 1 and self.codec.latent else self
 
     def of_rank(self, heads: int) -> AttentionSizes:

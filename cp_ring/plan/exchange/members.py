@@ -17,9 +17,9 @@ from dataclasses import replace
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.identity import Part
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, integer
+from cp_ring.plan.ranges import Ints, expand, integer, runs, starts_of
+from cp_ring.plan.rank_plan import Part
 from cp_ring.plan.tables import Exchange, RankPlan, Span
 from cp_ring.plan.verify import check_layout
 
@@ -48,7 +48,7 @@ def with_exchange(of_member: RankPlan, layout: Layout, members: Layout, rank: in
 
 
 def check_members(layout: Layout, members: Layout, ulysses: int) -> None:
-    """Raises `PlanError` unless `members` is the layout of members of `ulysses` ranks of `layout`."""
+    """Raises `PlanError` unless `members` is the layout of members of `ulysses` ranks each."""
     check_layout(layout)
     if layout.merged(ulysses).digest != members.digest:
         raise PlanError(
@@ -62,9 +62,9 @@ def _places(layout: Layout, merged: Layout, rank: int) -> tuple[Span, ...]:
     start, size = layout.edges[chunk], np.diff(layout.edges)[chunk]
     holder = np.searchsorted(merged.edges, start, "right") - 1
     place = merged.starts[holder] + start - merged.edges[holder]
-    first = np.flatnonzero(np.append(True, place[1:] != (place + size)[:-1])[: len(place)])
-    ends = (place + size)[np.append(first[1:], len(place))[: len(first)] - 1]
-    return tuple(zip(place[first].tolist(), ends.tolist(), strict=True))
+    end = place + size
+    first, last = runs(place[1:] != end[:-1], len(place))
+    return tuple(zip(place[first].tolist(), end[last].tolist(), strict=True))
 
 
 def check_exchange(
@@ -80,8 +80,8 @@ def check_exchange(
     None makes it anew. Raises `PlanError` that names the rank and the tokens.
     """
     member = rank * merged.cp // layout.cp
-    made = _places(layout, merged, rank) if exchange is None else exchange.ranges[exchange.place]
-    spans = np.array(made, np.int64).reshape(-1, 2)
+    places = _places(layout, merged, rank) if exchange is None else exchange.ranges[exchange.place]
+    spans = np.array(places, np.int64).reshape(-1, 2)
     size, tokens = np.diff(spans, axis=1)[:, 0], int(layout.tokens_per_rank[rank])
     if (
         int(size.sum()) != tokens
@@ -92,21 +92,15 @@ def check_exchange(
         raise PlanError(
             f"rank {rank}: {int(size.sum())} tokens are exchanged, but it holds {tokens}"
         )
-    own_start = np.cumsum(size) - size  # of each range, in the rank's own shard
+    own_start = starts_of(size)  # of each range, in the rank's own shard
     own_chunk, own_stream = _chunks(layout, rank)
     chunk, stream = _chunks(merged, member)
-    inside = (
-        np.searchsorted(chunk, spans[:, 0], "right"),
-        np.searchsorted(chunk, spans[:, 1], "left"),
-    )
-    which = np.repeat(np.arange(len(spans)), inside[1] - inside[0])
-    there = (
-        np.concatenate([np.arange(a, b) for a, b in zip(*inside, strict=True)])
-        if len(which)
-        else which
-    )
+    inside = np.searchsorted(chunk, spans[:, 0], "right")
+    which, of_member = expand(inside, np.searchsorted(chunk, spans[:, 1], "left") - inside)
     cuts = np.unique(
-        np.concatenate([own_start, own_chunk, chunk[there] - spans[which, 0] + own_start[which]])
+        np.concatenate(
+            [own_start, own_chunk, chunk[of_member] - spans[which, 0] + own_start[which]]
+        )
     )
     for token in (cuts, np.append(cuts[1:], tokens)[: len(cuts)] - 1):
         at = np.searchsorted(own_start, token, "right") - 1

@@ -104,9 +104,14 @@ def named_or_read(text: str) -> Rates:
     return read(text)
 
 
-_IN_FILE = {"tflops": ("flops", 1e12), "link_gb_s": ("inside", 1e9), "network_gb_s": ("between", 1e9),
-            "memory_gb_s": ("memory", 1e9), "call_us": ("call", 1e-6), "ranks_per_card": (
-            "ranks_per_card", 1)}  # fmt: skip
+_IN_FILE = {
+    "tflops": ("flops", 1e12),
+    "link_gb_s": ("inside", 1e9),
+    "network_gb_s": ("between", 1e9),
+    "memory_gb_s": ("memory", 1e9),
+    "call_us": ("call", 1e-6),
+    "ranks_per_card": ("ranks_per_card", 1),
+}
 
 
 def read(path: str) -> Rates:
@@ -119,24 +124,24 @@ def read(path: str) -> Rates:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            found: Any = json.load(file)
+            content: Any = json.load(file)
     except OSError as error:
         raise PlanError(f"--rates {path}: cannot be read: {error.strerror}") from None
     except ValueError:
         raise PlanError(f"--rates {path}: not valid JSON") from None
-    given: dict[str, Any] = {}
-    if isinstance(found, dict):
-        given = {key: found[key] for key in _IN_FILE if found.get(key) is not None}
-    if not given:
+    rates: dict[str, Any] = {}
+    if isinstance(content, dict):
+        rates = {key: content[key] for key in _IN_FILE if content.get(key) is not None}
+    if not rates:
         raise PlanError(
             f"--rates {path}: it has none of {', '.join(_IN_FILE)}, as `cp-ring bench rates "
             "--json` prints them"
         )
-    for key, value in given.items():
+    for key, value in rates.items():
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
             or not 0 < value < float("inf")
         ):
             raise PlanError(f"--rates {path}: {key} {value!r}: it must be a number above 0")
-    return Rates(**{_IN_FILE[key][0]: value * _IN_FILE[key][1] for key, value in given.items()})
+    return Rates(**{_IN_FILE[key][0]: value * _IN_FILE[key][1] for key, value in rates.items()})

@@ -3,8 +3,8 @@ all parallel dimensions.
 
 The model of the time: pipeline stages work one microbatch after the other (1F1B), all with the same
 number of layers, the last one with the output layer besides. Attention takes what
-`cp_ring.plan.simulate` says. Messages of tensor and expert parallelism are not hidden. Those of
-gradients hide behind backward of the last microbatch, and those of weights behind forward of the
+`cp_ring.plan.costs.simulate` says. Messages of tensor and expert parallelism are not hidden. Those
+of gradients hide behind backward of the last microbatch, and those of weights behind forward of the
 first one, where Megatron's flags ask for it.
 """
 
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from math import log, sqrt
 from typing import NamedTuple
 
-from cp_ring.plan.rates import Rates
+from cp_ring.plan.costs.shapes import Shape
 from cp_ring.plan.schedule import Schedule
-from cp_ring.plan.shapes import Shape
-from cp_ring.plan.sizes import DTYPE_BYTES, AttentionSizes, LatentSizes
+from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES, AttentionSizes, LatentSizes
+from cp_ring.plan.sizes.device_rates import Rates
 
 
 class Experts(NamedTuple):
@@ -108,12 +108,12 @@ class ModelSizes:
     @property
     def other_parameters(self) -> int:
         """Parameters of all layers that are no experts' own; norms and biases are left out."""
-        found = self.layers * self.attention_parameters
+        attention = self.layers * self.attention_parameters
         if self.experts is None:
-            return found + self.layers * self._network(self.ffn)
+            return attention + self.layers * self._network(self.ffn)
         dense = self.layers - self.experts.layers
         shared = self._network(self.experts.shared_width) + self.hidden * self.experts.number
-        return found + dense * self._network(self.ffn) + self.experts.layers * shared
+        return attention + dense * self._network(self.ffn) + self.experts.layers * shared
 
     @property
     def embedding_parameters(self) -> int:
@@ -284,16 +284,16 @@ def step_seconds(
     count, pp = setup.microbatches(sizes, micro_batch), sizes.pp
     stage = sum(of_microbatch.values()) / pp
     pipeline = (count - 1) * (stage + logits) + pp * stage + logits
-    found = {name: count / pp * seconds for name, seconds in of_microbatch.items()}
-    found["output layer"] = count / pp * logits
-    found["pipeline waits"] = pipeline - sum(found.values()) if pp > 1 else 0.0
-    found["pipeline messages"] = _pipeline(setup, sizes, tokens) * 2 * (count + pp - 1)
-    found["gradients and weights"] = _gradients(setup, sizes, of_last=2 * layers / pp)
-    found["optimizer"] = _optimizer(setup, sizes)
-    found["uneven documents"] = (
+    items = {name: count / pp * seconds for name, seconds in of_microbatch.items()}
+    items["output layer"] = count / pp * logits
+    items["pipeline waits"] = pipeline - sum(items.values()) if pp > 1 else 0.0
+    items["pipeline messages"] = _pipeline(setup, sizes, tokens) * 2 * (count + pp - 1)
+    items["gradients and weights"] = _gradients(setup, sizes, of_last=2 * layers / pp)
+    items["optimizer"] = _optimizer(setup, sizes)
+    items["uneven documents"] = (
         count / pp * both * _unevenness(setup, sizes.dp, count * micro_batch)
     )
-    return {name: seconds for name, seconds in found.items() if seconds}
+    return {name: seconds for name, seconds in items.items() if seconds}
 
 
 EXPOSED = ("attention waits for messages", "tensor-parallel messages", "expert-parallel messages",
@@ -418,7 +418,7 @@ def step_memory(
     logits = chunk * model.vocabulary / sizes.tp * (model.element + 4)
     flying = min(setup.microbatches(sizes, micro_batch), sizes.pp)
     first = flying * of_microbatch > of_microbatch + logits and sizes.pp > 1
-    found = {
+    items = {
         "weights, gradients, optimizer": weights,
         "activations": of_microbatch * (flying if first else 1) + working,
         "logits": 0.0 if first else logits,
@@ -426,4 +426,4 @@ def step_memory(
         "attention: sums and gradients": float(sums),
         "CUDA, NCCL, fragmentation": float(RESERVED_BYTES),
     }
-    return found
+    return items

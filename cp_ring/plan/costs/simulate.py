@@ -3,7 +3,7 @@ given rates.
 
 A pass, forward or backward, is a series of stages on each rank: its hops, where backward does half
 of hop 0 first and half of it last. A stage lasts as long as the longest of three things: what it
-computes, what arrives during it, and what leaves during it (`cp_ring.plan.rates.stage_seconds`).
+computes, what arrives during it, and what leaves during it (`stage_seconds`).
 These are the keys of the next hop, and in backward also the gradients of the last one. A network
 card may be shared by several ranks: then what all of them send or receive at a hop goes through it.
 Merges, sums, kernel calls and exchanges of heads take time besides. Where ranks exchange heads, the
@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.cost import Cost, blocked_pairs, cost, exchanged
-from cp_ring.plan.head_split import split_heads
+from cp_ring.plan.costs.cost import Cost, blocked_pairs, cost, exchanged
 from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities, call_groups, lower
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
-from cp_ring.plan.rates import RATES, Rates, stage_seconds
-from cp_ring.plan.sizes import AttentionSizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates, stage_seconds
+from cp_ring.plan.sizes.head_split import split_heads
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan, Transfers
 from cp_ring.plan.updates import Partial, Update, gradient_updates, query_updates
 from cp_ring.plan.verify import Report
@@ -102,13 +102,13 @@ class Timeline:
         """Of forward, and of both together: the time of the slowest rank, and what of it the rank
         waits.
         """
-        found: list[tuple[float, float]] = []
+        slowest: list[tuple[float, float]] = []
         total, busy = np.zeros(1), np.zeros(1)
         for one in self.passes:
             total, busy = total + one.seconds, busy + one.busy
             rank = int(np.argmax(total))
-            found.append((float(total[rank]), float(total[rank] - busy[rank])))
-        return found
+            slowest.append((float(total[rank]), float(total[rank] - busy[rank])))
+        return slowest
 
     @property
     def forward(self) -> float:
@@ -180,7 +180,7 @@ class Links:
         return np.stack(tables).astype(np.int64)
 
     def seconds(self, amounts: Ints) -> Floats:
-        """Time of amounts, [4, ...]; the directions and classes of links are busy at the same time."""
+        """Time of amounts, [4, ...]; directions and classes of links are busy at the same time."""
         inside, between = amounts[:2] / self.rates.inside, amounts[2:] / self.rates.between
         return np.maximum(inside.max(0), between.max(0))
 
@@ -291,11 +291,11 @@ def _moved(amounts: Ints, stage: Ints, stages: int) -> Ints:
     """Amounts [4, ranks, hops] of the hops after hop 0, counted in the stages in which they travel:
     [4, ranks, stages].
     """
-    found = np.zeros((*amounts.shape[:2], stages), np.int64)
+    moved = np.zeros((*amounts.shape[:2], stages), np.int64)
     rank = np.arange(amounts.shape[1])
     for hop in range(1, amounts.shape[2]):
-        found[:, rank, stage[:, hop]] += amounts[:, :, hop]
-    return found
+        moved[:, rank, stage[:, hop]] += amounts[:, :, hop]
+    return moved
 
 
 def _ring_amounts(links: Links, table: Transfers, bytes_per_token: list[int], hops: int) -> Ints:
@@ -445,9 +445,9 @@ def _accumulated(update: Update, part: int, wire: int, result: int) -> int:
     """Bytes of an update for each element of a token, with elements of these sizes."""
     if update.whole and part == result:
         return 0
-    here, arrived = update.read
+    computed, arrived = update.read
     loaded, kept, completed = update.stored
-    return here * part + arrived * wire + (loaded + kept) * 4 + completed * result
+    return computed * part + arrived * wire + (loaded + kept) * 4 + completed * result
 
 
 def _overheads(
@@ -466,13 +466,13 @@ def _overheads(
         updates = {
             rank: rank_updates(plan.rank_plan(rank * plan.ulysses), kernel) for rank in sample
         }
-    found = {
+    seconds = {
         rank: np.array(accumulator_bytes(of_rank, own)) / rates.memory
         + of_rank.calls * groups * rates.call
         for rank, of_rank in updates.items()
     }
-    most = np.max(list(found.values()), axis=0)
-    return np.array([found.get(rank, most) for rank in range(plan.ring.cp)])
+    most = np.max(list(seconds.values()), axis=0)
+    return np.array([seconds.get(rank, most) for rank in range(plan.ring.cp)])
 
 
 # When each stage and each message begins and ends, for pictures

@@ -1,0 +1,1 @@
+"""What plans cost: bytes, memory and times, and the searches among plans that read them."""
