@@ -9,7 +9,6 @@ rule of Megatron's stands here if it says nothing with it, or not before a rank 
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -193,11 +192,12 @@ def _has_no_dropout(job: Job) -> bool:
     if not job.attention_dropout:
         return False
     # most jobs need neither here
-    torch, kernels = importlib.import_module("torch"), importlib.import_module("cp_ring.kernels")
+    import torch
+
+    from cp_ring.kernels import supports_dropout
+
     named = job.own.kernel
-    return bool(
-        torch.cuda.is_available() if named == "auto" else not kernels.supports_dropout(named)
-    )
+    return bool(torch.cuda.is_available() if named == "auto" else not supports_dropout(named))
 
 
 WINDOWS = (
