@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cp_ring.api import ring_attention
     from cp_ring.comm.latent import LatentKeys
-    from cp_ring.config import ContextParallelConfig
     from cp_ring.errors import ConfigError, KernelError, PlanError
     from cp_ring.offload import Offload
+    from cp_ring.options import Options
     from cp_ring.plan import Layout, Mask, Plan, PlanSpec
     from cp_ring.sharding import convert_layout, roll, shard, unshard
 
     __version__: str
-    # cp_ring.megatron.specs; not imported here, because nothing below cp_ring.megatron knows it
-    with_ring_attention: Any
 
 __all__ = [
     "ConfigError",
-    "ContextParallelConfig",
     "KernelError",
     "LatentKeys",
     "Layout",
     "Mask",
     "Offload",
+    "Options",
     "Plan",
     "PlanError",
     "PlanSpec",
@@ -36,17 +35,16 @@ __all__ = [
     "roll",
     "shard",
     "unshard",
-    "with_ring_attention",
 ]
 
 _MODULES = {
     "ConfigError": "cp_ring.errors",
-    "ContextParallelConfig": "cp_ring.config",
     "KernelError": "cp_ring.errors",
     "LatentKeys": "cp_ring.comm.latent",
     "Layout": "cp_ring.plan",
     "Mask": "cp_ring.plan",
     "Offload": "cp_ring.offload",
+    "Options": "cp_ring.options",
     "Plan": "cp_ring.plan",
     "PlanError": "cp_ring.errors",
     "PlanSpec": "cp_ring.plan",
@@ -56,7 +54,6 @@ _MODULES = {
     "roll": "cp_ring.sharding",
     "shard": "cp_ring.sharding",
     "unshard": "cp_ring.sharding",
-    "with_ring_attention": "cp_ring.megatron.specs",
 }
 
 
@@ -66,11 +63,27 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if name == "__version__":
         return _version()
+    if name in ("ContextParallelConfig", "with_ring_attention"):
+        return _renamed(name)
     raise AttributeError(f"module 'cp_ring' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _renamed(name: str) -> Any:
+    """What had this name before, for one version. Nothing else of cp_ring alone knows Megatron."""
+    if name == "ContextParallelConfig":
+        from cp_ring.options import Options as value
+
+        now = "cp_ring.Options"
+    else:
+        from cp_ring.megatron.specs import with_ring_attention as value  # type: ignore[assignment]
+
+        now = "cp_ring.megatron.with_ring_attention"
+    warnings.warn(f"cp_ring.{name} is {now} now", FutureWarning, stacklevel=3)
+    return value
 
 
 def _version() -> str:

@@ -44,6 +44,7 @@ from cp_ring.observe.timing import note_rank
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.offload import Offload, Waiting, tensor_of
 from cp_ring.ops.dtypes import in_one_dtype, sum_dtype
+from cp_ring.options import SETTINGS, Options, choices, either
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
@@ -57,7 +58,6 @@ SubGroups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
 """
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_WIRE_DTYPES = ("input", "float32", "bfloat16")
 _MAX_KINDS = 64  # of calls of one plan
 
 
@@ -76,10 +76,10 @@ class AttentionOptions:
 
     softmax_scale: float | None = None
     deterministic: bool | None = None
-    kernel: str = "auto"
-    num_slots: int = 2
+    kernel: str = Options.kernel
+    num_slots: int = Options.num_slots
     wire: str = "plain"
-    wire_dtype: str = "input"
+    wire_dtype: str = Options.wire_dtype
     qkv_format: str = "bshd"
     lse: bool = False
     max_logit: bool = False
@@ -87,16 +87,16 @@ class AttentionOptions:
     sub_groups: SubGroups | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_slots, int) or not 2 <= self.num_slots <= 8:
+        slots = SETTINGS["num_slots"].metadata
+        least, most = slots["least"], slots["most"]
+        if not isinstance(self.num_slots, int) or not least <= self.num_slots <= most:
             raise ConfigError(
-                f"num_slots={self.num_slots!r}: it must be a whole number from 2 to 8"
+                f"num_slots={self.num_slots!r}: it must be a whole number from {least} to {most}"
             )
         if self.wire not in CODECS:
             raise ConfigError(f"wire={self.wire!r}: known are {', '.join(CODECS)}")
-        if self.wire_dtype not in _WIRE_DTYPES:
-            raise ConfigError(
-                f"wire_dtype={self.wire_dtype!r}: it must be 'input', 'float32' or 'bfloat16'"
-            )
+        if self.wire_dtype not in (dtypes := choices("wire_dtype")):
+            raise ConfigError(f"wire_dtype={self.wire_dtype!r}: it must be {either(dtypes)}")
         if self.qkv_format not in ("bshd", "sbhd"):
             raise ConfigError(f"qkv_format={self.qkv_format!r}: it must be 'bshd' or 'sbhd'")
         if self.softmax_scale is not None and not 0 < self.softmax_scale < math.inf:

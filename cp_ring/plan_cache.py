@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from cp_ring.errors import ConfigError
+from cp_ring.options import Options
 from cp_ring.plan.costs.shapes import AUTO, choose
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask, window_of
@@ -25,6 +26,7 @@ MAX_CHOICES = 64
 """How many choices of `auto` are kept: those that were used last."""
 
 _OF_PLANS = "mask, layout, route, schedule and heads"
+_OF_MASKS = ("causal", "window_size", "cu_seqlens")
 Offsets = Sequence[int] | np.ndarray | Tensor
 
 _choices: OrderedDict[tuple[object, ...], tuple[str, int]] = RUNTIME.keep(OrderedDict())
@@ -43,10 +45,10 @@ class PlanOptions:
     cu_seqlens: Offsets | None = None
     mask: Mask | None = None
     plan: Plan | RankPlan | None = None
-    layout: str | Layout = "zigzag"
-    route: str = "direct"
-    schedule: str | Sequence[int] = "auto"
-    heads: int | str = 1
+    layout: str | Layout = Options.layout
+    route: str = Options.route
+    schedule: str | Sequence[int] = Options.schedule
+    heads: int | str = Options.heads
     node_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -56,21 +58,18 @@ class PlanOptions:
                 f"window_size={self.window_size!r}: it must be (left, right), with -1 for an open "
                 "side"
             )
-        masks = [("mask", mask is not None), ("causal", self.causal),
-                 ("window_size", tuple(self.window_size) != (-1, -1)), ("cu_seqlens", self.cu_seqlens is not None)]  # fmt: skip
-        if self.plan is not None:
-            others = [("layout", layout != "zigzag"), ("route", self.route != "direct"), ("schedule", self.schedule !=
-                "auto"),
-                      ("heads", heads != 1), ("node_size", self.node_size is not None)]  # fmt: skip
-            for name, given in masks + others:
-                if given:
-                    raise ConfigError(
-                        f"{name} and plan are both given, but a plan has its own {_OF_PLANS}: drop "
-                        "one"
-                    )
-        elif mask is not None:
-            for name, given in masks[1:]:
-                if given:
+        changed = [
+            name
+            for name in ("mask", *_OF_MASKS, "layout", "route", "schedule", "heads", "node_size")
+            if self._asks(name)
+        ]
+        if self.plan is not None and changed:
+            raise ConfigError(
+                f"{changed[0]} and plan are both given, but a plan has its own {_OF_PLANS}: drop one"
+            )
+        if mask is not None:
+            for name in changed:
+                if name in _OF_MASKS:
                     raise ConfigError(
                         f"{name} and mask are both given, but a mask is complete by itself: drop "
                         "one"
@@ -93,6 +92,13 @@ class PlanOptions:
             raise ConfigError(
                 f"layout is a {type(layout).__name__}, not a Layout or one of {', '.join(LAYOUTS)}"
             )
+
+    def _asks(self, name: str) -> bool:
+        """Whether a keyword has another value than its default."""
+        value, default = getattr(self, name), getattr(PlanOptions, name)
+        if default is None:
+            return value is not None
+        return bool((tuple(value) if name == "window_size" else value) != default)
 
     def find(
         self,

@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 from cp_ring import patches, signals
-from cp_ring.config import ContextParallelConfig
 from cp_ring.megatron.flags import argument_parser
 from cp_ring.megatron.flags.rule import check_rules
 from cp_ring.megatron.flags.rules import SCRIPT
 from cp_ring.megatron.rejection import reject, rejecting
 from cp_ring.observe import standard_streams
+from cp_ring.options import Options
 from cp_ring.patches.install import install, job_of, log_steps
 
 _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"
@@ -59,7 +59,7 @@ def _show_help(script: Path) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _run_patched(script: Path, config: ContextParallelConfig) -> None:
+def _run_patched(script: Path, config: Options) -> None:
     """Runs the script with the patches in force, and writes what the run directory is to hold."""
     standard_streams.tolerate()
     signals.listen_if_asked(sys.argv)
@@ -81,7 +81,7 @@ def _run_patched(script: Path, config: ContextParallelConfig) -> None:
     training_log.finish(config.run_dir)
 
 
-def _check_batches(script: Path, config: ContextParallelConfig) -> None:
+def _check_batches(script: Path, config: Options) -> None:
     """Raises `ConfigError` for settings that need the batches of `cp_ring.pretrain_gpt`."""
     job = job_of(sys.argv[1:], config)
     job.args.script = script

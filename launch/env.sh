@@ -40,7 +40,7 @@ environment_hash() {
     cat "$ROOT/pyproject.toml" "$ROOT/launch/constraints.txt" | sha256sum | cut -c1-16
 }
 
-# prepare_environment EXTRAS, as "[test]" or "[corpus]". Returns at once if .venv is complete; starts anew after an interrupted installation.
+# prepare_environment EXTRAS, as "[test]" or "[megatron,tools]". Returns at once if .venv is complete; starts anew after an interrupted installation.
 prepare_environment() {
     local extras="$1" stamp python old
     if [[ ! -e "$ROOT/pyproject.toml" ]]; then

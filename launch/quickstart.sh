@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
-prepare_environment "[corpus]"
+prepare_environment "[megatron,tools,corpus]"
 exec "$VENV/bin/cp-ring" train configs/quickstart.yaml "$@"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.megatron.flags.argument_parser import add_own_arguments
+from cp_ring.options import Options
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
@@ -36,7 +36,7 @@ def _replacements() -> Iterator[Replacement]:
         from cp_ring.megatron.rejection import megatrons_rejections, rejecting
         from cp_ring.patches.install import install_for_model
 
-        config = ContextParallelConfig.from_args(args)
+        config = Options.from_args(args)
         objections = megatrons_rejections() if config.enabled or config.cpu else nullcontext()
         with rejecting(), objections, logits_without_te(args) if config.enabled else nullcontext():
             result = validate_args(args, *rest, **kwargs)

@@ -5,26 +5,27 @@ without Megatron's command line.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from cp_ring import patches
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import program
 from cp_ring.megatron.compat import check_version
 from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.flags.rules import PROGRAM
 from cp_ring.megatron.settings import configure
+from cp_ring.options import Options
 
 
 def enable(
-    config: ContextParallelConfig | None = None,
+    config: Options | None = None,
     *,
     seq_length: int = 0,
     micro_batch_size: int = 1,
     packed: bool = False,
     **settings: Any,
-) -> ContextParallelConfig:
+) -> Options:
     """Ring attention in every attention layer of the models that this process builds from now on.
 
     Call it once on every rank, before the first model is built. It is for programs on megatron.core
@@ -36,7 +37,7 @@ def enable(
     and the certificate is made before the first model is.
 
     Args:
-        config: the settings; or give them as keywords, with the names of `ContextParallelConfig`:
+        config: the settings; or give them as keywords, with the names of `Options`:
         `layout="balanced"`.
         seq_length: tokens of a batch row, for checks, for `route="auto"` and `heads="auto"`, and
             for the certificate's probes at this length; 0 if unknown.
@@ -52,11 +53,8 @@ def enable(
         that is not supported.
     """
     if config is not None and settings:
-        raise ConfigError(
-            "cp_ring.megatron.enable takes a ContextParallelConfig or settings by name, not both"
-        )
-    given = config.model_dump() if config is not None else settings
-    used = ContextParallelConfig.make(**(given | {"enabled": True}))
+        raise ConfigError("cp_ring.megatron.enable takes Options or settings by name, not both")
+    used = replace(config or Options.make(**settings), enabled=True)
     job = Job(argparse.Namespace(program=True, packed=packed, seq_length=seq_length), used)
     check_rules(job, PROGRAM)
     check_version(core_alone=True)

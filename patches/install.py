@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from cp_ring import patches
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.compat import check_version
 from cp_ring.megatron.flags.rule import Job
 from cp_ring.megatron.settings import configure, current, flags
+from cp_ring.options import Options
 
 
-def install(argv: Sequence[str]) -> ContextParallelConfig:
+def install(argv: Sequence[str]) -> Options:
     """Applies the patches that the flags in `argv` ask for, and returns the cp_ring settings among
     them.
 
@@ -38,7 +38,7 @@ def install(argv: Sequence[str]) -> ContextParallelConfig:
     return config
 
 
-def job_of(argv: Sequence[str], config: ContextParallelConfig) -> Job:
+def job_of(argv: Sequence[str], config: Options) -> Job:
     """What the words of a command line say of a job, before Megatron has parsed them: what is
     given, and whole numbers.
     """
@@ -53,7 +53,7 @@ def job_of(argv: Sequence[str], config: ContextParallelConfig) -> Job:
     return Job(argparse.Namespace(**given), config)
 
 
-def install_for_model(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+def install_for_model(args: argparse.Namespace, config: Options) -> None:
     """Applies the patches that the completed arguments ask for and the command line did not show.
 
     Layers can also come from a checkpoint (--use-checkpoint-args) or a file. Call it before a model

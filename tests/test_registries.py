@@ -1,4 +1,4 @@
-"""A kernel and a route from outside of cp_ring are selectable by name once registered; config.py
+"""A kernel and a route from outside of cp_ring are selectable by name once registered; options.py
 names none of them.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cp_ring import ConfigError, ContextParallelConfig, config, ring_attention
+from cp_ring import ConfigError, Options, options, ring_attention
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.reference import ReferenceKernel
 from cp_ring.plan.layout import LAYOUTS, Layout
@@ -49,17 +49,17 @@ def registries(monkeypatch):
     for registry, before in kept:
         registry.clear()
         registry.update(before)
-    config.load_plugins.cache_clear()
+    options.load_plugins.cache_clear()
 
 
 def test_selected_by_setting_and_by_call(registries):
-    for options in ({"kernel": "probe"}, {"route": "express"}, {"layout": "striped"}):
+    for values in ({"kernel": "probe"}, {"route": "express"}, {"layout": "striped"}):
         with pytest.raises(ConfigError, match="input should be"):
-            ContextParallelConfig.make(**options)
+            Options.make(**values)
     register()
-    made = ContextParallelConfig.make(kernel="probe", route="express", layout="striped")
-    parser = ContextParallelConfig.add_arguments(argparse.ArgumentParser())
-    assert ContextParallelConfig.from_args(parser.parse_args(made.to_args())) == made
+    made = Options.make(kernel="probe", route="express", layout="striped")
+    parser = Options.add_arguments(argparse.ArgumentParser())
+    assert Options.from_args(parser.parse_args(made.to_args())) == made
     assert "reference, probe" in parser.format_help()
 
     def case(group):
@@ -73,19 +73,19 @@ def test_selected_by_setting_and_by_call(registries):
 
 
 def test_plugins_are_loaded_when_a_name_is_unknown(registries, monkeypatch):
-    entry = importlib.metadata.EntryPoint("probe", "tests_probe_plugin", config.PLUGINS)
-    wanted = {"group": config.PLUGINS}
+    entry = importlib.metadata.EntryPoint("probe", "tests_probe_plugin", options.PLUGINS)
+    wanted = {"group": options.PLUGINS}
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda **query: [entry] if query == wanted else []
     )
 
-    config.load_plugins.cache_clear()
+    options.load_plugins.cache_clear()
     with pytest.raises(
         ConfigError, match=r"plugin probe .tests_probe_plugin. cannot be imported: No module named"
     ):
-        ContextParallelConfig.make(kernel="probe")
+        Options.make(kernel="probe")
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda entry: register())
-    assert ContextParallelConfig.make(kernel="probe").kernel == "probe"
+    assert Options.make(kernel="probe").kernel == "probe"
 
 
 @pytest.mark.parametrize(
@@ -112,5 +112,5 @@ def test_plugins_are_loaded_when_a_name_is_unknown(registries, monkeypatch):
 )
 def test_bad_names_are_one_line_that_names_the_flag(values, says):
     with pytest.raises(ConfigError) as raised:
-        ContextParallelConfig.make(**values)
+        Options.make(**values)
     assert says in str(raised.value) and "\n" not in str(raised.value)

@@ -17,6 +17,7 @@ certify: Any
 split_batch: Any
 save_checkpoint: Any
 load_checkpoint: Any
+with_ring_attention: Any
 
 _MODULES = {
     "enable": "cp_ring.patches.enable",  # above this package: it knows the patches
@@ -24,12 +25,28 @@ _MODULES = {
     "split_batch": "cp_ring.megatron.batches",
     "save_checkpoint": "cp_ring.megatron.checkpoints.whole",
     "load_checkpoint": "cp_ring.megatron.checkpoints.whole",
+    "with_ring_attention": "cp_ring.megatron.specs",
 }
 
-__all__ = ["certify", "enable", "load_checkpoint", "save_checkpoint", "split_batch"]
+__all__ = [
+    "certify",
+    "enable",
+    "load_checkpoint",
+    "save_checkpoint",
+    "split_batch",
+    "with_ring_attention",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'cp_ring.megatron' has no attribute {name!r}")
+    try:
         return getattr(importlib.import_module(_MODULES[name]), name)
-    raise AttributeError(f"module 'cp_ring.megatron' has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        missing = str(error.name).partition(".")[0]
+        if missing == "cp_ring":
+            raise
+        raise ImportError(
+            f"cp_ring.megatron.{name} needs the package {missing}: pip install 'cp-ring[megatron]'"
+        ) from None

@@ -33,14 +33,15 @@ def check_version(core_alone: bool = False) -> str:
     With `core_alone` it need not have megatron.training of the same version.
     """
     version = megatron_version()
-    install = f"pip install 'megatron-core[training]{SUPPORTED}'"
     if version is None:
         raise ConfigError(
-            f"--cp-ring needs megatron-core{SUPPORTED}, which is not installed: {install}"
+            f"--cp-ring needs megatron-core{SUPPORTED}, which is not installed: pip install "
+            "'cp-ring[megatron]'"
         )
     if not within(SUPPORTED):
         raise ConfigError(
-            f"--cp-ring needs megatron-core{SUPPORTED}, but {version} is installed: {install}"
+            f"--cp-ring needs megatron-core{SUPPORTED}, but {version} is installed: pip install "
+            f"'megatron-core[training]{SUPPORTED}'"
         )
     # a namespace package: its parts can be in two places
     if not core_alone and not has_training_loop():

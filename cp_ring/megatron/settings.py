@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cp_ring.config import ContextParallelConfig
+from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
 
 # flags of Megatron on which patches and entries depend
@@ -26,9 +26,7 @@ layers have it.
 
 @dataclass
 class _InForce:
-    config: ContextParallelConfig = field(
-        default_factory=lambda: ContextParallelConfig.make(enabled=True)
-    )
+    config: Options = field(default_factory=lambda: Options.make(enabled=True))
     whole_rows: bool = False
     layers: LayerWindows = (((-1, -1), 1),)
 
@@ -36,7 +34,7 @@ class _InForce:
 _in_force = RUNTIME.keep(_InForce())
 
 
-def current() -> ContextParallelConfig:
+def current() -> Options:
     """The settings in force; the defaults unless `install`, or the parsed flags, changed them."""
     return _in_force.config
 
@@ -63,7 +61,7 @@ def split_by_microbatch() -> bool:
 
 
 def configure(
-    config: ContextParallelConfig,
+    config: Options,
     whole_rows: bool | None = None,
     layers: LayerWindows | None = None,
 ) -> None:
@@ -77,10 +75,10 @@ def configure(
         _in_force.layers = layers
 
 
-def flags(argv: Sequence[str]) -> ContextParallelConfig:
+def flags(argv: Sequence[str]) -> Options:
     """The cp_ring settings among the flags of a command line; ignores all other flags. Raises
     `ConfigError` for a bad value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    ContextParallelConfig.add_arguments(parser)
-    return ContextParallelConfig.from_args(parser.parse_known_args(list(argv))[0])
+    Options.add_arguments(parser)
+    return Options.from_args(parser.parse_known_args(list(argv))[0])

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.megatron import compat
 from cp_ring.observe import clocks, links, progress, timing, trace
 from cp_ring.observe.findings import Alarms, Findings, RankTimes, combined, group_findings
+from cp_ring.options import Options
 
 
 class StepTiming:
@@ -113,7 +113,7 @@ def _gathered(mine: Any, group: Any, place: int) -> list[Any]:
     return gathered or []
 
 
-def step_timing(config: ContextParallelConfig) -> StepTiming | None:
+def step_timing(config: Options) -> StepTiming | None:
     """What follows the steps of a job with these settings; None if no step is to be measured.
     Attention calls tell the step.
     """

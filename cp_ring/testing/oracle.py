@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring import Layout, Plan, ring_attention
+from cp_ring.api import ring_attention
 from cp_ring.observe.counters import Counters, record
+from cp_ring.plan import Layout, Plan
 
 
 class Case(NamedTuple):

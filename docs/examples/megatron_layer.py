@@ -5,7 +5,8 @@ docs/examples/megatron_layer.py
 import torch
 import torch.distributed as dist
 
-from cp_ring import patches, with_ring_attention
+from cp_ring import patches
+from cp_ring.megatron import with_ring_attention
 
 patches.get("cpu_runtime").apply()  # only where there is no CUDA: Megatron then runs on the CPU
 

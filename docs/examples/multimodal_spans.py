@@ -7,8 +7,8 @@ Loss and gradients are those of stock Megatron on one rank with the dense mask.
 import torch
 import torch.distributed as dist
 
-from cp_ring import ContextParallelConfig, Mask, patches, with_ring_attention
-from cp_ring.megatron import settings
+from cp_ring import Mask, Options, patches
+from cp_ring.megatron import settings, with_ring_attention
 
 for name in ("cpu_runtime", "rotary_layout"):  # the first only where there is no CUDA
     patches.get(name).apply()
@@ -64,14 +64,14 @@ def loss_and_gradients(model, part, dense=None):
 def main():
     batch = microbatch()
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    settings.configure(ContextParallelConfig(enabled=True, layout="balanced", mask_kinds="images"))
+    settings.configure(Options(enabled=True, layout="balanced", mask_kinds="images"))
     found = loss_and_gradients(
         build(with_ring_attention(get_gpt_layer_local_spec())), split_batch(batch)
     )
     parallel_state.destroy_model_parallel()
 
     parallel_state.initialize_model_parallel()  # each rank holds all tokens
-    settings.configure(ContextParallelConfig(enabled=True))
+    settings.configure(Options(enabled=True))
     hidden = torch.stack([~torch.from_numpy(mask.dense()) for mask in batch["cp_ring_mask"]])[
         :, None
     ]

@@ -7,8 +7,8 @@ The prompt is stored and computed once. Loss and gradients are those of 8 separa
 import torch
 import torch.distributed as dist
 
-from cp_ring import ContextParallelConfig, Mask, patches, with_ring_attention
-from cp_ring.megatron import settings
+from cp_ring import Mask, Options, patches
+from cp_ring.megatron import settings, with_ring_attention
 
 for name in ("cpu_runtime", "rotary_layout"):  # the first only where there is no CUDA
     patches.get(name).apply()
@@ -105,9 +105,7 @@ def loss_and_gradients(model, batch):
 
 def main():
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    settings.configure(
-        ContextParallelConfig(enabled=True, layout="balanced", mask_kinds="shared-prefix,causal")
-    )
+    settings.configure(Options(enabled=True, layout="balanced", mask_kinds="shared-prefix,causal"))
     model = build()
     ours, plain = shared(), separate()
     found, expected = (

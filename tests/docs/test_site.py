@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_ring.config import ContextParallelConfig
+from cp_ring.options import SETTINGS, Options
 from tests.docs.troubleshooting import BEGIN, END, PAGE, written
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,5 +104,5 @@ def test_documented_errors_exist_in_the_code():
 
 def test_every_flag_is_documented():
     page = (ROOT / "docs" / "megatron.md").read_text()
-    for name in ContextParallelConfig.model_fields:
-        assert f"| `{ContextParallelConfig.flag(name)}` |" in page
+    for name in SETTINGS:
+        assert f"| `{Options.flag(name)}` |" in page

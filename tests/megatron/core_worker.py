@@ -173,15 +173,15 @@ def step(case: Case, cp: int, ring: bool, fault: str = "") -> dict[str, Any]:
     """Loss per token, and the norm of each parameter's gradient, of all tokens together."""
     from megatron.core import parallel_state
 
-    from cp_ring.config import ContextParallelConfig
     from cp_ring.megatron import settings
     from cp_ring.megatron.data import documents
+    from cp_ring.options import Options
 
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     try:
         kernel = "reference" if cp == 1 else "auto"
         settings.configure(
-            ContextParallelConfig.make(enabled=True, kernel=kernel, wire=case.wire),
+            Options.make(enabled=True, kernel=kernel, wire=case.wire),
             whole_rows=False,
         )
         inputs = batch(case, parallel_state.get_context_parallel_rank(), cp)

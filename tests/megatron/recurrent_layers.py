@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring import patches
-from cp_ring.config import ContextParallelConfig
+from cp_ring.options import Options
 from cp_ring.patches import cpu_runtime
 
 N, ROWS, HIDDEN = 64, 2, 32
@@ -127,9 +127,7 @@ def step(case: Case, cp: int, fault: str = "") -> dict[str, Any]:
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     try:
         settings.configure(
-            ContextParallelConfig.make(
-                enabled=True, layout=case.layout, document_mask=case.documents
-            )
+            Options.make(enabled=True, layout=case.layout, document_mask=case.documents)
         )
         documents = Documents.in_rows(
             OFFSETS if case.documents else np.arange(ROWS + 1) * N, ROWS, case.layout, cp

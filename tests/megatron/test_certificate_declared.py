@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring.config import MASK_KINDS
 from cp_ring.megatron.certificate.declared import PREFIX, sample
 from cp_ring.megatron.certificate.dense_oracle import declared_mask
+from cp_ring.options import MASK_KINDS
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0)])

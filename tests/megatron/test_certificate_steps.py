@@ -240,14 +240,12 @@ def test_errors_are_one_line_also_once_process_groups_exist(monkeypatch, capsys)
     ],
 )
 def test_choices(flags, choice):
-    from cp_ring.config import ContextParallelConfig
     from cp_ring.megatron.settings import flags as read
+    from cp_ring.options import Options
 
     config = read(flags)
     assert config.certify == choice and read(config.to_args()).certify == choice
-    assert ContextParallelConfig.make(certify=choice != "off").certify == (
-        "off" if choice == "off" else "on"
-    )
+    assert Options.make(certify=choice != "off").certify == ("off" if choice == "off" else "on")
     with pytest.raises(ConfigError, match="--cp-ring-certify 'maybe'"):
         read(["--cp-ring-certify", "maybe"])
 

@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from cp_ring import patches
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.checkpoints import (
@@ -37,6 +36,7 @@ from cp_ring.megatron.checkpoints import (
     unpickle,
 )
 from cp_ring.megatron.rejection import rejecting
+from cp_ring.options import Options
 from tests.adversary import gadgets
 from tests.megatron.launch import trace, train
 
@@ -394,7 +394,7 @@ def restricting():
     yield
     for name in ("restricted_unpickling", "cpu_runtime"):
         patches.get(name).revert()
-    settings.configure(ContextParallelConfig.make(enabled=True))
+    settings.configure(Options.make(enabled=True))
 
 
 def plant(folder, key, value):
@@ -495,7 +495,7 @@ class Storage:
 def test_what_is_trusted_is_loaded_as_torch_does(restricting, checkpoint, tmp_path):
     folder, written = folders.folder_of(checkpoint, 8), tmp_path / "written"
     plant(folder, "rng_state", [Evil(written)])
-    settings.configure(ContextParallelConfig.make(enabled=True, trust_checkpoint=True))
+    settings.configure(Options.make(enabled=True, trust_checkpoint=True))
     load_entry(folder, "rng_state")
     assert written.exists()
 

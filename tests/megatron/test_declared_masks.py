@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring import ContextParallelConfig, Layout, Mask
+from cp_ring import Layout, Mask, Options
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from tests.megatron.launch import fork
@@ -38,7 +38,7 @@ def configured():
     """Puts settings in force; afterwards those from before are."""
     before, layers = settings.current(), settings.layer_windows()
     yield lambda layers=None, **values: settings.configure(
-        ContextParallelConfig(enabled=True, **values), layers=layers
+        Options(enabled=True, **values), layers=layers
     )
     settings.configure(before, layers=layers)
 

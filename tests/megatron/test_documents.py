@@ -216,7 +216,7 @@ def test_offsets_on_a_device_are_read_again_when_they_change(monkeypatch):
 
 
 def test_a_stage_without_the_microbatch_says_so(monkeypatch):
-    from cp_ring import ContextParallelConfig
+    from cp_ring import Options
     from cp_ring.megatron import gpt
 
     names = ("get_context_parallel_rank", "get_tensor_model_parallel_rank")
@@ -227,7 +227,7 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
     arguments = SimpleNamespace(position_embedding_type="rope")
     monkeypatch.setattr(gpt, "get_args", lambda: arguments)
     before = settings.current()
-    settings.configure(ContextParallelConfig.make(enabled=True, document_mask=True))
+    settings.configure(Options.make(enabled=True, document_mask=True))
     try:
         with pytest.raises(
             ConfigError,

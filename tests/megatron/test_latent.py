@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.codec_choice import choose_wire, latent_problem
 from cp_ring.megatron.layers.latent_tap import LatentTap, _IntoMainGrad, _normalized, link, linked
+from cp_ring.options import Options
 
 ALONE = SimpleNamespace(size=lambda: 1)
 C, KEY, VALUE, HEADS = 6, 4, 3, 2
@@ -152,7 +152,7 @@ def test_another_projection_is_rejected_by_name():
 )
 def test_what_latents_cannot_do_is_named(changes, ulysses, line):
     options = SimpleNamespace(**{"multi_latent_attention": True} | changes)
-    found = latent_problem(options, ulysses, ContextParallelConfig.make(wire="latent"))
+    found = latent_problem(options, ulysses, Options.make(wire="latent"))
     assert found.startswith(line) and bool(found) == bool(line)
 
 
@@ -211,14 +211,14 @@ def test_what_travels_is_chosen_and_said(monkeypatch, changes, settings, chosen,
     monkeypatch.setattr("cp_ring.megatron.flags.codec_choice.note", said.append)
     monkeypatch.setattr("cp_ring.megatron.flags.codec_choice.ranks_per_node", lambda: None)
     args = SimpleNamespace(**DEEPSEEK | {"group_query_attention": False} | changes)
-    assert choose_wire(args, ContextParallelConfig.make(**settings)) == chosen
+    assert choose_wire(args, Options.make(**settings)) == chosen
     assert [printed in line for line in said] == [True] * bool(printed)
 
 
 def test_latents_that_cannot_travel_are_rejected_by_name():
     args = SimpleNamespace(**DEEPSEEK | {"fp8": "hybrid"})
     with pytest.raises(ConfigError, match="--cp-ring-wire latent does not support --fp8-format"):
-        choose_wire(args, ContextParallelConfig.make(wire="latent"))
+        choose_wire(args, Options.make(wire="latent"))
 
 
 def test_dropout_and_other_codecs_than_plain_reject_each_other(monkeypatch):
@@ -228,5 +228,5 @@ def test_dropout_and_other_codecs_than_plain_reject_each_other(monkeypatch):
         ConfigError,
         match=r"wire latent does not support --attention-dropout 0\.1, for which positions",
     ):
-        choose_wire(args, ContextParallelConfig.make(wire="latent"))
-    assert choose_wire(args, ContextParallelConfig.make(wire="auto")) == "plain"
+        choose_wire(args, Options.make(wire="latent"))
+    assert choose_wire(args, Options.make(wire="auto")) == "plain"

@@ -12,7 +12,7 @@ import torch
 from megatron.core.datasets.utils import Split
 from megatron.training.datasets import data_samplers
 
-from cp_ring import ContextParallelConfig, Mask
+from cp_ring import Mask, Options
 from cp_ring.megatron import settings
 from cp_ring.megatron.data.balanced_sampler import (
     BalancedSampler,
@@ -134,7 +134,7 @@ def test_only_the_loader_of_training_data_is_changed(args, capsys, monkeypatch):
 def configured():
     before, layers = settings.current(), settings.layer_windows()
     yield lambda windows=(((-1, -1), 1),), **values: settings.configure(
-        ContextParallelConfig.make(enabled=True, **values), layers=windows
+        Options.make(enabled=True, **values), layers=windows
     )
     settings.configure(before, layers=layers)
 

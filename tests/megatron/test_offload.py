@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cp_ring import ContextParallelConfig
+from cp_ring import Options
 from cp_ring.megatron import settings
 from cp_ring.megatron.layers import layer_offload, recomputation
 from tests.megatron import host_memory
@@ -39,7 +39,7 @@ def configured(applied, one_rank):
     """Puts settings in force for models that are built from now on, and restores those before."""
     applied("core_attention", "recompute")
     before = settings.current()
-    yield lambda **values: settings.configure(ContextParallelConfig.make(enabled=True, **values))
+    yield lambda **values: settings.configure(Options.make(enabled=True, **values))
     settings.configure(before)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import cp_ring.megatron
-from cp_ring import ContextParallelConfig, patches
+from cp_ring import Options, patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, program, rejection, settings
 from cp_ring.megatron.layers.layer_offload import offload
@@ -94,7 +94,7 @@ def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, 
             max_sequence_length=64,
         )
 
-    used = enabled(ContextParallelConfig.make(route="ring"), seq_length=64, packed=True)
+    used = enabled(Options.make(route="ring"), seq_length=64, packed=True)
     assert used.enabled and settings.current() == used
     with pytest.raises(ConfigError, match="a causal layer sees nothing after its own position"):
         build(window_size=(5, 3))
@@ -183,10 +183,8 @@ def test_the_fused_rotary_embedding_is_switched_off_where_it_cannot_have_the_pos
 
 
 def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):
-    with pytest.raises(
-        ConfigError, match="takes a ContextParallelConfig or settings by name, not both"
-    ):
-        enabled(ContextParallelConfig.make(), route="ring")
+    with pytest.raises(ConfigError, match="takes Options or settings by name, not both"):
+        enabled(Options.make(), route="ring")
     with pytest.raises(ConfigError, match="cp_ring has no setting 'rout'"):
         enabled(rout="ring")
     with pytest.raises(ConfigError, match=r"--cp-ring-run-dir \(run_dir=\) needs a job of flags"):

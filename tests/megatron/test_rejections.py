@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring import ContextParallelConfig, Layout, Mask, patches
+from cp_ring import Layout, Mask, Options, patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, rejection, settings
 from cp_ring.megatron.checkpoints import inspection
@@ -391,7 +391,7 @@ def test_the_fastest_shape_is_chosen_and_said(
     validate_args(args := parse(*BASE, *CP4, "--cp-ring-node-size", "2", *flags))
     found = settings.current()
     assert "auto" not in (found.route, found.heads) and chosen in (None, (found.route, found.heads))
-    assert ContextParallelConfig.from_args(args) == found
+    assert Options.from_args(args) == found
     spoken = [
         line for line in capsys.readouterr().out.splitlines() if "chosen by predicted time" in line
     ]

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.observe import progress
+from cp_ring.options import SETTINGS, Options
 from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import HERE, TINY, environment, launch, trace, train
 
@@ -21,7 +21,7 @@ import os, sys
 before = set(sys.modules)
 import megatron.training.arguments as arguments
 import torch
-from cp_ring.config import ContextParallelConfig
+from cp_ring.options import SETTINGS, Options
 from cp_ring import patches
 print("applied:", patches.applied())
 print("argv:", sys.argv[1:], "name:", __name__, "path:", sys.path[0] == os.path.dirname(os.path.abspath(__file__)))
@@ -168,10 +168,7 @@ def test_help_of_a_script_that_fails_lists_the_flags(tmp_path):
     script.write_text("raise SystemExit('no help here')")
     done = launch_alone("cp_ring.run", str(script), "--help")
     assert done.returncode == 1 and "no help here" in done.stderr
-    assert all(
-        ContextParallelConfig.flag(name) in done.stdout
-        for name in ContextParallelConfig.model_fields
-    )
+    assert all(Options.flag(name) in done.stdout for name in SETTINGS)
 
 
 @pytest.mark.ci

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring import ContextParallelConfig
+from cp_ring import Options
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from tests.megatron import conversations
@@ -28,7 +28,7 @@ def files(tmp_path_factory):
 @pytest.fixture
 def settings_of():
     def configure(**values):
-        settings.configure(ContextParallelConfig.make(enabled=True, **values))
+        settings.configure(Options.make(enabled=True, **values))
 
     return configure
 

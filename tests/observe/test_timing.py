@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from cp_ring import ring_attention
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.observe import clocks, timing, trace
 from cp_ring.observe.findings import INSIDE, Alarms, RankTimes, combined, group_findings, messages
 from cp_ring.observe.watchdog import Place
+from cp_ring.options import Options
 from cp_ring.testing.local_ring import LocalRing
 from tests.observe.virtual_time import LINK_S, PAIR_S, VirtualRing
 
@@ -377,10 +377,10 @@ def test_another_file_is_one_line(tmp_path):
 
 @pytest.mark.parametrize(("text", "steps"), [("", []), ("7", [7]), ("7:3", [7, 8, 9])])
 def test_steps_to_trace(text, steps):
-    assert list(ContextParallelConfig.make(trace=text).traced) == steps
+    assert list(Options.make(trace=text).traced) == steps
 
 
 @pytest.mark.parametrize("text", ["0", "x", "3:0", "3:", ":2", "-1", "1:2:3"])
 def test_steps_that_are_none(text):
     with pytest.raises(ConfigError, match=r"--cp-ring-trace .*it is not STEP or STEP:COUNT"):
-        ContextParallelConfig.make(trace=text)
+        Options.make(trace=text)

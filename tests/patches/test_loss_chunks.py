@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cp_ring import ContextParallelConfig
+from cp_ring import Options
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.patches.loss_chunks import losses_in_chunks
@@ -18,7 +18,7 @@ TOKENS, BATCH, VOCABULARY = 24, 2, 32
 def chunk():
     """Puts a size of chunks in force."""
     before = settings.current()
-    yield lambda size: settings.configure(ContextParallelConfig.make(enabled=True, loss_chunk=size))
+    yield lambda size: settings.configure(Options.make(enabled=True, loss_chunk=size))
     settings.configure(before)
 
 

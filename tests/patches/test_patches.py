@@ -247,7 +247,7 @@ def test_core_attention_is_ring_attention(applied, one_rank):
 def test_rotary_layout_follows_the_layout(applied):
     import megatron.core.models.common.embeddings.rotary_pos_embedding as rotary
 
-    from cp_ring import ContextParallelConfig
+    from cp_ring import Options
     from cp_ring.megatron import settings
 
     class Group:
@@ -267,7 +267,7 @@ def test_rotary_layout_follows_the_layout(applied):
     applied("rotary_layout")
     try:
         assert positions() == [2, 3, 4, 5]
-        settings.configure(ContextParallelConfig.make(enabled=True, layout="contiguous"))
+        settings.configure(Options.make(enabled=True, layout="contiguous"))
         assert positions() == [4, 5, 6, 7]
     finally:
         settings.configure(before)

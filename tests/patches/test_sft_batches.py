@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.megatron import compat
 from cp_ring.megatron.flags.rule import problem
 from cp_ring.megatron.flags.rules import SCRIPT
+from cp_ring.options import Options
 from cp_ring.patches import sft_batches
 from cp_ring.patches.install import job_of
 
-CONFIG = ContextParallelConfig.make(enabled=True)
+CONFIG = Options.make(enabled=True)
 
 
 def packed():

@@ -285,9 +285,7 @@ def _probe_loss(
             kinds = find_layer_kinds(args, config, (mask,), whole_rows=True)
             tokens = max(kind.tokens for kind in kinds)
             kinds = [replace(kind, tokens=tokens) for kind in kinds]
-            settings.configure(
-                before.model_copy(update={"kernel": _kernel_in_float32(before.kernel, kinds[0])})
-            )
+            settings.configure(replace(before, kernel=_kernel_in_float32(before.kernel, kinds[0])))
             probes, missing = loss_probe.probe_loss(args, kinds, alone, step, seed)
             found.loss += probes
             rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")

@@ -314,7 +314,9 @@ def _whole_rows_in_force(batch: Microbatch, own: bool) -> Iterator[None]:
         )
         stack.enter_context(positions_in_force(batch.selected()))
         kinds = "" if own else before.mask_kinds
-        alone = {"layout": "zigzag", "document_mask": False, "mask_kinds": kinds, "loss_chunk": 0}
-        settings.configure(before.model_copy(update=alone))
+        alone = replace(
+            before, layout="zigzag", document_mask=False, mask_kinds=kinds, loss_chunk=0
+        )
+        settings.configure(alone)
         stack.callback(functools.partial(settings.configure, before))
         yield

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.compat import logits_without_te
 from cp_ring.megatron.flags.codec_choice import check_latent
+from cp_ring.options import Options
 from cp_ring.plan.costs.training_step import Experts, ModelSizes, ParallelSizes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 
@@ -52,7 +52,7 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
 
     asked = copy.deepcopy(args)
     asked.rank, asked.local_rank, asked.world_size = 0, 0, ranks
-    config = ContextParallelConfig.from_args(asked)
+    config = Options.from_args(asked)
     with (
         _as_on_a_gpu(_connections(asked)),
         contextlib.redirect_stdout(io.StringIO()),
@@ -150,7 +150,7 @@ def model_sizes(
             tied=not args.untie_embeddings_and_output_weights,
             dtype=whole.dtype,
             experts=_experts(args),
-            loss_chunk=ContextParallelConfig.from_args(args).loss_chunk,
+            loss_chunk=Options.from_args(args).loss_chunk,
         )
     except PlanError as error:
         raise ConfigError(str(error)) from None

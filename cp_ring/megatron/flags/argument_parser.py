@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
+from cp_ring.options import Options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,7 +29,7 @@ def list_own_flags() -> str:
     """The help of cp_ring's own flags, which the help of parsers made from now on leaves out."""
     global _listed
     _listed = True
-    return ContextParallelConfig.help()
+    return Options.help()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,7 +63,7 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
     The help does not list them again after `list_own_flags`.
     """
-    ContextParallelConfig.add_arguments(parser, hidden=_listed)
+    Options.add_arguments(parser, hidden=_listed)
     parser._action_groups.insert(0, parser._action_groups.pop())
     for action in parser._actions:
         # some of Megatron's have a bare %, which argparse reads as the start of a format

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,11 +93,12 @@ def _has_no_dropout(job: Job) -> bool:
     if not job.attention_dropout:
         return False
     # most jobs need neither here
-    torch, kernels = importlib.import_module("torch"), importlib.import_module("cp_ring.kernels")
+    import torch
+
+    from cp_ring.kernels import supports_dropout
+
     named = job.own.kernel
-    return bool(
-        torch.cuda.is_available() if named == "auto" else not kernels.supports_dropout(named)
-    )
+    return bool(torch.cuda.is_available() if named == "auto" else not supports_dropout(named))
 
 
 WINDOWS = (

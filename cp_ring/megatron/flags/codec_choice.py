@@ -8,25 +8,25 @@ import argparse
 from typing import Any
 
 from cp_ring.comm.nodes import ranks_per_node
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import comm_types, rules
 from cp_ring.megatron.flags.rule import Job, check_rules, problem
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.rejection import note
+from cp_ring.options import Options
 from cp_ring.plan.costs.simulate import simulate
 from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
 
 
-def latent_problem(options: Any, ulysses: int, settings: ContextParallelConfig) -> str:
+def latent_problem(options: Any, ulysses: int, settings: Options) -> str:
     """Why latents cannot travel with these flags or this configuration, in a line that names the
     option; "" where they can.
     """
     return problem(Job(options, settings, ulysses=ulysses), rules.LATENT)
 
 
-def check_latent(options: Any, ulysses: int, settings: ContextParallelConfig) -> None:
+def check_latent(options: Any, ulysses: int, settings: Options) -> None:
     """Raises `ConfigError` where latents are to travel and cannot."""
     if (
         settings.wire in WIRES
@@ -36,7 +36,7 @@ def check_latent(options: Any, ulysses: int, settings: ContextParallelConfig) ->
         raise ConfigError(line)
 
 
-def choose_wire(args: argparse.Namespace, config: ContextParallelConfig) -> str:
+def choose_wire(args: argparse.Namespace, config: Options) -> str:
     """What travels in this job: `config.wire`, or what `auto` stands for. `args` are complete.
 
     Prints the bytes of a token's keys and values, where they may travel in another form than their
@@ -78,7 +78,7 @@ def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:
     )
 
 
-def _latent_pays(args: argparse.Namespace, config: ContextParallelConfig) -> bool:
+def _latent_pays(args: argparse.Namespace, config: Options) -> bool:
     """Whether attention of one causal sequence takes less time with latents, in the model of
     `cp_ring.plan.costs.simulate`.
     """

@@ -18,18 +18,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cp_ring.comm.nodes import node_size, ranks_per_node
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import rules
 from cp_ring.megatron.flags.rule import Job, check_rules
+from cp_ring.options import Options
 from cp_ring.plan.plan import PlanSpec
-from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.schedule import parse
 
 
 def spec_of_layer(
     kind: str | None,
-    settings: ContextParallelConfig,
+    settings: Options,
     cp: int,
     sizes: Sequence[int] | None = None,
     group: Sequence[int] | None = None,
@@ -87,7 +86,7 @@ def type_of(args: argparse.Namespace, layer: int) -> str:
 
 
 def specs(
-    args: argparse.Namespace, config: ContextParallelConfig, group: Sequence[int] | None = None
+    args: argparse.Namespace, config: Options, group: Sequence[int] | None = None
 ) -> list[tuple[str, PlanSpec]]:
     """The distinct types of the layers, and how attention of each is split; `group` as in
     `spec_of_layer`.
@@ -106,8 +105,7 @@ def check(job: Job) -> None:
     """
     check_rules(job, rules.SPLITS)
     # What passes with the simplest shape passes with any that is chosen later.
-    simple = {"route": DEFAULT} if job.own.route == "auto" else {}
-    config = job.own.model_copy(update=simple | ({"heads": 1} if job.own.heads == "auto" else {}))
+    config = job.own.without_auto()
     for kind, spec in specs(job.args, config):
         check_members(kind, spec, config, job.cp, job.num_attention_heads, job.tp)
 
@@ -115,7 +113,7 @@ def check(job: Job) -> None:
 def check_members(
     kind: str | None,
     spec: PlanSpec,
-    settings: ContextParallelConfig,
+    settings: Options,
     cp: int,
     heads: int | None,
     tp: int,

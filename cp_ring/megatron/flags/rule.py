@@ -14,11 +14,11 @@ from typing import Any
 
 from packaging.version import Version
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.flags import graphs, implementations
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, pattern_of, shown_pattern
+from cp_ring.options import Options
 
 _WORD = re.compile(r"([\w-]+)(?:([<>=%])(.+))?")
 # of flags whose values have another name
@@ -89,11 +89,11 @@ class Job:
     def __init__(
         self,
         args: Any,
-        own: ContextParallelConfig | None = None,
+        own: Options | None = None,
         argv: Sequence[str] = (),
         ulysses: int = 1,
     ):
-        self.args, self.own, self.argv = args, own or ContextParallelConfig.from_args(args), argv
+        self.args, self.own, self.argv = args, own or Options.from_args(args), argv
         self.ulysses = ulysses
 
     def __getattr__(self, name: str) -> Any:

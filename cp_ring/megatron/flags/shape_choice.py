@@ -7,13 +7,14 @@ Nothing heavy is imported here: a job is also described before torch and Megatro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cp_ring.comm.nodes import node_size, ranks_per_node
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.flags.comm_types import spec_of_layer
 from cp_ring.megatron.settings import LayerWindows
+from cp_ring.options import Options
 from cp_ring.plan.costs.shapes import AUTO, CHOSEN_BY, choose
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.routes import DEFAULT
@@ -21,14 +22,14 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 
 
 def settle(
-    config: ContextParallelConfig,
+    config: Options,
     given: Mapping[str, Any],
     cp: int,
     sizes: AttentionSizes,
     ranks: Sequence[int],
     per_node: int | None = None,
     windows: LayerWindows = (((-1, -1), 1),),
-) -> tuple[ContextParallelConfig, str]:
+) -> tuple[Options, str]:
     """The settings with a route and a number of heads in place of `auto`, and why, in one line; ""
     where none is `auto`.
 
@@ -43,23 +44,18 @@ def settle(
     if AUTO not in (config.route, config.heads):
         return config, ""
     if cp == 1:
-        return config.model_copy(update={"route": DEFAULT, "heads": 1}), ""
+        return replace(config, route=DEFAULT, heads=1), ""
     node = config.node_size or node_size(ranks, per_node or ranks_per_node())
     kinds = given.get("cp_comm_type") or ["p2p"]
-    asked = config.model_copy(
-        update={
-            "route": DEFAULT,
-            "node_size": node,
-            **({"heads": 1} if config.heads == AUTO else {}),
-        }
-    )
+    heads: int | str = 1 if config.heads == AUTO else config.heads
+    asked = replace(config, route=DEFAULT, node_size=node, heads=heads)
     levels = given.get("hierarchical_context_parallel_sizes")
     specs = [
         spec_of_layer(kind, asked, cp, levels)
         for kind in ([kinds] if isinstance(kinds, str) else kinds)
     ]
     gather = any(spec.schedule == "gather" for spec in specs)
-    heads: int | str = AUTO if config.heads == AUTO else specs[0].ulysses
+    heads = AUTO if config.heads == AUTO else specs[0].ulysses
     few, near = min(cp, max(CHOSEN_BY - CHOSEN_BY % node, node)), node
     n = int(given.get("seq_length") or 1) // cp * few
     if config.heads != AUTO and few % specs[0].ulysses:
@@ -79,10 +75,9 @@ def settle(
         raise ConfigError(
             f"{config.flag('route')} {config.route}, {config.flag('heads')} {config.heads}: {said}"
         ) from None
-    found = {"route": choice.shape.route} | (
-        {"heads": choice.shape.heads} if config.heads == AUTO else {}
-    )
+    heads = choice.shape.heads if config.heads == AUTO else config.heads
     reason = choice.reason.replace("slot_shards", config.flag("slot_shards"))
-    return config.model_copy(
-        update=found
-    ), f"chosen by predicted time, nodes of {node} context-parallel ranks: {reason}"
+    return (
+        replace(config, route=choice.shape.route, heads=heads),
+        f"chosen by predicted time, nodes of {node} context-parallel ranks: {reason}",
+    )

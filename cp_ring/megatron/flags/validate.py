@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from typing import Any
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.flags import attention_rules, comm_types, implementations, rules, shape_choice
 from cp_ring.megatron.flags.codec_choice import choose_wire
@@ -19,6 +19,7 @@ from cp_ring.megatron.flags.layer_pattern import attention_layers, pattern_of
 from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
+from cp_ring.options import Options
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.runtime import RUNTIME
 
@@ -40,7 +41,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
     Ends the process with one line and exit code 2 if `args` are rejected.
     """
     with rejecting():
-        config = ContextParallelConfig.from_args(args)
+        config = Options.from_args(args)
         job = Job(args, config, sys.argv[1:])
         if config.cpu:
             run_on_cpu(job)
@@ -119,7 +120,7 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
     """As `accept`, for checks that need `args` after Megatron has validated and completed them."""
     with rejecting():
         inspection.check_model(args)
-        config = ContextParallelConfig.from_args(args)
+        config = Options.from_args(args)
         if config.enabled:
             note(implementations.line(args))
             config = settle(args, config)
@@ -128,21 +129,21 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-_settled: dict[tuple[str, ...], dict[str, str | int]] = RUNTIME.keep({})
+_settled: dict[tuple[str, ...], dict[str, Any]] = RUNTIME.keep({})
 """The route, the number of heads and the codec that were chosen, by the command line."""
 
 
-def _as_settled(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
+def _as_settled(args: argparse.Namespace, config: Options) -> Options:
     """The settings with the choice that was made for this command line before: Megatron parses it
     more than once.
     """
     found = _settled.get(tuple(sys.argv), {})
     for name, value in found.items():
         setattr(args, f"cp_ring_{name}", value)
-    return config.model_copy(update=found)
+    return replace(config, **found)
 
 
-def settle(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
+def settle(args: argparse.Namespace, config: Options) -> Options:
     """Puts in force what the flags leave to cp_ring: the shape and the codec. Says what was chosen,
     and why.
     """
@@ -157,7 +158,7 @@ def settle(args: argparse.Namespace, config: ContextParallelConfig) -> ContextPa
     return chosen
 
 
-def settle_shape(args: argparse.Namespace, config: ContextParallelConfig) -> ContextParallelConfig:
+def settle_shape(args: argparse.Namespace, config: Options) -> Options:
     """The settings with the fastest route and number of heads where the flags ask for `auto`."""
     if "auto" not in (config.route, config.heads):
         return config
@@ -187,7 +188,7 @@ def run_on_cpu(job: Job) -> None:
     )
 
 
-def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+def note_recompute(args: argparse.Namespace, config: Options) -> None:
     """Prints the memory of --cp-ring-recompute keep, or that recomputing only attention saves
     nothing. `args` are complete.
     """
@@ -207,7 +208,7 @@ def note_recompute(args: argparse.Namespace, config: ContextParallelConfig) -> N
         )
 
 
-def note_gather(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+def note_gather(args: argparse.Namespace, config: Options) -> None:
     """Prints the memory of the keys that arrive in one receive buffer with --cp-comm-type
     all_gather. `args` are complete.
     """

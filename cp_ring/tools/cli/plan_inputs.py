@@ -139,15 +139,10 @@ def options_of(job: JobConfig) -> dict[str, Any]:
         raise ConfigError("megatron.seq_length is missing: a plan needs the tokens of a sequence")
     sizes = AttentionSizes.from_megatron(given, tp)
     kinds = given.get("cp_comm_type") or "p2p"
-    fixed = {
-        name: value
-        for name, value in (("route", "direct"), ("heads", 1))
-        if getattr(settings, name) == AUTO
-    }
     kind = kinds if isinstance(kinds, str) else kinds[0]
     spec = spec_of_layer(
         kind,
-        settings.model_copy(update=fixed),
+        settings.without_auto(),
         cp,
         given.get("hierarchical_context_parallel_sizes"),
     )

@@ -44,9 +44,9 @@ def flags_command(as_json: AsJson = False) -> None:
     """
     List the flags that cp_ring adds to a Megatron script: default, values, and what each does.
     """
-    from cp_ring.config import ContextParallelConfig
+    from cp_ring.options import Options
 
-    entries = ContextParallelConfig.table()
+    entries = Options.table()
     if as_json:
         typer.echo(json.dumps(entries, indent=1))
     else:

@@ -10,13 +10,13 @@ import io
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.rule import Job, check_rules, problem
+from cp_ring.options import Options
 from cp_ring.tools.job.job_config import JobConfig
 
 if TYPE_CHECKING:
@@ -116,8 +116,12 @@ def megatron_flags(
         raise ConfigError(
             f"megatron.{packed[0]} needs cp_ring.enabled (--cp-ring), which masks documents"
         )
-    changes = {"cpu": device == "cpu", "run_dir": str(run_dir(job).absolute())}
-    config = job.cp_ring.model_copy(update=changes | ({"document_mask": True} if packed else {}))
+    config = replace(
+        job.cp_ring,
+        cpu=device == "cpu",
+        run_dir=str(run_dir(job).absolute()),
+        document_mask=bool(packed) or job.cp_ring.document_mask,
+    )
     parser = parser or argument_parser.build_parser()
     megatron = argument_parser.to_flags(
         parser, job.parallel.model_dump(exclude={"data_parallel_size"}), "parallel"
@@ -146,7 +150,7 @@ def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: s
 
 
 def _run_rank_checks(
-    args: argparse.Namespace, job: JobConfig, config: ContextParallelConfig, line: list[str]
+    args: argparse.Namespace, job: JobConfig, config: Options, line: list[str]
 ) -> None:
     """Runs the ranks' own checks of the flags in `line` once, before any rank starts."""
     from cp_ring.megatron.flags import rules, validate

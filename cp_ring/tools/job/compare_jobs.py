@@ -10,15 +10,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import yaml
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
+from cp_ring.options import Options
 from cp_ring.tools.job import command_line as commands
 from cp_ring.tools.job import job_config as configs
 
@@ -70,7 +71,7 @@ def compare(
     folder = out or commands.run_dir(job).with_name(commands.run_dir(job).name + "-compare")
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"--out {folder}: it is not empty; name a new folder, or remove it")
-    timed = job.cp_ring.model_copy(update={"timing": max(1, steps // _SAMPLES)})
+    timed = replace(job.cp_ring, timing=max(1, steps // _SAMPLES))
     ring = _short(job.model_copy(update={"cp_ring": timed}), steps, folder / RING)
     # what is wrong with the job is said before anything runs
     commands.build_command(ring, commands.find_corpus(ring))
@@ -126,7 +127,7 @@ def _short(job: configs.JobConfig, steps: int, folder: Path) -> configs.JobConfi
 
 def _baseline(job: configs.JobConfig, steps: int, folder: Path) -> Baseline:
     """The closest job without cp_ring whose flags Megatron accepts."""
-    off, cp = ContextParallelConfig(), job.parallel.context_parallel_size  # type: ignore[call-arg]
+    off, cp = Options(), job.parallel.context_parallel_size
     alone = job.parallel.model_copy(update={"context_parallel_size": 1})
     short, reasons = _short(job, steps, folder), []
     one_rank = {"cp_comm_type": None, "hierarchical_context_parallel_sizes": None}

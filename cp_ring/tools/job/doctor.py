@@ -75,10 +75,9 @@ def _requirements() -> Iterator[Finding]:
     yield Finding(
         "versions", "cp-ring", "good", _version("cp-ring") or "not installed: run from its source"
     )
-    for text in importlib.metadata.requires("cp-ring") or [] if _version("cp-ring") else []:
-        wanted = Requirement(text)
-        if wanted.name == "megatron-core" or (wanted.marker and not wanted.marker.evaluate()):
-            continue
+    texts = importlib.metadata.requires("cp-ring") or [] if _version("cp-ring") else []
+    needed = [one for one in map(Requirement, texts) if _concerns_jobs(one)]
+    for wanted in {one.name: one for one in needed}.values():
         version = _version(wanted.name)
         if version is None:
             yield Finding(
@@ -89,6 +88,14 @@ def _requirements() -> Iterator[Finding]:
             yield Finding("versions", wanted.name, "problem", version, advice)
         elif wanted.name == "torch":
             yield Finding("versions", wanted.name, "good", version)
+
+
+def _concerns_jobs(wanted: Requirement) -> bool:
+    """Whether jobs and commands need it. Megatron has checks of its own."""
+    extras = ("megatron", "tools")
+    return wanted.name != "megatron-core" and (
+        wanted.marker is None or any(wanted.marker.evaluate({"extra": name}) for name in extras)
+    )
 
 
 def _megatron() -> Iterator[Finding]:

@@ -11,15 +11,16 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
+from cp_ring.options import SETTINGS, OptionError, Options
 
 # the first comment of a packaged file speaks of commands from here on
 _HINT = re.compile(r"(?:; [^;:]*)?: ")
@@ -27,6 +28,7 @@ _SECTION = "must be a section with keys"
 _PLAIN = {
     "model_type": _SECTION,
     "dict_type": _SECTION,
+    "dataclass_type": _SECTION,
     "path_type": "must be a path",
 }  # plain text for pydantic's types of errors
 
@@ -39,6 +41,25 @@ def _expanded(path: Path) -> Path:
 
 
 UserPath = Annotated[Path, AfterValidator(_expanded)]  # ~ is the home directory, as in a shell
+
+
+def _read_options(section: Any, as_pydantic: Callable[[Any], Options]) -> Options:
+    """The section cp_ring, which `Options` checks itself; its errors get pydantic's form."""
+    if not isinstance(section, dict):
+        return as_pydantic(section)
+    unknown = [key for key in section if key not in SETTINGS]
+    try:
+        options = Options(**{key: section[key] for key in section if key in SETTINGS})
+        errors = [
+            InitErrorDetails(type="extra_forbidden", loc=(key,), input=section[key])
+            for key in unknown
+        ]
+    except OptionError as error:
+        kind = PydanticCustomError("option", "{problem}", {"problem": error.problem})
+        errors = [InitErrorDetails(type=kind, loc=(error.name,), input=error.value)]
+    if errors:
+        raise ValidationError.from_exception_data("cp_ring", errors)
+    return options
 
 
 class Section(BaseModel):
@@ -120,7 +141,7 @@ class JobConfig(Section):
     megatron: dict[str, Any] = Field(default_factory=dict)
     data: DataConfig = DataConfig()  # type: ignore[call-arg]
     parallel: ParallelConfig = ParallelConfig()  # type: ignore[call-arg]
-    cp_ring: ContextParallelConfig = ContextParallelConfig()  # type: ignore[call-arg]
+    cp_ring: Annotated[Options, WrapValidator(_read_options)] = Options()
     launch: LaunchConfig = LaunchConfig()  # type: ignore[call-arg]
 
 
@@ -380,12 +401,10 @@ def _describe_first(error: ValidationError) -> str:
     key = ".".join(location)
     if first["type"] != "extra_forbidden":
         return f"{key}: {_PLAIN.get(first['type'], first['msg'].lower())}, not {first['input']!r}"
-    model: type[BaseModel] = JobConfig
+    section: Any = JobConfig
     for part in location[:-1]:
-        inner = model.model_fields[part].annotation
-        assert isinstance(inner, type) and issubclass(inner, BaseModel)
-        model = inner
-    names = list(model.model_fields)
+        section = section.model_fields[part].annotation
+    names = list(getattr(section, "model_fields", SETTINGS))
     near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
     prefix = ".".join(location[:-1])
     if near:

@@ -44,9 +44,7 @@ def plan_of(job: JobConfig, per_node: int = 1) -> Plan:
     tp, given = job.parallel.tensor_model_parallel_size, job.megatron
     group = context_groups(tp, cp, tp * cp)[0].tolist()
     settings, _ = shape_choice.settle(job.cp_ring, given, cp, sizes_of(job), group, per_node)
-    settings = settings.model_copy(
-        update={"node_size": settings.node_size or node_size(group, per_node)}
-    )
+    settings = replace(settings, node_size=settings.node_size or node_size(group, per_node))
     kinds = given.get("cp_comm_type") or "p2p"
     kind = kinds if isinstance(kinds, str) else kinds[0]
     spec = spec_of_layer(kind, settings, cp, given.get("hierarchical_context_parallel_sizes"))

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cp_ring.config import ContextParallelConfig
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import argument_parser
+from cp_ring.options import SETTINGS, Options
 from cp_ring.testing.rank_pool import LIMIT_S
 from cp_ring.tools.cli import main
 from cp_ring.tools.job import command_line
@@ -266,9 +266,7 @@ def test_dry_run_prints_a_command_that_a_shell_can_run(cp_ring, tmp_path, data, 
 def test_flags_are_a_table(cp_ring):
     code, out, _ = cp_ring("flags", "--json")
     entries = {entry["flag"]: entry for entry in json.loads(out)}
-    assert code == 0 and list(entries) == [
-        ContextParallelConfig.flag(name) for name in ContextParallelConfig.model_fields
-    ]
+    assert code == 0 and list(entries) == [Options.flag(name) for name in SETTINGS]
     assert (
         entries["--cp-ring-recompute"]["values"] == "keep, replay"
         and entries["--cp-ring"]["default"] == "off"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.observe import links
 from cp_ring.observe.links import BETWEEN, INSIDE, LinkSpeed
-from cp_ring.plan.sizes.attention_sizes import device_rates as rates
+from cp_ring.plan.sizes import device_rates as rates
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.testing.rank_pool import LIMIT_S
 from cp_ring.tools.cli import app

@@ -1,0 +1,529 @@
+"""Every cp_ring setting, once: its name, default, values, and what it does.
+
+Megatron's parser (`--cp-ring-*`), YAML files (section `cp_ring`), the keywords of `ring_attention`
+that are settings too, and the tables of flags are all made of this one dataclass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import partial
+from typing import Any
+
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.exchange.members import members_of_node
+from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.routes import DEFAULT, ROUTES
+from cp_ring.plan.schedule import SLOT_SHARDS, parse, resolve, text
+from cp_ring.runtime import RUNTIME
+
+MASK_KINDS = (
+    "shared-prefix", "images", "global", "tree", "block-causal", "block-diffusion", "documents",
+    "prefix",
+    "causal",
+    "full",
+    "any",
+)  # fmt: skip
+"""Kinds of masks that batches may declare: names of constructors of `Mask`, and `any`."""
+
+UNTRIED = ("cuda-graphs", "moe-overlap")
+"""Features of Megatron for which ring attention is written, and which no GPU run has shown yet:
+rejected unless allowed.
+"""
+
+PLUGINS = "cp_ring.plugins"
+"""Entry point group of packages that add kernels, layouts or routes: each entry names a module that
+registers them.
+
+A script that imports such a module itself before it parses its arguments needs no entry point.
+"""
+
+
+class OptionError(ConfigError):
+    """A value that a setting cannot have; its one line names the flag."""
+
+    def __init__(self, name: str, value: Any, problem: str) -> None:
+        super().__init__(name, value, problem)
+        self.name, self.value, self.problem = name, value, problem
+
+    def __str__(self) -> str:
+        return f"{Options.flag(self.name)} {self.value!r}: {self.problem}"
+
+
+@RUNTIME.cache()
+def load_plugins() -> None:
+    """Imports the modules of the entry point group `PLUGINS`, once."""
+    for plugin in importlib.metadata.entry_points(group=PLUGINS):
+        try:
+            plugin.load()
+        except Exception as error:  # whatever the import of another's module raises
+            raise ConfigError(
+                f"plugin {plugin.name} ({plugin.value}) cannot be imported: {error}"
+            ) from None
+
+
+def parse_trace(text: str) -> range:
+    """The steps that STEP[:COUNT] asks for; none for "". Raises `ConfigError`."""
+    if not text:
+        return range(0)
+    if not re.fullmatch(r"[1-9][0-9]*(:[1-9][0-9]*)?", text):
+        raise ConfigError("it is not STEP or STEP:COUNT, numbers from 1 on")
+    first, _, count = text.partition(":")
+    return range(int(first), int(first) + int(count or "1"))
+
+
+def _kernels() -> tuple[str, ...]:
+    # loads torch, which a command line that names no kernel does without
+    from cp_ring.kernels import REGISTRY
+
+    return ("auto", *REGISTRY)
+
+
+def _joined(value: Any) -> Any:
+    """Names as text; reads a list too, as YAML has it."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def _known(what: str, known: Sequence[str], value: str) -> None:
+    for name in value.split(",") if value else ():
+        if name not in known:
+            raise ConfigError(f"{name} is no {what}; known are {', '.join(known)}")
+
+
+def _schedule_text(value: Any) -> Any:
+    """Reads a list too, as YAML has it: [0, 1, 2, 2] is 0,1,2,2."""
+    if not isinstance(value, str | list | tuple):
+        return value
+    try:
+        return text(parse(text(value)))
+    except PlanError as error:
+        raise ConfigError(str(error).partition(": ")[2]) from None
+
+
+def _on_or_off(value: Any) -> Any:
+    """Reads a boolean too: `certify: true` in a YAML file is on."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+_ON, _OFF = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off", "0")
+
+
+def _switch(value: Any) -> bool:
+    word = str(value).lower()
+    if not isinstance(value, bool | int | str):
+        raise ConfigError("input should be a valid boolean")
+    if word not in (*_ON, *_OFF):
+        raise ConfigError("input should be a valid boolean, unable to interpret input")
+    return word in _ON
+
+
+def _number(kind: type[int] | type[float], article: str, noun: str, value: Any) -> float:
+    try:
+        number = kind(value)
+    except (TypeError, ValueError, OverflowError):
+        reason = f", unable to parse string as {article} {noun}" if isinstance(value, str) else ""
+        raise ConfigError(f"input should be a valid {noun}{reason}") from None
+    if kind is int and isinstance(value, float) and number != value:
+        raise ConfigError("input should be a valid integer, got a number with a fractional part")
+    return number
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError("input should be a valid string")
+    return value
+
+
+# by the annotation of a field: how a value is read, and what the table of flags calls it
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "bool": (_switch, "switch"),
+    "int": (partial(_number, int, "an", "integer"), "whole number"),
+    "float": (partial(_number, float, "a", "number"), "number"),
+    "int | str": (partial(_number, int, "an", "integer"), "text"),
+    "str": (_text, "text"),
+}
+
+
+def either(names: Sequence[str]) -> str:
+    """The names as in a sentence: 'a', 'b' or 'c'."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}"
+
+
+def _setting(default: Any, text: str, **limits: Any) -> Any:
+    """A field of `Options` with its help.
+
+    choices: the names that it accepts, or a function that returns those registered by now. words:
+        names that it accepts beside numbers. least, most: its range. convert: makes a value of
+        what a YAML file may hold. check: raises `ConfigError` for a value that it cannot have.
+    """
+    return field(default=default, metadata={"text": text, **limits})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of ring attention; immutable, and checked when made.
+
+    Raises `OptionError`, a `ConfigError`, with one line that names the flag and what it accepts.
+    """
+
+    enabled: bool = _setting(
+        False,
+        "Replace core attention by ring attention over the context-parallel group.",
+    )
+    cpu: bool = _setting(
+        False,
+        "Let Megatron run on a machine without CUDA (gloo); inert where CUDA is present.",
+    )
+    kernel: str = _setting(
+        "auto",
+        "Attention kernel of each tile; auto takes the fastest one that can do the job.",
+        choices=_kernels,
+    )
+    layout: str = _setting(
+        "zigzag",
+        "Which rank holds which tokens; balanced weighs documents, masks and the windows of all "
+        "layers.",
+        choices=lambda: tuple(LAYOUTS),
+    )
+    document_mask: bool = _setting(
+        False,
+        "Tokens see only their own document, which ends with the end-of-document token; position "
+        "ids begin anew in each, and that token's own prediction counts for nothing in the loss.",
+    )
+    mask_kinds: str = _setting(
+        "",
+        "Kinds of the masks that batches carry as cp_ring_mask, separated by commas, "
+        f"which the certificate then probes: {', '.join(MASK_KINDS)}; any is every "
+        "mask.",
+        convert=_joined,
+        check=partial(_known, "kind of mask", MASK_KINDS),
+    )
+    pack: str = _setting(
+        "first-fit",
+        "How --sft puts conversations into batch rows: first-fit, the longest first; in-order; or "
+        "fill, in order and cut where a batch row ends, which leaves padding in the last one "
+        "only.",
+        choices=("first-fit", "in-order", "fill"),
+    )
+    cut_long: bool = _setting(
+        False,
+        "Cut conversations that are longer than a batch row (--sft) instead of rejecting them; "
+        "fill cuts anyway.",
+    )
+    balance_microbatches: bool = _setting(
+        False,
+        "Deal out the batch rows of each step so that its microbatches, and the data-parallel "
+        "ranks, have equal work; it changes which of them share a microbatch, never which are in "
+        "a step.",
+    )
+    route: str = _setting(
+        "direct",
+        "How keys and values reach the ranks that need them; auto takes the fastest by predicted "
+        "time.",
+        choices=lambda: ("auto", *ROUTES),
+    )
+    schedule: str = _setting(
+        "auto",
+        "The hop at which a rank uses the keys of each other: auto; ring, one source a hop; "
+        "gather, all in one hop; or the hop of each ring distance, as in 0,1,2,2.",
+        convert=_schedule_text,
+    )
+    slot_shards: int = _setting(
+        SLOT_SHARDS,
+        "Sources of a hop at most, so the shards of keys and values that a receive buffer holds.",
+        least=1,
+    )
+    heads: int | str = _setting(
+        1,
+        "Neighboring context-parallel ranks that exchange tokens for heads, around a ring of as "
+        "many times fewer members; 1 is the ring alone, auto takes the fastest number by "
+        "predicted time.",
+        least=1,
+        words=("auto",),
+    )
+    node_size: int = _setting(
+        0,
+        "Neighboring context-parallel ranks on one node, by which the routes direct and relay go; "
+        "0 is what the launcher (torchrun or Slurm) says.",
+        least=0,
+    )
+    num_slots: int = _setting(
+        2,
+        "Receive buffers for keys and values; memory grows with this, not with cp.",
+        least=2,
+        most=8,
+    )
+    wire: str = _setting(
+        "auto",
+        "How keys and values travel: plain, as they are; latent, as the latents of multi-latent "
+        "attention; int8 or fp8, quantized by token and head, which costs accuracy; auto is "
+        "latent where a model of the time says that it pays, else plain.",
+        choices=("auto", "plain", "int8", "fp8", "latent"),
+    )
+    wire_dtype: str = _setting(
+        "input",
+        "Precision in which partial key and value gradients travel.",
+        choices=("input", "float32", "bfloat16"),
+    )
+    recompute: str = _setting(
+        "keep",
+        "Where activations are recomputed: keep out and lse of attention, per layer and "
+        "microbatch, so that the ring runs once; or replay the ring.",
+        choices=("keep", "replay"),
+    )
+    offload: bool = _setting(
+        False,
+        "Keep what attention layers save for backward (q, k, v, out and lse, or out and lse where "
+        "activations are recomputed) in host memory between forward and backward, fetched one "
+        "layer ahead.",
+    )
+    loss_chunk: int = _setting(
+        0,
+        "Compute logits and loss of so many tokens of a rank at a time, and the logits again in "
+        "backward, where those of all tokens would not fit into memory; 0 computes all at once.",
+        least=0,
+    )
+    allow_untried: str = _setting(
+        "",
+        "Features of Megatron, separated by commas, to accept although no GPU run has "
+        f"shown them with ring attention yet: {', '.join(UNTRIED)}.",
+        convert=_joined,
+        check=partial(_known, "untried feature", UNTRIED),
+    )
+    run_dir: str = _setting(
+        "",
+        "Folder for steps.jsonl, a line per logged step, and the file DONE; none by default.",
+    )
+
+    hop_timeout: float = _setting(
+        600,
+        "Seconds that a hop or a collective may wait before the job is ended with a report; 0 is "
+        "any time.",
+        least=0,
+    )
+    compare_every: int = _setting(
+        16,
+        "Compare what ranks are about to compute for one in so many new plans, after the first 32 "
+        "of a group; 0 compares none. Packed documents bring a new plan with every microbatch.",
+        least=0,
+    )
+    timing: int = _setting(
+        0,
+        "Every so many steps, measure what each hop computes and waits for, and name slow ranks "
+        "and links; 0 never.",
+        least=0,
+    )
+    trace: str = _setting(
+        "",
+        "STEP or STEP:COUNT: write a trace of these steps, of all ranks on one clock, to "
+        "trace-STEP.json in --cp-ring-run-dir, or where the job runs.",
+        convert=str,
+        check=parse_trace,
+    )
+    debug: bool = _setting(
+        False,
+        "Fill receive buffers with NaN and compare what ranks are about to compute at every call. "
+        "Slow.",
+    )
+    keep_checkpoints: int = _setting(
+        0,
+        "How many checkpoints are kept, the newest ones; 0 keeps all.",
+        least=0,
+    )
+    trust_checkpoint: bool = _setting(
+        False,
+        "Load whatever is pickled in a checkpoint, which lets it run code: only for files of "
+        "known origin.",
+    )
+    certify: str = _setting(
+        "on",
+        "Probe masks, attention, loss and gradients on this job's own ranks before it trains, and "
+        "stop it if they are not what its flags declare; leaves a certificate beside the "
+        "checkpoints. strict also stops a job of which a part cannot be probed.",
+        choices=("on", "off", "strict"),
+        convert=_on_or_off,
+    )
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            try:
+                object.__setattr__(self, setting.name, _read(setting, value))
+            except ConfigError as error:
+                raise OptionError(setting.name, value, str(error)) from None
+
+    @classmethod
+    def make(cls, **values: Any) -> Options:
+        """As the constructor, but an unknown setting is a `ConfigError` too."""
+        for name in values:
+            if name not in SETTINGS:
+                raise ConfigError(f"cp_ring has no setting {name!r}; it has {', '.join(SETTINGS)}")
+        return cls(**values)
+
+    @property
+    def traced(self) -> range:
+        """The steps of `trace`."""
+        return parse_trace(self.trace)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds in `mask_kinds`."""
+        return tuple(self.mask_kinds.split(",")) if self.mask_kinds else ()
+
+    def without_auto(self) -> Options:
+        """With the simplest shape in place of `auto`: what runs with it runs with any."""
+        return replace(
+            self,
+            route=DEFAULT if self.route == "auto" else self.route,
+            heads=1 if self.heads == "auto" else self.heads,
+        )
+
+    def check_schedule(self, cp: int) -> None:
+        """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than
+        `slot_shards` sources at a hop.
+
+        With `heads` it is that of the ring's members, with `auto` that of the ranks. `relay` has a
+        schedule of its own.
+        """
+        heads = int(self.without_auto().heads)
+        for name, ranks, advice in (
+            ("node_size", self.node_size or 1, ""),
+            ("heads", heads, ": change either"),
+        ):
+            if cp % ranks:
+                raise ConfigError(
+                    f"{self.flag(name)} {ranks} does not divide the {cp} context-parallel "
+                    f"ranks{advice}"
+                )
+        try:
+            own_schedule = self.route in ROUTES and ROUTES[self.route].own_schedule
+            if own_schedule and cp > 1:
+                own_schedule(
+                    self.schedule, cp // heads, members_of_node(self.node_size or 1, heads)
+                )
+            else:
+                resolve(self.schedule, cp // heads, 1, self.slot_shards)
+        except PlanError as error:
+            named = str(error).replace("schedule ", self.flag("schedule") + " ", 1)
+            raise ConfigError(named.replace("slot_shards", self.flag("slot_shards"))) from None
+
+    @staticmethod
+    def flag(name: str) -> str:
+        """The command-line flag of a setting: `enabled` is `--cp-ring`, `num_slots` is
+        `--cp-ring-num-slots`.
+        """
+        return "--cp-ring" if name == "enabled" else "--cp-ring-" + name.replace("_", "-")
+
+    @classmethod
+    def add_arguments(
+        cls, parser: argparse.ArgumentParser, hidden: bool = False
+    ) -> argparse.ArgumentParser:
+        """Adds every setting as a flag; values are checked later, by `from_args`, for one clear
+        message.
+
+        With `hidden` the parser's help does not list them.
+        """
+        group = parser.add_argument_group(
+            title="cp_ring", description="ring attention for context parallelism"
+        )
+        for name, setting in SETTINGS.items():
+            known = f"; one of {', '.join(choices(name))}" if choices(name) else ""
+            shown = f"{setting.metadata['text']} (default: {setting.default}{known})"
+            shown = argparse.SUPPRESS if hidden else shown.replace("%", "%%")
+            options: dict[str, Any] = {
+                "dest": _dest(name), "default": setting.default, "help": shown,
+            }  # fmt: skip
+            if setting.type == "bool":
+                switch = argparse.BooleanOptionalAction if setting.default else "store_true"
+                group.add_argument(cls.flag(name), action=switch, **options)
+                continue
+            if name == "certify":
+                options |= {"nargs": "?", "const": "on"}
+            group.add_argument(cls.flag(name), metavar=name.upper(), **options)
+            if name == "certify":
+                group.add_argument(
+                    "--no-" + cls.flag(name)[2:], action="store_const", const="off",
+                    dest=_dest(name), help=argparse.SUPPRESS if hidden else None,
+                )  # fmt: skip
+        return parser
+
+    @classmethod
+    def help(cls, width: int | None = None) -> str:
+        """The flags and what they do, as argparse prints them, without any other flag."""
+        parser = argparse.ArgumentParser(
+            add_help=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, width=width)
+        )
+        shown = cls.add_arguments(parser).format_help()
+        return shown[shown.index("cp_ring:") :]
+
+    @classmethod
+    def table(cls) -> list[dict[str, str]]:
+        """One entry per flag: flag, default, values, and what it does."""
+        return [
+            {
+                "flag": cls.flag(name),
+                "default": "off" if setting.default is False else str(setting.default) or "none",
+                "values": ", ".join(choices(name)) or _KINDS[str(setting.type)][1],
+                "what it does": setting.metadata["text"],
+            }
+            for name, setting in SETTINGS.items()
+        ]
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Options:
+        """Reads the flags that `add_arguments` added from a parsed namespace."""
+        parsed = vars(args)
+        return cls(**{name: parsed[_dest(name)] for name in SETTINGS if _dest(name) in parsed})
+
+    def to_args(self) -> list[str]:
+        """The flags that differ from their defaults, as a command line."""
+        line: list[str] = []
+        for name, setting in SETTINGS.items():
+            value = getattr(self, name)
+            if value != setting.default:
+                switch = self.flag(name) if value is True else "--no-" + self.flag(name)[2:]
+                line += [switch] if setting.type == "bool" else [self.flag(name), str(value)]
+        return line
+
+
+SETTINGS: dict[str, Field[Any]] = {setting.name: setting for setting in fields(Options)}
+"""The fields of `Options` by name."""
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The names that a setting accepts, () if it is not a choice. Kernels, layouts and routes are
+    those registered by now.
+    """
+    known = SETTINGS[name].metadata.get("choices", ())
+    return known() if callable(known) else known
+
+
+def _read(setting: Field[Any], value: Any) -> Any:
+    """The value as the setting has it. Raises `ConfigError` that says what it accepts."""
+    limits = setting.metadata
+    if "convert" in limits:
+        value = limits["convert"](value)
+    if limits.get("choices"):
+        if value not in choices(setting.name):
+            load_plugins()
+        if value not in choices(setting.name):
+            raise ConfigError(f"input should be {either(choices(setting.name))}")
+    if value in limits.get("words", ()):
+        return value
+    value = _KINDS[str(setting.type)][0](value)
+    if not value >= limits.get("least", value):
+        raise ConfigError(f"input should be greater than or equal to {limits['least']}")
+    if not value <= limits.get("most", value):
+        raise ConfigError(f"input should be less than or equal to {limits['most']}")
+    if "check" in limits:
+        limits["check"](value)
+    return value
+
+
+def _dest(name: str) -> str:
+    return "cp_ring" if name == "enabled" else f"cp_ring_{name}"
