@@ -31,16 +31,16 @@ GIVEN = {"overload", "override", "jit"}
 # What is counted: (goal, limit). Each is a number over all of cp_ring and patches, but for the
 # last, which is of tests.
 TABLE = {
-    "tokens": (225_000, 301_150),
-    "tokens a code line, times 100": (1_000, 952),
-    "packages of more than 16 files": (0, 2),
-    "files of more than 450 lines": (0, 14),
-    "files with the name of another": (0, 18),
-    "lines of more than 100 columns": (0, 149),
-    "functions of more than 7 parameters": (0, 30),
-    "modules that import more than 12 others": (0, 13),
-    "state outside of cp_ring.runtime": (0, 28),
-    "tokens of tests": (212_000, 300_100),  # the goal: 22,000 lines of 130 columns
+    "tokens": (225_000, 299_300),
+    "tokens a code line, times 100": (1_000, 953),
+    "packages of more than 16 files": (0, 0),
+    "files of more than 450 lines": (0, 9),
+    "files with the name of another": (0, 4),
+    "lines of more than 100 columns": (0, 54),
+    "functions of more than 7 parameters": (0, 29),
+    "modules that import more than 12 others": (0, 12),
+    "state outside of cp_ring.runtime": (0, 26),
+    "tokens of tests": (212_000, 300_900),  # the goal: 22,000 lines of 130 columns
 }
 
 
