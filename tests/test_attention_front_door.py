@@ -29,91 +29,78 @@ from cp_ring.attention import Attention, AttentionOptions
 from cp_ring.kernels import calls
 from cp_ring.plan import plan as maker
 from cp_ring.plan_cache import PlanOptions
+from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.loopback import LoopbackTransport
-from cp_ring.testing.oracle import Case, error
+from cp_ring.testing.oracle import Case
+from tests.rings import attend, same_bits, scores_of
 
 N = 64
 CU_SEQLENS = [0, 7, 7, 40, N]
-MASKS = {
-    "causal": ({"causal": True}, Mask.causal(N)),
-    "full": ({}, Mask.full(N)),
-    "window": ({"causal": True, "window_size": (9, 0)}, Mask.causal(N, window=(9, 0))),
-    "open window": ({"window_size": (9, 5)}, Mask.full(N, window=(9, 5))),
-    "documents": ({"cu_seqlens": CU_SEQLENS, "causal": True}, Mask.documents(CU_SEQLENS)),
+UNEVEN = Mask.documents([0, 50, 60, N])
+
+
+def zigzag(mask, **options):
+    return lambda cp: Plan.build(mask, Layout.zigzag(N, cp), **options)
+
+
+CALLS = {
+    "causal": ({"causal": True}, zigzag(Mask.causal(N))),
+    "full": ({"layout": "zigzag"}, zigzag(Mask.full(N))),
+    "window": ({"causal": True, "window_size": (9, 0)}, zigzag(Mask.causal(N, (9, 0)))),
+    "open window": ({"window_size": (9, 5)}, zigzag(Mask.full(N, (9, 5)))),
+    "documents": ({"cu_seqlens": CU_SEQLENS, "causal": True}, zigzag(Mask.documents(CU_SEQLENS))),
     "documents as a tensor": (
         {"cu_seqlens": torch.tensor(CU_SEQLENS, dtype=torch.int32)},
-        Mask.documents(CU_SEQLENS, causal=False),
+        zigzag(Mask.documents(CU_SEQLENS, causal=False)),
     ),
-    "mask": ({"mask": Mask.prefix(N, 20)}, Mask.prefix(N, 20)),
+    "mask": ({"mask": Mask.prefix(N, 20)}, zigzag(Mask.prefix(N, 20))),
+    "ring": ({"causal": True, "schedule": "ring"}, zigzag(Mask.causal(N), schedule="ring")),
+    "gather": ({"causal": True, "schedule": "gather"}, zigzag(Mask.causal(N), schedule="gather")),
+    "route": ({"mask": UNEVEN, "route": "ring"}, zigzag(UNEVEN, route="ring")),
+    "balanced": (
+        {"mask": UNEVEN, "layout": "balanced"},
+        lambda cp: Plan.build(UNEVEN, Layout.balanced(UNEVEN, cp)),
+    ),
 }
+"""Arguments of a call, and the plan that it makes, by the number of ranks."""
 
 
-def _both(group, case, plan, options, more):
+def _both(group, case, plan, options):
     """Out, lse and gradients without a plan, and with one."""
-    found = []
-    dim = 0 if more.get("qkv_format") == "sbhd" else 1
+    results = []
+    dim = 0 if options.get("qkv_format") == "sbhd" else 1
     whole = [x.transpose(0, 1) if dim == 0 else x for x in case]
-    for arguments in (options, {"plan": plan}):
-        q, k, v, dout = cp_ring.shard(tuple(whole), Layout.zigzag(N, plan.cp), group, dim)
+    for arguments in (options, {"plan": plan, "qkv_format": "bshd"}):
+        if "plan" in arguments:
+            whole, dim = list(case), 1
+        q, k, v, dout = cp_ring.shard(tuple(whole), plan, group, dim)
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out, lse = ring_attention(q, k, v, group, return_lse=True, **arguments, **more)
+        out, lse = ring_attention(q, k, v, group, return_lse=True, **arguments)
         assert not lse.requires_grad
-        found.append([out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)])
-    return found
+        parts = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+        results.append([*(x.transpose(0, 1) if dim == 0 else x for x in parts), lse])
+    return results
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"qkv_format": "sbhd", "layout": "zigzag"}], ids=["bshd", "sbhd"]
-)
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("cp", [2, 4])
-def test_same_bits_as_with_a_plan(pool, cp, name, more):
-    options, mask = MASKS[name]
-    plan = Plan.build(mask, Layout.zigzag(N, cp))
-    for without, planned in pool.run(_both, cp, Case.draw(N, b=2), plan, options, more):
-        assert all(torch.equal(x, y) for x, y in zip(without, planned, strict=True))
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("cp", "qkv_format"), [(2, "sbhd"), (4, "bshd")])
+def test_same_bits_as_with_a_plan(pool, cp, qkv_format, name):
+    options, plan_of = CALLS[name]
+    options, plan = options | {"qkv_format": qkv_format}, plan_of(cp)
+    for without, planned in pool.run(_both, cp, Case.draw(N, b=2), plan, options):
+        assert same_bits(without, planned)
 
 
-def _balanced(group, case, mask):
-    layout = Layout.balanced(mask, 2)
-    q, k, v = cp_ring.shard(case[:3], layout, group)
-    return [
-        ring_attention(q, k, v, group, **options)
-        for options in (
-            {"mask": mask, "layout": "balanced"},
-            {"mask": mask, "layout": layout, "route": "ring"},
-        )
-    ]
+def test_a_schedule_of_hops_and_a_layout_as_they_are():
+    layout, hops = Layout.balanced(UNEVEN, 4), (0, 1, 2, 2)
+    plan, case = Plan.build(UNEVEN, layout, schedule=hops), Case.draw(N)
 
+    def without_plan(group):
+        q, k, v = cp_ring.shard(case[:3], layout, group)
+        return ring_attention(q, k, v, group, mask=UNEVEN, layout=layout, schedule=hops)
 
-def test_layout_and_route_by_name(pool):
-    mask = Mask.documents([0, 50, 60, N])
-    for by_name, by_value in pool.run(_balanced, 2, Case.draw(N), mask):
-        assert error(by_name, by_value.double()) < 1e-6
-
-
-def _schedules(group, case):
-    q, k, v = cp_ring.shard(case[:3], None, group)
-    n = 4 * q.shape[1]
-    found = []
-    for schedule in ("ring", "gather", (0, 1, 2, 2)):
-        plan = Plan.build(Mask.causal(n), Layout.zigzag(n, 4), schedule=schedule)
-        planned = ring_attention(q, k, v, group, plan=plan)
-        found.append(
-            torch.equal(ring_attention(q, k, v, group, causal=True, schedule=schedule), planned)
-        )
-    default = Plan.build(Mask.causal(n), Layout.zigzag(n, 4))
-    found.append(
-        torch.equal(
-            ring_attention(q, k, v, group, causal=True),
-            ring_attention(q, k, v, group, plan=default),
-        )
-    )
-    return found
-
-
-def test_schedules(pool):
-    assert pool.run(_schedules, 4, Case.draw(N)) == [[True] * 4] * 4
+    outs = LocalRing(4).run(without_plan)
+    assert torch.equal(layout.unshard(outs, 1), attend(case, plan)[0])
 
 
 def test_keywords_are_those_of_the_options():
@@ -175,8 +162,7 @@ def test_lse():
     """
     q, k, v, _ = Case.draw(24, b=2, h=4, g=2)
     _, lse = ring_attention(q, k, v, causal=True, return_lse=True)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * 0.25
-    truth = scores.masked_fill(torch.ones(24, 24).triu(1).bool(), -torch.inf).logsumexp(-1)
+    truth = scores_of(q, k, Mask.causal(24).dense()).logsumexp(-1)
     assert lse.dtype == torch.float32 and lse.shape == (2, 4, 24)
     assert torch.allclose(lse, truth, atol=1e-6)
     _, with_sink = ring_attention(q, k, v, causal=True, sink=torch.ones(4), return_lse=True)
@@ -190,18 +176,24 @@ def test_lse():
 
 
 PLAN = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
+BESIDE_A_PLAN = {
+    "mask": Mask.causal(16),
+    "causal": True,
+    "window_size": (3, 0),
+    "cu_seqlens": [0, 16],
+    "layout": "contiguous",
+    "route": "ring",
+    "schedule": "ring",
+}
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
-        ({"plan": PLAN, "mask": Mask.causal(16)}, ConfigError, "mask and plan are both given"),
-        ({"plan": PLAN, "causal": True}, ConfigError, "causal and plan are both given"),
-        ({"plan": PLAN, "window_size": (3, 0)}, ConfigError, "window_size and plan are both given"),
-        ({"plan": PLAN, "cu_seqlens": [0, 16]}, ConfigError, "cu_seqlens and plan are both given"),
-        ({"plan": PLAN, "layout": "contiguous"}, ConfigError, "layout and plan are both given"),
-        ({"plan": PLAN, "route": "ring"}, ConfigError, "route and plan are both given"),
-        ({"plan": PLAN, "schedule": "ring"}, ConfigError, "schedule and plan are both given"),
+        *(
+            ({"plan": PLAN, name: value}, ConfigError, f"{name} and plan are both given")
+            for name, value in BESIDE_A_PLAN.items()
+        ),
         (
             {"schedule": 3},
             ConfigError,
@@ -209,16 +201,13 @@ PLAN = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
         ),
         ({"schedule": "spiral"}, PlanError, "schedule 'spiral': known are auto, ring, gather"),
         ({"schedule": (0, 1)}, PlanError, "schedule 0,1: 2 hops for 1 ranks"),
-        ({"mask": Mask.causal(16), "causal": True}, ConfigError, "causal and mask are both given"),
-        (
-            {"mask": Mask.causal(16), "window_size": (3, 0)},
-            ConfigError,
-            "window_size and mask are both given",
-        ),
-        (
-            {"mask": Mask.causal(16), "cu_seqlens": [0, 16]},
-            ConfigError,
-            "cu_seqlens and mask are both given",
+        *(
+            (
+                {"mask": Mask.causal(16), name: BESIDE_A_PLAN[name]},
+                ConfigError,
+                f"{name} and mask are both given",
+            )
+            for name in ("causal", "window_size", "cu_seqlens")
         ),
         (
             {"mask": lambda b, h, i, j: i >= j},
@@ -304,7 +293,18 @@ PLAN = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
         ({"group": Mask.causal(16)}, ConfigError, "pass it as mask="),
         ({"group": Layout.zigzag(16, 1)}, ConfigError, "pass it as layout="),
         ({"group": "cp"}, ConfigError, "group is a str, not a ProcessGroup"),
-        ({"kernel": "warp"}, KernelError, "kernel='warp': unknown; known are auto"),
+        (
+            {"kernel": "warp"},
+            KernelError,
+            "kernel='warp': unknown; known are auto, transformer_engine",
+        ),
+        ({"num_slots": 1}, ConfigError, "num_slots=1: it must be a whole number from 2 to 8"),
+        (
+            {"wire_dtype": "int8"},
+            ConfigError,
+            "wire_dtype='int8': it must be 'input', 'float32' or 'bfloat16'",
+        ),
+        ({"qkv_format": "thd"}, ConfigError, "qkv_format='thd': it must be 'bshd' or 'sbhd'"),
     ],
 )
 def test_contradictions_are_one_line_that_names_the_argument(options, kind, says):

@@ -17,6 +17,7 @@ from cp_ring.plan.costs.cost import cost
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes, LatentSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, brute_force, error
+from tests.rings import joined, off
 
 N, B, H = 96, 2, 4
 SIZES = LatentSizes(latent=24, rope=8, nope=16, value=12)
@@ -53,7 +54,7 @@ def truth_of(case: LatentCase, mask: Mask) -> list[torch.Tensor]:
     """Out and gradients of q, latent, rope and weight in float64; attention itself is that of
     `brute_force`.
     """
-    q, latent, rope, weight = leaves = [x.detach().double().requires_grad_() for x in case[:4]]
+    q, latent, rope, weight = (x.detach().double().requires_grad_() for x in case[:4])
     both = torch.einsum("bsc,gnc->bsgn", latent, weight.view(H, -1, SIZES.latent))
     k = torch.cat([both[..., : SIZES.nope], rope[:, :, None].expand(-1, -1, H, -1)], -1)
     v = both[..., SIZES.nope :]
@@ -61,15 +62,15 @@ def truth_of(case: LatentCase, mask: Mask) -> list[torch.Tensor]:
     dlatent, drope, dweight = torch.autograd.grad(
         (k, v), (latent, rope, weight), (grads.dk, grads.dv)
     )
-    assert len(leaves) == 4
     return [grads.out, grads.dq, dlatent, drope, dweight]
 
 
 def on_rank(group, case: LatentCase, plan: Plan, **options):
     """Runs on a rank: out and gradients of its tokens, and its share of the weight's gradient."""
-    rank = 0 if group is None else group.rank
     first = options.get("qkv_format") == "sbhd"
-    parts = [plan.layout.shard(x, rank, 1) for x in (case.q, case.latent, case.rope, case.dout)]
+    parts = [
+        plan.layout.shard(x, group.rank, 1) for x in (case.q, case.latent, case.rope, case.dout)
+    ]
     q, latent, rope, dout = (x.transpose(0, 1) if first else x for x in parts)
     q, latent, rope, weight = (
         x.detach().clone().requires_grad_() for x in (q, latent, rope, case.weight)
@@ -86,14 +87,8 @@ def on_rank(group, case: LatentCase, plan: Plan, **options):
 
 
 def attend(case: LatentCase, plan: Plan, **options) -> list[torch.Tensor]:
-    parts = (
-        LocalRing(plan.cp).run(on_rank, case, plan, **options)
-        if plan.cp > 1
-        else [on_rank(None, case, plan, **options)]
-    )
-    columns = list(zip(*parts, strict=True))
-    whole = [plan.layout.unshard(list(column), 1) for column in columns[:4]]
-    return [*whole, torch.stack([x.double() for x in columns[4]]).sum(0)]
+    parts = LocalRing(plan.cp).run(on_rank, case, plan, **options)
+    return joined(plan, [[*part[:4], part[4].double()] for part in parts])
 
 
 MASKS = {
@@ -110,9 +105,8 @@ LIMIT = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
 def test_equals_brute_force(mask, cp):
     case, plan = LatentCase.draw(), Plan.build(MASKS[mask], Layout.zigzag(N, cp))
     with debugging():
-        found = attend(case, plan)
-    for name, x, truth in zip(PARTS, found, truth_of(case, MASKS[mask]), strict=True):
-        assert error(x, truth) < LIMIT[torch.float32], name
+        results = attend(case, plan)
+    assert off(results, truth_of(case, MASKS[mask])) < LIMIT[torch.float32]
 
 
 @pytest.mark.parametrize("mask", ["causal", "documents", "window"])
@@ -126,9 +120,8 @@ def test_two_tensor_parallel_ranks_of_two_are_one(mask):
         attend(case._replace(q=q, weight=weight, dout=dout), plan) for q, weight, dout in halves
     ]
     out, dq, dlatent, drope, dweight = zip(*parts, strict=True)
-    found = [torch.cat(out, 2), torch.cat(dq, 2), sum(dlatent), sum(drope), torch.cat(dweight)]
-    for name, x, truth in zip(PARTS, found, truth_of(case, MASKS[mask]), strict=True):
-        assert error(x, truth) < LIMIT[torch.float32], name
+    results = [torch.cat(out, 2), torch.cat(dq, 2), sum(dlatent), sum(drope), torch.cat(dweight)]
+    assert off(results, truth_of(case, MASKS[mask])) < LIMIT[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", LIMIT, ids=str)
@@ -143,10 +136,9 @@ def test_two_tensor_parallel_ranks_of_two_are_one(mask):
 )
 def test_routes_and_dtypes(options, dtype):
     case, plan = LatentCase.draw(dtype), Plan.build(MASKS["causal"], Layout.zigzag(N, 4), **options)
-    found, truth = attend(case, plan), truth_of(case, MASKS["causal"])
-    assert {x.dtype for x in found[:4]} == {dtype}
-    for name, x, true in zip(PARTS, found, truth, strict=True):
-        assert error(x, true) < LIMIT[dtype], name
+    results = attend(case, plan)
+    assert {x.dtype for x in results[:4]} == {dtype}
+    assert off(results, truth_of(case, MASKS["causal"])) < LIMIT[dtype]
 
 
 def test_as_accurate_as_plain():
@@ -181,12 +173,10 @@ def test_as_accurate_as_plain():
 )
 def test_options(options):
     case, plan = LatentCase.draw(), Plan.build(MASKS["causal"], Layout.zigzag(N, 3))
-    found, truth = (
-        attend(case, plan, **options),
-        attend(case, plan, **{**options, "wire": "plain", "wire_dtype": "input"}),
-    )
+    results = attend(case, plan, **options)
+    plain = attend(case, plan, **{**options, "wire": "plain", "wire_dtype": "input"})
     limit = {"wire_dtype": 1e-2, "wire": 1.5e-2}.get(next(iter(options)), LIMIT[torch.float32])
-    assert all(error(x, y) < limit for x, y in zip(found, truth, strict=True))
+    assert off(results, plain) < limit
 
 
 def test_batch_rows_with_masks_of_their_own():
@@ -209,9 +199,7 @@ def test_batch_rows_with_masks_of_their_own():
 
     ranks = LocalRing(2).run(both)
     for latent, plain in ranks:
-        assert all(
-            error(x, y) < LIMIT[torch.float32] for x, y in zip(latent[:4], plain[:4], strict=True)
-        )
+        assert off(latent[:4], plain[:4]) < LIMIT[torch.float32]
     sums = [sum(of_rank[which][4] for of_rank in ranks) for which in (0, 1)]
     assert error(*sums) < LIMIT[torch.float32]
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from cp_ring import Layout, Mask, Plan
-from cp_ring.testing.oracle import Case, brute_force, error, on_rank, whole
+from cp_ring.testing.oracle import Case, brute_force
+from tests.rings import attend_to_shard, joined, off
 
 CASES = [(Case.draw(64, seed=seed, dtype=torch.float64), Plan.build(Mask.causal(64, (window, 0)), Layout.zigzag(64, 2)))
          for seed, window in ((1, -1), (2, 9))]  # fmt: skip
@@ -21,7 +22,7 @@ def attend_in_threads(group):
     groups = [dist.new_group(ranks, use_local_synchronization=True) for _ in CASES]
 
     def many(which):
-        return [on_rank(groups[which], *CASES[which]) for _ in range(TIMES)]
+        return [attend_to_shard(groups[which], *CASES[which]) for _ in range(TIMES)]
 
     with ThreadPoolExecutor(len(CASES)) as threads:
         return list(threads.map(many, range(len(CASES))))
@@ -32,6 +33,5 @@ def test_groups_of_parallel_threads_do_not_disturb_each_other(pool):
     for which, (case, plan) in enumerate(CASES):
         truth = brute_force(case, plan.mask.dense())
         for time in range(TIMES):
-            found = whole(plan.layout, [rank[which][time] for rank in results])
-            for x, wanted in zip(found, truth, strict=True):
-                assert error(x, wanted) < 1e-12
+            results_of = [rank[which][time] for rank in results]
+            assert off(joined(plan, results_of), truth) < 1e-12

@@ -18,8 +18,14 @@ from cp_ring.kernels.cpu import KERNEL as CPU_KERNEL
 from cp_ring.kernels.dropout import Dropout
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
+from tests.rings import scores_of
 
 N = 48
+
+
+def largest_of(q, k, mask):
+    """The truth: the largest logit of each head in float64."""
+    return scores_of(q.double(), k.double(), mask.dense()).amax((0, 2, 3))
 
 
 def of_ranks(case, plan, dropped=False, **options):
@@ -52,13 +58,9 @@ def test_over_all_ranks_it_is_that_of_the_dense_scores(cp, kernel, monkeypatch):
         Mask.documents([0, 7, 30, N]),
         Mask.full(N),
     ]
-    scores = (
-        torch.einsum("bqhd,bkhd->bhqk", case.q.double(), case.k.double().repeat_interleave(2, 2))
-        * 8**-0.5
-    )
     for mask in masks:
         plan = Plan.build(mask, Layout.zigzag(N, cp) if cp > 1 else Layout.contiguous(N, 1))
-        truth = scores.masked_fill(~torch.from_numpy(mask.dense()), -math.inf).amax((0, 2, 3))
+        truth = largest_of(case.q, case.k, mask)
         plain, found = of_ranks(case, plan, kernel=kernel)
         torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
         assert found[0].dtype == torch.float32 and found[0].shape == (4,)
@@ -72,11 +74,7 @@ def test_over_all_ranks_it_is_that_of_the_dense_scores(cp, kernel, monkeypatch):
 @pytest.mark.parametrize("heads", [2, 4])
 def test_each_rank_has_those_of_its_own_heads(heads):
     case, mask = Case.draw(N, b=2, h=8, g=4, d=8), Mask.causal(N, window=(9, 0))
-    scores = (
-        torch.einsum("bqhd,bkhd->bhqk", case.q.double(), case.k.double().repeat_interleave(2, 2))
-        * 8**-0.5
-    )
-    truth = scores.masked_fill(~torch.from_numpy(mask.dense()), -math.inf).amax((0, 2, 3))
+    truth = largest_of(case.q, case.k, mask)
     _, found = of_ranks(case, Plan.build(mask, Layout.zigzag(N, 4), ulysses=heads))
     torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
     for rank, largest in enumerate(found):
@@ -112,10 +110,6 @@ def test_no_more_than_a_block_is_held(monkeypatch):
     q, k = torch.randn(1, 64, 4, 8), torch.randn(1, 64, 2, 8)
     kernel = logits.LogitKernel(CPU_KERNEL)
     with Sizes():
-        kernel._see(q, k, -OPEN, 0, 0.5)
+        kernel._see(q, k, -OPEN, 0, 8**-0.5)
     assert max(made) <= 4096
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * 0.5
-    truth = scores.masked_fill(~torch.ones(64, 64, dtype=torch.bool).tril(), -math.inf).amax(
-        (0, 2, 3)
-    )
-    torch.testing.assert_close(kernel.largest, truth)
+    torch.testing.assert_close(kernel.largest.double(), largest_of(q, k, Mask.causal(64)))

@@ -11,9 +11,9 @@ import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.testing.conformance import _nan_memory
-from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case, brute_force, error
+from tests.rings import attend
 
 
 @pytest.mark.ci
@@ -40,13 +40,6 @@ def test_calls_leak_nothing(calls):
     assert many(calls) <= 1.01 * before
 
 
-def _on_rank(group, case, plan, kernel):
-    q, k, v, dout = (plan.layout.shard(x, group.rank, 1) for x in case)
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = ring_attention(q, k, v, group, plan=plan, kernel=kernel)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
-
-
 def test_a_hundred_shapes_with_nan_in_fresh_memory():
     """Random ranks, documents, windows, heads and sizes: a whole ring leaves no element unwritten,
     nor reads such a one.
@@ -66,8 +59,7 @@ def test_a_hundred_shapes_with_nan_in_fresh_memory():
         case = Case.draw(n, b=b, h=h, g=groups, d=d, e=e, seed=index)
         truth = brute_force(case, mask.dense())
         with _nan_memory():
-            parts = LocalRing(cp).run(_on_rank, case, plan, ("cpu", "reference")[index % 2])
-        for i, wanted in enumerate(truth):
-            got = plan.layout.unshard([part[i] for part in parts], 1)
-            assert got.isfinite().all(), (index, n, cp, cuts)
-            assert error(got, wanted) < 1e-5 or not wanted.any(), (index, n, cp, cuts)
+            results = attend(case, plan, kernel=("cpu", "reference")[index % 2])
+        for result, wanted in zip(results, truth, strict=True):
+            assert result.isfinite().all(), (index, n, cp, cuts)
+            assert error(result, wanted) < 1e-5 or not wanted.any(), (index, n, cp, cuts)

@@ -6,23 +6,16 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
-from cp_ring import Layout, Mask, Plan, ring_attention
+from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.routes import ROUTES
 from cp_ring.testing import local_ring
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, brute_force, error
+from tests.rings import FLOAT32, attend, attend_to_shard, off
 
 N = 128
-
-
-def on_rank(group, case: Case, plan: Plan, **options):
-    q, k, v, dout = (plan.layout.shard(x, group.rank, 1) for x in case)
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = ring_attention(q, k, v, group, plan=plan, **options)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
 @pytest.mark.parametrize(
@@ -36,11 +29,8 @@ def test_many_ranks_equal_brute_force(cp, route, schedule):
         Mask.documents([0, 3, 60, 61, 120], window=(30, 0), n=N),
         Mask.prefix(N, 40),
     ):
-        plan = Plan.build(mask, Layout.zigzag(N, cp), route, schedule)
-        case = Case.draw(N, b=2)
-        parts = LocalRing(cp).run(on_rank, case, plan, num_slots=3)
-        for i, truth in enumerate(brute_force(case, mask.dense())):
-            assert error(plan.layout.unshard([part[i] for part in parts], 1), truth) < 3e-6
+        plan, case = Plan.build(mask, Layout.zigzag(N, cp), route, schedule), Case.draw(N, b=2)
+        assert off(attend(case, plan, num_slots=3), brute_force(case, mask.dense())) < FLOAT32
 
 
 @pytest.mark.parametrize("schedule", ["auto", "gather"])
@@ -60,15 +50,12 @@ def test_several_sources_lose_no_accuracy(cp, schedule):
         plan = Plan.build(mask, Layout.zigzag(n, cp), schedule=schedule)
         one = Plan.build(mask, Layout.contiguous(n, 1))
         case = Case.draw(n, h=4, g=2, d=32)
-        parts = LocalRing(cp).run(on_rank, case, plan)
-        single = LocalRing(1).run(on_rank, case, one)[0]
-        for i, truth in enumerate(brute_force(case, mask.dense())):
+        wanted = brute_force(case, mask.dense())
+        for single, several, truth in zip(
+            attend(case, one), attend(case, plan), wanted, strict=True
+        ):
             # short sequences: noise beside the ratio
-            allowed = 1.15 * error(single[i], truth) + 1e-7
-            assert error(plan.layout.unshard([part[i] for part in parts], 1), truth) < allowed, (
-                mask,
-                i,
-            )
+            assert error(several, truth) < 1.15 * error(single, truth) + 1e-7, mask
 
 
 def test_a_message_that_nobody_sends_is_given_up(monkeypatch):
@@ -76,7 +63,7 @@ def test_a_message_that_nobody_sends_is_given_up(monkeypatch):
     plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 2))
 
     def only_rank_0(group):
-        return on_rank(group, Case.draw(N), plan) if group.rank == 0 else None
+        return attend_to_shard(group, Case.draw(N), plan) if group.rank == 0 else None
 
     with pytest.raises(
         ConfigError, match=r"rank 0 of a local ring waited 0.2 s for message 0 of rank 1"
@@ -87,7 +74,7 @@ def test_a_message_that_nobody_sends_is_given_up(monkeypatch):
 def test_a_ring_of_another_size():
     plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 4))
     with pytest.raises(PlanError, match="the plan is for 4 ranks, the group has 2"):
-        LocalRing(2).run(on_rank, Case.draw(N), plan)
+        LocalRing(2).run(attend_to_shard, Case.draw(N), plan)
 
 
 def test_ranks_without_tokens():
@@ -96,9 +83,7 @@ def test_ranks_without_tokens():
     plan = Plan.build(Mask.causal(N), layout)
     plan.verify(rank_plans=True)
     case = Case.draw(N, b=2)
-    parts = LocalRing(3).run(on_rank, case, plan)
-    for i, truth in enumerate(brute_force(case, plan.mask.dense())):
-        assert error(layout.unshard([part[i] for part in parts], 1), truth) < 3e-6
+    assert off(attend(case, plan), brute_force(case, plan.mask.dense())) < FLOAT32
 
 
 def test_the_failure_of_a_rank_is_the_failure_of_all():
@@ -107,7 +92,7 @@ def test_the_failure_of_a_rank_is_the_failure_of_all():
     def case(group):
         if group.rank == 2:
             raise RuntimeError("rank 2 is broken")
-        return on_rank(group, Case.draw(N), plan)
+        return attend_to_shard(group, Case.draw(N), plan)
 
     with pytest.raises(RuntimeError, match="rank 2 is broken"):
         LocalRing(3).run(case)

@@ -1,0 +1,88 @@
+"""What tests of attention share: one call on all ranks of a ring, and its truth in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cp_ring import Plan, ring_attention
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import Case, error
+from cp_ring.testing.rank_pool import Ranks
+
+FLOAT32 = 3e-6
+"""Rounding of float32 at the sizes of these tests; a wrong tile or message is off by 0.01 or more."""
+
+
+def rank_of(group: Any) -> int:
+    """Of a process group, of a rank of a `LocalRing`, or of no group."""
+    if group is None:
+        return 0
+    return group.rank() if callable(group.rank) else group.rank
+
+
+def attend_to_shard(
+    group: Any, case: Case, plan: Plan, sink: Tensor | None = None, **options: Any
+) -> list[Tensor]:
+    """Runs on a rank: out, dq, dk and dv of its shard, and with a sink its part of that gradient."""
+    q, k, v, dout = (plan.layout.shard(x, rank_of(group), 1) for x in case)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, sink) if x is not None]
+    options |= {} if sink is None else {"sink": leaves[3]}
+    out = ring_attention(*leaves[:3], group, plan=plan, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def joined(plan: Plan, parts: list[list[Tensor]]) -> list[Tensor]:
+    """out and gradients of the whole sequence, from the results of all ranks."""
+    columns = list(zip(*parts, strict=True))
+    whole = [plan.layout.unshard(list(column), 1) for column in columns[:4]]
+    return whole + [sum(column) for column in columns[4:]]
+
+
+def attend(case: Case, plan: Plan, pool: Ranks | None = None, **options: Any) -> list[Tensor]:
+    """out and gradients of the whole sequence, on threads, or on the processes of `pool`."""
+    ranks = LocalRing(plan.cp) if pool is None else pool
+    size = () if pool is None else (plan.cp,)
+    return joined(plan, ranks.run(attend_to_shard, *size, case, plan, **options))
+
+
+def scores_of(q: Tensor, k: Tensor, allowed: np.ndarray, bias: Tensor | float = 0.0) -> Tensor:
+    """Dense scores [b, h, n, n] in the dtype of q; `bias` is added, hidden pairs are -inf."""
+    keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5 + bias
+    return scores.masked_fill(~torch.from_numpy(allowed), -math.inf)
+
+
+def truth(
+    case: Case,
+    allowed: np.ndarray,
+    sink: Tensor | None = None,
+    bias: Tensor | float = 0.0,
+    factors: Tensor | float = 1.0,
+) -> list[Tensor]:
+    """out and gradients in float64 through a dense softmax.
+
+    sink: [h], scores of a further key with the value 0; with it, queries may see no key. bias: added
+    to scores. factors: multiply weights, as dropout does.
+    """
+    leaves = [x.detach().double().requires_grad_() for x in (*case[:3], sink) if x is not None]
+    q, k, v, *offsets = leaves
+    scores = scores_of(q, k, allowed, bias)
+    further = [x[:, None, None].expand(*scores.shape[:3], 1) for x in offsets]
+    weights = torch.cat([scores, *further], -1).softmax(-1)[..., : scores.shape[-1]] * factors
+    out = torch.einsum("bhqk,bkhe->bqhe", weights, v.repeat_interleave(q.shape[2] // v.shape[2], 2))
+    return [out.detach(), *torch.autograd.grad(out, leaves, case.dout.double())]
+
+
+def off(results: Any, wanted: Any) -> float:
+    """The largest error of several tensors; NaN if one has NaN."""
+    return float(np.max([error(x, y) for x, y in zip(results, wanted, strict=True)]))
+
+
+def same_bits(first: Any, second: Any) -> bool:
+    """Whether two sequences of tensors are equal, bit for bit."""
+    return all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
