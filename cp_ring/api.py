@@ -282,7 +282,7 @@ def _by_position(
     seed: int | None,
     slopes: Tensor | Sequence[float] | None,
 ) -> Dropout | None:
-    """Dropout and ALiBi of a call whose plan knows the positions of all tokens; None without both."""
+    """Dropout and ALiBi of a call whose plan knows all tokens' positions; None without both."""
     if not 0 <= p < 1:
         raise ConfigError(f"dropout_p={p}: it must be from 0 to below 1")
     if not p and slopes is None:

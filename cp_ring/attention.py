@@ -6,7 +6,7 @@ values.
 
 The way of a key from the caller to the kernel, one Python frame a line:
 
-    ring_attention              makes or takes the plan            (Megatron: RingDotProductAttention.forward)
+    ring_attention              makes or takes the plan (in Megatron: RingDotProductAttention)
     Attention.__call__          brings tokens first; exchanges heads
     RingAttention.forward       torch's autograd function
     _run_forward                the hop loop; KeyStream hands it each hop's keys
@@ -133,9 +133,7 @@ class Inputs(NamedTuple):
         )
 
     def check(self) -> None:
-        """Raises `PlanError` for tensors that do not fit together, in any `qkv_format`;
-        `ConfigError` for a DTensor.
-        """
+        """Raises `PlanError` for tensors that do not fit together, `ConfigError` for a DTensor."""
         (q, k, v), sink = self[:3], self.sink
         for name, x in zip(("q", "k", "v", "sink"), self, strict=False):
             check_local(name, x)
@@ -301,9 +299,14 @@ class Attention:
         self._latents = codec.needs_latents and not alone
         with determinism(options.deterministic) as exact:
             self._kernel: AttentionKernel = choose(
-                options.kernel, device=q.device, dtype=q.dtype, d=q.shape[-1], e=v.shape[-1], packed=rank_plan.packed,
+                options.kernel,
+                device=q.device,
+                dtype=q.dtype,
+                d=q.shape[-1],
+                e=v.shape[-1],
+                packed=rank_plan.packed,
                 dropout=dropout is not None,
-            )  # fmt: skip
+            )
         if dropout is not None and not codec.carries_positions:
             asked = f"dropout_p={dropout.p:g}" if dropout.p else "alibi_slopes"
             raise ConfigError(
@@ -337,17 +340,17 @@ class Attention:
         self._identity, b = rank_plan.identity, 1 if self._batch_rows else batch
         self._facts = {
             "dtype": q.dtype, "batch": b, "query heads": q.shape[2], "key/value heads": k.shape[2],
-            "head size": q.shape[3] + (COLUMNS if dropout else 0), "head size of values": v.shape[3],
+            "head size": q.shape[3] + (COLUMNS if dropout else 0),
+            "head size of values": v.shape[3],
             "softmax_scale": self._ring.scale, "wire": Plain.name if alone else options.wire,
             "wire_dtype": self._ring.wire_dtype,
-            "sink": sink is not None, "sizes of latents": latents.sizes if latents and self._latents else (),
+            "sink": sink is not None,
+            "sizes of latents": latents.sizes if latents and self._latents else (),
         }  # fmt: skip
         self._key = rank_plan.digest, *self._facts.values()
 
     def __call__(self, inputs: Inputs, kept: KeptOutput | None = None) -> Output:
-        """Attention of this rank's queries to every rank's keys; with `kept`, that of the call
-        whose output it is.
-        """
+        """Attention of this rank's queries to all keys; with `kept`, that of the call kept."""
         q, k, v, sink, latents, dropout = inputs
         more = list(latents) if latents and self._latents else []
         if self._bshd:

@@ -75,7 +75,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, call: RingCall, taken: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+        ctx, call: RingCall, taken: tuple[Tensor, Tensor] | None,
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
         *inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         WATCH.place, WATCH.backward = call.place, False

@@ -195,7 +195,7 @@ class _Copy:
         self._key, self._storage = _key(tensor), StorageWeakRef(tensor.untyped_storage())
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether the copy is one of the same elements, none of which was changed in place since."""
+        """Whether the copy has the same elements, none of which was changed in place since."""
         return _dense(tensor) and self._key == _key(tensor) and not self._storage.expired()
 
 

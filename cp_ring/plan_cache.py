@@ -65,7 +65,8 @@ class PlanOptions:
         ]
         if self.plan is not None and changed:
             raise ConfigError(
-                f"{changed[0]} and plan are both given, but a plan has its own {_OF_PLANS}: drop one"
+                f"{changed[0]} and plan are both given, but a plan has its own {_OF_PLANS}: "
+                "drop one"
             )
         if mask is not None:
             for name in changed:

@@ -26,7 +26,7 @@ _HELP = {"-h", "--help"}
 
 
 def main() -> None:
-    """Runs the script named by the first argument; exits with code 2 and one line where it cannot."""
+    """Runs the script that the first argument names; where it cannot: code 2 and one line."""
     if len(sys.argv) < 2 or sys.argv[1] in _HELP:
         print(_USAGE)
         raise SystemExit(0 if len(sys.argv) > 1 else 2)

@@ -262,7 +262,8 @@ def _rolled(
         torch.from_numpy(_sources(layout, shift, rank, peer)).to(x.device)
         for peer in range(layout.cp)
     ]
-    arriving = [x.new_empty((int((owner == peer).sum()), *x.shape[1:])) for owner in [_owners(layout, shift, rank)]
+    arriving = [x.new_empty((int((owner == peer).sum()), *x.shape[1:]))
+                for owner in [_owners(layout, shift, rank)]
                 for peer in range(layout.cp)]  # fmt: skip
     leaving = [x.index_select(0, index) for index in sources]
     arriving[rank] = leaving[rank]

@@ -229,7 +229,8 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
     """The agreement of a process group, which all its transports share."""
     if group not in _agreements:
         # A copy, because a wait blocks a store for other threads.
-        store = dist.distributed_c10d._get_process_group_store(group).clone()  # type: ignore[attr-defined]
+        c10d: Any = dist.distributed_c10d
+        store = c10d._get_process_group_store(group).clone()
         _agreements[group] = Agreement(store, dist.get_rank(group), dist.get_world_size(group))
     return _agreements[group]
 

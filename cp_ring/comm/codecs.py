@@ -4,7 +4,7 @@ decodes once a hop.
 A codec is a class, made for the keys and values of one call. Its `keys` are what the hop loop
 computes with, its `gradients` are where the loop's partial gradients go. Slots, streams and
 transports move the tensors that `encode` returns, whatever their shapes and dtypes. Widths in
-bytes, for plans, are in `cp_ring.plan.sizes.attention_sizes`; the conformance test compares the two.
+bytes, for plans, are in `cp_ring.plan.sizes.attention_sizes`; the conformance test compares both.
 
 Hop 0 computes with this rank's own keys as they are. Every other rank computes with the decoded
 keys, in forward and in backward alike, so that the softmax weights of both agree.
@@ -148,7 +148,7 @@ class Decoding(Plain, ABC):
 
     @abstractmethod
     def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
-        """Writes the keys and values of all tokens of `coded` to k [n, b, g, d] and v [n, b, g, e]."""
+        """Writes keys and values of all tokens of `coded` to k [n, b, g, d] and v [n, b, g, e]."""
 
     def keys(
         self,

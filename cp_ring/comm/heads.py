@@ -182,7 +182,7 @@ class Flight:
 
 @dataclass
 class _Trip:
-    """An exchange of some tensors in forward, and of their gradients, the other way, in backward."""
+    """An exchange of tensors in forward, and of their gradients, the other way, in backward."""
 
     depart: Callable[..., Flight]
     arrive: Callable[[Any], tuple[Tensor, ...]]
@@ -250,7 +250,12 @@ class _Repeat(torch.autograd.Function):
 
 
 def over_heads(
-    exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, attention: Attention
+    exchange: HeadExchange,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    attention: Attention,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Attention with `attention` over the ring and `exchange` around it; differentiable.
 
@@ -315,7 +320,7 @@ def lse_of_shard(exchange: HeadExchange, lses: Sequence[Tensor]) -> Tensor:
 
 
 def _cut(x: Tensor, groups: int, size: int) -> Sequence[Tensor]:
-    """The groups of the heads of x [s, b, h, d], each [s, b, u, heads of the group of a rank, d]."""
+    """The groups of heads of x [s, b, h, d], each [s, b, u, heads of the group of a rank, d]."""
     return x.unflatten(2, (size, groups, -1)).unbind(3)
 
 

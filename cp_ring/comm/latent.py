@@ -191,7 +191,8 @@ class LatentGradients:
     """
 
     def __init__(
-        self, codec: LatentCodec, k: Tensor, v: Tensor, rank_plan: RankPlan, updates: Mapping[int, Sequence[Segments]],
+        self, codec: LatentCodec, k: Tensor, v: Tensor,
+        rank_plan: RankPlan, updates: Mapping[int, Sequence[Segments]],
         transport: Transport | None, wire_dtype: torch.dtype,
     ):  # fmt: skip
         self._codec, self._updates, self._transport = codec, updates, transport

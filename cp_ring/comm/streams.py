@@ -92,7 +92,8 @@ class GradStream:
     """
 
     def __init__(
-        self, rank_plan: RankPlan, updates: Mapping[int, Sequence[Segments]], transport: Transport | None, k: Tensor, v: Tensor,
+        self, rank_plan: RankPlan, updates: Mapping[int, Sequence[Segments]],
+        transport: Transport | None, k: Tensor, v: Tensor,
         wire_dtype: torch.dtype,
     ):  # fmt: skip
         self._updates, self._transport, self._like, self._wire_dtype = (

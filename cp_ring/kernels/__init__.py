@@ -56,7 +56,8 @@ _log = logging.getLogger(__name__)
 
 
 def choose(
-    name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool = False, dropout: bool = False
+    name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int,
+    packed: bool = False, dropout: bool = False
 ) -> AttentionKernel:  # fmt: skip
     """The named kernel, or for "auto" the first in the registry that supports these tensors. The
     choice is logged once.
@@ -82,7 +83,8 @@ def supports_dropout(name: str) -> bool:
 
 @RUNTIME.cache(maxsize=256)
 def _chosen(
-    name: str, candidates: tuple[tuple[str, str], ...], device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool,
+    name: str, candidates: tuple[tuple[str, str], ...],
+    device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool,
     exact: bool, dropout: bool,
 ) -> AttentionKernel:  # fmt: skip
     """`choose` with all that it depends on as arguments, cached for the next call of attention.

@@ -79,7 +79,7 @@ def deterministic() -> bool:
 
 @RUNTIME.cache(maxsize=64)
 def no_random_state(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A random state for operators that want one although dropout is off: int64 zeros, made once."""
+    """A random state for operators that want one although dropout is off: zeros, made once."""
     return torch.zeros(shape, dtype=torch.int64, device=device)
 
 

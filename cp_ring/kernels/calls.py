@@ -344,7 +344,7 @@ class _Tokens:
 
     @classmethod
     def of(cls, spans: list[tuple[int, int]], reverse: bool, filled: int = 0) -> _Tokens:
-        """The tokens of `spans`; token 0 is repeated after them until there are at least `filled`."""
+        """The tokens of `spans`, then token 0 until there are at least `filled`."""
         missing = filled - _count(spans)
         if not reverse and missing <= 0 and all(a[1] == b[0] for a, b in pairwise(spans)):
             return cls(slice(spans[0][0], spans[-1][1]), None)

@@ -86,7 +86,8 @@ class CudnnKernel:
         lse = lse[..., None] if self._lse_dims == 4 else lse
         state = no_random_state((), q.device)
         grads = _attention_backward(
-            dout, q, k, v, out, lse, state, state, None, None, None, queries, keys, 0.0, hi == 0, scale=scale
+            dout, q, k, v, out, lse, state, state, None, None, None,
+            queries, keys, 0.0, hi == 0, scale=scale
         )  # fmt: skip
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq[..., :d], dk[..., :d], dv[..., :e]

@@ -55,7 +55,8 @@ _FORWARD = ("q", "k", "v", "return_lse")
 _BACKWARD = ("dout", "q", "k", "v", "out", "softmax_lse", "lse", "deterministic", "dq", "dk", "dv")
 # Values for parameters without a default: attention without dropout, caches, rotation and
 # quantization.
-_ABSENT: dict[str, Any] = {"dropout_p": 0.0, "softcap": 0.0, "return_softmax": False} | dict.fromkeys(
+_ABSENT: dict[str, Any] = {"dropout_p": 0.0, "softcap": 0.0, "return_softmax": False}
+_ABSENT |= dict.fromkeys(
     (
         "alibi_slopes", "k_new", "v_new", "qv", "out", "out_", "cu_seqlens_q", "cu_seqlens_k",
         "cu_seqlens_k_new",

@@ -103,7 +103,7 @@ def _tiles(packing: Packing) -> Iterator[tuple[slice, slice, int, int]]:
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """[b, s, g, d] to float64 [b, heads, s, d], each key/value head repeated for its query heads."""
+    """[b, s, g, d] to float64 [b, heads, s, d]: each key/value head once for each query head."""
     x = x.double().transpose(1, 2)
     return x.repeat_interleave(heads // x.shape[1], 1)
 

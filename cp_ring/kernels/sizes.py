@@ -36,7 +36,7 @@ def tokens_of(size: int) -> int:
 
 
 def tiles_of(count: int) -> int:
-    """The number of tiles of a call that has `count` of them, empty ones included: 16, 64, 256, ..."""
+    """The number of tiles, empty ones included, of a call that has `count`: 16, 64, 256, ..."""
     rounded = _FEWEST_TILES
     while rounded < count:
         rounded *= _FACTOR

@@ -361,7 +361,8 @@ class TransformerEngineKernel:
             values = {
                 "max_seqlen_q": call.queries, "max_seqlen_kv": call.keys, "fake_dtype": call.dtype,
                 "fused_attention_backend": backend, "attn_scale": scale, "dropout": 0.0,
-                "qkv_layout": "_".join([call.layout] * 3), "dqkv_layout": "_".join([call.layout] * 3),
+                "qkv_layout": "_".join([call.layout] * 3),
+                "dqkv_layout": "_".join([call.layout] * 3),
                 "o_format": call.layout,
                 "do_format": call.layout, "attn_bias_type": "no_bias", "attn_mask_type": call.mask,
                 "softmax_type":
@@ -400,7 +401,8 @@ class TransformerEngineKernel:
         )
 
     def _bind(
-        self, call: Call, q: Tensor, k: Tensor, v: Tensor, hi: int, scale: float, cu_q: Tensor, cu_k: Tensor
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, hi: int, scale: float,
+        cu_q: Tensor, cu_k: Tensor
     ) -> None:  # fmt: skip
         """Keeps the functions with all arguments but the tensors, for the next dense call of this
         key.
@@ -573,7 +575,8 @@ def _ask(library: Library, call: Call) -> Any:
             if name in names
         ]
         return library.extension.get_fused_attn_backend(
-            True, dtype, dtype, layout, bias, mask, softmax, 0.0, call.h, call.g, call.queries, call.keys, call.d, call.e,
+            True, dtype, dtype, layout, bias, mask, softmax, 0.0,
+            call.h, call.g, call.queries, call.keys, call.d, call.e,
             *call.window, False, *extra,
         )  # fmt: skip
     values = {
@@ -586,7 +589,8 @@ def _ask(library: Library, call: Call) -> Any:
         "do_dtype": dtype, "dqkv_dtype": dtype, "qkv_layout": layout, "dqkv_layout": layout,
         "o_format": enums.QKVFormat[call.layout], "do_format": enums.QKVFormat[call.layout],
         "batch_size": call.batch,
-        "num_attn_heads": call.h, "num_gqa_groups": call.g, "head_dim_qk": call.d, "head_dim_v": call.e,
+        "num_attn_heads": call.h, "num_gqa_groups": call.g,
+        "head_dim_qk": call.d, "head_dim_v": call.e,
         "max_seqlen_q": call.queries, "max_seqlen_kv": call.keys, "num_tokens_q": call.tokens_q,
         "num_tokens_kv": call.tokens_k,
     }  # fmt: skip

@@ -178,5 +178,5 @@ class WindowKernel(ABC):
 
 
 def pad(x: Tensor, width: int) -> Tensor:
-    """x with zeros added up to head size `width`. They change neither scores nor the kept outputs."""
+    """x with zeros up to head size `width`, which change neither scores nor kept outputs."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -1,8 +1,8 @@
 """The speeds of the links between the ranks, as preflight measured them: a file in the run
 directory.
 
-The file also holds the rates of the slowest rank, under the names that `cp_ring.plan.sizes.device_rates.read`
-knows.
+The file also holds the rates of the slowest rank, under the names that
+`cp_ring.plan.sizes.device_rates.read` knows.
 """
 
 from __future__ import annotations

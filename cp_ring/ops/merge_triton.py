@@ -46,12 +46,13 @@ def _with_part(
 
 @triton.jit(do_not_specialize=_VARYING)
 def _merge(
-    table, running, lse, result, out0, lse0, out1, lse1, out2, lse2, out3, lse3, stride_q, stride_b, stride_h, size, lse_b, lse_h,
+    table, running, lse, result, out0, lse0, out1, lse1, out2, lse2, out3, lse3,
+    stride_q, stride_b, stride_h, size, lse_b, lse_h,
     q0, b0, h0, q1, b1, h1, q2, b2, h2, q3, b3, h3,
     lse_b0, lse_h0, lse_q0, lse_b1, lse_h1, lse_q1, lse_b2, lse_h2, lse_q2, lse_b3, lse_h3, lse_q3,
     PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One program merges the parts of one block of the table, for one head. Strides count elements."""
+    """One program merges the parts of one block of the table, for one head; strides in elements."""
     entry = table + tl.program_id(0) * (3 + PARTS)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     at = tl.load(entry).to(tl.int64) + tl.arange(0, BLOCK_Q)
@@ -63,22 +64,26 @@ def _merge(
     )
     total_lse = tl.load(lse_at, mask=tl.arange(0, BLOCK_Q) < stored, other=float("-inf"))
     total, total_lse = _with_part(
-        total, total_lse, out0, lse0, tl.load(entry + 3), count, b, h, size, q0, b0, h0, lse_q0, lse_b0, lse_h0,
+        total, total_lse, out0, lse0, tl.load(entry + 3), count, b, h, size,
+        q0, b0, h0, lse_q0, lse_b0, lse_h0,
         BLOCK_Q, BLOCK_E,
     )  # fmt: skip
     if PARTS > 1:
         total, total_lse = _with_part(
-            total, total_lse, out1, lse1, tl.load(entry + 4), count, b, h, size, q1, b1, h1, lse_q1, lse_b1, lse_h1,
+            total, total_lse, out1, lse1, tl.load(entry + 4), count, b, h, size,
+            q1, b1, h1, lse_q1, lse_b1, lse_h1,
             BLOCK_Q, BLOCK_E,
         )  # fmt: skip
     if PARTS > 2:
         total, total_lse = _with_part(
-            total, total_lse, out2, lse2, tl.load(entry + 5), count, b, h, size, q2, b2, h2, lse_q2, lse_b2, lse_h2,
+            total, total_lse, out2, lse2, tl.load(entry + 5), count, b, h, size,
+            q2, b2, h2, lse_q2, lse_b2, lse_h2,
             BLOCK_Q, BLOCK_E,
         )  # fmt: skip
     if PARTS > 3:
         total, total_lse = _with_part(
-            total, total_lse, out3, lse3, tl.load(entry + 6), count, b, h, size, q3, b3, h3, lse_q3, lse_b3, lse_h3,
+            total, total_lse, out3, lse3, tl.load(entry + 6), count, b, h, size,
+            q3, b3, h3, lse_q3, lse_b3, lse_h3,
             BLOCK_Q, BLOCK_E,
         )  # fmt: skip
     tl.store(lse_at, total_lse, mask=tl.arange(0, BLOCK_Q) < count)
@@ -108,7 +113,8 @@ def merge(
     pairs = [x for pair in zip(outs, lses, strict=True) for x in pair]
     strides = [stride for out in outs for stride in out.stride()[:3]]
     _merge[(len(table), heads, b)](
-        table, running, lse, result, *pairs, *result.stride()[:3], size, *lse.stride()[:2], *strides,
+        table, running, lse, result, *pairs,
+        *result.stride()[:3], size, *lse.stride()[:2], *strides,
         *(stride for x in lses for stride in x.stride()),
         PARTS=parts, BLOCK_Q=BLOCK_Q, BLOCK_E=triton.next_power_of_2(size),
     )  # fmt: skip

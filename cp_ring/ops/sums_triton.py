@@ -19,7 +19,7 @@ def _add(
     q0, b0, h0, q1, b1, h1, q2, b2, h2, q3, b3, h3,
     PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program adds the parts of one block of the table, for one head. Strides count elements."""
+    """One program adds the parts of one block of the table, for one head; strides in elements."""
     entry = table + tl.program_id(0) * (3 + PARTS)
     at_h, at_b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     at_q = tl.load(entry).to(tl.int64) + tl.arange(0, BLOCK_Q)

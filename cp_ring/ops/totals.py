@@ -1,4 +1,4 @@
-"""Totals: out with lse, dq, or dk with dv, made from partial results that come one after the other."""
+"""Totals: out with lse, dq, or dk with dv, made from partial results as they come."""
 
 from __future__ import annotations
 

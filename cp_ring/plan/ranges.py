@@ -34,8 +34,9 @@ def integer(value: object, what: str) -> int:
 
 
 def size_within(value: object, what: str, most: int, text: str) -> int:
-    """`value`, the size `what`, as an int from 1 to `most`. `text` begins the error, as in `a stream
-    of 0 tokens: it must hold`.
+    """`value`, the size `what`, as an int from 1 to `most`.
+
+    `text` begins the error, as in `a stream of 0 tokens: it must hold`.
     """
     if not 1 <= (size := integer(value, what)) <= most:
         raise PlanError(f"{text} at least 1" + f", at most {most}" * (size > 0))

@@ -210,7 +210,11 @@ class Route:
     own_schedule: Callable[[str | Sequence[int], int, int], Schedule] | None = None
 
     def schedule(
-        self, requested: str | Sequence[int], layout: Layout, slot_shards: int | None, node_size: int
+        self,
+        requested: str | Sequence[int],
+        layout: Layout,
+        slot_shards: int | None,
+        node_size: int,
     ) -> Schedule:  # fmt: skip
         """The hops of a plan, checked; `node_size` as in `Order`. Raises `PlanError` as
         `cp_ring.plan.schedule.resolve` does.

@@ -24,7 +24,8 @@ class Case(NamedTuple):
     dout: Tensor
 
     @classmethod
-    def draw(cls, n: int, *, b: int = 1, h: int = 4, g: int = 2, d: int = 16, e: int | None = None, seed: int = 0,
+    def draw(cls, n: int, *, b: int = 1, h: int = 4, g: int = 2, d: int = 16,
+             e: int | None = None, seed: int = 0,
              dtype: torch.dtype = torch.float32, sharpness: float = 1.0) -> Case:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         shapes = (b, n, h, d), (b, n, g, d), (b, n, g, e or d), (b, n, h, e or d)

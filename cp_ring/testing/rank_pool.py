@@ -48,7 +48,8 @@ def _end_of_fork_server() -> str:
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) if pid else None
     if ended is None:
         return ""
-    return f"ended with {'exit code' if ended.si_code == os.CLD_EXITED else 'signal'} {ended.si_status}"
+    kind = "exit code" if ended.si_code == os.CLD_EXITED else "signal"
+    return f"ended with {kind} {ended.si_status}"
 
 
 class Ranks:

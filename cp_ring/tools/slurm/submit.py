@@ -185,7 +185,7 @@ def build_script(
         rank_order=site.rank_order.absolute() if site.rank_order else None,
         srun_options=site.srun_options(run_dir),
     )
-    # On the command line they win over variables such as SBATCH_NO_REQUEUE, which win over the script.
+    # On the command line they win over SBATCH_NO_REQUEUE and the like, which win over the script.
     return script, [
         "sbatch",
         *resources.directives(),
