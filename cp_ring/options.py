@@ -351,7 +351,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            value = getattr(self, setting.name)
+            value, default = getattr(self, setting.name), setting.default
+            if type(value) is type(default) and value == default:
+                continue  # and the names of kernels, which need torch, are not asked for
             try:
                 object.__setattr__(self, setting.name, _read(setting, value))
             except ConfigError as error:
