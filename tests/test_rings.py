@@ -73,8 +73,8 @@ for name in cp_ring.megatron.__all__:
         assert "pip install 'cp-ring[megatron]'" in str(error) and "\\n" not in str(error)
     else:
         raise AssertionError(name)
-from cp_ring.tools import main
-main()
+import runpy
+runpy.run_module("cp_ring.tools", run_name="__main__")
 """
 
 LIGHT = """

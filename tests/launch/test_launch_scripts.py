@@ -328,6 +328,7 @@ def test_quick_checks_come_first_and_each_tells_its_time(checks):
     assert len(re.findall(r" {2,}\d+ s +\d+ CPU s$", done.stdout, re.MULTILINE)) == len(times)
 
 
+@pytest.mark.ci
 def test_cpu_seconds_are_those_of_all_commands_that_have_ended(machine):
     work = f"{sys.executable} -c 'import time; exec(\"while time.process_time() < 2.2: pass\")'"
     done = machine(

@@ -91,6 +91,7 @@ FOUR_RANKS = {
     ),
 }
 SEEDED = ("oss", "balanced")
+QUICK_JOBS = ("oss", "documents", "moe", "cp4")
 MORE_ON_TWO = {
     "oss_others": (OSS, tuple(name for name in OF_OSS if name not in QUICK)),
     "declared_others": (
@@ -163,19 +164,30 @@ def examine(ranks, jobs, folder, seeds, faults=True):
     }
 
 
+class Certificates(dict):
+    """Those of each job, made when they are asked for."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __missing__(self, job):
+        ranks = 2 if job in TWO_RANKS else 4
+        seeds = range(1, 6) if job in SEEDED else [1]
+        self |= examine(ranks, {job: JOBS[job]}, self.folder, seeds)
+        return self[job]
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("certificates")
-    once = {name: job for name, job in TWO_RANKS.items() if name not in SEEDED}
-    seeded = {name: TWO_RANKS[name] for name in SEEDED}
-    return (
-        examine(2, seeded, folder, range(1, 6))
-        | examine(2, once, folder, [1])
-        | examine(4, FOUR_RANKS, folder, [1])
-    )
+    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
-@pytest.mark.parametrize("job", JOBS)
+def case(job, *more):
+    """A test's case, which the default run leaves out unless the job is one of `QUICK_JOBS`."""
+    return pytest.param(job, *more, marks=() if job in QUICK_JOBS else pytest.mark.ci)
+
+
+@pytest.mark.parametrize("job", map(case, JOBS))
 def test_a_right_job_passes_with_any_seed(found, job):
     for entry in (entry for (fault, _), entry in found[job].items() if not fault):
         assert entry["rejections"] == []
@@ -185,7 +197,7 @@ def test_a_right_job_passes_with_any_seed(found, job):
 
 
 @pytest.mark.parametrize(
-    ("job", "fault"), [(job, fault) for job, (_, faults) in JOBS.items() for fault in faults]
+    ("job", "fault"), [case(job, fault) for job, (_, faults) in JOBS.items() for fault in faults]
 )
 def test_a_planted_fault_is_rejected(found, job, fault):
     assert found[job][fault, 1]["rejections"]

@@ -485,6 +485,7 @@ def errors(folder, job):
     ]
 
 
+@pytest.mark.ci
 def test_documents_train_as_under_stock_megatrons_dense_masks(start):
     begin(start, FAST, more=BIASED)
     for job in FAST:

@@ -139,6 +139,7 @@ def test_rejects_before_the_script_starts(monkeypatch, capsys, arguments, messag
     assert error.startswith("cp_ring: error: ") and message in error and error.count("\n") == 1
 
 
+@pytest.mark.ci
 def test_help_of_the_gpt_entry_lists_cp_ring_first():
     done = launch_alone("cp_ring.pretrain_gpt", "--help")
     shown = done.stdout

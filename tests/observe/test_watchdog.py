@@ -116,6 +116,7 @@ def test_a_rank_that_sleeps_in_a_hop_is_named(tmp_path):
     assert "; waiting for it: rank " in verdict and verdict.endswith("; ending the job")
 
 
+@pytest.mark.ci
 def test_a_rank_that_others_wait_for_in_a_collective_is_named(tmp_path):
     codes, lines = run(tmp_path, "collective")
     assert all_ended(codes), (codes, lines)
@@ -127,6 +128,7 @@ def test_a_rank_that_others_wait_for_in_a_collective_is_named(tmp_path):
     )
 
 
+@pytest.mark.ci
 def test_a_rank_that_never_calls_the_function_is_named(tmp_path):
     codes, lines = run(tmp_path, "call")
     others = [rank for rank in range(RANKS) if rank != SLEEPER]

@@ -172,7 +172,7 @@ def train(path: Path) -> int:
     """
     standard_error = 2  # the number of its file, because a caller may have replaced the object
     return subprocess.run(
-        [sys.executable, "-m", "cp_ring.tools.cli", "train", str(path)], stdout=standard_error
+        [sys.executable, "-m", "cp_ring.tools", "train", str(path)], stdout=standard_error
     ).returncode
 
 

@@ -178,7 +178,7 @@ def build_script(
         checkpoints=commands.checkpoints(job),
         env_file=run_dir / "env.sh",
         command=[python, "-m", commands.ENTRY, *flags],
-        preflight=[python, "-m", "cp_ring.tools.cli", "preflight", str(run_dir / "job.yaml")]
+        preflight=[python, "-m", "cp_ring.tools", "preflight", str(run_dir / "job.yaml")]
         if site.preflight
         else [],
         launcher=site.launcher,

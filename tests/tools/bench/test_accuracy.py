@@ -24,7 +24,7 @@ KINDS = list(accuracy.masks(64))
 @pytest.mark.parametrize(
     ("dtype", "sizes", "names"),
     [
-        ("float32", [8], ["full"]),
+        pytest.param("float32", [8], ["full"], marks=pytest.mark.ci),
         pytest.param("float32", [8], ["documents"], marks=pytest.mark.ci),
         pytest.param("bfloat16", [8], ["causal"], marks=pytest.mark.ci),
         pytest.param("float32", [8], ["causal", "window", "prefix"], marks=pytest.mark.slow),

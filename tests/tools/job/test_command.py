@@ -235,7 +235,7 @@ def test_rejection_by_a_real_process():
     line = [
         sys.executable,
         "-m",
-        "cp_ring.tools.cli",
+        "cp_ring.tools",
         "train",
         "quickstart",
         "--set",

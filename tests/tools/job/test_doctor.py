@@ -15,7 +15,7 @@ BROKEN = "libcudnn.so.9: cannot open shared object file: No such file or directo
 
 def run(*options, path=""):
     environment = {**os.environ, "PYTHONPATH": str(path), "COLUMNS": "200"}
-    line = [sys.executable, "-m", "cp_ring.tools.cli", "doctor", *options]
+    line = [sys.executable, "-m", "cp_ring.tools", "doctor", *options]
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 

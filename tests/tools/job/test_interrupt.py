@@ -42,7 +42,7 @@ def job(tmp_path):
     return [
         sys.executable,
         "-m",
-        "cp_ring.tools.cli",
+        "cp_ring.tools",
         "train",
         str(path),
         *(word for one in settings for word in ("--set", one)),

@@ -43,7 +43,7 @@ def command(name, folder, settings):
 
 def line_of(name, settings):
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    return [sys.executable, "-m", "cp_ring.tools.cli", name, "quickstart", *overrides]
+    return [sys.executable, "-m", "cp_ring.tools", name, "quickstart", *overrides]
 
 
 def train_on_terminal(folder, **settings):

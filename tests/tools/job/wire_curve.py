@@ -53,7 +53,7 @@ def losses(
         "cpu",
         "data.cache": folder / "corpora",
     }  # fmt: skip
-    line = [sys.executable, "-m", "cp_ring.tools.cli", "train", "quickstart"]
+    line = [sys.executable, "-m", "cp_ring.tools", "train", "quickstart"]
     if not (run / "DONE").exists():
         done = subprocess.run(
             [

@@ -153,7 +153,7 @@ class Job:
         line = [
             sys.executable,
             "-m",
-            "cp_ring.tools.cli",
+            "cp_ring.tools",
             "submit",
             str(path),
             *size,
@@ -254,7 +254,7 @@ class Job:
 
     def status(self) -> dict[str, object]:
         done = self.cluster.run(
-            sys.executable, "-m", "cp_ring.tools.cli", "status", str(self.run_dir), "--json"
+            sys.executable, "-m", "cp_ring.tools", "status", str(self.run_dir), "--json"
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

@@ -399,7 +399,7 @@ def test_where_ranks_cannot_meet_links_are_not_measured_and_the_reason_is_printe
     path.write_text(
         yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(tmp_path / "run")}})
     )
-    line = [sys.executable, "-m", "cp_ring.tools.cli", "preflight", str(path)]
+    line = [sys.executable, "-m", "cp_ring.tools", "preflight", str(path)]
     place = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",

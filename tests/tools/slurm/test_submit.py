@@ -204,7 +204,7 @@ def test_status_names_a_try_that_ended_without_a_word(file, tmp_path, slurm):
 
 def test_status_command_prints_json(tmp_path):
     (tmp_path / "job.yaml").write_text("megatron: {train_iters: 3}")
-    line = [sys.executable, "-m", "cp_ring.tools.cli", "status", str(tmp_path), "--json"]
+    line = [sys.executable, "-m", "cp_ring.tools", "status", str(tmp_path), "--json"]
     assert json.loads(subprocess.check_output(line, text=True))["state"] == "not started"
     with pytest.raises(ConfigError, match=r"no job\.yaml"):
         status(tmp_path / "nothing")
