@@ -23,6 +23,7 @@ import torch.distributed as dist
 from cp_ring import Layout, patches
 from cp_ring.megatron import compat
 from cp_ring.patches import cpu_runtime
+from tests.megatron.groups import end_groups
 from tests.parity.deliveries import cut
 from tests.parity.faults import planted
 
@@ -204,7 +205,7 @@ def step(case: Case, cp: int, ring: bool, fault: str = "") -> dict[str, Any]:
         norms = {name: float((gradient / count).norm()) for name, gradient in gradients.items()}
         return {"loss": float(total / count), "gradients": norms}
     finally:
-        parallel_state.destroy_model_parallel()
+        end_groups()
 
 
 def causal_mask(case: Case) -> torch.Tensor:

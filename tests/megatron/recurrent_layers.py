@@ -20,6 +20,7 @@ import torch.distributed as dist
 from cp_ring import patches
 from cp_ring.options import Options
 from cp_ring.patches import cpu_runtime
+from tests.megatron.groups import end_groups
 
 N, ROWS, HIDDEN = 64, 2, 32
 OFFSETS = np.array([0, 5, 30, 64, 100, 101, 128])  # of documents in the stream of two batch rows
@@ -157,7 +158,7 @@ def step(case: Case, cp: int, fault: str = "") -> dict[str, Any]:
             "gradients": {name: float(gradient.norm()) for name, gradient in gradients.items()},
         }
     finally:
-        parallel_state.destroy_model_parallel()
+        end_groups()
 
 
 def part(x: torch.Tensor, documents: Any, rank: int) -> torch.Tensor:
@@ -192,7 +193,7 @@ def norm_on_tensor_parallel_ranks() -> float:
         dist.all_reduce(differ, dist.ReduceOp.MAX)
         return float(differ)
     finally:
-        parallel_state.destroy_model_parallel()
+        end_groups()
 
 
 def main() -> None:

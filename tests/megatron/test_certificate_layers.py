@@ -13,7 +13,12 @@ import torch
 
 from cp_ring.megatron.certificate import routing, tiny_layers
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
-from cp_ring.megatron.flags.layer_pattern import attention_layers, main_layers
+from cp_ring.megatron.flags.layer_pattern import (
+    attention_layers,
+    letters_of,
+    main_layers,
+    predicting_layers,
+)
 
 
 def flags(pattern, **more):
@@ -84,6 +89,31 @@ def test_dense_layers_beside_those_with_experts(experts, every, tiny):
     assert changes["moe_layer_freq"] == tiny and changes["num_layers"] == (
         len(tiny) if isinstance(tiny, list) else 1
     )
+
+
+@pytest.mark.parametrize(
+    ("every", "letters", "tiny", "experts"),
+    [
+        (4, "GGG*GGG*", [1, 1, 0], [1, 0, 0]),
+        ([0, 1, 1, 1, 0, 1, 1, 1], "*GGG*GGG", [0, 1, 1], [1, 0, 1]),
+    ],
+)
+def test_linear_attention_of_a_gpt_model(every, letters, tiny, experts, monkeypatch):
+    """Each kind of attention with each kind of MLP: experts are in every second layer."""
+    monkeypatch.setattr(tiny_layers, "_has_kernels", lambda letter: True)
+    args, config = (
+        flags("", num_layers=8, num_experts=8, moe_layer_freq=2, mtp_num_layers=2,
+              experimental_attention_variant="gated_delta_net", linear_attention_freq=every),
+        configuration(),
+    )  # fmt: skip
+    assert letters_of(args) == letters
+    assert attention_layers(args) == [n for n, letter in enumerate(letters, 1) if letter == "*"]
+    assert predicting_layers(args) == ([1, 2] if letters[-1] == "*" else [])
+    kinds = find_layer_kinds(args, config, ("causal",))
+    changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
+    assert changes["linear_attention_freq"] == tiny and changes["moe_layer_freq"] == experts
+    assert changes["num_layers"] == 3
+    assert changes["linear_value_head_dim"] == tiny_layers.STATE
 
 
 def test_layers_without_kernels_are_named(monkeypatch):

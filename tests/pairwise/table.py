@@ -210,15 +210,6 @@ def rows(count: int, seed: int) -> list[tuple[Row, str]]:
     return [*rejected, *((row, "") for row in found)]
 
 
-def _experts(row: Row) -> int:
-    """The expert parallel size; 1 where the baseline has two tensor-parallel ranks already."""
-    return (
-        2
-        if row["model"] == "moe" or (row["model"] in _EXPERTS and row["split"] != "tp2cp2 sp")
-        else 1
-    )
-
-
 def _rounding(row: Row) -> float:
     """The largest error of a row with plain keys; in bf16 one rounding, or two with experts, whose
     choice is not smooth.
@@ -248,7 +239,7 @@ def _model(name: str, row: Row) -> Model:
     stock = not documents and row["dropout"] == "no" and row["model"] not in _LATENT
     return Model(
         name, " ".join(flags), "", " ".join(ring), STOCK if stock else REFERENCE, data,
-        layers=4 if row["model"] in _RECURRENT else 2, experts=_experts(row),
+        layers=4 if row["model"] in _RECURRENT else 2, experts=2 if row["model"] in _EXPERTS else 1,
         tolerance=max(_rounding(row), BOUNDS.get(row["wire"], 0)),
         drawn_by_tp=row["model"] in (*_LATENT, *_RECURRENT),
     )  # fmt: skip

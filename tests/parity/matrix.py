@@ -1,10 +1,9 @@
 """Cells of the parity matrix: the errors of a job with context parallelism against the same model
 without it.
 
-A baseline has context parallel size 1, no data parallelism and no pipeline stages; its tensor
-parallel size is that of the cell only if it changes how weights are drawn. Pipeline stages change
-it always, so a cell with stages and its baseline both begin with the weights of a third job's
-checkpoint.
+A baseline has context and tensor parallel size 1, no data parallelism and no pipeline stages.
+Pipeline stages change how weights are drawn, and in some models tensor parallelism does: such a
+cell and its baseline both begin with the weights of a third job's checkpoint.
 """
 
 from __future__ import annotations
@@ -71,16 +70,11 @@ class Cell:
         )
 
     def baseline(self) -> Job:
-        """The same model at context parallel size 1 without pipeline stages, on as few ranks as
-        draw the same weights.
-        """
+        """The same model at context and tensor parallel size 1 without pipeline stages."""
         model, start = self.model, self._start()
-        tp = self.split.tp if model.drawn_by_tp else 1
-        flags = (*self._flags(tp, 1), *model.baseline.split())
-        name = f"{model.name}-baseline-tp{tp}{'-loaded' if start else ''}"
-        return Job(
-            name, max(tp, model.experts), _without_stages(flags), data=model.data, start=start
-        )
+        flags = (*self._flags(1, 1), *model.baseline.split())
+        name = f"{model.name}-baseline{'-loaded' if start else ''}"
+        return Job(name, model.experts, _without_stages(flags), data=model.data, start=start)
 
     def jobs(self) -> list[Job]:
         """Its jobs, in the order in which they must run."""
@@ -89,7 +83,8 @@ class Cell:
         return [*first, baseline, self.job()]
 
     def _start(self) -> str:
-        return f"{self.model.name}-start" if self.split.pp > 1 else ""
+        drawn = self.split.pp > 1 or (self.model.drawn_by_tp and self.split.tp > 1)
+        return f"{self.model.name}-start" if drawn else ""
 
     def _flags(self, tp: int, pp: int | None = None) -> list[str]:
         model = self.model

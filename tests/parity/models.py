@@ -50,6 +50,13 @@ DELTA_NET = f"""
     --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 --linear-num-value-heads 8
     --init-method-std 0.02
 """
+QWEN = f"""
+    {EXPERTS} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --attention-output-gate
+    --moe-shared-expert-intermediate-size 64 --moe-layer-freq 2 --rotary-percent 0.5 --sequence-parallel
+    --spec tests.parity.recurrent linear_attention
+    --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 --linear-num-value-heads 8
+    --init-method-std 0.02
+"""
 EXPERTS_ON_TP = {
     "tp2cp2": "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"
 }
@@ -79,8 +86,7 @@ class Model:
         sequence: tokens of a sequence.
         tolerance: largest relative error of a loss or a gradient norm; of a model in bfloat16 one
         rounding step of that format.
-        drawn_by_tp: whether each tensor-parallel rank draws some weights for itself, so that the
-        baseline needs as many.
+        drawn_by_tp: whether each tensor-parallel rank draws some weights for itself.
         rejected: for each split that is rejected, a part of the message.
     """
 
@@ -399,6 +405,7 @@ MODELS = (
         "state across documents", BALANCED, REFERENCE,
         "documents", layers=4, splits=("cp2",), tolerance=1e-6),
     *_recurrent("delta_net", DELTA_NET, balanced=2e-6),
+    *_recurrent("qwen3_next", QWEN, balanced=2e-6),
     Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid",
         "mask widened", layers=4),
     Model("sequence_parallel", UNTIED, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",)),

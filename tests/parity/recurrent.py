@@ -1,5 +1,5 @@
-"""Mamba and gated delta net layers for `--spec tests.parity.recurrent hybrid`, with torch in place
-of the CUDA kernels.
+"""Mamba and gated delta net layers for `--spec tests.parity.recurrent hybrid`, and GPT layers for
+`--spec tests.parity.recurrent linear_attention`, with torch in place of the CUDA kernels.
 
 The kernels are those of the packages mamba_ssm and fla. Documents arrive as these take them: the
 number of each token's document, or offsets in one batch row.
@@ -7,15 +7,24 @@ number of each token's document, or offsets in one batch row.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm import gated_delta_net, mamba_mixer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import transformer_layer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from torch import Tensor
 
-from tests.parity.specs import hybrid  # noqa: F401
+from tests.parity.specs import Norm, hybrid  # noqa: F401
 
 
 def scan(
@@ -149,6 +158,38 @@ class GroupNorm(torch.nn.Module):
         return mamba_mixer.make_sharded_tensors_for_checkpoint(
             state, prefix, {"weight": 0}, sharded_offsets
         )
+
+
+def linear_attention(config: Any) -> TransformerBlockSubmodules:
+    """The layers of --experimental-attention-variant gated_delta_net on this pipeline stage, with
+    Megatron's local parts: Megatron itself builds them of TransformerEngine's alone.
+    """
+    plain = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    norms = {"input_layernorm": Norm, "pre_mlp_layernorm": Norm}
+    plain = dataclasses.replace(plain, submodules=dataclasses.replace(plain.submodules, **norms))
+    linear = ModuleSpec(
+        module=gated_delta_net.GatedDeltaNet,
+        submodules=gated_delta_net.GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear
+        ),
+    )
+    submodules = dataclasses.replace(plain.submodules, self_attention=linear)
+    recurrent = dataclasses.replace(plain, submodules=submodules)
+    every = config.linear_attention_freq
+    kinds = (
+        [(layer + 1) % every > 0 for layer in range(config.num_layers)]
+        if isinstance(every, int)
+        else every
+    )
+    first = transformer_layer.get_transformer_layer_offset(config)
+    kinds = kinds[first : first + get_num_layers_to_build(config)]
+    return TransformerBlockSubmodules(
+        [recurrent if kind else plain for kind in kinds], layer_norm=Norm
+    )
 
 
 mamba_mixer.HAVE_MAMBA_SSM = True

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.megatron.certificate.dense_oracle import MaskRule, Spans
-from cp_ring.megatron.flags.layer_pattern import RECURRENT, pattern_of
+from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of
 
 _CLASSES = (("mamba_mixer", "MambaMixer"), ("gated_delta_net", "GatedDeltaNet"))
 
@@ -23,7 +23,7 @@ def uncovered_states(args: argparse.Namespace, mask: str) -> str:
     """What of recurrent layers this module cannot run, in words, or "": a part of a document on
     each tensor-parallel rank.
     """
-    found = [kind for letter, kind in RECURRENT.items() if letter in pattern_of(args)]
+    found = [kind for letter, kind in RECURRENT.items() if letter in letters_of(args)]
     shared = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
     return (
         f"the loss of {found[0]} layers under {mask} with --sequence-parallel"

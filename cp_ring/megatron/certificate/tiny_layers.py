@@ -18,6 +18,7 @@ from cp_ring.megatron.flags.layer_pattern import (
     PATTERNS,
     RECURRENT,
     attends,
+    letters_of,
     main_layers,
     pattern_of,
 )
@@ -43,7 +44,7 @@ def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind])
     attention = {kind.layer for kind in kinds}
     without = missing_kernels(args)
     alike = _kinds_of_layers(args, config)
-    first = {alike.index(kind) + 1 for kind in alike if kind not in without} if alike else set()
+    first = {alike.index(kind) + 1 for kind in alike if not {*kind} & {*without}}
     return sorted(attention | first)
 
 
@@ -51,10 +52,15 @@ def _kinds_of_layers(args: argparse.Namespace, config: Any) -> list[Any]:
     """What tells the layers of the job from one another, apart from their attention; [] where
     nothing does.
     """
-    if pattern_of(args):
-        return list(main_layers(pattern_of(args)))
+    if letters := main_layers(letters_of(args)):
+        experts = layers_with_experts(args) or [0] * len(letters)
+        return list(zip(letters, experts, strict=True))
     blocks = getattr(config, "per_block_parameters", None)
-    return [_kind_of_block(block) for block in blocks] if blocks else layers_with_experts(args)
+    return (
+        [_kind_of_block(block) for block in blocks]
+        if blocks
+        else [(kind,) for kind in layers_with_experts(args)]
+    )
 
 
 def layers_with_experts(args: argparse.Namespace) -> list[int]:
@@ -76,7 +82,7 @@ def missing_kernels(args: argparse.Namespace) -> list[str]:
     # heavy, and installed with Megatron only
     from megatron.core.transformer.spec_utils import import_module
 
-    present = [letter for letter in RECURRENT if letter in pattern_of(args)]
+    present = [letter for letter in RECURRENT if letter in letters_of(args)]
     if present and getattr(args, "spec", None):
         import_module(args.spec)  # a module of layers may bring its own kernels
     return [letter for letter in present if not _has_kernels(letter)]
@@ -130,7 +136,10 @@ def _pattern(args: argparse.Namespace, chosen: list[int]) -> dict[str, Any]:
     """
     pattern, without = pattern_of(args), missing_kernels(args)
     if not pattern:
-        return {}
+        linear = [
+            int(letters_of(args)[layer - 1] in RECURRENT) for layer in chosen if letters_of(args)
+        ]
+        return {"linear_attention_freq": linear} if linear else {}
     letters, (_, *further) = main_layers(pattern), pattern.split("/")
     kept = [
         "".join(letter for letter in dict.fromkeys(part) if letter not in without)
@@ -142,7 +151,7 @@ def _pattern(args: argparse.Namespace, chosen: list[int]) -> dict[str, Any]:
 
 def _recurrent(args: argparse.Namespace, config: Any, tp: int) -> dict[str, Any]:
     """Small states, and so many heads that the ranks share them as they share the job's."""
-    if not (pattern_of(args) or getattr(config, "is_hybrid_model", False)):
+    if not (letters_of(args) or getattr(config, "is_hybrid_model", False)):
         return {}
     groups = getattr(args, "mamba_num_groups", None) or 1
     return {

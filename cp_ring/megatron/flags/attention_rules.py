@@ -158,7 +158,7 @@ ATTENTION = (
          "--cp-ring-layout balanced shares the work of short documents instead",
          "leave out {found}",
          example="--hybrid-context-parallel"),
-    Rule("--experimental-attention-variant|--use-kitchen-attention",
+    Rule("--experimental-attention-variant=dsa|--use-kitchen-attention",
          "--cp-ring does not support other attention variants", "leave out {found}",
          example="--experimental-attention-variant dsa / --use-kitchen-attention"),
     Rule("--batch-invariant-mode",

@@ -1,5 +1,5 @@
-"""Which layers of a model attend: of the hybrid layer pattern in the flags, and of Megatron's
-heterogeneous layers.
+"""Which layers of a model attend: of the hybrid layer pattern in the flags, of GPT models with
+linear attention, and of Megatron's heterogeneous layers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ RECURRENT = {"M": "Mamba", "G": "gated delta net"}
 """Letters of layers whose state runs along the sequence."""
 
 _ATTENTION = "*+D"
+_VARIANTS = {"gated_delta_net": "G"}  # of --experimental-attention-variant: their letters
 
 
 def pattern_of(args: argparse.Namespace) -> str:
@@ -21,15 +22,32 @@ def pattern_of(args: argparse.Namespace) -> str:
     return next((str(pattern) for name in PATTERNS if (pattern := getattr(args, name, None))), "")
 
 
+def letters_of(args: argparse.Namespace) -> str:
+    """A letter for each layer of the job, "" where all of them attend: its hybrid layer pattern,
+    or, as in G G G * of Qwen3-Next, those that --experimental-attention-variant and
+    --linear-attention-freq give the attention of a GPT model.
+    """
+    letter = _VARIANTS.get(getattr(args, "experimental_attention_variant", None) or "")
+    every = getattr(args, "linear_attention_freq", None)
+    if pattern_of(args) or not letter or not every:
+        return pattern_of(args)
+    linear = (
+        [(layer + 1) % every > 0 for layer in range(args.num_layers)]
+        if isinstance(every, int)
+        else every
+    )
+    return "".join(letter if each else "*" for each in linear)
+
+
 def shown_pattern(args: argparse.Namespace) -> str:
-    """The flag of the hybrid layer pattern with its value, as in `--hybrid-layer-pattern M*M-`; ""
+    """The flag from which `letters_of` are, with its value, as in `--hybrid-layer-pattern M*M-`; ""
     without one.
     """
     return next(
         (
-            f"--{name.replace('_', '-')} {pattern}"
-            for name in PATTERNS
-            if (pattern := getattr(args, name, None))
+            f"--{name.replace('_', '-')} {value}"
+            for name in (*PATTERNS, "experimental_attention_variant")
+            if (value := getattr(args, name, None))
         ),
         "",
     )
@@ -44,10 +62,10 @@ def main_layers(pattern: str) -> str:
 
 def attention_layers(args: argparse.Namespace, config: Any = None) -> list[int]:
     """The numbers, from 1, of the layers that attend. `config` is Megatron's, where it exists."""
-    pattern = pattern_of(args)
-    if pattern:
+    letters = letters_of(args)
+    if letters:
         return [
-            number for number, letter in enumerate(main_layers(pattern), 1) if letter in _ATTENTION
+            number for number, letter in enumerate(main_layers(letters), 1) if letter in _ATTENTION
         ]
     blocks = getattr(config, "per_block_parameters", None)
     if blocks is None:
@@ -56,10 +74,13 @@ def attention_layers(args: argparse.Namespace, config: Any = None) -> list[int]:
 
 
 def predicting_layers(args: argparse.Namespace) -> list[int]:
-    """The numbers, from 1 in each part, of the attention layers of a hybrid pattern that predict
-    further tokens.
+    """The numbers, from 1 in each part, of the attention layers of `letters_of` that predict
+    further tokens. In a GPT model each of these is like the last one of the others.
     """
-    parts = pattern_of(args).split("/")[1:]
+    letters = letters_of(args)
+    parts = letters.split("/")[1:]
+    if letters and not pattern_of(args):
+        parts = [letters[-1] * (getattr(args, "mtp_num_layers", None) or 0)]
     return [
         number for part in parts for number, letter in enumerate(part, 1) if letter in _ATTENTION
     ]

@@ -17,7 +17,7 @@ from packaging.version import Version
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.flags import graphs, implementations
-from cp_ring.megatron.flags.layer_pattern import RECURRENT, pattern_of, shown_pattern
+from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of, shown_pattern
 from cp_ring.options import Options
 
 _WORD = re.compile(r"([\w-]+)(?:([<>=%])(.+))?")
@@ -246,7 +246,7 @@ class Job:
 
     @property
     def letters(self) -> str:
-        return pattern_of(self.args)
+        return letters_of(self.args)
 
     @property
     def pattern(self) -> str:
