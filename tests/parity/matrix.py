@@ -3,7 +3,8 @@ without it.
 
 A baseline has context and tensor parallel size 1, no data parallelism and no pipeline stages.
 Pipeline stages change how weights are drawn, and in some models tensor parallelism does: such a
-cell and its baseline both begin with the weights of a third job's checkpoint.
+cell and its baseline both begin with the weights of a third job's checkpoint. FSDP cannot, so that
+its baseline then has the tensor parallel size of the cell.
 """
 
 from __future__ import annotations
@@ -70,11 +71,12 @@ class Cell:
         )
 
     def baseline(self) -> Job:
-        """The same model at context and tensor parallel size 1 without pipeline stages."""
+        """The same model at context parallel size 1 without pipeline stages."""
         model, start = self.model, self._start()
-        flags = (*self._flags(1, 1), *model.baseline.split())
-        name = f"{model.name}-baseline{'-loaded' if start else ''}"
-        return Job(name, model.experts, _without_stages(flags), data=model.data, start=start)
+        tp = self.split.tp if self._redrawn and not start else 1
+        flags = (*self._flags(tp, 1), *model.baseline.split())
+        name = f"{model.name}-baseline-tp{tp}{'-loaded' if start else ''}"
+        return Job(name, tp * model.experts, _without_stages(flags), data=model.data, start=start)
 
     def jobs(self) -> list[Job]:
         """Its jobs, in the order in which they must run."""
@@ -83,8 +85,13 @@ class Cell:
         return [*first, baseline, self.job()]
 
     def _start(self) -> str:
-        drawn = self.split.pp > 1 or (self.model.drawn_by_tp and self.split.tp > 1)
-        return f"{self.model.name}-start" if drawn else ""
+        other = self.split.pp > 1 or (self._redrawn and "fsdp" not in self.model.ring)
+        return f"{self.model.name}-start" if other else ""
+
+    @property
+    def _redrawn(self) -> bool:
+        """Whether its tensor-parallel ranks draw other weights than one rank does."""
+        return self.model.drawn_by_tp and self.split.tp > 1
 
     def _flags(self, tp: int, pp: int | None = None) -> list[str]:
         model = self.model
