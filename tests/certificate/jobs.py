@@ -20,13 +20,14 @@ from tests.certificate.faults import (
     SUBTLE,
 )
 from tests.certificate.faults import OF_LENGTH as OF_LONG_POSITIONS
-from tests.parity.models import COMMON, EXPERTS, LATENT, UNTIED
+from tests.parity.models import COMMON, EXPERTS, LATENT, QWEN, UNTIED
 
 OSS = f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
 HYBRID = f"""
     {UNTIED} --num-layers 4 --hybrid-override-pattern M*M- --spec tests.parity.recurrent hybrid
     --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 4
 """
+LINEAR = f"{QWEN.replace('--sequence-parallel', '')} --num-layers 4"
 OF_HYBRID = "pretrain_mamba.py"  # the script of hybrid models in each version of Megatron-LM
 HETEROGENEOUS = f"""
     {UNTIED} --num-layers 4 --use-rope-scaling --rope-scaling-factor 8.0 --use-rotary-position-embeddings --rotary-percent 1.0
@@ -162,6 +163,8 @@ FAULTY = (
     Job("sinkhorn", 2, f"{SINKHORN} --calculate-per-token-loss", OF_SINKHORN),
     Job("hybrid", 2, f"{HYBRID} --calculate-per-token-loss", (*OF_STATES, *OF_OTHER_LAYERS)),
     Job("hybrid-documents", 2, f"{HYBRID} --cp-ring-document-mask", tuple(LAYERS)[3:]),
+    Job("linear-attention", 2, f"{LINEAR} --calculate-per-token-loss", OF_STATES),
+    Job("linear-attention-documents", 2, f"{LINEAR} --cp-ring-document-mask", tuple(LAYERS)[3:]),
     Job("heterogeneous", 2, f"{HETEROGENEOUS} --calculate-per-token-loss", OF_OTHER_LAYERS),
     Job("latents", 2, _LATENTS, OF_LATENTS),
     Job("latents-on-tp", 4, _ON_TP, OF_LATENTS_ON_TP),

@@ -13,18 +13,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm import gated_delta_net, mamba_mixer
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import transformer_layer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from tests.parity.specs import Norm, hybrid  # noqa: F401
+
+try:
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+except ImportError:  # before 0.17
+    variants = None
 
 
 def scan(
@@ -160,38 +162,41 @@ class GroupNorm(torch.nn.Module):
         )
 
 
+class LocalProvider(LocalSpecProvider):
+    """Megatron's local parts, with norms that support --sequence-parallel."""
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return ColumnParallelLinear  # after a norm of its own
+
+    def layer_norm(self, *args: Any, **kwargs: Any) -> type:
+        return Norm
+
+
+def _with_own_norm(spec: ModuleSpec) -> ModuleSpec:
+    return dataclasses.replace(spec, metainfo={"fuse_input_layernorm": False})
+
+
+def _local_attention(config: Any, backend: Any = None) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    return _with_own_norm(layer.submodules.self_attention)
+
+
+def _local_delta_net(config: Any, backend: Any = None) -> ModuleSpec:
+    return _with_own_norm(_DELTA_NET(config, backend))
+
+
 def linear_attention(config: Any) -> TransformerBlockSubmodules:
-    """The layers of --experimental-attention-variant gated_delta_net on this pipeline stage, with
-    Megatron's local parts: Megatron itself builds them of TransformerEngine's alone.
+    """The layers of --experimental-attention-variant gated_delta_net, which Megatron itself makes
+    of TransformerEngine's parts alone.
     """
-    plain = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
-    )
-    norms = {"input_layernorm": Norm, "pre_mlp_layernorm": Norm}
-    plain = dataclasses.replace(plain, submodules=dataclasses.replace(plain.submodules, **norms))
-    linear = ModuleSpec(
-        module=gated_delta_net.GatedDeltaNet,
-        submodules=gated_delta_net.GatedDeltaNetSubmodules(
-            in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear
-        ),
-    )
-    submodules = dataclasses.replace(plain.submodules, self_attention=linear)
-    recurrent = dataclasses.replace(plain, submodules=submodules)
-    every = config.linear_attention_freq
-    kinds = (
-        [(layer + 1) % every > 0 for layer in range(config.num_layers)]
-        if isinstance(every, int)
-        else every
-    )
-    first = transformer_layer.get_transformer_layer_offset(config)
-    kinds = kinds[first : first + get_num_layers_to_build(config)]
-    return TransformerBlockSubmodules(
-        [recurrent if kind else plain for kind in kinds], layer_norm=Norm
-    )
+    return variants.get_transformer_block_with_experimental_attention_variant_spec(config)
 
 
+if variants is not None:
+    _DELTA_NET = variants.get_gated_delta_net_module_spec
+    variants.get_gated_delta_net_module_spec = _local_delta_net
+    variants._get_self_attention_module_spec = _local_attention
+    variants._get_backend_spec_provider = lambda config: LocalProvider()
 mamba_mixer.HAVE_MAMBA_SSM = True
 mamba_mixer.mamba_split_conv1d_scan_combined = scan
 mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)
