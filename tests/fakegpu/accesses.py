@@ -21,9 +21,12 @@ from torch.utils._pytree import tree_leaves
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 
+_PROCESS = ctypes.CDLL(None)  # with the fake libraries, where they are loaded
+
+
 def note(text: str) -> None:
     """Writes a line to the log."""
-    ctypes.CDLL(None).fakegpu_note(text.encode())
+    _PROCESS.fakegpu_note(text.encode())
 
 
 def mark(name: str) -> None:

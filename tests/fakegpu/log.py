@@ -8,15 +8,16 @@ knows all that was before. What a thread launches comes after all that the threa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 Clock = dict[int, int]
 """How much of each stream is known to be done."""
 
 # Kinds of events that a stream runs.
-_WORK = ("launch", "copy", "fill", "access", "nccl")
+WORK = ("launch", "copy", "fill", "access", "nccl")
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,20 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Group:
-    """Messages that NCCL starts together: (kind, peer, bytes), where the kind is send, recv or all.
-
-    before: what had to be complete for it to begin. place: its last place on its stream.
-    """
+    """Messages that NCCL starts together: (kind, peer, bytes), where the kind is send, recv or all."""
 
     communicator: str
-    stream: int
     messages: tuple[tuple[str, int, int], ...]
-    before: Clock
-    place: int
-    part: str
+    first: Step
+    last: Step
+
+    @property
+    def part(self) -> str:
+        return self.first.event.part
 
     def follows(self, other: Group) -> bool:
         """Whether the group begins after the other is complete, however long both take."""
-        return self.before.get(other.stream, 0) >= other.place
+        return self.first.knows(other.last)
 
 
 @dataclass
@@ -133,34 +133,32 @@ class Log:
         makes the second wait for the first: a message that is read before it has arrived, or a
         buffer that is used again before its last use is over.
         """
-        found, uses = list[str](), list[_Use]()
-        for event, clock, place in walk(self.events):
-            for start, end, writes in event.touched:
-                use, left = _Use(start, end, writes, event, place), list[_Use]()
-                for other in uses:
-                    known = clock.get(other.event.stream, 0) >= other.place
+        found, of_graphs = list[str](), defaultdict[int, list[_Use]](list)
+        for step in walk(self.events):
+            for start, end, writes in step.event.touched:
+                use, left = _Use(start, end, writes, step), list[_Use]()
+                # a graph that is captured runs later: what is in it is ordered within it alone
+                for other in of_graphs[step.capture]:
+                    known = step.knows(other.step)
                     if not known and other.meets(use):
-                        found.append(f"{event} does not wait for {other.event}")
+                        found.append(f"{step.event} does not wait for {other.step.event}")
                     # what is over and replaced can race no more
                     if not (known and other.inside(use) and (writes or not other.writes)):
                         left.append(other)
-                uses = [*left, use]
+                of_graphs[step.capture] = [*left, use]
         return list(dict.fromkeys(found))
 
     def groups(self) -> list[Group]:
         """NCCL's groups, in the order in which the host started them."""
-        found, open_groups = list[Group](), dict[int, list[tuple[Event, Clock, int]]]()
-        for event, clock, place in walk(self.events):
-            mine = open_groups.setdefault(event.thread, [])
-            if event.kind == "nccl":
-                mine.append((event, dict(clock), place))
-            elif event.kind == "group" and mine:
-                first = mine[0][0]
-                messages = [(x.words[0], int(x.words[3]), int(x.words[4])) for x, *_ in mine]
-                found.append(
-                    Group(first.words[1], first.stream, tuple(messages), mine[0][1], mine[-1][2],
-                          first.part)
-                )  # fmt: skip
+        found, open_groups = list[Group](), defaultdict[int, list[Step]](list)
+        for step in walk(self.events):
+            mine = open_groups[step.event.thread]
+            if step.event.kind == "nccl":
+                mine.append(step.kept())
+            elif step.event.kind == "group" and mine:
+                words = [x.event.words for x in mine]
+                messages = tuple((kind, int(peer), int(size)) for kind, _, _, peer, size, _ in words)
+                found.append(Group(words[0][1], messages, mine[0], mine[-1]))
                 mine.clear()
         return found
 
@@ -168,7 +166,27 @@ class Log:
         """What CUDA would reject in captures of graphs, or what they would lose: streams that are
         not joined at the end, waits for what was before the capture, and calls that capture forbids.
         """
-        return list(_Captures(self.events).faults())
+        return list(_capture_faults(self.events))
+
+
+@dataclass
+class Step:
+    """An event in its order. `clock` is that of its stream and changes with the next event; `place`
+    is the event's on the stream; `capture` numbers the capture that records it, 0 is none.
+    """
+
+    event: Event
+    clock: Clock
+    place: int
+    capture: int
+
+    def kept(self) -> Step:
+        """With a clock that does not change."""
+        return replace(self, clock=dict(self.clock))
+
+    def knows(self, other: Step) -> bool:
+        """Whether the other event is over when this one begins."""
+        return self.clock.get(other.event.stream, 0) >= other.place
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,8 +194,7 @@ class _Use:
     start: int
     end: int
     writes: bool
-    event: Event
-    place: int
+    step: Step
 
     def meets(self, other: _Use) -> bool:
         either = self.writes or other.writes
@@ -187,29 +204,38 @@ class _Use:
         return other.start <= self.start and self.end <= other.end
 
 
-def walk(events: list[Event]) -> Iterator[tuple[Event, Clock, int]]:
-    """Each event with the clock of its stream and its place on the stream; the clock changes with
-    the next event.
-    """
-    streams, threads, recorded = dict[int, Clock](), dict[int, Clock](), dict[str, Clock]()
+def walk(events: list[Event]) -> Iterator[Step]:
+    """The events in order."""
+    streams, threads = defaultdict[int, Clock](dict), defaultdict[int, Clock](dict)
+    recorded, of_events = defaultdict[str, Clock](dict), dict[str, int]()
+    capturing, captures = dict[int, int](), 0
     for event in events:
-        clock, seen = streams.setdefault(event.stream, {}), threads.setdefault(event.thread, {})
-        if event.kind in _WORK:
+        clock, seen = streams[event.stream], threads[event.thread]
+        number = event.words[0] if event.words else ""
+        if event.kind in WORK:
             _join(clock, seen)
             clock[event.stream] = clock.get(event.stream, 0) + 1
         elif event.kind == "record":
-            recorded[event.words[0]] = clock | {}
+            recorded[number] = dict(clock)
+            of_events[number] = capturing.get(event.stream, 0)
         elif event.kind == "wait":
-            _join(clock, recorded.get(event.words[0], {}))
+            _join(clock, recorded[number])
+            if of_events.get(number) in capturing.values():
+                capturing.setdefault(event.stream, of_events[number])
+        elif event.kind == "begin":
+            captures += 1
+            capturing[event.stream] = captures
         elif event.kind in ("sync", "query"):  # queries find all done
-            known = {
-                "event": lambda number: [recorded.get(number[0], {})],
-                "stream": lambda number: [streams.get(int(number[0]), {})],
-                "device": lambda _: list(streams.values()),
-            }[event.words[0]](event.words[1:])
-            for each in known:
-                _join(seen, each)
-        yield event, clock, clock.get(event.stream, 0)
+            what = event.words[-1]
+            if number == "event":
+                _join(seen, recorded[what])
+            else:
+                for each in [streams[int(what)]] if number == "stream" else list(streams.values()):
+                    _join(seen, each)
+        capture = capturing.get(event.stream, 0)
+        yield Step(event, clock, clock.get(event.stream, 0), capture)
+        if event.kind == "end":
+            capturing = {x: y for x, y in capturing.items() if y != capture}
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -217,66 +243,42 @@ def _join(clock: Clock, other: Clock) -> None:
         clock[stream] = max(clock.get(stream, 0), place)
 
 
-_RELAXED = 2  # cudaStreamCaptureModeRelaxed; 0 is global, 1 is thread-local
-
-
-@dataclass
-class _Captures:
-    """The captures of a log, one at a time."""
-
-    events: list[Event]
-    origin: int = -1  # the stream that began the capture which is open
-    inside: dict[int, int] = field(default_factory=dict)  # its streams, with where each joined it
-    captured: set[str] = field(default_factory=set)  # events that were recorded in it
-    before: set[str] = field(default_factory=set)  # and those that were recorded outside
-    modes: dict[int, int] = field(default_factory=dict)  # of threads
-
-    def faults(self) -> Iterator[str]:
-        for event, clock, place in walk(self.events):
-            number = event.words[0] if event.words else ""
-            if event.kind == "mode":
-                self.modes[event.thread] = int(number)
-            elif event.kind == "begin":
-                self.origin, self.inside = event.stream, {event.stream: place}
-            elif event.kind == "end":
-                yield from self._lost(event, clock)
-                self.origin, self.inside = -1, {}
-                self.captured.clear()
-            elif event.kind == "record":
-                here, there = self.captured, self.before
-                if event.stream not in self.inside:
-                    here, there = there, here
-                here.add(number)
-                there.discard(number)
-            elif event.kind == "wait":
-                if number in self.captured:
-                    self.inside.setdefault(event.stream, place)
-                elif event.stream in self.inside and number in self.before:
-                    yield f"stream {event.stream} waits for what was before the capture, in {event.part}"
-            elif self.origin >= 0 and (why := self._forbidden(event)):
-                yield f"{why} during a capture, in {event.part}"
-
-    def _lost(self, event: Event, clock: Clock) -> Iterator[str]:
-        last = dict[int, int]()
-        for each, _, place in walk(self.events):
-            if each is event:
-                break
-            if each.kind in _WORK:
-                last[each.stream] = place
-        for stream, joined in self.inside.items():
-            if last.get(stream, 0) > max(joined, clock.get(stream, 0)):
-                yield f"stream {stream} is not joined at the end of a capture, in {event.part}"
-
-    def _forbidden(self, event: Event) -> str:
-        kind, words = event.kind, event.words
-        if kind in ("sync", "query"):
-            if words[0] == "event" and words[1] in self.captured:
-                return f"{kind} of an event of it"
-            if words[0] == "stream" and int(words[1]) in self.inside:
-                return f"{kind} of a stream of it"
-        unsafe = kind in ("malloc", "hostmalloc", "free", "sync") or words[:1] == ("event",)
-        if unsafe and self.modes.get(event.thread, 0) == 0:
-            return f"{kind} in a thread that does not allow it"
-        if kind == "copy" and event.stream in self.inside and "H" in words[0]:
-            return "a copy of pageable memory"
-        return ""
+def _capture_faults(events: list[Event]) -> Iterator[str]:
+    now, modes = 0, dict[int, int]()  # the capture that is open; the modes of threads
+    of_events, streams = dict[str, int](), dict[int, int]()  # in which capture they are
+    last: dict[int, int] = {}  # the place of the last captured work of a stream
+    for step in walk(events):
+        event, where = step.event, f", in {step.event.part}"
+        number = event.words[0] if event.words else ""
+        if step.capture:
+            streams[event.stream] = step.capture
+        if event.kind == "mode":
+            modes[event.thread] = int(number)
+        elif event.kind == "begin":
+            now, last = step.capture, {}
+        elif event.kind == "end":
+            for stream, place in last.items():
+                if step.clock.get(stream, 0) < place:
+                    yield f"stream {stream} is not joined at the end of a capture{where}"
+            now = 0
+        elif event.kind == "record":
+            of_events[number] = step.capture
+        elif event.kind == "wait":
+            if step.capture and of_events.get(number, now) != now:
+                yield f"stream {event.stream} waits for what was before the capture{where}"
+        elif now:
+            if step.capture and event.kind in WORK:
+                last[event.stream] = step.place
+            of_it = event.words[-1:] and (
+                now == of_events.get(event.words[-1])
+                if number == "event"
+                else number == "stream" and now == streams.get(int(event.words[-1]))
+            )
+            asks = event.kind in ("sync", "query")
+            unsafe = event.kind in ("sync", "malloc", "hostmalloc", "free") or number == "event"
+            if asks and of_it:
+                yield f"{event.kind} of the capture's own {number}{where}"
+            elif unsafe and modes.get(event.thread, 0) == 0:
+                yield f"{event.kind} during a capture, in a thread that does not allow it{where}"
+            elif step.capture and event.kind == "copy" and "H" in number:
+                yield f"a copy of pageable memory during a capture{where}"

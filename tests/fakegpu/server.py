@@ -23,7 +23,11 @@ IMPORTED = (
     "cp_ring.ops.sums_triton",
     "torch._dynamo",
     "torch.distributed.tensor",
+    "triton.experimental.gluon.nvidia.hopper",
     "triton.compiler",
+    "cp_ring.attention",
+    "cp_ring.api",
+    "cp_ring.kernels.cudnn",
     "tests.fakegpu.programs",
 )
 
@@ -31,6 +35,7 @@ IMPORTED = (
 def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
+    importlib.import_module("triton.runtime.cache").triton_key()  # a digest of all of Triton
     for line in sys.stdin:
         task = json.loads(line)
         ranks = [_forked(task, rank) for rank in range(task["size"])]
