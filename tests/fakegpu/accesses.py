@@ -7,7 +7,7 @@ The dispatcher of torch knows it: its schemas say what an operator changes.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -35,8 +35,8 @@ def mark(name: str) -> None:
 
 
 class Accesses(TorchDispatchMode):
-    """In the block, the log has what operators read and write: "access <stream> <name> r|w:<first
-    byte>:<end> ...".
+    """In the block, the log has what operators read and write: "access <stream> <name> n|r|w:<first
+    byte>:<end> ...", where n is for new memory.
     """
 
     def __torch_dispatch__(
@@ -44,19 +44,19 @@ class Accesses(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        name = func._schema.name.split("::")
-        if name[0] == "c10d" or func.is_view or name[1] in _EMPTY:
+        if func.is_view or func.namespace == "c10d":
             return out
+        name = func._schema.name.split("::")[1]
         written = []
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
                 written += _on_device(value)
-        pointers = {x.data_ptr() for x in written}
-        read = [x for x in _on_device((args, kwargs)) if x.data_ptr() not in pointers]
-        old = {x.data_ptr() for x in read}
-        written += [x for x in _on_device(out) if x.data_ptr() not in old | pointers]
-        _write(name[1], read, written)
+        given, changed = _on_device((args, kwargs)), {id(x) for x in written}
+        read = [x for x in given if id(x) not in changed]
+        old = {x.untyped_storage().data_ptr() for x in given}
+        made = [x for x in _on_device(out) if x.untyped_storage().data_ptr() not in old]
+        _write(name, made, read, written if name in _EMPTY else written + made)
         return out
 
 
@@ -74,7 +74,7 @@ def recorded() -> Iterator[None]:
     def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
         done = run(self, *args, **kwargs)
         # a schema of these does not exist: they may write whatever they are given
-        _write(self.__name__, (), _on_device((args, kwargs)))
+        _write(self.__name__, [], [], _on_device((args, kwargs)))
         return done
 
     with mock.patch.object(JITFunction, "run", launch), Accesses():
@@ -85,8 +85,10 @@ def _on_device(value: Any) -> list[Tensor]:
     return [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_cuda and x.numel()]
 
 
-def _write(name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-    parts = [f"r:{_bytes(x)}" for x in read] + [f"w:{_bytes(x)}" for x in written]
+def _write(name: str, made: list[Tensor], read: list[Tensor], written: list[Tensor]) -> None:
+    new = [x.untyped_storage() for x in made]
+    parts = [f"n:{x.data_ptr()}:{x.data_ptr() + x.nbytes()}" for x in new]
+    parts += [f"r:{_bytes(x)}" for x in read] + [f"w:{_bytes(x)}" for x in written]
     if parts:
         handle = torch.cuda.current_stream().cuda_stream
         stream = (handle - 0x1000) // 16 if handle >= 0x1000 else 0  # as fake.h

@@ -2,8 +2,8 @@
 race, and which captures of graphs are wrong.
 
 Order comes from vector clocks. A stream runs what it is given in order; an event that is recorded
-on it has its clock, and a stream that waits for the event, or a thread that has seen it complete,
-knows all that was before. What a thread launches comes after all that the thread has seen.
+on it has its clock, and a stream that waits for the event, or a thread that does, knows all that was
+before. What a thread launches comes after all that the thread has seen.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 Clock = dict[int, int]
@@ -31,19 +32,21 @@ class Event:
     part: str
 
     @property
-    def touched(self) -> Iterator[tuple[int, int, bool]]:
-        """(start, end, whether it is written) of the memory that work on a stream uses."""
+    def touched(self) -> Iterator[tuple[str, int, int]]:
+        """(mode, start, end) of the memory that work on a stream uses; the mode is n for what torch
+        has newly allocated, w for what is written, and r for what is read.
+        """
         words = self.words
         if self.kind == "access":
             for mode, start, end in (word.split(":") for word in words[1:]):
-                yield int(start), int(end), mode == "w"
+                yield mode, int(start), int(end)
         elif self.kind == "nccl":
-            yield int(words[5]), int(words[5]) + int(words[4]), words[0] != "send"
+            yield "r" if words[0] == "send" else "w", int(words[5]), int(words[5]) + int(words[4])
         elif self.kind == "copy":
-            yield int(words[2]), int(words[2]) + int(words[1]), True
-            yield int(words[3]), int(words[3]) + int(words[1]), False
+            yield "w", int(words[2]), int(words[2]) + int(words[1])
+            yield "r", int(words[3]), int(words[3]) + int(words[1])
         elif self.kind == "fill":
-            yield int(words[1]), int(words[1]) + int(words[0]), True
+            yield "w", int(words[1]), int(words[1]) + int(words[0])
 
     def __str__(self) -> str:
         name = {"access": self.words[:1], "nccl": self.words[:4:3]}.get(self.kind, self.words[:1])
@@ -124,10 +127,24 @@ class Log:
         """Where memory was asked of CUDA, or given back."""
         return self.of(part, "malloc", "hostmalloc", "free")
 
+    def unknown(self) -> list[str]:
+        """Kernels of which the log does not say what memory they use."""
+        found, waiting = list[str](), defaultdict[tuple[int, int], list[Event]](list)
+        for event in self.events:
+            place = event.thread, event.stream
+            if event.kind == "launch":
+                waiting[place].append(event)
+            elif event.kind == "access":
+                waiting[place].clear()
+            elif event.kind in ("record", "wait"):
+                found += [str(x) for x in waiting.pop(place, ())]
+        return found
+
     def stubs(self) -> set[str]:
         """The functions that were called although the libraries do nothing in them."""
         return {x.words[0] for x in self.of(None, "stub")}
 
+    @cached_property
     def races(self) -> list[str]:
         """Pairs of accesses to the same memory by two streams, one of which writes, where nothing
         makes the second wait for the first: a message that is read before it has arrived, or a
@@ -135,19 +152,25 @@ class Log:
         """
         found, of_graphs = list[str](), defaultdict[int, list[_Use]](list)
         for step in walk(self.events):
-            for start, end, writes in step.event.touched:
-                use, left = _Use(start, end, writes, step), list[_Use]()
+            for mode, start, end in step.event.touched:
+                use, left = _Use(start, end, mode == "w", step), list[_Use]()
                 # a graph that is captured runs later: what is in it is ordered within it alone
                 for other in of_graphs[step.capture]:
                     known = step.knows(other.step)
-                    if not known and other.meets(use):
-                        found.append(f"{step.event} does not wait for {other.step.event}")
-                    # what is over and replaced can race no more
-                    if not (known and other.inside(use) and (writes or not other.writes)):
+                    if mode == "n":
+                        # what was freed; torch's allocator has asked whether its uses are over
+                        over = use.overlaps(other) and (known or step.asked(other.step))
+                    else:
+                        if not known and use.overlaps(other) and (use.writes or other.writes):
+                            found.append(f"{step.event} does not wait for {other.step.event}")
+                        # what is over and replaced can race no more
+                        over = known and other.inside(use) and (use.writes or not other.writes)
+                    if not over:
                         left.append(other)
-                of_graphs[step.capture] = [*left, use]
+                of_graphs[step.capture] = left if mode == "n" else [*left, use]
         return list(dict.fromkeys(found))
 
+    @cached_property
     def groups(self) -> list[Group]:
         """NCCL's groups, in the order in which the host started them."""
         found, open_groups = list[Group](), defaultdict[int, list[Step]](list)
@@ -162,6 +185,7 @@ class Log:
                 mine.clear()
         return found
 
+    @cached_property
     def capture_faults(self) -> list[str]:
         """What CUDA would reject in captures of graphs, or what they would lose: streams that are
         not joined at the end, waits for what was before the capture, and calls that capture forbids.
@@ -173,12 +197,14 @@ class Log:
 class Step:
     """An event in its order. `clock` is that of its stream and changes with the next event; `place`
     is the event's on the stream; `capture` numbers the capture that records it, 0 is none.
+    `found_done` is what the thread has asked CUDA about, which on the fake GPU is always done.
     """
 
     event: Event
     clock: Clock
     place: int
     capture: int
+    found_done: Clock
 
     def kept(self) -> Step:
         """With a clock that does not change."""
@@ -188,6 +214,12 @@ class Step:
         """Whether the other event is over when this one begins."""
         return self.clock.get(other.event.stream, 0) >= other.place
 
+    def asked(self, other: Step) -> bool:
+        """Whether the thread has been told that the other event is over. On a GPU it might not be
+        yet, and the thread would do something else: it does not make this event wait.
+        """
+        return self.found_done.get(other.event.stream, 0) >= other.place
+
 
 @dataclass(frozen=True, eq=False)
 class _Use:
@@ -196,9 +228,8 @@ class _Use:
     writes: bool
     step: Step
 
-    def meets(self, other: _Use) -> bool:
-        either = self.writes or other.writes
-        return either and self.start < other.end and other.start < self.end
+    def overlaps(self, other: _Use) -> bool:
+        return self.start < other.end and other.start < self.end
 
     def inside(self, other: _Use) -> bool:
         return other.start <= self.start and self.end <= other.end
@@ -207,6 +238,7 @@ class _Use:
 def walk(events: list[Event]) -> Iterator[Step]:
     """The events in order."""
     streams, threads = defaultdict[int, Clock](dict), defaultdict[int, Clock](dict)
+    asked = defaultdict[int, Clock](dict)
     recorded, of_events = defaultdict[str, Clock](dict), dict[str, int]()
     capturing, captures = dict[int, int](), 0
     for event in events:
@@ -225,15 +257,16 @@ def walk(events: list[Event]) -> Iterator[Step]:
         elif event.kind == "begin":
             captures += 1
             capturing[event.stream] = captures
-        elif event.kind in ("sync", "query"):  # queries find all done
+        elif event.kind in ("sync", "query"):
+            known = asked[event.thread] if event.kind == "query" else seen
             what = event.words[-1]
             if number == "event":
-                _join(seen, recorded[what])
+                _join(known, recorded[what])
             else:
                 for each in [streams[int(what)]] if number == "stream" else list(streams.values()):
-                    _join(seen, each)
+                    _join(known, each)
         capture = capturing.get(event.stream, 0)
-        yield Step(event, clock, clock.get(event.stream, 0), capture)
+        yield Step(event, clock, clock.get(event.stream, 0), capture, asked[event.thread])
         if event.kind == "end":
             capturing = {x: y for x, y in capturing.items() if y != capture}
 

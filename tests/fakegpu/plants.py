@@ -68,6 +68,21 @@ def _fork() -> Iterator[None]:
 
 
 @contextmanager
+def _early_free() -> Iterator[None]:
+    """Another stream reads a copy of the queries, which is freed without a word to the allocator."""
+    side = torch.cuda.Stream()
+
+    def read(q: torch.Tensor) -> None:
+        copy = q.clone()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            copy.neg_()
+
+    with _in_a_hop(read)():
+        yield
+
+
+@contextmanager
 def _swapped() -> Iterator[None]:
     """Rank 1 sends values before keys."""
     messages = transport.messages
@@ -101,6 +116,7 @@ PLANTS: dict[str, Plant] = {
     "value in a hop": _in_a_hop(lambda q: q.flatten()[0].item()),
     "copy in a hop": _in_a_hop(lambda q: torch.zeros(8).to(q.device)),
     "memory in a hop": _in_a_hop(lambda q: torch.cuda.caching_allocator_alloc(1 << 25)),
+    "early free in a hop": _early_free,
     "fork in a hop": _fork,
     "values before keys": _swapped,
     "sends before receives": _sends_first,
