@@ -1,6 +1,6 @@
 """Builds the fake CUDA libraries with gcc into .cache/fakegpu, once for each state of the sources.
 
-    python -m tests.fakegpu.build      prints the folder
+python -m tests.fakegpu.build      prints the folder
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def _library(
     missing = sorted(_names(name, nvidia, includes) - defined)
     aliases = [each for each in missing if re.sub(r"_v\d+$", "", each) in defined]
     lines = [f'#include "{HERE / "csrc" / "fake.h"}"']
-    lines += [f'int {x}(void) {{ LOG("stub {x}"); return 0; }}' for x in missing if x not in aliases]
+    lines += [
+        f'int {x}(void) {{ LOG("stub {x}"); return 0; }}' for x in missing if x not in aliases
+    ]
     stubs.write_text("\n".join(lines) + "\n")
     # the version of its symbols, without which the loader warns
     versions.write_text(f"{name} {{ global: *; }};\n")

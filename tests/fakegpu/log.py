@@ -58,7 +58,7 @@ class Kernel:
     """A launch. `name` is as the compiler has it; of cuDNN it is "cudnn", without a grid."""
 
     name: str
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     threads: int
     shared: int
     stream: int
@@ -109,11 +109,12 @@ class Log:
         return [x for x in self.events if x.kind in kinds and part in (None, x.part)]
 
     def kernels(self, part: str | None = None) -> list[Kernel]:
-        return [
-            Kernel(" ".join(name), tuple(map(int, grid.split(","))), int(threads), int(size), x.stream)  # type: ignore[arg-type]  # fmt: skip  # noqa: E501
-            for x in self.of(part, "launch")
-            for grid, threads, size, *name in [x.words]
-        ]
+        found = []
+        for event in self.of(part, "launch"):
+            grid, threads, size, *name = event.words
+            blocks = tuple(map(int, grid.split(",")))
+            found.append(Kernel(" ".join(name), blocks, int(threads), int(size), event.stream))
+        return found
 
     def copies(self, part: str | None = None) -> list[Event]:
         """Copies between host and device."""
@@ -180,7 +181,9 @@ class Log:
                 mine.append(step.kept())
             elif step.event.kind == "group" and mine:
                 words = [x.event.words for x in mine]
-                messages = tuple((kind, int(peer), int(size)) for kind, _, _, peer, size, _ in words)
+                messages = tuple(
+                    (kind, int(peer), int(size)) for kind, _, _, peer, size, _ in words
+                )
                 found.append(Group(words[0][1], messages, mine[0], mine[-1]))
                 mine.clear()
         return found

@@ -9,7 +9,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed import new_group
 
+from cp_ring import attention
 from cp_ring.comm import transport
 from cp_ring.comm.slots import Slots
 from cp_ring.kernels.flash_aten import FlashAtenKernel
@@ -96,6 +98,18 @@ def _swapped() -> Iterator[None]:
 
 
 @contextmanager
+def _two_communicators() -> Iterator[None]:
+    """Of 4 ranks, neighbors exchange heads over groups of their own, and so do rings."""
+    near, far = (
+        [new_group(ranks) for ranks in cut] for cut in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    )
+    rank = torch.distributed.get_rank()
+    mine = [transport.GroupTransport(group) for group in (near[rank // 2], far[rank % 2])]
+    with mock.patch.object(attention, "sub_transports", lambda *_: mine):
+        yield
+
+
+@contextmanager
 def _sends_first() -> Iterator[None]:
     """All ranks post what they send as a group of its own, before what they receive."""
     post = transport.GroupTransport.post
@@ -118,6 +132,7 @@ PLANTS: dict[str, Plant] = {
     "memory in a hop": _in_a_hop(lambda q: torch.cuda.caching_allocator_alloc(1 << 25)),
     "early free in a hop": _early_free,
     "fork in a hop": _fork,
+    "two communicators": _two_communicators,
     "values before keys": _swapped,
     "sends before receives": _sends_first,
 }

@@ -15,7 +15,6 @@ from tests.fakegpu.accesses import mark, recorded
 from tests.fakegpu.plants import PLANTS
 
 
-
 def rings(
     cases: dict[str, dict[str, Any]],
     steps: int = 3,
