@@ -102,7 +102,7 @@ def _library(
 
 
 def _names(library: str, nvidia: Path, includes: list[Path]) -> set[str]:
-    """The functions that programs may want of a library: those of the real one, or of its header."""
+    """The functions that programs may want of a library: those of the real one or its header."""
     if library == "libcuda.so.1":
         header = next(x for x in includes if (x / "cuda.h").exists()) / "cuda.h"
         names = set(re.findall(r"\bCUDAAPI\s+(cu[A-Z]\w+)\s*\(", header.read_text()))

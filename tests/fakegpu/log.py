@@ -2,8 +2,8 @@
 race, and which captures of graphs are wrong.
 
 Order comes from vector clocks. A stream runs what it is given in order; an event that is recorded
-on it has its clock, and a stream that waits for the event, or a thread that does, knows all that was
-before. What a thread launches comes after all that the thread has seen.
+on it has its clock, and a stream that waits for the event, or a thread that does, knows all that
+was before. What a thread launches comes after all that the thread has seen.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Group:
-    """Messages that NCCL starts together: (kind, peer, bytes), where the kind is send, recv or all."""
+    """Messages that NCCL starts together: (kind, peer, bytes), the kind is send, recv or all."""
 
     communicator: str
     messages: tuple[tuple[str, int, int], ...]
@@ -191,7 +191,7 @@ class Log:
     @cached_property
     def capture_faults(self) -> list[str]:
         """What CUDA would reject in captures of graphs, or what they would lose: streams that are
-        not joined at the end, waits for what was before the capture, and calls that capture forbids.
+        not joined at the end, waits for what was before the capture, and calls that it forbids.
         """
         return list(_capture_faults(self.events))
 

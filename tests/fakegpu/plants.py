@@ -71,7 +71,7 @@ def _fork() -> Iterator[None]:
 
 @contextmanager
 def _early_free() -> Iterator[None]:
-    """Another stream reads a copy of the queries, which is freed without a word to the allocator."""
+    """Another stream reads a copy of the queries, freed without a word to the allocator."""
     side = torch.cuda.Stream()
 
     def read(q: torch.Tensor) -> None:

@@ -42,8 +42,8 @@ class FakeGpus:
         self._server: subprocess.Popen[str] | None = None
 
     def run(self, program: str, size: int = 1, capability: int = 90, **arguments: Any) -> list[Log]:
-        """Calls the function `module:name` with `arguments` on each of `size` ranks, whose GPUs have
-        this compute capability, and returns the ranks' logs. Raises `ProgramError`.
+        """Calls the function `module:name` with `arguments` on each of `size` ranks, whose GPUs
+        have this compute capability, and returns the ranks' logs. Raises `ProgramError`.
         """
         if self._server is None:
             self._server = subprocess.Popen(
