@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cp_ring.comm.agreement import EVERY, Fact
@@ -53,9 +52,6 @@ from cp_ring.plan.tables import RankPlan
 from cp_ring.runtime import RUNTIME
 
 AnyPlan = Plan | RankPlan
-SubGroups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
-"""The group of the ranks that exchange heads, and that of a ring, None if the ring has one member.
-"""
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_KINDS = 64  # of calls of one plan
@@ -68,8 +64,6 @@ class AttentionOptions:
 
     lse: `Output.lse` is wanted. max_logit: `Output.max_logit` is.
     compare_every: `every` of `Agreement.check`.
-    sub_groups: groups of the ranks that exchange heads and of those of a ring, where such groups
-        exist; else the messages of both go over the connections of the whole group.
 
     Raises `ConfigError` for a value that no call can have.
     """
@@ -84,7 +78,6 @@ class AttentionOptions:
     lse: bool = False
     max_logit: bool = False
     compare_every: int = EVERY
-    sub_groups: SubGroups | None = None
 
     def __post_init__(self) -> None:
         slots = SETTINGS["num_slots"].metadata
@@ -409,9 +402,6 @@ class Attention:
         assert plan.exchange is not None and whole is not None, "heads are exchanged by one rank"
         note_rank(self._ring.rank, q.device)
         neighbors, ring = sub_transports(whole, plan.ulysses)
-        if self._options.sub_groups is not None:
-            of_heads, of_ring = (transport_for(each, q.device) for each in self._options.sub_groups)
-            neighbors, ring = of_heads or neighbors, of_ring
         split, parts = (
             split_heads(q.shape[2], k.shape[2], plan.ulysses),
             list[tuple[Tensor, Tensor]](),

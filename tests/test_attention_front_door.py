@@ -116,7 +116,6 @@ def test_keywords_are_those_of_the_options():
         "lse",
         "max_logit",
         "compare_every",
-        "sub_groups",
     }
     with pytest.raises(
         TypeError, match=r"ring_attention\(\) got an unexpected keyword argument 'lse'"

@@ -79,7 +79,9 @@ def sub_transports(whole: Transport, heads: int) -> tuple[Transport, Transport |
     has no other member.
 
     They share the connections of the whole. Two ranks are never both neighbors and in one ring, so
-    no message is mistaken.
+    no message is mistaken. Groups of their own would have communicators of their own, of which
+    several are in flight at a time; NCCL promises progress for one
+    (https://github.com/NVIDIA/nccl/issues/783).
     """
     first, place = whole.rank - whole.rank % heads, whole.rank % heads
     ring = SubTransport(whole, range(place, whole.size, heads)) if heads < whole.size else None

@@ -277,29 +277,6 @@ def start() -> argparse.Namespace:
     return args
 
 
-def hierarchical_groups(cp_group: Any, heads: int) -> tuple[Any, Any] | None:
-    """Megatron's own groups of the `heads` neighbors of this rank and of its ring, where it made
-    such; else None.
-    """
-    from megatron.core import parallel_state
-    from torch.distributed import get_process_group_ranks as ranks_of
-
-    made = getattr(parallel_state, "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", None)
-    if (
-        not made
-        or len(made) != 2
-        or heads == 1
-        or made[0].size() != heads
-        or made[1].size() * heads != cp_group.size()
-    ):
-        return None
-    whole, first = ranks_of(cp_group), cp_group.rank() - cp_group.rank() % heads
-    neighbors, ring = whole[first : first + heads], whole[cp_group.rank() % heads :: heads]
-    return (
-        (made[0], made[1]) if [ranks_of(made[0]), ranks_of(made[1])] == [neighbors, ring] else None
-    )
-
-
 def group_of(collection: Any, name: str) -> Any:
     """The process group `name` (tp, cp, ...) of a Megatron pg_collection, or Megatron's global one
     if `collection` is None.

@@ -115,7 +115,6 @@ class RingDotProductAttention(MegatronModule):
             compare_every=self.settings.compare_every,
             max_logit=bool(getattr(config, "qk_clip", False) or getattr(config,
             "log_max_attention_logit", False)),
-            sub_groups=compat.hierarchical_groups(self.cp_group, self.spec.ulysses),
         )  # fmt: skip
         self.tap = self._make_tap()
         self.window = _window(config, layer_number, _check_mask(attn_mask_type))

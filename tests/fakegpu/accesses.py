@@ -1,0 +1,100 @@
+"""Which memory each of torch's operators reads and writes, for the log of the fake GPU.
+
+The libraries see kernels and streams, but not which of a kernel's arguments are read and written.
+The dispatcher of torch knows it: its schemas say what an operator changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# They allocate and write nothing.
+_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+
+
+_PROCESS = ctypes.CDLL(None)  # with the fake libraries, where they are loaded
+
+
+def note(text: str) -> None:
+    """Writes a line to the log."""
+    _PROCESS.fakegpu_note(text.encode())
+
+
+def mark(name: str) -> None:
+    """Begins the part of the log with this name."""
+    note(f"mark {name}")
+
+
+class Accesses(TorchDispatchMode):
+    """In the block, the log has what operators read and write: "access <stream> <name> n|r|w:<first
+    byte>:<end> ...", where n is for new memory.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.is_view or func.namespace == "c10d":
+            return out
+        name = func._schema.name.split("::")[1]
+        written = []
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                written += _on_device(value)
+        given, changed = _on_device((args, kwargs)), {id(x) for x in written}
+        read = [x for x in given if id(x) not in changed]
+        old = {x.untyped_storage().data_ptr() for x in given}
+        made = [x for x in _on_device(out) if x.untyped_storage().data_ptr() not in old]
+        _write(name, made, read, written if name in _EMPTY else written + made)
+        return out
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """In the block, accesses of torch's operators and of Triton's functions are in the log."""
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        with Accesses():
+            yield
+        return
+    run = JITFunction.run
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done = run(self, *args, **kwargs)
+        # a schema of these does not exist: they may write whatever they are given
+        _write(self.__name__, [], [], _on_device((args, kwargs)))
+        return done
+
+    with mock.patch.object(JITFunction, "run", launch), Accesses():
+        yield
+
+
+def _on_device(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_cuda and x.numel()]
+
+
+def _write(name: str, made: list[Tensor], read: list[Tensor], written: list[Tensor]) -> None:
+    new = [x.untyped_storage() for x in made]
+    parts = [f"n:{x.data_ptr()}:{x.data_ptr() + x.nbytes()}" for x in new]
+    parts += [f"r:{_bytes(x)}" for x in read] + [f"w:{_bytes(x)}" for x in written]
+    if parts:
+        handle = torch.cuda.current_stream().cuda_stream
+        stream = (handle - 0x1000) // 16 if handle >= 0x1000 else 0  # as fake.h
+        note(f"access {stream} {name} {' '.join(parts)}")
+
+
+def _bytes(x: Tensor) -> str:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return f"{x.data_ptr()}:{x.data_ptr() + (last + 1) * x.element_size()}"

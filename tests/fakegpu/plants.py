@@ -1,0 +1,138 @@
+"""Faults that are planted in cp_ring, each of which one assertion about the log must see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed import new_group
+
+from cp_ring import attention
+from cp_ring.comm import transport
+from cp_ring.comm.slots import Slots
+from cp_ring.kernels.flash_aten import FlashAtenKernel
+
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+def _lost_wait(kind: str) -> Plant:
+    """Nothing waits for messages of this kind."""
+    wait = transport._Works.wait
+
+    def lost(self: Any) -> None:
+        if self._batch.kind != kind:
+            wait(self)
+
+    return lambda: mock.patch.object(transport._Works, "wait", lost)
+
+
+@contextmanager
+def _early_reuse() -> Iterator[None]:
+    """All slots are the same memory, so that a hop receives where the one before it is computed."""
+    allocated, memory = Slots._allocated, dict[int, Any]()
+
+    def same(self: Slots) -> Any:
+        return memory.setdefault(id(self), allocated(self))
+
+    with mock.patch.object(Slots, "_allocated", same):
+        yield
+
+
+def _in_a_hop(work: Callable[[torch.Tensor], object]) -> Plant:
+    """Does something more before each call of the kernel in forward."""
+    attend = FlashAtenKernel.attend
+
+    def more(self: Any, q: Any, *rest: Any) -> Any:
+        work(q)
+        return attend(self, q, *rest)
+
+    return lambda: mock.patch.object(FlashAtenKernel, "attend", more)
+
+
+@contextmanager
+def _fork() -> Iterator[None]:
+    """The kernel runs on a stream of its own that waits for the current one, which does not wait
+    for it.
+    """
+    attend, side = FlashAtenKernel.attend, torch.cuda.Stream()
+
+    def forked(self: Any, *inputs: Any) -> Any:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            return attend(self, *inputs)
+
+    with mock.patch.object(FlashAtenKernel, "attend", forked):
+        yield
+
+
+@contextmanager
+def _early_free() -> Iterator[None]:
+    """Another stream reads a copy of the queries, freed without a word to the allocator."""
+    side = torch.cuda.Stream()
+
+    def read(q: torch.Tensor) -> None:
+        copy = q.clone()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            copy.neg_()
+
+    with _in_a_hop(read)():
+        yield
+
+
+@contextmanager
+def _swapped() -> Iterator[None]:
+    """Rank 1 sends values before keys."""
+    messages = transport.messages
+
+    def other(transfers: Any) -> Any:
+        found = messages(transfers)
+        return found[::-1] if torch.distributed.get_rank() == 1 else found
+
+    with mock.patch.object(transport, "messages", other):
+        yield
+
+
+@contextmanager
+def _two_communicators() -> Iterator[None]:
+    """Of 4 ranks, neighbors exchange heads over groups of their own, and so do rings."""
+    near, far = (
+        [new_group(ranks) for ranks in cut] for cut in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    )
+    rank = torch.distributed.get_rank()
+    mine = [transport.GroupTransport(group) for group in (near[rank // 2], far[rank % 2])]
+    with mock.patch.object(attention, "sub_transports", lambda *_: mine):
+        yield
+
+
+@contextmanager
+def _sends_first() -> Iterator[None]:
+    """All ranks post what they send as a group of its own, before what they receive."""
+    post = transport.GroupTransport.post
+
+    def apart(self: Any, batch: transport.MessageBatch) -> Any:
+        post(self, replace(batch, receives=())).wait()
+        return post(self, replace(batch, sends=()))
+
+    with mock.patch.object(transport.GroupTransport, "post", apart):
+        yield
+
+
+PLANTS: dict[str, Plant] = {
+    "lost wait for keys": _lost_wait("keys"),
+    "lost wait for gradients": _lost_wait("gradients"),
+    "early reuse of a slot": _early_reuse,
+    "sync in a hop": _in_a_hop(lambda q: torch.cuda.synchronize()),
+    "value in a hop": _in_a_hop(lambda q: q.flatten()[0].item()),
+    "copy in a hop": _in_a_hop(lambda q: torch.zeros(8).to(q.device)),
+    "memory in a hop": _in_a_hop(lambda q: torch.cuda.caching_allocator_alloc(1 << 25)),
+    "early free in a hop": _early_free,
+    "fork in a hop": _fork,
+    "two communicators": _two_communicators,
+    "values before keys": _swapped,
+    "sends before receives": _sends_first,
+}

@@ -1,0 +1,75 @@
+"""Programs on the fake GPUs, each rank in a process of its own, and what they asked of CUDA."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.fakegpu.build import HERE, LIBRARIES, build, wheels
+from tests.fakegpu.log import Log
+
+ROOT = HERE.parents[1]
+
+
+class ProgramError(AssertionError):
+    """A rank failed. The message is what it printed."""
+
+
+class FakeGpus:
+    """A server that forks ranks; it starts with the first program. Raises `Missing` where the
+    libraries cannot be built.
+    """
+
+    def __init__(self) -> None:
+        libraries = build()
+        nvidia = wheels()
+        paths = [ROOT, *sys.path]
+        self._environment = os.environ | {
+            "LD_PRELOAD": ":".join(str(libraries / name) for name in LIBRARIES),
+            "LD_LIBRARY_PATH": ":".join(
+                map(str, [libraries, *(nvidia / x / "lib" for x in ("cudnn", "cu13"))])
+            ),
+            "FAKEGPU_CUDNN": str(nvidia / "cudnn" / "lib" / "libcudnn.so.9"),
+            "PYTHONPATH": ":".join(map(str, paths)),
+            "TRITON_CACHE_DIR": str(libraries.parent / "triton"),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        self._server: subprocess.Popen[str] | None = None
+
+    def run(self, program: str, size: int = 1, capability: int = 90, **arguments: Any) -> list[Log]:
+        """Calls the function `module:name` with `arguments` on each of `size` ranks, whose GPUs
+        have this compute capability, and returns the ranks' logs. Raises `ProgramError`.
+        """
+        if self._server is None:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "tests.fakegpu.server"],
+                env=self._environment, cwd=ROOT, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+        assert self._server.stdin is not None and self._server.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            task = {
+                "program": program, "size": size, "arguments": arguments, "folder": folder,
+                "device": str(HERE / "devices" / f"sm_{capability}.json"),
+            }  # fmt: skip
+            print(json.dumps(task), file=self._server.stdin, flush=True)
+            codes = json.loads(self._server.stdout.readline() or "null")
+            if codes is None or any(codes):
+                texts = [
+                    f"rank {rank}:\n{path.read_text()}"
+                    for rank, path in ((x, Path(folder) / f"{x}.txt") for x in range(size))
+                    if path.exists() and (codes is None or codes[rank])
+                ]
+                raise ProgramError(f"exit codes {codes}\n" + "\n".join(texts))
+            return [Log.read(Path(folder) / f"{rank}.log") for rank in range(size)]
+
+    def close(self) -> None:
+        """Ends the server."""
+        if self._server is not None:
+            self._server.communicate()
+            self._server = None
