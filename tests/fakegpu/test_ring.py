@@ -65,7 +65,9 @@ def clean(gpus: FakeGpus) -> Callable[[int], list[Log]]:
     return cache(lambda sm: gpus.run(program, RANKS, sm, cases=CASES[sm], captured=True))
 
 
-capabilities = pytest.mark.parametrize("sm", CASES)
+capabilities = pytest.mark.parametrize(
+    "sm", [90, *(pytest.param(sm, marks=pytest.mark.ci) for sm in (80, 100))]
+)
 
 
 @capabilities
@@ -154,11 +156,13 @@ def planted(gpus: FakeGpus) -> Callable[[bool], list[Log]]:
     return cache(run)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("plant", FINDS)
 def test_a_planted_fault_is_found(planted, plant):
     assert FINDS[plant](planted(False), plant)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("plant", CAPTURED)
 def test_a_planted_fault_is_found_in_a_capture(planted, plant):
     assert in_a_capture(planted(True), plant)
