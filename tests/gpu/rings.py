@@ -27,6 +27,7 @@ from cp_ring.ops.fused import FusedFunction
 from cp_ring.testing import conformance
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, error
+from cp_ring.testing.rank_pool import LIMIT_S
 from cp_ring.tools.bench import accuracy as bench
 from tests.gpu.job import ERRORS, Job
 
@@ -233,9 +234,9 @@ def _ring(
     kernel: str,
     settings: dict[str, str],
     size: int = 2,
-    limit_s: float = 60,
 ) -> None:
     where = {"backend": backend, "kernel": kernel}
+    limit_s = 60 if job.cuda else LIMIT_S
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / f"{rank}.json" for rank in range(size)]
         rest = [str(size), f"{folder}/store", job.device.type, kernel]
