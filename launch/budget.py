@@ -40,7 +40,7 @@ TABLE = {
     "functions of more than 7 parameters": (0, 29),
     "modules that import more than 12 others": (0, 12),
     "state outside of cp_ring.runtime": (0, 26),
-    "tokens of tests": (212_000, 295_900),  # the goal: 22,000 lines of 130 columns
+    "tokens of tests": (212_000, 297_600),  # the goal: 22,000 lines of 130 columns
 }
 
 
