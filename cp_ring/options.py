@@ -288,6 +288,12 @@ class Options:
         "backward, where those of all tokens would not fit into memory; 0 computes all at once.",
         least=0,
     )
+    stock_loss_average: bool = _setting(
+        False,
+        "Without --calculate-per-token-loss, average the mean losses of context-parallel ranks as "
+        "stock Megatron does, to compare bits with it: a token then weighs more the fewer others "
+        "count on its rank.",
+    )
     allow_untried: str = _setting(
         "",
         "Features of Megatron, separated by commas, to accept although no GPU run has "

@@ -31,7 +31,7 @@ GIVEN = {"overload", "override", "jit"}
 # What is counted: (goal, limit). Each is a number over all of cp_ring and patches, but for the
 # last, which is of tests.
 TABLE = {
-    "tokens": (225_000, 299_500),
+    "tokens": (225_000, 299_200),
     "tokens a code line, times 100": (1_000, 953),
     "packages of more than 16 files": (0, 0),
     "files of more than 450 lines": (0, 9),
@@ -40,7 +40,7 @@ TABLE = {
     "functions of more than 7 parameters": (0, 29),
     "modules that import more than 12 others": (0, 12),
     "state outside of cp_ring.runtime": (0, 26),
-    "tokens of tests": (212_000, 306_600),  # the goal: 22,000 lines of 130 columns
+    "tokens of tests": (212_000, 308_300),  # the goal: 22,000 lines of 130 columns
 }
 
 

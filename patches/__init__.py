@@ -37,7 +37,7 @@ NAMES = (
     "packed_batches",
     "document_mask",
     "microbatch_order",
-    "loss_bias",
+    "loss_average",
     "loss_chunks",
     "mtp_roll",
     "moe_aux_loss",

@@ -73,6 +73,9 @@ def roll_in_documents(
     if not tensor.is_floating_point():
         return mine, mine.sum()
     total = rolled.sum() / documents.layout.cp  # of a loss mask
+    # Megatron divides by 1 at least: where less is right, the mask grows by as much
+    least = torch.where((total > 0) & (total < 1), total, 1.0)
+    mine, total = mine / least, total / least
     return (MaskOfAllRanks.of(mine, total) if isinstance(tensor, MaskOfAllRanks) else mine), total
 
 

@@ -238,7 +238,7 @@ def loss_function(
     report = {"lm loss": torch.stack([loss.detach(), counted.to(loss.dtype)])}
     if getattr(get_args(), "calculate_per_token_loss", False) and weight is not None:
         return loss, _count(weight), report
-    number = counted.round().clamp(min=1)  # which Megatron divides the loss of this rank by
+    number = counted.ceil()  # which Megatron divides the loss of this rank by
     return loss * torch.where(counted > 0, number / counted, 1.0), number.to(torch.int), report
 
 

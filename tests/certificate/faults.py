@@ -263,6 +263,9 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "gradient of one rank lost": _one_rank_silent,
 }
 
+OF_MEANS = ("tokens of the loss counted by rank",)
+"""Faults of mean losses, without --calculate-per-token-loss, which scripts alone have."""
+
 
 def _faulty_loss(fault: Callable[..., Any]) -> Callable[..., Any]:
     def faulty(loss_function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -548,6 +551,8 @@ def planted(name: str, step: Any = None) -> Iterator[None]:
 def _places(name: str, step: Any) -> list[Any]:
     if name in ATTENTION or name in LAYERS:
         return list((ATTENTION | LAYERS)[name]())
+    if name in OF_MEANS:
+        return [parity.FAULTS[name]()]
     from cp_ring.megatron import gpt
     from cp_ring.megatron.certificate.loss_probe import is_own
 

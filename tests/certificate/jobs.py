@@ -11,8 +11,10 @@ import numpy as np
 from tests.certificate.faults import (
     FAULTS,
     LAYERS,
+    LOSSES,
     OF_BORDERS,
     OF_LONG_ROWS,
+    OF_MEANS,
     OF_ONE_LAYER,
     OF_SEED,
     OF_WEIGHTS,
@@ -188,6 +190,7 @@ FAULTY = (
     Job("latents-script", 2, _LATENTS, OF_LATENTS, True),
     Job("latents-on-tp-script", 4, _ON_TP, OF_LATENTS_ON_TP, True),
     Job("experts-script", 2, f"{EXPERTS} --calculate-per-token-loss", OF_EXPERTS, True),
+    Job("mean-script", 2, UNTIED, (*LOSSES, *OF_MEANS), True),
     Job("oss-script", 2, f"{OSS} --calculate-per-token-loss", OF_OSS, True),
     Job(
         "long-script",

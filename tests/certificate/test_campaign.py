@@ -10,7 +10,7 @@ import pytest
 
 from tests.certificate import __main__ as campaign
 from tests.certificate import checkouts
-from tests.certificate.faults import FAULTS, SUBTLE
+from tests.certificate.faults import FAULTS, OF_MEANS, SUBTLE
 from tests.certificate.jobs import FAULTY, OSS, Job, right_job
 from tests.parity.models import EXPERTS, UNTIED
 
@@ -40,6 +40,16 @@ def test_a_script_as_users_have_it(tmp_path):
         right
     )
     assert [found["fault"] for found in faulty if not found.get("rejections")] == [], faulty
+
+
+@pytest.mark.ci
+def test_a_mean_loss_of_a_script(tmp_path):
+    faults = ("loss averaged by rank", *OF_MEANS)
+    job = Job("mean", 2, f"{UNTIED} --num-layers 1", faults, by_script=True)
+    right, *faulty = campaign.examine(job, [(fault, 1) for fault in ("", *faults)], SMALL, tmp_path)
+    assert (right["rejections"], right["failure"], right["not_covered"]) == ([], "", []), right
+    for found in faulty:
+        assert any("gradients off" in line for line in found["rejections"]), found
 
 
 @pytest.mark.ci

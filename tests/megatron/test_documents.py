@@ -19,7 +19,7 @@ from cp_ring import Layout, Mask, ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.data import documents as documents_module
-from cp_ring.patches import loss_bias, mtp_roll, rotary_documents
+from cp_ring.patches import mtp_roll, rotary_documents
 from tests.megatron import documents as corpora
 from tests.megatron.launch import HERE, MODEL, TRAIN, trace, train
 from tests.parity.deliveries import cut
@@ -359,25 +359,16 @@ def test_the_next_token_is_that_of_the_same_document(pool, cp, how):
         assert torch.equal(torch.cat([part[1] for part in parts])[place], expected.to(dtype))
 
 
-def measure(group):
-    """What a meter says of microbatches whose loss sums and token counts on rank 0 are not those on
-    the other ranks.
-    """
-    said, few = [], group.rank() == 0
-    meter = loss_bias.Meter(group, said.append)
-    for _ in range(loss_bias.MICROBATCHES):
-        meter.read((torch.tensor(2.0 if few else 24.0), torch.tensor(2 if few else 8), {}))
-    meter.read((torch.tensor(100.0), torch.tensor(1), {}))  # one too many
-    loss_bias.Meter(group, said.append).read((torch.tensor(1.0), {}))
-    return said
+def roll_one(group):
+    """The rolled loss mask of one token, divided by what Megatron divides it by."""
+    split = Documents.in_rows(np.array([0, 16]), 1, "zigzag", group.size())
+    mine = split.shard((torch.arange(16) == 9).float()[None], group.rank())
+    rolled, total = mtp_roll.roll_in_documents(mine, cp_group=group)
+    return rolled.sum() / total.clamp(min=1)
 
 
-def test_the_measured_bias_is_that_of_a_mean_of_means(pool):
-    for said in pool.run(measure, 2):
-        line, unknown = said
-        assert "by how much is unknown" in unknown
-        # (1 + 3) / 2 for 26 / 10
-        assert "is off by up to -23.08% (tokens that count on each rank: 2, 8)" in line
+def test_one_token_for_many_ranks_weighs_as_much_in_a_further_prediction(pool):
+    assert float(sum(pool.run(roll_one, 4))) / 4 == 1.0
 
 
 # Training: the baseline is stock Megatron at cp 1 with dense masks; all jobs start from one
@@ -423,7 +414,6 @@ SLOW = {
     "inter_document_entry_cp4": [*INTER, *sizes(cp=4), *BALANCED, *TWO_ROWS],
     "inter_document_dp2cp2": [SCRIPT, *INTER, *sizes(cp=2)],
 }
-BIASED = {"biased": [SCRIPT, *INTER, *sizes(cp=4)]}
 FAULTS = {
     "shifted": "boundary shifted by one",
     "merged": "documents merged",
@@ -464,19 +454,19 @@ def stock_run(folder, model=()):
     return folder, common, load
 
 
-def begin(start, jobs, faults=None, more=None):
+def begin(start, jobs, faults=None):
     folder, common, load = start
     train(
         4,
-        {name: flags + load for name, flags in jobs.items()} | (more or {}),
+        {name: flags + load for name, flags in jobs.items()},
         folder,
         common,
         faults,
     )
 
 
-def errors(folder, job):
-    ours, stock = trace(folder, job), trace(folder, "stock")
+def errors(folder, job, of="stock"):
+    ours, stock = trace(folder, job), trace(folder, of)
     assert list(ours) == list(stock) == [1, 2, 3]
     assert stock[1]["loss"] > 1
     return [
@@ -487,12 +477,27 @@ def errors(folder, job):
 
 @pytest.mark.ci
 def test_documents_train_as_under_stock_megatrons_dense_masks(start):
-    begin(start, FAST, more=BIASED)
+    begin(start, FAST)
     for job in FAST:
         assert max(errors(start[0], job)) < 1e-5, (job, errors(start[0], job))
-    assert (start[0] / "biased.log").read_text().count(
-        "cp_ring: without --calculate-per-token-loss"
-    ) == 1
+
+
+@pytest.mark.ci
+def test_a_mean_loss_is_that_of_all_ranks(start):
+    """Ends of documents, which count for nothing, are not as many on each rank."""
+    folder, common, load = start
+    load = [word for word in load if word != "--calculate-per-token-loss"]
+    stock = [SCRIPT, "--cp-ring-cpu", "--reset-attention-mask", *RESETS, *load]
+    mean = [SCRIPT, *INTER, *sizes(cp=4), *load]
+    train(1, {"mean_stock": stock}, folder, common)
+    train(4, {"mean": mean, "of_ranks": [*mean, "--cp-ring-stock-loss-average"]}, folder, common)
+    assert max(errors(folder, "mean", "mean_stock")) < 1e-6
+    assert max(errors(folder, "of_ranks", "mean_stock")) > 1e-4
+    for job, line in (
+        ("mean", "the mean over the tokens of all"),
+        ("of_ranks", "the average of the mean"),
+    ):
+        assert (folder / f"{job}.log").read_text().count(line) == 1
 
 
 @pytest.mark.slow

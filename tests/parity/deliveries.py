@@ -27,18 +27,24 @@ def delivered(how: str) -> Iterator[None]:
 
     "thd_tail" packs them with much padding behind the last one.
 
-    With "uneven" the loss counts only some tokens of the middle. The names of `MASKS` give each
-    batch row a mask of its own. "" changes nothing.
+    With "uneven" the loss counts only some tokens of the middle; with "uneven_mean" it is also a
+    mean of microbatches (without --calculate-per-token-loss). The names of `MASKS` give each batch
+    row a mask of its own. "" changes nothing.
     """
     if not how:
         yield
         return
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
+    from cp_ring import pretrain_gpt
     from cp_ring.megatron import gpt
 
-    if how == "uneven":
-        with patch.object(gpt, "_next_batch", functools.partial(_uneven, gpt._next_batch)):
+    if how in ("uneven", "uneven_mean"):
+        flags = pretrain_gpt._FLAGS[1:] if how == "uneven_mean" else pretrain_gpt._FLAGS
+        with (
+            patch.object(gpt, "_next_batch", functools.partial(_uneven, gpt._next_batch)),
+            patch.object(pretrain_gpt, "_FLAGS", flags),
+        ):
             yield
         return
 

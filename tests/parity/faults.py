@@ -206,6 +206,16 @@ def _averaged_by_rank(loss_function: Any, loss_mask: Any, losses: Any, **more: A
     return loss / tokens.clamp(min=1), torch.ones_like(tokens), report
 
 
+def _means() -> Any:
+    from cp_ring.patches import loss_average
+
+    return loss_average, "average"
+
+
+def _of_the_rank(average: Any, outputs: Any, group: Any, divide: bool) -> Any:
+    return outputs
+
+
 def _masks() -> Any:
     from cp_ring.patches.mtp_roll import MaskOfAllRanks
 
@@ -214,6 +224,17 @@ def _masks() -> Any:
 
 def _counted_by_rank(of: Any, part: Any, mean: Any) -> Any:
     return of(part, torch.Tensor.sum(part))
+
+
+def _predictions() -> Any:
+    from megatron.core.transformer import multi_token_prediction
+
+    return multi_token_prediction, "roll_tensor"
+
+
+def _rolled_by_rank(roll: Any, tensor: Any, **more: Any) -> Any:
+    mine, total = roll(tensor, **more)
+    return mine, total if mine is None else torch.Tensor.sum(mine)
 
 
 def _dropout() -> Any:
@@ -284,6 +305,8 @@ FAULTS = {
     ),
     "latent not summed over tp": lambda: (_latents(), "_of_all_tokens", _latent_not_summed),
     "loss averaged by rank": lambda: (*_loss(), _averaged_by_rank),
+    "tokens of the loss counted by rank": lambda: (*_means(), _of_the_rank),
+    "tokens of predictions counted by rank": lambda: (*_predictions(), _rolled_by_rank),
     "tokens counted by rank": lambda: (*_masks(), _counted_by_rank),
     "boundary shifted by one": lambda: (_documents(), "mask", _shifted),
     "boundary missed": lambda: (_gpt(), "boundaries", _boundary_missed),

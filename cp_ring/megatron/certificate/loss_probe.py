@@ -6,9 +6,9 @@ batch, its forward step and loss, Megatron's schedule, DistributedDataParallel a
 gradients. Its twin has the same weights, holds whole batch rows, and attends by a dense mask in
 float64. Both compute in float32, so that they differ in context parallelism alone.
 
-Without --calculate-per-token-loss Megatron averages the mean losses of the ranks, so a token on a
-rank where few tokens count weighs more than one elsewhere. The twin then gives each token that
-weight.
+With --cp-ring-stock-loss-average, or where the loss function returns a mean, Megatron averages the
+mean losses of the ranks, so a token on a rank where few tokens count weighs more than one
+elsewhere. The twin then gives each token that weight.
 """
 
 from __future__ import annotations
@@ -98,8 +98,10 @@ def probe_loss(
         with arguments_in_force(with_changes(tiny, _sizes(long)), one_stage(alone)):
             seen = batch_probe.observe(model, step, long_batch.fresh(), VOCABULARY)
         (ours,) = train(tiny, model, batch, step)
-        counts = None if own else _counts_of_ranks(ours)
-    weights = [] if args.calculate_per_token_loss else [_weights(batch, positions, counts)]
+        # whose mean losses Megatron averages as they are
+        stock = settings.current().stock_loss_average or ours.tokens is None
+        by_rank = stock and not args.calculate_per_token_loss
+        weights = [_weights(batch, positions, _counts_of_ranks(ours))] if by_rank else []
     with arguments_in_force(whole, one_rank(alone)), _whole_rows_in_force(batch, own):
         twin = build(whole)
         twin.load_state_dict(model.state_dict())

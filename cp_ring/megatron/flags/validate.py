@@ -126,6 +126,7 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
             config = settle(args, config)
             note_gather(args, config)
             note_recompute(args, config)
+            note_loss(args, config)
     return args
 
 
@@ -205,6 +206,24 @@ def note_recompute(args: argparse.Namespace, config: Options) -> None:
             f"recomputation keeps out and lse of attention, {kept / 2**20:.3g} MiB per layer and "
             "microbatch in flight, and the ring runs once; --cp-ring-recompute replay keeps "
             "nothing and runs it twice"
+        )
+
+
+def note_loss(args: argparse.Namespace, config: Options) -> None:
+    """Prints over which tokens a mean loss is taken, where ranks may differ in their number.
+    `args` are complete.
+    """
+    if args.context_parallel_size == 1 or args.calculate_per_token_loss:
+        return
+    if config.stock_loss_average:
+        note(
+            "--cp-ring-stock-loss-average: the loss is the average of the mean losses of "
+            "context-parallel ranks, however many of their tokens count"
+        )
+    else:
+        note(
+            "patch loss_average: the loss is the mean over the tokens of all context-parallel "
+            "ranks; --cp-ring-stock-loss-average leaves Megatron's average of their means"
         )
 
 
