@@ -228,9 +228,7 @@ def has_window(config: Any, layer_number: int) -> bool:
     from megatron.core.transformer.utils import is_layer_window_attention
 
     return bool(
-        is_layer_window_attention(
-            config.window_size, getattr(config, "window_attn_skip_freq", None), layer_number
-        )
+        is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
     )
 
 

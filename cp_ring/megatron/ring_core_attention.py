@@ -173,7 +173,7 @@ class RingDotProductAttention(MegatronModule):
             self._check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
         step = compat.training_step()
         timing.at_step(step)
-        plan = self._plan(query, mask, packed_seq_params)
+        plan = self.plan_of(query, mask, packed_seq_params)
         dropout = (
             self._dropout(query, packed_seq_params) if self.dropout and self.training else None
         )
@@ -206,7 +206,7 @@ class RingDotProductAttention(MegatronModule):
         check_latent(self.config, self.spec.ulysses, self.settings)
         return LatentTap(self.tp_group)
 
-    def _plan(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> AnyPlan:
+    def plan_of(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> AnyPlan:
         """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any,
         the documents of the batch.
         """
@@ -376,8 +376,8 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
     Raises `ConfigError` if the window contradicts the mask, or the configuration does not say
     whether this layer has it.
     """
-    window = getattr(config, "window_size", None)
-    frequency = getattr(config, "window_attn_skip_freq", None)
+    window = config.window_size
+    frequency = config.window_attn_skip_freq
     if window is None:
         return -1, -1
     check_window(window, causal=mask == "causal")
@@ -396,7 +396,7 @@ def _check_layer(config: Any, layer_number: int, attention_type: str) -> None:
         raise ConfigError(
             f"--cp-ring supports self attention; layer {layer_number} is {attention_type} attention"
         )
-    softmax_type = getattr(config, "softmax_type", "vanilla")
+    softmax_type = config.softmax_type
     if softmax_type not in _SOFTMAX_TYPES:
         raise ConfigError(
             f"--cp-ring supports --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}"

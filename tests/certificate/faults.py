@@ -345,12 +345,11 @@ def _pos_emb(faulty: Any) -> Any:
         import sys
 
         name = "get_pos_emb_on_this_cp_rank"
-        loaded = [
-            module
+        return [
+            (module, name, faulty)
             for key, module in list(sys.modules.items())
-            if key.startswith("megatron.core.models") and module
+            if key.startswith("megatron.core.models") and hasattr(module, name)
         ]
-        return [(module, name, faulty) for module in loaded if hasattr(module, name)]
 
     return found
 
@@ -388,13 +387,15 @@ def _window_of_the_last_layer(
     return (-1, -1) if wrong else window(config, layer_number, mask)
 
 
-def _in_one_layer(attribute: str, wrong: Callable[[Any], Any]) -> Callable[..., Any]:
-    def forward(right: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_one_layer(
+    attribute: str, wrong: Callable[[Any], Any], beyond: int = 0
+) -> Callable[..., Any]:
+    def forward(right: Any, self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
         given = getattr(self, attribute)
-        if self.layer_number == LAYER:
+        if self.layer_number == LAYER and len(query) > beyond:
             setattr(self, attribute, wrong(given))
         try:
-            return right(self, *args, **kwargs)
+            return right(self, query, *args, **kwargs)
         finally:
             setattr(self, attribute, given)
 
@@ -409,6 +410,9 @@ def _key_heads_of_one_layer(
 
 
 OF_ONE_LAYER: dict[str, Any] = {
+    "window of one layer in long rows": _layer(
+        "plan_of", _in_one_layer("window", lambda window: (window[0] + 1, window[1]), beyond=100)
+    ),
     "window of one layer": known._core("_window", _window_of_one_layer),
     "window of the last layer": known._core("_window", _window_of_the_last_layer),
     "scale of one layer": _layer(

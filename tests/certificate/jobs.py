@@ -131,9 +131,8 @@ _ROWS += " --calculate-per-token-loss"
 OF_ROWS = (*OF_WEIGHTS, *OF_LONG_ROWS, *OF_LONG_POSITIONS)
 _LAYERS = (
     f"{UNTIED} --num-layers 5 --window-size 5,0 --window-attn-skip-freq [1,0,0,1,1] --softmax-type "
-    "learnable"
+    "learnable --calculate-per-token-loss --seq-length 512 --max-position-embeddings 512"
 )
-_LAYERS += " --calculate-per-token-loss"
 _DROPOUT = f"{UNTIED} --calculate-per-token-loss --attention-dropout 0.2"
 FAULTY = (
     Job("oss", 2, f"{OSS} --calculate-per-token-loss", OF_OSS),

@@ -22,7 +22,8 @@ SAMPLE = (
     "fractional weights rounded", "label at the end of the last chunk",
 )  # fmt: skip
 IN_LONG_ROWS = (
-    "window of one layer", "rotary positions one further beyond 256",
+    "window of one layer", "window of one layer in long rows",
+    "rotary positions one further beyond 256",
     "label at the border of chunks of 128 and more",
     "weights clipped at 1",
 )  # fmt: skip
@@ -36,10 +37,8 @@ def test_a_script_as_users_have_it(tmp_path):
     right, *faulty = campaign.examine(
         job, [("", 1), *((fault, 1) for fault in SAMPLE)], SMALL, tmp_path
     )
-    assert right["rejections"] == [] and right["failure"] == "" and right["not_covered"] == [], (
-        right
-    )
-    assert [found["fault"] for found in faulty if not found.get("rejections")] == [], faulty
+    assert (right["rejections"], right["failure"], right["not_covered"]) == ([], "", []), right
+    assert [found for found in faulty if not found.get("rejections")] == []
 
 
 @pytest.mark.ci
@@ -58,11 +57,10 @@ def test_faults_of_long_rows_and_of_a_single_layer(tmp_path):
         f"{UNTIED} --num-layers 4 --window-size 5,0 --seq-length 512 --max-position-embeddings 512 "
         "--calculate-per-token-loss"
     )
-    right, *faulty = campaign.examine(
-        Job("long", 2, flags), [("", 1), *((fault, 1) for fault in IN_LONG_ROWS)], "", tmp_path
-    )
+    tried = [(fault, 1) for fault in ("", *IN_LONG_ROWS)]
+    right, *faulty = campaign.examine(Job("long", 2, flags), tried, "", tmp_path)
     assert (right["rejections"], right["failure"], right["not_covered"]) == ([], "", []), right
-    assert [found["fault"] for found in faulty if not found.get("rejections")] == [], faulty
+    assert [found for found in faulty if not found.get("rejections")] == []
 
 
 @pytest.mark.ci
@@ -85,11 +83,7 @@ def test_a_job_that_fails_is_no_stopped_fault(tmp_path):
 
 
 def test_there_are_at_least_40_faults_and_another_right_job_for_each_number():
-    assert (
-        len(set(FAULTS)) == len(FAULTS) >= 40
-        and len(set(SUBTLE)) == 17
-        and set(SUBTLE) < set(FAULTS)
-    )
+    assert len(set(FAULTS)) == len(FAULTS) >= 40 and len(SUBTLE) == 18 and set(SUBTLE) < set(FAULTS)
     jobs = [right_job(number, with_script=True) for number in range(200)]
     assert len({job.flags for job in jobs}) > 190 and sum(job.by_script for job in jobs) == 100
     assert right_job(7, with_script=True) == jobs[7]
@@ -106,9 +100,8 @@ def script(megatron_lm):
 def test_every_fault_is_stopped(tmp_path, job, script):
     if job.by_script and not script:
         pytest.skip("--megatron-lm names no checkout")
-    assert [
-        entry for entry in campaign.faults([job], script, tmp_path) if not entry["stopped"]
-    ] == []
+    found = campaign.faults([job], script, tmp_path)
+    assert [entry for entry in found if not entry["stopped"]] == []
 
 
 @pytest.mark.slow

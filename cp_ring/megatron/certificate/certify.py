@@ -61,8 +61,7 @@ def certify(
         rejection.reject(str(error))
     if loaded:
         certificate.about["loaded"] = True
-    problem = verdict(certificate)
-    if problem:
+    if problem := verdict(certificate):
         rejection.reject(problem)
     if dist.get_rank() == 0 and not loaded:
         record.save(args, certificate)
@@ -76,10 +75,9 @@ def verdict(certificate: Certificate) -> str:
         more = f" (and {len(failures) - 1} more probes failed)" if len(failures) > 1 else ""
         return failures[0].rejection() + more
     if settings.current().certify == "strict" and certificate.not_covered:
-        missing = ", ".join(certificate.not_covered)
         return (
-            f"--cp-ring-certify strict: not covered: {missing}; --cp-ring-certify on trains "
-            "without it"
+            f"--cp-ring-certify strict: not covered: {', '.join(certificate.not_covered)}; "
+            "--cp-ring-certify on trains without it"
         )
     rejection.note(summary(certificate))
     return ""
@@ -88,17 +86,16 @@ def verdict(certificate: Certificate) -> str:
 def summary(certificate: Certificate) -> str:
     """One line: what was probed, what was not, and how long it took."""
     limits = certificate.about.get("up_to", {})
-    layers = sorted({f"{probe.layer} under {probe.mask}" for probe in certificate.probes})
+    probes, seconds = certificate.probes, certificate.seconds
+    layers = sorted({f"{probe.layer} under {probe.mask}" for probe in probes})
     layers = [layer + (f", up to {limits[layer]}" if layer in limits else "") for layer in layers]
-    missing = (
-        f"not covered: {', '.join(certificate.not_covered)}" if certificate.not_covered else ""
-    )
-    after = " after loading the checkpoint" if certificate.about.get("loaded") else ""
-    count, names = len(certificate.probes), "; ".join(layers)
-    passed = f"{count} probes passed in {certificate.seconds:.1f} s ({names})"
-    of_loss = any(probe.name == "loss" for probe in certificate.probes)
+    gaps = certificate.not_covered
+    missing = f"not covered: {', '.join(gaps)}" if gaps else ""
+    after = " after loading the checkpoint" * ("loaded" in certificate.about)
+    passed = f"{len(probes)} probes passed in {seconds:.1f} s ({'; '.join(layers)})"
+    of_loss = "loss" in {probe.name for probe in probes}
     parts = [passed, missing] if of_loss else [missing, passed]
-    return f"certificate{after}: {'; '.join(part for part in parts if part)}"
+    return f"certificate{after}: {'; '.join(filter(None, parts))}"
 
 
 @dataclass
@@ -134,11 +131,10 @@ def run_probes(
     with states_restored(), probe_groups() as groups:
         mine = _probe_on_this_rank(groups, args, seed, step, seconds)
         dist.all_gather_object(of_ranks, mine)
-    failures = sorted(
-        (found.failure for found in of_ranks if found.failure), key=lambda failure: failure.order
-    )
-    if failures and failures[0].fatal:
-        raise ConfigError(f"--cp-ring-certify: {failures[0]}")
+    failed = (found.failure for found in of_ranks if found.failure)
+    failure = min(failed, key=lambda each: each.order, default=None)
+    if failure and failure.fatal:
+        raise ConfigError(f"--cp-ring-certify: {failure}")
     certificate = Certificate(about=record.about(args))
     everywhere = set.intersection(*({probe.mask for probe in found.loss} for found in of_ranks))
     certificate.merge(
@@ -146,10 +142,10 @@ def run_probes(
     )
     certificate.not_covered = list(mine.not_covered)
     certificate.about["up_to"] = least_reach([found.up_to for found in of_ranks], args)
-    if failures:
-        certificate.failure = str(failures[0])
+    if failure:
+        certificate.failure = str(failure)
         what = "the loss of packed sequences" if "causal" in everywhere else "the loss"
-        certificate.not_covered.append(f"{what} ({failures[0]})")
+        certificate.not_covered.append(f"{what} ({failure})")
     certificate.seconds = time.monotonic() - start
     return certificate
 
@@ -213,10 +209,10 @@ def _probe_attention(args: argparse.Namespace, found: _Findings, seed: int, seco
         found.attention += attention_probe.probe_dropout(subject) if layer.dropout else []
         layer.window = kind.window
         tokens = attention_probe.longest_in_time(subject, args.seq_length, seconds / len(kinds))
+        long = attention_probe.at_length(subject, tokens)
         if tokens > kind.tokens or kind.probed != kind.window:
-            found.attention += attention_probe.probe_long(
-                attention_probe.at_length(subject, tokens)
-            )
+            found.attention += attention_probe.probe_long(long)
+        found.attention.append(layer_probe.probe_plans(long, others))
         found.up_to |= _limits(args, kind, tokens)
         if args.params_dtype in (torch.float16, torch.bfloat16):
             layer.window = kind.probed
@@ -225,8 +221,10 @@ def _probe_attention(args: argparse.Namespace, found: _Findings, seed: int, seco
 
 def _probe_sums(subject: Subject) -> list[Probe]:
     """The probes of values again in float32, which show sums that are kept in too few bits."""
-    kind, layer = subject.kind, subject.layer.float()
-    layer.options = replace(layer.options, kernel=_kernel_in_float32(layer.options.kernel, kind))
+    layer = subject.layer.float()
+    layer.options = replace(
+        layer.options, kernel=_kernel_in_float32(layer.options.kernel, subject.kind)
+    )
     return value_probes(replace(subject, dtype=torch.float32, note=" in float32"))
 
 
@@ -237,10 +235,8 @@ def _limits(args: argparse.Namespace, kind: LayerKind, tokens: int) -> dict[str,
     short = tokens + 2 * args.context_parallel_size * GRAIN <= args.seq_length
     short |= kind.mask == "causal" and tokens < args.seq_length
     few = kind.batch_size < args.micro_batch_size and kind.mask != "packed"
-    if not (short or few):
-        return {}
     reach = tokens if short else args.seq_length, kind.batch_size if few else args.micro_batch_size
-    return {f"{kind.layer_name} under {kind.mask}": reach}
+    return {f"{kind.layer_name} under {kind.mask}": reach} if short or few else {}
 
 
 def least_reach(
@@ -252,14 +248,13 @@ def least_reach(
     words = {}
     for name in dict.fromkeys(name for up_to in of_ranks for name in up_to):
         reached = [up_to[name] for up_to in of_ranks if name in up_to]
-        tokens, batch_rows = (min(one) for one in zip(*reached, strict=True))
-        limits = [f"{tokens} of {args.seq_length} tokens"] if tokens < args.seq_length else []
-        limits += (
-            [f"{batch_rows} of {args.micro_batch_size} batch rows"]
-            if batch_rows < args.micro_batch_size
-            else []
+        least = (min(one) for one in zip(*reached, strict=True))
+        wanted = (args.seq_length, "tokens"), (args.micro_batch_size, "batch rows")
+        words[name] = " and ".join(
+            f"{n} of {whole} {unit}"
+            for n, (whole, unit) in zip(least, wanted, strict=True)
+            if n < whole
         )
-        words[name] = " and ".join(limits)
     return words
 
 
@@ -339,9 +334,9 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
     from cp_ring.megatron.ring_core_attention import RingDotProductAttention  # imports Megatron
 
     sizes: dict[str, Any] = {}
-    if getattr(config, "multi_latent_attention", False):
+    if config.multi_latent_attention:
         sizes = {"softmax_scale": kind.scale, "k_channels": kind.d, "v_channels": kind.e}
-    elif getattr(config, "softmax_scale", None):
+    elif config.softmax_scale:
         sizes = {"softmax_scale": config.softmax_scale}
     config = config_of_layer(config, kind.layer)
     layer = RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self",

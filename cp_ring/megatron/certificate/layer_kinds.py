@@ -120,21 +120,18 @@ def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
         return tuple(PREFIX + kind for kind in settings.current().kinds)
     if settings.current().document_mask:
         return ("documents", "packed")
-    packed = getattr(args, "dataloader_inter_document_masking", False) or getattr(
-        args, "sft", False
+    packed = any(
+        getattr(args, name, False) for name in ("dataloader_inter_document_masking", "sft")
     )
     return ("causal", "packed") if packed else ("causal",)
 
 
 def declared_window(config: Any, layer: int) -> tuple[int, int]:
-    """The window of a layer by Megatron's own rule."""
-    from megatron.core.transformer import utils  # heavy, and installed with Megatron only
+    """The window of a layer by Megatron's own rule, read apart from the code that is probed."""
+    from megatron.core.transformer.utils import is_layer_window_attention  # heavy
 
-    size = getattr(config, "window_size", None)
-    rule = getattr(utils, "is_layer_window_attention", None)
-    if size is None or (
-        rule is not None and not rule(size, getattr(config, "window_attn_skip_freq", None), layer)
-    ):
+    size = config.window_size
+    if size is None or not is_layer_window_attention(size, config.window_attn_skip_freq, layer):
         return -1, -1
     return int(size[0]), int(size[1])
 

@@ -2,7 +2,8 @@
 declared layer computes.
 
 The first layer of a kind is probed completely, see `attention_probe`. The others run once, forward
-and backward, on so few tokens that a model of a hundred layers takes about a second.
+and backward, on so few tokens that a model of a hundred layers takes about a second, and must plan
+long microbatches as the first one does.
 """
 
 from __future__ import annotations
@@ -20,22 +21,36 @@ from cp_ring.megatron.certificate.subject import Subject
 
 def probe_built(subject: Subject, layers: Mapping[int, Any]) -> Probe:
     """Whether each of `layers`, by number, has the declared window and dropout."""
-    kind, wrong = subject.kind, ""
-    count = 0
-    for number, layer in layers.items():
-        settings = {
-            "window": (layer.window, kind.window),
-            "attention dropout": (layer.dropout, layer.config.attention_dropout),
-        }
-        differing = [
-            f"rank {dist.get_rank()}: layer {number} has {name} {value}, declared {declared}"
-            for name, (value, declared) in settings.items()
-            if value != declared
-        ]
-        if differing:
-            count += 1
-            wrong = wrong or differing[0]
-    return replace(subject.probe("settings", float(count), 0.0, wrong), unit="layers")
+    wrong = {
+        number: f"{name} {value}, declared {declared}"
+        for number, layer in layers.items()
+        for name, value, declared in (
+            ("attention dropout", layer.dropout, layer.config.attention_dropout),
+            ("window", layer.window, subject.kind.window),
+        )
+        if value != declared
+    }
+    return _of_layers(subject, "settings", wrong)
+
+
+def probe_plans(subject: Subject, layers: Mapping[int, Any]) -> Probe:
+    """Whether `layers`, by number, have the plan of the probed layer, which is made once, for the
+    microbatch.
+    """
+    batch = subject.batch
+    query = batch.local(subject.zeros(1, 1)).transpose(0, 1)
+    declared = subject.layer.plan_of(query, "causal", batch.packed)
+    wrong = {
+        number: "another plan"
+        for number, layer in layers.items()
+        if layer.plan_of(query, "causal", batch.packed) is not declared
+    }
+    return _of_layers(subject, "plan", wrong)
+
+
+def _of_layers(subject: Subject, name: str, wrong: Mapping[int, str]) -> Probe:
+    where = [f"rank {dist.get_rank()}: layer {number} has {wrong[number]}" for number in wrong]
+    return replace(subject.probe(name, len(wrong), 0.0, "".join(where[:1])), unit="layers")
 
 
 def probe_others(subject: Subject, layers: Mapping[int, Any]) -> list[Probe]:
@@ -46,7 +61,7 @@ def probe_others(subject: Subject, layers: Mapping[int, Any]) -> list[Probe]:
     worst: dict[str, Probe] = {}
     truth = None
     for number, layer in layers.items():
-        one = short.with_layer(number, layer)
+        one, built = short.with_layer(number, layer), layer.window
         if one.kind.probed != subject.kind.window:
             layer.window = one.kind.probed
         if truth is None:
@@ -54,13 +69,12 @@ def probe_others(subject: Subject, layers: Mapping[int, Any]) -> list[Probe]:
             truth = value_probe.reference(one, inputs)
         one.draw_sink()
         for probe in value_probe.compare(one, inputs, truth):
-            before = worst.get(probe.name, probe)
-            worst[probe.name] = max(before, probe, key=lambda each: each.badness)
+            known = worst.get(probe.name, probe)
+            worst[probe.name] = max(known, probe, key=lambda each: each.badness)
+        layer.window = built
     return [
-        probe
-        if not probe.passed
-        else replace(
-            probe, layer=subject.kind.layer_name, name=f"{name} of {len(layers)} more layers"
-        )
+        replace(probe, layer=subject.kind.layer_name, name=f"{name} of {len(layers)} more layers")
+        if probe.passed
+        else probe
         for name, probe in worst.items()
     ]
