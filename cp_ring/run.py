@@ -34,7 +34,8 @@ def main() -> None:
     if not script.is_file():
         reject(f"{script} does not exist ({_USAGE})")
     sys.argv = sys.argv[1:]
-    sys.path[0] = str(script.resolve().parent)
+    # in place of the folder of `python -m`, which there is none of with PYTHONSAFEPATH
+    sys.path[: not sys.flags.safe_path] = [str(script.resolve().parent)]
     if _HELP & set(sys.argv[1:]):
         _show_help(script)
         return

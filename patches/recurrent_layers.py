@@ -8,6 +8,9 @@ that of the layout, and the state begins anew with each document.
 All heads of a gated delta net layer share one norm, `out_norm`. Each tensor-parallel rank computes
 its gradient of its own heads alone, and Megatron sums these with --sequence-parallel only: without
 it the norms of the ranks drift apart. Here they are summed as they are computed.
+
+GPT models of gated delta net layers can predict further tokens, which Megatron's scripts build, and
+its package does not.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ def _replacements() -> Iterator[Replacement]:
 
 
 def _of_gated_delta_net() -> Iterator[Replacement]:
+    from megatron.core.models.gpt import gpt_layer_specs
+
     from cp_ring.megatron.layers import recurrent
 
     package: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
@@ -57,6 +62,19 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
             yield from replace_everywhere(
                 found, name, recurrent.fla_with_documents(getattr(package, name))
             )
+    layers = _of_variant(gpt_layer_specs.get_gpt_decoder_layer_specs)
+    yield from replace_everywhere(loaded_modules("megatron"), layers.__name__, layers)
+
+
+@around
+def _of_variant(specs: Any, config: Any, **kwargs: Any) -> list[Any]:
+    """The layers of the decoder, of which the last one is that of the further predictions too."""
+    if config.experimental_attention_variant is None:
+        return specs(config, **kwargs)
+    variants = importlib.import_module(
+        "megatron.core.models.gpt.experimental_attention_variant_module_specs"
+    )
+    return variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
 
 
 @around
@@ -77,9 +95,10 @@ def _with_one_norm(constructor: Any, layer: Any, *args: Any, **kwargs: Any) -> N
 
 PATCH = Patch(
     what="Mamba and gated delta net layers put tokens in order by --cp-ring-layout, and begin "
-    "anew with each document; tensor-parallel ranks have one norm in gated delta net layers",
+    "anew with each document; tensor-parallel ranks have one norm in gated delta net layers, whose "
+    "models can predict further tokens",
     why="Megatron's layers know the order of its zigzag split alone, and documents only in thd; it "
-    "sums the gradients of that norm with --sequence-parallel only",
+    "sums the gradients of that norm with --sequence-parallel only; its builder knows no variants",
     when="--cp-ring letters|reorders_program",
     replacements=_replacements,
 )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.certificate.jobs import HETEROGENEOUS, HYBRID, OF_HYBRID, Job
-from tests.parity.models import EXPERTS, UNTIED
+from tests.parity.models import EXPERTS, QWEN, UNTIED
 
 ROOT = Path(__file__).parents[2]
 SPLITS = {
@@ -34,6 +34,7 @@ MODELS = {
     "window": f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2",
     "hybrid": HYBRID,
     "heterogeneous": HETEROGENEOUS,
+    "qwen3-next": f"{QWEN} --mtp-num-layers 1",
     "sft": f"{UNTIED} --sft",
     "sft-balanced": f"{UNTIED} --sft --cp-ring-layout balanced",
 }

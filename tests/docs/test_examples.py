@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.cpu import KERNEL
-from cp_ring.plan.layout import LAYOUTS
-from cp_ring.plan.routes import ROUTES
 from cp_ring.testing.rank_pool import LIMIT_S
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
@@ -31,16 +28,6 @@ def example(name):
 
 def run_main(group, name):
     return example(name).main(group)
-
-
-@pytest.fixture
-def registries():
-    """Examples register what they define; afterwards the registries are as they were."""
-    kept = [(registry, dict(registry)) for registry in (LAYOUTS, ROUTES, REGISTRY)]
-    yield
-    for registry, entries in kept:
-        registry.clear()
-        registry.update(entries)
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)

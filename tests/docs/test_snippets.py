@@ -13,9 +13,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cp_ring.kernels import REGISTRY
-from cp_ring.plan.layout import LAYOUTS
-from cp_ring.plan.routes import ROUTES
 from cp_ring.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,16 +42,6 @@ def to_run():
             and found["code"] != FIRST
         ):
             yield page, found["code"]
-
-
-@pytest.fixture
-def registries():
-    """What a page registers is gone after it."""
-    kept = [(registry, dict(registry)) for registry in (LAYOUTS, ROUTES, REGISTRY)]
-    yield
-    for registry, entries in kept:
-        registry.clear()
-        registry.update(entries)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ pretrain_gpt.py does it.
 
 from functools import partial
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -20,6 +19,8 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split
+
+from tests.megatron.small_script import loss_function
 
 
 def datasets(num_samples):
@@ -46,13 +47,6 @@ def datasets(num_samples):
 
 
 datasets.is_distributed = True
-
-
-def loss_function(loss_mask, output):
-    mask = loss_mask.reshape(-1)
-    loss = torch.sum(output.reshape(-1) * mask)
-    tokens = mask.sum().to(torch.int)
-    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
 def forward_step(data_iterator, model):

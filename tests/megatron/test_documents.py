@@ -475,10 +475,14 @@ def errors(folder, job, of="stock"):
     ]
 
 
-@pytest.mark.ci
-def test_documents_train_as_under_stock_megatrons_dense_masks(start):
-    begin(start, FAST)
-    for job in FAST:
+@pytest.mark.parametrize(
+    "jobs",
+    [pytest.param(FAST, marks=pytest.mark.ci), pytest.param(SLOW, marks=pytest.mark.slow)],
+    ids=["some", "every"],
+)
+def test_documents_train_as_under_stock_megatrons_dense_masks(start, jobs):
+    begin(start, jobs)
+    for job in jobs:
         assert max(errors(start[0], job)) < 1e-5, (job, errors(start[0], job))
 
 
@@ -498,13 +502,6 @@ def test_a_mean_loss_is_that_of_all_ranks(start):
         ("of_ranks", "the average of the mean"),
     ):
         assert (folder / f"{job}.log").read_text().count(line) == 1
-
-
-@pytest.mark.slow
-def test_documents_train_as_under_stock_megatrons_dense_masks_in_every_split(start):
-    begin(start, SLOW)
-    for job in SLOW:
-        assert max(errors(start[0], job)) < 1e-5, (job, errors(start[0], job))
 
 
 @pytest.mark.slow

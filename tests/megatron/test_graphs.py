@@ -19,21 +19,13 @@ from cp_ring import Layout, patches
 from cp_ring.megatron.flags import graphs as ours
 from tests import recorded
 from tests.megatron import worker
-from tests.megatron.launch import TINY, fork, trace
+from tests.megatron.launch import FULL, TINY, fork, trace
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present"
 )
 
 N = 16
-FULL = [
-    "--recompute-granularity",
-    "full",
-    "--recompute-method",
-    "uniform",
-    "--recompute-num-layers",
-    "1",
-]
 
 
 class Graph:

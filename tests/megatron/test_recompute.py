@@ -4,6 +4,7 @@ for longer than needed.
 
 import functools
 import json
+import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from cp_ring.megatron.layers import recomputation
 from cp_ring.observe.counters import record
 from tests.kernels.emulated_te import installed
+from tests.megatron.launch import FULL as FULLY
 from tests.megatron.launch import TINY, train
 
 no_cuda = pytest.mark.skipif(
@@ -335,24 +337,7 @@ RING = [
     "--pipeline-model-parallel-size",
     "2",
 ]
-EVALUATED = [
-    "--eval-interval",
-    "1",
-    "--eval-iters",
-    "1",
-    "--num-layers",
-    "4",
-    "--softmax-type",
-    "learnable",
-]
-FULLY = [
-    "--recompute-granularity",
-    "full",
-    "--recompute-method",
-    "uniform",
-    "--recompute-num-layers",
-    "1",
-]
+EVALUATED = shlex.split("--eval-interval 1 --eval-iters 1 --num-layers 4 --softmax-type learnable")
 REPLAY = ["--cp-ring-recompute", "replay"]
 VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
 

@@ -24,16 +24,8 @@ from cp_ring.megatron.flags import argument_parser, graphs, implementations, rul
 from cp_ring.megatron.flags.rule import Job, problem
 from cp_ring.tools.job import command_line
 from cp_ring.tools.job import job_config as config
-from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, fork, launch
+from tests.megatron.launch import DATA, FULL, MODEL, TINY, TRAIN, fork, launch
 
-FULL = [
-    "--recompute-granularity",
-    "full",
-    "--recompute-method",
-    "uniform",
-    "--recompute-num-layers",
-    "1",
-]
 CP4 = ["--context-parallel-size", "4"]
 SCOPE = "--cuda-graph-scope"  # since 0.18 another name of --cuda-graph-modules
 UNTRIED = ["--cp-ring-allow-untried", "cuda-graphs,moe-overlap"]

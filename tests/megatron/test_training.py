@@ -9,7 +9,7 @@ import pytest
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import inspection, manifest
-from tests.megatron.launch import trace, train
+from tests.megatron.launch import FULL, trace, train
 
 CPU = ["--cp-ring-cpu"]
 RING = [*CPU, "--cp-ring"]
@@ -17,14 +17,6 @@ FIVE = ["--train-iters", "5"]
 # whose own checkpoint format resumes at the same dp x cp only
 BUCKETED = "--use-distributed-optimizer"
 ZERO1 = [BUCKETED, "--dist-ckpt-optim-fully-reshardable"]
-RECOMPUTE = [
-    "--recompute-granularity",
-    "full",
-    "--recompute-method",
-    "uniform",
-    "--recompute-num-layers",
-    "1",
-]
 TWELVE = ["--train-iters", "12"]
 UNTIL_8 = [*TWELVE, "--exit-interval", "8", "--save-interval", "8"]
 
@@ -54,7 +46,7 @@ def traces(tmp_path_factory):
                 "cp_ring.megatron.specs",
                 "gpt_local",
             ],
-            "cp2_recomputed": RING + FIVE + sizes(cp=2) + RECOMPUTE,
+            "cp2_recomputed": RING + FIVE + sizes(cp=2) + FULL,
             "straight": RING + TWELVE + sizes(cp=2),
             "cp2_until_8": [*RING, *UNTIL_8, *sizes(cp=2), "--save", plain],
         },

@@ -2,7 +2,9 @@
 it is given.
 """
 
+import os
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,31 +12,35 @@ import torch
 
 from cp_ring.errors import ConfigError
 from tests.megatron.launch import TINY, launch
+from tests.parity.models import QWEN, REFERENCE
 
 no_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
 )
 FLAGS = [
     *TINY,
-    "--train-iters",
-    "5",
-    "--log-interval",
-    "1",
-    "--eval-iters",
-    "1",
-    "--eval-interval",
-    "3",
-    "--cp-ring-cpu",
+    *[
+        "--train-iters",
+        "5",
+        "--log-interval",
+        "1",
+        "--eval-iters",
+        "1",
+        "--eval-interval",
+        "3",
+        "--cp-ring-cpu",
+    ],
 ]
 CP = "--context-parallel-size"
 BY_SPEC = ["--spec", "cp_ring.megatron.specs", "gpt_local"]
 
 
 def losses(flags, ranks, checkout):
+    own = [path for path in sys.path if "site-packages" not in path]
     done = launch(
         ranks,
-        ["-m", "cp_ring.run", f"{checkout}/pretrain_gpt.py", *FLAGS, *flags],
-        python_path=checkout,
+        ["-m", "tests.megatron.run_with_tests", f"{checkout}/pretrain_gpt.py", *FLAGS, *flags],
+        python_path=os.pathsep.join([*own, checkout]),
     )
     assert done.returncode == 0, done.stdout[-6000:]
     steps = re.findall(r"lm loss: (\S+)", done.stdout)
@@ -43,22 +49,22 @@ def losses(flags, ranks, checkout):
 
 
 @pytest.mark.slow
-def test_pretrain_gpt_of_megatron_lm(megatron_lm):
+@pytest.mark.parametrize(
+    ("model", "baseline"),
+    [("", ""), (f"{QWEN} --mtp-num-layers 1", REFERENCE)],
+    ids=["small", "qwen3_next"],
+)
+def test_pretrain_gpt_of_megatron_lm(megatron_lm, model, baseline):
     """Training and validation losses on 2 and 4 ranks are those of one rank without ring attention."""
     if not megatron_lm:
         pytest.skip("--megatron-lm names no checkout")
+    flags = model.split()
     for checkout in megatron_lm:
-        stock = losses([], 1, checkout)
+        stock = losses([*flags, *baseline.split()], 1, checkout)
         assert stock[0] - stock[4] > 0.1
-        for flags, ranks in (
-            (["--cp-ring", CP, "2"], 2),
-            (["--cp-ring", CP, "4"], 4),
-            ([*BY_SPEC, CP, "2"], 2),
-        ):
-            assert losses(flags, ranks, checkout) == pytest.approx(stock, rel=1e-5), (
-                checkout,
-                flags,
-            )
+        for ring, ranks in [(["--cp-ring"], 2), (["--cp-ring"], 4)] + [(BY_SPEC, 2)] * (not model):
+            found = losses([*flags, *ring, CP, str(ranks)], ranks, checkout)
+            assert found == pytest.approx(stock, rel=1e-6), (checkout, ring)
 
 
 SHAPES = [

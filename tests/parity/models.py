@@ -53,6 +53,7 @@ DELTA_NET = f"""
 QWEN = f"""
     {EXPERTS} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --attention-output-gate
     --moe-shared-expert-intermediate-size 64 --moe-layer-freq 2 --rotary-percent 0.5 --sequence-parallel
+    --apply-layernorm-1p
     --spec tests.parity.recurrent linear_attention
     --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 --linear-num-value-heads 8
     --init-method-std 0.02
@@ -420,6 +421,8 @@ MODELS = (
         "documents", layers=4, splits=("cp2",), tolerance=1e-6),
     *_recurrent("delta_net", DELTA_NET, balanced=2e-6),
     *_recurrent("qwen3_next", QWEN, balanced=2e-6),
+    Model("qwen3_next_mtp", f"{QWEN} --mtp-num-layers 1", "state in the order of another layout",
+        baseline=REFERENCE, splits=("cp2", "tp2cp2", "pp2cp2"), layers=4, tolerance=1e-6, drawn_by_tp=True),
     Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid",
         "mask widened", layers=4),
     Model("sequence_parallel", UNTIED, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",)),

@@ -197,6 +197,7 @@ if variants is not None:
     variants.get_gated_delta_net_module_spec = _local_delta_net
     variants._get_self_attention_module_spec = _local_attention
     variants._get_backend_spec_provider = lambda config: LocalProvider()
+    LocalSpecProvider.layer_norm = LocalProvider.layer_norm  # of the layers that predict
 mamba_mixer.HAVE_MAMBA_SSM = True
 mamba_mixer.mamba_split_conv1d_scan_combined = scan
 mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)

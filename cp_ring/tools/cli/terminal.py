@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import typer
 from rich.console import Console
@@ -23,21 +23,6 @@ def print_table(entries: list[dict[str, str]], whole: Sequence[str] = ()) -> Non
     for entry in entries:
         shown.add_row(*entry.values())
     Console().print(shown)
-
-
-def print_numbers(
-    title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], names: int = 0
-) -> None:
-    """Prints a table whose first `names` columns are names, which are not wrapped, and whose
-    others are numbers.
-    """
-    table = Table(title=title)
-    for place, column in enumerate(columns):
-        named = place < names
-        table.add_column(column, justify="left" if named else "right", no_wrap=named)
-    for line in lines:
-        table.add_row(*line)
-    Console().print(table)
 
 
 def flags_command(as_json: AsJson = False) -> None:

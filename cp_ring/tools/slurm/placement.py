@@ -43,17 +43,6 @@ class Placement:
         return self.hosts[rank // self.per_node]
 
 
-def order_from_file(text: str, hosts: Sequence[str]) -> tuple[str, ...]:
-    """The job's `hosts` in the order of the lines of `text`, which may name more hosts. Raises
-    `ConfigError`.
-    """
-    lines = [line.strip() for line in text.splitlines()]
-    missing = [host for host in hosts if host not in lines]
-    if missing:
-        raise ConfigError(f"--rank-order: {missing[0]} is not in the file")
-    return tuple(line for line in lines if line in hosts)
-
-
 def context_groups(tp: int, cp: int, world: int) -> Ints:
     """The context-parallel groups of Megatron's rank order (tensor ranks next to each other, then
     context ranks).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import subprocess
 import sys
 import types
@@ -225,7 +226,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
     lengths.write_text("1000 2000\n500\n")
     for options in (
         ["--documents", str(lengths), "--layout", "balanced", "--draw", str(tmp_path / "plan.png")],
-        ["--documents-mean", "300", "--route", "ring", "--seed", "3", "--prefix", "20"],
+        shlex.split("--documents-mean 300 --route ring --seed 3 --prefix 20"),
         ["--full", "--layout", "contiguous", "--window", "64"],
         ["--layout", "per_document_zigzag"],
     ):
@@ -329,7 +330,7 @@ def test_masks_of_several_intervals(tmp_path: Path) -> None:
             "is a mask by itself: leave out --full and --prefix",
         ),
         (
-            ["--mask", "global:0-4", "--seq-length", "64", "--documents-mean", "9"],
+            shlex.split("--mask global:0-4 --seq-length 64 --documents-mean 9"),
             "has no documents: leave out --documents",
         ),
         (["--documents-mean", "9"], "--documents and --documents-mean need --seq-length"),
@@ -469,11 +470,11 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
             "--head-parallel=3: it must divide the 4 context-parallel ranks",
         ),
         (
-            ["--head-parallel", "4", "--heads", "6", "--kv-heads", "2"],
+            shlex.split("--head-parallel 4 --heads 6 --kv-heads 2"),
             "heads=4: it must divide the 6 query heads",
         ),
         (
-            ["--route", "relay", "--ranks-per-node", "2", "--schedule", "gather"],
+            shlex.split("--route relay --ranks-per-node 2 --schedule gather"),
             "--schedule gather: the route relay has a schedule",
         ),
         (["--slot-shards", "0"], "--slot-shards 0: it must be at least 1"),
@@ -498,7 +499,7 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
         (["--wire", "latent"], "--wire latent needs --mla LATENT,ROPE,NOPE,VALUE"),
         (["--mla", "512,64"], "--mla 512,64: it must be 4 numbers"),
         (
-            ["--mla", "8,8,8,8", "--wire", "latent", "--head-parallel", "2"],
+            shlex.split("--mla 8,8,8,8 --wire latent --head-parallel 2"),
             "--wire latent does not support --head-parallel 2",
         ),
     ],
@@ -525,17 +526,7 @@ def test_wires_of_multi_latent_attention() -> None:
     """The proportions of DeepSeek-V3: 512 + 64 numbers a token in place of 128 heads of 128 + 64
     and 128.
     """
-    options = [
-        "--seq-length",
-        "131072",
-        "--cp",
-        "8",
-        "--heads",
-        "128",
-        "--mla",
-        "512,64,128,128",
-        "--json",
-    ]
+    options = shlex.split("--seq-length 131072 --cp 8 --heads 128 --mla 512,64,128,128 --json")
     plain, latent, int8 = (
         json.loads(run(*options, "--wire", wire).stdout) for wire in ("plain", "latent", "int8")
     )

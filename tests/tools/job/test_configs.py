@@ -23,6 +23,7 @@ REFERENCE = ["cp_ring.kernel=reference"]  # where stock attention has no such mo
 BASELINE = {
     "llama3-8b-128k": STOCK,
     "qwen3-style-gqa-262k": STOCK,
+    "qwen3-next-style": REFERENCE,
     "gpt-oss-style": STOCK,
     "gemma-style-window": STOCK,
     "deepseek-style-mla-moe": REFERENCE,
@@ -32,6 +33,8 @@ BASELINE = {
 NOTHING_SAVED = [
     f"megatron.{name}=null" for name in ("save", "load", "tensorboard_dir", "save_interval")
 ]
+
+LAYERS = "megatron.spec=[tests.parity.recurrent, linear_attention]"  # for those of CUDA alone
 
 
 def flags(name, device, *overrides):
@@ -69,7 +72,10 @@ def tiny_runs(folder, names):
             "cpu",
             "preset=tiny",
             "megatron.num_workers=0",
+            "megatron.bf16=false",
+            "megatron.transformer_impl=local",
             f"launch.run_dir={folder / job}",
+            *[LAYERS] * (name == "qwen3-next-style"),
             *overrides,
         )[1]
 

@@ -18,7 +18,6 @@ from cp_ring.tools.slurm.placement import (
     Placement,
     context_groups,
     describe,
-    order_from_file,
     token_bytes,
     traffic,
 )
@@ -104,12 +103,9 @@ def test_lines_name_the_hops():
     )
 
 
-def test_order_from_file():
-    assert order_from_file("n3\nn1\n n2 \n", ["n1", "n2"]) == ("n1", "n2")
-    with pytest.raises(ConfigError, match="n4 is not in the file"):
-        order_from_file("n3\n", ["n4"])
+def test_hosts_are_named_once():
     with pytest.raises(ConfigError, match="names n1 twice"):
-        Placement(order_from_file("n1\nn1\n", ["n1"]), 2)
+        Placement(("n1", "n1"), 2)
 
 
 def test_nodes_and_bytes():
