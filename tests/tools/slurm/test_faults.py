@@ -120,10 +120,11 @@ def test_rank_killed_then_warned_then_finished(cluster, undisturbed):
     )
     job.reach(25)
     kill_a_rank(job, os.getpid() % 2, of=2)
-    cluster.until(lambda: len(job.starts) == 2)
+    # until then a warning ends the job before it begins to train
+    cluster.until(lambda: [*job.run_dir.glob("logs/*.1/started/*")])
     killed_at = job.saved
     assert killed_at >= 20 and "failed" in job.status()["last_stop"]
-    job.warn()  # before any of its ranks has started
+    job.warn()  # before any of its ranks has started Python
     assert job.end() == "COMPLETED", job.logs()
     assert job.starts[1] == killed_at < job.starts[2] and same(job, undisturbed(300))
     assert job.status()["state"] == "DONE" and "SIGUSR1: saving, then ending" in job.logs()
