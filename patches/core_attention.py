@@ -31,7 +31,11 @@ def _with_ring(
     from cp_ring.megatron.layers import latent_tap, layer_offload
     from cp_ring.megatron.specs import ring_submodules
 
-    constructor(self, config, ring_submodules(submodules), *args, **kwargs)
+    # Megatron's sparse attention is split by itself
+    sparse = type(self).__name__ == "AbsorbedMLASelfAttention"
+    constructor(
+        self, config, submodules if sparse else ring_submodules(submodules), *args, **kwargs
+    )
     if isinstance(self, MultiLatentAttention):
         latent_tap.link(self)
     layer_offload.link(self)

@@ -3,6 +3,7 @@ imports little more than it runs.
 """
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -136,7 +137,7 @@ def test_earlier_names_say_where_they_are(name):
 def test_what_a_training_job_imports(tmp_path):
     script, told = tmp_path / "job.py", tmp_path / "files.json"
     script.write_text(JOB)
-    flags = ["--train-iters", "1", "--cp-ring", "--cp-ring-cpu", "--transformer-impl", "local"]
+    flags = shlex.split("--train-iters 1 --cp-ring --cp-ring-cpu --transformer-impl local")
     done = launch(1, [str(script), str(told), *TINY, *flags])
     assert done.returncode == 0, done.stdout
     files = {path.removeprefix(f"{ROOT}/") for path in json.loads(told.read_text())}

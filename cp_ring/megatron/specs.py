@@ -27,7 +27,7 @@ try:
 except ImportError:
     TEDotProductAttention = None
 
-_REPLACED = (DotProductAttention, TEDotProductAttention, RingDotProductAttention)
+_REPLACED = {DotProductAttention, TEDotProductAttention, RingDotProductAttention} - {None}
 
 
 def ring_core_attention(core_attention: Any) -> Any:
@@ -46,7 +46,7 @@ def ring_core_attention(core_attention: Any) -> Any:
             *core_attention.args,
             **core_attention.keywords,
         )
-    if core_attention in _REPLACED and core_attention is not None:
+    if core_attention in _REPLACED:
         return RingDotProductAttention
     if isinstance(core_attention, type) and issubclass(core_attention, _Rejected):
         raise ConfigError(core_attention.rejection)

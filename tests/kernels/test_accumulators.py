@@ -5,6 +5,7 @@ were grouped.
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 
 import pytest
@@ -100,7 +101,7 @@ def test_bytes_are_those_of_the_plan(moved, mask, schedule):
 
 
 def test_less_than_half_of_what_it_was():
-    result = CliRunner().invoke(app, ["plan", "--seq-length", "65536", "--cp", "8", "--json"])
+    result = CliRunner().invoke(app, shlex.split("plan --seq-length 65536 --cp 8 --json"))
     facts = json.loads(result.stdout)
     assert all(
         now <= 0.45 * before
@@ -108,12 +109,12 @@ def test_less_than_half_of_what_it_was():
     )
     predicted = facts["predicted_efficiency"]["nvlink"]
     assert predicted["forward"] >= 0.96 and predicted["both"] >= 0.94
-    line = ["plan", "--seq-length", "65536", "--cp", "8", "--ranks-per-node", "1", "--json"]
+    line = shlex.split("plan --seq-length 65536 --cp 8 --ranks-per-node 1 --json")
     predicted = json.loads(CliRunner().invoke(app, line).stdout)["predicted_efficiency"]
     assert predicted["network"]["forward"] >= 0.94 and predicted["network"]["both"] >= 0.96
     assert predicted["nvlink"]["forward"] >= 0.96 and predicted["nvlink"]["both"] >= 0.94
 
 
 def test_many_ranks_are_not_costed():
-    result = CliRunner().invoke(app, ["plan", "--seq-length", "4096", "--cp", "128", "--json"])
+    result = CliRunner().invoke(app, shlex.split("plan --seq-length 4096 --cp 128 --json"))
     assert json.loads(result.stdout)["accumulator_bytes_per_rank"] is None

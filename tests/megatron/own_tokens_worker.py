@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 
 import torch
 
@@ -67,14 +68,9 @@ def start(how):
         from cp_ring.patches.install import install
 
         install(
-            [
-                "--cp-ring",
-                "--cp-ring-cpu",
-                "--cp-ring-layout",
-                "balanced",
-                "--cp-ring-schedule",
-                "gather",
-            ]
+            shlex.split(
+                "--cp-ring --cp-ring-cpu --cp-ring-layout balanced --cp-ring-schedule gather"
+            )
         )
 
 

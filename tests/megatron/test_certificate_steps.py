@@ -197,16 +197,9 @@ def test_a_script_of_another_model_ends_in_one_line(tmp_path):
     """Its forward step cannot be called, which the certificate says first; then its layers are
     rejected, once groups exist.
     """
-    flags = [
-        "--num-layers",
-        "1",
-        "--seq-length",
-        "64",
-        "--cp-ring",
-        "--cp-ring-certify",
-        "--context-parallel-size",
-        "2",
-    ]
+    flags = shlex.split(
+        "--num-layers 1 --seq-length 64 --cp-ring --cp-ring-certify --context-parallel-size 2"
+    )
     done = attempt(2, "other", [ENCODER_DECODER, *flags], tmp_path, COMMON)
     assert done.code == 2 and len(done.rejected.splitlines()) == 1
     assert (

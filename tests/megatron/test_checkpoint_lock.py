@@ -5,6 +5,7 @@ successor.
 import json
 import multiprocessing as mp
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -259,16 +260,9 @@ def test_the_second_of_two_jobs_ends_before_it_trains(tmp_path, monkeypatch):
     held = lock.acquire(saves)
     running = folders.unfinished(folders.folder_of(saves, 2), held.owner.token)
     running.mkdir()
-    flags = [
-        "--cp-ring",
-        "--cp-ring-cpu",
-        "--context-parallel-size",
-        "2",
-        "--train-iters",
-        "2",
-        "--save-interval",
-        "1",
-    ]
+    flags = shlex.split(
+        "--cp-ring --cp-ring-cpu --context-parallel-size 2 --train-iters 2 --save-interval 1"
+    )
     done = attempt(2, "second", [*flags, "--save", str(saves), "--load", str(saves)], tmp_path)
     assert (
         done.code == 2

@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -40,7 +41,7 @@ from cp_ring.options import Options
 from tests.adversary import gadgets
 from tests.megatron.launch import trace, train
 
-RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2", "--train-iters", "12"]
+RING = shlex.split("--cp-ring --cp-ring-cpu --context-parallel-size 2 --train-iters 12")
 SAVE = ["--save-interval", "2", "--exit-interval", "8"]
 ASYNC = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
 

@@ -2,6 +2,8 @@
 with stock Megatron.
 """
 
+import shlex
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ no_cuda = pytest.mark.skipif(
 )
 STOCK = ["--cp-ring-cpu"]
 RING = [*STOCK, "--cp-ring", "--context-parallel-size", "2"]
-SINKS = ["--softmax-type", "learnable", "--init-method-std", "0.1", "--train-iters", "6"]
+SINKS = shlex.split("--softmax-type learnable --init-method-std 0.1 --train-iters 6")
 SAVE = ["--save-interval", "3"]
 
 

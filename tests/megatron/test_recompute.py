@@ -327,16 +327,10 @@ def test_the_patch_finds_every_checkpoint(applied, monkeypatch):
     )
 
 
-RING = [
-    "--cp-ring",
-    "--cp-ring-cpu",
-    "--context-parallel-size",
-    "2",
-    "--train-iters",
-    "3",
-    "--pipeline-model-parallel-size",
-    "2",
-]
+RING = shlex.split(
+    "--cp-ring --cp-ring-cpu --context-parallel-size 2 "
+    "--train-iters 3 --pipeline-model-parallel-size 2"
+)
 EVALUATED = shlex.split("--eval-interval 1 --eval-iters 1 --num-layers 4 --softmax-type learnable")
 REPLAY = ["--cp-ring-recompute", "replay"]
 VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]

@@ -346,31 +346,11 @@ def test_what_is_said_of_recomputation(applied, parse, capsys, monkeypatch, flag
 @pytest.mark.parametrize(
     ("flags", "chosen", "said"),
     [
-        (
-            ["--cp-ring-route", "auto", "--cp-ring-heads", "auto"],
-            None,
-            "nodes of 2 context-parallel ranks: route ",
-        ),
-        (
-            ["--cp-ring-route", "relay", "--cp-ring-heads", "auto"],
-            ("relay", 4),
-            "route relay, heads 4: ",
-        ),
-        (
-            ["--cp-ring-route", "auto", "--cp-comm-type", "a2a"],
-            ("direct", 1),
-            "route direct, heads 4: ",
-        ),
-        (
-            ["--cp-ring-route", "auto", "--cp-comm-type", "all_gather"],
-            ("direct", 1),
-            "route direct, heads 1: ",
-        ),
-        (
-            ["--cp-ring-heads", "2", "--cp-ring-route", "auto"],
-            ("direct", 2),
-            "route direct, heads 2: ",
-        ),
+        ("--cp-ring-route auto --cp-ring-heads auto", None, "nodes of 2 context-parallel ranks: "),
+        ("--cp-ring-route relay --cp-ring-heads auto", ("relay", 4), "route relay, heads 4: "),
+        ("--cp-ring-route auto --cp-comm-type a2a", ("direct", 1), "route direct, heads 4: "),
+        ("--cp-ring-route auto --cp-comm-type all_gather", ("direct", 1), "direct, heads 1: "),
+        ("--cp-ring-heads 2 --cp-ring-route auto", ("direct", 2), "route direct, heads 2: "),
     ],
 )
 def test_the_fastest_shape_is_chosen_and_said(
@@ -380,7 +360,7 @@ def test_the_fastest_shape_is_chosen_and_said(
     from megatron.training.arguments import validate_args
 
     monkeypatch.setattr(rejection, "_noted", set())
-    validate_args(args := parse(*BASE, *CP4, "--cp-ring-node-size", "2", *flags))
+    validate_args(args := parse(*BASE, *CP4, "--cp-ring-node-size", "2", *flags.split()))
     found = settings.current()
     assert "auto" not in (found.route, found.heads) and chosen in (None, (found.route, found.heads))
     assert Options.from_args(args) == found

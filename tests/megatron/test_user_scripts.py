@@ -4,6 +4,7 @@ it is given.
 
 import os
 import re
+import shlex
 import sys
 from types import SimpleNamespace
 
@@ -19,17 +20,7 @@ no_cuda = pytest.mark.skipif(
 )
 FLAGS = [
     *TINY,
-    *[
-        "--train-iters",
-        "5",
-        "--log-interval",
-        "1",
-        "--eval-iters",
-        "1",
-        "--eval-interval",
-        "3",
-        "--cp-ring-cpu",
-    ],
+    *shlex.split("--train-iters 5 --log-interval 1 --eval-iters 1 --eval-interval 3 --cp-ring-cpu"),
 ]
 CP = "--context-parallel-size"
 BY_SPEC = ["--spec", "cp_ring.megatron.specs", "gpt_local"]
@@ -69,7 +60,7 @@ def test_pretrain_gpt_of_megatron_lm(megatron_lm, model, baseline):
 
 SHAPES = [
     ["--cp-comm-type", "a2a"],
-    ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"],
+    shlex.split("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
     ["--cp-comm-type", "all_gather"],
     ["--cp-comm-type", "p2p", "a2a"],  # by layer
 ]

@@ -58,6 +58,12 @@ QWEN = f"""
     --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 --linear-num-value-heads 8
     --init-method-std 0.02
 """
+SPARSE = f"""
+    {LATENT} --experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16
+    --dsa-indexer-topk 24 --dsa-indexer-loss-coeff 1e-2 --no-dsa-indexer-rotate-activation
+    --sequence-parallel --spec tests.parity.recurrent linear_attention
+"""
+ALONE = dict.fromkeys(("a2a", "a2a+p2p"), "sparse attention does not support --cp-comm-type")
 EXPERTS_ON_TP = {
     "tp2cp2": "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"
 }
@@ -423,6 +429,8 @@ MODELS = (
     *_recurrent("qwen3_next", QWEN, balanced=2e-6),
     Model("qwen3_next_mtp", f"{QWEN} --mtp-num-layers 1", "state in the order of another layout",
         baseline=REFERENCE, splits=("cp2", "tp2cp2", "pp2cp2"), layers=4, tolerance=1e-6, drawn_by_tp=True),
+    Model("sparse", SPARSE, "positions of another split", ring="--cp-comm-type all_gather", splits=OF_LATENTS, tolerance=1e-6, drawn_by_tp=True,
+        rejected={"ring": "--cp-ring-schedule gather", "relay": "exclude one another"} | ALONE),
     Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid",
         "mask widened", layers=4),
     Model("sequence_parallel", UNTIED, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",)),

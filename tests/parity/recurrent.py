@@ -162,8 +162,23 @@ class GroupNorm(torch.nn.Module):
         )
 
 
+class Duplicated(torch.nn.Linear):
+    """A linear layer that each tensor-parallel rank has as a whole."""
+
+    def __init__(self, size: int, out: int, *, config: Any, init_method: Any, **ignored: Any):
+        super().__init__(size, out, bias=False)
+        init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return super().forward(x), None
+
+
 class LocalProvider(LocalSpecProvider):
     """Megatron's local parts, with norms that support --sequence-parallel."""
+
+    def linear(self) -> type:
+        return Duplicated
 
     def column_parallel_layer_norm_linear(self) -> type:
         return ColumnParallelLinear  # after a norm of its own
@@ -189,6 +204,11 @@ def linear_attention(config: Any) -> TransformerBlockSubmodules:
     """The layers of --experimental-attention-variant gated_delta_net, which Megatron itself makes
     of TransformerEngine's parts alone.
     """
+    LocalSpecProvider.layer_norm = LocalProvider.layer_norm  # of the layers that predict
+    if config.experimental_attention_variant == "dsa":
+        from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+        absorbed_mla.TELinear = Duplicated
     return variants.get_transformer_block_with_experimental_attention_variant_spec(config)
 
 
@@ -197,7 +217,6 @@ if variants is not None:
     variants.get_gated_delta_net_module_spec = _local_delta_net
     variants._get_self_attention_module_spec = _local_attention
     variants._get_backend_spec_provider = lambda config: LocalProvider()
-    LocalSpecProvider.layer_norm = LocalProvider.layer_norm  # of the layers that predict
 mamba_mixer.HAVE_MAMBA_SSM = True
 mamba_mixer.mamba_split_conv1d_scan_combined = scan
 mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)

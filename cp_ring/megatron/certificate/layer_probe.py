@@ -50,7 +50,7 @@ def probe_plans(subject: Subject, layers: Mapping[int, Any]) -> Probe:
 
 def _of_layers(subject: Subject, name: str, wrong: Mapping[int, str]) -> Probe:
     where = [f"rank {dist.get_rank()}: layer {number} has {wrong[number]}" for number in wrong]
-    return replace(subject.probe(name, len(wrong), 0.0, "".join(where[:1])), unit="layers")
+    return replace(subject.probe(name, len(wrong), 0.0, min(where, default="")), unit="layers")
 
 
 def probe_others(subject: Subject, layers: Mapping[int, Any]) -> list[Probe]:

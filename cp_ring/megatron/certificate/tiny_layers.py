@@ -17,6 +17,7 @@ from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import (
     PATTERNS,
     RECURRENT,
+    SPARSE,
     attends,
     letters_of,
     main_layers,
@@ -89,13 +90,13 @@ def missing_kernels(args: argparse.Namespace) -> list[str]:
 
 
 def uncovered_layers(args: argparse.Namespace) -> list[str]:
-    """The layers of the job which no tiny model can have here, with the reason, as in
+    """What of the layers of the job no tiny model can have here, with the reason, as in
     `Mamba layers (mamba_ssm is missing)`.
     """
     return [
         f"{RECURRENT[letter]} layers ({_KERNELS[letter][2]} cannot be imported)"
         for letter in missing_kernels(args)
-    ]
+    ] + ["which keys sparse attention selects"] * (SPARSE in letters_of(args))
 
 
 def _has_kernels(letter: str) -> bool:

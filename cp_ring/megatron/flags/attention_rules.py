@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from cp_ring.megatron.flags.layer_pattern import SPARSE
 from cp_ring.megatron.flags.rule import Job, Rule, check_rules
 
 DOCUMENT_FLAGS = (
@@ -158,9 +159,15 @@ ATTENTION = (
          "--cp-ring-layout balanced shares the work of short documents instead",
          "leave out {found}",
          example="--hybrid-context-parallel"),
-    Rule("--experimental-attention-variant !--experimental-attention-variant=gated_delta_net",
-         "--cp-ring does not support {--experimental-attention-variant}", "leave it out",
-         example="--experimental-attention-variant dsa"),
+    Rule("--experimental-attention-variant !--experimental-attention-variant=gated_delta_net|"
+         "--experimental-attention-variant=dsa",
+         "--cp-ring does not support {--experimental-attention-variant}", "leave it out"),
+    Rule(lambda job: SPARSE in job.letters and (job.given(DOCUMENT_FLAGS)
+         or (job.own.layout != "zigzag" and job["--cp-ring-layout"])
+         or (job.cp > 1 and {*job.comm_types} != {"all_gather"} and job["--cp-comm-type"])),
+         "{pattern}: sparse attention does not support {found}",
+         "Megatron splits it itself, with --cp-ring-layout zigzag and --cp-comm-type all_gather",
+         example="--experimental-attention-variant dsa --cp-ring-layout balanced"),
     Rule("--use-kitchen-attention", "--cp-ring does not support --use-kitchen-attention",
          "leave it out", example="--use-kitchen-attention"),
     Rule("--batch-invariant-mode",

@@ -14,7 +14,11 @@ RECURRENT = {"M": "Mamba", "G": "gated delta net"}
 """Letters of layers whose state runs along the sequence."""
 
 _ATTENTION = "*+D"
-_VARIANTS = {"gated_delta_net": "G"}  # of --experimental-attention-variant: their letters
+SPARSE = "S"
+"""The letter, here alone, of --experimental-attention-variant dsa, which is split by itself."""
+
+# of --experimental-attention-variant: their letters
+_VARIANTS = {"gated_delta_net": "G", "dsa": SPARSE}
 
 
 def pattern_of(args: argparse.Namespace) -> str:
@@ -28,9 +32,11 @@ def letters_of(args: argparse.Namespace) -> str:
     --linear-attention-freq give the attention of a GPT model.
     """
     letter = _VARIANTS.get(getattr(args, "experimental_attention_variant", None) or "")
-    every = getattr(args, "linear_attention_freq", None)
-    if pattern_of(args) or not letter or not every:
-        return pattern_of(args)
+    every, pattern = getattr(args, "linear_attention_freq", None), pattern_of(args)
+    if letter == SPARSE and not pattern:
+        return SPARSE * args.num_layers
+    if pattern or not letter or not every:
+        return pattern
     linear = (
         [(layer + 1) % every > 0 for layer in range(args.num_layers)]
         if isinstance(every, int)

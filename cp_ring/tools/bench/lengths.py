@@ -23,11 +23,6 @@ from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement
 
 LAYOUTS = ("balanced", "zigzag", "per_document_zigzag", "independent")
 
-GOAL = 1.3
-"""How many times faster `balanced` is to be than `per_document_zigzag` and `independent`, on the
-default lengths.
-"""
-
 
 @dataclass(frozen=True)
 class PackedWork:

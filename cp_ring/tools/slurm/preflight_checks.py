@@ -22,8 +22,8 @@ SLOW_RANK, SLOW_LINK = 2.0, 4.0
 class Problem:
     """One line about something that is wrong. A job with a `fatal` problem must not train."""
 
-    fatal: bool
     line: str
+    fatal: bool = True
 
 
 @dataclass
@@ -79,16 +79,16 @@ def sizes(job: JobConfig, world: int, hosts: int) -> Iterator[Problem]:
         return  # preflight runs alone, before the job
     if job.parallel.ranks != world:
         yield Problem(
-            True, f"section parallel makes {job.parallel.ranks} ranks, but {world} were started"
+            f"section parallel makes {job.parallel.ranks} ranks, but {world} were started"
         )
     if world % hosts:
-        yield Problem(True, f"{world} ranks do not divide by {hosts} nodes")
+        yield Problem(f"{world} ranks do not divide by {hosts} nodes")
     elif job.parallel.tensor_model_parallel_size > world // hosts:
         tp = job.parallel.tensor_model_parallel_size
         yield Problem(
-            False,
             f"parallel.tensor_model_parallel_size {tp} is more than the {world // hosts} ranks of "
             "a node: slow",
+            False,
         )
 
 
@@ -97,7 +97,7 @@ def installed(ranks: Sequence[Facts]) -> Iterator[Problem]:
     for line in dict.fromkeys(
         f"{facts.host}: {missing}" for facts in ranks for missing in facts.missing
     ):
-        yield Problem(True, line)
+        yield Problem(line)
 
 
 def same_everywhere(ranks: Sequence[Facts]) -> Iterator[Problem]:
@@ -105,15 +105,14 @@ def same_everywhere(ranks: Sequence[Facts]) -> Iterator[Problem]:
     for facts in ranks:
         if facts.config_hash != ranks[0].config_hash:
             yield Problem(
-                True,
                 f"rank {facts.rank} on {facts.host} reads a different job.yaml than rank 0 on "
-                f"{ranks[0].host}",
+                f"{ranks[0].host}"
             )
         for name, version in ranks[0].versions.items():
             other = facts.versions.get(name)
             if other != version:
                 where = f"rank {facts.rank} on {facts.host} has {name} {other}"
-                yield Problem(True, f"{where}, rank 0 on {ranks[0].host} has {version}")
+                yield Problem(f"{where}, rank 0 on {ranks[0].host} has {version}")
 
 
 def names(ranks: Sequence[Facts]) -> Iterator[Problem]:
@@ -123,15 +122,13 @@ def names(ranks: Sequence[Facts]) -> Iterator[Problem]:
     for facts in _one_per_host(ranks):
         if facts.interface == "lo":
             yield Problem(
-                True,
                 f"{facts.host}: GLOO_SOCKET_IFNAME is lo, which no other host can reach: name a "
-                "device in env.sh",
+                "device in env.sh"
             )
         elif facts.address.startswith("127.") and not facts.interface:
             yield Problem(
-                True,
                 f"{facts.host}: its name resolves to {facts.address}, which no other host can "
-                "reach: set GLOO_SOCKET_IFNAME in env.sh",
+                "reach: set GLOO_SOCKET_IFNAME in env.sh"
             )
 
 
@@ -139,21 +136,18 @@ def run_directory(ranks: Sequence[Facts]) -> Iterator[Problem]:
     """The run directory is the same on all hosts, can be written, and has free space."""
     for facts in _one_per_host(ranks):
         if facts.writable:
-            yield Problem(
-                True, f"launch.run_dir cannot be written on {facts.host}: {facts.writable}"
-            )
+            yield Problem(f"launch.run_dir cannot be written on {facts.host}: {facts.writable}")
         elif not facts.shared:
             yield Problem(
-                True,
                 f"launch.run_dir is a different directory on {facts.host} than on {ranks[0].host}: "
-                "use a shared file system",
+                "use a shared file system"
             )
     room = min(ranks, key=lambda facts: facts.free)
     if room.free < FREE_BYTES:
         yield Problem(
-            False,
             f"launch.run_dir has {room.free / 2**30:.1f} GiB free on {room.host}: too little for "
             "checkpoints?",
+            False,
         )
 
 
@@ -163,9 +157,9 @@ def clocks(ranks: Sequence[Facts]) -> Iterator[Problem]:
     for facts in _one_per_host(ranks):
         if abs(facts.clock - middle) > CLOCK_S:
             yield Problem(
-                False,
                 f"the clock of {facts.host} is {facts.clock - middle:+.0f} s off the clocks of the "
                 "others",
+                False,
             )
 
 
@@ -178,21 +172,20 @@ def gpus(ranks: Sequence[Facts]) -> Iterator[Problem]:
             f"{facts.host} has {kind or 'none'}"
             for kind, facts in sorted(by_kind.items(), key=lambda item: str(item[0]))
         )
-        yield Problem(None in kinds, f"GPUs differ: {shown}")
+        yield Problem(f"GPUs differ: {shown}", None in kinds)
     for facts in ranks:
         where = f"GPU {facts.gpu.get('index')} of {facts.host}"
         if facts.gpu.get("uncorrected_errors"):
             yield Problem(
-                True,
                 f"{where}: {facts.gpu['uncorrected_errors']} uncorrected memory errors: leave out "
-                "this node",
+                "this node"
             )
         total, free = facts.gpu.get("total", 0), facts.gpu.get("free", 0)
         if total and free < FREE_GPU_SHARE * total:
             yield Problem(
-                False,
                 f"{where}: only {free / 2**30:.0f} of {total / 2**30:.0f} GiB are free: does "
                 "another process use it?",
+                False,
             )
 
 
@@ -204,9 +197,9 @@ def slow_ranks(ranks: Sequence[Facts]) -> Iterator[Problem]:
     for facts in ranks:
         if facts.flops * SLOW_RANK < middle:
             yield Problem(
-                False,
                 f"slow rank {facts.rank} on {facts.host}: {facts.flops / 1e9:,.1f} GFLOP/s, the "
                 f"median is {middle / 1e9:,.1f}",
+                False,
             )
 
 
@@ -229,10 +222,10 @@ def slow_links(ranks: Sequence[Facts]) -> Iterator[Problem]:
         for (sender, receiver), link in sorted(best.items()):
             if link.rate * SLOW_LINK < good:
                 yield Problem(
-                    False,
                     f"slow link {sender} -> {receiver} (hop {link.hop}, rank {link.sender} to "
                     f"{link.receiver}): {link.rate / 1e6:,.1f} MB/s, better links "
                     f"{good / 1e6:,.1f}",
+                    False,
                 )
 
 

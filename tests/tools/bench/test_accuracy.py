@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -89,19 +90,7 @@ def test_a_lossy_sum_is_seen(monkeypatch, what):
 
 
 def test_command_gives_json_and_says_what_is_rejected():
-    line = [
-        "bench",
-        "accuracy",
-        "--seq-length",
-        "64",
-        "--cp",
-        "2",
-        "--seeds",
-        "1",
-        "--dtype",
-        "float32",
-        "--json",
-    ]
+    line = shlex.split("bench accuracy --seq-length 64 --cp 2 --seeds 1 --dtype float32 --json")
     found = json.loads(
         CliRunner().invoke(app, [*line, "--kernel", "cpu", "--kernel", "cudnn"]).stdout
     )

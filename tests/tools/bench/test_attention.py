@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -11,18 +12,7 @@ from typer.testing import CliRunner
 from cp_ring.errors import ConfigError
 from cp_ring.tools.cli import app
 
-LINE = [
-    "bench",
-    "attention",
-    "--seq-length",
-    "256",
-    "--heads",
-    "2",
-    "--head-dim",
-    "16",
-    "--repeats",
-    "2",
-]
+LINE = shlex.split("bench attention --seq-length 256 --heads 2 --head-dim 16 --repeats 2")
 
 
 def test_a_small_round():

@@ -1,6 +1,7 @@
 """`cp-ring bench lengths`: what each split computes and moves, and that all of them run."""
 
 import json
+import shlex
 from itertools import chain
 
 import numpy as np
@@ -40,7 +41,7 @@ def test_the_default_lengths_have_one_long_document():
 
 
 def test_command():
-    small = ["--seq-length", "1K", "--heads", "1", "--head-dim", "8", "--repeats", "1", "--json"]
+    small = shlex.split("--seq-length 1K --heads 1 --head-dim 8 --repeats 1 --json")
     found = CliRunner().invoke(app, ["bench", "lengths", *small])
     assert found.exit_code == 0, found.output
     rows = json.loads(found.stdout.splitlines()[-1])["rows"]

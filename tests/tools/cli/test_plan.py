@@ -161,20 +161,9 @@ def test_bytes_between_nodes_by_shape() -> None:
     """Relays, and heads exchanged among a node's ranks, send keys to each other node once; direct
     once to each rank there.
     """
-    line = [
-        "plan",
-        "--seq-length",
-        "524288",
-        "--cp",
-        "64",
-        "--ranks-per-node",
-        "8",
-        "--kv-heads",
-        "8",
-        "--heads",
-        "64",
-        "--json",
-    ]
+    line = shlex.split(
+        "plan --seq-length 524288 --cp 64 --ranks-per-node 8 --kv-heads 8 --heads 64 --json"
+    )
     moved = json.loads(CliRunner().invoke(app, [*line, "--full"]).stdout)["bytes_between_nodes"]
     assert moved["direct"] == 64 * 56 * (524288 // 64) * 2 * 8 * 128 * 2
     assert moved["relay"] * 8 == moved["direct"] == moved["heads 8"] * 8
@@ -216,7 +205,7 @@ def test_schedule_and_kernel_calls() -> None:
     ]
     assert auto["kernel_calls_per_rank"] == counted
     shown = " ".join(
-        CliRunner().invoke(app, ["plan", "--seq-length", "64K", "--cp", "8"]).stdout.split()
+        CliRunner().invoke(app, shlex.split("plan --seq-length 64K --cp 8")).stdout.split()
     )
     assert "remote sources of each hop: 3, 4; at most 4 kernel calls of a rank in forward" in shown
 
@@ -227,7 +216,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
     for options in (
         ["--documents", str(lengths), "--layout", "balanced", "--draw", str(tmp_path / "plan.png")],
         shlex.split("--documents-mean 300 --route ring --seed 3 --prefix 20"),
-        ["--full", "--layout", "contiguous", "--window", "64"],
+        shlex.split("--full --layout contiguous --window 64"),
         ["--layout", "per_document_zigzag"],
     ):
         result = run(*options)
@@ -404,18 +393,7 @@ def test_registered_layouts_and_routes_can_be_chosen(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(ROUTES, "mine", ROUTES["direct"])
     result = CliRunner().invoke(
         app,
-        [
-            "plan",
-            "--seq-length",
-            "256",
-            "--cp",
-            "4",
-            "--layout",
-            "striped",
-            "--route",
-            "mine",
-            "--json",
-        ],
+        shlex.split("plan --seq-length 256 --cp 4 --layout striped --route mine --json"),
     )
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
@@ -548,7 +526,7 @@ def test_wires_of_multi_latent_attention() -> None:
 
 def test_a_window_is_costed_for_the_kernel_that_is_assumed() -> None:
     """Native windows take one call where lower and upper triangles take a hundred."""
-    line = ["plan", "--seq-length", "65536", "--cp", "8", "--window", "128"]
+    line = shlex.split("plan --seq-length 65536 --cp 8 --window 128")
     native, lowered = (
         json.loads(CliRunner().invoke(app, [*line, "--json", *more]).stdout)
         for more in ([], ["--kernel", "cudnn"])
@@ -577,7 +555,7 @@ def test_kernels_of_plans_are_those_of_the_registry(monkeypatch) -> None:
 
 
 def test_the_verdict_comes_first() -> None:
-    shown = CliRunner().invoke(app, ["plan", "--cp", "4", "--seq-length", "4096"]).stdout
+    shown = CliRunner().invoke(app, shlex.split("plan --cp 4 --seq-length 4096")).stdout
     assert shown.startswith(
         "proven for 4 ranks: a layer takes "
     ) and "of the speed of one kernel call" in " ".join(shown.split())

@@ -3,6 +3,7 @@ rank starts.
 """
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -96,7 +97,7 @@ SUBMIT = [
     (["--nodes", "2", "--ranks-per-node", "0"], ["--ranks-per-node 0"]),
     (["--nodes", "2"], ["--gpus-per-node", "--ranks-per-node"]),
     (
-        ["--nodes", "2", "--ranks-per-node", "2", "--gpus-per-node", "2"],
+        shlex.split("--nodes 2 --ranks-per-node 2 --gpus-per-node 2"),
         ["--gpus-per-node", "--ranks-per-node"],
     ),
     (GPU, ["launch.device cpu", "--ranks-per-node"]),

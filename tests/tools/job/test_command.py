@@ -54,7 +54,7 @@ def job_of(tmp_path, data, *overrides):
         ({"apply_rope_fusion": False}, ["--no-rope-fusion"]),
         ({"apply_rope_fusion": True}, []),
         ({"min_lr": None}, []),
-        ({"data_path": [0.3, "a", 0.7, "b"]}, ["--data-path", "0.3", "a", "0.7", "b"]),
+        ({"data_path": [0.3, "a", 0.7, "b"]}, shlex.split("--data-path 0.3 a 0.7 b")),
         ({"train_data_path": "a"}, ["--train-data-path", "a"]),
         ({"split": "90,5,5"}, ["--split", "90,5,5"]),
         ({"exit_duration_in_mins": -1}, ["--exit-duration-in-mins=-1"]),

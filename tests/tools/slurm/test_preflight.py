@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -225,7 +226,7 @@ def test_the_file_of_links(tmp_path):
     assert rates.read(str(path)) == Rates(1e11, 1e9, 1e8, memory=5e9, call=6e-6), (
         "of the slowest rank and the slowest links"
     )
-    words = ["plan", "--cp", "4", "--seq-length", "4096", "--json"]
+    words = shlex.split("plan --cp 4 --seq-length 4096 --json")
     slow, given = (
         json.loads(CliRunner().invoke(app, [*words, "--rates", str(path), *more]).stdout)
         for more in ([], ["--tflops", "0.2"])
