@@ -15,3 +15,8 @@ class PlanError(ValueError):
 
 class KernelError(ValueError):
     """A kernel that is not installed, or cannot do what the plan, dtype or head sizes need."""
+
+
+def one_line(message: object) -> str:
+    """The text of an error of other software in one line."""
+    return " ".join(str(message).split())

@@ -37,7 +37,7 @@ TABLE = {
     "files of more than 450 lines": (0, 9),
     "files with the name of another": (0, 4),
     "lines of more than 100 columns": (0, 0),
-    "functions of more than 7 parameters": (0, 29),
+    "functions of more than 7 parameters": (0, 27),
     "modules that import more than 12 others": (0, 12),
     "state outside of cp_ring.runtime": (0, 26),
     "tokens of tests": (212_000, 308_300),  # the goal: 22,000 lines of 130 columns

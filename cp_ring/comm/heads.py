@@ -130,7 +130,9 @@ class HeadExchange:
         What arrives are lists over the ranks p of tensors [s, b, heads[x][p], size]; one list for
         each tensor.
         """
-        leaving = [self._end_to_end(x.contiguous()) for x in tensors]
+        leaving = [x.contiguous() for x in tensors]
+        if not self._direct:
+            leaving = [x.index_select(0, _index(self._exchange, x.device)) for x in leaving]
         arriving = [
             [
                 x.new_empty((self._tokens[self.place], x.shape[1], count, x.shape[3]))
@@ -158,9 +160,6 @@ class HeadExchange:
         in_order = torch.empty_like(x)
         in_order[_index(self._exchange, x.device)] = x
         return in_order
-
-    def _end_to_end(self, x: Tensor) -> Tensor:
-        return x if self._direct else x.index_select(0, _index(self._exchange, x.device))
 
 
 @RUNTIME.cache(maxsize=16)

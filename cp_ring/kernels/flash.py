@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring.errors import KernelError
+from cp_ring.errors import KernelError, one_line
 from cp_ring.kernels.base import Packing, deterministic
 from cp_ring.kernels.signatures import bind, name_of, parameters_of
 from cp_ring.kernels.versions import compute_capability
@@ -135,9 +135,7 @@ def _installed() -> Functions | str:
                     "installed"
                 )
         except Exception as error:  # an incomplete installation can raise any exception
-            reasons.append(
-                f"cannot load flash-attn {version}: {' '.join(str(error).split())[:200]}"
-            )
+            reasons.append(f"cannot load flash-attn {version}: {one_line(error)[:200]}")
         else:
             if version != "4" or _generation() in _GENERATIONS_OF_4:
                 return functions

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_ring.errors import KernelError
+from cp_ring.errors import KernelError, one_line
 from cp_ring.kernels.base import Packing, deterministic, no_random_state
 from cp_ring.kernels.flash_aten import KERNEL as FLASH
 from cp_ring.kernels.reference import KERNEL as REFERENCE
@@ -102,7 +102,7 @@ def _library() -> Library | str:
         return (
             "needs TransformerEngine, which is not installed"
             if missing
-            else f"cannot load TransformerEngine: {_line(error)}"
+            else f"cannot load TransformerEngine: {one_line(error)[:200]}"
         )
     if "return_max_logit" not in parameters_of(fused.fused_attn_fwd):
         return "needs TransformerEngine 2.9 or later"
@@ -130,10 +130,6 @@ def _mismatch(library: Library) -> str | None:
     except KernelError as error:
         return str(error).removeprefix("kernel='transformer_engine': ")
     return None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 class Call(NamedTuple):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cp_ring import signals
-from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
 from cp_ring.runtime import RUNTIME
 
 _OURS = (ConfigError, KernelError, PlanError)
@@ -179,9 +179,7 @@ def megatrons_rejections() -> Iterator[None]:
     except (AssertionError, ValueError) as error:
         if not str(error):
             raise
-        raise ConfigError(
-            f"Megatron rejects these flags: {' '.join(str(error).split())}"
-        ) from error
+        raise ConfigError(f"Megatron rejects these flags: {one_line(error)}") from error
 
 
 def _running() -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cp_ring.errors import one_line
 from cp_ring.runtime import RUNTIME
 
 RETRY_S = 60.0
@@ -63,7 +64,7 @@ class FusedFunction:
             raise  # a fault of the GPU or the host, not of Triton
         # Triton, its driver and the compiler raise exceptions of many types
         except Exception as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error)[:200]
             if "out of memory" in reason.lower():  # the driver's, as Triton words it
                 raise
             passing = isinstance(error, OSError) and not isinstance(

@@ -173,22 +173,20 @@ def _longest_first(work: Ints, size: Ints, cp: int) -> Ints:
     the most. The chunks of a round have the same size, so that token counts are equal; at most one
     round mixes the two sizes.
     """
-    large, small = (chunks[np.argsort(-work[chunks], kind="stable")] for chunks in _by_size(size))
+    order = np.argsort(-work, kind="stable")
+    large = order[size[order] > size.min()]
+    small = order[size[order] == size.min()]
     whole = len(large) // cp * cp
     mixed = cp - (len(large) - whole) if len(large) > whole else 0
     rounds = np.concatenate([large, small[:mixed], small[mixed:]]).reshape(-1, cp)
-    owner, load = np.zeros(len(work), np.int64), np.zeros(cp, np.int64)
+    owner = np.zeros(len(work), np.int64)
+    load = np.zeros(cp, np.int64)
     for chunks in rounds[np.argsort(-work[rounds].max(1), kind="stable")]:
         chunks = chunks[np.argsort(-work[chunks], kind="stable")]
         ranks = np.argsort(load, kind="stable")
         owner[chunks] = ranks
         load[ranks] += work[chunks]
     return owner
-
-
-def _by_size(size: Ints) -> tuple[Ints, Ints]:
-    """Chunks of the larger of the two sizes, and of the smaller."""
-    return np.flatnonzero(size > size.min()), np.flatnonzero(size == size.min())
 
 
 def _equalize_work(even: _EvenWork, per_rank: int, limit: float) -> Split:

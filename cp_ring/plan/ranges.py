@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.errors import PlanError
+from cp_ring.errors import PlanError, one_line
 
 Ints = NDArray[np.int64]
 
@@ -52,9 +52,7 @@ def integers(values: object, what: str) -> Ints:
     try:
         array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise PlanError(
-            f"{what} cannot be read as whole numbers: {' '.join(str(error).split())}"
-        ) from None
+        raise PlanError(f"{what} cannot be read as whole numbers: {one_line(error)}") from None
     if array.size and array.dtype.kind not in "iu":
         raise PlanError(f"{what} must be whole numbers, not {array.dtype} as in {short(array)}")
     if array.dtype.kind == "u" and array.max(initial=0) > np.iinfo(np.int64).max:

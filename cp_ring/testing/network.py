@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, one_line
 
 _TOOLS = ("ip", "tc", "nsenter")
 
@@ -25,23 +25,27 @@ class Network(NamedTuple):
     interface: str
 
 
+class NoNamespacesError(ConfigError):
+    """Why this machine or user cannot make network namespaces."""
+
+
 class ThrottledMesh:
     """`size` network namespaces, `ends`; each two of them are joined by a veth pair of their own.
 
     The namespaces have no names. So they end with this object, or with the process, even if it is
     killed. End number i has the address 10.0.0.(i + 1), and reaches end number j by its device
-    `cpj`. Raises `ConfigError` with the reason where this machine or user cannot make them.
+    `cpj`. Raises `NoNamespacesError`.
     """
 
     def __init__(self, size: int) -> None:
         missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
         if missing:
-            raise ConfigError(
+            raise NoNamespacesError(
                 f"a throttled link needs {', '.join(missing)}, not found (packages iproute2, "
                 "util-linux)"
             )
         if os.geteuid() != 0:
-            raise ConfigError("a throttled link needs root, to make network namespaces")
+            raise NoNamespacesError("a throttled link needs root, to make network namespaces")
         self._files: list[int] = []
         try:
             # Only a thread enters the new namespace, not this process. The open file keeps the
@@ -67,8 +71,8 @@ class ThrottledMesh:
                 _run_inside(end, "ip", _setup(place, size))
         except (OSError, ConfigError) as error:
             self.close()
-            raise ConfigError(
-                f"a throttled link needs network namespaces: {' '.join(str(error).split())}"
+            raise NoNamespacesError(
+                f"a throttled link needs network namespaces: {one_line(error)}"
             ) from None
 
     def address(self, place: int) -> str:
@@ -92,22 +96,6 @@ class ThrottledMesh:
         for file in self._files:
             os.close(file)
         self._files = []
-
-
-class ThrottledLink:
-    """Two network namespaces, `ends`, joined by a wire. It is a `ThrottledMesh` of two."""
-
-    def __init__(self) -> None:
-        self._mesh = ThrottledMesh(2)
-        self.ends = self._mesh.ends
-
-    def throttle(self, bytes_per_second: float | None) -> None:
-        """Limits each direction; None removes the limit."""
-        for sender, receiver in ((0, 1), (1, 0)):
-            self._mesh.throttle(bytes_per_second, sender, receiver)
-
-    def close(self) -> None:
-        self._mesh.close()
 
 
 def _setup(place: int, size: int) -> list[str]:

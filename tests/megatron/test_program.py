@@ -73,27 +73,28 @@ def enabled():
     program.begin(None)
 
 
-@no_cuda
-def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, capfd):
+def build(**more):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    def build(**more):
-        sizes = {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-        }
-        return GPTModel(
-            TransformerConfig(**sizes | more),
-            get_gpt_layer_local_spec(),
-            vocab_size=64,
-            max_sequence_length=64,
-        )
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    return GPTModel(
+        TransformerConfig(**sizes | more),
+        get_gpt_layer_local_spec(),
+        vocab_size=64,
+        max_sequence_length=64,
+    )
 
+
+@no_cuda
+def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, capfd):
     used = enabled(Options.make(route="ring"), seq_length=64, packed=True)
     assert used.enabled and settings.current() == used
     with pytest.raises(ConfigError, match="a causal layer sees nothing after its own position"):
@@ -117,22 +118,11 @@ def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, 
 @no_cuda
 def test_a_program_keeps_saved_tensors_in_host_memory(one_rank, enabled):
     """`enable(offload=True)`: the same bits as without, and exact bytes."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     def step(**settings):
         enabled(certify="off", seq_length=64, **settings)
         torch.manual_seed(3)
-        sizes = {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-        }
-        config = TransformerConfig(**sizes, use_cpu_initialization=True)
-        model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=64)
+        model = build(use_cpu_initialization=True)
         tokens = torch.arange(64)[None]
         loss = model(tokens, tokens, None, labels=tokens.roll(-1, 1)).mean()
         held = offload().host_bytes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -459,6 +460,10 @@ def _away(hop: Hop) -> bool:
     return bool(hop.index and len(hop.tiles))
 
 
+_sends, _receives, _grad_sends, _grad_receives = map(
+    attrgetter, ("sends", "receives", "grad_sends", "grad_receives")
+)
+
 RANK_PLAN_MUTATIONS: dict[str, Callable[[RankPlans, Rng], RankPlans | None]] = {
     "tile dropped": _hop_mutation(_busy, lambda hop: _pick(hop, np.arange(1, len(hop.tiles)))),
     "tile doubled": _hop_mutation(
@@ -467,23 +472,17 @@ RANK_PLAN_MUTATIONS: dict[str, Callable[[RankPlans, Rng], RankPlans | None]] = {
     "tile shifted": _hop_mutation(_busy, lambda hop: replace(hop, tiles=hop.tiles.shifted(0, 1))),
     "hop emptied": _hop_mutation(_away, lambda hop: _pick(hop, np.arange(0))),
     "send without receive": _hop_mutation(
-        lambda hop: bool(hop.receives), lambda hop: replace(hop, receives=hop.receives[1:])
+        _receives, lambda hop: replace(hop, receives=hop.receives[1:])
     ),
-    "receive without send": _hop_mutation(
-        lambda hop: bool(hop.sends), lambda hop: replace(hop, sends=hop.sends[1:])
-    ),
-    "send range shortened": _hop_mutation(
-        lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", _shortened)
-    ),
-    "send range shifted": _hop_mutation(
-        lambda hop: bool(hop.sends), lambda hop: _first(hop, "sends", _shifted)
-    ),
+    "receive without send": _hop_mutation(_sends, lambda hop: replace(hop, sends=hop.sends[1:])),
+    "send range shortened": _hop_mutation(_sends, lambda hop: _first(hop, "sends", _shortened)),
+    "send range shifted": _hop_mutation(_sends, lambda hop: _first(hop, "sends", _shifted)),
     "send to the wrong rank": _hop_mutation(
-        lambda hop: bool(hop.sends),
+        _sends,
         lambda hop: _first(hop, "sends", lambda t: replace(t, peer=t.peer + 1)),
     ),
     "receive from the wrong rank": _hop_mutation(
-        lambda hop: bool(hop.receives),
+        _receives,
         lambda hop: _first(hop, "receives", lambda t: replace(t, peer=t.peer + 1)),
     ),
     "key buffer of another size": _hop_mutation(
@@ -495,17 +494,15 @@ RANK_PLAN_MUTATIONS: dict[str, Callable[[RankPlans, Rng], RankPlans | None]] = {
     "gradient tokens shifted": _hop_mutation(
         _away, lambda hop: replace(hop, grad_shift=hop.grad_shift + 1)
     ),
-    "gradients not sent": _hop_mutation(
-        lambda hop: bool(hop.grad_sends), lambda hop: replace(hop, grad_sends=())
-    ),
+    "gradients not sent": _hop_mutation(_grad_sends, lambda hop: replace(hop, grad_sends=())),
     "gradients not received": _hop_mutation(
-        lambda hop: bool(hop.grad_receives), lambda hop: replace(hop, grad_receives=())
+        _grad_receives, lambda hop: replace(hop, grad_receives=())
     ),
     "gradients added at other tokens": _hop_mutation(
-        lambda hop: bool(hop.grad_receives), lambda hop: _first(hop, "grad_receives", _shifted)
+        _grad_receives, lambda hop: _first(hop, "grad_receives", _shifted)
     ),
     "gradients added to another buffer": _hop_mutation(
-        lambda hop: bool(hop.grad_receives),
+        _grad_receives,
         lambda hop: _first(hop, "grad_receives", lambda t: replace(t, buffer=t.buffer + 2)),
     ),
     "gradient buffer of another size": _hop_mutation(

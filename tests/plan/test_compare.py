@@ -3,6 +3,7 @@ plans.
 """
 
 import json
+import shlex
 from itertools import chain
 
 import numpy as np
@@ -196,7 +197,7 @@ def test_command(tmp_path):
         min(split["ratio"] for split in facts["splits"]) == 1 and facts["tokens"] == LONG_TAIL.sum()
     )
     shown = CliRunner().invoke(
-        app, ["plan", "--cp", "4", "--seq-length", "64K", "--lengths", "preset:sft", "--compare"]
+        app, shlex.split("plan --cp 4 --seq-length 64K --lengths preset:sft --compare")
     )
     assert shown.exit_code == 0 and "Published: LongAlign" in " ".join(shown.stdout.split())
     plain = CliRunner().invoke(

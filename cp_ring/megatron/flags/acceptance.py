@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from cp_ring.errors import ConfigError, PlanError
+from cp_ring.errors import ConfigError, PlanError, one_line
 from cp_ring.megatron.compat import logits_without_te
 from cp_ring.megatron.flags.codec_choice import check_latent
 from cp_ring.options import Options
@@ -65,7 +65,7 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
             arguments.core_transformer_config_from_args(asked)
         # assertions, and whatever else a check of Megatron's raises
         except (Exception, SystemExit) as error:
-            return " ".join(str(error).split()) or type(error).__name__
+            return one_line(error) or type(error).__name__
         try:
             check_latent(asked, config.heads if isinstance(config.heads, int) else 1, config)
         except ConfigError as error:

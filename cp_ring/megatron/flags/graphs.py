@@ -46,15 +46,9 @@ def hold_attention(args: Any) -> bool:
 
 def given(args: Any) -> str:
     """The flags that ask for graphs, as they were given."""
-    old = next(
-        (
-            name
-            for name in ("enable_cuda_graph", "external_cuda_graph")
-            if getattr(args, name, False)
-        ),
-        "",
-    )
-    shown = _flag(old) if old else f"--cuda-graph-impl {getattr(args, 'cuda_graph_impl', 'none')}"
+    old = [f"--{name}-cuda-graph" for name in ("enable", "external")
+           if getattr(args, f"{name}_cuda_graph", False)]  # fmt: skip
+    shown = old[0] if old else f"--cuda-graph-impl {getattr(args, 'cuda_graph_impl', 'none')}"
     names = " ".join(sorted(_modules(args)))
     flag = "--cuda-graph-modules" if hasattr(args, "cuda_graph_modules") else "--cuda-graph-scope"
     return f"{shown} {flag} {names}" if names else shown
@@ -76,7 +70,3 @@ def _modules(args: Any) -> set[str]:
         )
         found |= {str(getattr(value, "name", value)) for value in values}
     return found - {"full"}
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

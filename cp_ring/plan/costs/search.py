@@ -426,19 +426,20 @@ def reasons(
     by_cp: the best one of each context-parallel size, or the least memory that it needs where none
     fits.
     """
-    lines = (
-        [f"the next, {_name(best, others[0])}: {_difference(best, others[0])}"] if others else []
-    )
+    lines = []
+    for other in others[:1]:
+        batch = f", micro batch {other.micro_batch}" if other.sizes == best.sizes else ""
+        lines.append(f"the next, {other.sizes.name}{batch}: {_difference(best, other)}")
     cps = sorted(by_cp)
     place = cps.index(best.sizes.cp)
     for cp in [*cps[max(place - 1, 0) : place], *cps[place + 1 : place + 2]]:
-        other = by_cp[cp]
-        if isinstance(other, float):
+        found = by_cp[cp]
+        if isinstance(found, float):
             lines.append(
-                f"cp {cp} does not fit: at least {other / 1e9:.0f} of {limit / 1e9:.0f} GB"
+                f"cp {cp} does not fit: at least {found / 1e9:.0f} of {limit / 1e9:.0f} GB"
             )
-        elif not others or other is not others[0]:
-            lines.append(f"cp {cp} at best, {other.sizes.name}: {_difference(best, other)}")
+        elif not others or found is not others[0]:
+            lines.append(f"cp {cp} at best, {found.sizes.name}: {_difference(best, found)}")
     without = best.recompute != "none"
     lines += ["without recomputation it does not fit"] if without else []
     close = sum(other.step < (1 + SURE) * best.step for other in others)
@@ -451,13 +452,6 @@ def reasons(
         else []
     )
     return lines
-
-
-def _name(best: Tuned, other: Tuned) -> str:
-    """The sizes of the other, and its micro batch where the sizes are the same."""
-    return other.sizes.name + (
-        f", micro batch {other.micro_batch}" if other.sizes == best.sizes else ""
-    )
 
 
 def _difference(best: Tuned, other: Tuned) -> str:

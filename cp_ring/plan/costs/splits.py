@@ -150,11 +150,6 @@ def padded(lengths: Ints, cp: int) -> Ints:
     return -(-lengths // unit) * unit
 
 
-def _blocks(queries: Ints, keys: Ints, block: int) -> Ints:
-    """Pairs in the blocks of full tiles."""
-    return (-(-queries // block)) * (-(-keys // block)) * block * block
-
-
 def _causal_blocks(tokens: Ints, block: int) -> Ints:
     """Pairs in the blocks of causal tiles."""
     side = -(-tokens // block)
@@ -177,7 +172,9 @@ class _Ring:
         if ranks == 1:
             return cls(1, int(_causal_blocks(length, block).sum()), 0, int(length.sum()))
         chunk = length // (2 * ranks)
-        first, other = _causal_blocks(2 * chunk, block), _blocks(2 * chunk, chunk, block)
+        first = _causal_blocks(2 * chunk, block)
+        blocks = -(-2 * chunk // block)
+        other = blocks * -(-chunk // block) * block * block
         return cls(ranks, int(first.sum()), int(other.sum()), int(2 * chunk.sum()))
 
     @property

@@ -290,9 +290,9 @@ def step_seconds(
     items["pipeline messages"] = _pipeline(setup, sizes, tokens) * 2 * (count + pp - 1)
     items["gradients and weights"] = _gradients(setup, sizes, of_last=2 * layers / pp)
     items["optimizer"] = _optimizer(setup, sizes)
-    items["uneven documents"] = (
-        count / pp * both * _unevenness(setup, sizes.dp, count * micro_batch)
-    )
+    # The slowest of dp ranks has so much more attention than the mean.
+    spread = setup.spread * sqrt(2 * log(sizes.dp) / (count * micro_batch))
+    items["uneven documents"] = count / pp * both * spread
     return {name: seconds for name, seconds in items.items() if seconds}
 
 
@@ -377,13 +377,6 @@ def _gradients(setup: TrainingSetup, sizes: ParallelSizes, of_last: float) -> fl
         total.append(seconds)
     hidden = (of_last, of_last / 2) if setup.overlap else (0.0, 0.0)
     return sum(max(0.0, seconds - behind) for seconds, behind in zip(total, hidden, strict=True))
-
-
-def _unevenness(setup: TrainingSetup, dp: int, drawn: int) -> float:
-    """By how much the slowest of `dp` ranks has more attention than the mean, where each draws so
-    many batch rows.
-    """
-    return setup.spread * sqrt(2 * log(dp) / drawn) if dp > 1 else 0.0
 
 
 def step_memory(

@@ -148,72 +148,29 @@ def _install(clock: _Clock) -> None:
             made[shape] = torch.zeros(shape, dtype=dtype)
         return made[shape]
 
-    # the parameters of TransformerEngine 2.20 that the adapter has values for
-    def forward(  # type: ignore[no-untyped-def]
-        is_training,
-        max_seqlen_q,
-        max_seqlen_kv,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        q,
-        k,
-        v,
-        fake_dtype,
-        fused_attention_backend,
-        attn_bias=None,
-        cu_seqlens_q_padded=None,
-        cu_seqlens_kv_padded=None,
-        attn_scale=None,
-        dropout=0.0,
-        qkv_layout="sbh3d",
-        o_format="sbhd",
-        attn_bias_type="no_bias",
-        attn_mask_type="padding",
-        softmax_type="vanilla",
-        window_size=(-1, -1),
-        bottom_right_diagonal=None,
-        rng_gen=None,
-        return_max_logit=False,
-    ):
+    def taking(names: tuple[str, ...], result: Callable[..., Any]) -> Callable[..., Any]:
+        def function(**given: Any) -> Any:
+            return result(*(given[name] for name in "qkv"))
+
+        function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=0) for name in names]
+        )
+        return clock.counting(function)
+
+    def forward(q: torch.Tensor, *_: torch.Tensor) -> Any:
         return zeros(*q.shape, dtype=q.dtype), [zeros(q.shape[1], q.shape[2], q.shape[0], 1), None]
 
-    def backward(  # type: ignore[no-untyped-def]
-        max_seqlen_q,
-        max_seqlen_kv,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        q,
-        k,
-        v,
-        o,
-        d_o,
-        fake_dtype,
-        aux_ctx_tensors,
-        fused_attention_backend,
-        cu_seqlens_q_padded=None,
-        cu_seqlens_kv_padded=None,
-        attn_scale=None,
-        dropout=0.0,
-        qkv_layout="sbh3d",
-        o_format="sbhd",
-        do_format="sbhd",
-        dqkv_layout="sbh3d",
-        attn_bias_type="no_bias",
-        attn_mask_type="padding",
-        softmax_type="vanilla",
-        window_size=(-1, -1),
-        bottom_right_diagonal=None,
-        deterministic=False,
-    ):
-        return [zeros(*x.shape, dtype=x.dtype) for x in (q, k, v)]
+    def backward(*inputs: torch.Tensor) -> Any:
+        return [zeros(*x.shape, dtype=x.dtype) for x in inputs]
 
+    shared = transformer_engine._SHARED  # parameters that the adapter has values for
     enums = types.SimpleNamespace(
         **{name: Names() for name in ("QKVLayout", "AttnBiasType", "AttnMaskType", "SoftmaxType")}
     )
     extension = types.SimpleNamespace(get_fused_attn_backend=lambda *args: 1)
     parts: tuple[Any, ...] = (
-        clock.counting(forward),
-        clock.counting(backward),
+        taking((*shared, *transformer_engine._FORWARD), forward),
+        taking((*shared, *transformer_engine._BACKWARD), backward),
         {"No_Backend": 0},
         enums,
         extension,

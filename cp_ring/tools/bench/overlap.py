@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from cp_ring import Layout, Mask, Plan
-from cp_ring.errors import ConfigError
 from cp_ring.kernels import choose
 from cp_ring.kernels.calls import kernel_calls
-from cp_ring.testing.network import ThrottledLink
 from cp_ring.testing.rank_pool import Ranks
 from cp_ring.tools.bench.contest import Contest
 from cp_ring.tools.bench.contestants import prepare_contestant
-from cp_ring.tools.job.speeds import exchange, in_turn, spread, timed
+from cp_ring.tools.job.speeds import exchange, in_turn, spread, throttled_link, timed
 
 
 def hop_seconds(group: Any, contest: Contest, repeats: int) -> float:
@@ -55,23 +54,18 @@ def run(contest: Contest, ratios: list[float], repeats: int) -> list[dict[str, A
     first is of the free wire.
 
     Each round runs forward and backward once with each wire. A time is that of the slower rank.
-    Where this machine or user cannot make a throttled link, there is one result, with the reason in
-    `skipped`.
+    Raises `NoNamespacesError`.
     """
-    try:
-        link = ThrottledLink()
-    except ConfigError as error:
-        return [{"name": "cp_ring", "skipped": str(error)}]
-    ranks = Ranks(2, link.ends)
-    try:
-        return _measure_wires(link, ranks, contest, ratios, repeats)
-    finally:
-        ranks.close()
-        link.close()
+    with throttled_link() as (ranks, throttle):
+        return _measure_wires(throttle, ranks, contest, ratios, repeats)
 
 
 def _measure_wires(
-    link: ThrottledLink, ranks: Ranks, contest: Contest, ratios: list[float], repeats: int
+    throttle: Callable[[float | None], None],
+    ranks: Ranks,
+    contest: Contest,
+    ratios: list[float],
+    repeats: int,
 ) -> list[dict[str, Any]]:
     size = 2 * contest.n // 2 * contest.heads * contest.head_dim * 4
     hop = statistics.mean(ranks.run(hop_seconds, 2, contest, 3))
@@ -81,12 +75,10 @@ def _measure_wires(
         {"name": "cp_ring", "ratio": ratio, "bytes_per_s": size / (ratio * hop)} for ratio in ratios
     ]
     for result in results:
-        link.throttle(result.get("bytes_per_s"))
+        throttle(result.get("bytes_per_s"))
         result |= {"hop_s": hop, "transfer_s": max(ranks.run(transfer_seconds, 2, size))}
     pools = dict.fromkeys(range(len(results)), (ranks, 2, "cp_ring"))
-    measured = in_turn(
-        pools, repeats, lambda number: link.throttle(results[number].get("bytes_per_s"))
-    )
+    measured = in_turn(pools, repeats, lambda number: throttle(results[number].get("bytes_per_s")))
     for number, result in enumerate(results):
         result["times"] = [clock for clock, _ in measured[number]]
         result |= spread(result["times"])

@@ -8,6 +8,7 @@ DeepSeek-V3, scaled down, and plain attention in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,8 @@ import torch
 from torch import Tensor
 
 from cp_ring import LatentKeys, Layout, Mask, Plan, ring_attention
-from cp_ring.errors import ConfigError
-from cp_ring.testing.network import ThrottledLink
 from cp_ring.testing.rank_pool import Ranks
-from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement, spread
+from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement, spread, throttled_link
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,8 @@ def cases(tokens: int) -> list[WireCase]:
 def prepare(group: Any, case: WireCase) -> None:
     """On a rank: makes the tensors of a case, and runs each codec once."""
     plan = Plan.build(Mask.causal(case.tokens), Layout.zigzag(case.tokens, 2))
-    size, generator = case.tokens // 2, torch.Generator().manual_seed(group.rank())
+    size = case.tokens // 2
+    generator = torch.Generator().manual_seed(group.rank())
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).requires_grad_()
@@ -91,37 +91,32 @@ def run(tokens: int, ratio: float, repeats: int) -> list[dict[str, Any]]:
     """Results {case, wire, ratio, free_s, bytes_per_s, median_s, min_s, max_s, faster}; `faster` is
     plain's time over this one.
 
-    Where this machine or user cannot make a throttled link, there is one result, with the reason in
-    `skipped`.
+    Raises `NoNamespacesError`.
     """
-    try:
-        link = ThrottledLink()
-    except ConfigError as error:
-        return [{"case": "all", "skipped": str(error)}]
-    ranks = Ranks(2, link.ends)
-    try:
+    with throttled_link() as (ranks, throttle):
         return [
             result
             for case in cases(tokens)
-            for result in _measure(link, ranks, case, ratio, repeats)
+            for result in _measure(throttle, ranks, case, ratio, repeats)
         ]
-    finally:
-        ranks.close()
-        link.close()
 
 
 def _measure(
-    link: ThrottledLink, ranks: Ranks, case: WireCase, ratio: float, repeats: int
+    throttle: Callable[[float | None], None],
+    ranks: Ranks,
+    case: WireCase,
+    ratio: float,
+    repeats: int,
 ) -> list[dict[str, Any]]:
     """Each round runs every codec once; a time is that of the slower rank."""
-    link.throttle(None)
+    throttle(None)
     ranks.run(prepare, 2, case)
     free = measurement(
         [clock for clock, _ in in_turn({"plain": (ranks, 2, "plain")}, repeats)["plain"]]
     ).median
     # Keys travel in forward and in backward, and their gradients in backward.
     speed = 3 * case.shard_bytes / (ratio * free)
-    link.throttle(speed)
+    throttle(speed)
     measured = in_turn({wire: (ranks, 2, wire) for wire in case.wires}, repeats)
     spreads = {wire: spread([clock for clock, _ in times]) for wire, times in measured.items()}
     return [

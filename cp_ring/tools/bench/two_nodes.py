@@ -12,16 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from cp_ring import Layout, Mask, ring_attention
-from cp_ring.errors import ConfigError
 from cp_ring.observe.counters import record
 from cp_ring.plan.costs.cost import crossing
 from cp_ring.plan.costs.shapes import Shape, planned
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.testing.network import ThrottledLink
-from cp_ring.testing.rank_pool import Ranks
 from cp_ring.tools.bench.contest import Contest, forward_and_backward
-from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement, spread
+from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement, spread, throttled_link
 
 NODES, NODE_SIZE = 2, 2
 SHAPES = {
@@ -69,15 +66,9 @@ def run(contest: Contest, repeats: int, share: float, full: bool) -> list[dict[s
 
     Times are those of forward and backward on the slowest rank, `free_s` on the free wire. Each
     round runs each shape once. `over_direct` is the time of `direct` divided by that of the shape.
-    Where this machine or user cannot make a throttled link, there is one result, with the reason in
-    `skipped`.
+    Raises `NoNamespacesError`.
     """
-    try:
-        link = ThrottledLink()
-    except ConfigError as error:
-        return [{"shape": "direct", "skipped": str(error)}]
-    ranks = Ranks(contest.cp, [end for end in link.ends for _ in range(NODE_SIZE)])
-    try:
+    with throttled_link(NODE_SIZE) as (ranks, throttle):
         results: list[dict[str, Any]] = [
             {"shape": name, "planned_bytes_between_nodes": planned_bytes(name, contest, full)}
             for name in SHAPES
@@ -88,11 +79,8 @@ def run(contest: Contest, repeats: int, share: float, full: bool) -> list[dict[s
         pools = {name: (ranks, contest.cp, name) for name in SHAPES}
         free = in_turn(pools, repeats)
         needed = results[0]["bytes_between_nodes"] / NODES / _median(free["direct"])
-        link.throttle(share * needed)
+        throttle(share * needed)
         slow = in_turn(pools, repeats)
-    finally:
-        ranks.close()
-        link.close()
     for result in results:
         name = result["shape"]
         result |= spread([clock for clock, _ in slow[name]])

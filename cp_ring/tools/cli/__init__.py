@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
 from cp_ring.tools.cli import bench
 from cp_ring.tools.cli.job_commands import (
     certify_command,
@@ -95,5 +95,5 @@ def main() -> None:
     except (ConfigError, PlanError, KernelError) as error:
         message = str(error)
     if message:  # empty after the help that a command without arguments prints
-        print(f"cp_ring: error: {' '.join(message.split())}", file=sys.stderr)
+        print(f"cp_ring: error: {one_line(message)}", file=sys.stderr)
     sys.exit(2)

@@ -28,26 +28,27 @@ Column = str | Callable[[Result], str]
 class Measured:
     """What a bench has measured. A result that could not be measured has the reason in `skipped`.
 
-    title: of the table. about: further keys of the JSON. key: that of the results in the JSON; ""
-    prints the results alone.
-    lines: printed in place of a table.
+    title: of the table. about: further keys of the JSON. lines: printed in place of a table.
     """
 
     results: list[Result]
     title: str = ""
     about: dict[str, Any] = field(default_factory=dict)
-    key: str = "rows"
     lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A command of `cp-ring bench`: `run` gets an instance of `options`, and has the help."""
+    """A command of `cp-ring bench`: `run` gets an instance of `options`, and has the help.
+
+    key: that of the results in the JSON; "" prints the results alone.
+    """
 
     name: str
     options: type
     run: Callable[[Any], Measured]
     columns: Mapping[str, Column] = field(default_factory=dict)
+    key: str = "rows"
 
 
 def commands() -> typer.Typer:
@@ -65,17 +66,24 @@ def commands() -> typer.Typer:
 
 
 def _run(bench: Bench, options: Any) -> None:
-    _tell(bench, bench.run(options), options.as_json)
+    from cp_ring.testing.network import NoNamespacesError
+
+    try:
+        measured = bench.run(options)
+    except NoNamespacesError as error:
+        measured = Measured([{"skipped": str(error)}])
+    _tell(bench, measured, options.as_json)
 
 
 def _tell(bench: Bench, measured: Measured, as_json: bool) -> None:
     """Prints what was measured, and where and when."""
     from cp_ring.tools.bench.machine import facts
 
-    made, results = facts(), measured.results
+    made = facts()
+    results = measured.results
     if as_json:
-        if measured.key:
-            typer.echo(json.dumps({**made, **measured.about, measured.key: results}))
+        if bench.key:
+            typer.echo(json.dumps({**made, **measured.about, bench.key: results}))
         else:
             typer.echo(json.dumps(measured.about or results))
         return
@@ -156,9 +164,7 @@ def _plan(options: PlanBench) -> Measured:
     """Measure planning: time, memory, bytes on the wire and balance, each with its goal."""
     from cp_ring.tools.bench.planning import run
 
-    return Measured(
-        [result._asdict() for result in run(options.repeats)], "cp_ring planning", key=""
-    )
+    return Measured([result._asdict() for result in run(options.repeats)], "cp_ring planning")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +194,9 @@ def _attention(options: AttentionBench) -> Measured:
 
     from cp_ring.tools.bench.contestants import CONTESTANTS, Contest, run
 
-    device, cp, n = options.device, options.cp, options.seq_length
+    device = options.device
+    cp = options.cp
+    n = options.seq_length
     check("--device", device, ("cpu", "cuda"))
     check("--dtype", options.dtype, ("", *_DTYPES))
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -422,7 +430,7 @@ def _wire(options: WireBench) -> Measured:
     if not ratio > 0:
         raise ConfigError(f"--ratio {ratio:g} must be above 0")
     title = f"causal, {n} tokens, 2 ranks, float32, a wire on which plain takes {ratio:g} x"
-    return Measured(run(n, ratio, options.repeats), title, key="results")
+    return Measured(run(n, ratio, options.repeats), title)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,7 +479,7 @@ def _rates(options: RatesBench) -> Measured:
         + ("" if link is None else f" --node-bandwidth {link:.3g}")
         + " ...",
     )
-    return Measured([], about={**machine.facts(), **found}, key="", lines=lines)
+    return Measured([], about={**machine.facts(), **found}, lines=lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -561,7 +569,7 @@ class TimingCostBench:
     """Options of `bench timing-cost`."""
 
     tokens: int = option(512, "Tokens of a rank.", parser=parse_tokens, metavar="TOKENS")
-    repeats: int = option(40, "Pairs of calls.")
+    repeats: int = option(40, "Pairs of calls.", min=1)
 
 
 def _timing_cost(options: TimingCostBench) -> Measured:
@@ -571,16 +579,13 @@ def _timing_cost(options: TimingCostBench) -> Measured:
     from cp_ring.tools.bench import timing_cost
 
     tokens, repeats = options.tokens, options.repeats
-    if tokens < 8 or tokens % 2 or repeats < 1:
-        raise ConfigError(
-            f"--tokens {tokens} --repeats {repeats}: at least 8 tokens, an even number, and 1 pair "
-            "are needed"
-        )
+    if tokens < 8 or tokens % 2:
+        raise ConfigError(f"--tokens {tokens}: at least 8 tokens, an even number, are needed")
     results = timing_cost.run(tokens, repeats)
     lines = tuple(
         f"{x['what']}: {x['cost']:.3%} of a call of {x['call_ms']:.1f} ms" for x in results
     )
-    return Measured(results, about={"tokens": tokens}, key="results", lines=lines)
+    return Measured(results, about={"tokens": tokens}, lines=lines)
 
 
 BENCHES = (
@@ -595,6 +600,7 @@ BENCHES = (
                 f"{result['goal']:g} {result['unit']}" if result["goal"] else ""
             ),
         },
+        key="",
     ),
     Bench("attention", AttentionBench, _attention, _ATTENTION),
     Bench(
@@ -644,6 +650,7 @@ BENCHES = (
             **_MEDIAN,
             "times as fast as plain": "{faster:.2f}",
         },
+        key="results",
     ),
     Bench(
         "host",
@@ -656,7 +663,7 @@ BENCHES = (
             "host time of a hop, us": "{hop_us:.0f}",
         },
     ),
-    Bench("rates", RatesBench, _rates),
+    Bench("rates", RatesBench, _rates, key=""),
     Bench(
         "lengths",
         LengthsBench,
@@ -685,6 +692,6 @@ BENCHES = (
             "over direct": "{over_direct:.2f}",
         },
     ),
-    Bench("timing-cost", TimingCostBench, _timing_cost),
+    Bench("timing-cost", TimingCostBench, _timing_cost, key="results"),
 )
 """All benches. A new one is a line here, its options and its function."""

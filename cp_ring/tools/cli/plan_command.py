@@ -60,7 +60,7 @@ _JOB: dict[str, Any] = {"is_eager": True, "callback": plan_inputs.take}
 class PlanRequest:
     """The options of `cp-ring plan`."""
 
-    cp: int = option(MISSING, "Context-parallel ranks.", **_LAYOUT)
+    cp: int = option(MISSING, "Context-parallel ranks.", min=1, **_LAYOUT)
     job: str | None = argument(
         "A job's YAML file, or the name of a packaged one: options that are not given are those "
         "of its first attention layer.",
@@ -104,7 +104,7 @@ class PlanRequest:
     documents_mean: float = option(
         0, "Random documents, exponential lengths of this mean; 0 for none.", **_MEAN_TOKENS
     )
-    seed: int = option(0, "Seed of the random documents.", **_MASK)
+    seed: int = option(0, "Seed of the random documents.", min=0, **_MASK)
     layout: str = option(
         "zigzag", f"{', '.join(LAYOUTS)} or {PER_DOCUMENT}.", metavar="NAME", **_LAYOUT
     )
@@ -144,7 +144,7 @@ class PlanRequest:
         **_SIZES,
     )
     wire: str = option("plain", f"How keys travel: {', '.join(WIRES)}.", metavar="NAME", **_LAYOUT)
-    ranks_per_node: int = option(8, "Neighboring ranks on one node.", **_SIZES)
+    ranks_per_node: int = option(8, "Neighboring ranks on one node.", min=1, **_SIZES)
     head_parallel: str = option(
         "1",
         "Neighboring ranks that exchange tokens for heads; 1 is the ring alone, auto the fastest.",
@@ -230,8 +230,6 @@ def run_plan(request: PlanRequest) -> None:
             raise PlanError(
                 "--compare needs --lengths: a file, lognormal:MEAN,SIGMA or preset:NAME"
             )
-        if request.cp < 1:
-            raise PlanError(f"context parallel size {request.cp} must be at least 1")
         layer = Layer(assumed.sizes, ranks_per_node=request.ranks_per_node, rates=assumed.rates)
         drawn = samples.lengths(request.lengths, request.seq_length, request.seed)
         compare_command(request.lengths, drawn, request.cp, layer, request.as_json)
@@ -261,8 +259,6 @@ def run_plan(request: PlanRequest) -> None:
 
 def _check(request: PlanRequest) -> None:
     """Raises `PlanError` for options that contradict each other, before anything is made."""
-    if request.ranks_per_node < 1:
-        raise PlanError(f"--ranks-per-node {request.ranks_per_node}: it must be at least 1")
     if request.route not in (AUTO, *ROUTES):
         raise PlanError(f"--route {request.route!r}: known are {', '.join((AUTO, *ROUTES))}")
     if request.draw:
@@ -441,8 +437,6 @@ def _document_offsets(n: int | None, request: PlanRequest) -> Ints | None:
         return None
     if not 1 <= n <= MAX_TOKENS:
         raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
-    if seed < 0:
-        raise PlanError(f"--seed {seed}: it must be at least 0")
     if path and mean:
         raise PlanError("--documents and --documents-mean exclude one another: give one of them")
     if path:

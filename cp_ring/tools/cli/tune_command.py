@@ -44,8 +44,8 @@ class TuneOptions:
     config: str | None = argument(
         "A YAML file, or the name of a packaged one (cp-ring train --list)."
     )
-    gpus: int | None = option(None, "GPUs of the job.", **_MACHINES)
-    ranks_per_node: int = option(8, "GPUs of a node.", **_MACHINES)
+    gpus: int | None = option(None, "GPUs of the job.", min=1, **_MACHINES)
+    ranks_per_node: int = option(8, "GPUs of a node.", min=1, **_MACHINES)
     rates: str = option(
         next(iter(NAMED)),
         f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight has "
@@ -135,9 +135,6 @@ def run_tune(options: TuneOptions) -> None:
 
 def _check_machines(gpus: int, ranks_per_node: int) -> None:
     """Raises `PlanError` unless the GPUs are some on one node, or whole nodes."""
-    for flag, value in (("--gpus", gpus), ("--ranks-per-node", ranks_per_node)):
-        if value < 1:
-            raise PlanError(f"{flag} {value}: it must be at least 1")
     if gpus > ranks_per_node and gpus % ranks_per_node:
         raise PlanError(
             f"--gpus {gpus}: they are no whole number of nodes of --ranks-per-node {ranks_per_node}"

@@ -22,7 +22,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, one_line
 
 State = Literal["good", "absent", "problem"]
 
@@ -319,7 +319,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _in_one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300].rstrip(".")
+    text = one_line(error)[:300].rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

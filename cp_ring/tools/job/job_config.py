@@ -19,7 +19,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, one_line
 from cp_ring.options import SETTINGS, OptionError, Options
 
 # the first comment of a packaged file speaks of commands from here on
@@ -227,7 +227,7 @@ def read(path: Path, source: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: not valid YAML: {_reason(error)}") from None
+        raise ConfigError(f"{source}: not valid YAML: {one_line(error)}") from None
     if settings is None:
         return {}
     if not isinstance(settings, dict):
@@ -307,10 +307,6 @@ def _from_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 def _find_preset(presets: Any, name: str, source: str) -> dict[str, Any]:
     if not isinstance(presets, dict) or not isinstance(presets.get(name), dict):
         known = ", ".join(presets) if isinstance(presets, dict) and presets else "none"
@@ -380,7 +376,7 @@ def _apply_override(settings: dict[str, Any], override: str) -> None:
         value = _from_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"--set {override[:200]}: the value is not valid YAML: {_reason(error)[:300]}"
+            f"--set {override[:200]}: the value is not valid YAML: {one_line(error)[:300]}"
         ) from None
     *sections, last = key.split(".")
     place = settings

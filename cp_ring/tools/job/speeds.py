@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.utils.benchmark import Measurement, TaskSpec
 
 from cp_ring.kernels import choose
 from cp_ring.kernels.base import OPEN
+from cp_ring.testing.network import ThrottledMesh
+from cp_ring.testing.rank_pool import Ranks
 
 Clock = Callable[[], float]
 
@@ -186,3 +189,22 @@ def in_turn[K](
                 (max(clock for clock, _ in of_ranks), max(process for _, process in of_ranks))
             )
     return times
+
+
+@contextmanager
+def throttled_link(each: int = 1) -> Iterator[tuple[Ranks, Callable[[float | None], None]]]:
+    """Ranks, `each` of them in each of two network namespaces that a wire joins, and a function
+    that limits the bytes per second of both directions; None removes the limit.
+    """
+    mesh = ThrottledMesh(2)
+    ranks = Ranks(2 * each, [end for end in mesh.ends for _ in range(each)])
+
+    def throttle(bytes_per_second: float | None) -> None:
+        for sender, receiver in ((0, 1), (1, 0)):
+            mesh.throttle(bytes_per_second, sender, receiver)
+
+    try:
+        yield ranks, throttle
+    finally:
+        ranks.close()
+        mesh.close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, one_line
 
 _BEGIN, _END = "# ---- settings\n", "# ---- end of settings\n"
 _NAME = re.compile(r"[\w.,@:+=/-]+")
@@ -204,4 +204,4 @@ def lint(script: str) -> None:
             )
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     if checked.returncode:
-        raise ConfigError(f"batch script: {' '.join(checked.stderr.split())}")
+        raise ConfigError(f"batch script: {one_line(checked.stderr)}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, one_line
 from cp_ring.tools.job import command_line as commands
 from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.job.train import prepare_corpus, record_job, say
@@ -246,7 +246,5 @@ def _reject_second(run_dir: Path) -> None:
 def _run_sbatch(line: Sequence[str]) -> str:
     done = subprocess.run(list(line), capture_output=True, text=True)
     if done.returncode:
-        raise ConfigError(
-            f"{shlex.join(line[:2])}: {' '.join((done.stderr or done.stdout).split())}"
-        )
+        raise ConfigError(f"{shlex.join(line[:2])}: {one_line(done.stderr or done.stdout)}")
     return done.stdout

@@ -3,6 +3,7 @@ that a plan takes them.
 """
 
 import json
+import shlex
 
 from typer.testing import CliRunner
 
@@ -12,7 +13,7 @@ from cp_ring.tools.cli import app
 
 def test_command_gives_rates_that_a_plan_takes(monkeypatch):
     monkeypatch.setattr(machine, "_link", lambda *_: 1.25)
-    result = CliRunner().invoke(app, ["bench", "rates", "--megabytes", "1", "--repeats", "1"])
+    result = CliRunner().invoke(app, shlex.split("bench rates --megabytes 1 --repeats 1"))
     assert result.exit_code == 0, result.exception
     *_, line = result.stdout.splitlines()
     words = line.removeprefix("cp-ring ").removesuffix(" ...").split()

@@ -3,6 +3,7 @@ are there.
 """
 
 import json
+import shlex
 
 from typer.testing import CliRunner
 
@@ -12,7 +13,7 @@ from cp_ring.tools.cli import app
 
 def test_command_gives_both_costs():
     result = CliRunner().invoke(
-        app, ["bench", "timing-cost", "--tokens", "64", "--repeats", "2", "--json"]
+        app, shlex.split("bench timing-cost --tokens 64 --repeats 2 --json")
     )
     assert result.exit_code == 0, result.exception
     recorded, not_recorded = json.loads(result.stdout)["results"]

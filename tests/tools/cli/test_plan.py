@@ -70,18 +70,18 @@ def test_converts_layouts(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (
-            ["--convert", "zigzag"],
+            "--convert zigzag",
             "--convert 'zigzag': give two layouts, BEFORE:AFTER, as in zigzag:contiguous",
         ),
-        (["--convert", "zigzag:diagonal"], "'diagonal': known are"),
+        ("--convert zigzag:diagonal", "'diagonal': known are"),
         (
-            ["--convert", "zigzag:contiguous", "--layout", "balanced"],
+            "--convert zigzag:contiguous --layout balanced",
             "names both layouts: leave out --layout",
         ),
     ],
 )
-def test_conversions_that_cannot_be(options: list[str], message: str) -> None:
-    assert message in str(run(*options).exception)
+def test_conversions_that_cannot_be(options: str, message: str) -> None:
+    assert message in str(run(*shlex.split(options)).exception)
 
 
 def test_bytes_between_nodes() -> None:
@@ -293,41 +293,41 @@ def test_masks_of_several_intervals(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mask", "stripes:3"], "--mask 'stripes:3': known are shared-prefix:PROMPT,RESPONSE"),
-        (["--mask", "images"], "--mask 'images': known are"),
-        (["--mask", "images:0-4"], "--mask images:0-4: give --seq-length"),
+        ("--mask stripes:3", "--mask 'stripes:3': known are shared-prefix:PROMPT,RESPONSE"),
+        ("--mask images", "--mask 'images': known are"),
+        ("--mask images:0-4", "--mask images:0-4: give --seq-length"),
         (
-            ["--mask", "images:4", "--seq-length", "64"],
+            "--mask images:4 --seq-length 64",
             "--mask images:4: write it as START-END,...",
         ),
         (
-            ["--mask", "images:4-9,7-12", "--seq-length", "64"],
+            "--mask images:4-9,7-12 --seq-length 64",
             r"--mask images:4-9,7-12: spans 4\.\.9 and 7\.\.12 overlap",
         ),
-        (["--mask", "shared-prefix:4,x"], "--mask shared-prefix:4,x: write it as PROMPT,RESPONSE"),
+        ("--mask shared-prefix:4,x", "--mask shared-prefix:4,x: write it as PROMPT,RESPONSE"),
         (
-            ["--mask", "shared-prefix:40,8", "--seq-length", "16"],
+            "--mask shared-prefix:40,8 --seq-length 16",
             "the branches have 48 tokens, the stream 16",
         ),
         (
-            ["--mask", "tree:/does/not/exist.json"],
+            "--mask tree:/does/not/exist.json",
             "--mask tree:/does/not/exist.json: cannot read it: No such file",
         ),
-        (["--mask", "block-diffusion:4", "--seq-length", "63"], "has no two equal halves"),
+        ("--mask block-diffusion:4 --seq-length 63", "has no two equal halves"),
         (
-            ["--mask", "shared-prefix:4,2", "--full"],
+            "--mask shared-prefix:4,2 --full",
             "is a mask by itself: leave out --full and --prefix",
         ),
         (
-            shlex.split("--mask global:0-4 --seq-length 64 --documents-mean 9"),
+            "--mask global:0-4 --seq-length 64 --documents-mean 9",
             "has no documents: leave out --documents",
         ),
-        (["--documents-mean", "9"], "--documents and --documents-mean need --seq-length"),
-        ([], "--seq-length: give the tokens of the sequence, or a --mask"),
+        ("--documents-mean 9", "--documents and --documents-mean need --seq-length"),
+        ("", "--seq-length: give the tokens of the sequence, or a --mask"),
     ],
 )
-def test_bad_masks_are_one_line(options: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["plan", "--cp", "4", *options])
+def test_bad_masks_are_one_line(options: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--cp", "4", *shlex.split(options)])
     with pytest.raises(PlanError, match=message) as caught:
         raise result.exception
     assert not result.stdout and "\n" not in str(caught.value)
@@ -429,61 +429,59 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--layout", "spiral"], "--layout 'spiral': known are zigzag"),
-        (["--route", "scenic"], "--route 'scenic': known are auto, direct, ring"),
+        ("--layout spiral", "--layout 'spiral': known are zigzag"),
+        ("--route scenic", "--route 'scenic': known are auto, direct, ring"),
         (
-            ["--schedule", "spiral"],
+            "--schedule spiral",
             "--schedule 'spiral': known are auto, ring, gather, or the hop of each ring distance",
         ),
-        (["--schedule", "0,1,2"], "--schedule 0,1,2: 3 hops for 4 ranks"),
-        (["--schedule", "0,1,2,1"], "--schedule 0,1,2,1: it decreases from hop 2 to hop 1"),
-        (["--schedule", "0,2,2,2"], "--schedule 0,2,2,2: it leaves out hop 1"),
+        ("--schedule 0,1,2", "--schedule 0,1,2: 3 hops for 4 ranks"),
+        ("--schedule 0,1,2,1", "--schedule 0,1,2,1: it decreases from hop 2 to hop 1"),
+        ("--schedule 0,2,2,2", "--schedule 0,2,2,2: it leaves out hop 1"),
         (
-            ["--schedule", "gather", "--slot-shards", "2"],
+            "--schedule gather --slot-shards 2",
             "--schedule gather: a hop has 3 sources, but --slot-shards is 2: raise --slot-shards "
             "to 3",
         ),
         (
-            ["--head-parallel", "3"],
+            "--head-parallel 3",
             "--head-parallel=3: it must divide the 4 context-parallel ranks",
         ),
         (
-            shlex.split("--head-parallel 4 --heads 6 --kv-heads 2"),
+            "--head-parallel 4 --heads 6 --kv-heads 2",
             "heads=4: it must divide the 6 query heads",
         ),
         (
-            shlex.split("--route relay --ranks-per-node 2 --schedule gather"),
+            "--route relay --ranks-per-node 2 --schedule gather",
             "--schedule gather: the route relay has a schedule",
         ),
-        (["--slot-shards", "0"], "--slot-shards 0: it must be at least 1"),
-        (["--window", "-2"], r"window \(-2, 0\)"),
-        (["--documents", "/does/not/exist"], "--documents /does/not/exist: cannot read"),
-        (["--documents", "x", "--documents-mean", "5"], "exclude one another"),
-        (["--kv-heads", "5"], "5 key/value heads do not divide 32 heads"),
-        (["--dtype", "int8"], "unknown dtype 'int8'"),
-        (["--num-slots", "1", "--schedule", "ring"], "num_slots is 1"),
-        (["--cp", "0"], "context parallel size 0"),
-        (["--seq-length", "0"], "--seq-length 0"),
+        ("--slot-shards 0", "--slot-shards 0: it must be at least 1"),
+        ("--window -2", r"window \(-2, 0\)"),
+        ("--documents /does/not/exist", "--documents /does/not/exist: cannot read"),
+        ("--documents x --documents-mean 5", "exclude one another"),
+        ("--kv-heads 5", "5 key/value heads do not divide 32 heads"),
+        ("--dtype int8", "unknown dtype 'int8'"),
+        ("--num-slots 1 --schedule ring", "num_slots is 1"),
+        ("--seq-length 0", "--seq-length 0"),
         (
-            ["--seq-length", "1000000000000"],
+            "--seq-length 1000000000000",
             "--seq-length 1000000000000: it must be at least 1 and at most",
         ),
-        (["--documents-mean", "nan"], "documents of nan tokens"),
-        (["--documents-mean", "inf"], "documents of inf tokens"),
-        (["--documents-mean", "5", "--seed", "-1"], "--seed -1"),
-        (["--chunks-per-rank", "3"], "--chunks-per-rank 3 is for --layout balanced, not zigzag"),
-        (["--draw", "plan.gif"], "must end in .png"),
-        (["--wire", "zip"], "--wire 'zip': known are plain, int8, fp8, latent"),
-        (["--wire", "latent"], "--wire latent needs --mla LATENT,ROPE,NOPE,VALUE"),
-        (["--mla", "512,64"], "--mla 512,64: it must be 4 numbers"),
+        ("--documents-mean nan", "documents of nan tokens"),
+        ("--documents-mean inf", "documents of inf tokens"),
+        ("--chunks-per-rank 3", "--chunks-per-rank 3 is for --layout balanced, not zigzag"),
+        ("--draw plan.gif", "must end in .png"),
+        ("--wire zip", "--wire 'zip': known are plain, int8, fp8, latent"),
+        ("--wire latent", "--wire latent needs --mla LATENT,ROPE,NOPE,VALUE"),
+        ("--mla 512,64", "--mla 512,64: it must be 4 numbers"),
         (
-            shlex.split("--mla 8,8,8,8 --wire latent --head-parallel 2"),
+            "--mla 8,8,8,8 --wire latent --head-parallel 2",
             "--wire latent does not support --head-parallel 2",
         ),
     ],
 )
-def test_bad_input_is_one_line(options: list[str], message: str) -> None:
-    result = run(*options)
+def test_bad_input_is_one_line(options: str, message: str) -> None:
+    result = run(*shlex.split(options))
     with pytest.raises(PlanError, match=message) as caught:
         raise result.exception
     assert not result.stdout and "\n" not in str(caught.value)
