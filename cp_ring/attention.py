@@ -125,9 +125,12 @@ class Inputs(NamedTuple):
             x is not None and (type(x), x.shape, x.dtype, x.device) for x in tensors
         )
 
-    def check(self) -> None:
-        """Raises `PlanError` for tensors that do not fit together, `ConfigError` for a DTensor."""
-        (q, k, v), sink = self[:3], self.sink
+    def check(self, cached: int = 0) -> None:
+        """Raises `PlanError` for tensors that do not fit together, `ConfigError` for a DTensor.
+        `cached` keys come before those of the queries' tokens.
+        """
+        q, k, v = self[:3]
+        sink = self.sink
         for name, x in zip(("q", "k", "v", "sink"), self, strict=False):
             check_local(name, x)
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -149,7 +152,7 @@ class Inputs(NamedTuple):
             raise PlanError(f"q, k and v need at least one head, of size at least 1; here {shapes}")
         if (
             k.shape[:3] != v.shape[:3]
-            or q.shape[:2] != k.shape[:2]
+            or {k.shape[0] - q.shape[0], k.shape[1] - q.shape[1]} != {0, cached}
             or q.shape[3] != k.shape[3]
             or q.shape[2] % k.shape[2]
         ):
@@ -275,7 +278,7 @@ class Attention:
         inputs: Inputs,
     ):
         q, k, v, sink, latents, dropout = inputs
-        inputs.check()
+        inputs.check(rank_plan.cached)
         self._plan, self._options = weakref.ref(rank_plan), options
         self.transport: Callable[[], Transport | None] = (
             weakref.ref(transport) if transport is not None else lambda: None

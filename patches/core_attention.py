@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from cp_ring.errors import ConfigError
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.patches.patch import Patch, Replacement
 
@@ -20,6 +21,8 @@ def _replacements() -> Iterator[Replacement]:
 
     for owner in (Attention, MultiLatentAttention):
         yield owner, "__init__", _with_ring(owner.__init__)
+    adjust = Attention._adjust_key_value_for_inference
+    yield Attention, adjust.__name__, _with_cache(adjust)
 
 
 @around
@@ -41,9 +44,16 @@ def _with_ring(
     layer_offload.link(self)
 
 
+@around
+def _with_cache(adjust: Function, self: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
+    if context is not None and self.config.context_parallel_size > 1:
+        raise ConfigError("generation from a cache of keys needs --context-parallel-size 1")
+    return adjust(self, context, *args, **kwargs)
+
+
 PATCH = Patch(
     what="builds RingDotProductAttention in place of DotProductAttention and "
-    "TEDotProductAttention in every attention layer",
+    "TEDotProductAttention in every attention layer; these reject caches of keys at cp 2 and more",
     why="one flag gives every kind of model ring attention, without a layer specification for each",
     when="--cp-ring",
     replacements=_replacements,

@@ -33,7 +33,7 @@ from cp_ring.megatron.layers import recomputation
 from cp_ring.megatron.layers.dropout_keys import dropout_of, number_of_prediction
 from cp_ring.megatron.layers.latent_tap import LatentTap
 from cp_ring.megatron.layers.layer_offload import offload, saving
-from cp_ring.megatron.plans import make_layout, make_plan
+from cp_ring.megatron.plans import make_layout, make_plan, plan_of_last
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.observe import debug, timing, watchdog
 from cp_ring.plan.sizes.attention_sizes import WIRES
@@ -141,7 +141,8 @@ class RingDotProductAttention(MegatronModule):
 
         Args:
             query: [s, b, h, d], or [s, h, d] of packed documents (thd).
-            key: [s, b, g, d] or [s, g, d].
+            key: [s, b, g, d] or [s, g, d]. More keys than queries are those of earlier tokens
+            too, as in generation; then the mask type is that of the layer.
             value: [s, b, g, dv] or [s, g, dv].
             attention_mask: None, or the causal mask of this rank's tokens where that is the
             declared one (see `batch_mask`).
@@ -157,7 +158,10 @@ class RingDotProductAttention(MegatronModule):
             ConfigError: for another mask, a bias, or packed sequences that ring attention does not
             support.
         """
-        mask = _check_mask(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
+        cached = key.shape[0] - query.shape[0]
+        mask = _check_mask(
+            self.attn_mask_type if attn_mask_type is None or cached else attn_mask_type
+        )
         _check_inputs(attention_bias, unknown)
         latents = (
             None
@@ -170,10 +174,12 @@ class RingDotProductAttention(MegatronModule):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             latents = latents and latents._replace(latent=latents.latent.unsqueeze(1))
         if attention_mask is not None:
-            self._check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
+            self._check_batch_mask(
+                attention_mask, mask, query.shape[0], key.shape[0], packed_seq_params
+            )
         step = compat.training_step()
         timing.at_step(step)
-        plan = self.plan_of(query, mask, packed_seq_params)
+        plan = self.plan_of(query, mask, packed_seq_params, cached)
         dropout = (
             self._dropout(query, packed_seq_params) if self.dropout and self.training else None
         )
@@ -206,12 +212,16 @@ class RingDotProductAttention(MegatronModule):
         check_latent(self.config, self.spec.ulysses, self.settings)
         return LatentTap(self.tp_group)
 
-    def plan_of(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> AnyPlan:
+    def plan_of(
+        self, query: torch.Tensor, mask: str, packed_seq_params: Any, cached: int = 0
+    ) -> AnyPlan:
         """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any,
-        the documents of the batch.
+        the documents of the batch, or the `cached` keys of earlier tokens.
         """
         rank, cp, (tokens, batch) = self.cp_group.rank(), self.cp_group.size(), query.shape[:2]
         if packed_seq_params is None:
+            if cached and cp == 1:
+                return plan_of_last(mask, tokens + cached, tokens, self.window)
             return make_plan(mask, tokens * cp, cp, self.window, self.spec)
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
         with timing.waiting_for_plan():
@@ -238,10 +248,15 @@ class RingDotProductAttention(MegatronModule):
         )
 
     def _check_batch_mask(
-        self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any
+        self,
+        attention_mask: torch.Tensor,
+        mask: str,
+        queries: int,
+        tokens: int,
+        packed_seq_params: Any,
     ) -> None:
-        """Accepts a mask tensor where it is the declared causal mask of the `tokens` of this rank;
-        else raises `ConfigError`.
+        """Accepts a mask tensor where it is the declared causal mask of the last `queries` of the
+        `tokens` of this rank; else raises `ConfigError`.
         """
         if packed_seq_params is not None or mask != "causal":
             declared = "the documents" if packed_seq_params is not None else f"the mask type {mask}"
@@ -250,9 +265,8 @@ class RingDotProductAttention(MegatronModule):
                 "computes itself: give --no-create-attention-mask-in-dataloader"
             )
         cp = self.cp_group.size()
-        accept_causal(
-            attention_mask, make_layout(self.settings.layout, tokens * cp, cp), self.cp_group.rank()
-        )
+        layout = make_layout(self.settings.layout, tokens * cp, cp)
+        accept_causal(attention_mask, layout, self.cp_group.rank(), queries)
 
     def _make_softmax_offset(self) -> None:
         """Sets `softmax_offset` [h]: None, a constant, or a parameter."""

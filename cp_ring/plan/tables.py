@@ -269,7 +269,8 @@ class RankPlan:
     Hops are those of the rank's member of the ring, and count ranks as members: `num_tokens` is the
     size of the member's shard, `batch` the number of batch rows that it holds, `pieces` the number
     of pieces of the mask. `exchange` is how the ranks of the member exchange tokens for heads; None
-    where the rank is its own member. `identity` is that of the whole plan
+    where the rank is its own member. `cached` counts tokens before the shard whose keys are there
+    too. `identity` is that of the whole plan
     (`cp_ring.plan.rank_plan`), by which ranks find out whether they run the same plan; () is not
     compared.
     """
@@ -282,6 +283,15 @@ class RankPlan:
     identity: tuple[tuple[str, str, str], ...] = ()
     pieces: int = 1
     exchange: Exchange | None = None
+    cached: int = 0
+
+    def last(self, queries: int) -> RankPlan:
+        """Of a rank alone: its last queries, with the keys of all tokens. Without backward."""
+        (hop,) = self.hops
+        cached = self.num_tokens - queries
+        tiles = hop.tiles.within(q0=cached).trimmed().shifted(-cached, 0)
+        hop = replace(hop, tiles=tiles, grad_shift=np.zeros(len(tiles), np.int64))
+        return replace(self, num_tokens=queries, hops=(hop,), identity=(), cached=cached)
 
     @property
     def ulysses(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ CASES = {
         WINDOW, data="documents", fault="boundary shifted by one", stock=False
     ),
 }
+
+
+GENERATE = {name for name, case in CASES.items() if (case.data, case.mask) == ("rows", "causal")}
 
 
 def configuration(case: Case, cp: int) -> Any:
@@ -208,6 +212,31 @@ def step(case: Case, cp: int, ring: bool, fault: str = "") -> dict[str, Any]:
         end_groups()
 
 
+@torch.no_grad()
+def generated(case: Case, ring: bool) -> list[Any]:
+    """Logits of two rows, of which the likeliest token is the next one, 9 times. With `ring` the
+    keys of earlier tokens are cached, and the prompt comes in two parts.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    parallel_state.initialize_model_parallel()
+    model = build(case, 1, ring or not case.stock).eval()
+    tokens, places = torch.arange(22).view(2, 11), torch.arange(N).expand(2, N)
+    context, logits = StaticInferenceContext(2, N) if ring else None, []
+    for start, stop in pairwise((0, 5, *range(11, 20))):
+        part = slice(start if ring else 0, stop)
+        inputs = tokens[:, part], places[:, part], None
+        last = model(*inputs, inference_context=context, runtime_gather_output=True)[:, -1]
+        if ring:
+            context.sequence_len_offset = stop
+        if stop > 5:
+            logits.append(last.tolist())
+            tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], 1)
+    end_groups()
+    return logits
+
+
 def causal_mask(case: Case) -> torch.Tensor:
     """What stock attention is given: True hides a key. It adds its own window."""
     return torch.ones(1, 1, N, N, dtype=torch.bool).triu(1)
@@ -241,6 +270,8 @@ def main() -> None:
             "two": step(case, 2, ring=True),
             "fault": step(case, 2, ring=True, fault=case.fault),
         }
+        if name in GENERATE:
+            results[name]["generated"] = [generated(case, ring) for ring in (False, True)]
     if dist.get_rank() == 0:
         import megatron.core
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from cp_ring.megatron import compat
-from tests.megatron.core_worker import CASES
+from tests.megatron.core_worker import CASES, GENERATE
 from tests.megatron.launch import HERE, launch
 
 pytestmark = [pytest.mark.compat, pytest.mark.slow]
@@ -47,3 +48,9 @@ def test_two_ranks_are_one(results, case):
     assert found["two"]["gradients"].keys() == found["one"]["gradients"].keys()
     assert difference(found["two"], found["one"]) < 1e-5
     assert difference(found["fault"], found["one"]) > 1e-4
+
+
+@pytest.mark.parametrize("case", sorted(GENERATE))
+def test_generation_from_a_cache(results, case):
+    whole, cached = map(np.array, results["cases"][case]["generated"])
+    assert whole.shape[0] == 9 and np.abs(cached - whole).max() < 1e-5

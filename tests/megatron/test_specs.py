@@ -223,6 +223,17 @@ def test_sparse_attention_in_a_hybrid_model_is_rejected_by_name():
         hybrid("D-", kind=MLATransformerConfig, multi_latent_attention=True, kv_lora_rank=8)
 
 
+def test_a_cache_of_keys_is_rejected_where_the_ranks_share_the_tokens():
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    model = gpt(
+        config(context_parallel_size=2), get_gpt_layer_local_spec(normalization="RMSNorm")
+    ).eval()
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    with pytest.raises(ConfigError, match="needs --context-parallel-size 1"):
+        model(tokens, tokens, None, inference_context=StaticInferenceContext(1, 8))
+
+
 def test_cross_attention_is_rejected():
     from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec
 

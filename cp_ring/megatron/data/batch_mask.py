@@ -21,12 +21,12 @@ is the causal one.
 All layers of a microbatch get the same tensor."""
 
 
-def accept_causal(mask: torch.Tensor, layout: Layout, rank: int) -> None:
-    """Checks that `mask` is the causal one of the tokens that `rank` holds under `layout`; ring
-    attention then ignores it.
+def accept_causal(mask: torch.Tensor, layout: Layout, rank: int, last: int = 0) -> None:
+    """Checks that `mask` is the causal one of the last tokens, `last` (0: all), of `rank` under
+    `layout`; ring attention then ignores it.
 
     Args:
-        mask: bool [1 or batch, 1 or heads, n / cp queries, n keys], true where the query does not
+        mask: bool [1 or batch, 1 or heads, queries, n keys], true where the query does not
             see the key, as Megatron's data sets make it.
 
     Raises:
@@ -35,7 +35,7 @@ def accept_causal(mask: torch.Tensor, layout: Layout, rank: int) -> None:
     version = -1 if mask.is_inference() else mask._version
     if version >= 0 and _was_accepted(mask, version, layout, rank):
         return
-    positions = torch.from_numpy(layout.positions(rank)).to(mask.device)
+    positions = torch.from_numpy(layout.positions(rank)[-last:]).to(mask.device)
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2:] != (len(positions), layout.n):
         raise _rejected(mask)
     keys = torch.arange(layout.n, device=mask.device)
