@@ -45,7 +45,8 @@ def offset(group: Any) -> ClockOffset:
     """
     boots: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(boots, boot(), group=group)
-    rank, found = dist.get_rank(group), ClockOffset(0.0, 0.0)
+    rank = dist.get_rank(group)
+    found = ClockOffset(0.0, 0.0)
     for other in (place for place, its in enumerate(boots) if its != boots[0]):
         if rank == 0:
             _answer(group, other)

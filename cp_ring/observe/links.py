@@ -66,7 +66,8 @@ def slowest(hosts: Sequence[str], links: Sequence[LinkSpeed]) -> tuple[float, fl
     found = {name: 1e9 * of["slowest_gb_s"] for name, of in by_class(hosts, links).items()}
     if not found:
         return None
-    inside, between = found.get(INSIDE), found.get(BETWEEN)
+    inside = found.get(INSIDE)
+    between = found.get(BETWEEN)
     return inside or between or 0.0, between or inside or 0.0
 
 

@@ -82,7 +82,8 @@ def _slice(
     rank: int, thread: int, name: str, category: str, begin: float, end: float, **args: Any
 ) -> dict[str, Any]:
     """A slice of the trace; begin and end in seconds."""
-    begin_us, end_us = round(begin * 1e6, 3), round(max(begin, end) * 1e6, 3)
+    begin_us = round(begin * 1e6, 3)
+    end_us = round(max(begin, end) * 1e6, 3)
     event = {
         "ph": "X",
         "pid": rank,
@@ -147,7 +148,8 @@ def _of_messages(
             end = max(message.end - first, message.start - first, begin)
             start = max(message.start - first, begin)
             free[sender, receiver] = end
-            name, link = f"{message.kind}, hop {message.hop}", next(ids)
+            name = f"{message.kind}, hop {message.hop}"
+            link = next(ids)
             args = {
                 "message": link,
                 "hop": message.hop,

@@ -205,7 +205,9 @@ class Watchdog:
 
     def waited(self) -> float:
         """How many seconds this rank has been in its present wait."""
-        now, since, sampled = time.monotonic(), WATCH.longest()[1], WATCH.sampled
+        now = time.monotonic()
+        since = WATCH.longest()[1]
+        sampled = WATCH.sampled
         if sampled is not None and _completed(*sampled[2:]):
             WATCH.sampled = sampled = None
         seconds = [

@@ -185,6 +185,26 @@ def test_a_job_that_was_stopped_writes_nothing_into_the_folder_of_its_successor(
     assert iteration is None and isinstance(error, lock.Lost)
 
 
+def test_a_job_that_was_stopped_after_it_looked_at_its_lock_changes_nothing(tmp_path, monkeypatch):
+    """Its successor has removed its remains and saved meanwhile."""
+    held, final = lock.acquire(tmp_path), folders.folder_of(tmp_path, 2)
+    folder = folders.unfinished(final, held.owner.token)
+    checkpoint(folder)
+
+    def stopped(_):
+        folders.sweep(tmp_path, held.tokens)
+        (tmp_path / folders.TRACKER).write_text("8")
+        if not final.exists():
+            checkpoint(final)
+
+    monkeypatch.setattr(lock.Lock, "check", stopped)
+    with pytest.raises(FileNotFoundError):
+        folders.publish(folder, final, held)
+    with pytest.raises(FileNotFoundError):
+        folders.replace_tracker(tmp_path, "2")
+    assert not manifest.defect(final) and folders.tracked(tmp_path) == 8
+
+
 def test_of_two_successors_one_gets_the_lock(tmp_path):
     """The slower one has seen the dead owner too, and removes the lock only if it is still the dead
     owner's.

@@ -137,7 +137,11 @@ def by_value(kind: Any, name: str) -> Allowed:
     return Allowed(name, look_up, (lambda value: True,), 1)
 
 
-INT, TEXT, BYTES, FLAG, LIST = of(int), of(str), of(bytes), of(bool), of(list)
+INT = of(int)
+TEXT = of(str)
+BYTES = of(bytes)
+FLAG = of(bool)
+LIST = of(list)
 INT_OR_NONE = of(int, types.NoneType)
 PLAIN = table_of(
     Allowed("builtins.set", set, (LIST,)),

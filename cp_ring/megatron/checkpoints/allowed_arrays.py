@@ -165,7 +165,8 @@ def _no_hooks(value: Any) -> bool:
     return not value and type(value) in (collections.OrderedDict, types.NoneType)
 
 
-_TENSOR, _PARAMETER = Allowed("torch.Tensor"), Allowed("torch.nn.parameter.Parameter")
+_TENSOR = Allowed("torch.Tensor")
+_PARAMETER = Allowed("torch.nn.parameter.Parameter")
 _STORED: tuple[Check, ...] = (
     of(torch.storage.TypedStorage), is_count, are_counts, are_counts, FLAG, _no_hooks,
 )  # fmt: skip

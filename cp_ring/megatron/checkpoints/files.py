@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,13 +72,18 @@ def write_new(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(
+    path: Path, text: str, aside: Path | None = None, check: Callable[[], None] = lambda: None
+) -> None:
     """Replaces a file so that at any moment, a power failure included, it is the old one or the new
     one.
+
+    `check` runs when the text is in the file `aside`: whoever removes that file prevents the rest.
     """
-    aside = beside(path)
+    aside = aside or beside(path)
     try:
         write_new(aside, text)
+        check()
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)

@@ -5,6 +5,9 @@ A checkpoint is written to `.saving.iter_N.TOKEN.TIME`, gets its manifest there,
 `iter_N`, and counts as published once the tracker file, replaced by one rename, names it. So at any
 moment the tracker names a whole checkpoint. TOKEN is that of the job's lock (`checkpoints.lock`): a
 job touches the remains of its own saves and of its dead predecessors only.
+
+A job that is stopped after its last look at the lock may go on when another job has taken over.
+Both renames are of something with its TOKEN, which the other one has removed by then: they fail.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from cp_ring.megatron.checkpoints import files, lock, manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _FOLDER = re.compile(r"iter_(\d{7,18})")
-_UNFINISHED = re.compile(r"\.(saving|old|removed)\.(iter_\d{7,18})\.([0-9a-f]+)(\.[0-9a-f]+)?")
+_UNFINISHED = re.compile(
+    rf"\.(saving|old|removed)\.(iter_\d{{7,18}}|{re.escape(TRACKER)})\.([0-9a-f]+)(\.[0-9a-f]+)?"
+)
 
 
 def folder_of(load: Path, iteration: int) -> Path:
@@ -133,7 +138,12 @@ def publish(folder: Path, final: Path, held: lock.Lock) -> None:
     if final.is_dir() and any(final.iterdir()):
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
-    folder.rename(final)
+    try:
+        folder.rename(final)
+    except OSError:
+        if old.is_dir() and not final.exists():
+            old.rename(final)
+        raise
     files.sync([final.parent])
     problem = manifest.defect(final, checksums=False)
     if problem or manifest.read(final) != entries:
@@ -158,6 +168,8 @@ def sweep(load: Path, tokens: Collection[str], writing: Collection[Path] = ()) -
         final = load / match[2]
         if match[1] == "old" and not final.exists():
             path.rename(final)
+        elif path.is_file():
+            path.unlink(missing_ok=True)
         else:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -209,10 +221,12 @@ def replace_tracker(load: Path, text: str) -> None:
     """Lets the tracker of `load` say `text`; raises `OSError` where it cannot be replaced, or this
     job has lost its lock.
     """
+    tracker = load / TRACKER
     held = lock.held(load)
-    if held is not None:
-        held.check()
-    files.replace_text(load / TRACKER, text)
+    if held is None:
+        files.replace_text(tracker, text)
+    else:
+        files.replace_text(tracker, text, unfinished(tracker, held.owner.token), held.check)
 
 
 def is_tracker(path: Any) -> bool:

@@ -140,7 +140,8 @@ def candidates(load: Path, wanted: int | None) -> tuple[list[int], int | None]:
     """
     if wanted:
         return [wanted], wanted
-    latest, there = folders.tracked(load), folders.published(load)
+    latest = folders.tracked(load)
+    there = folders.published(load)
     if latest is not None:
         return [latest, *(number for number in reversed(there) if number < latest)], latest
     if folders.tracker_is_broken(load):
@@ -218,7 +219,8 @@ def choose(args: argparse.Namespace) -> None:
     """
     if not getattr(args, "load", None) or "://" in str(args.load):
         return
-    load, problem = Path(args.load), ""
+    load = Path(args.load)
+    problem = ""
     numbers, latest = candidates(load, requested_iteration(args))
     for number in numbers:
         found = defect(folders.folder_of(load, number))
@@ -245,7 +247,8 @@ def check_model(args: argparse.Namespace) -> None:
     if saved is None:
         return
     for name, flag in _SHAPE:
-        ours, theirs = _value(args, name), _value(saved, name)
+        ours = _value(args, name)
+        theirs = _value(saved, name)
         if (
             hasattr(saved, name)
             and ours != theirs

@@ -60,7 +60,8 @@ def _entry(name: str, value: object) -> Entry:
     """A checked entry of the file `name`; raises `ValueError`."""
     if name in ("", ".", "..") or "/" in name or "\0" in name or not isinstance(value, dict):
         raise ValueError(f"its entry {name!r:.60} does not describe a file")
-    size, crc32 = value.get("size"), value.get("crc32")
+    size = value.get("size")
+    crc32 = value.get("crc32")
     if type(size) is not int or size < 0 or not isinstance(crc32, str):
         raise ValueError(f"its entry {name!r:.60} has size {size!r:.20} and crc32 {crc32!r:.20}")
     return {"size": size, "crc32": crc32}

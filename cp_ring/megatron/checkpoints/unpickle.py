@@ -193,7 +193,8 @@ class _Gate(_PythonUnpickler):
         self._call(new=True)
 
     def _call(self, new: bool) -> None:
-        args, entry = self.stack.pop(), self.stack.pop()
+        args = self.stack.pop()
+        entry = self.stack.pop()
         if type(entry) is not Allowed:
             raise rejected(f"that calls {entry!r:.60}")
         found = entry.call(args, new)
@@ -203,7 +204,8 @@ class _Gate(_PythonUnpickler):
 
     def load_build(self) -> None:
         """Gives an object that this load has made its state, once."""
-        state, target = self.stack.pop(), self.stack[-1]
+        state = self.stack.pop()
+        target = self.stack[-1]
         _, entry = self.made.pop(id(target), (None, None))
         if entry is None or entry.fill is None:
             raise rejected(f"that gives a state to {target!r:.60}")

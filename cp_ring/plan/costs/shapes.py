@@ -78,7 +78,8 @@ def shapes_of(
         else [int(heads)]
     )
     for u in counts:
-        members, nodes = cp // u, members_of_node(node_size, u)
+        members = cp // u
+        nodes = members_of_node(node_size, u)
         for name in ROUTES if route == AUTO else (route,):
             # Where it does the same as direct, or cannot have the schedule, it is none of the
             # choices.

@@ -104,7 +104,8 @@ def compare(
 
     Raises `PlanError` if there are fewer tokens than the layouts need.
     """
-    n, mask = int(lengths.sum()), Mask.documents(np.cumsum([0, *lengths]))
+    n = int(lengths.sum())
+    mask = Mask.documents(np.cumsum([0, *lengths]))
     small = smallest_group(lengths, cp) if group is None else group
     if small < 1 or cp % small:
         raise PlanError(f"a group of {small} ranks does not divide the {cp} ranks")
@@ -113,7 +114,8 @@ def compare(
     if hybrid is not None:
         splits.append(_hybrid(lengths, hybrid, cp, layer))
     splits.append(_per_document(lengths, cp, layer))
-    zigzag, balanced = Layout.zigzag(n, cp), Layout.balanced(mask, cp)
+    zigzag = Layout.zigzag(n, cp)
+    balanced = Layout.balanced(mask, cp)
     node = layer.ranks_per_node if cp % layer.ranks_per_node == 0 else 1
     splits.append(_planned("zigzag", Plan.build(mask, zigzag, node_size=node), layer))
     splits.append(_planned("balanced", Plan.build(mask, balanced, node_size=node), layer))
@@ -136,7 +138,8 @@ def smallest_group(lengths: Ints, cp: int) -> int:
     """The fewest ranks, a power of two that divides `cp`, whose share of the tokens holds the
     longest document.
     """
-    share, size = -(-int(lengths.sum()) // cp), 1
+    share = -(-int(lengths.sum()) // cp)
+    size = 1
     while size * share < int(lengths.max()) and size < cp and cp % (2 * size) == 0:
         size *= 2
     return size if size * share >= int(lengths.max()) else cp
@@ -206,7 +209,8 @@ def _hops_seconds(pairs: Floats, travel: Floats, tokens: int, layer: Layer) -> t
     merged = tokens * layer.sizes.out_width * (layer.sizes.element + 8) / layer.rates.memory
     extra = hops * layer.rates.call + (hops - 1) * merged
     none = np.zeros_like(travel[:, :1])
-    keys, halves = np.concatenate([travel[:, 1:], none], 1), back[:, :1] / 2
+    keys = np.concatenate([travel[:, 1:], none], 1)
+    halves = back[:, :1] / 2
     both_ways = np.concatenate([keys, none], 1) + np.concatenate([none, none, travel[:, 1:]], 1)
     forward = Pass(there, keys, extra).seconds
     backward = Pass(np.concatenate([halves, back[:, 1:], halves], 1), both_ways, extra).seconds
@@ -245,7 +249,8 @@ def _padded_groups(lengths: Ints, cp: int, size: int, layer: Layer) -> SplitCost
     name = f"padded thd, cp {size}" + (f" x dp {cp // size}" if size < cp else "")
     sent = max((ring.ranks - 1) * ring.tokens for ring in rings) * layer.key_bytes
     between = sum(_ring_between_nodes(ring, layer) for ring in rings)
-    padding, balance = int((full - lengths).sum()), float(pairs.max() / pairs.mean())
+    padding = int((full - lengths).sum())
+    balance = float(pairs.max() / pairs.mean())
     return SplitCost(name, padding, balance, sent, between, forward, backward)
 
 
@@ -255,7 +260,9 @@ def _hybrid(lengths: Ints, groups: Groups, cp: int, layer: Layer) -> SplitCost:
     """
     full = padded(lengths, cp)
     forward = backward = 0.0
-    pairs, received, between = np.zeros(cp), np.zeros(cp), 0
+    pairs = np.zeros(cp)
+    received = np.zeros(cp)
+    between = 0
     for of_ranks in groups:
         sizes = np.bincount(
             [document for mine in of_ranks for document in mine], minlength=len(lengths)
@@ -277,7 +284,8 @@ def _hybrid(lengths: Ints, groups: Groups, cp: int, layer: Layer) -> SplitCost:
         slowest = times[times.sum(1).argmax()]
         forward, backward = forward + float(slowest[0]), backward + float(slowest[1])
     balance = float(pairs.max() / pairs.mean())
-    padding, most = int((full - lengths).sum()), int(received.max())
+    padding = int((full - lengths).sum())
+    most = int(received.max())
     return SplitCost("hybrid", padding, balance, most, between, forward, backward)
 
 
@@ -286,7 +294,8 @@ def _per_document(lengths: Ints, cp: int, layer: Layer) -> SplitCost:
     from their owner.
     """
     full = padded(lengths, cp)
-    ring, rank = _Ring.of(full, cp, layer.block), np.arange(cp)
+    ring = _Ring.of(full, cp, layer.block)
+    rank = np.arange(cp)
     # A rank reads both chunks of each later rank, and the first chunk of each earlier one. Hop t:
     # those of rank - t.
     owner = (rank[:, None] - rank) % cp
@@ -301,7 +310,8 @@ def _per_document(lengths: Ints, cp: int, layer: Layer) -> SplitCost:
         pairs, read / np.where(far, layer.link, layer.rates.inside), ring.tokens, layer
     )
     forward, backward = _with_tokens(*seconds, ring.tokens, layer)
-    padding, received = int((full - lengths).sum()), int(read.sum(1).max())
+    padding = int((full - lengths).sum())
+    received = int(read.sum(1).max())
     between = int((read * far).sum())
     return SplitCost("per-document zigzag", padding, 1.0, received, between, forward, backward)
 
@@ -314,7 +324,8 @@ def _planned(name: str, plan: Plan, layer: Layer) -> SplitCost:
     times = _with_tokens(
         timeline.forward, timeline.both - timeline.forward, float(tokens.max()), layer
     )
-    moved, own = crossing(plan, layer.sizes, layer.ranks_per_node), layer.sizes.of_rank(heads)
+    moved = crossing(plan, layer.sizes, layer.ranks_per_node)
+    own = layer.sizes.of_rank(heads)
     received = (
         np.bincount(ring.transfers.receiver, ring.transfers.tokens, ring.cp).max()
         * own.wire_key_bytes
@@ -322,5 +333,6 @@ def _planned(name: str, plan: Plan, layer: Layer) -> SplitCost:
     width = layer.sizes.query_width + layer.sizes.out_width + layer.sizes.key_width
     exchanged = int(tokens.max() * width * layer.sizes.element * (heads - 1) / heads)
     work = blocked_pairs(ring, layer.block).sum(1)
-    balance, between = float(work.max() / work.mean()), moved.keys + moved.exchange
+    balance = float(work.max() / work.mean())
+    between = moved.keys + moved.exchange
     return SplitCost(name, 0, balance, int(received) + exchanged, between, *times)

@@ -257,7 +257,9 @@ def step_seconds(
     attention: of one microbatch in all layers: forward, forward with backward, and what waits of
     each.
     """
-    model, rates, tokens = setup.model, setup.rates, setup.tokens(sizes, micro_batch)
+    model = setup.model
+    rates = setup.rates
+    tokens = setup.tokens(sizes, micro_batch)
     again = recompute != "none"
     products = rates.flops * rates.products * sizes.tp
     shared = setup.shared_norms
@@ -281,7 +283,8 @@ def step_seconds(
         "tensor-parallel messages": _tensor_parallel(setup, sizes, tokens) * (12 if again else 8),
         "expert-parallel messages": _expert_parallel(setup, sizes, tokens) * (6 if again else 4),
     }
-    count, pp = setup.microbatches(sizes, micro_batch), sizes.pp
+    count = setup.microbatches(sizes, micro_batch)
+    pp = sizes.pp
     stage = sum(of_microbatch.values()) / pp
     pipeline = (count - 1) * (stage + logits) + pp * stage + logits
     items = {name: count / pp * seconds for name, seconds in of_microbatch.items()}
@@ -393,7 +396,8 @@ def step_memory(
     buffers and what it keeps out,
     so that the sum is the least that any shape needs.
     """
-    model, tokens = setup.model, setup.tokens(sizes, micro_batch)
+    model = setup.model
+    tokens = setup.tokens(sizes, micro_batch)
     layers = model.layers / sizes.pp
     kept, results, slots, sums = (
         (attention.kept, attention.kept_results, attention.slots, attention.sums)

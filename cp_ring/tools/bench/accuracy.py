@@ -189,7 +189,8 @@ def _add_ratios(
         return
     single = errors(one_call(mask, inputs, kernel), truth)
     for cp in cases.cp:
-        layout, slot_shards = Layout.zigzag(mask.n, cp), max(cp, SLOT_SHARDS)
+        layout = Layout.zigzag(mask.n, cp)
+        slot_shards = max(cp, SLOT_SHARDS)
         plan = Plan.build(mask, layout, schedule=cases.schedule, slot_shards=slot_shards)
         for wire in cases.wires:
             parts = _ring(cp).run(_attend_to_shard, plan, inputs, kernel, wire)

@@ -52,12 +52,14 @@ def same_tiles(contest: Contest, group: Any) -> tuple[Round, Layout]:
     """
     plan = Plan.build(Mask.causal(contest.n), Layout.zigzag(contest.n, contest.cp), schedule="ring")
     shards = [[plan.layout.shard(x, rank, 1) for x in contest.draw()] for rank in range(contest.cp)]
-    dtype, d = getattr(torch, contest.dtype), contest.head_dim
+    dtype = getattr(torch, contest.dtype)
+    d = contest.head_dim
     kernel = choose("cpu", device=torch.device("cpu"), dtype=dtype, d=d, e=d)
 
     def one(rank: int) -> Tensor:
         q, _, _, dout = shards[rank]
-        out, lse = torch.zeros_like(q), q.new_full((1, contest.heads, q.shape[1]), -math.inf)
+        out = torch.zeros_like(q)
+        lse = q.new_full((1, contest.heads, q.shape[1]), -math.inf)
         dq, dk, dv = (torch.zeros_like(x) for x in shards[rank][:3])
         calls = [
             (
@@ -125,7 +127,8 @@ def jax_ringattention(contest: Contest, group: Any) -> tuple[Round, Layout]:
         "precision": None,
         "prevent_cse": True,
     }
-    mesh, spec = Mesh(np.array(jax.devices()), ("ring",)), PartitionSpec(None, "ring")
+    mesh = Mesh(np.array(jax.devices()), ("ring",))
+    spec = PartitionSpec(None, "ring")
     sharded = jax.shard_map(
         lambda q, k, v: attend(q, k, v, None, None, None, "ring", True, blocks),
         mesh=mesh,

@@ -92,6 +92,7 @@ def exchange_seconds(group: Any, megabytes: int, repeats: int) -> float:
     """On a rank: the least seconds in which two ranks exchange so many MiB; the first exchange does
     not count.
     """
-    cuda, peer = dist.get_backend(group) == "nccl", 1 - dist.get_rank(group)
+    cuda = dist.get_backend(group) == "nccl"
+    peer = 1 - dist.get_rank(group)
     data = torch.zeros(megabytes * 2**20, dtype=torch.uint8, device="cuda" if cuda else "cpu")
     return min([exchange(data, peer, peer, group) for _ in range(repeats + 1)][1:])

@@ -38,7 +38,8 @@ def packed(repeats: int) -> list[Result]:
     """1M tokens of 4,096 documents on 64 ranks."""
     n, cp = 1 << 20, 64
     cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, n), 4095, replace=False))
-    mask, layout = Mask.documents([0, *cuts.tolist(), n]), Layout.zigzag(n, cp)
+    mask = Mask.documents([0, *cuts.tolist(), n])
+    layout = Layout.zigzag(n, cp)
     plan, build = best_time(lambda: Plan.build(mask, layout), repeats)
     _, verify = best_time(plan.verify, repeats)
     even, balanced = best_time(lambda: Layout.balanced(mask, cp), repeats)
@@ -56,7 +57,8 @@ def huge(repeats: int) -> list[Result]:
     """16M causal tokens on 1,024 ranks: the plan of one rank, and the whole plan built and proven,
     on two routes.
     """
-    mask, layout = Mask.causal(1 << 24), Layout.zigzag(1 << 24, 1024)
+    mask = Mask.causal(1 << 24)
+    layout = Layout.zigzag(1 << 24, 1024)
     _, alone = best_time(lambda: Plan.build_rank_plan(mask, layout, 500), repeats)
     _, whole = best_time(lambda: Plan.build(mask, layout).verify(), min(repeats, 3))
     _, relayed = best_time(
@@ -135,7 +137,8 @@ def best_time(make: Callable[[], Any], repeats: int) -> tuple[Any, float]:
     """What `make` returns, and the best of `repeats` times in milliseconds. One call before them is
     not timed.
     """
-    made, times = make(), []
+    made = make()
+    times = []
     for _ in range(repeats):
         start = time.perf_counter()
         made = make()

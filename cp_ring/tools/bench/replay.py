@@ -68,7 +68,8 @@ def replay(
     `bandwidth` is that of a simulated link, in bytes per second. Raises `KernelError` where the
     kernel does not support the case.
     """
-    device, rank_plan = torch.device(sizes.device), plan.rank_plan(rank)
+    device = torch.device(sizes.device)
+    rank_plan = plan.rank_plan(rank)
     kernel = choose(
         kernel, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e, packed=rank_plan.packed
     ).name
@@ -181,7 +182,8 @@ def single_call(
     installed kernel can.
     """
     plan = Plan.build(mask, Layout.contiguous(mask.n, 1))
-    device, rank_plan = torch.device(sizes.device), plan.rank_plan(0)
+    device = torch.device(sizes.device)
+    rank_plan = plan.rank_plan(0)
     q, k, v, dout = sizes.draw(mask.n)
     found = []
     for name in names or [name for name in REGISTRY if name != "reference"]:

@@ -76,7 +76,8 @@ def prepare(group: Any, case: WireCase) -> None:
 
     def one_round(wire: str) -> None:
         if case.latent:
-            k, v = LatentKeys(leaves[1], leaves[2], leaves[3], case.heads, case.key), None
+            k = LatentKeys(leaves[1], leaves[2], leaves[3], case.heads, case.key)
+            v = None
             out = ring_attention(q, k, v, group, plan=plan, wire=wire)
         else:
             out = ring_attention(q, leaves[1], leaves[2], group, plan=plan, wire=wire)

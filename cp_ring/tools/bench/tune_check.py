@@ -97,7 +97,8 @@ class CheckResult:
 
 def checked_shapes(model: SmallModel) -> list[CheckedShape]:
     """All that differ: context parallel sizes 1, 2 and 4, heads, the routes and the schedules."""
-    found, seen = [], set()
+    found = []
+    seen = set()
     for cp in (1, 2, 4):
         several = [Shape("direct", 1, name) for name in ("ring", "gather")] if cp > 2 else []
         for shape in [*shapes_of(cp, model.sizes, cp), *several]:
@@ -121,7 +122,8 @@ def run(repeats: int, model: SmallModel | None = None, cpu: bool = False) -> Che
     cpu: measure CPU time instead of wall time.
     """
     model = model or SmallModel()
-    shapes, ranks = checked_shapes(model), Ranks(RANKS)
+    shapes = checked_shapes(model)
+    ranks = Ranks(RANKS)
     speeds: list[dict[str, float]] = []
     steps: dict[CheckedShape, list[tuple[float, float]]] = {shape: [] for shape in shapes}
     try:
@@ -189,8 +191,10 @@ def predict_attention(model: SmallModel, checked: CheckedShape, rates: Rates, tu
     """Seconds of attention of a step, forward and backward, on one of 4 ranks, which take turns or
     have cores of their own.
     """
-    plan, calls = _plan(model, checked, RATES), checked.cp * model.layers  # microbatches x layers
-    report, cpu = plan.verify(num_slots=plan.cp), KERNELS["cpu"]
+    plan = _plan(model, checked, RATES)
+    calls = checked.cp * model.layers  # microbatches x layers
+    report = plan.verify(num_slots=plan.cp)
+    cpu = KERNELS["cpu"]
     if not turns:
         return calls * simulate(plan, report, model.sizes, rates, RANKS, cpu).both
     computed = simulate(
@@ -298,7 +302,9 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
     """What this rank does in a second while all ranks do the same: flops, products, memory, link;
     and call, seconds.
     """
-    sizes, d, now = model.sizes, model.head_dim, _clock(cpu)
+    sizes = model.sizes
+    d = model.head_dim
+    now = _clock(cpu)
     tokens = model.tokens // 2
     whole = Plan.build(Mask.full(tokens), Layout.contiguous(tokens, 1))
 
@@ -315,7 +321,8 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
     tiny = Plan.build(
         Mask.full(_TINY * RANKS), Layout.contiguous(_TINY * RANKS, RANKS), schedule="ring"
     )
-    data, rank = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8), dist.get_rank(group)
+    data = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    rank = dist.get_rank(group)
     link = [
         exchange(data, (rank - 1) % RANKS, (rank + 1) % RANKS, group, now, sent=True)
         for _ in range(4)

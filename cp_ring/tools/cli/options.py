@@ -44,7 +44,8 @@ def command[T](options: type[T], run: Callable[[T], None]) -> Callable[..., None
     def with_options(**values: Any) -> None:
         run(options(**values))
 
-    hints, parameters = get_type_hints(options), []
+    hints = get_type_hints(options)
+    parameters = []
     for one in fields(options):  # type: ignore[arg-type]
         default = inspect.Parameter.empty if one.default is MISSING else one.default
         hint: Any = operator.getitem(Annotated, (hints[one.name], one.metadata["typer"]))
@@ -70,7 +71,8 @@ def parse_tokens(text: str | int) -> int:
     """
     match = _NUMBER.fullmatch(str(text).strip())
     if match:
-        factor, digits = _FACTORS[match[2].lower()], match[1].replace("_", "")
+        factor = _FACTORS[match[2].lower()]
+        digits = match[1].replace("_", "")
         if "." not in digits:
             return int(digits) * factor
         if (value := float(digits) * factor).is_integer():

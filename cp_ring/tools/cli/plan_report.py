@@ -139,7 +139,8 @@ def exposed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, dict[str,
     """
     if plan.cp > MAX_RANKS_PREDICTED:
         return None
-    rates, found = Rates(inside=EXPOSED_BYTES_PER_SECOND, between=EXPOSED_BYTES_PER_SECOND), {}
+    rates = Rates(inside=EXPOSED_BYTES_PER_SECOND, between=EXPOSED_BYTES_PER_SECOND)
+    found = {}
     for wire in dict.fromkeys(("plain", assumed.sizes.wire)):
         sizes = replace(assumed.sizes, wire=wire)
         made = simulate(plan, report, sizes, rates, assumed.ranks_per_node, assumed.kernel)

@@ -167,7 +167,8 @@ def summary(plan: Conversion, token_bytes: int, ranks_per_node: int) -> dict[str
 
 
 def _print(facts: dict[str, Any]) -> None:
-    console, cp = Console(), facts["cp"]
+    console = Console()
+    cp = facts["cp"]
     table = Table(
         title=f"{facts['before']} to {facts['after']}: {facts['n']:,} tokens of "
         f"{facts['bytes_per_token']:,} bytes, {cp} ranks"

@@ -54,7 +54,8 @@ def write(run_dir: Path, path: Path) -> None:
 
 def page(run_dir: Path) -> str:
     """The page as HTML."""
-    facts, steps = status(run_dir), progress.read(run_dir)
+    facts = status(run_dir)
+    steps = progress.read(run_dir)
     wanted = f" of {facts['train_iters']}" if facts["train_iters"] else ""
     state = {
         "state": facts["state"],
@@ -200,7 +201,8 @@ def _times(steps: list[dict[str, Any]]) -> str:
     lines += [(f"wire {name}, GB/s", rate) for name, rate in last.get("wire_gb_s", {}).items()]
     slow = []
     for each in sampled[-10:]:
-        rank, link = each.get("slowest_rank") or {}, each.get("slowest_link") or {}
+        rank = each.get("slowest_rank") or {}
+        link = each.get("slowest_link") or {}
         slow_rank = slow_link = ""
         if rank:
             slow_rank = (

@@ -93,7 +93,8 @@ def run_submit(options: SubmitOptions) -> None:
         "options": tuple(options.slurm or ()),
     }
     values = vars(options) | computed
-    resources, site = _select(Resources, values), _select(Site, values)
+    resources = _select(Resources, values)
+    site = _select(Site, values)
     submit(options.config, resources, site, options.set_ or [], options.dry_run)
 
 
@@ -175,7 +176,8 @@ def state_and_steps(facts: dict[str, Any], steps: list[dict[str, Any]]) -> Any:
 
     lines = [show(facts)]
     for step in steps[-5:]:
-        rate, loss = step.get("tokens per second"), step.get("lm loss")
+        rate = step.get("tokens per second")
+        loss = step.get("lm loss")
         lines.append(
             f"step {step['step']}"
             + (f" | loss {loss:.4f}" if isinstance(loss, float) else "")
@@ -183,7 +185,8 @@ def state_and_steps(facts: dict[str, Any], steps: list[dict[str, Any]]) -> Any:
         )
     times = [step["timing"] for step in steps if isinstance(step.get("timing"), dict)]
     if times:
-        last, rank = times[-1], times[-1].get("slowest_rank")
+        last = times[-1]
+        rank = times[-1].get("slowest_rank")
         slow = ""
         if rank:
             slow = f", slowest rank {rank['rank']} ({rank['host']}) {rank['slower'] - 1:+.0%}"

@@ -128,7 +128,8 @@ def predicted_bars(
     """
     ranks = sorted({rank for rank, _ in work} | {rank for _, *ends in sizes for rank in ends})
     hops = 1 + max(hop for hop in [0, *(hop for _, hop in work), *(hop for hop, _, _ in sizes)])
-    compute, moved = np.zeros((len(ranks), hops)), np.zeros((2, len(ranks), hops))
+    compute = np.zeros((len(ranks), hops))
+    moved = np.zeros((2, len(ranks), hops))
     for (of_rank, at), pairs in work.items():
         compute[ranks.index(of_rank), at] = pairs * pair
     messages = [

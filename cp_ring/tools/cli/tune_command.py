@@ -143,7 +143,8 @@ def _check_machines(gpus: int, ranks_per_node: int) -> None:
 
 def _tell(result: TuneResult, options: TuneOptions) -> None:
     """Writes, prints and draws what was found, as asked."""
-    config, title = str(options.config), f"{options.config} on {options.gpus} GPUs"
+    config = str(options.config)
+    title = f"{options.config} on {options.gpus} GPUs"
     if options.write:
         _write(options.write, result.best[0][1], config)
     if options.as_json:
@@ -189,7 +190,8 @@ def _documents(
         return [
             samples.lengths(chosen, n, seed + draw) for draw in range(DRAWN)
         ], f"{origin}, packed into {n:,} tokens"
-    known, rng = samples.lengths(chosen, None, seed), np.random.default_rng(seed)
+    known = samples.lengths(chosen, None, seed)
+    rng = np.random.default_rng(seed)
     drawn = [
         np.cumsum(rng.choice(known, math.ceil(4 * n / known.mean()) + 64)) for _ in range(DRAWN)
     ]

@@ -127,9 +127,11 @@ def _short(job: configs.JobConfig, steps: int, folder: Path) -> configs.JobConfi
 
 def _baseline(job: configs.JobConfig, steps: int, folder: Path) -> Baseline:
     """The closest job without cp_ring whose flags Megatron accepts."""
-    off, cp = Options(), job.parallel.context_parallel_size
+    off = Options()
+    cp = job.parallel.context_parallel_size
     alone = job.parallel.model_copy(update={"context_parallel_size": 1})
-    short, reasons = _short(job, steps, folder), []
+    short = _short(job, steps, folder)
+    reasons = []
     one_rank = {"cp_comm_type": None, "hierarchical_context_parallel_sizes": None}
     if commands.choose_device(job)[0] == "cpu":
         reasons.append("stock context parallelism needs GPUs")

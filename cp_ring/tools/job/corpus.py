@@ -200,7 +200,8 @@ def _tokenize(
         split: TokenFile(work / split, tokenizer.get_vocab_size()) for split in ("train", "valid")
     }
     tokens = dict.fromkeys(files, 0)
-    stream, index = iter(documents), 0
+    stream = iter(documents)
+    index = 0
     while batch := list(islice(stream, 64)):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
             split = "valid" if index % stride == stride - 1 else "train"

@@ -68,7 +68,9 @@ def launch(command: Command, output: RankOutput) -> int:
     handled = os.environ["PET_SIGNALS_TO_HANDLE"].split(",")  # by torch's launcher
     os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(name for name in handled if name != "SIGINT")
     arguments = ["--redirects", "3", "--log-dir", str(output.folder), *command.arguments]
-    interrupts, code, line = _Interrupts(output), 0, ""
+    interrupts = _Interrupts(output)
+    code = 0
+    line = ""
     with interrupts.handled():
         try:
             with output.following():

@@ -31,7 +31,9 @@ def state(run_dir: Path) -> str | None:
 
     try:
         record = json.loads((run_dir / FILE).read_text())
-        host, pid, started = str(record["host"]), int(record["pid"]), float(record["started"])
+        host = str(record["host"])
+        pid = int(record["pid"])
+        started = float(record["started"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))

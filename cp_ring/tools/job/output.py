@@ -272,7 +272,9 @@ def _console_on(file: TextIO) -> Console:
 def _step_line(line: str, steps: int | None) -> tuple[int, str]:
     """The step number and the text for the console, from a line of steps.jsonl."""
     values = json.loads(line)
-    step, rate, memory = values.pop("step"), values.pop("tokens per second"), values.pop("memory")
+    step = values.pop("step")
+    rate = values.pop("tokens per second")
+    memory = values.pop("memory")
     waited = values.pop(progress.WAITED, 0)
     del values["time"]
     # the rank that writes them has printed them

@@ -52,7 +52,8 @@ def train(
         prepare_corpus(corpus, job)
     record_job(job, corpus)
     local_run.begin(commands.run_dir(job))
-    before, wanted = last_step(job), job.megatron.get("train_iters")
+    before = last_step(job)
+    wanted = job.megatron.get("train_iters")
     if before and wanted and before >= wanted:
         say(
             f"all {wanted} steps are done: only validating; for more, --set "
@@ -105,7 +106,8 @@ def prepare_corpus(corpus: Corpus, job: configs.JobConfig) -> None:
     corpora.build(corpus)
     _reject_another_corpus(corpus, job)
     summary = corpus.summary()
-    documents, tokens = summary["documents"], sum(summary["tokens"].values())
+    documents = summary["documents"]
+    tokens = sum(summary["tokens"].values())
     say(
         f"corpus {corpus.folder}: {documents:,} documents, {tokens:,} tokens, vocabulary "
         f"{summary['vocab_size']:,}"
@@ -113,7 +115,8 @@ def prepare_corpus(corpus: Corpus, job: configs.JobConfig) -> None:
 
 
 def _reject_another_corpus(corpus: Corpus, job: configs.JobConfig) -> None:
-    path, step = commands.run_dir(job) / CORPUS, last_step(job)
+    path = commands.run_dir(job) / CORPUS
+    step = last_step(job)
     try:
         earlier = json.loads(path.read_text())
         folder, digest = earlier["folder"], earlier["digest"]
@@ -149,7 +152,8 @@ def record_job(job: configs.JobConfig, corpus: Corpus | None) -> None:
 
 
 def _closing_line(job: configs.JobConfig, source: str, overrides: Sequence[str]) -> str:
-    step, wanted = last_step(job), job.megatron.get("train_iters")
+    step = last_step(job)
+    wanted = job.megatron.get("train_iters")
     # applies to one start only
     settings = [setting for setting in overrides if not setting.startswith("data.replace=")]
     if wanted and step >= wanted:  # the same command would only validate, so add steps

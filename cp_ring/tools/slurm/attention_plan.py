@@ -33,7 +33,8 @@ def plan_of(job: JobConfig, per_node: int = 1) -> Plan:
 
     `per_node` consecutive ranks of the job share a node, from which the order of the hops follows.
     """
-    n, cp = job.megatron.get("seq_length"), job.parallel.context_parallel_size
+    n = job.megatron.get("seq_length")
+    cp = job.parallel.context_parallel_size
     if not isinstance(n, int) or n < 1:
         raise ConfigError(
             f"megatron.seq_length {n!r}: it must be the number of tokens of a sequence"
@@ -64,7 +65,8 @@ def describe_job(job: JobConfig, placement: Placement) -> list[str]:
     if cp == 1:
         return ["context parallel size 1: no hops"]
     groups = context_groups(job.parallel.tensor_model_parallel_size, cp, placement.ranks)
-    whole, sizes = plan_of(job, placement.per_node), sizes_of(job)
+    whole = plan_of(job, placement.per_node)
+    sizes = sizes_of(job)
     rings = members_of(groups, whole.ulysses)
     hops = traffic(whole.ring, rings, placement, token_bytes(sizes.of_rank(whole.ulysses)))
     if whole.ulysses == 1:

@@ -94,7 +94,8 @@ def traffic(
         raise ConfigError(
             f"groups of {groups.shape[1]} among {groups.max() + 1} ranks; the plan is for {plan.cp}"
         )
-    moves, count = plan.transfers, len(placement.hosts)
+    moves = plan.transfers
+    count = len(placement.hosts)
     # [groups, transfers]
     sender, receiver = (placement.nodes[groups[:, side]] for side in (moves.sender, moves.receiver))
     size = np.broadcast_to(moves.tokens * token_bytes, sender.shape)
@@ -149,7 +150,8 @@ def token_bytes(sizes: AttentionSizes) -> int:
 
 
 def _range(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
+    low = min(numbers)
+    high = max(numbers)
     return str(low) if low == high else f"{low} to {high}"
 
 

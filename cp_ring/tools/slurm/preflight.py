@@ -54,7 +54,8 @@ class World:
             raise ConfigError(
                 f"cp-ring preflight: rank {rank} (RANK) is not a rank of {size} ranks (WORLD_SIZE)"
             )
-        address, port = os.environ.get("MASTER_ADDR"), _variable(("MASTER_PORT",), 0)
+        address = os.environ.get("MASTER_ADDR")
+        port = _variable(("MASTER_PORT",), 0)
         nodes = os.environ.get("SLURM_STEP_NODELIST")
         if size > 1 and nodes is not None:  # a task of srun; the shell of a batch script is no rank
             address, port = address or _first_host(nodes), port or _slurm_port()

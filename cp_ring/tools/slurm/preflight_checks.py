@@ -180,7 +180,8 @@ def gpus(ranks: Sequence[Facts]) -> Iterator[Problem]:
                 f"{where}: {facts.gpu['uncorrected_errors']} uncorrected memory errors: leave out "
                 "this node"
             )
-        total, free = facts.gpu.get("total", 0), facts.gpu.get("free", 0)
+        total = facts.gpu.get("total", 0)
+        free = facts.gpu.get("free", 0)
         if total and free < FREE_GPU_SHARE * total:
             yield Problem(
                 f"{where}: only {free / 2**30:.0f} of {total / 2**30:.0f} GiB are free: does "

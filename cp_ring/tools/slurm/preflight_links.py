@@ -66,7 +66,9 @@ def measure(
     """
     import torch
 
-    began, size, cp = time.monotonic(), groups.size, groups.shape[1]
+    began = time.monotonic()
+    size = groups.size
+    cp = groups.shape[1]
     group = next(group for group in groups.tolist() if rank in group)
     place, large = (
         group.index(rank),

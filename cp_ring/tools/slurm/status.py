@@ -23,7 +23,8 @@ def status(run_dir: Path) -> dict[str, Any]:
     `run_dir` holds no run.
     """
     megatron = _read_megatron(run_dir)
-    steps, events = progress.read(run_dir), attempts.read(run_dir)
+    steps = progress.read(run_dir)
+    events = attempts.read(run_dir)
     last = steps[-1] if steps else {}
     since = _number_or_none(last.get("time"))
     number = events[-1].job if events else None
