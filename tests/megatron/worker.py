@@ -82,7 +82,7 @@ def write(path: Path, line: dict) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def reject(message: str) -> None:
+def reject(message, code=2):
     raise Rejected(message)
 
 
