@@ -16,7 +16,7 @@ from cp_ring.kernels.cpu import KERNEL
 from cp_ring.testing.rank_pool import LIMIT_S
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
-ON_TWO_RANKS = ("ring_attention", "plan_and_window", "packed_documents")
+ON_TWO_RANKS = ("ring_attention", "plan_and_window", "packed_documents", "hugging_face")
 # tests/megatron/test_declared_masks.py runs them
 IN_MEGATRON = ("rl_shared_prefix", "multimodal_spans")
 ON_ONE = ("own_mask", "own_layout", "own_route", "own_kernel", "own_patch")
