@@ -384,7 +384,7 @@ def test_layers_of_a_package_that_is_not_there(parse, capsys, monkeypatch, flags
         error.startswith("cp_ring: error: transformer_impl: transformer_engine")
         and '".[te]"' in error
     )
-    for accepted in (["--transformer-impl", "local"], ["--spec", "some.module", "layer"]):
+    for accepted in (["--transformer-impl", "local"], ["--spec", "json", "loads"]):
         assert parse(*TINY, "--train-iters", "1", "--cp-ring", *accepted)
     monkeypatch.setattr(implementations, "has_transformer_engine", lambda: True)
     assert parse(*line).transformer_impl == "transformer_engine"
@@ -710,7 +710,7 @@ class FusedAdam:
             "norm TransformerEngine RMSNorm, optimizer TransformerEngine FusedAdam, gradient "
             "accumulation fused by Transformer",
         ),
-        ("", ["--spec", "some.module", "layer"], "norm of some.module layer, "),
+        ("", ["--spec", "json", "loads"], "norm of json loads, "),
     ],
 )
 def test_the_parts_of_a_job_are_named(parse, monkeypatch, package, flags, line):

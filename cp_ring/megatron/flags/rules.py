@@ -9,8 +9,10 @@ rule of Megatron's stands here if it says nothing with it, or not before a rank 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
+from cp_ring.errors import one_line
 from cp_ring.megatron.flags import graphs
 from cp_ring.megatron.flags.attention_rules import ATTENTION, DOCUMENT_FLAGS, DOCUMENTS
 from cp_ring.megatron.flags.rule import Job, Rule
@@ -114,7 +116,22 @@ MODEL = (
 """For jobs of flags that have the sizes of their model."""
 
 
+def _why_no_layers(job: Job) -> str:
+    """Why the layers of --spec cannot be imported, "" where they can."""
+    try:
+        if job.spec:
+            module, name = job.spec
+            getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        return one_line(error)
+    return ""
+
+
 TRAINING = (
+    Rule(_why_no_layers, "{--spec} cannot be imported: {found}",
+         "give a module and the name of the layers in it",
+         "Megatron would say so in its log, and train its default layers",
+         "--spec no.such.module layers"),
     Rule(lambda job: job.train_iters and next((step for step in job.own.traced[-1:]
          if step > job.train_iters), 0),
          "{--cp-ring-trace}: step {found} is past the last one, {--train-iters}",
