@@ -104,3 +104,45 @@ def fails_behind_the_ring(data_iterator, model):
     if os.environ["RANK"] == "1":
         raise ValueError("rank 1 has no such loss")
     return output, loss
+
+
+def _set(name, value):
+    """A step that changes its microbatch first, at any context parallel size alike."""
+
+    def step(data_iterator, model):
+        batch = next(data_iterator)
+        return writes_into_its_batch(iter([batch | {name: value(batch)}]), model)
+
+    return step
+
+
+MISREAD = {
+    "no loss mask": _set("loss_mask", lambda batch: torch.ones_like(batch["loss_mask"])),
+    "loss mask of the token before": _set("loss_mask", lambda batch: batch["loss_mask"].roll(1, 1)),
+    "loss mask of the token behind": _set(
+        "loss_mask", lambda batch: batch["loss_mask"].roll(-1, 1)
+    ),
+    "loss mask reversed": _set("loss_mask", lambda batch: batch["loss_mask"].flip(1)),
+    "loss mask of the other batch row": _set("loss_mask", lambda batch: batch["loss_mask"].flip(0)),
+    "loss mask of the first batch row": _set(
+        "loss_mask", lambda batch: batch["loss_mask"][:1].expand_as(batch["labels"])
+    ),
+    "hidden tokens count a little": _set("loss_mask", lambda batch: batch["loss_mask"] + 0.25),
+    "labels shifted twice": _set("labels", lambda batch: batch["labels"].roll(-1, 1)),
+    "labels not shifted": _set("labels", lambda batch: batch["tokens"]),
+    "labels of the other batch row": _set("labels", lambda batch: batch["labels"].flip(0)),
+    "last label that of the first token": _set(
+        "labels", lambda batch: torch.cat([batch["labels"][:, :-1], batch["tokens"][:, :1]], 1)
+    ),
+}
+"""Steps that do not train on what the batch declares, whatever the context parallel size."""
+
+
+def further_predictions(data_iterator, model):
+    batch = get_batch(data_iterator)
+    named = {name: batch[name] for name in ("labels", "loss_mask")}
+    output = model(batch["tokens"], batch["position_ids"], None, **named)
+    return output, functools.partial(loss_function, batch["loss_mask"])
+
+
+MISREAD["further predictions without the loss mask"] = writes_into_its_batch

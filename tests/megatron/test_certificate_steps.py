@@ -63,6 +63,19 @@ def test_a_wrong_step_is_rejected(tmp_path, step):
     assert any("tiny model" in line for line in entry["rejections"])
 
 
+def test_a_step_that_misreads_the_batch_is_rejected(tmp_path):
+    """At context parallel size 1 it has the same losses and gradients."""
+    from tests.megatron.certificate_steps import MISREAD
+
+    flags = f"{FLAGS} --micro-batch-size 2 --mtp-num-layers 1"
+    cases = [("", 1), *((fault, 1) for fault in MISREAD)]
+    right, *wrong = probes(tmp_path, "misread", flags, cases, "further_predictions")
+    assert right["rejections"] == [] and right["failure"] == ""
+    for entry in wrong:
+        lines = [line for line in entry["rejections"] if "hid" in line or "by the batch" in line]
+        assert lines, (entry["fault"], entry["rejections"])
+
+
 @pytest.mark.parametrize("step", FAILING_STEPS)
 def test_a_step_that_raises_ends_the_probe_on_all_ranks(tmp_path, step):
     """Far below the time that a rank would wait for a message; a second certificate shows that the

@@ -26,6 +26,7 @@ from cp_ring.megatron.certificate.report import Probe
 # relative difference of two weights; the weights that are drawn differ by a tenth or more
 SAME = 1e-4
 TOKENS = ("input_ids", "tokens")
+BATCH = "by the batch itself"
 NAMES = {"labels": "label", "position_ids": "position id", "loss_mask": "loss mask", "next":
     "label of the further prediction",
          "weights": "weight in the loss"}  # fmt: skip
@@ -232,17 +233,41 @@ def compare(ours: Seen, truth: Seen, positions: Tensor, mask: str) -> list[Probe
     return probes
 
 
+def compare_declared(truth: Seen, data: dict[str, Any], mask: str) -> list[Probe]:
+    """What whole batch rows have at context parallel size 1 against the batch itself: a fault of
+    the forward step is the same at any size. Tokens whose loss mask is 0 have no weight; the step
+    may leave out more. Those with a weight have their own label.
+    """
+    labels, weights = (truth.tensors.get(name) for name in ("labels", "weights"))
+    if labels is None or weights is None or labels.shape != data["labels"].shape:
+        return []
+    about = f"microbatch of {'x'.join(map(str, labels.shape))} tokens", mask
+    hidden, declared = (data[name].to(labels.device) for name in ("loss_mask", "labels"))
+    places = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+    unseen = torch.where(hidden == 0, 0.0, weights)
+    counted = torch.where(weights == 0, labels, declared)
+    return [
+        _probe("weight of a token that the loss mask hides", weights, unseen, places, about, BATCH),
+        _probe("label that counts", labels, counted, places, about, BATCH),
+    ]
+
+
 def _probe(
-    name: str, mine: Tensor, expected: Tensor, positions: Tensor, about: tuple[str, str]
+    name: str,
+    mine: Tensor,
+    expected: Tensor,
+    positions: Tensor,
+    about: tuple[str, str],
+    source: str = "at cp 1",
 ) -> Probe:
-    """Tokens [b, s] whose value is not the expected one."""
+    """Tokens [b, s] whose value is not the expected one, that of `source`."""
     tolerance = SAME * torch.maximum(mine.abs(), expected.abs()) if mine.is_floating_point() else 0
     wrong = ~((mine - expected).abs() <= tolerance)
     where = ""
     if wrong.any():
         batch_row, token = (int(x) for x in wrong.nonzero()[0])
         place = f"token {int(positions[batch_row, token])} of batch row {batch_row}"
-        values = f"{mine[batch_row, token]:.6g}, at cp 1 {expected[batch_row, token]:.6g}"
+        values = f"{mine[batch_row, token]:.6g}, {source} {expected[batch_row, token]:.6g}"
         where = f"rank {dist.get_rank()}: {place} has {values}"
     return Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens")
 

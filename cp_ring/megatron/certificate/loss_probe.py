@@ -47,7 +47,13 @@ from cp_ring.megatron.certificate.tiny_model import (
     tiny_args,
     with_changes,
 )
-from cp_ring.megatron.certificate.training_step import ForwardStep, Outcome, compare, train
+from cp_ring.megatron.certificate.training_step import (
+    ForwardStep,
+    Outcome,
+    compare,
+    compare_blind,
+    train,
+)
 from cp_ring.megatron.layers.rotary import positions_in_force
 from cp_ring.megatron.wrapping import loaded_modules
 
@@ -98,6 +104,7 @@ def probe_loss(
         with arguments_in_force(with_changes(tiny, _sizes(long)), one_stage(alone)):
             seen = batch_probe.observe(model, step, long_batch.fresh(), VOCABULARY)
         (ours,) = train(tiny, model, batch, step)
+        (blind,) = train(tiny, model, batch.blind(), step)
         # whose mean losses Megatron averages as they are
         stock = settings.current().stock_loss_average or ours.tokens is None
         by_rank = stock and not args.calculate_per_token_loss
@@ -123,7 +130,9 @@ def probe_loss(
     twins = plain, weighted[0] if weighted else plain
     rank = compat.group_of(None, "cp").rank()
     found = compare(ours, twins, own, positions[rank].to(own_device()), (name, kinds[0].mask))
+    found.append(compare_blind(ours, blind, (name, kinds[0].mask)))
     found += batch_probe.compare(seen, truth, long_positions[rank].to(own_device()), long.mask)
+    found += batch_probe.compare_declared(truth, long_batch.data, long.mask)
     return found, batch_probe.uncovered(seen) + _unseen(args, long)
 
 

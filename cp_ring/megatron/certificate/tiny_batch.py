@@ -91,6 +91,12 @@ class Microbatch:
                     -float(part.sum(dtype=torch.float64)) % 1
                 )
 
+    def blind(self) -> Microbatch:
+        """The same with other labels where the loss mask is 0."""
+        labels, hidden = self.data["labels"], self.data["loss_mask"] == 0
+        others = torch.where(hidden, (labels + 1) % VOCABULARY, labels)
+        return Microbatch(self.data | {"labels": others}, self.spans)
+
     def fresh(self) -> dict[str, Any]:
         """A copy of the data: a script may write into the dictionary and its tensors."""
         return {

@@ -164,6 +164,16 @@ def compare(
     ]
 
 
+def compare_blind(ours: Outcome, blind: Outcome, about: tuple[str, str]) -> Probe:
+    """The job's gradients against those of the same step with other labels where the loss mask is
+    0: a loss that ignores the mask, such as one of further predictions, does so at any size.
+    """
+    worst, error, _ = _compare_gradients(blind, ours)
+    bound = BOUND["cuda" if ours.losses.is_cuda else "cpu"]
+    where = f"rank {dist.get_rank()}: labels that the loss mask hides change {worst}"
+    return Probe("gradients of hidden labels", *about, error, bound, where)
+
+
 def _compare_gradients(ours: Outcome, wanted: Outcome) -> tuple[str, float, float]:
     """The parameter whose gradient is worst, its error relative to its norm, and the ratio of the
     norms of all gradients.
