@@ -38,10 +38,12 @@ from cp_ring.plan.verify import Report
 
 Floats = NDArray[np.float64]
 
-SAMPLED_RANKS = 3
-"""Rank plans of which merges and kernel calls are counted where not all are: the first, one in the
-middle, the last.
-"""
+
+def sampled_ranks(cp: int) -> list[int]:
+    """Ranks whose merges and kernel calls are counted where not all are: the first, one in the
+    middle, the last.
+    """
+    return sorted({0, cp // 2, cp - 1})
 
 
 @dataclass(frozen=True, eq=False)
@@ -462,9 +464,9 @@ def _overheads(
     [members, 2].
     """
     if updates is None:
-        sample = sorted({0, plan.ring.cp // 2, plan.ring.cp - 1})[:SAMPLED_RANKS]
         updates = {
-            rank: rank_updates(plan.rank_plan(rank * plan.ulysses), kernel) for rank in sample
+            rank: rank_updates(plan.rank_plan(rank * plan.ulysses), kernel)
+            for rank in sampled_ranks(plan.ring.cp)
         }
     seconds = {
         rank: np.array(accumulator_bytes(of_rank, own)) / rates.memory

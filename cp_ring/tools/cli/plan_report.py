@@ -13,6 +13,7 @@ from rich.table import Table
 from cp_ring.plan.costs.cost import Cost, between_nodes, crossing
 from cp_ring.plan.costs.shapes import AUTO, Shape, costed, planned, shapes_of
 from cp_ring.plan.costs.simulate import accumulator_bytes, kernel_calls, rank_updates, simulate
+from cp_ring.plan.costs.waves import PROCESSORS, filled
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities
 from cp_ring.plan.mask import Mask
@@ -80,7 +81,7 @@ def speed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any]:
     `MAX_RANKS_COSTED` ranks.
     """
     if plan.cp > MAX_RANKS_COSTED:
-        return {"accumulator_bytes_per_rank": None, "predicted_efficiency": None}
+        return dict.fromkeys(("accumulator_bytes_per_rank", "predicted_efficiency", "filled"))
     sizes, rates, _, kernel = assumed
     updates = {
         rank: rank_updates(plan.rank_plan(rank * plan.ulysses), kernel)
@@ -93,7 +94,11 @@ def speed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any]:
     moved = [
         sum(accumulator_bytes(of_rank, sizes.of_rank(plan.ulysses))) for of_rank in updates.values()
     ]
-    return {"accumulator_bytes_per_rank": moved, "predicted_efficiency": predicted}
+    return {
+        "accumulator_bytes_per_rank": moved,
+        "predicted_efficiency": predicted,
+        "filled": filled(plan, sizes, kernel),
+    }
 
 
 def shapes_of_plan(
@@ -184,6 +189,13 @@ def print_plan(plan: PlanTables, facts: dict[str, Any]) -> None:
         f"kernel calls of a rank in forward, with the kernel {facts['kernel']}, which is assumed "
         "(--kernel)"
     )
+    if facts["filled"]:
+        shares = {name: f"{share:.3f}" for name, share in facts["filled"].items()}
+        console.print(
+            f"its calls fill {PROCESSORS} processors to {shares['forward']} in forward and "
+            f"{shares['backward']} in backward, one call of as many pairs to {shares['one']}; "
+            "the times below take a fixed time for it"
+        )
     if facts["chosen"]:
         console.print(f"chosen: {facts['chosen']}")
     _print_shapes(console, facts)
