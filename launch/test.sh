@@ -4,6 +4,7 @@
 #
 #   test.sh [OPTION...]                  for example: test.sh -m slow; test.sh -x -k layout; test.sh -m "not slow" (as .ci/run)
 #   test.sh --compat [VERSION...]        only the tests marked compat, with other versions of megatron-core (default: all)
+#   test.sh --checkout PATH...           the same with checkouts of Megatron-LM, and the certificate of their own pretrain_gpt.py
 #   test.sh --torch VERSION [OPTION...]  only the tests that depend on torch, with another version of it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -44,12 +45,21 @@ summary() {
 }
 trap summary EXIT
 
+# compat VERSION FOLDER: with the megatron of FOLDER.
 compat() {
     local tests=(tests/megatron/test_core.py tests/megatron/test_program.py tests/megatron/test_recurrent.py)
     # The wheel of 0.16 lacks megatron.training, so only megatron.core can be tested.
     [[ "$1" == 0.16.* ]] || tests+=(tests/megatron/test_versions.py tests/megatron/test_moe_overlap.py)
     [[ "$1" == 0.16.* ]] || tests+=(tests/patches/test_patches.py tests/patches/test_latent_gradients.py)
-    PYTHONPATH="$ROOT/.compat/$1" "$VENV/bin/python" -m pytest -m compat "${tests[@]}"
+    PYTHONPATH="$2" "$VENV/bin/python" -m pytest -m compat "${tests[@]}"
+}
+
+# helpers CHECKOUT: builds those of its data sets with the pybind11 of torch, as Megatron does at its start with one that is installed.
+helpers() {
+    CPATH="$("$VENV/bin/python" -c 'import sysconfig, torch; print(torch.__path__[0] + "/include", sysconfig.get_path("include"), sep=":")')"
+    MAKEFLAGS="CPPFLAGS= LIBEXT=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')"
+    export CPATH MAKEFLAGS
+    make --quiet -C "$1/megatron/core/datasets"
 }
 
 in_package_tree() {
@@ -65,7 +75,20 @@ case "${1:-}" in
     started=$SECONDS
     cpu_seconds
     installed=$cpu
-    for version in "$@"; do stage "megatron-core $version" compat "$version"; done
+    for version in "$@"; do stage "megatron-core $version" compat "$version" "$ROOT/.compat/$version"; done
+    ;;
+--checkout)
+    : "${2:?give a checkout of Megatron-LM}"
+    shift
+    for path in "$@"; do helpers "$path"; done
+    started=$SECONDS
+    cpu_seconds
+    installed=$cpu
+    for path in "$@"; do
+        stage "$path" compat "" "$(realpath "$path")"
+        stage "$path: pretrain_gpt.py" "$VENV/bin/python" -m pytest -m slow tests/megatron/test_user_scripts.py -k of_megatron_lm --megatron-lm "$path"
+        stage "$path: certificate" "$VENV/bin/python" -m tests.certificate.checkouts "$path" --models plain mtp moe sft --splits cp2
+    done
     ;;
 --torch)
     version="${2:?give a version of torch, for example --torch 2.15.0}"

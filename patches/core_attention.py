@@ -7,6 +7,7 @@ and `MultiLatentAttention`.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,14 @@ def _replacements() -> Iterator[Replacement]:
         yield owner, "__init__", _with_ring(owner.__init__)
     adjust = Attention._adjust_key_value_for_inference
     yield Attention, adjust.__name__, _with_cache(adjust)
+    if importlib.util.find_spec("megatron.core.ssm.gated_delta_product"):  # since 0.20
+        from megatron.core.ssm.gated_delta_product import GatedDeltaProductMixer
+
+        yield GatedDeltaProductMixer, "__init__", _rejected
+
+
+def _rejected(*args: Any, **kwargs: Any) -> None:
+    raise ConfigError("--cp-ring does not support gated delta product layers: give another --spec")
 
 
 @around
@@ -53,7 +62,8 @@ def _with_cache(adjust: Function, self: Any, context: Any, *args: Any, **kwargs:
 
 PATCH = Patch(
     what="builds RingDotProductAttention in place of DotProductAttention and "
-    "TEDotProductAttention in every attention layer; these reject caches of keys at cp 2 and more",
+    "TEDotProductAttention in every attention layer; these reject caches of keys at cp 2 and more; "
+    "gated delta product layers are rejected",
     why="one flag gives every kind of model ring attention, without a layer specification for each",
     when="--cp-ring",
     replacements=_replacements,

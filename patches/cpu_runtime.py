@@ -256,6 +256,7 @@ def _megatron_replacements() -> Iterator[Replacement]:
     with functions_uncompiled():
         from megatron.core import utils
         from megatron.core.tensor_parallel import random
+        from megatron.core.transformer import multi_token_prediction
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     init_process_group, barrier = torch.distributed.init_process_group, torch.distributed.barrier
@@ -280,6 +281,10 @@ def _megatron_replacements() -> Iterator[Replacement]:
     yield random, "_set_cuda_rng_state", _set_rng_state
     yield from replace_everywhere(
         [moe_utils, token_dispatcher], "maybe_move_tensor_to_cpu", _counts_of_experts
+    )
+    # since 0.20, which asks for classes that are none without TransformerEngine
+    yield from replace_everywhere(
+        [multi_token_prediction], "is_inference_column_parallel_linear", _nothing
     )
     if utils.tex is None:  # TransformerEngine, by which Megatron splits packed documents
         yield utils, "tex", SimpleNamespace(thd_get_partitioned_indices=_partitioned_indices)

@@ -11,9 +11,10 @@ from typing import Any
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import program
-from cp_ring.megatron.compat import check_version
+from cp_ring.megatron.compat import check_version, development
 from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.flags.rules import PROGRAM
+from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import configure
 from cp_ring.options import Options
 
@@ -58,6 +59,8 @@ def enable(
     job = Job(argparse.Namespace(program=True, packed=packed, seq_length=seq_length), used)
     check_rules(job, PROGRAM)
     check_version(core_alone=True)
+    if said := development():
+        note(said)
     patches.apply_for(job)
     configure(used, whole_rows=False)
     program.begin(program.Program(seq_length, micro_batch_size, packed))

@@ -1,7 +1,7 @@
 """Makes --use-torch-fsdp2 exact where --calculate-per-token-loss is given, and its checkpoints
 resume as they were.
 
-Five things are wrong in Megatron 0.16 to 0.19:
+Five things are wrong in Megatron 0.16 to 0.20:
 
 - With --calculate-per-token-loss gradients are divided by the number of tokens of all ranks, by
   `scale_gradients` of the wrapper around the model. That of FSDP2 does nothing, and FSDP2 averages

@@ -13,8 +13,9 @@ from typing import Any
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.compat import check_version
+from cp_ring.megatron.compat import check_version, development
 from cp_ring.megatron.flags.rule import Job
+from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import configure, current, flags
 from cp_ring.options import Options
 
@@ -30,6 +31,8 @@ def install(argv: Sequence[str]) -> Options:
     if not (config.enabled or config.cpu):
         return config
     check_version()
+    if said := development():
+        note(said)
     job = job_of(argv, config)
     patches.apply_for(job)
     configure(

@@ -1,6 +1,6 @@
 """Makes the gradients of multi-latent attention under tensor parallelism those without it.
 
-Two are wrong in Megatron 0.16 to 0.19:
+Two are wrong in Megatron 0.16 to 0.20:
 
 - All heads share the rotated part of keys, but each tensor-parallel rank computes the gradients of
   its own heads alone. Megatron sums them only where the down projection is TransformerEngine's, not

@@ -92,7 +92,7 @@ PATCH = Patch(
     what="GPTModel computes logits and loss of --cp-ring-loss-chunk tokens at a time",
     why="the logits of all tokens of a rank are larger than everything else that a long sequence "
     "needs",
-    versions=">=0.19,<0.20",
+    versions=">=0.19,<0.21",
     when="--cp-ring --cp-ring-loss-chunk",
     replacements=_replacements,
 )

@@ -1,7 +1,7 @@
 """Makes --use-megatron-fsdp split learned sinks with tensor parallelism, and its optimizer's state
 the same on all ranks.
 
-Three things are wrong in Megatron 0.19:
+Three things are wrong in Megatron 0.19 and 0.20:
 
 - The wrapper knows by class names how weights are split over tensor-parallel ranks; that of ring
   attention is a new name.
@@ -86,12 +86,14 @@ def _add_empty(optimizer: Any) -> None:
 
 
 def _replacements() -> Iterator[Replacement]:
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    known = FullyShardedDataParallel._MODULE_TYPE_REGISTRY
+    # until 0.19 there is one version
+    wrapper = vars(adapter).get("FullyShardedDataParallelV1", adapter.FullyShardedDataParallel)
+    known = wrapper._MODULE_TYPE_REGISTRY
     known = {**known, "column": {*known["column"], "RingDotProductAttention"}}
-    yield FullyShardedDataParallel, "_MODULE_TYPE_REGISTRY", known
+    yield wrapper, "_MODULE_TYPE_REGISTRY", known
     for name, wrap in (
         ("_init_optimizer_states_with_dummy_values", _uncounted),
         ("sharded_param_state_fsdp_dtensor", _whole),
@@ -102,7 +104,7 @@ def _replacements() -> Iterator[Replacement]:
 PATCH = Patch(
     what="splits learned sinks of --use-megatron-fsdp, completes its optimizer's state, and makes "
     "that without counting a step",
-    versions=">=0.19,<0.20",
+    versions=">=0.19,<0.21",
     why="Megatron does not know ring attention by name; its save hangs where a rank has no part "
     "of a parameter",
     when="--cp-ring --use-megatron-fsdp",

@@ -48,17 +48,21 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
     from cp_ring.megatron.layers import recurrent
 
     package: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
-    layer = package.GatedDeltaNet
     # until 0.17, where these layers know nothing of context parallelism
     if not hasattr(package, "tensor_a2a_cp2hp"):
         return
-    yield layer, "__init__", _with_one_norm(layer.__init__)
-    yield layer, "forward", recurrent.gated_delta_net_with_documents(layer.forward)
-    if hasattr(layer, "_gated_norm_and_a2a"):
-        yield layer, "_gated_norm_and_a2a", recurrent.norm_with_documents(layer._gated_norm_and_a2a)
+    wrappers = {
+        "__init__": _with_one_norm,
+        "forward": recurrent.gated_delta_net_with_documents,
+        "_gated_norm_and_a2a": recurrent.norm_with_documents,
+    }
+    for layer in (package.GatedDeltaNet, getattr(package, "GatedDeltaNet2", None)):
+        for name, wrap in wrappers.items():
+            if hasattr(layer, name) and layer is not None:
+                yield layer, name, wrap(getattr(layer, name))
     found = loaded_modules(package.__name__)
-    for name in ("causal_conv1d", "chunk_gated_delta_rule"):
-        if getattr(package, name) is not None:
+    for name in ("causal_conv1d", "chunk_gated_delta_rule", "chunk_gdn2"):
+        if getattr(package, name, None) is not None:
             yield from replace_everywhere(
                 found, name, recurrent.fla_with_documents(getattr(package, name))
             )

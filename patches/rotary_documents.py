@@ -34,6 +34,7 @@ def _replacements() -> Iterator[Replacement]:
         freqs: torch.Tensor,
         *options: Any,
         cp_group: Any = None,
+        max_seqlen: Any = None,  # since 0.20
         **named: Any,
     ) -> torch.Tensor:
         in_sequence, in_document = _positions(cu_seqlens, cp_group.rank(), cp_group.size())

@@ -23,8 +23,10 @@ from packaging.specifiers import SpecifierSet
 from cp_ring.errors import ConfigError
 from cp_ring.runtime import RUNTIME
 
-SUPPORTED = ">=0.16.1,<0.20"
+SUPPORTED = ">=0.16.1,<0.21"
 """The supported versions of megatron-core, as a PEP 440 specifier."""
+_DEVELOPMENT = ">=0.20.dev0"
+_TESTED = "tested at commit d98e8a6 of 2026-08-22"
 
 
 def check_version(core_alone: bool = False) -> str:
@@ -50,6 +52,15 @@ def check_version(core_alone: bool = False) -> str:
             "later, or put a checkout of Megatron-LM of this version first on PYTHONPATH"
         )
     return version
+
+
+def development() -> str:
+    """Of an installed version that is in development: which state of it was tested; else ""."""
+    return (
+        f"megatron-core {megatron_version()} is a development version, {_TESTED}"
+        if within(_DEVELOPMENT)
+        else ""
+    )
 
 
 def has_training_loop() -> bool:

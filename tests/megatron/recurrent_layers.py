@@ -45,7 +45,7 @@ CASES = {
         documents,
         "state begins anew too late" if documents else "state in the order of another layout",
     )
-    for layer in ("mamba", "delta_net")
+    for layer in ("mamba", "delta_net", "delta_net_2")
     for layout, documents in (
         ("zigzag", False),
         ("contiguous", False),
@@ -80,7 +80,7 @@ class Norm(torch.nn.RMSNorm):
 def build(kind: str, cp: int, tp: int = 1) -> Any:
     """The layer, with the same weights whatever `cp`."""
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.ssm import gated_delta_net as package
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -99,8 +99,9 @@ def build(kind: str, cp: int, tp: int = 1) -> Any:
             layer_number=1,
             pg_collection=groups,
         )
-    submodules = GatedDeltaNetSubmodules(**linear, out_norm=Norm)
-    return GatedDeltaNet(configuration(cp, tp), submodules, layer_number=1, pg_collection=groups)
+    submodules = package.GatedDeltaNetSubmodules(**linear, out_norm=Norm)
+    layer = package.GatedDeltaNet2 if kind == "delta_net_2" else package.GatedDeltaNet
+    return layer(configuration(cp, tp), submodules, layer_number=1, pg_collection=groups)
 
 
 def whole_rows() -> torch.Tensor:
@@ -209,9 +210,11 @@ def main() -> None:
     patches.get("recurrent_layers").apply()
     version = compat.megatron_version()
     old = version.startswith(("0.16.", "0.17."))
+    # before 0.18 without context parallelism
+    missing = {"delta_net": old, "delta_net_2": not compat.within(">=0.20.dev0")}
     results = {}
     for name, case in CASES.items():
-        if case.layer == "delta_net" and old:  # without context parallelism
+        if missing.get(case.layer):
             continue
         one, two, fault = step(case, 1), step(case, 2), step(case, 2, case.fault)
         results[name] = {"two": difference(two, one), "fault": difference(fault, one)}

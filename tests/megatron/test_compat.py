@@ -14,19 +14,21 @@ from tests.megatron.launch import environment
 
 
 @pytest.mark.parametrize(
-    "version", ["0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.7", "0.19.2+abc"]
+    "version", ["0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.7", "0.19.2+abc", "0.20.0+d98e8a6"]
 )
 def test_supported_versions(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)
     assert compat.check_version() == version
+    said = compat.development()
+    assert ("tested at commit d98e8a6" in said) if version >= "0.20" else not said
 
 
-@pytest.mark.parametrize("version", ["0.12.3", "0.16.0", "0.20.0", "0.20.0rc1", "1.0"])
+@pytest.mark.parametrize("version", ["0.12.3", "0.16.0", "0.21.0", "0.21.0rc1", "1.0"])
 def test_rejected_in_one_line_that_names_the_range(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)
     with pytest.raises(
         ConfigError,
-        match=f"needs megatron-core>=0.16.1,<0.20, but {version} is installed: pip install",
+        match=f"needs megatron-core>=0.16.1,<0.21, but {version} is installed: pip install",
     ) as rejection:
         compat.check_version()
     assert "\n" not in str(rejection.value)
@@ -48,7 +50,7 @@ def test_a_job_is_rejected_before_anything_of_megatron_is_imported(tmp_path):
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("cp_ring: error: ")]
     assert (
-        "needs megatron-core>=0.16.1,<0.20, but 0.15.3 is installed" in line
+        "needs megatron-core>=0.16.1,<0.21, but 0.15.3 is installed" in line
         and "Traceback" not in done.stderr
     )
 

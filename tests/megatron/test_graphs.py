@@ -133,10 +133,10 @@ def train(made, seed: int, rank: int = 0, cp: int = 1) -> tuple[float, list[torc
     )
     losses = made(own, positions, None, labels=labels)
     for parameter in made.parameters():
-        parameter.grad = None
         parameter.main_grad.zero_()
     losses.sum().backward()
     grads = [p.main_grad + (0 if p.grad is None else p.grad) for p in made.parameters()]
+    made.zero_grad()  # as Megatron's wrapper does, before a graph is captured
     return float(losses.detach().sum()), grads
 
 

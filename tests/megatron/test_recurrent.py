@@ -110,6 +110,17 @@ def test_the_delta_rule_is_megatrons_own_in_torch(kernels):
     ours, _ = kernels.delta_rule(q, k, v, g=g, beta=beta)
     theirs, _ = kernels.gated_delta_net.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)
     torch.testing.assert_close(ours, theirs)
+    if not hasattr(kernels.gated_delta_net, "torch_chunk_gdn2"):  # since 0.20
+        return
+    by_channel = {
+        "g": -draw(2, 70, 2, 4).exp(),
+        "b": draw(2, 70, 2, 4).sigmoid(),
+        "w": draw(2, 70, 2, 6).sigmoid(),
+    }
+    by_channel = {name: x.float() for name, x in by_channel.items()}
+    ours, _ = kernels.delta_rule(q, k, v, **by_channel)
+    theirs, _ = kernels.gated_delta_net.torch_chunk_gdn2(q, k, v, **by_channel)
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.skipif(
@@ -218,7 +229,8 @@ def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
     assert done.returncode == 0, done.stdout[-6000:]
     results = json.loads((tmp_path / "out.json").read_text())
     assert results["version"] == compat.megatron_version()
-    assert len(results["cases"]) == (4 if results["version"].startswith(("0.16.", "0.17.")) else 8)
+    new = 4 * compat.within(">=0.18") + 4 * compat.within(">=0.20.dev0")
+    assert len(results["cases"]) == 4 + new
     for name, found in results["cases"].items():
         assert found["two"] < 1e-5, name
         assert found["fault"] > 1e-3, name

@@ -124,7 +124,9 @@ def test_rules_read_arguments_that_megatron_has():
         for each in re.split(r"[ |%]|[<>=][^ |]+", when)
         if each.lstrip("!")
     }
-    only_later = {"--enable-cuda-graph", "--hybrid-override-pattern", "heads_of_rank", "ulysses"}
+    only_later = {"--enable-cuda-graph", "--hybrid-override-pattern", "heads_of_rank", "ulysses",
+                  "--dynamic-context-parallel", "--cp-partition-mode", "--mtp-hsm",
+                  "--megatron-fsdp-version"}  # fmt: skip
     assert {
         name for name in read if name not in names and name.replace("-", "_")[2:] not in names
     } <= only_later
@@ -488,10 +490,10 @@ def test_rules_that_no_flag_shows_here(monkeypatch, version, part, values, line)
     assert not problem(Job(SimpleNamespace(**values | {"tensor_model_parallel_size": 1})), part)
 
 
-@pytest.mark.parametrize("version", ["0.16.0", "0.20.0", "0.20.0rc1", None])
+@pytest.mark.parametrize("version", ["0.16.0", "0.21.0", "0.21.0rc1", None])
 def test_megatron_versions_outside_the_range(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)
-    with pytest.raises(ConfigError, match=r"--cp-ring needs megatron-core>=0\.16\.1,<0\.20"):
+    with pytest.raises(ConfigError, match=r"--cp-ring needs megatron-core>=0\.16\.1,<0\.21"):
         compat.check_version()
 
 

@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 
 from cp_ring.errors import ConfigError
+from tests.certificate.checkouts import EXPERTS_ON_TP, version_of
+from tests.megatron import documents as corpora
 from tests.megatron.launch import TINY, launch
-from tests.parity.models import QWEN, REFERENCE
+from tests.parity.models import EXPERTS, LATENT, QWEN, REFERENCE
 
 no_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
@@ -26,11 +29,11 @@ CP = "--context-parallel-size"
 BY_SPEC = ["--spec", "cp_ring.megatron.specs", "gpt_local"]
 
 
-def losses(flags, ranks, checkout):
+def losses(flags, ranks, checkout, usual=FLAGS):
     own = [path for path in sys.path if "site-packages" not in path]
     done = launch(
         ranks,
-        ["-m", "tests.megatron.run_with_tests", f"{checkout}/pretrain_gpt.py", *FLAGS, *flags],
+        ["-m", "tests.megatron.run_with_tests", f"{checkout}/pretrain_gpt.py", *usual, *flags],
         python_path=os.pathsep.join([*own, checkout]),
     )
     assert done.returncode == 0, done.stdout[-6000:]
@@ -39,22 +42,51 @@ def losses(flags, ranks, checkout):
     return [float(loss) for loss in steps + re.findall(r"lm loss value: (\S+)", done.stdout)]
 
 
+RING, ON_TP = ["--cp-ring"], ["--tensor-model-parallel-size", "2", CP, "2"]
+# flags; of the baseline, of the job under test; whether tensor-parallel ranks draw the same weights
+MODELS = {
+    "small": ("", "", "", True),
+    "moe": (f"{EXPERTS} {EXPERTS_ON_TP}", "", "", True),
+    "mla": (LATENT, REFERENCE, "", True),
+    "documents": (
+        "--eod-mask-loss",
+        "--reset-attention-mask --reset-position-ids",
+        "--dataloader-inter-document-masking",
+        True,
+    ),
+    "qwen3_next": (f"{QWEN} --mtp-num-layers 1", REFERENCE, "", False),
+}
+
+
+def usual_flags(model, folder):
+    """Multi-latent attention has no groups of heads; documents end within batch rows."""
+    flags = " ".join(FLAGS)
+    if model == "mla":
+        flags = flags.replace("--group-query-attention --num-query-groups 2", "")
+    if model == "documents":
+        flags = flags.replace("--mock-data", f"--data-path {corpora.write(folder / model)}")
+    return flags.split()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "baseline"),
-    [("", ""), (f"{QWEN} --mtp-num-layers 1", REFERENCE)],
-    ids=["small", "qwen3_next"],
-)
-def test_pretrain_gpt_of_megatron_lm(megatron_lm, model, baseline):
-    """Training and validation losses on 2 and 4 ranks are those of one rank without ring attention."""
+@pytest.mark.parametrize("model", MODELS)
+def test_pretrain_gpt_of_megatron_lm(megatron_lm, tmp_path, model):
+    """Training and validation losses on 1, 2 and 4 ranks are those of one rank without ring
+    attention.
+    """
     if not megatron_lm:
         pytest.skip("--megatron-lm names no checkout")
-    flags = model.split()
+    common, baseline, own, on_tp = MODELS[model]
+    flags, usual = common.split(), usual_flags(model, tmp_path)
     for checkout in megatron_lm:
-        stock = losses([*flags, *baseline.split()], 1, checkout)
+        if model == "documents" and Version(version_of(checkout)) < Version("0.19"):
+            continue
+        stock = losses([*flags, *baseline.split()], 1, checkout, usual)
         assert stock[0] - stock[4] > 0.1
-        for ring, ranks in [(["--cp-ring"], 2), (["--cp-ring"], 4)] + [(BY_SPEC, 2)] * (not model):
-            found = losses([*flags, *ring, CP, str(ranks)], ranks, checkout)
+        jobs = [([*RING, CP, str(ranks)], ranks) for ranks in (1, 2, 4)]
+        jobs += [([*RING, *ON_TP], 4)] * on_tp + [([*BY_SPEC, CP, "2"], 2)] * (model == "small")
+        for ring, ranks in jobs:
+            found = losses([*flags, *ring, *own.split()], ranks, checkout, usual)
             assert found == pytest.approx(stock, rel=1e-6), (checkout, ring)
 
 

@@ -112,24 +112,29 @@ def delta_rule(
     v: Tensor,
     *,
     g: Tensor,
-    beta: Tensor,
+    beta: Tensor | None = None,
+    b: Tensor | None = None,
+    w: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
     """As `fla.ops.gated_delta_rule.chunk_gated_delta_rule`: q, k, v [b, n, heads, d], g and beta
-    [b, n, heads].
+    [b, n, heads]. As `fla.ops.gdn2.chunk.chunk_gdn2`: g and b of each channel of k, w of v.
 
-    Token by token: the state decays by exp(g), forgets what it holds at k as far as beta says, and
-    learns v there.
+    Token by token: the state decays by exp(g), forgets what it holds at k as far as b says, and
+    learns v there as far as w says; both are beta.
     """
+    if beta is not None:
+        g, b, w = g[..., None], beta[..., None], beta[..., None]
     numbers = _numbers(cu_seqlens, q)
     state = q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1])
     outs = []
     for i in range(q.shape[1]):
         if i and numbers[0, i] != numbers[0, i - 1]:
             state = torch.zeros_like(state)
-        state = state * g[:, i, :, None, None].exp()
-        learned = beta[:, i, :, None] * (v[:, i] - torch.einsum("bhk,bhkv->bhv", k[:, i], state))
+        state = state * g[:, i, ..., None].exp()
+        held = torch.einsum("bhk,bhkv->bhv", b[:, i] * k[:, i], state)
+        learned = w[:, i] * v[:, i] - held
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, i], learned)
         outs.append(torch.einsum("bhk,bhkv->bhv", q[:, i] * q.shape[-1] ** -0.5, state))
     return torch.stack(outs, 1), None
@@ -225,3 +230,5 @@ for _name, _module in list(sys.modules.items()):
     if _name.startswith(gated_delta_net.__name__):
         _module.HAVE_FLA, _module.l2norm = True, l2norm
         _module.causal_conv1d, _module.chunk_gated_delta_rule = causal_conv1d, delta_rule
+        if hasattr(_module, "chunk_gdn2"):  # since 0.20
+            _module.chunk_gdn2 = delta_rule

@@ -392,7 +392,7 @@ def test_fsdp2_divides_gradients_and_loads_the_step(applied, one_rank):
 
 @no_cuda
 def test_megatron_fsdp_completes_the_state_of_the_optimizer_without_a_step(applied, one_rank):
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -406,7 +406,8 @@ def test_megatron_fsdp_completes_the_state_of_the_optimizer_without_a_step(appli
         _param_name={own: "own", other: "other"}.get, _param_groups_to_param2group_meta=lambda groups: {},
     )  # fmt: skip
     applied("megatron_fsdp")
-    assert "RingDotProductAttention" in FullyShardedDataParallel._MODULE_TYPE_REGISTRY["column"]
+    wrapper = vars(adapter).get("FullyShardedDataParallelV1", adapter.FullyShardedDataParallel)
+    assert "RingDotProductAttention" in wrapper._MODULE_TYPE_REGISTRY["column"]
     DistributedOptimizer._init_optimizer_states_with_dummy_values(optimizer)
     assert (
         torch.equal(own.to_local(), torch.full((3, 4), 2.0)) and float(adam.state[own]["step"]) == 0

@@ -16,7 +16,11 @@ from torch import Tensor
 from cp_ring.megatron.certificate.dense_oracle import MaskRule, Spans
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of
 
-_CLASSES = (("mamba_mixer", "MambaMixer"), ("gated_delta_net", "GatedDeltaNet"))
+_CLASSES = (
+    ("mamba_mixer", "MambaMixer"),
+    ("gated_delta_net", "GatedDeltaNet"),
+    ("gated_delta_net", "GatedDeltaNet2"),
+)
 
 
 def uncovered_states(args: argparse.Namespace, mask: str) -> str:
@@ -54,7 +58,7 @@ def _spans(of_row: Spans | MaskRule) -> list[tuple[int, int]]:
 
 def _class(name: tuple[str, str]) -> Any:
     try:
-        return getattr(importlib.import_module(f"megatron.core.ssm.{name[0]}"), name[1])
+        return getattr(importlib.import_module(f"megatron.core.ssm.{name[0]}"), name[1], None)
     except ImportError:  # before 0.17 there is no gated delta net
         return None
 

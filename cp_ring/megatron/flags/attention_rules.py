@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from cp_ring.megatron.flags.layer_pattern import SPARSE
+from cp_ring.megatron.flags.layer_pattern import SPARSE, VARIANTS
 from cp_ring.megatron.flags.rule import Job, Rule, check_rules
 
 DOCUMENT_FLAGS = (
@@ -154,14 +154,21 @@ ATTENTION = (
          example="--window-size 16,0 --window-attn-skip-freq [1]"),
     Rule("--window-attn-skip-freq<1 --window-size", "{found} must be at least 1",
          example="--window-size 16,0 --window-attn-skip-freq 0"),
-    Rule("--hybrid-context-parallel",
+    Rule("--hybrid-context-parallel|--dynamic-context-parallel",
          "--cp-ring does not support a context-parallel size per sequence; --sft with "
          "--cp-ring-layout balanced shares the work of short documents instead",
          "leave out {found}",
          example="--hybrid-context-parallel"),
-    Rule("--experimental-attention-variant !--experimental-attention-variant=gated_delta_net|"
-         "--experimental-attention-variant=dsa",
+    Rule("--cp-partition-mode !--cp-partition-mode=zigzag",
+         "--cp-ring does not support {--cp-partition-mode}", "give zigzag",
+         "--cp-ring-layout says which rank holds which tokens"),
+    Rule(lambda job: job.experimental_attention_variant not in (None, *VARIANTS),
          "--cp-ring does not support {--experimental-attention-variant}", "leave it out"),
+    Rule("--mtp-hsm", "--cp-ring does not support {found}", "leave it out",
+         "each rank shifts and mixes the hidden states of its own tokens by random numbers"),
+    Rule("--use-megatron-fsdp --megatron-fsdp-version>1",
+         "--cp-ring does not support {--megatron-fsdp-version}", "give 1",
+         "this version of Megatron's FSDP has no context parallelism"),
     Rule(lambda job: SPARSE in job.letters and (job.given(DOCUMENT_FLAGS)
          or (job.own.layout != "zigzag" and job["--cp-ring-layout"])
          or (job.cp > 1 and {*job.comm_types} != {"all_gather"} and job["--cp-comm-type"])),

@@ -17,8 +17,8 @@ _ATTENTION = "*+D"
 SPARSE = "S"
 """The letter, here alone, of --experimental-attention-variant dsa, which is split by itself."""
 
-# of --experimental-attention-variant: their letters
-_VARIANTS = {"gated_delta_net": "G", "dsa": SPARSE}
+VARIANTS = {"gated_delta_net": "G", "gdn": "G", "gdn2": "G", "dsa": SPARSE}
+"""Of --experimental-attention-variant: their letters. Since 0.20 gdn is the name of the first."""
 
 
 def pattern_of(args: argparse.Namespace) -> str:
@@ -31,7 +31,7 @@ def letters_of(args: argparse.Namespace) -> str:
     or, as in G G G * of Qwen3-Next, those that --experimental-attention-variant and
     --linear-attention-freq give the attention of a GPT model.
     """
-    letter = _VARIANTS.get(getattr(args, "experimental_attention_variant", None) or "")
+    letter = VARIANTS.get(getattr(args, "experimental_attention_variant", None) or "")
     every, pattern = getattr(args, "linear_attention_freq", None), pattern_of(args)
     if letter == SPARSE and not pattern:
         return SPARSE * args.num_layers

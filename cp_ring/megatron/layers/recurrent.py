@@ -63,6 +63,9 @@ class TokenOrder:
         return TokenOrder(self.in_sequence.to(device), self.by_rank.to(device), documents, offsets)
 
 
+_OF_TOKENS = ("x", "q", "k", "v", "g", "beta", "b", "w")
+"""Tensors [b, n, ...] that functions of fla take by name."""
+
 _made: WeakKeyDictionary[MicrobatchMask, dict[torch.device, TokenOrder]] = RUNTIME.keep(
     WeakKeyDictionary()
 )
@@ -200,7 +203,7 @@ def norm_with_documents(
 def fla_with_documents(
     function: Function, *tensors: torch.Tensor, cu_seqlens: Any = None, **named: Any
 ) -> Any:
-    """Wraps `causal_conv1d` or `chunk_gated_delta_rule` of the package fla.
+    """Wraps `causal_conv1d`, `chunk_gated_delta_rule` or `chunk_gdn2` of the package fla.
 
     They take documents as `cu_seqlens` of one batch row: the batch rows [b, n, ...] become one.
     Without documents in force nothing changes.
@@ -208,7 +211,7 @@ def fla_with_documents(
     order = _in_force.get()
     if order is None or cu_seqlens is not None:
         return function(*tensors, cu_seqlens=cu_seqlens, **named)
-    whole = {name: named[name] for name in ("x", "g", "beta") if name in named}
+    whole = {name: named[name] for name in _OF_TOKENS if name in named}
     batch, n = next(iter((*tensors, *whole.values()))).shape[:2]
     flat = [x.reshape(1, -1, *x.shape[2:]) for x in (*tensors, *whole.values())]
     named |= zip(whole, flat[len(tensors) :], strict=True)

@@ -108,7 +108,8 @@ def _megatron() -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("versions", "megatron-core", "problem", version, str(error))
         return
-    yield Finding("versions", "megatron-core", "good", f"{version} (in range {compat.SUPPORTED})")
+    state = compat.development() or f"in range {compat.SUPPORTED}"
+    yield Finding("versions", "megatron-core", "good", f"{version} ({state})")
 
 
 def _torch_libraries() -> Iterator[Finding]:
