@@ -108,11 +108,8 @@ def ring_attention(
             flash-attn's varlen functions. Documents do not see one another. The offsets are those
             of the whole sequence, the same on every rank.
         mask: any other mask, as a `Mask`: `Mask.prefix`, `Mask.documents`, `Mask.batch`, ... It
-            replaces `causal`, `window_size` and `cu_seqlens`. FlexAttention's `mask_mod` functions
-            are not supported, because a plan needs the mask as intervals: `Mask.causal(n)` is the
-            closest to a causal mask_mod, `Mask.causal(n, window=(w, 0))` to a sliding window,
-            `Mask.documents(cu_seqlens)` to a document mask, `Mask.prefix(n, length)` to a prefix-LM
-            mask.
+            replaces `causal`, `window_size` and `cu_seqlens`. `Mask.from_dense` takes an array of
+            booleans, `Mask.from_mask_mod` a `mask_mod` function of FlexAttention.
         plan: a plan made with `Plan.build`, or this rank's part of it. It replaces mask, layout,
             route, schedule and heads. Without one, a plan is made for the given mask and layout,
             proven, and kept for later calls with the same arguments.

@@ -215,7 +215,12 @@ BESIDE_A_PLAN = {
         (
             {"mask": lambda b, h, i, j: i >= j},
             ConfigError,
-            "mask is a function, not a Mask; mask_mod functions are not",
+            "mask is a function, not a Mask: make one by Mask.from_mask_mod(mask_mod, n)",
+        ),
+        (
+            {"mask": torch.ones(16, 16, dtype=torch.bool)},
+            ConfigError,
+            "mask is a Tensor, not a Mask: make one by Mask.from_dense(mask)",
         ),
         (
             {"mask": Mask.causal(18)},
