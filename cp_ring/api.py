@@ -45,6 +45,7 @@ class CallOptions(TypedDict, total=False):
     heads: int | str
     node_size: int | None
     softmax_scale: float | None
+    softcap: float
     deterministic: bool | None
     kernel: str
     num_slots: int
@@ -129,6 +130,8 @@ def ring_attention(
         node_size: neighboring ranks of `group` on one node, by which the routes `direct` and
             `relay` go. None is what torchrun or Slurm told this process, and 1 for a transport.
         softmax_scale: factor of the scores; d ** -0.5 by default.
+        softcap: scores become softcap * tanh(score / softcap), as in Gemma 2; 0 leaves them. The
+            kernels `flash` (flash-attn 2.6 and later, and 3), `cpu` and `reference` support it.
         sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each
             query. Zeros give the off-by-one softmax. Its gradient is this rank's share; sum it over
             `group`, as for any replicated parameter.

@@ -77,9 +77,9 @@ class Mask:
         not overlap.
 
         Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi; without lo and
-        hi all of them, and none where lo > hi. `positions`, int64 [n], are those of `Mask.positions`. Raises `PlanError`
-        that names the piece that is outside of the stream or ends before it begins, or the two
-        pieces that overlap, with a pair that both have.
+        hi all of them, and none where lo > hi. `positions`, int64 [n], are those of
+        `Mask.positions`. Raises `PlanError` that names the piece that is outside of the stream or
+        ends before it begins, or the two pieces that overlap, with a pair that both have.
         """
         n, tiles = _length(n), _read(pieces)
         ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1)

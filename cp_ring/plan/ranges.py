@@ -143,7 +143,7 @@ def runs(breaks: NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
 
 
 def every_other(places: Ints) -> Ints:
-    """Of each chain of consecutive numbers among the ascending `places`, the first, the third, ..."""
+    """The first, third, ... of each chain of consecutive numbers among the ascending `places`."""
     chain, end = runs(np.diff(places) != 1, len(places))
     return places[(np.arange(len(places)) - np.repeat(chain, end - chain + 1)) % 2 == 0]
 
