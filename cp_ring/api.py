@@ -135,7 +135,9 @@ def ring_attention(
         sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each
             query. Zeros give the off-by-one softmax. Its gradient is this rank's share; sum it over
             `group`, as for any replicated parameter.
-        return_lse: also return the log-sum-exp of the scores. Gradients flow through `out` only.
+        return_lse: also return the log-sum-exp of the scores, through which gradients flow too:
+            backward then calls the kernel twice. With it, attentions to different keys can be
+            merged.
         deterministic: True asks for the same bits in every run, False does not; None follows
             `torch.use_deterministic_algorithms`.
         kernel: `auto`, or a name in `cp_ring.kernels.REGISTRY`.

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from cp_ring.comm.agreement import EVERY, Fact
 from cp_ring.comm.codecs import CODECS, Plain
-from cp_ring.comm.heads import HeadExchange, lse_of_shard, over_heads, sub_transports
+from cp_ring.comm.heads import HeadExchange, over_heads, sub_transports
 from cp_ring.comm.latent import Latents
 from cp_ring.comm.transport import Group, Transport, check_local, rank_in_job, transport_for
 from cp_ring.errors import ConfigError, PlanError
@@ -427,8 +427,7 @@ class Attention:
                 found.add(kernel, split.queries[group][exchange.place][0], split.heads)
             return parts[-1]
 
-        out, lses = over_heads(exchange, q, k, v, sink, attention)
-        return out, lse_of_shard(exchange, lses) if self._options.lse else None, parts
+        return *over_heads(exchange, q, k, v, sink, attention, self._options.lse), parts
 
     def _all_facts(self, p: float, seed: int, slopes: tuple[float, ...]) -> list[Fact]:
         named: dict[str, Any] = {
