@@ -45,6 +45,7 @@ class CallOptions(TypedDict, total=False):
     heads: int | str
     node_size: int | None
     softmax_scale: float | None
+    softcap: float
     deterministic: bool | None
     kernel: str
     num_slots: int
@@ -108,11 +109,8 @@ def ring_attention(
             flash-attn's varlen functions. Documents do not see one another. The offsets are those
             of the whole sequence, the same on every rank.
         mask: any other mask, as a `Mask`: `Mask.prefix`, `Mask.documents`, `Mask.batch`, ... It
-            replaces `causal`, `window_size` and `cu_seqlens`. FlexAttention's `mask_mod` functions
-            are not supported, because a plan needs the mask as intervals: `Mask.causal(n)` is the
-            closest to a causal mask_mod, `Mask.causal(n, window=(w, 0))` to a sliding window,
-            `Mask.documents(cu_seqlens)` to a document mask, `Mask.prefix(n, length)` to a prefix-LM
-            mask.
+            replaces `causal`, `window_size` and `cu_seqlens`. `Mask.from_dense` takes an array of
+            booleans, `Mask.from_mask_mod` a `mask_mod` function of FlexAttention.
         plan: a plan made with `Plan.build`, or this rank's part of it. It replaces mask, layout,
             route, schedule and heads. Without one, a plan is made for the given mask and layout,
             proven, and kept for later calls with the same arguments.
@@ -132,10 +130,14 @@ def ring_attention(
         node_size: neighboring ranks of `group` on one node, by which the routes `direct` and
             `relay` go. None is what torchrun or Slurm told this process, and 1 for a transport.
         softmax_scale: factor of the scores; d ** -0.5 by default.
+        softcap: scores become softcap * tanh(score / softcap), as in Gemma 2; 0 leaves them. The
+            kernels `flash` (flash-attn 2.6 and later, and 3), `cpu` and `reference` support it.
         sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each
             query. Zeros give the off-by-one softmax. Its gradient is this rank's share; sum it over
             `group`, as for any replicated parameter.
-        return_lse: also return the log-sum-exp of the scores. Gradients flow through `out` only.
+        return_lse: also return the log-sum-exp of the scores, through which gradients flow too:
+            backward then calls the kernel twice. With it, attentions to different keys can be
+            merged.
         deterministic: True asks for the same bits in every run, False does not; None follows
             `torch.use_deterministic_algorithms`.
         kernel: `auto`, or a name in `cp_ring.kernels.REGISTRY`.

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from cp_ring.comm.agreement import EVERY, Fact
 from cp_ring.comm.codecs import CODECS, Plain
-from cp_ring.comm.heads import HeadExchange, lse_of_shard, over_heads, sub_transports
+from cp_ring.comm.heads import HeadExchange, over_heads, sub_transports
 from cp_ring.comm.latent import Latents
 from cp_ring.comm.transport import Group, Transport, check_local, rank_in_job, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.hop_loop import Ring, RingAttention, RingCall
-from cp_ring.kernels import REGISTRY, AttentionKernel, choose, determinism, deterministic
+from cp_ring.kernels import REGISTRY, AttentionKernel, Extras, choose, determinism, deterministic
 from cp_ring.kernels.dropout import COLUMNS, Dropout
 from cp_ring.kernels.logits import LogitKernel
 from cp_ring.observe.timing import note_rank
@@ -69,6 +69,7 @@ class AttentionOptions:
     """
 
     softmax_scale: float | None = None
+    softcap: float = 0.0
     deterministic: bool | None = None
     kernel: str = Options.kernel
     num_slots: int = Options.num_slots
@@ -95,6 +96,10 @@ class AttentionOptions:
         if self.softmax_scale is not None and not 0 < self.softmax_scale < math.inf:
             raise ConfigError(
                 f"softmax_scale={self.softmax_scale}: it must be a finite number above 0"
+            )
+        if not 0 <= self.softcap < math.inf:
+            raise ConfigError(
+                f"softcap={self.softcap}: it must be a finite number above 0, or 0 for none"
             )
 
 
@@ -301,7 +306,7 @@ class Attention:
                 d=q.shape[-1],
                 e=v.shape[-1],
                 packed=rank_plan.packed,
-                dropout=dropout is not None,
+                extras=Extras(dropout is not None, options.softcap),
             )
         if dropout is not None and not codec.carries_positions:
             asked = f"dropout_p={dropout.p:g}" if dropout.p else "alibi_slopes"
@@ -338,8 +343,8 @@ class Attention:
             "dtype": q.dtype, "batch": b, "query heads": q.shape[2], "key/value heads": k.shape[2],
             "head size": q.shape[3] + (COLUMNS if dropout else 0),
             "head size of values": v.shape[3],
-            "softmax_scale": self._ring.scale, "wire": Plain.name if alone else options.wire,
-            "wire_dtype": self._ring.wire_dtype,
+            "softmax_scale": self._ring.scale, "softcap": options.softcap,
+            "wire": Plain.name if alone else options.wire, "wire_dtype": self._ring.wire_dtype,
             "sink": sink is not None,
             "sizes of latents": latents.sizes if latents and self._latents else (),
         }  # fmt: skip
@@ -422,8 +427,7 @@ class Attention:
                 found.add(kernel, split.queries[group][exchange.place][0], split.heads)
             return parts[-1]
 
-        out, lses = over_heads(exchange, q, k, v, sink, attention)
-        return out, lse_of_shard(exchange, lses) if self._options.lse else None, parts
+        return *over_heads(exchange, q, k, v, sink, attention, self._options.lse), parts
 
     def _all_facts(self, p: float, seed: int, slopes: tuple[float, ...]) -> list[Fact]:
         named: dict[str, Any] = {

@@ -99,16 +99,19 @@ class RingAttention(torch.autograd.Function):
             out, lse = taken
         ctx.save_for_backward(q, k, v, sink, out, lse, *inputs)
         ctx.call = call
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    def backward(  # type: ignore[no-untyped-def]
+        ctx, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse, *inputs = ctx.saved_tensors
         # Other ranks wait for this rank's messages, also where nothing depends on its out.
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        # That of queries that see no key, which may be NaN, does not count.
+        dlse = None if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
         call = ctx.call
         WATCH.place, WATCH.backward = call.place, True
         with without_autocast(q.device):
@@ -117,8 +120,9 @@ class RingAttention(torch.autograd.Function):
                 on_device(q),
                 timed(call.ring.rank, call.place, "backward", q.device),
             ):
-                dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, (out, lse))
-            dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
+                merged = out, lse, dlse
+                dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, merged)
+            dsink = None if sink is None else _sink_gradient(dout, merged, sink)
         return None, None, dq, dk, dv, dsink, *others
 
 
@@ -146,16 +150,21 @@ def _run_backward(
     k: Tensor,
     v: Tensor,
     inputs: Sequence[Tensor],
-    merged: tuple[Tensor, Tensor],
+    merged: tuple[Tensor, Tensor, Tensor | None],
 ) -> tuple[Tensor, ...]:
     """The hop loop of backward: partial gradients of the last hop's keys travel home while the next
-    hop is computed.
+    hop is computed. `merged` is out, lse, and the gradient of lse.
     """
-    (out, lse), ring, work = merged, call.ring, call.work(q.device, backward=True)
+    (out, lse, dlse), ring, work = merged, call.ring, call.work(q.device, backward=True)
     codec = ring.codec(k, v, *inputs)
     keys = codec.keys(call.rank_plan, work.hops, call.transport, ring.num_slots, backward=True)
     grads = codec.gradients(call.rank_plan, work, call.transport, ring.wire_dtype)
     statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, q.dtype)
+    if dlse is not None:
+        # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first
+        # channel, values of 0, and -dlse as out, it is weight * dlse, from any kernel.
+        one, minus = torch.zeros_like(dout), torch.zeros_like(out)
+        one[..., 0], minus[..., 0] = 1.0, -dlse.permute(2, 0, 1)
     for hop, k_hop, v_hop in keys:
         grads.start(hop)
         with span("backward", hop):
@@ -163,6 +172,12 @@ def _run_backward(
                 dq, dk, dv = kernel_call.gradients(
                     call.kernel, dout, q, k_hop, v_hop, out, statistics, ring.scale
                 )
+                if dlse is not None:
+                    more = kernel_call.gradients(
+                        call.kernel, one, q, k_hop, torch.zeros_like(v_hop), minus, statistics,
+                        ring.scale,
+                    )  # fmt: skip
+                    dq, dk = dq + more[0], dk + more[1]
                 total.add(dq)
                 grads.add(dk, dv)
         grads.send(hop)
@@ -178,12 +193,15 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     return with_sink
 
 
-def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Of softmax with a sink: -sum over queries of exp(sink - lse) * (dout . out), [h]."""
+def _sink_gradient(
+    dout: Tensor, merged: tuple[Tensor, Tensor, Tensor | None], sink: Tensor
+) -> Tensor:
+    """Of softmax with a sink: -sum over queries of exp(sink - lse) * (dout . out - dlse), [h]."""
+    out, lse, dlse = merged
     share = _weight(sink.to(lse.dtype)[:, None], lse)
     # Queries that see no key have out 0: their dout, which may be NaN in padding, does not count.
     product = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out).sum(-1).permute(1, 2, 0)
-    return -(share * product).sum((0, 2)).to(sink.dtype)
+    return -(share * (product if dlse is None else product - dlse)).sum((0, 2)).to(sink.dtype)
 
 
 def _weight(part: Tensor, whole: Tensor) -> Tensor:

@@ -77,9 +77,9 @@ class PlanOptions:
                     )
             if not isinstance(mask, Mask):
                 hint = (
-                    "; mask_mod functions are not supported, see the constructors of cp_ring.Mask"
+                    ": make one by Mask.from_mask_mod(mask_mod, n)"
                     if callable(mask)
-                    else ""
+                    else ": make one by Mask.from_dense(mask)" * hasattr(mask, "shape")
                 )
                 raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{hint}")
         if heads != AUTO and (not isinstance(heads, int) or heads < 1):

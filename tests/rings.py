@@ -50,10 +50,15 @@ def attend(case: Case, plan: Plan, pool: Ranks | None = None, **options: Any) ->
     return joined(plan, ranks.run(attend_to_shard, *size, case, plan, **options))
 
 
-def scores_of(q: Tensor, k: Tensor, allowed: np.ndarray, bias: Tensor | float = 0.0) -> Tensor:
-    """Dense scores [b, h, n, n] in the dtype of q; `bias` is added, hidden pairs are -inf."""
+def scores_of(
+    q: Tensor, k: Tensor, allowed: np.ndarray, bias: Tensor | float = 0.0, softcap: float = 0.0
+) -> Tensor:
+    """Dense scores [b, h, n, n] in the dtype of q, capped by `softcap`; `bias` is added, hidden
+    pairs are -inf.
+    """
     keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5 + bias
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
+    scores = (softcap * (scores / softcap).tanh() if softcap else scores) + bias
     return scores.masked_fill(~torch.from_numpy(allowed), -math.inf)
 
 
@@ -63,6 +68,7 @@ def truth(
     sink: Tensor | None = None,
     bias: Tensor | float = 0.0,
     factors: Tensor | float = 1.0,
+    softcap: float = 0.0,
 ) -> list[Tensor]:
     """out and gradients in float64 through a dense softmax.
 
@@ -71,7 +77,7 @@ def truth(
     """
     leaves = [x.detach().double().requires_grad_() for x in (*case[:3], sink) if x is not None]
     q, k, v, *offsets = leaves
-    scores = scores_of(q, k, allowed, bias)
+    scores = scores_of(q, k, allowed, bias, softcap)
     further = [x[:, None, None].expand(*scores.shape[:3], 1) for x in offsets]
     weights = torch.cat([scores, *further], -1).softmax(-1)[..., : scores.shape[-1]] * factors
     out = torch.einsum("bhqk,bkhe->bqhe", weights, v.repeat_interleave(q.shape[2] // v.shape[2], 2))

@@ -80,9 +80,8 @@ def _both(group, case, plan, options):
         q, k, v, dout = cp_ring.shard(tuple(whole), plan, group, dim)
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         out, lse = ring_attention(q, k, v, group, return_lse=True, **arguments)
-        assert not lse.requires_grad
         parts = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
-        results.append([*(x.transpose(0, 1) if dim == 0 else x for x in parts), lse])
+        results.append([*(x.transpose(0, 1) if dim == 0 else x for x in parts), lse.detach()])
     return results
 
 
@@ -215,7 +214,12 @@ BESIDE_A_PLAN = {
         (
             {"mask": lambda b, h, i, j: i >= j},
             ConfigError,
-            "mask is a function, not a Mask; mask_mod functions are not",
+            "mask is a function, not a Mask: make one by Mask.from_mask_mod(mask_mod, n)",
+        ),
+        (
+            {"mask": torch.ones(16, 16, dtype=torch.bool)},
+            ConfigError,
+            "mask is a Tensor, not a Mask: make one by Mask.from_dense(mask)",
         ),
         (
             {"mask": Mask.causal(18)},

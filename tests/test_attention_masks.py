@@ -180,6 +180,30 @@ def test_several_intervals_of_keys_equal_brute_force(pool, name):
         assert off(attend(case, plan, pool, sink=sink), wanted) < FLOAT32, (cp, layout.name)
 
 
+FUNCTIONS = {
+    "neighborhood": lambda q, k: ((q // 13 - k // 13).abs() <= 1) & ((q % 13 - k % 13).abs() <= 2),
+    "dilated window": lambda q, k: ((q - k).abs() <= 40) & ((q - k) % 8 == 0),
+    "queries that see nothing": lambda q, k: (k < q) & (q % 5 > 1) & (k // 30 != 2),
+    "nothing": lambda q, k: k > q + N,
+}
+
+
+# The kernel cpu would cut a band of one diagonal into tiles of one query.
+@pytest.mark.parametrize(
+    ("name", "kernel"), [*((name, "reference") for name in FUNCTIONS), ("nothing", "cpu"),
+                         ("queries that see nothing", "cpu")],
+)  # fmt: skip
+def test_masks_of_functions_equal_brute_force(name, kernel):
+    """In float64, out and all gradients, at cp 1 to 4."""
+    mask = Mask.from_mask_mod(lambda b, h, q, k: FUNCTIONS[name](q, k), N)
+    case = Case.draw(N, b=2, h=2, g=1, d=8, dtype=torch.float64)
+    wanted = brute_force(case, mask.dense())
+    for cp in (1, 2, 3, 4):
+        plan = Plan.build(mask, (Layout.zigzag if cp % 2 else Layout.contiguous)(N, cp))
+        for x, true in zip(attend(case, plan, kernel=kernel), wanted, strict=True):
+            assert torch.allclose(x, true, rtol=0, atol=1e-13), (cp, float((x - true).abs().max()))
+
+
 HARD = {
     name: SEVERAL_INTERVALS[name]
     for name in ("pieces", "shared prefix and window", "global both ways")

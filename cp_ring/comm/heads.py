@@ -257,16 +257,18 @@ def over_heads(
     v: Tensor,
     sink: Tensor | None,
     attention: Attention,
-) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention with `attention` over the ring and `exchange` around it; differentiable.
 
     Args:
         q: [s, b, h, d]; k: [s, b, g, d]; v: [s, b, g, e].
         sink: [h], or None.
         attention: the ring's.
+        with_lse: whether lse is exchanged too.
 
     Returns:
-        out [s, b, h, e], and lse [b, heads, S] of each group of this rank's heads.
+        out [s, b, h, e], and lse [b, h, s] or None.
 
     Nodes are made in this order for two groups, so that backward, which runs the other way,
     overlaps as forward does:
@@ -278,7 +280,6 @@ def over_heads(
     queries = _cut(q, split.groups, split.size)
     keys, values = (_cut(x, split.groups, split.size) if split.even else [x] for x in (k, v))
     outs: list[tuple[_Trip, Tensor]] = []
-    lses: list[Tensor] = []
     inputs = [
         _keys_trip(exchange, group, queries[group], keys[group], values[group])
         for group in range(split.groups)
@@ -303,21 +304,12 @@ def over_heads(
             out, lse = attention(
                 own_q, own_k, own_v, None if sink is None else sink[first:last], group
             )
-        lses.append(lse)
-        outs.append(((back := _outs_trip(exchange, out)), _Depart.apply(back, out)))
-    arrived = [_Arrive.apply(trip, link)[0] for trip, link in outs]
-    return torch.stack(arrived, 3).flatten(2, 4), lses
-
-
-def lse_of_shard(exchange: HeadExchange, lses: Sequence[Tensor]) -> Tensor:
-    """The lse [b, h, s] of this rank's own tokens, from those of the member's tokens, [b, heads, S]
-    of each group.
-    """
-    tokens_first = [lse.permute(2, 0, 1)[..., None] for lse in lses]
-    counts = [[lse.shape[1]] * exchange.split.size for lse in lses]
-    arrived = exchange.gather_heads(tokens_first, counts).land()
-    by_group = [torch.stack(each, 2) for each in arrived]  # [s, b, u, heads of the group, 1]
-    return torch.stack(by_group, 3).flatten(2).permute(1, 2, 0)
+        leaving = (out, lse.permute(2, 0, 1)[..., None]) if with_lse else (out,)
+        back = _outs_trip(exchange, out.shape[2])
+        outs.append((back, _Depart.apply(back, *leaving)))
+    arrived = zip(*(_Arrive.apply(trip, link) for trip, link in outs), strict=True)
+    whole, *lses = (torch.stack(of_groups, 3).flatten(2, 4) for of_groups in arrived)
+    return whole, lses[0][..., 0].permute(1, 2, 0) if lses else None
 
 
 def _cut(x: Tensor, groups: int, size: int) -> Sequence[Tensor]:
@@ -357,13 +349,15 @@ def _keys_trip(exchange: HeadExchange, group: int, q: Tensor, k: Tensor, v: Tens
     )
 
 
-def _outs_trip(exchange: HeadExchange, out: Tensor) -> _Trip:
-    """The trip of a group's out [S, b, heads, e], which arrives as [s, b, u, heads, e]."""
-    counts = [out.shape[2]] * exchange.split.size
+def _outs_trip(exchange: HeadExchange, heads: int) -> _Trip:
+    """The trip of a group's out [S, b, heads, e], which arrives as [s, b, u, heads, e], and of its
+    lse, for which e is 1.
+    """
+    counts = [heads] * exchange.split.size
     return _Trip(
-        lambda out: exchange.gather_heads([out], [counts]),
-        lambda arrived: (torch.stack(arrived[0], 2),),
-        lambda gradient: exchange.gather_tokens([_by_rank(gradient)]),
+        lambda *leaving: exchange.gather_heads(leaving, [counts] * len(leaving)),
+        lambda arrived: tuple(torch.stack(parts, 2) for parts in arrived),
+        lambda *gradients: exchange.gather_tokens([_by_rank(x) for x in gradients]),
         tuple,
     )
 

@@ -11,11 +11,12 @@ from cp_ring.errors import KernelError
 from cp_ring.kernels.base import (
     AttentionKernel,
     Capabilities,
+    Extras,
     LimitedVarlen,
     determinism,
     deterministic,
 )
-from cp_ring.kernels.dropout import dropout_dtype
+from cp_ring.kernels.dropout import dropout_dtype, with_softcap
 from cp_ring.ops.merge import merge_
 from cp_ring.runtime import RUNTIME
 
@@ -23,6 +24,7 @@ __all__ = [
     "REGISTRY",
     "AttentionKernel",
     "Capabilities",
+    "Extras",
     "choose",
     "determinism",
     "deterministic",
@@ -52,20 +54,21 @@ names that module as an entry point of the group `cp_ring.plugins`:
     mine = "my_package.register"
 """
 
+NO_EXTRAS = Extras()
+
 _log = logging.getLogger(__name__)
 
 
 def choose(
     name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int,
-    packed: bool = False, dropout: bool = False
+    packed: bool = False, extras: Extras = NO_EXTRAS
 ) -> AttentionKernel:  # fmt: skip
     """The named kernel, or for "auto" the first in the registry that supports these tensors. The
     choice is logged once.
 
     `d` is the head size of queries and keys, `e` that of values. `packed` says that the plan has
     many tiles of many sizes (packed documents). Then kernels that take many tiles in one call come
-    first, because the others pay for each tile. `dropout` asks for one that supports attention
-    dropout and ALiBi.
+    first, because the others pay for each tile. The kernel has the `extras`.
 
     Raises `KernelError` if the name is unknown or the kernel rejects these tensors. A named kernel
     is never replaced by another.
@@ -73,7 +76,7 @@ def choose(
     if name != "auto" and name not in REGISTRY:
         raise KernelError(f"kernel={name!r}: unknown; known are auto, {', '.join(REGISTRY)}")
     candidates = tuple(REGISTRY.items()) if name == "auto" else ((name, REGISTRY[name]),)
-    return _chosen(name, candidates, device, dtype, d, e, packed, deterministic(), dropout)
+    return _chosen(name, candidates, device, dtype, d, e, packed, deterministic(), extras)
 
 
 def supports_dropout(name: str) -> bool:
@@ -85,7 +88,7 @@ def supports_dropout(name: str) -> bool:
 def _chosen(
     name: str, candidates: tuple[tuple[str, str], ...],
     device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool,
-    exact: bool, dropout: bool,
+    exact: bool, extras: Extras,
 ) -> AttentionKernel:  # fmt: skip
     """`choose` with all that it depends on as arguments, cached for the next call of attention.
     `exact` asks for determinism.
@@ -102,13 +105,19 @@ def _chosen(
             reason = kernel.varlen_rejection(dtype, d, e)
         if reason is None and exact and not kernel.capabilities.deterministic:
             reason = "does not give the same bits in every run, which deterministic algorithms need"
-        if reason is None and dropout and dropout_dtype(kernel) is None:
+        if reason is None and extras.dropout and dropout_dtype(kernel) is None:
             reason = (
                 "draws attention dropout by another rule than that of positions, or not at all, "
                 "and has no ALiBi of tiles"
             )
-        if reason is None and dropout and name == "auto" and kernel.capabilities.slow:
-            reason = "computes dropout and ALiBi in float64, which is so slow that it must be named"
+        if reason is None and any(extras) and name == "auto" and kernel.capabilities.slow:
+            reason = (
+                "computes dropout, ALiBi and softcap in float64, which is so slow that it must be "
+                "named"
+            )
+        if reason is None and extras.softcap:
+            capped = with_softcap(kernel, extras.softcap)
+            kernel, reason = (kernel, capped) if isinstance(capped, str) else (capped, None)
         if reason is None:
             _log.info(
                 "attention kernel: %s (%s; %s on %s, head sizes %d and %d)",

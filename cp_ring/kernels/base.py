@@ -26,7 +26,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,8 +39,10 @@ __all__ = [
     "OPEN",
     "AttentionKernel",
     "Capabilities",
+    "Extras",
     "LimitedVarlen",
     "Packing",
+    "SoftcapKernel",
     "VarlenKernel",
     "determinism",
     "deterministic",
@@ -123,6 +125,26 @@ class AttentionKernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tile's share of dq, dk, dv, from the merged out [b, q, h, e] and lse [b, h, q] of all
         tiles of its queries.
+        """
+        ...
+
+
+class Extras(NamedTuple):
+    """What a call wants of a kernel beside tiles: attention dropout or ALiBi; a softcap, 0 for
+    none.
+    """
+
+    dropout: bool = False
+    softcap: float = 0.0
+
+
+@runtime_checkable
+class SoftcapKernel(Protocol):
+    """Extra method of kernels whose library caps scores."""
+
+    def with_softcap(self, softcap: float) -> AttentionKernel | str:
+        """The kernel whose scores are softcap * tanh(score / softcap), or why there is none, in one
+        line.
         """
         ...
 

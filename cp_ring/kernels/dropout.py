@@ -23,8 +23,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from cp_ring.kernels.base import AttentionKernel, Capabilities
+from cp_ring.kernels.base import AttentionKernel, Capabilities, SoftcapKernel
 
 # position: 4 bytes; of queries also the head and the batch row: 2 bytes each. bfloat16 has every
 # byte exactly.
@@ -75,7 +76,10 @@ class Dropout:
         """
         dtype = dropout_dtype(kernel)
         assert dtype is not None, f"{kernel.name} has no dropout"
-        return DropoutKernel(kernel.name, self.p, self.key, dtype, self.slopes, self.first_head)
+        softcap = getattr(kernel, "softcap", 0.0)
+        return DropoutKernel(
+            kernel.name, dtype, self.p, self.key, self.slopes, self.first_head, softcap
+        )
 
 
 def dropout_dtype(kernel: AttentionKernel) -> torch.dtype | None:
@@ -85,18 +89,35 @@ def dropout_dtype(kernel: AttentionKernel) -> torch.dtype | None:
     return getattr(kernel, "dropout_dtype", None)
 
 
+def with_softcap(kernel: AttentionKernel, softcap: float) -> AttentionKernel | str:
+    """`kernel` with capped scores, or why there is none, in one line. Kernels that support dropout
+    have it in plain torch.
+    """
+    if isinstance(kernel, SoftcapKernel):
+        return kernel.with_softcap(softcap)
+    dtype = dropout_dtype(kernel)
+    if dtype is None:
+        return "has no softcap"
+    return DropoutKernel(kernel.name, dtype, softcap=softcap, columns=0)
+
+
 @dataclass
 class DropoutKernel:
-    """Follows `AttentionKernel` for marked queries and keys, in plain torch: `dtype`, or that of
-    the tensors if it is wider.
+    """Follows `AttentionKernel` in plain torch: in `dropout_dtype`, or that of the tensors if it is
+    wider.
+
+    The last `columns` of queries and keys are those of `Dropout.mark`. With `softcap` the scores
+    are softcap * tanh(score / softcap), to which ALiBi is added.
     """
 
     name: str
-    p: float
-    key: int
-    dtype: torch.dtype
+    dropout_dtype: torch.dtype
+    p: float = 0.0
+    key: int = 0
     slopes: tuple[float, ...] = ()
     first_head: int = 0
+    softcap: float = 0.0
+    columns: int = COLUMNS
 
     capabilities = Capabilities(bands=True, deterministic=True)
 
@@ -110,7 +131,7 @@ class DropoutKernel:
         parts = []
         v_heads = self._heads(v, q.shape[2])
         for queries in self._blocks(q, k):
-            scores = self._scores(q[:, queries], k, lo, hi, scale, queries.start)
+            scores, _ = self._scores(q[:, queries], k, lo, hi, scale, queries.start)
             lse = scores.logsumexp(-1)
             weights = _probabilities(scores, lse) * self._kept(q[:, queries], k)
             parts.append(((weights @ v_heads).transpose(1, 2), lse))
@@ -131,23 +152,27 @@ class DropoutKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `AttentionKernel.backward`; the columns of `Dropout.mark` get zero gradients."""
         heads, groups = q.shape[2], k.shape[2]
-        k_heads, v_heads = self._heads(k[..., :-COLUMNS], heads), self._heads(v, heads)
+        k_heads, v_heads = self._heads(self._unmarked(k), heads), self._heads(v, heads)
         dk, dv, dqs = torch.zeros_like(k_heads), torch.zeros_like(v_heads), []
         for queries in self._blocks(q, k):
-            q_heads = self._heads(q[:, queries, :, :-COLUMNS], heads)
+            q_heads = self._heads(self._unmarked(q[:, queries]), heads)
             dout_heads, out_heads = (self._heads(x[:, queries], heads) for x in (dout, out))
-            scores = self._scores(q[:, queries], k, lo, hi, scale, queries.start)
+            scores, slope = self._scores(q[:, queries], k, lo, hi, scale, queries.start)
             p, kept = (
                 _probabilities(scores, lse[:, :, queries].to(scores.dtype)),
                 self._kept(q[:, queries], k),
             )
             dp = dout_heads @ v_heads.mT * kept
-            ds = p * (dp - (dout_heads * out_heads).sum(-1, keepdim=True)) * scale
+            ds = p * (dp - (dout_heads * out_heads).sum(-1, keepdim=True)) * slope * scale
             dqs.append(ds @ k_heads)
             dk += ds.mT @ q_heads
             dv += (p * kept).mT @ dout_heads
-        dq = _padded(torch.cat(dqs, 2).transpose(1, 2))
-        return dq, _padded(_sum_groups(dk, groups)), _sum_groups(dv, groups)
+        dq = torch.cat(dqs, 2).transpose(1, 2)
+        dq, dk = (pad(x, (0, self.columns)) for x in (dq, _sum_groups(dk, groups)))
+        return dq, dk, _sum_groups(dv, groups)
+
+    def _unmarked(self, x: Tensor) -> Tensor:
+        return x[..., : x.shape[-1] - self.columns]
 
     def _blocks(self, q: Tensor, k: Tensor) -> Iterator[slice]:
         """Ranges of the queries, so that `_BLOCK` scores are held at a time."""
@@ -158,24 +183,28 @@ class DropoutKernel:
         """[b, s, g, d] to [b, heads, s, d] in the dtype of the sums, each key/value head repeated
         for its query heads.
         """
-        x = x.to(torch.promote_types(x.dtype, self.dtype)).transpose(1, 2)
+        x = x.to(torch.promote_types(x.dtype, self.dropout_dtype)).transpose(1, 2)
         return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
-    def _scores(self, q: Tensor, k: Tensor, lo: int, hi: int, scale: float, first: int) -> Tensor:
-        """[b, h, q, k], -inf where the band from `lo` to `hi` hides a key; `first` is the number of
-        the first query.
+    def _scores(
+        self, q: Tensor, k: Tensor, lo: int, hi: int, scale: float, first: int
+    ) -> tuple[Tensor, Tensor | float]:
+        """[b, h, q, k], -inf where the band from `lo` to `hi` hides a key; and the slope of the
+        softcap. `first` is the number of the first query.
         """
-        heads = q.shape[2]
-        scores = (
-            self._heads(q[..., :-COLUMNS], heads) @ self._heads(k[..., :-COLUMNS], heads).mT * scale
-        )
+        q_heads, k_heads = (self._heads(self._unmarked(x), q.shape[2]) for x in (q, k))
+        slope: Tensor | float = 1.0
+        scores = q_heads @ k_heads.mT * scale
+        if self.softcap:
+            capped = (scores / self.softcap).tanh()
+            scores, slope = capped * self.softcap, 1 - capped.square()
         offset = (
             torch.arange(k.shape[1], device=q.device)
             - torch.arange(first, first + q.shape[1], device=q.device)[:, None]
         )
         if self.slopes:
             scores = scores - self._bias(q, k).to(scores.dtype)
-        return scores.masked_fill((offset < lo) | (offset > hi), -math.inf)
+        return scores.masked_fill((offset < lo) | (offset > hi), -math.inf), slope
 
     def _bias(self, q: Tensor, k: Tensor) -> Tensor:
         """ALiBi's slope * distance, float64 [b, h, q, k]. A slope belongs to a head, wherever heads
@@ -195,7 +224,7 @@ class DropoutKernel:
         kept = keep(
             self.key, self.p, heads, _number(marks[:, :, 0, 6:8]), _positions(q), _positions(k)
         )
-        return kept.to(torch.promote_types(q.dtype, self.dtype)) / (1 - self.p)
+        return kept.to(torch.promote_types(q.dtype, self.dropout_dtype)) / (1 - self.p)
 
 
 def keep(
@@ -270,10 +299,6 @@ def _number(parts: Tensor) -> Tensor:
 def _positions(marked: Tensor) -> Tensor:
     """The positions of queries or keys in their batch rows, int64 [b, s]."""
     return _number(marked[:, :, 0, -COLUMNS : -COLUMNS + 4])
-
-
-def _padded(x: Tensor) -> Tensor:
-    return torch.nn.functional.pad(x, (0, COLUMNS))
 
 
 def _sum_groups(x: Tensor, groups: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +155,22 @@ class FlashKernel(WindowKernel):
 
     name = "flash"
     devices: tuple[str, ...] = ("cuda",)
+    softcap = 0.0
+
+    def with_softcap(self, softcap: float) -> FlashKernel | str:
+        """Follows `SoftcapKernel`."""
+        assert isinstance(self.functions, Functions), "a kernel is capped that cannot be used"
+        version, *functions = vars(self.functions).values()
+        if version == "4":
+            return (
+                "4 has no softcap that works: its backward hangs "
+                "(https://github.com/Dao-AILab/flash-attention/issues/2466)"
+            )
+        if any("softcap" not in parameters_of(function) for function in functions):
+            return f"{version} as installed has no softcap"
+        capped = copy(self)
+        capped.softcap = softcap
+        return capped
 
     @property
     def functions(self) -> Functions | str:
@@ -203,7 +220,8 @@ class FlashKernel(WindowKernel):
         assert isinstance(self.functions, Functions)
         function = self.functions.varlen_forward if packing else self.functions.forward
         values = dict(zip(_FORWARD, (q, k, v, True), strict=True))
-        results = function(**arguments(function, values | _options(left, right, packing, scale)))
+        options = _options(left, right, packing, scale, self.softcap)
+        results = function(**arguments(function, values | options))
         # Version 2 before 2.7 also returns its inputs.
         return (results[0], results[5]) if len(results) == 8 else (results[0], results[1])
 
@@ -217,17 +235,22 @@ class FlashKernel(WindowKernel):
         values = dict(
             zip(_BACKWARD, (dout, q, k, v, out, lse, lse, deterministic(), dq, dk, dv), strict=True)
         )
-        function(**arguments(function, values | _options(left, right, packing, scale)))
+        options = _options(left, right, packing, scale, self.softcap)
+        function(**arguments(function, values | options))
         return dq, dk, dv
 
 
-def _options(left: int, right: int, packing: Packing | None, scale: float) -> dict[str, Any]:
+def _options(
+    left: int, right: int, packing: Packing | None, scale: float, softcap: float = 0.0
+) -> dict[str, Any]:
     causal = (left, right) == (-1, 0)
     right = -1 if causal else right
     options = {
         "softmax_scale": scale, "causal": causal, "is_causal": causal,
         "window_size": (left, right), "window_size_left": left, "window_size_right": right,
     }  # fmt: skip
+    if softcap:
+        options["softcap"] = softcap
     if packing:
         options |= {"cu_seqlens_q": packing.cu_q, "cu_seqlens_k": packing.cu_k}
         options |= {"max_seqlen_q": packing.max_q, "max_seqlen_k": packing.max_k}

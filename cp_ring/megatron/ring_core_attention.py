@@ -422,3 +422,7 @@ def _check_layer(config: Any, layer_number: int, attention_type: str) -> None:
             "--cp-ring does not support fp8_dot_product_attention and fp8_multi_head_attention: "
             "switch them off"
         )
+    if getattr(config, "attn_logit_softcapping", None):  # of Megatron after 0.20
+        raise ConfigError(
+            "--cp-ring does not support attn_logit_softcapping: only ring_attention has softcap="
+        )

@@ -6,7 +6,7 @@ constructor is a function that makes such a table, and nothing else in cp_ring k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.errors import PlanError
+from cp_ring.errors import ConfigError, PlanError, one_line
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
     check_all,
     digest,
+    every_other,
     integer,
     integers,
     offsets,
@@ -38,6 +39,9 @@ from cp_ring.plan.tiles import (
     joined,
     split_at_edges,
 )
+
+MAX_PIECES = 4096
+"""Pieces of a mask that `Mask.from_dense` and `Mask.from_mask_mod` make, by default."""
 
 MAX_DESCRIBED = 4
 """`Mask.describe` names up to this many different masks of batch rows."""
@@ -73,12 +77,12 @@ class Mask:
         not overlap.
 
         Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi; without lo and
-        hi all of them. `positions`, int64 [n], are those of `Mask.positions`. Raises `PlanError`
-        that names the piece that is outside of the stream or ends before it begins, or the two
-        pieces that overlap, with a pair that both have.
+        hi all of them, and none where lo > hi. `positions`, int64 [n], are those of
+        `Mask.positions`. Raises `PlanError` that names the piece that is outside of the stream or
+        ends before it begins, or the two pieces that overlap, with a pair that both have.
         """
         n, tiles = _length(n), _read(pieces)
-        ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1) | (tiles.lo > tiles.hi)
+        ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1)
         outside = (np.minimum(tiles.q0, tiles.k0) < 0) | (np.maximum(tiles.q1, tiles.k1) > n)
         for bad, what in (
             (ends_early, "ends before it begins"),
@@ -99,6 +103,58 @@ class Mask:
         return cls(
             n, fitted[live], name, details, None if positions is None else _runs_of(positions, n)
         )
+
+    @classmethod
+    def from_dense(cls, allowed: Any, max_pieces: int = MAX_PIECES) -> Mask:
+        """The mask of a boolean array or tensor [n, n], queries by keys: True where a query sees a
+        key.
+
+        The pieces allow exactly these pairs. Raises `PlanError` for what is no square of booleans,
+        `ConfigError` for more than `max_pieces` pieces.
+        """
+        allowed = _booleans(allowed)
+        if allowed.ndim != 2 or len(allowed) != allowed.shape[1]:
+            raise PlanError(
+                f"a dense mask of shape {list(allowed.shape)}: it must be [n, n], queries by keys"
+            )
+        n, block = _length(len(allowed)), _queries_at_once(len(allowed))
+        blocks = (allowed[first : first + block] for first in range(0, n, block))
+        return cls(n, _pieces_of(blocks, n, max_pieces), "dense")
+
+    @classmethod
+    def from_mask_mod(
+        cls,
+        mask_mod: Callable[..., Any],
+        n: int,
+        max_pieces: int = MAX_PIECES,
+        device: str = "cpu",
+    ) -> Mask:
+        """The mask of a function of FlexAttention, `mask_mod(b, h, q, k)`, for `n` tokens.
+
+        The function gets tensors of indices on `device`, q [queries, 1] and k [n], and returns
+        booleans. b and h have no value: batch rows with masks of their own are `Mask.batch`, and
+        heads share a mask. Raises as `from_dense` does, and `ConfigError` where the function fails.
+        """
+        import torch
+
+        n = _length(n)
+        keys = torch.arange(n, device=device)
+
+        def dense(queries: torch.Tensor) -> np.ndarray:
+            try:
+                allowed = torch.as_tensor(
+                    mask_mod(_NoValue(), _NoValue(), queries[:, None], keys)
+                ).broadcast_to((len(queries), n))
+            except Exception as error:
+                raise ConfigError(
+                    f"mask_mod failed with {type(error).__name__}: {one_line(error)}; b and h have "
+                    "no value, because all heads have one mask: where it needs them, give lambda "
+                    "b, h, q, k: mask_mod(0, 0, q, k)"
+                ) from error
+            return _booleans(allowed)
+
+        blocks = map(dense, keys.split(_queries_at_once(n)))
+        return cls(n, _pieces_of(blocks, n, max_pieces), "mask_mod")
 
     @classmethod
     def union(cls, *masks: Mask) -> Mask:
@@ -578,6 +634,70 @@ def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:
         offset = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
         picture[q0:q1, k0:k1] += (offset >= lo) & (offset <= hi)
     return picture
+
+
+class _NoValue:
+    """What a function gets for an argument on which it must not depend."""
+
+    def __eq__(self, _: object) -> bool:
+        raise TypeError("it is compared with b or h")
+
+
+def _booleans(values: Any) -> np.ndarray:
+    """An array, or a tensor on any device, of booleans. Raises `PlanError` for others."""
+    array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    if array.dtype != bool:
+        raise PlanError(
+            f"a dense mask must be boolean, True where a query sees a key, not {array.dtype}"
+        )
+    return array
+
+
+def _queries_at_once(n: int) -> int:
+    """So that about 16 million pairs of a dense mask are looked at at a time."""
+    return max(1, (1 << 24) // n)
+
+
+def _pieces_of(blocks: Iterable[np.ndarray], n: int, most: int) -> Tiles:
+    """The pieces of a dense mask, given as `blocks` [queries, n], one after another.
+
+    A run of keys goes on at the next query where both of its ends stay, or move on by one key. A
+    hidden key lies between two runs, so a run goes on in one other at most. A piece is a chain of
+    such runs up to the query at which no band has its ends: the first key stays before it moves,
+    the last one moves before it stays.
+    """
+    parts, first = [], 0
+    for allowed in blocks:
+        edges = np.diff(np.pad(allowed, ((0, 0), (1, 1))).view(np.int8), axis=1)
+        query, start = np.nonzero(edges == 1)
+        parts.append(np.stack([query + first, start, np.nonzero(edges == -1)[1]]))
+        first += len(allowed)
+    table = np.concatenate(parts, axis=1)
+    query, start, _ = table
+    place = query * (n + 1) + start
+    before = np.maximum(np.searchsorted(place, place - (n + 1), side="right") - 1, 0)
+    moved = table - table[:, before]
+    goes_on = (moved[0] == 1) & ((moved[1:] >> 1) == 0).all(0)
+    chain = np.where(goes_on, before, np.arange(len(place)))
+    while not np.array_equal(chain, further := chain[chain]):
+        chain = further
+    order = np.argsort(chain, kind="stable")
+    query, start, end = table[:, order]
+    late, early = np.diff(start), np.diff(end)
+    breaks = np.diff(chain[order]) != 0
+    bent = (late[1:] < late[:-1]) | (early[1:] > early[:-1])
+    breaks[every_other(np.flatnonzero(bent & ~breaks[1:] & ~breaks[:-1]) + 1)] = True
+    one, last = runs(breaks, len(query))
+    if len(one) > most:
+        raise ConfigError(
+            f"the mask of {n} tokens has {len(one)} pieces, more than max_pieces={most}: each is "
+            "computed and merged by itself, which is slow; give a mask whose queries see longer "
+            "runs of keys, or raise max_pieces"
+        )
+    q0, k0, k1 = query[one], start[one], end[last]
+    lo = np.where(start[last] > k0, start[last] - query[last], -OPEN)
+    hi = np.where(end[one] < k1, end[one] - 1 - q0, OPEN)
+    return _in_order(Tiles.columns(q0, query[last] + 1, k0, k1, lo, hi).trimmed())
 
 
 def _length(n: int) -> int:

@@ -19,7 +19,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ranges import Ints, expand, integers, overlaps, runs, sort_index, starts_of
+from cp_ring.plan.ranges import (
+    Ints,
+    every_other,
+    expand,
+    integers,
+    overlaps,
+    runs,
+    sort_index,
+    starts_of,
+)
 
 OPEN = 1 << 60
 """An open bound of a band: it cuts nothing."""
@@ -301,11 +310,7 @@ def _join_pairs(tiles: Tiles, group: Ints, along_queries: bool) -> tuple[Tiles, 
             else whole.within(k0=part.k0, k1=part.k1)
         )
         good &= (cut.data == part.data).all(0)
-    pairs = first[good]
-    # A tile joins once a round: keep every other one of a chain of consecutive pairs.
-    chain, end = runs(np.diff(pairs) != 1, len(pairs))
-    place = np.arange(len(pairs)) - np.repeat(chain, end - chain + 1)
-    pairs = pairs[place % 2 == 0]
+    pairs = every_other(first[good])  # a tile joins once a round
     return whole[np.searchsorted(first, pairs)], pairs
 
 

@@ -23,13 +23,17 @@ import pytest
 import torch
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels import REGISTRY, _chosen, choose, flash
+from cp_ring.kernels import REGISTRY, Extras, _chosen, choose, flash
 from cp_ring.kernels.base import OPEN, Packing, determinism, deterministic
+from cp_ring.kernels.dropout import DropoutKernel
 from cp_ring.kernels.flash import FlashKernel, Functions, arguments
 from cp_ring.kernels.reference import KERNEL as REFERENCE
+from cp_ring.kernels.reference import ReferenceKernel
 from cp_ring.kernels.signatures import parameters_of
 from cp_ring.kernels.window import live_part
 from cp_ring.testing import conformance
+from cp_ring.testing.oracle import Case
+from tests.rings import off
 
 CUSTOM_OPS = {  # label: outputs of forward
     "2: flash-attn 2.7.0": 4,
@@ -148,10 +152,23 @@ def v_size(a: dict) -> int:
     return a["v"].shape[-1]
 
 
+class Capped(DropoutKernel):
+    """The oracle with softcap, also of packed tiles."""
+
+    forward_varlen = ReferenceKernel.forward_varlen
+    backward_varlen = ReferenceKernel.backward_varlen
+
+
+def oracle(softcap: float | None) -> ReferenceKernel | Capped:
+    if not softcap:
+        return REFERENCE
+    return Capped("capped", torch.float64, softcap=softcap, columns=0)
+
+
 def forward(label: str, a: dict):
     packing, dense = packing_of(label, a)
     flat = [a[x].flatten(0, 1) if dense else a[x] for x in "qkv"]
-    out, lse = REFERENCE.forward_varlen(*flat, packing, a["softmax_scale"])
+    out, lse = oracle(a.get("softcap")).forward_varlen(*flat, packing, a["softmax_scale"])
     out, lse = out.to(a["q"].dtype), lse.float()
     if label[0] == "4":
         assert a["return_lse"]
@@ -175,7 +192,9 @@ def backward(label: str, a: dict):
         (a["q"].shape[0], a["q"].shape[2], a["q"].shape[1]) if dense else (q.shape[1], len(q))
     )
     lse = lse.transpose(0, 1).flatten(1, 2) if dense else lse
-    grads = REFERENCE.backward_varlen(dout, q, k, v, out, lse, packing, a["softmax_scale"])
+    grads = oracle(a.get("softcap")).backward_varlen(
+        dout, q, k, v, out, lse, packing, a["softmax_scale"]
+    )
     assert a["deterministic"] is deterministic()
     for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
         a[name].copy_(x.reshape(a[name].shape))
@@ -198,6 +217,8 @@ def test_auto_skips_functions_that_cannot_be_called(monkeypatch):
     monkeypatch.setitem(sys.modules, "tests_flash_stand_in", SimpleNamespace(KERNEL=kernel))
     monkeypatch.setitem(REGISTRY, "flash", "tests_flash_stand_in")
     assert choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64) is kernel
+    capped = choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64, extras=Extras(softcap=3))
+    assert capped.softcap == 3 and capped.name == "flash"
 
     def backward(
         dout,
@@ -239,6 +260,36 @@ def test_conformance(label):
         "deterministic",
     ):
         conformance.check(kernel, CPU, torch.float16, only=prop, heads=[(4, 2, 16, 24)])
+
+
+@pytest.mark.parametrize("label", [label for label in SIGNATURES if label[0] != "4"])
+def test_softcap(label):
+    """The library gets it in all four functions, and the kernel without it stays as it is."""
+    kernel = stand_in(label)
+    q, k, v, dout = Case.draw(33, h=4, g=2, dtype=torch.float16, sharpness=3)
+    ends, options = torch.tensor([0, 13, 33], dtype=torch.int32), {"lo": -4, "hi": 0, "scale": 0.3}
+    packing = Packing(ends, ends, 20, 20, 4, 0)
+    for mine, truth in ((kernel.with_softcap(1.5), oracle(1.5)), (kernel, REFERENCE)):
+        out, lse = truth.forward(q, k, v, **options)
+        assert off(mine.forward(q, k, v, **options), (out, lse)) < 1e-3
+        given = dout, q, k, v, out.half(), lse.float()
+        assert off(mine.backward(*given, **options), truth.backward(*given, **options)) < 3e-3
+        flat = [x[0] for x in (dout, q, k, v)]
+        out, lse = truth.forward_varlen(*flat[1:], packing, 0.3)
+        assert off(mine.forward_varlen(*flat[1:], packing, 0.3), (out, lse)) < 1e-3
+        given = *flat, out.half(), lse.float(), packing, 0.3
+        assert off(mine.backward_varlen(*given), truth.backward_varlen(*given)) < 3e-3
+
+
+def test_softcap_is_rejected_where_a_version_lacks_it():
+    assert "4 has no softcap that works" in stand_in("4: flash-attn August 2026").with_softcap(1.5)
+    kernel = stand_in("2: flash-attn 2.8.3")
+
+    def bare(q, k, v, softmax_scale, causal, window_size):
+        raise AssertionError("not called")
+
+    kernel.__class__.functions = replace(kernel.functions, varlen_forward=bare)
+    assert kernel.with_softcap(1.5) == "2 as installed has no softcap"
 
 
 def test_no_deterministic_backward_no_determinism():

@@ -249,6 +249,7 @@ def core_attention(settings=None, **arguments):
             "--softmax-type vanilla, off-by-one, learnable, not sigmoid",
         ),
         ({"fp8_dot_product_attention": True}, {}, "does not support fp8_dot_product_attention"),
+        ({"attn_logit_softcapping": 50.0}, {}, "does not support attn_logit_softcapping"),
         (
             {"fp8_multi_head_attention": True},
             {},

@@ -1,0 +1,126 @@
+"""Gradients of the returned lse, against dense scores in float64: alone, and where attentions to
+different keys are merged by it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cp_ring import LatentKeys, Layout, Mask, Plan, ring_attention
+from cp_ring.plan import OPEN
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import Case, brute_force
+from tests.rings import joined, off, rank_of, scores_of
+
+N = 48
+WINDOW, DOCUMENTS = Mask.causal(N, window=(13, 0)), Mask.documents([0, 7, 30, 41], n=N)
+PLANS = {
+    "cp 1": Plan.build(WINDOW, Layout.contiguous(N, 1)),
+    "cp 2, padding": Plan.build(DOCUMENTS, Layout.zigzag(N, 2)),
+    "cp 3": Plan.build(WINDOW, Layout.balanced(WINDOW, 3)),
+    "cp 4": Plan.build(WINDOW, Layout.zigzag(N, 4)),
+    "cp 4, heads": Plan.build(WINDOW, Layout.zigzag(N, 4), ulysses=2),
+    "cp 2, heads alone": Plan.build(DOCUMENTS, Layout.zigzag(N, 2), ulysses=2),
+}
+SINK = torch.tensor([-1.0, 0.0, 0.5, 3.0])
+CASE, DLSE = Case.draw(N, b=2, h=4, g=2, d=8, e=12), torch.randn(2, N, 4, dtype=torch.float64)
+
+
+def loss_of(out, lse, dout, dlse):
+    """Linear in out and lse; queries that see no key have no finite lse."""
+    return (out * dout).sum() + (torch.where(lse.isinf(), 0.0, lse) * dlse.transpose(1, 2)).sum()
+
+
+def on_rank(group, plan, case, dlse, sink, both, **options):
+    q, k, v, dout, dlse = (plan.layout.shard(x, rank_of(group), 1) for x in (*case, dlse))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
+    out, lse = ring_attention(
+        *leaves[:3], group, plan=plan, sink=leaves[3], return_lse=True, **options
+    )
+    loss = loss_of(out, lse, dout * both, dlse)
+    return [out.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def wanted_of(case, allowed, sink, both, softcap=0.0):
+    leaves = [x.double().clone().requires_grad_() for x in (*case[:3], sink)]
+    q, k, v, offset = leaves
+    scores = scores_of(q, k, allowed, softcap=softcap)
+    further = offset[:, None, None].expand(*scores.shape[:3], 1)
+    scores = torch.cat([scores, further], -1)
+    weights, values = scores.softmax(-1)[..., :-1], v.repeat_interleave(2, 2)
+    out = torch.einsum("bhqk,bkhe->bqhe", weights, values)
+    loss = loss_of(out, scores.logsumexp(-1), case.dout.double() * both, DLSE)
+    return [out.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("both", [1.0, 0.0], ids=["with out", "alone"])
+@pytest.mark.parametrize("name", PLANS)
+def test_gradients_of_lse_are_those_of_dense_scores(name, both):
+    plan = PLANS[name]
+    for kernel, dtype, bound in (("reference", torch.float64, 1e-14), ("cpu", torch.float32, 2e-6)):
+        typed = [x.to(dtype) for x in (*CASE, DLSE, SINK)]
+        for options in ({}, {"softcap": 1.5}):
+            parts = LocalRing(plan.cp).run(
+                on_rank, plan, Case(*typed[:4]), *typed[4:], both, kernel=kernel, **options
+            )
+            wanted = wanted_of(CASE, plan.mask.dense(), SINK, both, **options)
+            if not both:  # of queries without keys, too
+                parts = [[part[0], *part[1:3], part[3] + 1, part[4]] for part in parts]
+                wanted[3] = wanted[3] + 1
+            assert off(joined(plan, parts), wanted) < bound, (kernel, options)
+
+
+def test_dropout_leaves_the_gradient_of_lse():
+    """Lse is that of all weights."""
+    plan, typed = PLANS["cp 2, padding"], [x.double() for x in (*CASE, DLSE, SINK)]
+    plain, dropped = (
+        joined(plan, LocalRing(2).run(on_rank, plan, Case(*typed[:4]), *typed[4:], 0.0, **options))
+        for options in ({}, {"dropout_p": 0.4, "dropout_seed": 3})
+    )
+    assert off(dropped[1:3] + dropped[4:], plain[1:3] + plain[4:]) < 1e-14
+
+
+def test_half_precision():
+    plan, typed = PLANS["cp 4"], [x.bfloat16() for x in (*CASE, DLSE, SINK)]
+    parts = LocalRing(4).run(on_rank, plan, Case(*typed[:4]), DLSE.float(), typed[5], 1.0)
+    assert off(joined(plan, parts), wanted_of(CASE, WINDOW.dense(), SINK, 1.0)) < 2e-2
+
+
+def through_latents(group, wire):
+    generator = torch.Generator().manual_seed(group.rank)
+    shapes = (1, 8, 2, 6), (1, 8, 5), (1, 8, 2), (2 * (4 + 3), 5)
+    leaves = [torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes]
+    leaves[3] = torch.ones_like(leaves[3])  # the same on all ranks
+    q, *of_keys = (x.requires_grad_() for x in leaves)
+    keys = LatentKeys(*of_keys, heads=2, key_dim=4)
+    lse = ring_attention(q, keys, group=group, causal=True, wire=wire, return_lse=True)[1]
+    return torch.autograd.grad(lse.square().sum(), leaves)
+
+
+def test_latents_get_the_gradient_that_keys_get():
+    latent, plain = (LocalRing(2).run(through_latents, wire) for wire in ("latent", "plain"))
+    for mine, truth in zip(latent, plain, strict=True):
+        assert off(mine[:3], truth[:3]) < 1e-14
+    assert off([sum(x[3] for x in latent)], [sum(x[3] for x in plain)]) < 1e-14
+
+
+def merged(group, case, masks, layout):
+    """The last keys and those before them by two calls, merged by lse."""
+    q, k, v, dout = (layout.shard(x, rank_of(group), 1) for x in case)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    parts = [
+        ring_attention(*leaves, group, mask=mask, layout=layout, return_lse=True) for mask in masks
+    ]
+    lse = torch.logaddexp(parts[0][1], parts[1][1])
+    out = sum(out * (its_lse - lse).exp().transpose(1, 2)[..., None] for out, its_lse in parts)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_attentions_that_users_merge_have_the_gradients_of_one(cp):
+    case, layout = Case.draw(N, dtype=torch.float64), Layout.zigzag(N, cp)
+    near, far = Mask.causal(N, (9, 0)), Mask.from_pieces(N, [(0, N, 0, N, -OPEN, -10)])
+    parts = LocalRing(cp).run(merged, case, (near, far), layout)
+    whole = joined(Plan.build(Mask.causal(N), layout), parts)
+    assert off(whole, brute_force(case, Mask.causal(N).dense())) < 1e-14
