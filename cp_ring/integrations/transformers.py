@@ -31,7 +31,7 @@ _IGNORED = -100  # the label of tokens without a loss
 def use_ring_attention(model: PreTrainedModel, group: Group = None, **options: Any) -> None:
     """Makes ring attention over the ranks of `group` the attention of all layers of `model`.
 
-    The windows, learned sinks and scales of its layers are kept. The model is then called with what
+    The windows, learned sinks, softcaps and scales of its layers are kept. The model is then called with what
     `shard_batch` returns. options: those of `cp_ring.ring_attention`, such as `route`, `heads`,
     `kernel` and `wire`.
 
@@ -157,7 +157,6 @@ def _attend(
         raise ConfigError("the model was not called with what shard_batch returns")
     for name, given in {
         "dropout": dropout,
-        "softcap": softcap,
         "is_causal=False": not (module.is_causal if is_causal is None else is_causal),
     }.items():
         if given:
@@ -172,6 +171,7 @@ def _attend(
         window_size=(sliding_window - 1, 0) if sliding_window else (-1, 0),
         cu_seqlens=offsets if len(offsets) > 2 else None,
         softmax_scale=scaling,
+        softcap=softcap or 0.0,
         sink=s_aux,
         **options,
     )

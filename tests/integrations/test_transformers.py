@@ -23,6 +23,7 @@ FAMILIES = {
     "Mistral": WINDOW,
     "Qwen3": {},
     "Qwen3Moe": EXPERTS | {"num_experts": 4},
+    "Gemma2": WINDOW | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": None},
     "Gemma3": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
     "GptOss": WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
