@@ -31,8 +31,8 @@ _IGNORED = -100  # the label of tokens without a loss
 def use_ring_attention(model: PreTrainedModel, group: Group = None, **options: Any) -> None:
     """Makes ring attention over the ranks of `group` the attention of all layers of `model`.
 
-    The windows, learned sinks, softcaps and scales of its layers are kept. The model is then called with what
-    `shard_batch` returns. options: those of `cp_ring.ring_attention`, such as `route`, `heads`,
+    The windows, learned sinks, softcaps and scales of its layers are kept. The model is then called
+    with what `shard_batch` returns. options: those of `cp_ring.ring_attention`, such as `route`, `heads`,
     `kernel` and `wire`.
 
     Raises `ConfigError` for models with other layers, or whose attention transformers cannot
@@ -137,42 +137,34 @@ def _attend(
     group: Group,
     options: dict[str, Any],
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
+    *tensors: Tensor,
     **named: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls attention: query [b, h, n / cp, d], key [b, g, n / cp, d] and value
     [b, g, n / cp, e] give [b, n / cp, h, e].
     """
-    offsets, transport = named.get(OFFSETS), transport_for(group, query.device)
-    if offsets is None or offsets[-1] != query.shape[2] * (transport.size if transport else 1):
+    q, k, v = (x.transpose(1, 2) for x in tensors[:3])  # a mask, which there is not, comes fourth
+    offsets, transport = named.get(OFFSETS), transport_for(group, q.device)
+    if offsets is None or offsets[-1] != q.shape[1] * (transport.size if transport else 1):
         raise ConfigError("the model was not called with what shard_batch returns")
-    for name, given in {
-        "dropout": dropout,
-        "is_causal=False": not (module.is_causal if is_causal is None else is_causal),
-    }.items():
-        if given:
-            raise ConfigError(f"{type(module).__name__}: {name} is not supported")
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    causal = named.get("is_causal")
+    if not (module.is_causal if causal is None else causal) or named.get("dropout"):
+        raise ConfigError(
+            f"{type(module).__name__} has attention dropout, or sees later tokens, which ring "
+            "attention of transformers does not support"
+        )
+    window = named.get("sliding_window")
     out = ring_attention(
         q,
         k,
         v,
         group,
         causal=True,
-        window_size=(sliding_window - 1, 0) if sliding_window else (-1, 0),
+        window_size=(window - 1, 0) if window else (-1, 0),
         cu_seqlens=offsets if len(offsets) > 2 else None,
-        softmax_scale=scaling,
-        softcap=softcap or 0.0,
-        sink=s_aux,
+        softmax_scale=named.get("scaling"),
+        softcap=named.get("softcap") or 0.0,
+        sink=named.get("s_aux"),
         **options,
     )
     return out, None
