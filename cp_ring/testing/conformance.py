@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, VarlenKernel, determinism
+from cp_ring.kernels.dropout import with_softcap
 
 HEADS = ((4, 4, 16, 16), (8, 1, 32, 32), (6, 2, 24, 40), (4, 2, 40, 24), (2, 2, 64, 64))
 """(query heads, key/value heads, d, e); those that a kernel rejects are left out."""
@@ -70,6 +71,7 @@ class KernelCase:
     heads: tuple[int, int, int, int]
     scale: float
     batch: int = 2
+    softcap: float = 0.0
 
     def draw(
         self, queries: int, keys: int, seed: int = 0, strided: bool = False
@@ -157,7 +159,7 @@ def _strided(case: KernelCase) -> None:
 def _natural_log(case: KernelCase) -> None:
     q, k, v, _ = case.draw(33, 40)
     _, lse = case.kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=case.scale)
-    truth = _logits(q, k, case.scale).logsumexp(-1)
+    truth = _logits(q, k, case).logsumexp(-1)
     base = float((truth / lse.double()).median())
     assert abs(base - 1) < 1e-2, f"lse is the natural logarithm times {1 / base:.4f}"
 
@@ -184,9 +186,7 @@ def _check_merged(case: KernelCase, queries: int, more: int) -> None:
     more_k, more_v = case.draw(queries, more, seed=1)[1:3]
     causal = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
     allowed = torch.cat([causal, causal.new_ones(queries, more)], 1)
-    truth = _truth(
-        q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, case.scale
-    )
+    truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, case)
     out, lse = (
         truth.out.to(case.dtype),
         truth.lse.to(torch.promote_types(case.dtype, torch.float32)),
@@ -214,6 +214,15 @@ def _varlen(case: KernelCase) -> None:
     if case.kernel.capabilities.bands:
         for left, right in ((5, 0), (-1, 2), (4, -1)):
             _check_packed(case, [*sizes[0], (5, 19), (8, 12)], left, right)
+
+
+def _softcap(case: KernelCase) -> None:
+    """If the kernel can cap scores."""
+    capped = with_softcap(case.kernel, 1.5)
+    if not isinstance(capped, str):
+        case = replace(case, kernel=capped, softcap=1.5)
+        for check in (_causal, _bands, _merged, _varlen):
+            check(case)
 
 
 def _repeats(case: KernelCase) -> None:
@@ -251,6 +260,7 @@ PROPERTIES: dict[str, Callable[[KernelCase], None]] = {
     "strided views": _strided,
     "merged backward": _merged,
     "varlen": _varlen,
+    "softcap": _softcap,
     "every element written": _written,
     "deterministic": _repeats,
 }
@@ -261,7 +271,7 @@ def _check_tile(
 ) -> None:
     q, k, v, dout = case.draw(queries, keys, strided=strided)
     offset = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None]
-    truth = _truth(q, k, v, dout, (offset >= lo) & (offset <= hi), case.scale)
+    truth = _truth(q, k, v, dout, (offset >= lo) & (offset <= hi), case)
     options: dict[str, Any] = {"lo": lo, "hi": hi, "scale": case.scale}
     out, lse = case.kernel.forward(q, k, v, **options)
     grads = case.kernel.backward(dout, q, k, v, out, lse, **options)
@@ -292,7 +302,7 @@ def _check_packed(case: KernelCase, sizes: list[tuple[int, int]], left: int, rig
         allowed = (offset >= -left if left >= 0 else offset >= -OPEN) & (
             offset <= right if right >= 0 else offset <= OPEN
         )
-        truth = _truth(*part, allowed, case.scale)
+        truth = _truth(*part, allowed, case)
         got = (
             out[None, q0:q1],
             lse[None, :, q0:q1],
@@ -314,22 +324,21 @@ class _Truth:
     dv: Tensor
 
 
-def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    return (
-        torch.einsum(
-            "bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
-        )
-        * scale
-    )
+def _logits(q: Tensor, k: Tensor, case: KernelCase) -> Tensor:
+    k = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k) * case.scale
+    return case.softcap * (logits / case.softcap).tanh() if case.softcap else logits
 
 
-def _truth(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor, scale: float) -> _Truth:
+def _truth(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor, case: KernelCase
+) -> _Truth:
     """Attention and its gradients by autograd in float64. Queries that see no key have out 0, lse
     -inf and no gradient.
     """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     empty = ~allowed.any(1)
-    scores = _logits(q, k, scale).masked_fill(~allowed, -math.inf)
+    scores = _logits(q, k, case).masked_fill(~allowed, -math.inf)
     p = scores.masked_fill(empty[:, None], 0.0).softmax(-1).masked_fill(empty[:, None], 0.0)
     out = torch.einsum("bhqk,bkhe->bqhe", p, v.repeat_interleave(q.shape[2] // k.shape[2], 2))
     return _Truth(
