@@ -61,6 +61,10 @@ class RingDotProductAttention(MegatronModule):
 
     softmax_offset: torch.Tensor | None
 
+    # How `softmax_offset` is split over tensor-parallel ranks, for converters of weights that know
+    # stock attention by name, as Megatron Bridge's.
+    tensor_model_parallel, partition_dim = True, 0
+
     def __init__(
         self,
         config: Any,

@@ -129,6 +129,8 @@ def test_transformer_engine_and_back(one_rank):
     assert "_extra_state" in theirs.state_dict()
     ours.load_state_dict(theirs.state_dict(), strict=True)
     assert torch.equal(ours.softmax_offset, theirs.softmax_offset)
+    # by which Megatron Bridge finds out, without knowing the class, how the parameter is split
+    assert ours.tensor_model_parallel and ours.partition_dim == ours.softmax_offset.partition_dim
     torch.nn.init.normal_(ours.softmax_offset)
     loaded = theirs.load_state_dict(ours.state_dict(), strict=False)
     # which TransformerEngine does without
