@@ -87,7 +87,8 @@ def logprobs(
         raise ConfigError(f"chunk={chunk}: it must be at least 1 token")
     if not 0 < temperature < math.inf:
         raise ConfigError(f"temperature={temperature}: it must be a finite number above 0")
-    group, first, size = _part_of_vocabulary(hidden if weight is None else weight.T, vocab_group)
+    part = (hidden if weight is None else weight.T).shape[-1]
+    group, first, size = _part_of_vocabulary(part, labels, chunk, vocab_group)
     bad = labels[((labels < 0) | (labels >= size)) & (labels != NO_LABEL)]
     if len(bad):
         raise ConfigError(
@@ -107,18 +108,25 @@ def logprobs(
 
 
 def _part_of_vocabulary(
-    logits: Tensor, vocab_group: Group
+    part: int, labels: Tensor, chunk: int, vocab_group: Group
 ) -> tuple[dist.ProcessGroup | None, int, int]:
     """The process group, the first label of this rank's part, and the size of the vocabulary."""
-    transport = transport_for(vocab_group, logits.device)
+    transport = transport_for(vocab_group, labels.device)
     if transport is None:
-        return None, 0, logits.shape[-1]
+        return None, 0, part
     if not isinstance(transport, GroupTransport):
         raise ConfigError("vocab_group must be a process group or a one-dimensional DeviceMesh")
-    sizes = torch.zeros(transport.size, dtype=torch.int64, device=logits.device)
-    sizes[transport.rank] = logits.shape[-1]
-    dist.all_reduce(sizes, group=transport.group)
-    return transport.group, int(sizes[: transport.rank].sum()), int(sizes.sum())
+    count = torch.arange(1, labels.numel() + 1, device=labels.device)
+    facts = labels.new_zeros(3, transport.size, dtype=torch.int64)
+    facts[0, transport.rank], facts[1, transport.rank] = part, chunk
+    facts[2, transport.rank] = (count * (labels.flatten() + 1 - NO_LABEL)).sum()
+    dist.all_reduce(facts, group=transport.group)
+    if (facts[1:] != facts[1:, :1]).any():
+        raise ConfigError(
+            "the ranks of vocab_group pass other labels or chunks: each must pass all tokens, so "
+            "gather hidden states that sequence parallelism has split"
+        )
+    return transport.group, int(facts[0, : transport.rank].sum()), int(facts[0].sum())
 
 
 def _of_logits(

@@ -172,6 +172,17 @@ def test_a_vocabulary_over_threads_is_rejected():
         )
 
 
+def other_labels(group, chunk, shift):
+    labels = torch.arange(4) + shift * group.rank()
+    with pytest.raises(ConfigError, match="the ranks of vocab_group pass other labels or chunks"):
+        cp_ring.logprobs(torch.zeros(4, VOCAB), labels, None, group, chunk=8 + chunk * group.rank())
+
+
+def test_ranks_of_a_vocabulary_with_other_tokens_stop(pool):
+    pool.run(other_labels, 2, 0, 1)
+    pool.run(other_labels, 2, 1, 0)
+
+
 A, B, C = [7, 7, 1], [7, 7, 1, 2, 3, 4], [7, 7, 1, 2, 5]
 SEQUENCES = {
     "nothing in common": [[1, 2, 3], [4, 5], [6]],
