@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cp_ring.offload import Offload
     from cp_ring.options import Options
     from cp_ring.plan import Layout, Mask, Plan, PlanSpec
+    from cp_ring.rollouts import PrefixPack, logprobs, prefix_pack
     from cp_ring.sharding import convert_layout, roll, shard, unshard
 
     __version__: str
@@ -29,8 +30,11 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanSpec",
+    "PrefixPack",
     "__version__",
     "convert_layout",
+    "logprobs",
+    "prefix_pack",
     "ring_attention",
     "roll",
     "shard",
@@ -48,8 +52,11 @@ _MODULES = {
     "Plan": "cp_ring.plan",
     "PlanError": "cp_ring.errors",
     "PlanSpec": "cp_ring.plan",
+    "PrefixPack": "cp_ring.rollouts",
     "RingPlan": "cp_ring.plan",  # the name of Plan before, for one version
     "convert_layout": "cp_ring.sharding",
+    "logprobs": "cp_ring.rollouts",
+    "prefix_pack": "cp_ring.rollouts",
     "ring_attention": "cp_ring.api",
     "roll": "cp_ring.sharding",
     "shard": "cp_ring.sharding",

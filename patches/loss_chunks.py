@@ -13,13 +13,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.settings import current
 from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.rollouts import in_chunks
 
 
 def losses_in_chunks(
@@ -52,16 +51,7 @@ def losses_in_chunks(
     chunks = zip(
         hidden_states.split(size), labels.unflatten(1, (parts, tokens)).split(size, 2), strict=True
     )
-    if torch.is_grad_enabled():
-        # Without reentry each parameter gets its gradient once, as the buckets of Megatron's
-        # DistributedDataParallel expect.
-        found = [
-            checkpoint(losses, *chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in chunks
-        ]
-    else:
-        found = [losses(*chunk) for chunk in chunks]
-    return torch.cat(found, 2).flatten(1)
+    return in_chunks(losses, chunks, 2).flatten(1)
 
 
 def _in_chunks(postprocess: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ The prompt is stored and computed once. Loss and gradients are those of 8 separa
 import torch
 import torch.distributed as dist
 
-from cp_ring import Mask, Options, patches
+from cp_ring import Options, patches, prefix_pack
 from cp_ring.megatron import settings, with_ring_attention
 
 for name in ("cpu_runtime", "rotary_layout"):  # the first only where there is no CUDA
@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from cp_ring.megatron.batches import split_batch  # noqa: E402
 
 VOCAB, PROMPT, RESPONSE, RESPONSES = 64, 97, 32, 8
-LENGTH = 352  # of the stream: the ranks divide it
+MULTIPLE = 8  # the ranks divide the length of the stream
 
 
 def rollouts():
@@ -38,28 +38,18 @@ def rollouts():
 
 
 def shared():
-    """All responses in one batch row behind their prompt.
-
-    The last token of a prompt predicts the first of each response, so it has several labels: each
-    response begins with a copy.
-    """
+    """All responses in one batch row behind their prompt."""
     prompt, responses, advantages = rollouts()
-    several = torch.cat([prompt[-1:].expand(RESPONSES, 1), responses], 1)
-    tokens = torch.cat([prompt[:-1], several[:, :-1].flatten()])
-    labels = torch.cat([torch.zeros(PROMPT - 1, dtype=torch.int64), responses.flatten()])
-    weights = torch.cat([torch.zeros(PROMPT - 1), advantages.repeat_interleave(RESPONSE)])
-    mask = Mask.shared_prefix([(PROMPT - 1, [RESPONSE] * RESPONSES)], n=LENGTH)
+    pack = prefix_pack(
+        [torch.cat([prompt, response]) for response in responses], PROMPT, advantages, MULTIPLE
+    )
     batch = {
-        "tokens": tokens,
-        "labels": labels,
-        "loss_mask": weights,
-        "position_ids": torch.arange(len(tokens)),
+        "tokens": pack.tokens,
+        "labels": pack.labels.clamp(min=0),  # the loss mask leaves out tokens without a label
+        "loss_mask": pack.loss_mask,
+        "position_ids": pack.positions,
     }
-    padded = {
-        key: torch.nn.functional.pad(value, (0, LENGTH - len(tokens)))[None]
-        for key, value in batch.items()
-    }
-    return padded | {"cp_ring_mask": mask}
+    return {key: value[None] for key, value in batch.items()} | {"cp_ring_mask": pack.mask}
 
 
 def separate():
@@ -105,7 +95,7 @@ def loss_and_gradients(model, batch):
 
 def main():
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    settings.configure(Options(enabled=True, layout="balanced", mask_kinds="shared-prefix,causal"))
+    settings.configure(Options(enabled=True, layout="balanced", mask_kinds="tree,causal"))
     model = build()
     ours, plain = shared(), separate()
     found, expected = (

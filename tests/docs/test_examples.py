@@ -36,6 +36,11 @@ def test_on_two_ranks(pool, name):
     assert first == second  # each returns a result that both ranks must agree on
 
 
+def test_on_four_ranks(pool):
+    first, *others = pool.run(run_main, 4, "grpo")
+    assert others == [first] * 3
+
+
 @pytest.mark.parametrize("name", ON_ONE)
 def test_in_one_process(registries, name):
     example(name).main()
@@ -103,8 +108,15 @@ def test_the_first_program_by_torchrun():
 
 def test_all_examples_are_run_and_short():
     files = {path.stem: path for path in EXAMPLES.glob("*.py")}
-    assert set(files) == {*ON_TWO_RANKS, *ON_ONE, *IN_MEGATRON, "megatron_layer", "megatron_core"}
+    assert set(files) == {
+        *ON_TWO_RANKS,
+        *ON_ONE,
+        *IN_MEGATRON,
+        "grpo",
+        "megatron_layer",
+        "megatron_core",
+    }
     # tests/megatron/test_program.py runs the latter
-    limits = {**dict.fromkeys(IN_MEGATRON, 133), "megatron_core": 120}
+    limits = {**dict.fromkeys(IN_MEGATRON, 133), "megatron_core": 120, "grpo": 90}
     for name, path in files.items():
         assert len(path.read_text().splitlines()) <= limits.get(name, 77), path.name
