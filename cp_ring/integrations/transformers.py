@@ -32,8 +32,8 @@ def use_ring_attention(model: PreTrainedModel, group: Group = None, **options: A
     """Makes ring attention over the ranks of `group` the attention of all layers of `model`.
 
     The windows, learned sinks, softcaps and scales of its layers are kept. The model is then called
-    with what `shard_batch` returns. options: those of `cp_ring.ring_attention`, such as `route`, `heads`,
-    `kernel` and `wire`.
+    with what `shard_batch` returns. options: those of `cp_ring.ring_attention`, such as `route`,
+    `heads`, `kernel` and `wire`.
 
     Raises `ConfigError` for models with other layers, or whose attention transformers cannot
     replace.
