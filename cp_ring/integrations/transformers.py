@@ -72,7 +72,7 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
     """
     tokens = batch["input_ids"]
     transport = transport_for(group, tokens.device)
-    cp, (rows, n) = transport.size if transport else 1, tokens.shape
+    cp, (batch_size, n) = transport.size if transport else 1, tokens.shape
     whole = {
         "input_ids": tokens,
         "position_ids": batch.get("position_ids", torch.arange(n, device=tokens.device)[None]),
@@ -81,12 +81,14 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
         whole["labels"] = pad(batch["labels"][:, 1:], (0, 1), value=_IGNORED)
     rest = {name: x for name, x in batch.items() if name not in {*whole, *_OF_THE_ROW}}
     for name, x in (whole | {"attention_mask": batch.get("attention_mask", tokens)}).items():
-        if x.shape not in ((rows, n), (1, n)):
-            raise ConfigError(f"{name} is {tuple(x.shape)}: it must be {(rows, n)} as input_ids")
+        if x.shape not in ((batch_size, n), (1, n)):
+            raise ConfigError(
+                f"{name} is {tuple(x.shape)}: it must be {(batch_size, n)} as input_ids"
+            )
     if rest:
         raise ConfigError(f"shard_batch does not know how to split {', '.join(sorted(rest))}")
     _check_padding(batch.get("attention_mask"))
-    offsets = _offsets(whole["position_ids"], rows)
+    offsets = _offsets(whole["position_ids"], batch_size)
     counted = batch.get("num_items_in_batch")
     more = -n % (2 * cp)
     if more:
@@ -94,7 +96,7 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
         whole = {name: pad(x, (0, more), value=fill.get(name, 0)) for name, x in whole.items()}
         offsets = (*offsets, n + more) if len(offsets) > 2 else (0, n + more)
     parts = {name: x if cp == 1 else shard(x, None, group) for name, x in whole.items()}
-    parts["position_ids"] = parts["position_ids"].expand(rows, -1)
+    parts["position_ids"] = parts["position_ids"].expand(batch_size, -1)
     parts |= {OFFSETS: offsets, "use_cache": False}
     if "labels" in whole:
         total = (whole["labels"] != _IGNORED).sum() if counted is None else counted
@@ -116,13 +118,13 @@ def _check_padding(mask: Tensor | None) -> None:
         )
 
 
-def _offsets(positions: Tensor, rows: int) -> tuple[int, ...]:
+def _offsets(positions: Tensor, batch_size: int) -> tuple[int, ...]:
     """Where the documents of the batch row begin, and its end."""
     n = positions.shape[1]
     starts = (positions[:, 1:] != positions[:, :-1] + 1).nonzero()
     if not len(starts):
         return 0, n
-    if rows > 1:
+    if batch_size > 1:
         raise ConfigError(
             "position_ids of several batch rows begin again: give packed documents as one batch row"
         )
