@@ -7,9 +7,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import shlex
+import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,6 +167,39 @@ def _run_rank_checks(
     validate.check_job(flags)
     if not uses_corpus(job):
         check_rules(flags, rules.DATA)
+
+
+def rehearse(job: JobConfig, corpus: Corpus | None, device: str) -> None:
+    """Lets a process check the flags as the first rank does, with Megatron's own validation, before
+    anything is built or started. Raises `ConfigError` with its line.
+
+    Of a job for `device` cuda nothing can be found out where there is no CUDA.
+    """
+    import torch
+
+    if (device == "cuda" and not torch.cuda.is_available()) or job.megatron.get(
+        "use_checkpoint_args"
+    ):
+        return
+    built = corpus is None or corpus.ready
+    line, _ = megatron_flags(job, corpus if built else None, device)
+    with tempfile.TemporaryDirectory() as folder:
+        said, nowhere = Path(folder, "rejected"), str(Path(folder, "none"))
+        line += ["--save", nowhere, "--load", nowhere, *["--mock-data"] * (not built)]
+        variables = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(job.parallel.ranks),
+            "TORCHELASTIC_ERROR_FILE": str(said),
+        }
+        check = "from cp_ring.pretrain_gpt import check; check()"
+        subprocess.run(
+            [sys.executable, "-c", check, *line],
+            env=os.environ | _environment(job, device) | variables,
+            capture_output=True,
+        )
+        if said.exists():
+            raise ConfigError(json.loads(said.read_text())["message"]["message"])
 
 
 def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[str, str]]:
