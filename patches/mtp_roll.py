@@ -52,7 +52,6 @@ def roll_in_documents(
     dims: int = -1,
     cp_group: Any = None,
     packed_seq_params: Any = None,
-    return_sum: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """For each token, the value of the next token in its document, or zero for the last one; and
     the sum of the result.

@@ -491,6 +491,25 @@ def test_rules_that_no_flag_shows_here(monkeypatch, version, part, values, line)
     assert not problem(Job(SimpleNamespace(**values | {"tensor_model_parallel_size": 1})), part)
 
 
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"dynamic_context_parallel": True}, "--cp-ring does not support a context-parallel size"),
+        ({"cp_partition_mode": "contiguous"}, "--cp-ring does not support --cp-partition-mode con"),
+        ({"cp_partition_mode": "zigzag"}, ""),
+        ({"experimental_attention_variant": "kda"}, "--cp-ring does not support --experimental-a"),
+        ({"experimental_attention_variant": "gdn"}, ""),
+        ({"mtp_hsm": True}, "--cp-ring does not support --mtp-hsm: leave it out"),
+        ({"use_megatron_fsdp": True, "megatron_fsdp_version": 2},
+            "--cp-ring does not support --megatron-fsdp-version 2: give 1"),
+        ({"use_megatron_fsdp": True, "megatron_fsdp_version": 1}, ""),
+    ],
+)  # fmt: skip
+def test_flags_of_later_versions(values, line):
+    found = problem(Job(SimpleNamespace(**values)), rules.ATTENTION)
+    assert found.startswith(line) and bool(found) == bool(line)
+
+
 @pytest.mark.parametrize("version", ["0.16.0", "0.21.0", "0.21.0rc1", None])
 def test_megatron_versions_outside_the_range(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)

@@ -244,6 +244,14 @@ def test_core_attention_is_ring_attention(applied, one_rank):
     assert build() == (RingDotProductAttention, DotProductAttention)
 
 
+@pytest.mark.compat
+def test_gated_delta_product_layers_are_rejected(applied):
+    module = pytest.importorskip("megatron.core.ssm.gated_delta_product")  # since 0.20
+    applied("core_attention")
+    with pytest.raises(ConfigError, match="gated delta product layers: give another --spec"):
+        module.GatedDeltaProductMixer()
+
+
 def test_rotary_layout_follows_the_layout(applied):
     import megatron.core.models.common.embeddings.rotary_pos_embedding as rotary
 
