@@ -16,6 +16,7 @@ from cp_ring.errors import one_line
 from cp_ring.megatron.flags import graphs
 from cp_ring.megatron.flags.attention_rules import ATTENTION, DOCUMENT_FLAGS, DOCUMENTS
 from cp_ring.megatron.flags.rule import Job, Rule
+from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
@@ -36,6 +37,10 @@ WITHOUT_CUDA = (
     Rule(_contradicts_the_cpu, "{found[0]} needs CUDA, and --cp-ring-cpu runs without it",
          "give {found[1]}",
          example="--distributed-backend nccl / --transformer-impl=transformer_engine"),
+    Rule(lambda job: job.own.enabled and job.own.kernel in KERNELS
+         and job.own.kernel not in ("cpu", "reference"),
+         "{--cp-ring-kernel} needs CUDA, and --cp-ring-cpu runs without it", "give auto or cpu",
+         example="--cp-ring-kernel flash"),
     Rule("--sequence-parallel !--spec",
          "--sequence-parallel needs TransformerEngine's or Apex's norms",
          "leave it out with --cp-ring-cpu", example="--sequence-parallel"),
@@ -77,6 +82,11 @@ MODEL = (
     Rule("--micro-batch-size<1|--global-batch-size<1|--num-attention-heads<1",
          "{found} must be at least 1",
          example="--micro-batch-size 0 / --num-attention-heads 0"),
+    Rule("--attention-dropout<0|--attention-dropout>0.9999|"
+         "--hidden-dropout<0|--hidden-dropout>0.9999", "{found} must be from 0 to below 1",
+         example="--attention-dropout 2 / --hidden-dropout -0.1"),
+    Rule("--lr<0|--min-lr<0|--weight-decay<0|--clip-grad<0", "{found} must be at least 0",
+         example="--lr -1"),
     Rule("--num-query-groups<1 --group-query-attention", "{found} must be at least 1",
          example="--num-query-groups 0"),
     Rule("--num-attention-heads%--tensor-model-parallel-size",

@@ -18,6 +18,7 @@ from cp_ring.testing.rank_pool import LIMIT_S
 from cp_ring.tools.cli import main
 from cp_ring.tools.job import command_line
 from cp_ring.tools.job import job_config as config
+from cp_ring.tools.job import train
 
 
 @pytest.fixture(scope="module")
@@ -320,3 +321,19 @@ def test_sharded_parameters_get_more_than_one_cuda_connection(monkeypatch, shard
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     job = config.load("quickstart", [f"megatron.{sharded}=true"] if sharded else [])
     assert command_line._environment(job, "cuda").get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("cp_ring.wire=latent", "^--cp-ring-wire latent needs --multi-latent-attention"),
+        ("megatron.max_position_embeddings=16", "^Megatron rejects these flags: max_position"),
+    ],
+)
+def test_a_dry_run_says_what_the_ranks_would(tmp_path, data, setting, line):
+    """Without its corpus, and with nothing left behind."""
+    settings = [setting, f"data.path={data}", f"launch.run_dir={tmp_path / 'run'}"]
+    with pytest.raises(ConfigError, match=line):
+        train.train("quickstart", settings, dry_run=True)
+    assert not (tmp_path / "run").exists()
