@@ -255,8 +255,12 @@ def _megatron_replacements() -> Iterator[Replacement]:
 
     with functions_uncompiled():
         from megatron.core import utils
+        from megatron.core.models.multimodal import llava_model
+        from megatron.core.models.vision import clip_vit_model
         from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     init_process_group, barrier = torch.distributed.init_process_group, torch.distributed.barrier
     preparation_data = multiprocessing.spawn.get_preparation_data
@@ -282,7 +286,19 @@ def _megatron_replacements() -> Iterator[Replacement]:
         [moe_utils, token_dispatcher], "maybe_move_tensor_to_cpu", _counts_of_experts
     )
     if utils.tex is None:  # TransformerEngine, by which Megatron splits packed documents
-        yield utils, "tex", SimpleNamespace(thd_get_partitioned_indices=_partitioned_indices)
+        split = SimpleNamespace(thd_get_partitioned_indices=_partitioned_indices)
+        yield utils, "tex", split
+        # which wants TransformerEngine's class in layers of a language model that is split;
+        # Megatron's own one takes no split without --cp-ring
+        stand_ins = {"HAVE_TE": True, "HAVE_TEX": True, "tex": split,
+                     "TEDotProductAttention": DotProductAttention,
+                     "is_te_min_version": lambda *_: True}  # fmt: skip
+        for name in stand_ins.keys() & vars(llava_model).keys():
+            yield llava_model, name, stand_ins[name]
+    if clip_vit_model.NORM_IMPL is torch.nn.LayerNorm:  # which takes no configuration
+        encoder = clip_vit_model.CLIPViTModel
+        construct = functools.partialmethod(encoder.__init__, ln_pre_impl=WrappedTorchNorm)
+        yield encoder, "__init__", construct
     if has_training_loop():  # users of megatron.core alone may lack it
         yield from _training_replacements()
 

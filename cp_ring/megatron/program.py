@@ -77,6 +77,8 @@ def arguments_of(config: Any) -> argparse.Namespace:
         # the configuration has completed its number of key/value heads
         "group_query_attention": True,
         "position_embedding_type": "rope",
+        # one number is read by classes of core attention that set the window of their layer
+        "window_size": None if isinstance(config.window_size, int) else config.window_size,
         "reset_attention_mask": False,
         "world_size": torch.distributed.get_world_size()
         if torch.distributed.is_initialized()

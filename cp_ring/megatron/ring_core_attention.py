@@ -23,7 +23,7 @@ from cp_ring.errors import ConfigError, KernelError
 from cp_ring.kernels.dropout import Dropout
 from cp_ring.megatron import compat
 from cp_ring.megatron.data.batch_mask import accept_causal
-from cp_ring.megatron.data.documents import documents_of
+from cp_ring.megatron.data.documents import documents_of, without_whole_rows
 from cp_ring.megatron.data.prefetch import wait_for
 from cp_ring.megatron.flags import graphs
 from cp_ring.megatron.flags.attention_rules import check_window
@@ -38,6 +38,8 @@ from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.observe import debug, timing, watchdog
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
+# with the padding that packed documents tell
+_PADDED = {"padding_causal": "causal", "padding": "no_mask"}
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
@@ -60,6 +62,8 @@ class RingDotProductAttention(MegatronModule):
     """
 
     softmax_offset: torch.Tensor | None
+    # as linear layers say it: conversions of weights read how `softmax_offset` is split
+    tensor_model_parallel, partition_dim = True, 0
 
     def __init__(
         self,
@@ -146,8 +150,8 @@ class RingDotProductAttention(MegatronModule):
             value: [s, b, g, dv] or [s, g, dv].
             attention_mask: None, or the causal mask of this rank's tokens where that is the
             declared one (see `batch_mask`).
-            attn_mask_type: `causal` or `no_mask`, as Megatron's enum or its name; by default that
-            of the layer.
+            attn_mask_type: `causal` or `no_mask`, of packed documents also with padding, as
+            Megatron's enum or its name; by default that of the layer.
             packed_seq_params: the documents of the batch; None for sequences without documents.
 
         Returns:
@@ -160,7 +164,8 @@ class RingDotProductAttention(MegatronModule):
         """
         cached = key.shape[0] - query.shape[0]
         mask = _check_mask(
-            self.attn_mask_type if attn_mask_type is None or cached else attn_mask_type
+            self.attn_mask_type if attn_mask_type is None or cached else attn_mask_type,
+            packed=query.dim() == 3,
         )
         _check_inputs(attention_bias, unknown)
         latents = (
@@ -173,6 +178,10 @@ class RingDotProductAttention(MegatronModule):
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             latents = latents and latents._replace(latent=latents.latent.unsqueeze(1))
+        else:
+            packed_seq_params = without_whole_rows(
+                packed_seq_params, query.shape[0] * self.cp_group.size()
+            )
         if attention_mask is not None:
             self._check_batch_mask(
                 attention_mask, mask, query.shape[0], key.shape[0], packed_seq_params
@@ -374,8 +383,9 @@ def _flag_in_errors(kernel: str) -> Iterator[None]:
         ) from None
 
 
-def _check_mask(mask_type: Any) -> str:
+def _check_mask(mask_type: Any, packed: bool = True) -> str:
     name = str(getattr(mask_type, "name", mask_type))
+    name = _PADDED.get(name, name) if packed else name
     if name not in ("causal", "no_mask"):
         raise ConfigError(
             f"--cp-ring supports the attention mask types causal and no_mask, not {name}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +29,16 @@ except ImportError:
     TEDotProductAttention = None
 
 _REPLACED = {DotProductAttention, TEDotProductAttention, RingDotProductAttention} - {None}
+_OF_CLASSES = {"__module__", "__doc__", "__init__", "__firstlineno__", "__static_attributes__"}
 
 
 def ring_core_attention(core_attention: Any) -> Any:
     """`RingDotProductAttention` in place of a stock core attention, given as a class, `ModuleSpec`
     or `functools.partial`.
 
-    Raises `ConfigError` for any other core attention, by name.
+    A class derived from a stock one that adds a constructor alone is replaced too: its constructor
+    says what the stock one would be built with. Raises `ConfigError` for any other core attention,
+    by name.
     """
     if isinstance(core_attention, ModuleSpec):
         return dataclasses.replace(
@@ -50,10 +54,58 @@ def ring_core_attention(core_attention: Any) -> Any:
         return RingDotProductAttention
     if isinstance(core_attention, type) and issubclass(core_attention, _Rejected):
         raise ConfigError(core_attention.rejection)
+    stock = _stock_below(core_attention)
+    if stock is RingDotProductAttention:
+        return core_attention
+    if stock is None:
+        raise _not_replaced(core_attention)
+    return _ring_as_asked(core_attention, stock)
+
+
+def _not_replaced(core_attention: Any) -> ConfigError:
     name = getattr(core_attention, "__name__", repr(core_attention))
-    raise ConfigError(
+    return ConfigError(
         f"--cp-ring replaces DotProductAttention and TEDotProductAttention, not {name}"
     )
+
+
+def _stock_below(core_attention: Any) -> Any:
+    """The replaced class from which a class differs by constructors alone; None if there is none,
+    or more than that differs.
+    """
+    for one in getattr(core_attention, "__mro__", ()):
+        if one in _REPLACED:
+            return one
+        if vars(one).keys() - _OF_CLASSES:
+            return None
+    return None
+
+
+def _ring_as_asked(core_attention: Any, stock: Any) -> Any:
+    """Ring attention with the arguments that the constructor of `core_attention` hands to `stock`.
+
+    Raises `ConfigError` where the constructor needs or keeps more than these.
+    """
+    signature = inspect.signature(stock.__init__)
+
+    class Recorder(stock):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.asked = signature.bind(self, *args, **kwargs).arguments
+
+    # between the class and the stock one in the order of constructors
+    recording = type(core_attention.__name__, (core_attention, Recorder), {})
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            kept = vars(recording(*args, **kwargs))
+        except AttributeError as error:
+            raise _not_replaced(core_attention) from error
+        asked = dict(kept.pop("asked", ()))
+        if kept or not asked:
+            raise _not_replaced(core_attention)
+        RingDotProductAttention.__init__(self, **dict([*asked.items()][1:]))
+
+    return type(core_attention.__name__, (RingDotProductAttention,), {"__init__": construct})
 
 
 def _ring_or_rejected(core_attention: Any) -> Any:

@@ -239,7 +239,6 @@ def core_attention(settings=None, **arguments):
         ({}, {"attention_type": "cross"}, "supports self attention; layer 1 is cross attention"),
         ({}, {"cp_comm_type": "pigeon"}, "--cp-comm-type pigeon: known are p2p"),
         ({}, {"attn_mask_type": "arbitrary"}, "mask types causal and no_mask, not arbitrary"),
-        ({}, {"attn_mask_type": "padding"}, "mask types causal and no_mask, not padding"),
         ({}, {"num_splits": 2}, "does not know these core attention arguments: num_splits"),
         (
             {"softmax_type": "sigmoid"},
@@ -273,6 +272,7 @@ def test_layers(one_rank, settings, arguments, message):
         ),
         ({"attention_bias": torch.ones(1, 4, 8, 8)}, "does not support an attention bias"),
         ({"attn_mask_type": "arbitrary"}, "mask types causal and no_mask, not arbitrary"),
+        ({"attn_mask_type": "padding_causal"}, "causal and no_mask, not padding_causal"),
         ({"alibi_slopes": torch.ones(4)}, "does not know these inputs: alibi_slopes"),
     ],
 )

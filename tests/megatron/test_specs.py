@@ -2,6 +2,7 @@
 nothing else does.
 """
 
+import copy
 import functools
 import json
 
@@ -216,6 +217,59 @@ def test_another_core_attention_is_rejected_by_name(make):
         r"OtherAttention",
     ):
         gpt(config(), spec)
+
+
+def derived(kept=None, **more):
+    """A class that differs from Megatron's by its constructor, as Gemma's do, and by `more`."""
+
+    class ByLayer(DotProductAttention):
+        def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
+            config = copy.copy(config)
+            config.window_size = (config.window_size - 1, 0) if layer_number % 2 else None
+            super().__init__(config, layer_number, attn_mask_type, attention_type, **kwargs)
+            if kept:
+                self.kept = kept(self)
+
+    for name, value in more.items():
+        setattr(ByLayer, name, value)
+    return ByLayer
+
+
+def of_layers(core_attention):
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = core_attention
+    layers = gpt(config(window_size=6), spec).decoder.layers
+    return [layer.self_attention.core_attention for layer in layers]
+
+
+def test_a_class_that_differs_by_its_constructor_is_asked():
+    layers = of_layers(derived())
+    assert [layer.window for layer in layers] == [(5, 0), (-1, -1)]
+    assert all(isinstance(layer, RingDotProductAttention) for layer in layers)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"forward": lambda self, *args: None},
+        {"scale": 2.0},
+        {"kept": lambda self: 3},
+        {"kept": lambda self: self.hidden_size_per_partition},
+    ],
+)
+def test_a_class_that_differs_by_more_is_rejected_by_name(more):
+    with pytest.raises(ConfigError, match="not ByLayer"):
+        of_layers(derived(**more))
+
+
+def test_conversions_of_weights_find_how_sinks_are_split():
+    """By the rule of Megatron Bridge's `AutoMapping` for classes that it does not know."""
+    layer = gpt(
+        config(softmax_type="learnable"), get_gpt_layer_local_spec(normalization="RMSNorm")
+    ).decoder.layers[0]
+    core = layer.self_attention.core_attention
+    assert core.tensor_model_parallel and core.partition_dim == core.softmax_offset.partition_dim
+    assert list(core.state_dict()) == ["softmax_offset"]
 
 
 def test_sparse_attention_in_a_hybrid_model_is_rejected_by_name():

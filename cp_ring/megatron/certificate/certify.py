@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -184,6 +185,10 @@ def _probe_attention(args: argparse.Namespace, found: _Findings, seed: int, seco
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     config = tiny_model.transformer_config(args)
+    if isinstance(config.window_size, int):
+        found.not_covered.append("windows that core attention classes set by layer")
+        config = copy.copy(config)
+        config.window_size = None
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
     kinds = find_layer_kinds(args, config, masks_of(args))
     for kind in kinds:

@@ -185,6 +185,8 @@ def uncovered(args: argparse.Namespace) -> str:
     """Why no tiny model can be made from these flags, or ""."""
     if hasattr(args, "transformer_config") and args.build is None:
         return "a program that does not call cp_ring.megatron.certify"
+    if isinstance(transformer_config(args).window_size, int):
+        return "layers whose core attention class sets their window"
     return "models from a YAML file" if getattr(args, "yaml_cfg", None) else ""
 
 

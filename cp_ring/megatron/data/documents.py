@@ -156,6 +156,16 @@ class DocumentParams(PackedSeqParams):
         return cls(qkv_format="sbhd", max_seqlen_q=n, max_seqlen_kv=n, documents=documents)
 
 
+def without_whole_rows(packed: Any, n: int) -> Any:
+    """`packed` (packed_seq_params), or None where it says in sbhd that each batch row of `n` tokens
+    is one document.
+    """
+    if packed is None or isinstance(packed, DocumentParams) or packed.qkv_format != "sbhd":
+        return packed
+    offsets = _common_offsets(packed, "cu_seqlens_q", "cu_seqlens_kv")
+    return None if offsets is None or (np.diff(offsets) == n).all() else packed
+
+
 def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> MicrobatchMask:
     """The documents, or the declared mask, that `packed` (packed_seq_params) describes now.
 
