@@ -16,9 +16,8 @@ from cp_ring.megatron.flags import argument_parser
 from cp_ring.options import SETTINGS, Options
 from cp_ring.testing.rank_pool import LIMIT_S
 from cp_ring.tools.cli import main
-from cp_ring.tools.job import command_line
+from cp_ring.tools.job import command_line, train
 from cp_ring.tools.job import job_config as config
-from cp_ring.tools.job import train
 
 
 @pytest.fixture(scope="module")
