@@ -429,7 +429,8 @@ MODELS = (
     *_recurrent("qwen3_next", QWEN, balanced=2e-6),
     Model("qwen3_next_mtp", f"{QWEN} --mtp-num-layers 1", "state in the order of another layout",
         baseline=REFERENCE, splits=("cp2", "tp2cp2", "pp2cp2"), layers=4, tolerance=1e-6, drawn_by_tp=True),
-    Model("sparse", SPARSE, "positions of another split", ring="--cp-comm-type all_gather", splits=OF_LATENTS, tolerance=1e-6, drawn_by_tp=True,
+    # two keys whose scores are equal but for rounding may change places
+    Model("sparse", SPARSE, "positions of another split", ring="--cp-comm-type all_gather", splits=OF_LATENTS, tolerance=1e-4, drawn_by_tp=True,
         rejected={"ring": "--cp-ring-schedule gather", "relay": "exclude one another"} | ALONE),
     Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid",
         "mask widened", layers=4),
