@@ -128,7 +128,7 @@ ATTENTION = (
          "any context parallel size",
          "give --attention-dropout 0, or a kernel that does (cpu, reference)",
          "only these kernels draw dropout by positions; Megatron's default is 0.1",
-         "--attention-dropout 0.1 --cp-ring-kernel flash"),
+         "--attention-dropout 0.1 --cp-ring-kernel flash --transformer-impl local"),
     Rule("--qk-clip|--log-max-attention-logit !--bf16|--fp16",
          "{found} needs --bf16 or --fp16: Megatron looks for the layers in the wrapper of such "
          "models",

@@ -16,7 +16,6 @@ from cp_ring.errors import one_line
 from cp_ring.megatron.flags import graphs
 from cp_ring.megatron.flags.attention_rules import ATTENTION, DOCUMENT_FLAGS, DOCUMENTS
 from cp_ring.megatron.flags.rule import Job, Rule
-from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
@@ -33,13 +32,24 @@ def _contradicts_the_cpu(job: Job) -> list[str]:
     return []
 
 
+def _why_no_kernel(job: Job) -> str:
+    """Why the kernel that is asked for cannot compute on the CPU, "" where it can."""
+    # heavy, and not needed by other checks
+    import torch
+
+    from cp_ring.kernels import REGISTRY
+
+    if not job.own.enabled or job.own.kernel not in REGISTRY:
+        return ""
+    kernel = import_module(REGISTRY[job.own.kernel]).KERNEL
+    return kernel.rejection(torch.device("cpu"), torch.float32, 64, 64) or ""
+
+
 WITHOUT_CUDA = (
     Rule(_contradicts_the_cpu, "{found[0]} needs CUDA, and --cp-ring-cpu runs without it",
          "give {found[1]}",
          example="--distributed-backend nccl / --transformer-impl=transformer_engine"),
-    Rule(lambda job: job.own.enabled and job.own.kernel in KERNELS
-         and job.own.kernel not in ("cpu", "reference"),
-         "{--cp-ring-kernel} needs CUDA, and --cp-ring-cpu runs without it", "give auto or cpu",
+    Rule(_why_no_kernel, "{--cp-ring-kernel} cannot run on the CPU ({found})", "give auto",
          example="--cp-ring-kernel flash"),
     Rule("--sequence-parallel !--spec",
          "--sequence-parallel needs TransformerEngine's or Apex's norms",
