@@ -31,7 +31,7 @@ GIVEN = {"overload", "override", "jit"}
 # What is counted: (goal, limit). Each is a number over all of cp_ring and patches, but for the
 # last, which is of tests.
 TABLE = {
-    "tokens": (225_000, 307_010),
+    "tokens": (225_000, 307_060),
     "tokens a code line, times 100": (1_000, 952),
     "packages of more than 16 files": (0, 0),
     "files of more than 450 lines": (0, 9),
