@@ -90,7 +90,7 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
     _check_padding(batch.get("attention_mask"))
     offsets = _offsets(whole["position_ids"], batch_size)
     counted = batch.get("num_items_in_batch")
-    more = -n % (2 * cp)
+    more = -n % (2 * cp) if cp > 1 else 0
     if more:
         fill = {"labels": _IGNORED}
         whole = {name: pad(x, (0, more), value=fill.get(name, 0)) for name, x in whole.items()}

@@ -120,7 +120,7 @@ def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
         return tuple(PREFIX + kind for kind in settings.current().kinds)
     if settings.current().document_mask:
         return ("documents", "packed")
-    # a flag of pretrain_vlm.py alone, which packs rows that it pads without being asked to
+    # a flag of pretrain_vlm.py alone, which packs batch rows that it pads without being asked to
     packed = hasattr(args, "use_packed_sequence") or any(
         getattr(args, name, False) for name in ("dataloader_inter_document_masking", "sft")
     )
