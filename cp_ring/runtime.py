@@ -10,6 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Cell[T]:
+    """One value that changes."""
+
+    value: T
 
 
 class Runtime:
@@ -23,6 +31,15 @@ class Runtime:
         `__init__` without arguments.
         """
         self._resets.append(reset or getattr(state, "clear", None) or state.__init__)  # type: ignore[misc]
+        return state
+
+    def cell[T](self, first: T) -> Cell[T]:
+        """A registered value, `first` until it is set."""
+        cell = Cell(first)
+        return self.keep(cell, lambda: setattr(cell, "value", first))
+
+    def of_process[T](self, state: T) -> T:
+        """`state`, which a reset leaves as it is: threads, locks of files, signals."""
         return state
 
     def cache[T](

@@ -13,10 +13,12 @@ import signal
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from cp_ring.runtime import RUNTIME
+
 ASKING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 _BLOCKED = {signal.SIGUSR1}
-_received: list[signal.Signals] = []
+_received: list[signal.Signals] = RUNTIME.of_process([])
 
 
 def listen(*more: signal.Signals) -> None:

@@ -24,7 +24,7 @@ COUNTED |= {token.FSTRING_START, token.FSTRING_MIDDLE, token.FSTRING_END}
 # One file a probe, a kernel, a patch:
 MANY_FILES = {"cp_ring/megatron/certificate", "cp_ring/kernels", "patches"}
 NO_STATE = {"frozenset", "tuple", "range", "compile", "getLogger", "TypeVar", "Path", "Typer"}
-NO_STATE |= {"Lock", "RLock", "ContextVar"}
+NO_STATE |= {"Lock", "RLock", "ContextVar", "LayerOfFlags"}
 # The parameters are those of another function, or of a kernel:
 GIVEN = {"overload", "override", "jit"}
 
@@ -39,7 +39,7 @@ TABLE = {
     "lines of more than 100 columns": (0, 0),
     "functions of more than 7 parameters": (0, 27),
     "modules that import more than 12 others": (0, 12),
-    "state outside of cp_ring.runtime": (0, 26),
+    "state outside of cp_ring.runtime": (0, 0),
     "tokens of tests": (212_000, 320_220),  # the goal: 22,000 lines of 130 columns
 }
 

@@ -254,7 +254,7 @@ class _Works:
         # The batch keeps its tensors alive until the messages are complete.
         self._works, self._batch = works, batch
         # In sampled steps, who sent what a work receives. NCCL has one work for all messages.
-        timed = timing.ACTIVE is not None and len(works) > 1
+        timed = timing.ACTIVE.value is not None and len(works) > 1
         self._senders = [batch.ranks[peer] for peer, _ in messages(batch.receives)] if timed else []
 
     def wait(self) -> None:
@@ -320,7 +320,7 @@ def _size(transfer: Transfer, buffers: Buffers) -> int:
 
 def count(batch: MessageBatch) -> None:
     """Adds a batch to the counters that are recording, and to the times of a sampled step."""
-    if timing.ACTIVE is not None:
+    if timing.ACTIVE.value is not None:
         ranks = batch.ranks or range(1 << 30)
         leave, come = (
             [(ranks[t.peer], _size(t, buffers)) for t, buffers in each]

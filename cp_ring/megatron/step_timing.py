@@ -118,7 +118,8 @@ def step_timing(config: Options) -> StepTiming | None:
     Attention calls tell the step.
     """
     wanted = bool(config.timing or config.traced)
-    timing.SAMPLER = timing.Sampler(config.timing, config.traced) if wanted else None
-    if timing.SAMPLER is None:
+    sampler = timing.Sampler(config.timing, config.traced) if wanted else None
+    timing.SAMPLER.value = sampler
+    if sampler is None:
         return None
-    return StepTiming(timing.SAMPLER, lambda: compat.group_of(None, "cp"), config.run_dir)
+    return StepTiming(sampler, lambda: compat.group_of(None, "cp"), config.run_dir)

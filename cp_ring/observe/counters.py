@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 
+from cp_ring.runtime import RUNTIME, Cell
+
 
 @dataclass
 class Counters:
@@ -40,7 +42,7 @@ class Counters:
         self.slots_peak = max(self.slots_peak, self.slots_alive)
 
 
-_recording: tuple[Counters, ...] = ()
+_recording: Cell[tuple[Counters, ...]] = RUNTIME.cell(())
 _lock = Lock()
 
 
@@ -49,17 +51,16 @@ def record() -> Iterator[Counters]:
     """Records this process until the block ends. Recordings may nest, and threads may record at the
     same time.
     """
-    global _recording
     counters = Counters()
     with _lock:
-        _recording = (*_recording, counters)
+        _recording.value = (*_recording.value, counters)
     try:
         yield counters
     finally:
         with _lock:
-            _recording = tuple(one for one in _recording if one is not counters)
+            _recording.value = tuple(one for one in _recording.value if one is not counters)
 
 
 def recording() -> tuple[Counters, ...]:
     """The counters that record now; usually there are none."""
-    return _recording
+    return _recording.value

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-_depth = 0
+from cp_ring.runtime import RUNTIME
+
+_depth = RUNTIME.cell(0)
 
 
 @contextmanager
@@ -22,23 +24,21 @@ def debugging(active: bool = True) -> Iterator[None]:
     ones. Both cost time. The block holds for the whole process, because autograd runs backward in
     threads of its own.
     """
-    global _depth
-    _depth += active
+    _depth.value += active
     try:
         yield
     finally:
-        _depth -= active
+        _depth.value -= active
 
 
 def switch_on() -> None:
     """Debugging until the process ends."""
-    global _depth
-    _depth += 1
+    _depth.value += 1
 
 
 def enabled() -> bool:
     """Whether a `debugging` block is active."""
-    return _depth > 0
+    return _depth.value > 0
 
 
 def fill(*buffers: Tensor) -> None:

@@ -25,7 +25,7 @@ def span(name: str, hop: Any) -> AbstractContextManager[object]:
 
     Without a profiler and outside of sampled steps it does nothing: even names take time.
     """
-    if timing.ACTIVE is not None and (call := timing.current()) is not None:
+    if timing.ACTIVE.value is not None and (call := timing.current()) is not None:
         return call.computing(hop.index, hop.pairs)
     return (
         record_function(f"cp_ring: {name}, hop {hop.index}")
@@ -38,23 +38,23 @@ def waiting(kind: str, hop: int) -> AbstractContextManager[object]:
     """The wait for the messages of a kind (`keys`, `gradients` or `heads`) that were posted at a
     hop.
     """
-    return _NOTHING if timing.ACTIVE is None else timing.ACTIVE.waiting(kind, hop)
+    return _NOTHING if timing.ACTIVE.value is None else timing.ACTIVE.value.waiting(kind, hop)
 
 
 def posted(
     kind: str, hop: int, sends: Iterable[tuple[int, int]], receives: Iterable[tuple[int, int]]
 ) -> None:
     """Notes that messages leave and are expected from now on: (rank in the job, bytes) each."""
-    if timing.ACTIVE is not None:
-        timing.ACTIVE.posted(kind, hop, sends, receives)
+    if timing.ACTIVE.value is not None:
+        timing.ACTIVE.value.posted(kind, hop, sends, receives)
 
 
 def arrived(peer: int) -> None:
     """Notes, inside of a `waiting` block, that a message of this rank of the job is here."""
-    if timing.ACTIVE is not None:
-        timing.ACTIVE.arrived(peer)
+    if timing.ACTIVE.value is not None:
+        timing.ACTIVE.value.arrived(peer)
 
 
 def traced[T](kernel_calls: Sequence[T]) -> Sequence[T]:
     """The kernel calls of a hop; while a trace is recorded, each of them is timed on its own."""
-    return kernel_calls if timing.ACTIVE is None else timing.ACTIVE.traced(kernel_calls)
+    return kernel_calls if timing.ACTIVE.value is None else timing.ACTIVE.value.traced(kernel_calls)

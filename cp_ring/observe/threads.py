@@ -14,9 +14,11 @@ from threading import Event, Thread
 from typing import Any
 from weakref import WeakSet
 
+from cp_ring.runtime import RUNTIME
+
 _JOIN_S = 10.0
-_ending = Event()
-_threads: WeakSet[Thread] = WeakSet()
+_ending = RUNTIME.of_process(Event())
+_threads: WeakSet[Thread] = RUNTIME.of_process(WeakSet())
 
 
 def start(name: str, target: Callable[..., Any], *args: Any) -> Thread:

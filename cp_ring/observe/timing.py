@@ -3,7 +3,7 @@ messages leave and arrive.
 
 In a sampled step a `Recording` is in `ACTIVE`, and the marks of `cp_ring.observe.spans` write into
 it. A mark is a reading of a monotonic clock on the CPU, and an event on CUDA, which is read a step
-later, when the device has long passed it. In all other steps `ACTIVE` is None, and the marks do
+later, when the device has long passed it. In all other steps `ACTIVE` holds None, and the marks do
 nothing. What the times mean is found out by `cp_ring.observe.findings`.
 
 Ranks are those of the whole job. Times are seconds of the clock of the rank's host
@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from cp_ring.runtime import RUNTIME, Cell
 
 MAX_CALLS = 512
 """Calls of a step that a rank records, forward and backward counted apart; the rest of the step is
@@ -278,10 +280,10 @@ def _by_peer(messages: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return list(total.items())
 
 
-ACTIVE: Recording | None = None
+ACTIVE: Cell[Recording | None] = RUNTIME.cell(None)
 """The recording of the sampled step that runs; None in other steps."""
 
-_thread = threading.local()
+_thread = RUNTIME.of_process(threading.local())
 _NOTHING = nullcontext()
 
 
@@ -292,20 +294,20 @@ def current() -> CallTimes | None:
 
 def timed(rank: int, place: Any, direction: str, device: torch.device) -> Any:
     """A block that is forward or backward of a call of `rank`."""
-    return _NOTHING if ACTIVE is None else ACTIVE.call(rank, place, direction, device)
+    return _NOTHING if ACTIVE.value is None else ACTIVE.value.call(rank, place, direction, device)
 
 
 def note_rank(rank: int, device: torch.device) -> None:
     """Tells the recording, if there is one, that this thread is of `rank`, before heads are
     exchanged for its first call.
     """
-    if ACTIVE is not None:
-        ACTIVE.note(rank, device)
+    if ACTIVE.value is not None:
+        ACTIVE.value.note(rank, device)
 
 
 def waiting_for_plan() -> Any:
     """A block that waits for the plan of a microbatch."""
-    return _NOTHING if ACTIVE is None else ACTIVE.waiting_for_plan()
+    return _NOTHING if ACTIVE.value is None else ACTIVE.value.waiting_for_plan()
 
 
 @contextmanager
@@ -313,12 +315,11 @@ def record(kernels: bool = False) -> Iterator[Recording]:
     """Records all attention calls of this process until the block ends. Use `resolve` of what it
     returns afterwards.
     """
-    global ACTIVE
-    before, ACTIVE = ACTIVE, Recording(kernels=kernels)
+    before, ACTIVE.value = ACTIVE.value, Recording(kernels=kernels)
     try:
-        yield ACTIVE
+        yield ACTIVE.value
     finally:
-        ACTIVE = before
+        ACTIVE.value = before
 
 
 class Sampler:
@@ -338,25 +339,23 @@ class Sampler:
         """Begins to record where the training loop is in a step that is wanted. Evaluation after a
         step is not part of it.
         """
-        global ACTIVE
-        if ACTIVE is None and step > self._closed and self.wants(step):
-            ACTIVE = Recording(step, step in self.traced)
+        if ACTIVE.value is None and step > self._closed and self.wants(step):
+            ACTIVE.value = Recording(step, step in self.traced)
 
     def close(self, step: int) -> Recording | None:
         """Ends a step; returns what was recorded in it."""
-        global ACTIVE
-        self._closed, recording = step, ACTIVE
-        ACTIVE = None
+        self._closed, recording = step, ACTIVE.value
+        ACTIVE.value = None
         return (
             recording if recording is not None else (Recording(step) if self.wants(step) else None)
         )
 
 
-SAMPLER: Sampler | None = None
+SAMPLER: Cell[Sampler | None] = RUNTIME.cell(None)
 """The sampler of a training job; None without one."""
 
 
 def at_step(step: int) -> None:
     """Tells the sampler, if there is one, in which step an attention call begins."""
-    if SAMPLER is not None:
-        SAMPLER.at(step)
+    if SAMPLER.value is not None:
+        SAMPLER.value.at(step)

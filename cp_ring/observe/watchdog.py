@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -383,8 +384,8 @@ def _position(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
-_watched: weakref.ref[Any] | None = None  # the default process group, which may be destroyed
-_dog: Watchdog | None = None
+_dogs: WeakKeyDictionary[Any, Watchdog] = RUNTIME.of_process(WeakKeyDictionary())
+"""Of the default process group, which may be destroyed."""
 
 
 def start(timeout: float) -> None:
@@ -395,17 +396,16 @@ def start(timeout: float) -> None:
     reported, and the process ends with `EXIT_CODE`. Where the thread runs already, `timeout`
     replaces the earlier one.
     """
-    global _watched, _dog
     if not timeout or not dist.is_initialized():
         return
     group = dist.distributed_c10d._get_default_group()
-    if _watched is not None and _watched() is group and _dog is not None:
-        _dog.set_timeout(timeout)
+    if group in _dogs:
+        _dogs[group].set_timeout(timeout)
         return
-    watched = _watched = weakref.ref(group)
+    watched = weakref.ref(group)
     WATCH.__init__()  # type: ignore[misc]
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    dog = _dog = Watchdog(timeout, dist.get_rank(), dist.get_world_size(), store)
+    dog = _dogs[group] = Watchdog(timeout, dist.get_rank(), dist.get_world_size(), store)
 
     def alive() -> bool:
         return dist.is_initialized() and dist.distributed_c10d._get_default_group() is watched()

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from cp_ring.ops.fused import FusedFunction
 from cp_ring.ops.segments import Segment, Segments
+from cp_ring.runtime import RUNTIME
 
 _UNSEEN = -1e30
 """Less than the lse of any query that saw a key."""
 
-_fused = FusedFunction("cp_ring.ops.merge_triton", "merge")
+_fused = RUNTIME.of_process(FusedFunction("cp_ring.ops.merge_triton", "merge"))
 
 
 def merge(

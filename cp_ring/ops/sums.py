@@ -9,8 +9,9 @@ from torch import Tensor
 
 from cp_ring.ops.fused import FusedFunction
 from cp_ring.ops.segments import Segment, Segments
+from cp_ring.runtime import RUNTIME
 
-_fused = FusedFunction("cp_ring.ops.sums_triton", "add")
+_fused = RUNTIME.of_process(FusedFunction("cp_ring.ops.sums_triton", "add"))
 
 
 def add(

@@ -88,7 +88,7 @@ def case(
     from cp_ring.megatron.step_timing import StepTiming
 
     said: list[str] = []
-    timing.SAMPLER = sampler = timing.Sampler(1)
+    timing.SAMPLER.value = sampler = timing.Sampler(1)
     steps = StepTiming(sampler, lambda: group, "", said.append)
     own = replace(plant, slower=1.0) if plant.rank != dist.get_rank(group) or plant.rate else plant
     q, k, v = (
@@ -102,9 +102,9 @@ def case(
     records = []
     try:
         with slowed(own.slower, setting.pair_s):
-            timing.SAMPLER = None
+            timing.SAMPLER.value = None
             call()  # connections and plans are made in the first call
-            timing.SAMPLER = sampler
+            timing.SAMPLER.value = sampler
             for step in range(1, samples + 1):
                 timing.at_step(step)
                 WATCH.place = Place(step, 1, 0)
@@ -114,7 +114,7 @@ def case(
                     found.record() for found in steps.end_of_step(step, last=step == samples)
                 ]
     finally:
-        timing.SAMPLER, WATCH.place = None, Place()
+        timing.SAMPLER.value, WATCH.place = None, Place()
     return [line.removeprefix("cp_ring: warning: ") for line in said if "warning" in line], records
 
 

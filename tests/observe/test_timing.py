@@ -230,7 +230,7 @@ def timing_of(rank, calls):
 
 def test_the_sampler_records_the_steps_that_it_wants(monkeypatch):
     sampler = timing.Sampler(3, range(4, 6))
-    monkeypatch.setattr(timing, "SAMPLER", sampler)
+    monkeypatch.setattr(timing.SAMPLER, "value", sampler)
     taken = []
     for step in range(1, 8):
         for place in (Place(step), Place(step)):
@@ -239,7 +239,7 @@ def test_the_sampler_records_the_steps_that_it_wants(monkeypatch):
                 pass
         recording = sampler.close(step)
         timing.at_step(step)  # evaluation after the step
-        assert timing.ACTIVE is None
+        assert timing.ACTIVE.value is None
         if recording is not None:
             taken.append((recording.step, len(recording.calls), recording.kernels))
     assert taken == [(3, 2, False), (4, 2, True), (5, 2, True), (6, 2, False)]
@@ -281,7 +281,7 @@ def timed_steps(group, folder):
     from cp_ring.observe.watchdog import WATCH
 
     said = []
-    timing.SAMPLER = sampler = timing.Sampler(0, range(2, 4))
+    timing.SAMPLER.value = sampler = timing.Sampler(0, range(2, 4))
     steps = StepTiming(sampler, lambda: group, folder, said.append)
     found = []
     try:
@@ -292,7 +292,7 @@ def timed_steps(group, folder):
             ring_attention(q, k, v, group, causal=True).sum().backward()
             found.append([each.step for each in steps.end_of_step(step, last=step == 3)])
     finally:
-        timing.SAMPLER, WATCH.place = None, Place()
+        timing.SAMPLER.value, WATCH.place = None, Place()
     return found, said
 
 

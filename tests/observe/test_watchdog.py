@@ -138,10 +138,10 @@ def test_a_rank_that_never_calls_the_function_is_named(tmp_path):
 
 
 def test_a_later_timeout_replaces_the_earlier_one(one_rank, monkeypatch):
-    monkeypatch.setattr(watchdog, "_watched", None)
+    monkeypatch.setattr(watchdog, "_dogs", {})
     watchdog.start(600)
     watchdog.start(30)
-    assert watchdog._dog.timeout == 30
+    assert [dog.timeout for dog in watchdog._dogs.values()] == [30]
 
 
 def test_a_rank_that_does_not_answer_is_named():
@@ -330,6 +330,6 @@ def test_threads_that_wait_at_the_same_time_are_told_apart():
 
 @pytest.mark.parametrize("seconds", [0.0, 0])
 def test_zero_is_off(seconds):
-    before = watchdog._watched
+    before = dict(watchdog._dogs)
     watchdog.start(seconds)
-    assert watchdog._watched is before
+    assert dict(watchdog._dogs) == before

@@ -29,13 +29,14 @@ from cp_ring.comm.transport import forget
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import settings
 from cp_ring.observe import watchdog
+from cp_ring.runtime import RUNTIME
 
 # how long a message of a probe may take, and a rank to end after another one has failed: a node may
 # be busy
 TIMEOUT_S = 600.0
 POLL_S = 0.2
 _KEY = "cp_ring/certificate/"
-_number = itertools.count()
+_number = RUNTIME.of_process(itertools.count())
 
 
 @contextmanager

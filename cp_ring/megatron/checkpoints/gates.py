@@ -18,6 +18,7 @@ from cp_ring.megatron.checkpoints.unpickle import (
 )
 from cp_ring.megatron.settings import current
 from cp_ring.megatron.wrapping import Function, around
+from cp_ring.runtime import RUNTIME
 
 
 class PickleOfIndex:
@@ -33,7 +34,7 @@ class PickleOfIndex:
         return load_index if name == "load" else getattr(pickle, name)
 
 
-_depth = 0
+_depth = RUNTIME.cell(0)
 
 
 @contextlib.contextmanager
@@ -44,20 +45,21 @@ def restricted() -> Iterator[None]:
     Raises `Rejected` where code, classes or enumerations of the process are not what they were
     before.
     """
-    global _depth
-    before = process_state.snapshot() if _depth == 0 and not current().trust_checkpoint else []
-    _depth += 1
+    before = (
+        process_state.snapshot() if _depth.value == 0 and not current().trust_checkpoint else []
+    )
+    _depth.value += 1
     try:
         yield
     finally:
-        _depth -= 1
+        _depth.value -= 1
     changed = process_state.first_change(before)
     if changed:
         raise Rejected(f"loading the checkpoint has changed {changed} of this process: {ADVICE}")
 
 
 def _gated() -> bool:
-    return _depth > 0 and not current().trust_checkpoint
+    return _depth.value > 0 and not current().trust_checkpoint
 
 
 @around

@@ -21,13 +21,14 @@ from cp_ring.megatron.checkpoints.saving import all_ranks_agree
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.observe import watchdog
+from cp_ring.runtime import RUNTIME
 
-_loaded = False
+_loaded = RUNTIME.cell(False)
 
 
 def has_loaded() -> bool:
     """Whether this process has loaded a checkpoint into its model."""
-    return _loaded
+    return _loaded.value
 
 
 @around
@@ -35,13 +36,14 @@ def verified(load_checkpoint: Function, *args: Any, **kwargs: Any) -> Any:
     """Megatron's `load_checkpoint`, of a verified checkpoint and through the gates."""
     from megatron.training.global_vars import get_args
 
-    global _loaded
     which = kwargs.get("load_arg", args[3] if len(args) > 3 else "load")
     with rejecting(), watchdog.paused():
         chosen = agree_on_iteration(get_args()) if which == "load" else None
         with as_verified(*chosen) if chosen else contextlib.nullcontext(), restricted():
             found = load_checkpoint(*args, **kwargs)
-    _loaded |= bool(found[0]) or which != "load" or bool(getattr(get_args(), "finetune", False))
+    _loaded.value |= (
+        bool(found[0]) or which != "load" or bool(getattr(get_args(), "finetune", False))
+    )
     return found
 
 

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import files
 from cp_ring.megatron.rejection import note
+from cp_ring.runtime import RUNTIME
 
 NAME = "cp_ring_lock.json"
 BEAT_S = 5.0
@@ -186,7 +187,7 @@ class Lock:
                 self.path.unlink()
 
 
-_held: dict[Path, Lock] = {}
+_held: dict[Path, Lock] = RUNTIME.of_process({})
 
 
 def acquire(folder: Path) -> Lock:

@@ -17,6 +17,7 @@ from typing import Any
 
 from cp_ring.megatron.checkpoints import manifest
 from cp_ring.megatron.wrapping import Function, around
+from cp_ring.runtime import RUNTIME
 
 SUMS = ".sums.{}.json"
 
@@ -87,17 +88,17 @@ def queue_of_results(make: Function, *args: Any, **kwargs: Any) -> Any:
     Megatron starts a server in either case, which stays behind if the process that trains is
     killed; this one does not.
     """
-    if not _asynchronous():
-        return queue.Queue()
-    global _results
-    if _results is None:
-        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-        manager.start(initializer=end_with_parent)
-        _results = manager.Queue()
-    return _results
+    return _shared_queue() if _asynchronous() else queue.Queue()
 
 
-@functools.cache
+@RUNTIME.cache()
+def _shared_queue() -> Any:
+    manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+    manager.start(initializer=end_with_parent)
+    return manager.Queue()
+
+
+@RUNTIME.cache()
 def end_with_parent() -> None:
     """From now on this process ends when its parent does, however the parent ends."""
     parent = multiprocessing.parent_process()

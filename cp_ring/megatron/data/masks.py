@@ -37,7 +37,7 @@ KEY = "cp_ring_mask"
 PROVE_EVERY = 256
 """After the first plan of each kind, one in this many plans is proven."""
 
-_made = itertools.count()
+_made = RUNTIME.of_process(itertools.count())
 _proven: set[tuple[Any, ...]] = RUNTIME.keep(set())
 
 # torch's data loader makes a batch of samples with masks

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from cp_ring.errors import ConfigError
 from cp_ring.options import Options
+from cp_ring.runtime import RUNTIME
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,13 +23,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-_listed = False
+_listed = RUNTIME.cell(False)
 
 
 def list_own_flags() -> str:
     """The help of cp_ring's own flags, which the help of parsers made from now on leaves out."""
-    global _listed
-    _listed = True
+    _listed.value = True
     return Options.help()
 
 
@@ -63,7 +63,7 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
     The help does not list them again after `list_own_flags`.
     """
-    Options.add_arguments(parser, hidden=_listed)
+    Options.add_arguments(parser, hidden=_listed.value)
     parser._action_groups.insert(0, parser._action_groups.pop())
     for action in parser._actions:
         # some of Megatron's have a bare %, which argparse reads as the start of a format

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from cp_ring.errors import KernelError
 from cp_ring.kernels import choose
 from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.plan.sizes.attention_sizes import WIRES
+from cp_ring.runtime import RUNTIME
 from cp_ring.testing.local_ring import LocalRing
 
 PARTS = ("out", "dq", "dk", "dv")
@@ -166,7 +166,7 @@ def run(cases: AccuracyCases) -> list[dict[str, Any]]:
     return list(results.values())
 
 
-@lru_cache
+@RUNTIME.cache()
 def _ring(cp: int) -> LocalRing:
     """The same threads for all cases."""
     return LocalRing(cp)

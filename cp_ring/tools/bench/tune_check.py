@@ -31,6 +31,7 @@ from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.runtime import RUNTIME
 from cp_ring.testing.rank_pool import Ranks
 from cp_ring.tools.job.speeds import exchange, memory_rate, timed
 
@@ -216,8 +217,8 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 # On a rank
 
 
-_groups: dict[int, Any] = {}
-_steps: dict[CheckedShape, Callable[[], float]] = {}
+_groups: dict[int, Any] = RUNTIME.of_process({})
+_steps: dict[CheckedShape, Callable[[], float]] = RUNTIME.of_process({})
 
 
 def _group(cp: int) -> Any:
