@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cp_ring.errors import ConfigError
 from cp_ring.options import Options
-from cp_ring.plan.costs.shapes import AUTO, choose
+from cp_ring.plan.costs.shapes import AUTO, Assumed, choose
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask, window_of
 from cp_ring.plan.plan import Plan, PlanSpec, plan
@@ -158,23 +158,14 @@ def _fastest(
     """The spec with route and heads of least predicted time, in place of `auto`; found once for
     equal arguments.
     """
-    layout, schedule = spec.layout, text(spec.schedule)
-    split = layout if isinstance(layout, str) else layout.digest
-    key = mask.digest, split, cp, spec.route, schedule, heads, spec.node_size, sizes
+    split = spec.layout if isinstance(spec.layout, str) else spec.layout.digest
+    key = mask.digest, split, cp, spec.route, text(spec.schedule), heads, spec.node_size, sizes
     with _lock:
         if key not in _choices:
-            made = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout
-            shape = choose(
-                [(mask, 1)],
-                cp,
-                sizes,
-                spec.node_size,
-                route=spec.route,
-                heads=heads,
-                schedule=schedule,
-                layout=made,
-            ).shape
-            _choices[key] = shape.route, shape.heads
+            asked = replace(spec, layout=spec.layout_of(mask, cp))
+            assumed = Assumed(sizes, ranks_per_node=spec.node_size)
+            shape = choose([(mask, 1)], cp, asked, assumed, heads).shape
+            _choices[key] = shape.route, shape.ulysses
             while len(_choices) > MAX_CHOICES:
                 _choices.popitem(last=False)
         _choices.move_to_end(key)

@@ -76,7 +76,7 @@ def choose(
     if name != "auto" and name not in REGISTRY:
         raise KernelError(f"kernel={name!r}: unknown; known are auto, {', '.join(REGISTRY)}")
     candidates = tuple(REGISTRY.items()) if name == "auto" else ((name, REGISTRY[name]),)
-    return _chosen(name, candidates, device, dtype, d, e, packed, deterministic(), extras)
+    return _chosen(name, candidates, (device, dtype, d, e), packed, deterministic(), extras)
 
 
 def supports_dropout(name: str) -> bool:
@@ -86,10 +86,13 @@ def supports_dropout(name: str) -> bool:
 
 @RUNTIME.cache(maxsize=256)
 def _chosen(
-    name: str, candidates: tuple[tuple[str, str], ...],
-    device: torch.device, dtype: torch.dtype, d: int, e: int, packed: bool,
-    exact: bool, extras: Extras,
-) -> AttentionKernel:  # fmt: skip
+    name: str,
+    candidates: tuple[tuple[str, str], ...],
+    kind: tuple[torch.device, torch.dtype, int, int],
+    packed: bool,
+    exact: bool,
+    extras: Extras,
+) -> AttentionKernel:
     """`choose` with all that it depends on as arguments, cached for the next call of attention.
     `exact` asks for determinism.
     """
@@ -100,9 +103,9 @@ def _chosen(
         kernels.sort(key=lambda kernel: not kernel.capabilities.varlen or kernel.capabilities.slow)
     reasons = []
     for kernel in kernels:
-        reason = kernel.rejection(device, dtype, d, e)
+        reason = kernel.rejection(*kind)
         if reason is None and packed and isinstance(kernel, LimitedVarlen):
-            reason = kernel.varlen_rejection(dtype, d, e)
+            reason = kernel.varlen_rejection(*kind[1:])
         if reason is None and exact and not kernel.capabilities.deterministic:
             reason = "does not give the same bits in every run, which deterministic algorithms need"
         if reason is None and extras.dropout and dropout_dtype(kernel) is None:
@@ -120,13 +123,10 @@ def _chosen(
             kernel, reason = (kernel, capped) if isinstance(capped, str) else (capped, None)
         if reason is None:
             _log.info(
-                "attention kernel: %s (%s; %s on %s, head sizes %d and %d)",
+                "attention kernel: %s (%s; on %s, %s, head sizes %d and %d)",
                 kernel.name,
                 name,
-                dtype,
-                device.type,
-                d,
-                e,
+                *kind,
             )
             return kernel
         reasons.append(f"{kernel.name} {reason}")

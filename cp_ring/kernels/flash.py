@@ -20,7 +20,7 @@ from cp_ring.errors import KernelError, one_line
 from cp_ring.kernels.base import Packing, deterministic
 from cp_ring.kernels.signatures import bind, name_of, parameters_of
 from cp_ring.kernels.versions import compute_capability
-from cp_ring.kernels.window import WindowKernel
+from cp_ring.kernels.window import Window, WindowKernel
 from cp_ring.runtime import RUNTIME
 
 _HOMES = (
@@ -110,9 +110,9 @@ def _mismatch(functions: Functions) -> str | None:
     packing = Packing(torch.empty(0), torch.empty(0), 0, 0)
     try:
         for function, packed in ((functions.forward, None), (functions.varlen_forward, packing)):
-            arguments(function, dict.fromkeys(_FORWARD) | _options(-1, -1, packed, 1.0))
+            arguments(function, dict.fromkeys(_FORWARD) | _options(Window(-1, -1, packed, 1.0)))
         for function, packed in ((functions.backward, None), (functions.varlen_backward, packing)):
-            arguments(function, dict.fromkeys(_BACKWARD) | _options(-1, -1, packed, 1.0))
+            arguments(function, dict.fromkeys(_BACKWARD) | _options(Window(-1, -1, packed, 1.0)))
     except KernelError as error:
         return str(error).removeprefix("kernel='flash': ")
     return None
@@ -207,42 +207,38 @@ class FlashKernel(WindowKernel):
             else super().sizes(d, e)
         )
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        left: int,
-        right: int,
-        packing: Packing | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         assert isinstance(self.functions, Functions)
-        function = self.functions.varlen_forward if packing else self.functions.forward
+        function = self.functions.varlen_forward if window.packing else self.functions.forward
         values = dict(zip(_FORWARD, (q, k, v, True), strict=True))
-        options = _options(left, right, packing, scale, self.softcap)
+        options = _options(window, self.softcap)
         results = function(**arguments(function, values | options))
         # Version 2 before 2.7 also returns its inputs.
         return (results[0], results[5]) if len(results) == 8 else (results[0], results[1])
 
     def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        left: int, right: int, packing: Packing | None, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        window: Window,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(self.functions, Functions)
-        function = self.functions.varlen_backward if packing else self.functions.backward
+        function = self.functions.varlen_backward if window.packing else self.functions.backward
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         values = dict(
             zip(_BACKWARD, (dout, q, k, v, out, lse, lse, deterministic(), dq, dk, dv), strict=True)
         )
-        options = _options(left, right, packing, scale, self.softcap)
+        options = _options(window, self.softcap)
         function(**arguments(function, values | options))
         return dq, dk, dv
 
 
-def _options(
-    left: int, right: int, packing: Packing | None, scale: float, softcap: float = 0.0
-) -> dict[str, Any]:
+def _options(window: Window, softcap: float = 0.0) -> dict[str, Any]:
+    left, right, packing, scale = window
     causal = (left, right) == (-1, 0)
     right = -1 if causal else right
     options = {

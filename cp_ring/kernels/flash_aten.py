@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.kernels.base import Packing, deterministic, no_random_state
-from cp_ring.kernels.window import WindowKernel
+from cp_ring.kernels.window import Window, WindowKernel
 
 _attention = torch.ops.aten._flash_attention_forward
 _attention_backward = torch.ops.aten._flash_attention_backward
@@ -38,32 +38,27 @@ class FlashAtenKernel(WindowKernel):
             else f"knows head sizes up to {_MAX_HEAD_SIZE}, not {max(d, e)}"
         )
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        left: int,
-        right: int,
-        packing: Packing | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        window = {"window_size_left": left, "window_size_right": right}
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _attention(
-            q, k, v, *_lengths(q, k, packing), 0.0, False, False, scale=scale, **window
+            q, k, v, *_lengths(q, k, window.packing), 0.0, False, False, **_named(window)
         )
         return out, lse
 
     def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        left: int, right: int, packing: Packing | None, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        window = {"window_size_left": left, "window_size_right": right}
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        window: Window,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         state = (no_random_state(shape, q.device).view(torch.uint64) for shape in ((2,), ()))
-        lengths = _lengths(q, k, packing)
+        lengths = _lengths(q, k, window.packing)
         with _exact() if deterministic() else nullcontext():
             dq, dk, dv = _attention_backward(
-                dout, q, k, v, out, lse, *lengths, 0.0, False, *state, scale=scale, **window
+                dout, q, k, v, out, lse, *lengths, 0.0, False, *state, **_named(window)
             )
         return dq, dk, dv
 
@@ -93,6 +88,11 @@ def _exact() -> Iterator[None]:
         finally:
             switches.fill_uninitialized_memory = filled
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _named(window: Window) -> dict[str, Any]:
+    left, right, _, scale = window
+    return {"window_size_left": left, "window_size_right": right, "scale": scale}
 
 
 def _lengths(

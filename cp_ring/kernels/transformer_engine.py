@@ -65,6 +65,7 @@ _TENSORS = (
     "cu_seqlens_kv_padded",
 )
 _MORE_TENSORS = ("o", "d_o", "aux_ctx_tensors")
+_IN_BACKWARD = ("q", "k", "v", "o", "d_o")
 _MAX_CALLS = 4096
 """Kinds of calls that are remembered: packed documents keep bringing new ones."""
 
@@ -235,9 +236,10 @@ class TransformerEngineKernel:
             return out.unflatten(1, (b, h)).transpose(0, 1), lse.unflatten(0, (b, h))
         if min(call.queries, call.keys) < 2:
             return REFERENCE.forward(q, k, v, lo=lo, hi=hi, scale=scale)
-        cu_q, cu_k = _even(call.queries, len(q), q.device), _even(call.keys, len(q), q.device)
-        self._bind(call, q_, k_, v_, hi, scale, cu_q, cu_k)
-        out, stats = self._attend(call, q_, k_, v_, cu_q, cu_k, scale)
+        ends = _even_ends(call, len(q), q.device)
+        if (call.d, call.e) == (q.shape[-1], v.shape[-1]):  # else head sizes are padded
+            self._bind(self._key(q_, k_, v_, hi, scale), call, ends, q.device)
+        out, stats = self._attend(call, q_, k_, v_, ends, scale)
         return out[..., : v.shape[-1]].transpose(0, 1), stats[..., 0]
 
     def backward(
@@ -273,9 +275,9 @@ class TransformerEngineKernel:
             return REFERENCE.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
         if dense_backward_may_be_nan(call.keys, call.causal, q.device):
             return FLASH.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
-        cu_q, cu_k = _even(call.queries, len(q), q.device), _even(call.keys, len(q), q.device)
+        ends = _even_ends(call, len(q), q.device)
         stats = lse.float()[..., None].contiguous()
-        grads = self._gradients(call, dout_, q_, k_, v_, out_, stats, cu_q, cu_k, scale)
+        grads = self._gradients(call, (q_, k_, v_, out_, dout_), stats, ends, scale)
         dq, dk, dv = (x.transpose(0, 1) for x in grads)
         return dq, dk, dv
 
@@ -285,7 +287,8 @@ class TransformerEngineKernel:
         call = self._call(q, k, v, "thd", packing.right == 0, packing)
         if self._backend(call) is None:
             return FLASH.forward_varlen(q, k, v, packing, scale)
-        out, stats = self._attend(call, q, k, v, packing.cu_q, packing.cu_k, scale)
+        ends = _ends(call, packing.cu_q, packing.cu_k)
+        out, stats = self._attend(call, q, k, v, ends, scale)
         self._padded_lse = stats.dim() == 4
         if self._padded_lse:
             tile, position = packing.places
@@ -312,34 +315,29 @@ class TransformerEngineKernel:
             padded = stats.new_zeros((call.batch, stats.shape[1], call.queries, 1))
             padded[tile, :, position] = stats[: len(tile)]
             stats = padded
-        return self._gradients(call, dout, q, k, v, out, stats, packing.cu_q, packing.cu_k, scale)
+        ends = _ends(call, packing.cu_q, packing.cu_k)
+        return self._gradients(call, (q, k, v, out, dout), stats, ends, scale)
 
     def _attend(
-        self, call: Call, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, ends: _Ends, scale: float
     ) -> tuple[Tensor, Tensor]:
         tensors = {"q": pad(q, call.d), "k": pad(k, call.d), "v": pad(v, call.e)}
         forward = self._functions(call, scale, q.device).forward
-        out, aux, *_ = forward(**_contiguous(tensors), **_ends(call, cu_q, cu_k))
+        out, aux, *_ = forward(**_contiguous(tensors), **ends)
         return out, aux[0]
 
     def _gradients(
-        self, call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
-        cu_q: Tensor, cu_k: Tensor, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        tensors = {
-            "q": pad(q, call.d),
-            "k": pad(k, call.d),
-            "v": pad(v, call.e),
-            "o": pad(out, call.e),
-            "d_o": pad(dout, call.e),
-        }
-        backward = self._functions(call, scale, q.device).backward
+        self, call: Call, tensors: tuple[Tensor, ...], stats: Tensor, ends: _Ends, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv. tensors: q, k, v, out and dout."""
+        widths = call.d, call.d, call.e, call.e, call.e
+        padded = dict(zip(_IN_BACKWARD, map(pad, tensors, widths), strict=True))
+        backward = self._functions(call, scale, stats.device).backward
         assert backward is not None, "every call has a backward function"
-        aux = [stats, no_random_state((2,), q.device)]
-        dq, dk, dv, *_ = backward(
-            **_contiguous(tensors), **_ends(call, cu_q, cu_k), aux_ctx_tensors=aux
-        )
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+        aux = [stats, no_random_state((2,), stats.device)]
+        grads = backward(**_contiguous(padded), **ends, aux_ctx_tensors=aux)
+        dq, dk, dv = (grad[..., : x.shape[-1]] for grad, x in zip(grads, tensors[:3], strict=False))
+        return dq, dk, dv
 
     def _functions(self, call: Call, scale: float, device: torch.device) -> _Bound:
         """TransformerEngine's functions with all arguments of a call but the tensors, worked out
@@ -380,39 +378,25 @@ class TransformerEngineKernel:
             )
         return self._bound[key]
 
-    def _key(self, q: Tensor, k: Tensor, v: Tensor, hi: int, scale: float) -> tuple[object, ...]:
+    def _key(self, q: Tensor, k: Tensor, v: Tensor, hi: int, scale: float) -> tuple[Any, ...]:
         """All that a dense call of tensors [s, b, h, d] depends on, except the values of the
         tensors.
         """
-        return (
-            q.shape,
-            k.shape,
-            v.shape,
-            q.dtype,
-            q.device,
-            hi == 0,
-            scale,
-            deterministic(),
-            capturing(q.device),
-        )
+        kind = q.dtype, q.device, hi == 0, deterministic(), capturing(q.device)
+        return scale, q.shape, k.shape, v.shape, *kind
 
-    def _bind(
-        self, call: Call, q: Tensor, k: Tensor, v: Tensor, hi: int, scale: float,
-        cu_q: Tensor, cu_k: Tensor
-    ) -> None:  # fmt: skip
+    def _bind(self, key: tuple[Any, ...], call: Call, ends: _Ends, device: torch.device) -> None:
         """Keeps the functions with all arguments but the tensors, for the next dense call of this
         key.
         """
-        if (call.d, call.e) != (q.shape[-1], v.shape[-1]):
-            return  # head sizes are padded
         if len(self._dense) > _MAX_CALLS:
             self._dense.clear()
-        (forward, backward), ends = self._functions(call, scale, q.device), _ends(call, cu_q, cu_k)
-        if backward is None or dense_backward_may_be_nan(call.keys, call.causal, q.device):
+        forward, backward = self._functions(call, key[0], device)
+        if backward is None or dense_backward_may_be_nan(call.keys, call.causal, device):
             backward = None
         else:
             backward = partial(backward, **ends)
-        self._dense[self._key(q, k, v, hi, scale)] = _Bound(partial(forward, **ends), backward)
+        self._dense[key] = _Bound(partial(forward, **ends), backward)
 
     def _call(
         self,
@@ -536,7 +520,15 @@ def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.contiguous() for name, x in tensors.items()}
 
 
-def _ends(call: Call, cu_q: Tensor, cu_k: Tensor) -> dict[str, Tensor | None]:
+_Ends = dict[str, Tensor | None]
+
+
+def _even_ends(call: Call, count: int, device: torch.device) -> _Ends:
+    """Those of `count` sequences of a dense call."""
+    return _ends(call, _even(call.queries, count, device), _even(call.keys, count, device))
+
+
+def _ends(call: Call, cu_q: Tensor, cu_k: Tensor) -> _Ends:
     """The ends of sequences, or of packed tiles, which lie end to end."""
     padded_q, padded_k = (cu_q, cu_k) if call.layout == "thd" else (None, None)
     return {

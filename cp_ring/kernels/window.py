@@ -26,6 +26,9 @@ class LivePart(NamedTuple):
     left: int
     right: int
 
+    def window(self, scale: float) -> Window:
+        return Window(self.left, self.right, None, scale)
+
 
 def live_part(queries: int, keys: int, lo: int, hi: int) -> LivePart | None:
     """The part of a tile with band [lo, hi] that is computed; None if no query sees a key."""
@@ -38,6 +41,17 @@ def live_part(queries: int, keys: int, lo: int, hi: int) -> LivePart | None:
     left = -1 if first <= 1 - height else width - height - first
     right = -1 if last >= width - 1 else last - (width - height)
     return LivePart(slice(q0, q1), slice(k0, k1), left, right)
+
+
+class Window(NamedTuple):
+    """How a library is called: the window, aligned bottom right, with -1 for an open side; many
+    tiles at once, with a packing; and the scale of scores.
+    """
+
+    left: int
+    right: int
+    packing: Packing | None
+    scale: float
 
 
 class WindowKernel(ABC):
@@ -58,23 +72,20 @@ class WindowKernel(ABC):
         return width, width
 
     @abstractmethod
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        left: int,
-        right: int,
-        packing: Packing | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         """Out, and lse [b, h, s] or [h, t]."""
 
     @abstractmethod
     def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        left: int, right: int, packing: Packing | None, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        window: Window,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv from the merged out and lse."""
 
     def forward(
@@ -83,17 +94,13 @@ class WindowKernel(ABC):
         b, queries, h, _ = q.shape
         live = live_part(queries, k.shape[1], lo, hi)
         if live and live.q == slice(0, queries):
-            return self._attend_padded(
-                q, k[:, live.k], v[:, live.k], live.left, live.right, None, scale
-            )
+            return self._attend_padded(q, k[:, live.k], v[:, live.k], live.window(scale))
         out, lse = (
             q.new_zeros((b, queries, h, v.shape[-1])),
             q.new_full((b, h, queries), -math.inf, dtype=torch.float32),
         )
         if live:
-            part = self._attend_padded(
-                q[:, live.q], k[:, live.k], v[:, live.k], live.left, live.right, None, scale
-            )
+            part = self._attend_padded(q[:, live.q], k[:, live.k], v[:, live.k], live.window(scale))
             out[:, live.q], lse[:, :, live.q] = part
         return out, lse
 
@@ -112,16 +119,12 @@ class WindowKernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         live = live_part(q.shape[1], k.shape[1], lo, hi)
         if live and live.q == slice(0, q.shape[1]) and live.k == slice(0, k.shape[1]):
-            return self._gradients_padded(
-                dout, q, k, v, out, lse, live.left, live.right, None, scale
-            )
+            return self._gradients_padded(dout, q, k, v, out, lse, live.window(scale))
         grads = tuple(x.new_zeros(x.shape) for x in (q, k, v))
         if live:
             do, qs, o = (x[:, live.q] for x in (dout, q, out))
             ks, vs = k[:, live.k], v[:, live.k]
-            part = self._gradients_padded(
-                do, qs, ks, vs, o, lse[..., live.q], live.left, live.right, None, scale
-            )
+            part = self._gradients_padded(do, qs, ks, vs, o, lse[..., live.q], live.window(scale))
             for grad, tokens, x in zip(grads, (live.q, live.k, live.k), part, strict=True):
                 grad[:, tokens] = x
         return grads[0], grads[1], grads[2]
@@ -129,7 +132,7 @@ class WindowKernel(ABC):
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
     ) -> tuple[Tensor, Tensor]:
-        return self._attend_padded(q, k, v, packing.left, packing.right, packing, scale)
+        return self._attend_padded(q, k, v, Window(packing.left, packing.right, packing, scale))
 
     def backward_varlen(
         self,
@@ -142,38 +145,32 @@ class WindowKernel(ABC):
         packing: Packing,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._gradients_padded(
-            dout, q, k, v, out, lse, packing.left, packing.right, packing, scale
-        )
+        window = Window(packing.left, packing.right, packing, scale)
+        return self._gradients_padded(dout, q, k, v, out, lse, window)
 
     def _attend_padded(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        left: int,
-        right: int,
-        packing: Packing | None,
-        scale: float,
+        self, q: Tensor, k: Tensor, v: Tensor, window: Window
     ) -> tuple[Tensor, Tensor]:
         e = v.shape[-1]
         width, value_width = self.sizes(q.shape[-1], e)
-        out, lse = self.attend(
-            pad(q, width), pad(k, width), pad(v, value_width), left, right, packing, scale
-        )
+        out, lse = self.attend(pad(q, width), pad(k, width), pad(v, value_width), window)
         return out[..., :e], lse
 
     def _gradients_padded(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        left: int, right: int, packing: Packing | None, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        window: Window,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         d, e = q.shape[-1], v.shape[-1]
         width, value_width = self.sizes(d, e)
         q, k = (pad(x, width) for x in (q, k))
         dout, v, out = (pad(x, value_width) for x in (dout, v, out))
-        dq, dk, dv = self.gradients(
-            dout, q, k, v, out, lse.contiguous(), left, right, packing, scale
-        )
+        dq, dk, dv = self.gradients(dout, q, k, v, out, lse.contiguous(), window)
         return dq[..., :d], dk[..., :d], dv[..., :e]
 
 

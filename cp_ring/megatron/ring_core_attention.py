@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -66,6 +66,7 @@ class RingDotProductAttention(MegatronModule):
     # stock attention by name, as Megatron Bridge's.
     tensor_model_parallel, partition_dim = True, 0
 
+    @override
     def __init__(
         self,
         config: Any,

@@ -55,18 +55,33 @@ class PlanSpec:
     node_size: int = 1
     slot_shards: int | None = None
 
+    @property
+    def name(self) -> str:
+        """Route, ranks that exchange heads and schedule, as tables show them: direct, direct ring,
+        heads 4, heads 4 relay.
+        """
+        parts = [f"heads {self.ulysses}"] if self.ulysses > 1 else []
+        parts += [self.route] if self.ulysses == 1 or self.route != DEFAULT else []
+        return " ".join([*parts, *([text(self.schedule)] if self.schedule != "auto" else [])])
+
+    def layout_of(self, mask: Mask, cp: int) -> Layout:
+        """Raises `PlanError` for an unknown name."""
+        if not isinstance(self.layout, str):
+            return self.layout
+        if self.layout not in LAYOUTS:
+            raise PlanError(f"layout={self.layout!r}: unknown; known are {', '.join(LAYOUTS)}")
+        return LAYOUTS[self.layout](mask, cp)
+
     def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
         """The plan of `mask` over `cp` ranks, neither proven nor kept; with `rank`, all that this
         rank's part needs of it.
 
         Raises `PlanError` where mask, ranks and spec do not fit together.
         """
-        if isinstance(self.layout, str) and self.layout not in LAYOUTS:
-            raise PlanError(f"layout={self.layout!r}: unknown; known are {', '.join(LAYOUTS)}")
+        layout = members = self.layout_of(mask, cp)
         if self.route not in ROUTES:
             raise PlanError(f"route={self.route!r}: unknown; known are {', '.join(ROUTES)}")
-        layout, route, near = self.layout, ROUTES[self.route], self.node_size
-        layout = members = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout
+        route, near = ROUTES[self.route], self.node_size
         if layout.cp != cp:
             raise PlanError(f"layout is for {layout.cp} ranks, not for {cp}")
         if self.ulysses != 1:

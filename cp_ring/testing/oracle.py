@@ -26,13 +26,13 @@ class Case(NamedTuple):
     @classmethod
     def draw(cls, n: int, *, b: int = 1, h: int = 4, g: int = 2, d: int = 16,
              e: int | None = None, seed: int = 0,
-             dtype: torch.dtype = torch.float32, sharpness: float = 1.0) -> Case:  # fmt: skip
+             dtype: torch.dtype = torch.float32) -> Case:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         shapes = (b, n, h, d), (b, n, g, d), (b, n, g, e or d), (b, n, h, e or d)
         q, k, v, dout = (
             torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
         )
-        return cls(*(x.to(dtype) for x in (q * sharpness, k, v, dout)))
+        return cls(*(x.to(dtype) for x in (q, k, v, dout)))
 
 
 class Grads(NamedTuple):

@@ -41,7 +41,8 @@ class Probe(WindowKernel):
     def rejection(self, device, dtype, d, e):
         return None
 
-    def attend(self, q, k, v, left, right, packing, scale):
+    def attend(self, q, k, v, window):
+        _, right, packing, scale = window
         note("forward, packed" if packing else "forward, single")
         if packing:
             return REFERENCE.forward_varlen(q, k, v, packing, scale)
@@ -49,7 +50,8 @@ class Probe(WindowKernel):
             q, k, v, lo=-(1 << 40), hi=0 if right == 0 else 1 << 40, scale=scale
         )
 
-    def gradients(self, dout, q, k, v, out, lse, left, right, packing, scale):
+    def gradients(self, dout, q, k, v, out, lse, window):
+        _, right, packing, scale = window
         note("backward, packed" if packing else "backward, single")
         if packing:
             return REFERENCE.backward_varlen(dout, q, k, v, out, lse, packing, scale)

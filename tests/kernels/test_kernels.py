@@ -111,5 +111,5 @@ def test_choice_is_said_once(caplog):
         for _ in range(3):
             choose("auto", device=CPU, dtype=torch.float32, d=13, e=11)
     assert [record.message for record in caplog.records] == [
-        "attention kernel: cpu (auto; torch.float32 on cpu, head sizes 13 and 11)"
+        "attention kernel: cpu (auto; on cpu, torch.float32, head sizes 13 and 11)"
     ]

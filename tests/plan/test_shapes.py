@@ -7,10 +7,10 @@ import pytest
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask
 from cp_ring.plan.costs.cost import crossing
-from cp_ring.plan.costs.shapes import Shape, choose, costed, planned, shapes_of
+from cp_ring.plan.costs.shapes import Assumed, choose, costed, planned, shapes_of
 from cp_ring.plan.costs.simulate import rank_updates, simulate
 from cp_ring.plan.lower import ASSUMED, KERNELS
-from cp_ring.plan.plan import Plan
+from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates
 
@@ -74,16 +74,13 @@ def test_cards_carry_what_crosses(heads, kv_heads):
     nodes.
     """
     sizes = AttentionSizes(heads=4, kv_heads=kv_heads, head_dim=16, dtype="fp32")
-    plan = planned(
-        Mask.full(128), Layout.contiguous(128, 8), Shape("direct", heads, "auto"), None, 2
-    )
+    plan = planned(Mask.full(128), 8, PlanSpec("contiguous", ulysses=heads, node_size=2))
     found, moved = predicted(plan, 2, sizes, ranks_per_card=2), crossing(plan, sizes, 2)
     assert found.bytes_per_card * 4 == moved.keys + moved.exchange
 
 
 def test_exchange_of_heads_takes_time():
-    mask, layout = Mask.causal(256), Layout.zigzag(256, 4)
-    plan = planned(mask, layout, Shape("direct", 4, "auto"))
+    plan = planned(Mask.causal(256), 4, PlanSpec(ulysses=4))
     fast, slow = (predicted(plan, 1, flops=1e30, between=rate) for rate in (1e9, 1e8))
     # One key/value head for two ranks: one group, so the whole exchange is exposed; 3 of 4 heads
     # travel, and the outputs.
@@ -104,51 +101,52 @@ def test_all_ranks_or_a_sample():
     assert few.both == pytest.approx(all_of_them.both, rel=0.01)
 
 
+def every(node_size, **asked):
+    return PlanSpec(**{"route": "auto", "node_size": node_size} | asked)
+
+
 def test_shapes_that_are_possible():
-    names = [shape.name for shape in shapes_of(8, AttentionSizes(8, 2), 4)]
+    names = [shape.name for shape in shapes_of(8, AttentionSizes(8, 2), every(4))]
     assert names == ["direct", "ring", "relay", "heads 2", "heads 2 relay", "heads 4", "heads 8"]
-    assert [shape.name for shape in shapes_of(8, AttentionSizes(4, 2), 8)] == [
+    assert [shape.name for shape in shapes_of(8, AttentionSizes(4, 2), every(8))] == [
         "direct",
         "ring",
         "heads 2",
         "heads 4",
     ]
-    assert [shape.name for shape in shapes_of(8, AttentionSizes(4, 2), 4, "relay", 2)] == [
-        "heads 2 relay"
-    ]
-    assert [shape.name for shape in shapes_of(4, AttentionSizes(4, 2), 2, schedule="gather")] == [
+    assert [
+        shape.name for shape in shapes_of(8, AttentionSizes(4, 2), every(4, route="relay"), 2)
+    ] == ["heads 2 relay"]
+    assert [shape.name for shape in shapes_of(4, AttentionSizes(4, 2), every(2, schedule="gather"))] == [
         "direct gather", "ring gather", "heads 2 gather", "heads 4 gather",
     ]  # fmt: skip
 
 
 def test_the_choice_follows_the_rates():
-    n, sizes = 64 * 2048, AttentionSizes(64, 8)
+    n, assumed = 64 * 2048, Assumed(AttentionSizes(64, 8), ranks_per_node=8)
     layers = [(Mask.causal(n), 1)]
     # short shards, nodes of 8: heads inside the nodes
-    assert choose(layers, 64, sizes, 8).shape == Shape("direct", 8, "auto")
-    equal = choose(layers, 64, sizes, 8, rates=Rates(**FREE, inside=1e14, between=1e14))
+    assert choose(layers, 64, every(8), assumed).shape.name == "heads 8"
+    free = assumed._replace(rates=Rates(**FREE, inside=1e14, between=1e14))
     # nothing is exposed, calls and merges are free: the simplest
-    assert equal.shape == Shape("direct", 1, "auto")
-    relay = choose(layers, 64, sizes, 8, heads=1, slot_shards=7)
-    assert relay.shape == Shape("relay", 1, "auto") and "direct" in relay.reason
-    bounded = choose(layers, 64, sizes, 8, heads=1)
-    assert bounded.shape == Shape("direct", 1, "auto") and bounded.reason.endswith(
-        "but it needs slot_shards 7"
-    )
-    assert "\n" not in bounded.reason
+    assert choose(layers, 64, every(8), free).shape.name == "direct"
+    relay = choose(layers, 64, every(8, slot_shards=7), assumed, heads=1)
+    assert relay.shape.name == "relay" and "direct" in relay.reason
+    bounded = choose(layers, 64, every(8), assumed, heads=1)
+    assert bounded.shape.name == "direct"
+    assert bounded.reason.endswith("but it needs slot_shards 7") and "\n" not in bounded.reason
 
 
 def test_memory_bounds_the_choice():
-    n = 16 * 1024
+    layers, assumed = [(Mask.full(16 * 1024), 1)], Assumed(AttentionSizes(), ranks_per_node=8)
     with pytest.raises(
         PlanError, match=r"slot_shards 4: no shape fits; relay .* ms, but it needs slot_shards 7"
     ):
-        choose([(Mask.full(n), 1)], 16, AttentionSizes(), 8, route="relay", heads=1)
+        choose(layers, 16, every(8, route="relay"), assumed, heads=1)
     with pytest.raises(PlanError, match="heads=3: it must divide"):
-        choose([(Mask.full(n), 1)], 16, AttentionSizes(), 8, heads=3)
+        choose(layers, 16, every(8), assumed, heads=3)
 
 
 def test_buffers_of_a_shape():
-    plan = planned(Mask.full(1024), Layout.zigzag(1024, 8), Shape("relay", 1, "auto"), None, 4)
-    found = costed(plan, plan.verify(), Shape("relay", 1, "auto"), SIZES, 4)
-    assert found.slot_shards == 3 and found.schedule == plan.schedule
+    plan = planned(Mask.full(1024), 8, PlanSpec(route="relay", node_size=4))
+    assert costed(plan, plan.verify(), Assumed(SIZES, ranks_per_node=4)).slot_shards == 3

@@ -9,7 +9,7 @@ from cp_ring.errors import PlanError
 from cp_ring.plan.costs.cost import blocked_pairs
 from cp_ring.plan.costs.search import AttentionCosts, Given, Search, possible_sizes, reasons
 from cp_ring.plan.costs.simulate import simulate
-from cp_ring.plan.costs.training_step import (
+from cp_ring.plan.costs.step_costs import (
     RECOMPUTE,
     Experts,
     ModelSizes,

@@ -117,19 +117,11 @@ def _tensor_v2(
     )
 
 
-def _tensor_v3(
-    storage: Any,
-    offset: int,
-    size: Any,
-    stride: Any,
-    grad: bool,
-    _: Any,
-    kind: Any,
-    about: Any = None,
-) -> Any:
+def _tensor_v3(storage: Any, *rest: Any) -> Any:
+    offset, size, stride, grad, _, kind, *about = rest
     _check_extent(storage, offset, size, stride, kind.itemsize)
     return torch._utils._rebuild_tensor_v3(
-        storage, offset, size, stride, grad, collections.OrderedDict(), kind, about
+        storage, offset, size, stride, grad, collections.OrderedDict(), kind, *about
     )
 
 

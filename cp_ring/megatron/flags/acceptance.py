@@ -21,7 +21,7 @@ from cp_ring.errors import ConfigError, PlanError, one_line
 from cp_ring.megatron.compat import logits_without_te
 from cp_ring.megatron.flags.codec_choice import check_latent
 from cp_ring.options import Options
-from cp_ring.plan.costs.training_step import Experts, ModelSizes, ParallelSizes
+from cp_ring.plan.costs.step_costs import Experts, ModelSizes, ParallelSizes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 
 _HOPPER = (9, 0)

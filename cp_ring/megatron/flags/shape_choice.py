@@ -15,8 +15,9 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.flags.comm_types import spec_of_layer
 from cp_ring.megatron.settings import LayerWindows
 from cp_ring.options import Options
-from cp_ring.plan.costs.shapes import AUTO, CHOSEN_BY, choose
+from cp_ring.plan.costs.shapes import AUTO, CHOSEN_BY, Assumed, choose
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 
@@ -62,11 +63,9 @@ def settle(
         few, n = cp, int(given.get("seq_length") or 1)
     layers = [(Mask.causal(n, window), count) for window, count in windows]
     try:
-        choice = choose(
-            layers, few, sizes, near, route=config.route, heads=heads,
-            schedule="gather" if gather else config.schedule,
-            slot_shards=few if gather else config.slot_shards,
-        )  # fmt: skip
+        schedule, shards = ("gather", few) if gather else (config.schedule, config.slot_shards)
+        spec = PlanSpec("zigzag", config.route, schedule, node_size=near, slot_shards=shards)
+        choice = choose(layers, few, spec, Assumed(sizes, ranks_per_node=near), heads)
     except PlanError as error:
         flags = {"slot_shards": config.flag("slot_shards"), "heads=": config.flag("heads") + " "}
         said = str(error)
@@ -75,7 +74,7 @@ def settle(
         raise ConfigError(
             f"{config.flag('route')} {config.route}, {config.flag('heads')} {config.heads}: {said}"
         ) from None
-    heads = choice.shape.heads if config.heads == AUTO else config.heads
+    heads = choice.shape.ulysses if config.heads == AUTO else config.heads
     reason = choice.reason.replace("slot_shards", config.flag("slot_shards"))
     return (
         replace(config, route=choice.shape.route, heads=heads),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import gcd
@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.costs.cost import memory
-from cp_ring.plan.costs.shapes import AUTO, Shape, planned, shapes_of
+from cp_ring.plan.costs.shapes import AUTO, planned, shapes_of
 from cp_ring.plan.costs.simulate import NO_UPDATES, RankUpdates, rank_updates, simulate
-from cp_ring.plan.costs.training_step import (
+from cp_ring.plan.costs.step_costs import (
     EXPOSED,
     RECOMPUTE,
     AttentionCost,
@@ -33,8 +33,7 @@ from cp_ring.plan.costs.training_step import (
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.lower import ASSUMED, KERNELS
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import Plan
-from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates
@@ -72,8 +71,8 @@ class ProvenPlan:
         return {0: rank_updates(self.plan.rank_plan(0), KERNELS[ASSUMED])}
 
 
-KnownPlans = dict[tuple[int, int, str, Shape], list[ProvenPlan]]
-"""Plans by context-parallel size, ranks of a node, layout and shape: they are the same for any
+KnownPlans = dict[tuple[int, str, PlanSpec], list[ProvenPlan]]
+"""Plans by context-parallel size, layout and shape: they are the same for any
 micro batch.
 """
 
@@ -117,14 +116,16 @@ class AttentionCosts:
         """Bounds first: times without merges and sums, which take long to count. Then the costs
         whose bounds are least.
         """
-        shapes = [*shapes_of(self.cp, self.model.attention(self.tp, self.batch), self._near)]
-        shapes += [Shape("direct", 1, "gather")] if self.cp > SLOT_SHARDS + 1 else []
+        asked = PlanSpec(route=AUTO, node_size=self._near, slot_shards=SLOT_SHARDS)
+        shapes = [*shapes_of(self.cp, self.model.attention(self.tp, self.batch), asked)]
+        gather = PlanSpec(schedule="gather", node_size=self._near)
+        shapes += [gather] if self.cp > SLOT_SHARDS + 1 else []
         waiting: list[tuple[float, int, AttentionCost, list[ProvenPlan] | None]] = []
         for name in self.layouts:
             self._add_plans(name, shapes)
             for shape in shapes:
-                plans = self.known[self.cp, self._near, name, shape]
-                for wire in self._wires(shape.heads):
+                plans = self.known[self.cp, name, shape]
+                for wire in self._wires(shape.ulysses):
                     bound = self._cost(plans, shape, wire, name, NO_UPDATES)
                     heapq.heappush(waiting, (bound.both, len(waiting), bound, plans))
         number = len(waiting)
@@ -146,28 +147,21 @@ class AttentionCosts:
             yield from ("latent",) if self.model.latent is not None and heads == 1 else ()
             yield from _LOSSY if self.lossy else ()
 
-    def _add_plans(self, name: str, shapes: Sequence[Shape]) -> None:
+    def _add_plans(self, name: str, shapes: Sequence[PlanSpec]) -> None:
         """Makes and proves the plans of a layout that are not known yet."""
-        missing = [
-            shape for shape in shapes if (self.cp, self._near, name, shape) not in self.known
-        ]
+        missing = [shape for shape in shapes if (self.cp, name, shape) not in self.known]
         split = [(_layout(name, masks, self.cp), masks) for masks in self.draws] if missing else []
         for shape in missing:
-            limit = (
-                SLOT_SHARDS
-                if shape.schedule == AUTO and not ROUTES[shape.route].own_schedule
-                else None
-            )
-            plans = self.known[self.cp, self._near, name, shape] = []
+            plans = self.known[self.cp, name, shape] = []
             for layout, masks in split:
                 for mask, count in masks:
-                    plan = planned(mask, layout, shape, limit, self._near, self.rates)
+                    plan = planned(mask, self.cp, replace(shape, layout=layout), self.rates)
                     plans.append(ProvenPlan(plan, plan.verify(), count / len(self.draws)))
 
     def _cost(
         self,
         plans: Sequence[ProvenPlan],
-        shape: Shape,
+        shape: PlanSpec,
         wire: str,
         layout: str,
         merges: Mapping[int, RankUpdates] | None,
@@ -186,7 +180,7 @@ class AttentionCosts:
                 timeline.exposed_both,
             )
             times = [total + one.count * more for total, more in zip(times, seconds, strict=True)]
-            buffers.append(_amounts(one.report, sizes.of_rank(shape.heads)))
+            buffers.append(_amounts(one.report, sizes.of_rank(shape.ulysses)))
         schedule = plans[0].plan.schedule
         sources = max((schedule.count(hop) for hop in set(schedule) - {0}), default=0)
         most = (max(amounts) for amounts in zip(*buffers, strict=True))

@@ -221,24 +221,18 @@ def _time_kernel_call(
 
 
 def efficiency(
-    cp: int,
-    mask: Mask,
+    plan: Plan,
     sizes: RankSizes,
     *,
     kernel: str = "auto",
     repeats: int = 5,
     bandwidth: float | None = None,
     whole: dict[str, Any] | None = None,
-    layout: str = "zigzag",
 ) -> dict[str, Any]:
-    """Replays every rank of `cp` and compares the slowest with `whole`, which `single_call`
-    measures unless it is given.
-
-    `layout` is zigzag, or balanced for packed documents.
+    """Replays every rank and compares the slowest with `whole`, which `single_call` measures unless
+    it is given.
     """
-    plan = Plan.build(
-        mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(mask.n, cp)
-    )
+    cp, mask = plan.cp, plan.mask
     whole = whole or single_call(mask, sizes, repeats=repeats)
     ranks = [
         replay(plan, rank, sizes, kernel=kernel, repeats=repeats, bandwidth=bandwidth)

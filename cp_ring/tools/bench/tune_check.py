@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from cp_ring import Layout, Mask, ring_attention
-from cp_ring.plan.costs.shapes import Shape, planned, shapes_of
+from cp_ring.plan.costs.shapes import AUTO, planned, shapes_of
 from cp_ring.plan.costs.simulate import kernel_calls, simulate
 from cp_ring.plan.lower import KERNELS
-from cp_ring.plan.plan import Plan
+from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.runtime import RUNTIME
@@ -71,7 +71,7 @@ class CheckedShape(NamedTuple):
     """A context parallel size and the shape of its attention."""
 
     cp: int
-    shape: Shape
+    shape: PlanSpec
 
     @property
     def name(self) -> str:
@@ -101,10 +101,12 @@ def checked_shapes(model: SmallModel) -> list[CheckedShape]:
     found = []
     seen = set()
     for cp in (1, 2, 4):
-        several = [Shape("direct", 1, name) for name in ("ring", "gather")] if cp > 2 else []
-        for shape in [*shapes_of(cp, model.sizes, cp), *several]:
+        names = ("ring", "gather") if cp > 2 else ()
+        several = [PlanSpec(schedule=name, node_size=cp) for name in names]
+        every = PlanSpec(route=AUTO, node_size=cp)
+        for shape in [*shapes_of(cp, model.sizes, every), *several]:
             plan = _plan(model, CheckedShape(cp, shape), RATES)
-            what = (cp, shape.route if cp > 2 else "", shape.heads, plan.schedule)
+            what = (cp, shape.route if cp > 2 else "", shape.ulysses, plan.schedule)
             if what not in seen:
                 found.append(CheckedShape(cp, shape))
             seen.add(what)
@@ -112,8 +114,7 @@ def checked_shapes(model: SmallModel) -> list[CheckedShape]:
 
 
 def _plan(model: SmallModel, checked: CheckedShape, rates: Rates) -> Plan:
-    cp, n = checked.cp, model.tokens
-    return planned(Mask.causal(n), Layout.zigzag(n, cp), checked.shape, None, cp, rates)
+    return planned(Mask.causal(model.tokens), checked.cp, checked.shape, rates)
 
 
 def run(repeats: int, model: SmallModel | None = None, cpu: bool = False) -> CheckResult:

@@ -11,26 +11,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from cp_ring import Layout, Mask, ring_attention
+from cp_ring import Mask, ring_attention
 from cp_ring.observe.counters import record
 from cp_ring.plan.costs.cost import crossing
-from cp_ring.plan.costs.shapes import Shape, planned
-from cp_ring.plan.plan import Plan
+from cp_ring.plan.costs.shapes import planned
+from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.tools.bench.contest import Contest, forward_and_backward
 from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement, spread, throttled_link
 
 NODES, NODE_SIZE = 2, 2
 SHAPES = {
-    shape.name: shape
-    for shape in (Shape("direct", 1, "auto"), Shape("relay", 1, "auto"), Shape("direct", 2, "auto"))
+    spec.name: spec
+    for spec in (
+        PlanSpec(node_size=NODE_SIZE),
+        PlanSpec(route="relay", node_size=NODE_SIZE),
+        PlanSpec(ulysses=2, node_size=NODE_SIZE),
+    )
 }
 
 
 def plan_of(name: str, contest: Contest, full: bool) -> Plan:
     """The plan of a shape in `SHAPES`."""
     mask = Mask.full(contest.n) if full else Mask.causal(contest.n)
-    return planned(mask, Layout.zigzag(contest.n, contest.cp), SHAPES[name], None, NODE_SIZE)
+    return planned(mask, contest.cp, SHAPES[name])
 
 
 def prepare_shape(group: Any, name: str, contest: Contest, full: bool) -> int:

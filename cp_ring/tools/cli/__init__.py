@@ -18,7 +18,7 @@ from cp_ring.tools.cli.job_commands import (
     doctor_command,
     train_command,
 )
-from cp_ring.tools.cli.options import command
+from cp_ring.tools.cli.option_models import command
 from cp_ring.tools.cli.plan_command import PlanRequest, run_plan
 from cp_ring.tools.cli.slurm_commands import (
     SubmitOptions,

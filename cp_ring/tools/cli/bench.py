@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from cp_ring.errors import ConfigError
-from cp_ring.tools.cli.options import command, option, parse_tokens
+from cp_ring.tools.cli.option_models import command, option, parse_tokens
 
 Result = dict[str, Any]
 Column = str | Callable[[Result], str]
@@ -333,6 +333,7 @@ def _replay(options: ReplayBench) -> Measured:
     import torch
 
     from cp_ring.plan import Mask
+    from cp_ring.plan.plan import PlanSpec
     from cp_ring.tools.bench import samples
     from cp_ring.tools.bench.replay import RankSizes, efficiency
 
@@ -355,13 +356,11 @@ def _replay(options: ReplayBench) -> Measured:
         link = options.bandwidth * 1e9 or None
         results.append(
             efficiency(
-                ranks,
-                mask,
+                PlanSpec(layout).build(mask, ranks),
                 sizes,
                 kernel=options.kernel,
                 repeats=options.repeats,
                 bandwidth=link,
-                layout=layout,
             )
         )
     return Measured(results, "single-device replay, no network")

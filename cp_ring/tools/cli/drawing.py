@@ -12,7 +12,7 @@ import numpy as np
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.costs.simulate import Span, spans
-from cp_ring.plan.costs.training_step import EXPOSED
+from cp_ring.plan.costs.step_costs import EXPOSED
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_ring.tools.cli.options import AsJson, Job, Overrides, Verbose
+from cp_ring.tools.cli.option_models import AsJson, Job, Overrides, Verbose
 
 _COLORS = {"good": "green", "absent": "yellow", "problem": "red"}
 

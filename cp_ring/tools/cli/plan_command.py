@@ -16,12 +16,13 @@ import typer
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.costs.cost import cost
-from cp_ring.plan.costs.shapes import AUTO, Shape, choose, planned
+from cp_ring.plan.costs.shapes import AUTO, Assumed, choose, planned
 from cp_ring.plan.costs.splits import Layer
 from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import NAMES, SLOT_SHARDS
@@ -30,10 +31,9 @@ from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.device_rates import read as read_rates
 from cp_ring.tools.bench import samples
 from cp_ring.tools.cli import plan_inputs
-from cp_ring.tools.cli.options import argument, option, parse_mean_tokens, parse_tokens
+from cp_ring.tools.cli.option_models import argument, option, parse_mean_tokens, parse_tokens
 from cp_ring.tools.cli.plan_inputs import make_mask
 from cp_ring.tools.cli.plan_report import (
-    Assumed,
     exposed,
     print_plan,
     shapes_of_plan,
@@ -290,26 +290,21 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) ->
     """Makes and proves the plan; prints and draws it."""
     with _name_options(schedule="--schedule", slot_shards="--slot-shards", heads="--head-parallel"):
         shape, reason = _shape(request, mask, layout, assumed)
-        limit = (
-            max(request.slot_shards, request.ranks_per_node)
-            if ROUTES[shape.route].own_schedule
-            else request.slot_shards
-        )
-        plan, build_ms = _timed(
-            lambda: planned(mask, layout, shape, limit, request.node_size, assumed.rates)
-        )
+        if ROUTES[shape.route].own_schedule:
+            shape = replace(shape, slot_shards=max(request.slot_shards, request.ranks_per_node))
+        plan, build_ms = _timed(lambda: planned(mask, request.cp, shape, assumed.rates))
     report, verify_ms = _timed(lambda: plan.verify(request.num_slots))
-    shapes = shapes_of_plan(mask, layout, assumed, request.node_size, request.slot_shards)
+    shapes = shapes_of_plan(mask, replace(shape, slot_shards=request.slot_shards), assumed)
     ring, sizes = plan.ring, assumed.sizes.of_rank(plan.ulysses)
     near, costs = (
-        members_of_node(request.ranks_per_node, shape.heads),
+        members_of_node(request.ranks_per_node, shape.ulysses),
         cost(report, sizes, request.num_slots),
     )
     facts = summary(ring, report, costs, near, assumed.kernel) | speed(plan, report, assumed)
     facts |= {
         "build_ms": build_ms,
         "verify_ms": verify_ms,
-        "head_parallel": shape.heads,
+        "head_parallel": shape.ulysses,
         "chosen": reason,
     }
     facts |= {
@@ -331,7 +326,7 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) ->
 
 def _shape(
     request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed
-) -> tuple[Shape, str | None]:
+) -> tuple[PlanSpec, str | None]:
     """The shape that was asked for; or the fastest one, and why."""
     text = request.head_parallel
     if text != AUTO and not (text.isdecimal() and int(text)):
@@ -342,21 +337,13 @@ def _shape(
             f"--wire {request.wire} does not support --head-parallel {heads}: latents have no "
             "heads to exchange"
         )
-    if isinstance(heads, int) and request.route != AUTO:
-        return Shape(request.route, heads, request.schedule), None
-    return choose(
-        [(mask, 1)],
-        request.cp,
-        assumed.sizes,
-        request.node_size,
-        route=request.route,
-        heads=heads,
-        schedule=request.schedule,
-        slot_shards=request.slot_shards,
-        layout=layout,
-        rates=assumed.rates,
-        kernel=assumed.kernel,
+    asked = PlanSpec(
+        layout, request.route, request.schedule, 1, request.node_size, request.slot_shards
     )
+    if isinstance(heads, int) and request.route != AUTO:
+        return replace(asked, ulysses=heads), None
+    near = assumed._replace(ranks_per_node=request.node_size)
+    return choose([(mask, 1)], request.cp, asked, near, heads)
 
 
 def _sizes(request: PlanRequest) -> AttentionSizes:

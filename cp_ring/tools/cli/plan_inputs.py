@@ -17,7 +17,7 @@ from cp_ring.plan.costs.shapes import AUTO
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.tools.cli.options import parse_tokens
+from cp_ring.tools.cli.option_models import parse_tokens
 from cp_ring.tools.job.job_config import JobConfig, load
 from cp_ring.tools.slurm.placement import context_groups
 

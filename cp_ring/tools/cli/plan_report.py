@@ -5,22 +5,21 @@ prints.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
 
 from cp_ring.plan.costs.cost import Cost, between_nodes, crossing
-from cp_ring.plan.costs.shapes import AUTO, Shape, costed, planned, shapes_of
+from cp_ring.plan.costs.shapes import AUTO, Assumed, costed, planned, shapes_of
 from cp_ring.plan.costs.simulate import accumulator_bytes, kernel_calls, rank_updates, simulate
 from cp_ring.plan.costs.waves import PROCESSORS, filled
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import Plan
-from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.plan import Plan, PlanSpec
+from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.schedule import NAMES, group_sizes
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates
 from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.verify import Report
@@ -29,17 +28,6 @@ MAX_RANKS_SHOWN = 32
 EXPOSED_BYTES_PER_SECOND = 5e10  # a network card of 400 Gb/s
 MAX_RANKS_COSTED = 64  # the speed of a rank takes about 20 ms to predict
 MAX_RANKS_PREDICTED = 256  # the times of all shapes take about a second for 64 ranks
-
-
-class Assumed(NamedTuple):
-    """What predictions assume: a layer, rates, neighboring ranks on a node, and what the kernel can
-    do.
-    """
-
-    sizes: AttentionSizes
-    rates: Rates
-    ranks_per_node: int
-    kernel: Capabilities
 
 
 def summary(
@@ -101,33 +89,25 @@ def speed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any]:
     }
 
 
-def shapes_of_plan(
-    mask: Mask, layout: Layout, assumed: Assumed, node_size: int, slot_shards: int
-) -> list[dict[str, Any]]:
+def shapes_of_plan(mask: Mask, asked: PlanSpec, assumed: Assumed) -> list[dict[str, Any]]:
     """What each shape costs in one layer; times only for up to `MAX_RANKS_PREDICTED` ranks."""
-    found, (sizes, rates, ranks_per_node, kernel) = [], assumed
-    several = layout.cp > 1 and layout.cp <= MAX_RANKS_PREDICTED
-    schedules = [Shape("direct", 1, name) for name in NAMES if name != AUTO] if several else []
-    for shape in [*shapes_of(layout.cp, sizes, node_size), *schedules]:
-        limit = (
-            slot_shards if shape.schedule == AUTO and not ROUTES[shape.route].own_schedule else None
-        )
-        plan = planned(mask, layout, shape, limit, node_size, rates)
+    found, layout = [], cast(Layout, asked.layout)
+    asked = replace(asked, route=AUTO, schedule=AUTO)
+    several = 1 < layout.cp <= MAX_RANKS_PREDICTED
+    free = replace(asked, route=DEFAULT, ulysses=1, slot_shards=None)
+    schedules = [replace(free, schedule=name) for name in NAMES if name != AUTO] if several else []
+    for shape in [*shapes_of(layout.cp, assumed.sizes, asked), *schedules]:
+        facts = {"name": shape.name, "route": shape.route, "heads": shape.ulysses}
+        facts["schedule"] = shape.schedule
+        plan = planned(mask, layout.cp, shape, assumed.rates)
         if layout.cp > MAX_RANKS_PREDICTED:
-            moved = crossing(plan, sizes, ranks_per_node)
-            bytes_moved = moved.keys + moved.exchange
-            found.append(
-                {"name": shape.name, **shape._asdict(), "bytes_between_nodes": bytes_moved}
-            )
-            continue
-        made = costed(plan, plan.verify(layout.cp), shape, sizes, ranks_per_node, rates, kernel)
-        of_plan: dict[str, Any] = {"schedule": shape.schedule, "hops": list(made.schedule)}
-        of_plan |= {
-            "bytes_between_nodes": made.bytes_between_nodes,
-            "buffer_bytes": made.buffer_bytes,
-        }
-        of_plan |= {"slot_shards": made.slot_shards}
-        found.append({"name": shape.name, **shape._asdict()} | of_plan | made.timeline.facts())
+            moved = crossing(plan, assumed.sizes, assumed.ranks_per_node)
+            facts["bytes_between_nodes"] = moved.keys + moved.exchange
+        else:
+            made = costed(plan, plan.verify(layout.cp), assumed)
+            facts |= made._asdict() | {"hops": list(plan.schedule)} | made.timeline.facts()
+            del facts["timeline"]
+        found.append(facts)
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cp_ring.tools.cli.options import (
+from cp_ring.tools.cli.option_models import (
     JOB,
     SET,
     AsJson,

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_ring.tools.cli.options import AsJson
+from cp_ring.tools.cli.option_models import AsJson
 
 
 def print_table(entries: list[dict[str, str]], whole: Sequence[str] = ()) -> None:

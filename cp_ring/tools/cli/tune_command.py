@@ -23,7 +23,7 @@ from cp_ring.plan.costs.search import Given, Tuned
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.device_rates import NAMED, named_or_read
 from cp_ring.tools.bench import samples
-from cp_ring.tools.cli.options import argument, option, parse_tokens
+from cp_ring.tools.cli.option_models import argument, option, parse_tokens
 from cp_ring.tools.job.job_config import JobConfig, load
 from cp_ring.tools.job.tune_job import Request, TuneResult, packs_documents, tune
 
@@ -244,7 +244,7 @@ def _way(result: TuneResult, way: Tuned) -> dict[str, Any]:
         "micro_batch": way.micro_batch,
         "recompute": way.recompute,
         "route": attention.shape.route,
-        "heads": attention.shape.heads,
+        "heads": attention.shape.ulysses,
         "schedule": list(attention.schedule),
         "wire": attention.wire,
         "layout": attention.layout,

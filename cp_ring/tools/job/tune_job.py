@@ -16,7 +16,7 @@ import numpy as np
 from cp_ring.errors import ConfigError
 from cp_ring.plan.costs.search import Given, LayerMasks, Search, Tuned, reasons
 from cp_ring.plan.costs.shapes import AUTO
-from cp_ring.plan.costs.training_step import RESERVED_BYTES, TrainingSetup
+from cp_ring.plan.costs.step_costs import RESERVED_BYTES, TrainingSetup
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.routes import ROUTES
@@ -306,7 +306,7 @@ def configured(job: JobConfig, way: Tuned, request: Request) -> JobConfig:
     }
     cp_ring = {
         "route": attention.shape.route,
-        "heads": attention.shape.heads,
+        "heads": attention.shape.ulysses,
         "schedule": _schedule(way, request),
         "slot_shards": max(SLOT_SHARDS, attention.sources),
         "wire": attention.wire,
@@ -328,6 +328,5 @@ def _schedule(way: Tuned, request: Request) -> str:
     route = ROUTES[shape.route]
     fixed = route.own_schedule is not None or route.one_source
     alike = replace(request.rates, products=RATES.products, block=RATES.block) == RATES
-    return (
-        shape.schedule if alike or shape.schedule != AUTO or fixed or len(hops) == 1 else text(hops)
-    )
+    asked = alike or shape.schedule != AUTO or fixed or len(hops) == 1
+    return text(shape.schedule if asked else hops)

@@ -8,6 +8,7 @@ import torch
 from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import KernelError
 from cp_ring.plan.costs.cost import cost
+from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.tools.bench.replay import RankSizes, efficiency, replay, single_call
 
@@ -27,7 +28,7 @@ def test_a_rank_receives_what_its_plan_says():
 
 
 def test_efficiency_of_the_slowest_rank():
-    result = efficiency(2, Mask.causal(128), SIZES, repeats=1)
+    result = efficiency(PlanSpec().build(Mask.causal(128), 2), SIZES, repeats=1)
     assert result["efficiency_both"] == result["single_both_s"] / (2 * result["slowest_both_s"])
     assert result["what"] == "single-device replay, no network"
     assert result["kernel"] == "cpu"
@@ -37,11 +38,9 @@ def test_documents_are_balanced():
     mask = Mask.documents([0, 100, 104, 120, 128])
     plan = Plan.build(mask, Layout.balanced(mask, 2))
     result = efficiency(
-        2,
-        mask,
+        plan,
         SIZES,
         repeats=1,
-        layout="balanced",
         whole={"kernel": "none", "forward_s": 1.0, "both_s": 1.0},
     )
     assert result["layout"] == plan.layout.name

@@ -21,6 +21,7 @@ from cp_ring.plan.costs.cost import between_nodes, cost
 from cp_ring.plan.costs.simulate import Span, spans
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import KERNELS
+from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import NETWORK_BYTES_PER_SECOND
@@ -491,7 +492,7 @@ def test_a_plan_without_memory_is_one_line(monkeypatch) -> None:
     def full(*_, **__):
         raise MemoryError("Unable to allocate 1 PiB")
 
-    monkeypatch.setattr(Plan, "build", full)
+    monkeypatch.setattr(PlanSpec, "build", full)
     assert (
         str(run().exception)
         == "--seq-length 4096 --cp 4: the plan does not fit into memory: Unable to allocate 1 PiB"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import log, sqrt
 from typing import NamedTuple
 
-from cp_ring.plan.costs.shapes import Shape
+from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.schedule import Schedule
 from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES, AttentionSizes, LatentSizes
 from cp_ring.plan.sizes.device_rates import Rates
@@ -230,7 +230,7 @@ class AttentionCost(NamedTuple):
     the time they are most.
     """
 
-    shape: Shape
+    shape: PlanSpec
     wire: str
     layout: str
     schedule: Schedule
