@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from cp_ring.attention import AnyPlan, AttentionOptions, Inputs, attention_of
+from cp_ring import graph_op
+from cp_ring.attention import AnyPlan, Attention, AttentionOptions, Inputs, attention_of
 from cp_ring.comm.latent import LatentKeys
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.comm.transport import Group, check_local, transport_for
@@ -75,8 +76,6 @@ def ring_attention(
     return_lse: Literal[True], **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
-# `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
-@_disable_dynamo
 def ring_attention(
     q: Tensor,
     k: Tensor | LatentKeys,
@@ -179,8 +178,9 @@ def ring_attention(
     out has this dtype. Where their dtypes differ, they are cast to that of autocast first; float64
     is never cast.
 
-    In a `torch.compile` region the call is a graph break: planning and messages run as they do
-    without compilation.
+    `torch.compile` has the call in its graph as one operator, `torch.ops.cp_ring.attention`, where
+    `group` is None or a process group and no option but `sink` is a tensor or an array. Else it is
+    a graph break. Planning and messages run as they do without compilation.
 
     Where batch rows have different masks, give `Mask.batch(...)` with `Layout.batch(...)`, or a
     plan for them.
@@ -195,6 +195,34 @@ def ring_attention(
 
     Ring attention: Liu et al., https://arxiv.org/abs/2310.01889.
     """
+    if torch.compiler.is_compiling():
+        if not graph_op.supports(q, k, v, group, options):
+            return _out_of_graph(q, k, v, group, return_lse=return_lse, **options)
+        found = graph_op.call(_resolved, (q, k, v), group, options)
+        return found if return_lse else found[0]
+    attention, inputs = _resolved(q, k, v, group, return_lse, options)
+    out, lse, *_ = attention(inputs)
+    if not return_lse:
+        return out
+    assert lse is not None, "an lse that was asked for is missing"
+    return out, lse
+
+
+# `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
+@_disable_dynamo
+def _out_of_graph(*args: Any, **options: Any) -> Any:
+    return ring_attention(*args, **options)
+
+
+def _resolved(
+    q: Tensor,
+    k: Tensor | LatentKeys,
+    v: Tensor | None,
+    group: Group,
+    return_lse: bool,
+    options: CallOptions,
+) -> tuple[Attention, Inputs]:
+    """What `ring_attention` calls, and with what."""
     given: dict[str, Any] = dict(options)
     of_plan = {name: given.pop(name) for name in options if name in _OF_PLAN}
     if not given.keys() <= _OF_CALL:
@@ -223,11 +251,7 @@ def ring_attention(
     plain = latents is None or plan.ulysses > 1 or dropout is not None
     given["wire"] = given.get("wire") or ("plain" if plain else "latent")
     found = AttentionOptions(**given, lse=return_lse)
-    out, lse, *_ = attention_of(plan, group, found, inputs)(inputs)
-    if not return_lse:
-        return out
-    assert lse is not None, "an lse that was asked for is missing"
-    return out, lse
+    return attention_of(plan, group, found, inputs), inputs
 
 
 def _watch(timeout: float) -> None:

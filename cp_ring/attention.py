@@ -394,6 +394,13 @@ class Attention:
         largest = kernel.largest if isinstance(kernel, LogitKernel) else None
         return Output(out.transpose(0, 1) if self._bshd else out, lse, largest, parts)
 
+    def kept(self, out: Tensor, lse: Tensor) -> KeptOutput | None:
+        """What was kept of a call with these results; None where that takes more than these."""
+        plan = self._plan()
+        if plan is None or plan.exchange is not None or self._batch_rows:
+            return None
+        return KeptOutput([(out.transpose(0, 1) if self._bshd else out, lse)], WATCH.place)
+
     def _over_heads(
         self,
         call: RingCall,

@@ -39,6 +39,7 @@ from cp_ring.plan.ranges import (
     size_within,
     starts_of,
 )
+from cp_ring.runtime import Numbered
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +49,7 @@ _MOST_WORK = 1 << 62  # pairs that int64 can count
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Layout(Numbered):
     """A stream of `n` tokens cut into chunks, each owned by one of `cp` ranks; a rank holds its
     chunks in ascending order.
 

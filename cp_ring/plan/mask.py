@@ -39,6 +39,7 @@ from cp_ring.plan.tiles import (
     joined,
     split_at_edges,
 )
+from cp_ring.runtime import Numbered
 
 MAX_PIECES = 4096
 """Pieces of a mask that `Mask.from_dense` and `Mask.from_mask_mod` make, by default."""
@@ -48,7 +49,7 @@ MAX_DESCRIBED = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Mask:
+class Mask(Numbered):
     """Which keys each query of a stream of `n` tokens may see, as disjoint `pieces` in token
     positions.
 

@@ -36,7 +36,7 @@ from cp_ring.plan.tables import Need, PlanTables, RankPlan
 from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
 from cp_ring.plan.verify import Report, verify
 from cp_ring.plan.verify_ranks import verify_rank_plans
-from cp_ring.runtime import RUNTIME
+from cp_ring.runtime import RUNTIME, Numbered
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class PlanSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(Numbered):
     """The plan of all ranks: it can be built, proven, and seen from one rank.
 
     ring: the tables of the members of the ring; their layout is `layout.merged(ulysses)`.
