@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from cp_ring.errors import PlanError
+from cp_ring.errors import PlanError, expect
 from cp_ring.plan.exchange.members import (
     check_exchange,
     check_members,
@@ -65,7 +65,12 @@ class PlanSpec:
             raise PlanError(f"layout={self.layout!r}: unknown; known are {', '.join(LAYOUTS)}")
         if self.route not in ROUTES:
             raise PlanError(f"route={self.route!r}: unknown; known are {', '.join(ROUTES)}")
-        layout, route, near = self.layout, ROUTES[self.route], self.node_size
+        expect("mask", mask, Mask)
+        layout, route, near = (
+            expect("layout", self.layout, Layout, str),
+            ROUTES[self.route],
+            self.node_size,
+        )
         layout = members = LAYOUTS[layout](mask, cp) if isinstance(layout, str) else layout
         if layout.cp != cp:
             raise PlanError(f"layout is for {layout.cp} ranks, not for {cp}")
@@ -135,7 +140,7 @@ class Plan:
         ranks, or if the route or the schedule is not right.
         """
         return PlanSpec(layout, route, schedule, ulysses, node_size, slot_shards).build(
-            mask, layout.cp
+            mask, expect("layout", layout, Layout).cp
         )
 
     @classmethod
@@ -272,6 +277,8 @@ def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:
 
     Raises `PlanError` where the arguments do not fit together.
     """
+    expect("mask", mask, Mask)
+    expect("layout", expect("spec", spec, PlanSpec).layout, Layout, str)
     # The functions and routes, because others may have taken their names in the registries since.
     split = LAYOUTS.get(spec.layout) if isinstance(spec.layout, str) else spec.layout.digest
     names = spec.route, text(spec.schedule), spec.ulysses, spec.node_size, spec.slot_shards
