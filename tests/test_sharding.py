@@ -128,7 +128,9 @@ def test_errors_are_one_line():
         match="layout is for 2 ranks, but the group has 1: pass their process group as group=",
     ):
         cp_ring.shard(x, Layout.zigzag(N, 2))
-    with pytest.raises(ConfigError, match="layout is of type Mask: it must be a Layout or a Plan or None"):
+    with pytest.raises(
+        ConfigError, match="layout is of type Mask: it must be a Layout or a Plan or None"
+    ):
         cp_ring.shard(x, Mask.causal(N))
     with pytest.raises(
         PlanError,
