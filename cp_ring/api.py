@@ -4,9 +4,11 @@ are kept for later calls.
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from numbers import Real
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
@@ -19,9 +21,10 @@ from cp_ring.attention import AnyPlan, Attention, AttentionOptions, Inputs, atte
 from cp_ring.comm.latent import LatentKeys
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.comm.transport import Group, check_local, transport_for
-from cp_ring.errors import ConfigError, PlanError
+from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.kernels.dropout import Dropout, mixed
 from cp_ring.observe import watchdog
+from cp_ring.ops.dtypes import finite
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
@@ -225,17 +228,21 @@ def _resolved(
     """What `ring_attention` calls, and with what."""
     given: dict[str, Any] = dict(options)
     of_plan = {name: given.pop(name) for name in options if name in _OF_PLAN}
-    if not given.keys() <= _OF_CALL:
+    for name in sorted(given.keys() - _OF_CALL):
+        near = difflib.get_close_matches(name, _OF_CALL | _OF_PLAN, 1, 0.4)
         raise TypeError(
-            f"ring_attention() got an unexpected keyword argument {min(given.keys() - _OF_CALL)!r}"
+            f"ring_attention() got an unexpected keyword argument {name!r}"
+            + f"; did you mean {''.join(near)}?" * bool(near)
         )
     if (timeout := given.pop("timeout", None)) is not None:
         _watch(timeout)
-    latents = None
+    latents, sink = None, given.pop("sink", None)
     if isinstance(k, LatentKeys):
         latents, (k, v) = k.latents(), k.expand()
     elif v is None:
         raise PlanError("v is missing: only LatentKeys in place of k need none")
+    for name, x in (("q", q), ("k", k), ("v", v), *[("sink", sink)] * (sink is not None)):
+        check_local(name, x)
     plan = of_plan.get("plan")
     if plan is None or len(of_plan) > 1:
         asked = PlanOptions(**of_plan)
@@ -247,7 +254,7 @@ def _resolved(
         given.pop("alibi_slopes", None),
     )
     dropout = _by_position(plan, group, q, p, seed, slopes)
-    inputs = Inputs(q, k, v, given.pop("sink", None), latents, dropout).alike()
+    inputs = Inputs(q, k, v, sink, latents, dropout).alike()
     plain = latents is None or plan.ulysses > 1 or dropout is not None
     given["wire"] = given.get("wire") or ("plain" if plain else "latent")
     found = AttentionOptions(**given, lse=return_lse)
@@ -271,11 +278,8 @@ def _plan_of(
     others: tuple[Tensor, Tensor],
     qkv_format: str | None,
 ) -> Plan:
-    """The plan of a call. Raises `PlanError` where q has not 4 dimensions, `ConfigError` for a
-    DTensor.
-    """
+    """The plan of a call. Raises `PlanError` where q has not 4 dimensions."""
     transport = transport_for(group, q.device)
-    check_local("q", q)
     if q.dim() != 4:
         raise PlanError(
             "q must have 4 dimensions, batch, tokens, heads and head size, not the shape "
@@ -309,7 +313,7 @@ def _by_position(
     slopes: Tensor | Sequence[float] | None,
 ) -> Dropout | None:
     """Dropout and ALiBi of a call whose plan knows all tokens' positions; None without both."""
-    if not 0 <= p < 1:
+    if not 0 <= expect("dropout_p", p, Real) < 1:
         raise ConfigError(f"dropout_p={p}: it must be from 0 to below 1")
     if not p and slopes is None:
         return None
@@ -336,8 +340,8 @@ def _slopes(slopes: Tensor | Sequence[float] | None, q: Tensor) -> tuple[float, 
         return ()
     if isinstance(slopes, Tensor) and slopes.requires_grad:
         raise ConfigError("alibi_slopes are constants: detach them, there is no gradient of them")
-    found = torch.as_tensor(slopes, dtype=torch.float64)
-    if found.shape != q.shape[2:3] or not bool(found.isfinite().all()):
+    found = finite(slopes, "alibi_slopes")
+    if found.shape != q.shape[2:3]:
         raise PlanError(
             f"alibi_slopes must hold one finite number for each of {q.shape[2]} query heads"
         )

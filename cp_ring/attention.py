@@ -24,17 +24,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cp_ring.comm.agreement import EVERY, Fact
+from cp_ring.comm.agreement import EVERY, Fact, some_of
 from cp_ring.comm.codecs import CODECS, Plain
 from cp_ring.comm.heads import HeadExchange, over_heads, sub_transports
 from cp_ring.comm.latent import Latents
-from cp_ring.comm.transport import Group, Transport, check_local, rank_in_job, transport_for
-from cp_ring.errors import ConfigError, PlanError
+from cp_ring.comm.transport import Group, Transport, rank_in_job, transport_for
+from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.hop_loop import Ring, RingAttention, RingCall
 from cp_ring.kernels import REGISTRY, AttentionKernel, Extras, choose, determinism, deterministic
 from cp_ring.kernels.dropout import COLUMNS, Dropout
@@ -81,8 +83,11 @@ class AttentionOptions:
     compare_every: int = EVERY
 
     def __post_init__(self) -> None:
-        slots = SETTINGS["num_slots"].metadata
-        least, most = slots["least"], slots["most"]
+        expect("softmax_scale", self.softmax_scale, Real, NoneType)
+        expect("softcap", self.softcap, Real)
+        expect("deterministic", self.deterministic, bool, NoneType)
+        expect("return_lse", self.lse, bool)
+        least, most = (SETTINGS["num_slots"].metadata[end] for end in ("least", "most"))
         if not isinstance(self.num_slots, int) or not least <= self.num_slots <= most:
             raise ConfigError(
                 f"num_slots={self.num_slots!r}: it must be a whole number from {least} to {most}"
@@ -131,13 +136,11 @@ class Inputs(NamedTuple):
         )
 
     def check(self, cached: int = 0) -> None:
-        """Raises `PlanError` for tensors that do not fit together, `ConfigError` for a DTensor.
-        `cached` keys come before those of the queries' tokens.
+        """Raises `PlanError` for tensors that do not fit together. `cached` keys come before those
+        of the queries' tokens.
         """
         q, k, v = self[:3]
         sink = self.sink
-        for name, x in zip(("q", "k", "v", "sink"), self, strict=False):
-            check_local(name, x)
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
             raise PlanError(
@@ -376,6 +379,7 @@ class Attention:
                 (*self._key, p, slopes),
                 partial(self._all_facts, p, seed, slopes),
                 self._options.compare_every,
+                partial(some_of, inputs.q),
             )
         call = RingCall(
             self._ring, plan, transport, kernel, WATCH.place if kept is None else kept.place

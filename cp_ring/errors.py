@@ -4,6 +4,13 @@ Each derives from `ValueError` and carries one line: what is wrong, with which v
 setting to change.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from numbers import Real
+from types import NoneType
+from typing import Any
+
 
 class ConfigError(ValueError):
     """A setting, or a combination of settings, that cannot run."""
@@ -15,6 +22,24 @@ class PlanError(ValueError):
 
 class KernelError(ValueError):
     """A kernel that is not installed, or cannot do what the plan, dtype or head sizes need."""
+
+
+_WORDS: dict[type, str] = {
+    bool: "True or False", Real: "a number", str: "a name", Iterable: "a list", Sequence: "a list",
+    NoneType: "None",
+}  # fmt: skip
+
+
+def expect(what: str, value: Any, *kinds: type[Any]) -> Any:
+    """`value`, the argument `what`, of one of these types; True is no number. Raises `ConfigError`
+    for another one.
+    """
+    if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
+        return value
+    wanted = " or ".join(_WORDS.get(kind, f"a {kind.__name__}") for kind in kinds)
+    plain = isinstance(value, str | Real | None)
+    found = f"={value!r}" if plain else f" is of type {type(value).__name__}"
+    raise ConfigError(f"{what}{found}: it must be {wanted}")
 
 
 def one_line(message: object) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.exchange.members import members_of_node
-from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.layout import LAYOUTS, MAX_RANKS
 from cp_ring.plan.routes import DEFAULT, ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, parse, resolve, text
 from cp_ring.runtime import RUNTIME
@@ -123,7 +123,7 @@ def _switch(value: Any) -> bool:
 
 def _number(kind: type[int] | type[float], article: str, noun: str, value: Any) -> float:
     try:
-        number = kind(value)
+        number = kind(str(value) if isinstance(value, bool) else value)
     except (TypeError, ValueError, OverflowError):
         reason = f", unable to parse string as {article} {noun}" if isinstance(value, str) else ""
         raise ConfigError(f"input should be a valid {noun}{reason}") from None
@@ -237,6 +237,7 @@ class Options:
         SLOT_SHARDS,
         "Sources of a hop at most, so the shards of keys and values that a receive buffer holds.",
         least=1,
+        most=MAX_RANKS,
     )
     heads: int | str = _setting(
         1,
@@ -311,6 +312,7 @@ class Options:
         "Seconds that a hop or a collective may wait before the job is ended with a report; 0 is "
         "any time.",
         least=0,
+        most=10**7,
     )
     compare_every: int = _setting(
         16,

@@ -10,7 +10,7 @@ from threading import Lock
 import numpy as np
 from torch import Tensor
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, expect
 from cp_ring.options import Options
 from cp_ring.plan.costs.shapes import AUTO, Assumed, choose
 from cp_ring.plan.layout import LAYOUTS, Layout
@@ -53,6 +53,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         mask, heads, layout = self.mask, self.heads, self.layout
+        expect("causal", self.causal, bool)
         if not isinstance(self.window_size, Sequence) or len(self.window_size) != 2:
             raise ConfigError(
                 f"window_size={self.window_size!r}: it must be (left, right), with -1 for an open "
@@ -82,17 +83,10 @@ class PlanOptions:
                     else ": make one by Mask.from_dense(mask)" * hasattr(mask, "shape")
                 )
                 raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{hint}")
-        if heads != AUTO and (not isinstance(heads, int) or heads < 1):
+        if heads != AUTO and (heads is True or not isinstance(heads, int) or heads < 1):
             raise ConfigError(f"heads={heads!r}: it must be a whole number above 0, or 'auto'")
-        if not isinstance(self.schedule, str | Sequence):
-            raise ConfigError(
-                f"schedule is a {type(self.schedule).__name__}, not auto, ring, gather or a tuple "
-                "of hops"
-            )
-        if not isinstance(layout, str | Layout):
-            raise ConfigError(
-                f"layout is a {type(layout).__name__}, not a Layout or one of {', '.join(LAYOUTS)}"
-            )
+        expect("schedule", self.schedule, str, Sequence)
+        expect("layout", layout, Layout, str)
 
     def _asks(self, name: str) -> bool:
         """Whether a keyword has another value than its default."""

@@ -17,7 +17,6 @@ from cp_ring.megatron.flags import argument_parser
 from cp_ring.megatron.rejection import rejecting
 from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, SFT
 from cp_ring.observe import standard_streams
-from cp_ring.options import Options
 from cp_ring.patches.install import install, log_steps
 
 DOCUMENT_MASK = "--cp-ring-document-mask"
@@ -34,7 +33,9 @@ def main() -> None:
     # while millions of objects that stay are made: a seventh of the time that imports take
     gc.disable()
     with rejecting():
-        config = _install()
+        sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
+        _mask_documents(sys.argv)
+        config = install(sys.argv[1:])
         standard_streams.tolerate()
         # these load Megatron: only after `install`
         from cp_ring.megatron import compat, gpt, gpt_model, training_log
@@ -46,21 +47,6 @@ def main() -> None:
         with saves_reported_at_exit():
             compat.pretrain(gpt.datasets_provider, gpt.forward_step, gpt_model.build)
         training_log.finish(config.run_dir)
-
-
-def check() -> None:
-    """Checks the command line as the first rank of a job does, and makes no process group."""
-    with rejecting():
-        _install()
-        from cp_ring.megatron import compat  # loads Megatron
-
-        compat.parse()
-
-
-def _install() -> Options:
-    sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
-    _mask_documents(sys.argv)
-    return install(sys.argv[1:])
 
 
 def _mask_documents(argv: list[str]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from cp_ring.comm.transport import Group, GroupTransport, check_local, transport_for
-from cp_ring.errors import ConfigError, PlanError
+from cp_ring.errors import ConfigError, PlanError, expect
+from cp_ring.ops.dtypes import finite
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, check_all, integer, integers
 
@@ -77,15 +79,27 @@ def logprobs(
         its range.
     """
     for name, x in (("hidden", hidden), ("labels", labels), ("weight", weight)):
-        check_local(name, x)
-    if hidden.shape[:-1] != labels.shape:
+        if x is not None or name != "weight":
+            check_local(name, x)
+    expect("entropy", entropy, bool)
+    if not hidden.is_floating_point() or labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ConfigError(
+            f"hidden of {hidden.dtype} and labels of {labels.dtype}: they must be floating-point "
+            "and whole numbers"
+        )
+    if weight is not None and weight.shape[1:] != hidden.shape[-1:]:
+        raise ConfigError(
+            f"weight of shape {list(weight.shape)}: it must be [vocabulary, "
+            f"{', '.join(map(str, hidden.shape[-1:]))}]"
+        )
+    if not hidden.dim() or hidden.shape[:-1] != labels.shape:
         raise ConfigError(
             f"hidden of shape {list(hidden.shape)} needs labels of shape "
             f"{list(hidden.shape[:-1])}, not {list(labels.shape)}"
         )
     if integer(chunk, "chunk") < 1:
         raise ConfigError(f"chunk={chunk}: it must be at least 1 token")
-    if not 0 < temperature < math.inf:
+    if not 0 < expect("temperature", temperature, Real) < math.inf:
         raise ConfigError(f"temperature={temperature}: it must be a finite number above 0")
     part = (hidden if weight is None else weight.T).shape[-1]
     group, first, size = _part_of_vocabulary(part, labels, chunk, vocab_group)
@@ -227,6 +241,7 @@ def prefix_pack(
         PlanError: no sequence, an empty one, other things than lists of whole numbers, or prompts
         and weights that do not fit the sequences.
     """
+    expect("sequences", sequences, Iterable)
     found = [integers(x, f"sequence {i}") for i, x in enumerate(sequences)]
     lengths = np.array([sequence.size for sequence in found])
     if not found or not lengths.all() or any(sequence.ndim != 1 for sequence in found):
@@ -235,7 +250,7 @@ def prefix_pack(
         )
     if integer(multiple, "multiple") < 1:
         raise PlanError(f"multiple={multiple}: it must be at least 1 token")
-    prompt, weight = integers(prompts, "prompts"), torch.as_tensor(weights).detach().double().cpu()
+    prompt, weight = integers(prompts, "prompts"), finite(weights, "weights")
     for name, given in (("prompts", prompt), ("weights", weight)):
         if given.ndim and given.shape != lengths.shape:
             raise PlanError(f"{name} of shape {list(given.shape)} for {len(found)} sequences")

@@ -5,7 +5,8 @@ ranks hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import NoneType
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from cp_ring.comm.agreement import Fact
 from cp_ring.comm.transport import Group, MessageBatch, Transport, check_local, transport_for
-from cp_ring.errors import ConfigError, PlanError
+from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.plan.exchange.conversion import Conversion, conversion
 from cp_ring.plan.layout import Layout, dimension
 from cp_ring.plan.plan import Plan
@@ -61,24 +62,29 @@ def unshard(
     layout: Layout | Plan | None = None,
     group: Group = None,
     dim: int = 1,
+    *,
+    reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
     """The whole tensor from the parts of all ranks: the inverse of `shard`. A collective: every
     rank of `group` calls it.
 
-    Every rank gets the whole tensor. Backward, also a collective, sums the gradients of all ranks'
-    whole tensors and returns this rank's part, as `torch.distributed.nn.functional.all_gather`
-    does. So where every rank computes the same loss on the whole tensor, average the parameters'
-    gradients over `group`, as data parallelism does, or divide the loss by its size.
+    Every rank gets the whole tensor. Backward, also a collective, returns this rank's part of the
+    gradient of the mean of all ranks' losses: of the loss, where every rank computes the same one
+    on the whole tensor. With `reduction="sum"` it is that of their sum, for ranks that each compute
+    a part of the loss, as `torch.distributed.nn.functional.all_gather` has it.
 
     `layout` is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where x is not
     this rank's part of the layout.
     """
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"reduction={reduction!r}: it must be 'mean' or 'sum'")
     dim, transport = _begin(x, dim, group)
     layout = _layout_of_part(layout, x, transport, dim)
     if transport is None:
         return layout.unshard([x], dim)
-    _agree(transport, "unshard", layout, x.movedim(dim, 0), 0)
-    whole: Tensor = _Unshard.apply(x.movedim(dim, 0), layout, transport)
+    _agree(transport, f"unshard ({reduction})", layout, x.movedim(dim, 0), 0)
+    share = 1 / transport.size if reduction == "mean" else 1.0
+    whole: Tensor = _Unshard.apply(x.movedim(dim, 0), layout, transport, share)
     return whole.movedim(0, dim)
 
 
@@ -106,8 +112,8 @@ def roll(
     layout = _layout_of_part(layout, x, transport, dim)
     rank = transport.rank if transport else 0
     outside = None
+    _check_fill(fill, x.dtype)
     if cu_seqlens is not None:
-        _check_fill(fill, x.dtype)
         edges = offsets(cu_seqlens, "cu_seqlens", layout.n)
         outside = _other_document(
             layout.positions(rank), max(-layout.n, min(shift, layout.n)), edges
@@ -176,8 +182,8 @@ class _Unshard(torch.autograd.Function):
     """[tokens of the rank, ...] to [n, ...]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, transport: Transport) -> Tensor:
-        ctx.layout, ctx.transport = layout, transport
+    def forward(ctx: Any, x: Tensor, layout: Layout, transport: Transport, share: float) -> Tensor:
+        ctx.layout, ctx.transport, ctx.share = layout, transport, share
         x = x.contiguous()
         sizes = layout.tokens_per_rank.tolist()
         parts = [
@@ -189,7 +195,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         layout, transport = ctx.layout, ctx.transport
         leaving = [layout.shard(gradient, rank, 0).contiguous() for rank in range(layout.cp)]
         mine = leaving[transport.rank]
@@ -200,7 +206,7 @@ class _Unshard(torch.autograd.Function):
         total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
         for part in arriving:  # in the order of ranks: the same bits in every run
             total += part
-        return total.to(gradient.dtype), None, None
+        return total.mul_(ctx.share).to(gradient.dtype), None, None, None
 
 
 class _Roll(torch.autograd.Function):
@@ -333,9 +339,7 @@ def _layout(layout: Layout | Plan | None, n: int, cp: int) -> Layout:
         return zigzag(n, cp)
     if isinstance(layout, Plan):
         layout = layout.layout
-    if not isinstance(layout, Layout):
-        raise ConfigError(f"layout is a {type(layout).__name__}, not a Layout, a Plan or None")
-    if layout.cp != cp:
+    if expect("layout", layout, Layout, Plan, NoneType).cp != cp:
         raise ConfigError(
             f"layout is for {layout.cp} ranks, but the group has {cp}: pass their process group as "
             "group="

@@ -199,7 +199,7 @@ BESIDE_A_PLAN = {
         (
             {"schedule": 3},
             ConfigError,
-            "schedule is a int, not auto, ring, gather or a tuple of hops",
+            "schedule=3: it must be a name or a list",
         ),
         ({"schedule": "spiral"}, PlanError, "schedule 'spiral': known are auto, ring, gather"),
         ({"schedule": (0, 1)}, PlanError, "schedule 0,1: 2 hops for 1 ranks"),
@@ -281,7 +281,7 @@ BESIDE_A_PLAN = {
         (
             {"layout": Mask.causal(16)},
             ConfigError,
-            "layout is a Mask, not a Layout or one of zigzag",
+            "layout is of type Mask: it must be a Layout or a name",
         ),
         (
             {"layout": Layout.zigzag(16, 2)},

@@ -225,7 +225,7 @@ def packed(group, weights, pack):
     hidden, found = (cp_ring.unshard(x, plan, group, dim=0) for x in (hidden, found))
     loss = loss_of([found[index[:-1]] for index in pack.indices])
     masked = (found * pack.loss_mask).sum().detach()
-    gradients = torch.autograd.grad(loss / cp, weights)  # every rank has the whole loss
+    gradients = torch.autograd.grad(loss, weights)
     return hidden.detach(), found.detach(), masked, gradients
 
 

@@ -47,34 +47,33 @@ def test_shard_takes_tensors_tuples_dicts_and_plans():
     assert torch.equal(cp_ring.shard(x), x) and torch.equal(cp_ring.unshard(x), x)
 
 
-def _model(group, x, weight, layout):
-    """A loss of the whole output on every rank, and this rank's gradients of x and of a weight that
-    all ranks share.
+def _model(group, x, weight, layout, reduction):
+    """The whole output; and this rank's gradients of x and of a weight that all ranks share, of a
+    loss that every rank computes as a whole ("mean"), or its part of it ("sum").
     """
     part = cp_ring.shard(x, layout, group).detach().requires_grad_()
     weight = weight.clone().requires_grad_()
-    everything = cp_ring.unshard(torch.tanh(part * weight), layout, group)
-    loss = (
-        (everything * torch.linspace(1, 2, everything.shape[1], dtype=x.dtype)[:, None])
-        .square()
-        .mean()
-    )
-    loss.backward()
+    everything = cp_ring.unshard(torch.tanh(part * weight), layout, group, reduction=reduction)
+    loss = (everything * torch.linspace(1, 2, everything.shape[1], dtype=x.dtype)[:, None]).square()
+    if reduction == "sum" and group is not None:
+        loss = loss * (torch.arange(loss.shape[1]) % group.size() == group.rank())[:, None]
+    (loss.sum() / everything.numel()).backward()
     return everything.detach(), part.grad, weight.grad
 
 
 @pytest.mark.parametrize("name", layouts(2))
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_unshard_averaged_over_ranks_is_the_gradient_of_one_rank(pool, cp, name):
+def test_a_loss_of_the_whole_tensor_has_the_gradient_of_one_rank(pool, cp, reduction, name):
     layout = layouts(cp)[name]
     x = whole(layout, 3)
     weight = torch.tensor([0.3, -1.0, 0.7], dtype=x.dtype)
-    full, dx, dweight = _model(None, x, weight, None)
-    parts = pool.run(_model, cp, x, weight, layout)
+    full, dx, dweight = _model(None, x, weight, None, reduction)
+    parts = pool.run(_model, cp, x, weight, layout, reduction)
     assert all(torch.equal(part[0], full) for part in parts)
     made = layout or Layout.zigzag(N, cp)
-    assert torch.allclose(made.unshard([part[1] for part in parts], 1) / cp, dx, rtol=1e-12)
-    assert torch.allclose(sum(part[2] for part in parts) / cp, dweight, rtol=1e-12)
+    assert torch.allclose(made.unshard([part[1] for part in parts], 1), dx, rtol=1e-12)
+    assert torch.allclose(sum(part[2] for part in parts), dweight, rtol=1e-12)
 
 
 def _roll(group, x, shift, layout, options):
@@ -129,7 +128,9 @@ def test_errors_are_one_line():
         match="layout is for 2 ranks, but the group has 1: pass their process group as group=",
     ):
         cp_ring.shard(x, Layout.zigzag(N, 2))
-    with pytest.raises(ConfigError, match="layout is a Mask, not a Layout, a Plan or None"):
+    with pytest.raises(
+        ConfigError, match="layout is of type Mask: it must be a Layout or a Plan or None"
+    ):
         cp_ring.shard(x, Mask.causal(N))
     with pytest.raises(
         PlanError,

@@ -26,12 +26,14 @@ import hashlib
 import json
 import os
 import sys
+import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from threading import Lock
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from cp_ring.errors import PlanError
@@ -41,7 +43,7 @@ from cp_ring.runtime import RUNTIME
 FIRST = 32
 EVERY = 1
 _MAX_KNOWN = 1024
-_ALIKE = "alike"
+_ALIKE, _SAME, _MOST = "alike", "same", 1 << 32
 _KEY = "cp_ring/agreement/"
 _TICK_S = 2.0
 _PAST = 4096  # calls of which a digest is kept
@@ -85,12 +87,21 @@ class Agreement:
         self._current: Callable[[], Sequence[Fact]] = tuple
         threads.start("cp_ring agreement", _look_out, weakref.ref(self))
 
-    def check(self, key: Hashable, facts: Callable[[], Sequence[Fact]], every: int = EVERY) -> None:
+    def check(
+        self,
+        key: Hashable,
+        facts: Callable[[], Sequence[Fact]],
+        every: int = EVERY,
+        values: Callable[[], str] = str,
+    ) -> None:
         """Compares a call that is new with those of the other ranks; each rank makes its calls in
         the same order.
 
         Equal facts have equal keys. One in `every` new calls is compared after the first `FIRST`; 0
         compares none. Under `debug.debugging` each call is compared.
+
+        values: of the tensors of this rank, which must not be those of all ranks; "" may be. A
+            warning says so, because shards of random numbers may.
 
         Raises:
             PlanError: on all ranks, where two of them differ; the line names the facts and the
@@ -116,7 +127,7 @@ class Agreement:
         if self._line:
             self._begin_anew(self._line)
         if self._meeting:
-            self._meet(facts())
+            self._meet(facts(), values())
 
     @property
     def tag(self) -> int:
@@ -133,27 +144,32 @@ class Agreement:
             self._meeting = False
         raise PlanError(line)
 
-    def _meet(self, facts: Sequence[Fact]) -> None:
+    def _meet(self, facts: Sequence[Fact], values: str) -> None:
         """Waits for all ranks. The first one leaves its call in the store, and each of the others
         compares its own with it.
         """
         base = f"{_KEY}{self._number}"
-        mine = json.dumps([self._rank, self._calls, self._history.hexdigest(), facts])
+        mine = json.dumps([self._rank, self._calls, self._history.hexdigest(), values, facts])
         first = json.loads(self._store.compare_set(base, "", mine))
         if first[2] != self._history.hexdigest():
             self._store.set(base + "/end", _differences(first, json.loads(mine)))
-        elif self._store.add(base + "/alike", 1) == self._size:
-            self._store.set(base + "/end", _ALIKE)
+        else:  # one number counts the ranks, and those of the same values
+            count = self._store.add(base + "/alike", 1 + _MOST * (first[3] == values != ""))
+            same, alike = divmod(count, _MOST)
+            if alike == self._size:
+                self._store.set(base + "/end", _SAME if same == alike else _ALIKE)
         self._wait(base, facts)
         line = self._store.get(base + "/end").decode()
         # all ranks are here, so none reads the last comparison any more
         if self._rank == 0 and self._number:
             for name in ("", "/end", "/alike"):
                 self._store.delete_key(f"{_KEY}{self._number - 1}{name}")
+        if line == _SAME and self._rank == 0:
+            warn_of_same(self._size)
         with self._lock:
             self._number += 1
-            self._meeting = line != _ALIKE  # until the histories that differ are gone
-        if line != _ALIKE:
+            self._meeting = line not in (_ALIKE, _SAME)  # until the histories that differ are gone
+        if line not in (_ALIKE, _SAME):
             self._begin_anew(line)
 
     def _tell_of_known_call(self) -> str:
@@ -233,6 +249,23 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
         store = c10d._get_process_group_store(group).clone()
         _agreements[group] = Agreement(store, dist.get_rank(group), dist.get_world_size(group))
     return _agreements[group]
+
+
+def some_of(x: torch.Tensor) -> str:
+    """Some values of x; "" where they are equal, or cannot be read while a graph is captured."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return ""
+    found = x.detach().flatten()[:: max(1, x.numel() // 64)].tolist()
+    return str(found) if len({*found}) > 1 else ""
+
+
+def warn_of_same(ranks: int) -> None:
+    """Says that all ranks pass the same tensors."""
+    warnings.warn(
+        f"all {ranks} ranks of the group pass the same tensors, which are taken for {ranks} parts "
+        "of one sequence: cp_ring.shard cuts whole tensors into the parts of ranks",
+        stacklevel=2,
+    )
 
 
 def differences(rank: int, facts: Sequence[Fact], other: int, others: Sequence[Fact]) -> str:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from cp_ring.comm.agreement import agreement_of
-from cp_ring.errors import ConfigError, PlanError
+from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.observe import timing
 from cp_ring.observe.counters import recording
 from cp_ring.observe.spans import arrived, posted
@@ -223,14 +223,17 @@ def _not_a_group(group: object) -> str:
     )
 
 
-def check_local(name: str, x: object) -> None:
-    """Raises `ConfigError` for a DTensor: its local part may be split in another way than the
-    layout says.
+def check_local(name: str, x: Any) -> None:
+    """Raises `ConfigError` for what is no plain tensor, as a DTensor: its local part may be split
+    in another way than the layout says.
     """
-    if hasattr(x, "to_local"):
+    expect(name, x, torch.Tensor)
+    plain = x.layout is torch.strided and not x.is_meta
+    if not plain or hasattr(x, "to_local"):
+        kind = type(x).__name__ if plain else f"Tensor ({x.layout}, {x.device})"
         raise ConfigError(
-            f"{name} is a {type(x).__name__}: pass the part of this rank that the layout says, as "
-            "a plain tensor"
+            f"{name} is a {kind}: pass the part of this rank that the layout says, as a plain "
+            "tensor"
         )
 
 

@@ -271,15 +271,6 @@ def sharded_tensors(
     return make(state, prefix, split, offsets, tp_group=tp_group, dp_cp_group=group)
 
 
-def parse() -> argparse.Namespace:
-    """The command line, parsed and validated as Megatron's training loop does it."""
-    from megatron.training import arguments
-
-    args: argparse.Namespace = arguments.parse_args()
-    arguments.validate_args(args)
-    return args
-
-
 def start() -> argparse.Namespace:
     """Parses the command line and sets up Megatron's parallel groups, as its training loop does
     before it builds a model.

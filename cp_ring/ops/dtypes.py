@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from cp_ring.errors import ConfigError, one_line
+
+
+def finite(values: Any, what: str) -> Tensor:
+    """Numbers as a float64 tensor on the CPU. Raises `ConfigError` for what is none, and for NaN
+    and infinities.
+    """
+    try:
+        found = torch.as_tensor(values).detach().double().cpu()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{what} cannot be read as numbers: {one_line(error)}") from None
+    if not bool(found.isfinite().all()):
+        raise ConfigError(f"{what} must be finite numbers, not {found.flatten().tolist()[:8]}")
+    return found
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -17,7 +17,7 @@ equal tokens on all ranks besides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cp_ring.errors import PlanError
+from cp_ring.errors import PlanError, expect
 from cp_ring.plan.balance import Layers, balanced_split
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import (
@@ -109,6 +109,8 @@ class Layout(Numbered):
         """
         if not rows:
             raise PlanError("a batch must have at least one row")
+        for one in rows:
+            expect("a batch row", one, Layout)
         if any(not np.array_equal(row.tokens_per_rank, rows[0].tokens_per_rank) for row in rows):
             held = "; ".join(", ".join(map(str, row.tokens_per_rank[:8])) for row in rows[:4])
             raise PlanError(
@@ -299,7 +301,12 @@ def _size(cp: int) -> int:
 
 
 def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
-    layers = [(masks, 1)] if isinstance(masks, Mask) else list(masks)
+    layers = (
+        [(masks, 1)] if isinstance(masks, Mask) else list(expect("masks", masks, Mask, Iterable))
+    )
+    for layer in layers:
+        if not (isinstance(layer, Sequence) and len(layer) == 2 and isinstance(layer[0], Mask)):
+            raise PlanError(f"{layer!r} is no pair (mask, number of layers)")
     if not layers:
         raise PlanError("a balanced layout needs at least one mask")
     lengths = {mask.n for mask, _ in layers}

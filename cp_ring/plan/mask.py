@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.errors import ConfigError, PlanError, one_line
+from cp_ring.errors import ConfigError, PlanError, expect, one_line
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
@@ -166,7 +166,7 @@ class Mask(Numbered):
         """
         if not masks:
             raise PlanError("a union must have at least one mask")
-        n = masks[0].n
+        n = _all_masks(masks)[0].n
         if any(mask.n != n for mask in masks):
             raise PlanError(
                 f"a union of masks of {', '.join(str(mask.n) for mask in masks)} tokens: they must "
@@ -237,6 +237,7 @@ class Mask(Numbered):
         that do not start at 0, decrease or pass `n`, and for windows below -1.
         """
         start, end, n = _spans(cu_seqlens, n)
+        expect("causal", causal, bool)
         window = window_of(window) if window is not None else (-1, 0 if causal else -1)
         left, right = _band(window)
         right = min(right, 0) if causal else right
@@ -368,8 +369,14 @@ class Mask(Numbered):
         """
         parents: list[int] = []
         lengths: list[int] = []
-        groups = list(groups)
-        for group, (prompt, responses) in enumerate(groups):
+        groups = list(expect("groups", groups, Iterable))
+        for group, pair in enumerate(groups):
+            if not (isinstance(pair, Sequence) and len(pair) == 2 and np.ndim(pair[1]) == 1):
+                raise PlanError(
+                    f"group {group} is {pair!r}: it must be (tokens of the prompt, [tokens of each "
+                    "response])"
+                )
+            prompt, responses = pair
             for what, length in (
                 ("prompt", prompt),
                 *(("response", length) for length in responses),
@@ -601,7 +608,7 @@ class Mask(Numbered):
     @classmethod
     def batch(cls, rows: Sequence[Mask]) -> Mask:
         """Batch rows, each with its own mask, as one stream: row after row."""
-        if not rows:
+        if not _all_masks(rows):
             raise PlanError("a batch must have at least one row")
         starts = np.cumsum([0, *(row.n for row in rows)])
         masks = list(zip(rows, starts, strict=False))
@@ -654,6 +661,12 @@ def _booleans(values: Any) -> np.ndarray:
     return array
 
 
+def _all_masks(masks: Sequence[Mask]) -> Sequence[Mask]:
+    for mask in expect("masks", masks, Sequence):
+        expect("mask", mask, Mask)
+    return masks
+
+
 def _queries_at_once(n: int) -> int:
     """So that about 16 million pairs of a dense mask are looked at at a time."""
     return max(1, (1 << 24) // n)
@@ -673,7 +686,7 @@ def _pieces_of(blocks: Iterable[np.ndarray], n: int, most: int) -> Tiles:
         query, start = np.nonzero(edges == 1)
         parts.append(np.stack([query + first, start, np.nonzero(edges == -1)[1]]))
         first += len(allowed)
-    table = np.concatenate(parts, axis=1)
+    table, most = np.concatenate(parts, axis=1), integer(most, "max_pieces")
     query, start, _ = table
     place = query * (n + 1) + start
     before = np.maximum(np.searchsorted(place, place - (n + 1), side="right") - 1, 0)

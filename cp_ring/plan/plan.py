@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from cp_ring.errors import PlanError
+from cp_ring.errors import PlanError, expect
 from cp_ring.plan.exchange.members import (
     check_exchange,
     check_members,
@@ -67,7 +67,7 @@ class PlanSpec:
     def layout_of(self, mask: Mask, cp: int) -> Layout:
         """Raises `PlanError` for an unknown name."""
         if not isinstance(self.layout, str):
-            return self.layout
+            return expect("layout", self.layout, Layout, str)
         if self.layout not in LAYOUTS:
             raise PlanError(f"layout={self.layout!r}: unknown; known are {', '.join(LAYOUTS)}")
         return LAYOUTS[self.layout](mask, cp)
@@ -78,6 +78,7 @@ class PlanSpec:
 
         Raises `PlanError` where mask, ranks and spec do not fit together.
         """
+        expect("mask", mask, Mask)
         layout = members = self.layout_of(mask, cp)
         if self.route not in ROUTES:
             raise PlanError(f"route={self.route!r}: unknown; known are {', '.join(ROUTES)}")
@@ -150,7 +151,7 @@ class Plan(Numbered):
         ranks, or if the route or the schedule is not right.
         """
         return PlanSpec(layout, route, schedule, ulysses, node_size, slot_shards).build(
-            mask, layout.cp
+            mask, expect("layout", layout, Layout).cp
         )
 
     @classmethod
@@ -287,6 +288,8 @@ def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:
 
     Raises `PlanError` where the arguments do not fit together.
     """
+    expect("mask", mask, Mask)
+    expect("layout", expect("spec", spec, PlanSpec).layout, Layout, str)
     # The functions and routes, because others may have taken their names in the registries since.
     split = LAYOUTS.get(spec.layout) if isinstance(spec.layout, str) else spec.layout.digest
     names = spec.route, text(spec.schedule), spec.ulysses, spec.node_size, spec.slot_shards

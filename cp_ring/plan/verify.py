@@ -40,7 +40,7 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, check_all, overlaps, sort_index, starts_of, union
+from cp_ring.plan.ranges import Ints, check_all, integer, overlaps, sort_index, starts_of, union
 from cp_ring.plan.schedule import check
 from cp_ring.plan.tables import PlanTables, Transfers
 from cp_ring.plan.tiles import Intervals, Tiles, cuts_of, intervals
@@ -94,6 +94,7 @@ def verify(plan: PlanTables, num_slots: int = 2) -> Report:
 
     Raises `PlanError` that names the rank, the hop and the tokens.
     """
+    integer(num_slots, "num_slots")
     check_tables(plan)
     check_sources(plan)
     check_cover(plan)

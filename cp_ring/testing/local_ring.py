@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring.comm.agreement import Fact, differences
+from cp_ring.comm.agreement import Fact, differences, warn_of_same
 from cp_ring.comm.transport import MessageBatch, Pending, count, messages
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.observe.spans import arrived
+from cp_ring.plan.ranges import size_within
 
 TIMEOUT = 60.0
 """Seconds that a rank waits for a message before it raises an error."""
@@ -35,15 +36,17 @@ class LocalRing:
     """
 
     def __init__(self, size: int):
-        self.size = size
+        self.size = size_within(size, "size", 1 << 10, f"a ring of {size} ranks: it must have")
         self._changed = threading.Condition()
         self._mail: dict[tuple[int, int, int], Tensor] = {}
         self._failed = False
+        self.known: set[Hashable] = set()  # calls that were made, by rank
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
 
     def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         self._failed, grad = False, torch.is_grad_enabled()
         self._calls: dict[int, tuple[int, Sequence[Fact]]] = {}
+        self._values: defaultdict[int, list[str]] = defaultdict(list)
 
         def one(rank: int) -> Any:
             # One shared engine thread for the backward of all ranks would wait for itself.
@@ -63,13 +66,17 @@ class LocalRing:
             raise error
         return [rank.result() for rank in ranks]
 
-    def agree(self, rank: int, number: int, facts: Sequence[Fact]) -> None:
+    def agree(self, rank: int, number: int, facts: Sequence[Fact], values: str) -> None:
         """Compares a rank's call of this number with the first one of that number. Raises
         `PlanError` where they differ.
         """
         first, its_facts = self._calls.setdefault(number, (rank, facts))
         if line := differences(first, its_facts, rank, facts):
             raise PlanError(line)
+        with self._changed:
+            self._values[number].append(values)
+            if values and self._values[number] == [values] * self.size > [values]:
+                warn_of_same(self.size)
 
     def put(self, key: tuple[int, int, int], message: Tensor) -> None:
         with self._changed:
@@ -104,9 +111,17 @@ class LocalGroup:
         self._awaited: dict[int, int] = defaultdict(int)
         self._calls = 0
 
-    def agree(self, key: Hashable, facts: Callable[[], Sequence[Fact]], every: int = 1) -> None:
+    def agree(
+        self,
+        key: Hashable,
+        facts: Callable[[], Sequence[Fact]],
+        every: int = 1,
+        values: Callable[[], str] = str,
+    ) -> None:
         """Follows `Agreement.check`, but compares every call."""
-        self._ring.agree(self.rank, self._calls, facts())
+        known = (self.rank, key) in self._ring.known
+        self._ring.known.add((self.rank, key))
+        self._ring.agree(self.rank, self._calls, facts(), "" if known else values())
         self._calls += 1
 
     def post(self, batch: MessageBatch) -> Pending:

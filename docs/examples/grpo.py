@@ -57,10 +57,9 @@ def train(cp, dp):
     mine = [dp.get_local_rank()] if dp else [0, 1]  # prompts of a step
     for step in range(STEPS):
         loss = sum(loss_of(weights, before, 2 * step + number, cp) for number in mine) / 2
-        # every rank of cp has the whole loss, so its gradients are divided by their number
-        gradients = torch.autograd.grad(loss / (cp.size() if cp else 1), weights)
+        gradients = torch.autograd.grad(loss, weights)
         for weight, gradient in zip(weights, gradients, strict=True):
-            if cp:
+            if cp:  # each rank has its share
                 dist.all_reduce(gradient)
             weight.data -= 2.0 * gradient
     return weights

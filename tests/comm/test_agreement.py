@@ -7,6 +7,7 @@ import itertools
 import re
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_ring import Layout, Mask, Plan, ring_attention, roll, unshard
+from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard, unshard
 from cp_ring.comm import agreement as agreement_module
 from cp_ring.comm import transport as transport_module
 from cp_ring.comm.agreement import FIRST, Agreement, Fact
@@ -118,12 +119,28 @@ def test_unshard_and_roll_too(pool):
         assert "shift is -1 on rank 0 and -2 on rank 1" in shift
 
 
+def warned(group, equal):
+    """What a call says of tensors that all ranks pass, or of shards."""
+    x = torch.randn(1, N, 1, 8, generator=torch.Generator().manual_seed(0))
+    x = x if equal else shard(x, group=group)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        ring_attention(x, x, x, group, softmax_scale=0.5)
+    return [str(each.message) for each in found if "cp_ring" in str(each.message)]
+
+
+def test_whole_tensors_in_place_of_shards_are_noticed(pool):
+    first, second = pool.run(warned, CP, True)
+    assert len(first) == 1 and "all 2 ranks of the group pass the same tensors" in first[0]
+    assert not second and pool.run(warned, CP, False) == [[], []]
+
+
 def known(group):
     """How often ranks met: for a new plan, the plan again, an equal plan that was made anew, and
     with another dtype.
     """
     count, meet = [], Agreement._meet
-    Agreement._meet = lambda self, facts: count.append(1) or meet(self, facts)
+    Agreement._meet = lambda self, *facts: count.append(1) or meet(self, *facts)
     try:
         met = []
         for dtype in (torch.float32, torch.float32, torch.float32, torch.float64):

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import io
 import os
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -65,7 +66,7 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
             arguments.core_transformer_config_from_args(asked)
         # assertions, and whatever else a check of Megatron's raises
         except (Exception, SystemExit) as error:
-            return one_line(error) or type(error).__name__
+            return one_line(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
         try:
             check_latent(asked, config.heads if isinstance(config.heads, int) else 1, config)
         except ConfigError as error:

@@ -16,11 +16,16 @@ from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
 
 
+def _not_of_type(found: re.Match[str]) -> str:
+    kind = {"int": "a whole number", "float": "a number"}.get(found[1], f"a valid {found[1]}")
+    return f"{found[2]} is not {kind}"
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that raises an error instead of printing the usage of 800 flags."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(re.sub(r"invalid (\w+) value: (.*)", _not_of_type, message))
 
 
 _listed = RUNTIME.cell(False)
@@ -105,7 +110,7 @@ def to_flags(
             ] + list(by_name)
             near = difflib.get_close_matches(key, names, n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ConfigError(f"{section}.{key}: Megatron has no argument {flag}{hint}")
+            raise ConfigError(f"{section}.{key}: Megatron has no such argument{hint}")
     return line
 
 
@@ -113,18 +118,18 @@ def _one_flag(flag: str, action: argparse.Action, value: Any, key: str) -> list[
     if value is None:
         return []
     if isinstance(value, Mapping):
-        raise ConfigError(f"{key}: {flag} takes a value, not a mapping")
+        raise ConfigError(f"{key} takes a value, not a mapping")
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise ConfigError(f"{key}: {flag} takes true or false, not {value!r}")
+            raise ConfigError(f"{key} takes true or false, not {value!r}")
         if isinstance(action, argparse.BooleanOptionalAction) and not value:
             return ["--no-" + flag[2:]]
         return [flag] if value else []
     if isinstance(value, bool):
-        raise ConfigError(f"{key}: {flag} takes a value, not {str(value).lower()}")
+        raise ConfigError(f"{key} takes a value, not {str(value).lower()}")
     values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
     if len(values) != 1 and action.nargs is None:
-        raise ConfigError(f"{key}: {flag} takes one value, not {len(values)}")
+        raise ConfigError(f"{key} takes one value, not {len(values)}")
     # A value that starts with a dash would be read as a flag of its own.
     return (
         [f"{flag}={values[0]}"]

@@ -8,8 +8,10 @@ rule of Megatron's stands here if it says nothing with it, or not before a rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 
 from cp_ring.errors import one_line
@@ -62,11 +64,37 @@ COMPLETE = (
 )  # fmt: skip
 
 
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "at least 1": (lambda x: x >= 1,
+        "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size "
+        "save-interval log-interval micro-batch-size global-batch-size num-attention-heads "
+        "num-query-groups num-layers hidden-size ffn-hidden-size kv-channels seq-length "
+        "max-position-embeddings num-experts moe-router-topk moe-ffn-hidden-size train-samples "
+        "q-lora-rank kv-lora-rank qk-head-dim v-head-dim seed make-vocab-size-divisible-by"),
+    "at least 0": (lambda x: 0 <= x < inf,
+        "lr min-lr weight-decay clip-grad init-method-std norm-epsilon adam-eps num-workers "
+        "lr-warmup-iters eval-iters train-iters qk-pos-emb-head-dim mtp-num-layers"),
+    "from 0 to below 1": (lambda x: 0 <= x < 1,
+        "attention-dropout hidden-dropout adam-beta1 adam-beta2 sgd-momentum"),
+    "above 0": (lambda x: 0 < x < inf, "rotary-base rotary-percent"),
+}  # fmt: skip
+"""Numbers of Megatron's flags that neither its parser nor its validation limits."""
+
+
+def _out_of_range(job: Job) -> list[str]:
+    """A flag with its value, and the range that it must be in."""
+    for words, (holds, flags) in _RANGES.items():
+        for flag in flags.split():
+            value = job.value(f"--{flag}")
+            if isinstance(value, int | float) and not holds(value):
+                return [job[f"--{flag}"], words]
+    return []
+
+
 SIZES = (
-    Rule("--tensor-model-parallel-size<1|--pipeline-model-parallel-size<1|"
-         "--context-parallel-size<1|"
-         "--save-interval<1|--log-interval<1", "{found} must be at least 1",
-         example="--context-parallel-size 0 / --save-interval 0 / --log-interval 0"),
+    Rule(_out_of_range, "{found[0]} must be {found[1]}",
+         example="--context-parallel-size 0 / --micro-batch-size 0 / --attention-dropout 2 / "
+                 "--lr -1 / --rotary-base 0"),
     Rule("--eval-interval<1 !--full-validation", "{found} must be at least 1",
          example="--eval-interval 0"),
     Rule("--seq-length%chunks",
@@ -89,16 +117,6 @@ SIZES = (
 """Not for programs: their configuration has checked its own sizes."""
 
 MODEL = (
-    Rule("--micro-batch-size<1|--global-batch-size<1|--num-attention-heads<1",
-         "{found} must be at least 1",
-         example="--micro-batch-size 0 / --num-attention-heads 0"),
-    Rule("--attention-dropout<0|--attention-dropout>0.9999|"
-         "--hidden-dropout<0|--hidden-dropout>0.9999", "{found} must be from 0 to below 1",
-         example="--attention-dropout 2 / --hidden-dropout -0.1"),
-    Rule("--lr<0|--min-lr<0|--weight-decay<0|--clip-grad<0", "{found} must be at least 0",
-         example="--lr -1"),
-    Rule("--num-query-groups<1 --group-query-attention", "{found} must be at least 1",
-         example="--num-query-groups 0"),
     Rule("--num-attention-heads%--tensor-model-parallel-size",
          "{--num-attention-heads} is not divisible by {--tensor-model-parallel-size}",
          "change either",
@@ -148,10 +166,13 @@ def _why_no_layers(job: Job) -> str:
 
 
 TRAINING = (
-    Rule(_why_no_layers, "{--spec} cannot be imported: {found}",
-         "give a module and the name of the layers in it",
-         "Megatron would say so in its log, and train its default layers",
-         "--spec no.such.module layers"),
+    Rule("!--train-iters|--train-samples|--skip-train",
+         "--train-iters must be at least 1, or --train-samples",
+         example="--train-iters 0"),
+    Rule(lambda job: job.lr_warmup_iters and job.lr_warmup_iters >= (
+         job.lr_decay_iters or job.train_iters or inf),
+         "{--lr-warmup-iters} must be below --lr-decay-iters, by default --train-iters",
+         "lower it", example="--lr-warmup-iters 500"),
     Rule(lambda job: job.train_iters and next((step for step in job.own.traced[-1:]
          if step > job.train_iters), 0),
          "{--cp-ring-trace}: step {found} is past the last one, {--train-iters}",
@@ -181,6 +202,14 @@ TRAINING = (
 """For jobs that Megatron's own training loop runs, checked by the ranks."""
 
 LAYERS = (
+    Rule(_why_no_layers, "{--spec} cannot be imported: {found}",
+         "give a module and the name of the layers in it",
+         "Megatron would say so in its log, and train its default layers",
+         "--spec no.such.module layers"),
+    Rule(lambda job: job.optimizer not in (None, "adam", "sgd")
+         and not find_spec("emerging_optimizers"),
+         "{--optimizer} needs the package emerging_optimizers, which is not installed here",
+         "give adam or sgd", example="--optimizer muon"),
     Rule("--transformer-impl=transformer_engine !--spec|has_transformer_engine",
          "transformer_impl: transformer_engine (--transformer-impl; Megatron's default) needs "
          "TransformerEngine, which is not installed here",

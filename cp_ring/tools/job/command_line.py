@@ -7,12 +7,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
+import re
 import shlex
-import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.rule import Job, check_rules, problem
 from cp_ring.options import Options
-from cp_ring.tools.job.job_config import JobConfig
+from cp_ring.tools.job.job_config import JobConfig, ParallelConfig
 
 if TYPE_CHECKING:
     from cp_ring.tools.job.corpus import Corpus
@@ -35,6 +34,10 @@ OWN_DATA = (
     "per_split_data_args_path",
     "mock_data",
 )
+
+
+RANK_BYTES = 1 << 29
+"""Of memory that a rank on the CPU takes at least."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ def build_command(job: JobConfig, corpus: Corpus | None, elsewhere: bool = False
     """
     device, visible = choose_device(job, elsewhere)
     line, args = megatron_flags(job, corpus, device)
+    check_by_megatron(job, args)
     check_layers(args, elsewhere)
     return Command(_environment(job, device) | visible, _torchrun(job), line)
 
@@ -117,7 +121,7 @@ def megatron_flags(
     packed = [key for key in PACKED_DATA if job.megatron.get(key)]
     if packed and not job.cp_ring.enabled:
         raise ConfigError(
-            f"megatron.{packed[0]} needs cp_ring.enabled (--cp-ring), which masks documents"
+            f"{job.source}: megatron.{packed[0]} needs cp_ring.enabled, which masks documents"
         )
     config = replace(
         job.cp_ring,
@@ -126,13 +130,14 @@ def megatron_flags(
         document_mask=bool(packed) or job.cp_ring.document_mask,
     )
     parser = parser or argument_parser.build_parser()
-    megatron = argument_parser.to_flags(
-        parser, job.parallel.model_dump(exclude={"data_parallel_size"}), "parallel"
-    )
-    megatron += argument_parser.to_flags(parser, _defaults(job, corpus) | job.megatron, "megatron")
-    megatron += config.to_args()
-    args = argument_parser.check(parser, megatron)
-    _run_rank_checks(args, job, config, megatron)
+    sizes = job.parallel.model_dump(exclude={"data_parallel_size"})
+    with _keys_of(job):
+        megatron = argument_parser.to_flags(parser, sizes, "parallel")
+        given = _defaults(job, corpus) | job.megatron
+        megatron += argument_parser.to_flags(parser, given, "megatron")
+        megatron += config.to_args()
+        args = argument_parser.check(parser, megatron)
+        _run_rank_checks(args, job, config, megatron)
     return megatron, args
 
 
@@ -144,8 +149,7 @@ def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: s
     """
     from cp_ring.megatron.flags import rules
 
-    # on the CPU they are Megatron's own
-    line = "" if args.cp_ring_cpu else problem(Job(args), rules.LAYERS)
+    line = as_keys(problem(Job(args), rules.LAYERS))
     if line and not elsewhere:
         raise ConfigError(f"{line}{otherwise}")
     if line:
@@ -165,41 +169,43 @@ def _run_rank_checks(
             validate.run_on_cpu(flags)
     check_rules(flags, rules.COMPLETE)
     validate.check_job(flags)
+    check_rules(flags, rules.TRAINING)
     if not uses_corpus(job):
         check_rules(flags, rules.DATA)
 
 
-def rehearse(job: JobConfig, corpus: Corpus | None, device: str) -> None:
-    """Lets a process check the flags as the first rank does, with Megatron's own validation, before
-    anything is built or started. Raises `ConfigError` with its line.
+def check_by_megatron(job: JobConfig, args: argparse.Namespace) -> None:
+    """Raises `ConfigError` with the line of Megatron's own validation, where it rejects `args`."""
+    from cp_ring.megatron.flags import acceptance
 
-    Of a job for `device` cuda nothing can be found out where there is no CUDA.
-    """
-    import torch
-
-    if (device == "cuda" and not torch.cuda.is_available()) or job.megatron.get(
-        "use_checkpoint_args"
-    ):
+    if Job(args).sizes_from_a_file:
         return
-    built = corpus is None or corpus.ready
-    line, _ = megatron_flags(job, corpus if built else None, device)
-    with tempfile.TemporaryDirectory() as folder:
-        said, nowhere = Path(folder, "rejected"), str(Path(folder, "none"))
-        line += ["--save", nowhere, "--load", nowhere, *["--mock-data"] * (not built)]
-        variables = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(job.parallel.ranks),
-            "TORCHELASTIC_ERROR_FILE": str(said),
-        }
-        check = "from cp_ring.pretrain_gpt import check; check()"
-        subprocess.run(
-            [sys.executable, "-c", check, *line],
-            env=os.environ | _environment(job, device) | variables,
-            capture_output=True,
-        )
-        if said.exists():
-            raise ConfigError(json.loads(said.read_text())["message"]["message"])
+    if line := acceptance.rejection(args, job.parallel.ranks):
+        who = "Megatron rejects it: " * (not line.startswith("--cp-ring"))
+        raise ConfigError(f"{job.source}: {who}{as_keys(line)}")
+
+
+def as_keys(line: str) -> str:
+    """A line about flags, with the keys of a YAML file in their place."""
+
+    def key(flag: re.Match[str]) -> str:
+        name = flag[1].replace("-", "_")
+        if name == "cp_ring":
+            return "cp_ring.enabled"
+        own = name.removeprefix("cp_ring_")
+        section = "parallel" if name in ParallelConfig.model_fields else "megatron"
+        return f"cp_ring.{own}" if own != name else f"{section}.{name}"
+
+    return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]+)", key, line.removeprefix("argument "))
+
+
+@contextlib.contextmanager
+def _keys_of(job: JobConfig) -> Iterator[None]:
+    """Errors name the file, and its keys in place of flags."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{job.source}: {as_keys(str(error))}") from None
 
 
 def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[str, str]]:
@@ -221,6 +227,13 @@ def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[st
             "sizes in section parallel, over launch.nnodes); lower a size or set launch.device=cpu"
         )
     device = "cpu" if job.launch.device == "cpu" or gpus < ranks else "cuda"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device == "cpu" and ranks * RANK_BYTES > memory:
+        raise ConfigError(
+            f"{job.source}: {ranks} ranks (the product of the sizes in section parallel, over "
+            f"launch.nnodes) on the CPU need {ranks * RANK_BYTES >> 30} GiB, and this machine has "
+            f"{memory >> 30}: lower a size"
+        )
     if device == "cpu" and gpus and job.launch.device == "auto":
         print(
             f"cp_ring: {gpus} GPUs are too few for {ranks} ranks: running on the CPU",

@@ -143,6 +143,12 @@ class JobConfig(Section):
     parallel: ParallelConfig = ParallelConfig()  # type: ignore[call-arg]
     cp_ring: Annotated[Options, WrapValidator(_read_options)] = Options()
     launch: LaunchConfig = LaunchConfig()  # type: ignore[call-arg]
+    _source: str = ""
+
+    @property
+    def source(self) -> str:
+        """The file or the packaged name, for messages."""
+        return self._source
 
 
 def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
@@ -335,6 +341,7 @@ def validate(settings: dict[str, Any], source: str) -> JobConfig:
     """
     try:
         job = JobConfig.model_validate(settings)
+        job._source = source
     except ValidationError as error:
         raise ConfigError(f"{source}: {_describe_first(error)}") from None
     for key in job.megatron:

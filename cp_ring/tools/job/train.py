@@ -40,8 +40,6 @@ def train(
     job = configs.load(source, overrides)
     corpus = commands.find_corpus(job)
     command = commands.build_command(job, corpus, elsewhere=dry_run)
-    if dry_run or (corpus is not None and not corpus.ready):
-        commands.rehearse(job, corpus, commands.choose_device(job, elsewhere=dry_run)[0])
     if dry_run:
         print(command.as_shell_line())
         if corpus is not None and not corpus.ready:

@@ -242,8 +242,7 @@ def _find_missing(job: configs.JobConfig, gpu: bool) -> list[str]:
             f"launch.device cuda: no GPU for this rank ({torch.cuda.device_count()} GPUs here)"
         )
     if job.launch.device == "cuda" or gpu:  # on the CPU the layers are Megatron's own
-        layers = job.megatron.get("transformer_impl", "transformer_engine")
-        given = argparse.Namespace(transformer_impl=layers, spec=job.megatron.get("spec"))
+        given = argparse.Namespace(**{"transformer_impl": "transformer_engine"} | job.megatron)
         missing += filter(None, [problem(Job(given), rules.LAYERS)])
     return missing
 

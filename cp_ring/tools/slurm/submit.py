@@ -95,7 +95,7 @@ def submit(
         commands.check_layers(
             args, dry_run, "; or give the ranks another Python with --python or --container-image"
         )
-    commands.rehearse(job, corpus, "cuda" if resources.gpus else "cpu")
+    commands.check_by_megatron(job, args)
     script, line = build_script(job, resources, site, flags)
     text = script.render((_launch_folder() / "train.sbatch").read_text())
     batch_script.lint(text)

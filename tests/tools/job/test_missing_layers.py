@@ -78,7 +78,7 @@ def test_another_python_may_have_it(file, capsys, monkeypatch, site):
 
 
 def test_other_layers_need_none(file, capsys, monkeypatch):
-    for setting in ("megatron.transformer_impl=local", "megatron.spec=[some.module, layer]"):
+    for setting in ("megatron.transformer_impl=local", "megatron.spec=[json, loads]"):
         train.train(file, [setting], dry_run=True)
         assert warnings(capsys)[1] == []
     monkeypatch.setattr(command_line, "choose_device", lambda job, elsewhere=False: ("cpu", {}))
