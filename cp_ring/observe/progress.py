@@ -100,7 +100,7 @@ def begin_script(folder: Path, given: Mapping[str, Any]) -> None:
     plain = {k: v for k, v in given.items() if isinstance(v, int | float | str | list | None)}
     for name in ("save", "load"):  # the reader's working folder may be another one
         if plain.get(name):
-            plain[name] = str(Path(plain[name]).absolute())
+            plain[name] = str(Path(str(plain[name])).absolute())
     own = {name: plain.pop(name) for name in list(plain) if name.startswith("cp_ring")}
     sections = {
         "parallel": {name: plain.pop(name, 1) for name in _PARALLEL},
