@@ -307,6 +307,11 @@ class Options:
         "Folder for steps.jsonl, a line per logged step, and the file DONE; none by default.",
     )
 
+    verbose: bool = _setting(
+        False,
+        "Show all that ranks print; without it, cp_ring.run shows what people need, as a line for "
+        "each step, and writes everything to a log file that it names.",
+    )
     hop_timeout: float = _setting(
         600,
         "Seconds that a hop or a collective may wait before the job is ended with a report; 0 is "

@@ -40,6 +40,12 @@ environment_hash() {
     cat "$ROOT/pyproject.toml" "$ROOT/launch/constraints.txt" | sha256sum | cut -c1-16
 }
 
+# Of pip's output, a line for each package of more than a megabyte, and the beginning of the last part.
+show_progress() {
+    sed -un -e 's/^ *\(Downloading\|Using cached\) \([^ -]*\)-.* \(([0-9.]* [MG]B)\).*/cp_ring:   \2 \3/p' \
+        -e 's/^Installing collected packages.*/cp_ring: all packages are here; unpacking them/p'
+}
+
 # prepare_environment EXTRAS, as "[test]" or "[megatron,tools]". Returns at once if .venv is complete; starts anew after an interrupted installation.
 prepare_environment() {
     local extras="$1" stamp python old
@@ -62,10 +68,10 @@ prepare_environment() {
         touch "$VENV/installing"
         "$python" -m venv "$VENV"
     fi
-    echo "cp_ring: installing (torch and Megatron-core are large: one to three minutes)"
+    echo "cp_ring: installing (torch and Megatron-core are large: one to three minutes, 5 GB)"
     touch "$VENV/installing"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
-        --constraint "$ROOT/launch/constraints.txt" --editable "$ROOT$extras"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-color \
+        --constraint "$ROOT/launch/constraints.txt" --editable "$ROOT$extras" | show_progress
     for old in "$VENV"/complete-*; do
         [[ "$old" == "$stamp"* ]] || rm -f "$old"
     done

@@ -1,7 +1,7 @@
-"""Keeps Megatron from running `make` for its C++ data set index where there is no makefile.
+"""Megatron runs `make` in its own package folder at start-up, for the C++ index of its data sets.
 
-Megatron runs `make` in its own package folder at start-up. The wheel has the built module but no
-makefile. In a source checkout, which has one, nothing is changed.
+The wheel has the built module but no makefile. In a source checkout, `make` needs pybind11, without
+which Megatron exits in the middle of its own output.
 """
 
 from __future__ import annotations
@@ -10,15 +10,8 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from cp_ring.errors import ConfigError
 from cp_ring.patches.patch import Patch, Replacement
-
-
-def _unneeded() -> str:
-    spec = importlib.util.find_spec("megatron")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(folder) / "core" / "datasets" / "Makefile").is_file():
-            return "this Megatron has a makefile"
-    return ""
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -26,18 +19,23 @@ def _replacements() -> Iterator[Replacement]:
 
     compile_helpers = utils.compile_helpers
 
-    def compile_unless_built() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+    def compile_where_possible() -> None:
+        makefile = Path(utils.__file__).with_name("Makefile")
+        if makefile.is_file() and importlib.util.find_spec("pybind11"):
             compile_helpers()
+        elif importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            raise ConfigError(
+                f"Megatron builds its index of data sets in {makefile.parent}, which needs the "
+                "package pybind11: pip install pybind11"
+            )
 
-    yield utils, "compile_helpers", compile_unless_built
+    yield utils, "compile_helpers", compile_where_possible
 
 
 PATCH = Patch(
-    what="does not run `make` for the data set index where the built module is present",
-    why="the wheel has the built module but no makefile, and Megatron exits at start-up when "
-    "`make` fails",
+    what="runs `make` for the data set index only where there are a makefile and pybind11",
+    why="the wheel has the built module but no makefile, a checkout needs pybind11, and Megatron "
+    "exits at start-up when `make` fails",
     when="!program",
     replacements=_replacements,
-    unneeded=_unneeded,
 )

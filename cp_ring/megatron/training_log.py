@@ -14,6 +14,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,7 +97,9 @@ class StepLine:
         if self.timing is not None:
             for found in self.timing.end_of_step(step, last=step == args.train_iters):
                 self._report_times(found, step)
-        if not first and step % args.log_interval:
+        if first:
+            self._begin(args)
+        elif step % args.log_interval:
             return result
         done = (
             self.samples
@@ -121,6 +124,13 @@ class StepLine:
             extra | ({progress.WAITED: waited / 1e6} if waited / 1e6 > LONG_WAIT_S else {}),
         )
         return result
+
+    def _begin(self, args: Any) -> None:
+        """The run directory of a script gets a job.yaml, by which `cp-ring status` knows it."""
+        folder = getattr(args, "cp_ring_run_dir", "")
+        if folder and dist.get_rank() == dist.get_world_size() - 1:
+            with progress.warning_once(progress.JOB):
+                progress.begin_script(Path(folder), vars(args))
 
     def _report(
         self,

@@ -19,6 +19,11 @@ from cp_ring.runtime import RUNTIME
 
 STEPS = "steps.jsonl"
 DONE = "DONE"
+JOB = "job.yaml"
+_OF_SCRIPT = "# the arguments of a script, for `cp-ring status`\n"
+_PARALLEL = [
+    f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "data")
+]
 WAITED = "waited for plans"
 """Entry of a step: seconds that the slowest rank waited for the plans of its microbatches, where
 that is above 1 ms.
@@ -84,6 +89,30 @@ def read(folder: Path) -> list[dict[str, Any]]:
 def begin(folder: Path) -> None:
     """Removes DONE, because the job starts again for more steps."""
     (folder / DONE).unlink(missing_ok=True)
+
+
+def begin_script(folder: Path, given: Mapping[str, Any]) -> None:
+    """As `begin`, of a job without a job.yaml of its own: it gets one, with Megatron's arguments."""
+    path = folder / JOB
+    if path.is_file() and not path.read_text().startswith(_OF_SCRIPT):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {k: v for k, v in given.items() if isinstance(v, int | float | str | list | None)}
+    for name in ("save", "load"):  # the reader's working folder may be another one
+        if plain.get(name):
+            plain[name] = str(Path(str(plain[name])).absolute())
+    own = {name: plain.pop(name) for name in list(plain) if name.startswith("cp_ring")}
+    sections = {
+        "parallel": {name: plain.pop(name, 1) for name in _PARALLEL},
+        "cp_ring": {
+            name.removeprefix("cp_ring_").replace("cp_ring", "enabled"): value
+            for name, value in own.items()
+            if name not in ("cp_ring_run_dir", "cp_ring_cpu")  # these follow from section launch
+        },
+        "megatron": plain,
+    }
+    path.write_text(_OF_SCRIPT + json.dumps(sections, indent=1, default=str) + "\n")
+    begin(folder)
 
 
 def finish(folder: str, step: int) -> None:

@@ -15,7 +15,7 @@ from cp_ring.testing.rank_pool import LIMIT_S
 from tests import needs
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-TOOLS = ("bash", "cat", "cut", "dirname", "mkdir", "mv", "rm", "sha256sum", "touch")
+TOOLS = ("bash", "cat", "cut", "dirname", "mkdir", "mv", "rm", "sed", "sha256sum", "touch")
 
 
 def script(path, text):
@@ -99,6 +99,13 @@ def test_outside_a_checkout_is_one_clear_line(machine):
     assert done.stderr.count("\n") == 1 and "run: cp-ring train quickstart" in done.stderr
 
 
+PIP = """Collecting torch
+  Downloading torch-2.13.0-cp312-manylinux_2_28_x86_64.whl.metadata (30 kB)
+Downloading torch-2.13.0-cp312-manylinux_2_28_x86_64.whl (526.1 MB)
+Using cached typer-0.12.0-py3-none-any.whl (47 kB)
+Installing collected packages: torch, typer"""
+
+
 @pytest.fixture
 def installer(machine):
     """A Python whose `-m venv` and `-m pip` only write down that they were called; pip fails while
@@ -106,7 +113,7 @@ def installer(machine):
     """
     log = machine.root / "calls"
     target = 'while (($#)); do [[ "$1" != --target ]] || mkdir -p "$2"; shift; done'
-    inner = f'echo "pip $*" >> "{log}"; {target}; [[ ! -e "{machine.root}/fail" ]]'
+    inner = f'echo "pip $*" >> "{log}"; {target}; echo "{PIP}"; [[ ! -e "{machine.root}/fail" ]]'
     script(machine.root / "python-of-venv", inner)
     outer = f"""
 case "$1 ${{2:-}}" in
@@ -129,6 +136,25 @@ def test_complete_environment_is_reused(installer):
     for _ in range(2):
         assert installer('prepare_environment ""').returncode == 0
     assert installer.calls() == ["venv", "pip"]
+
+
+def test_an_installation_shows_how_far_it_is(installer):
+    done = installer('prepare_environment ""')
+    assert done.stdout.splitlines()[-2:] == [
+        "cp_ring:   torch (526.1 MB)",
+        "cp_ring: all packages are here; unpacking them",
+    ]
+
+
+def test_the_quickstart_ends_with_a_command_that_works_from_any_folder(machine, tmp_path):
+    shutil.copy(LAUNCH / "quickstart.sh", machine.root / "launch")
+    script(machine.root / ".venv" / "bin" / "cp-ring", 'printf "%s\\n" "$PWD" "$@"')
+    with (machine.root / "launch" / "env.sh").open("a") as file:
+        file.write("prepare_environment() { :; }\n")
+    done = machine(f"cd /; bash {machine.root}/launch/quickstart.sh --verbose")
+    folder, train, _, again, command, *rest = done.stdout.splitlines()
+    assert (folder, train, again, rest) == (str(machine.root), "train", "--again", ["--verbose"])
+    assert machine(f"cd /; {command}").stdout == done.stdout.replace("--verbose\n", "")
 
 
 def test_test_extra_is_added_once_for_both(installer):

@@ -34,21 +34,12 @@ def losses(output):
     return [float(value) for value in re.findall(r"lm loss: (\S+) \|", output)]
 
 
+RING = ["--cp-ring-cpu", "--cp-ring", "--context-parallel-size", "2"]
+
+
 @pytest.mark.ci
 def test_an_unmodified_script_trains_with_ring_attention(tmp_path):
-    ring = launch(
-        2,
-        [
-            "-m",
-            "cp_ring.run",
-            SCRIPT,
-            *FLAGS,
-            "--cp-ring-cpu",
-            "--cp-ring",
-            "--context-parallel-size",
-            "2",
-        ],
-    )
+    ring = launch(2, ["-m", "cp_ring.run", SCRIPT, *FLAGS, *RING, "--cp-ring-verbose"])
     assert ring.returncode == 0, ring.stdout[-3000:]
     train(1, {"stock": [SCRIPT, "--cp-ring-cpu"]}, tmp_path, FLAGS)
     stock = losses((tmp_path / "stock.log").read_text())
@@ -64,6 +55,28 @@ def test_an_unmodified_script_trains_with_ring_attention(tmp_path):
         )
         == 1
     )
+
+
+@pytest.mark.ci
+def test_the_console_shows_what_people_need(tmp_path):
+    """A script's own words go to the log with the rest; of its exception the console has a line."""
+    script = tmp_path / "fails.py"
+    end = "print('own words'); raise ValueError('at the\\nend')"
+    script.write_text(f"import runpy\nrunpy.run_path({SCRIPT!r}, run_name='__main__')\n{end}\n")
+    run_dir = ["--cp-ring-run-dir", str(tmp_path / "run")]
+    done = launch(2, ["-m", "cp_ring.run", str(script), *FLAGS, *RING, *run_dir])
+    assert done.returncode == 1
+    shown = done.stdout[: done.stdout.index("ValueError")].splitlines()
+    assert all(line.startswith(("cp_ring: ", "step ")) for line in shown), shown
+    steps = [line for line in shown if line.startswith("step ")]
+    assert len(shown) < 12 and len(steps) == 3, shown
+    assert re.fullmatch(r"step 3/3 \| lm loss \d\.\d+ \| grad norm [\d.]+ \| [\d,]+ ms", steps[-1])
+    (log,) = (tmp_path / "run" / "logs").iterdir()
+    assert f"ValueError: at the end; the output of all ranks is in {log}" in done.stdout
+    text = log.read_text()
+    for words in ("[rank 1] own words", "[rank 0]   hidden_size ..", "iteration        3/       3",
+                  "[rank 1] Traceback (most recent call last)"):  # fmt: skip
+        assert words in text, words
 
 
 @pytest.mark.ci

@@ -5,6 +5,7 @@ padding.
 import json
 import re
 import shlex
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def settings_of():
     return configure
 
 
-def make(files, n=N, lines=None, num_samples=None):
+def make(files, n=N, lines=None, num_samples=None, split="train"):
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.datasets.utils import Split
     from megatron.core.tokenizers import MegatronTokenizer
@@ -54,7 +55,7 @@ def make(files, n=N, lines=None, num_samples=None):
     )  # fmt: skip
     low = ConversationFile(str(file))
     indices = np.arange(len(low)) if lines is None else np.array(lines, np.int64)
-    return PackedConversations(low, str(file), indices, num_samples, Split.train, config)
+    return PackedConversations(low, str(file), indices, num_samples, Split[split], config)
 
 
 @pytest.mark.parametrize("how", ["first-fit", "in-order", "fill"])
@@ -166,6 +167,16 @@ def test_long_conversations_are_rejected_unless_cut(files, settings_of):
         make(files, n=64)
     with pytest.raises(ConfigError, match="there is no document to pack"):
         make(files, lines=[])
+
+
+def test_a_split_without_conversations_is_none(files, settings_of, monkeypatch, capsys):
+    settings_of(cut_long=True)
+    args = SimpleNamespace(eval_iters=3)
+    monkeypatch.setattr("cp_ring.megatron.data.sft.get_args", lambda: args)
+    assert make(files, lines=[], split="test") is None and args.eval_iters == 3
+    assert make(files, lines=[], split="valid") is None and args.eval_iters == 0
+    assert "cp_ring: valid: --split 1,0,0 leaves it no conversation" in capsys.readouterr().out
+    assert make(files, lines=[0], split="test") is not None
 
 
 # Training: context parallel sizes, data and pipeline parallel, and stock Megatron's own attention

@@ -124,13 +124,13 @@ def test_a_full_disk_warns_once_and_the_job_goes_on(
     megatron = Megatron("/dev/full/run" if standard_error_too else tmp_path / "run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / progress.STEPS).symlink_to("/dev/full")
-    (tmp_path / "run" / progress.DONE).symlink_to("/dev/full")
     monkeypatch.setattr(progress, "_warned", set())
     line = megatron.line()
     if standard_error_too:
         monkeypatch.setattr(sys, "stderr", FullDisk())
     for _ in range(3):
         assert megatron.step(line, 1.0, 3.0) == "flag"
+    (tmp_path / "run" / progress.DONE).symlink_to("/dev/full")
     finish(megatron.args.cp_ring_run_dir)
     assert megatron.scalars["tokens per second"] == {1: 200.0, 2: 200.0, 3: 200.0}
     if not standard_error_too:

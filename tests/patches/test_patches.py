@@ -186,13 +186,12 @@ def test_cpu_runtime_is_inert_where_cuda_is_present(monkeypatch):
     assert patch.state() == "not needed: CUDA is present"
 
 
-def test_dataset_helpers_does_not_run_make(applied, monkeypatch):
+def test_dataset_helpers_runs_make_where_it_can(applied, monkeypatch, tmp_path):
+    import importlib.util
     import subprocess
 
     import megatron.core.datasets.utils as utils
 
-    if patches.get("dataset_helpers").unneeded():
-        pytest.skip("this Megatron has a makefile")
     made, real = [], subprocess.run
 
     def run(command, *args, **kwargs):
@@ -206,8 +205,19 @@ def test_dataset_helpers_does_not_run_make(applied, monkeypatch):
         utils.compile_helpers()
     assert len(made) == 1
     applied("dataset_helpers")
+    has = {name: importlib.util.find_spec(name) for name in ("megatron.core.datasets.helpers_cpp",)}
+    monkeypatch.setattr(importlib.util, "find_spec", has.get)
     utils.compile_helpers()
     assert len(made) == 1
+    has.clear()  # as in a new checkout
+    with pytest.raises(ConfigError, match="needs the package pybind11"):
+        utils.compile_helpers()
+    has["pybind11"] = "a spec"
+    monkeypatch.setattr(utils, "__file__", str(tmp_path / "utils.py"))
+    (tmp_path / "Makefile").touch()
+    with pytest.raises(SystemExit):
+        utils.compile_helpers()
+    assert len(made) == 2
 
 
 def test_arguments_adds_the_flags(applied, monkeypatch, capsys):

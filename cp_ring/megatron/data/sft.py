@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.training import print_rank_0
+from megatron.training import get_args, print_rank_0
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.settings import current
@@ -156,6 +156,18 @@ class PackedConversations(MegatronDataset):
     a conversation's last token, labels of tokens that do not count, and padding have loss mask 0.
     Padding at the end of a row is like a document of its own.
     """
+
+    def __new__(cls, dataset: ConversationFile, dataset_path: str | None, indices: np.ndarray,
+                num_samples: int | None,
+                index_split: Any, config: Any) -> Any:  # fmt: skip
+        """None where --split leaves no conversation of a single file to validation or the test."""
+        split, blend = index_split.name, config.blend
+        if len(indices) or split == "train" or not blend or len(blend[0]) > 1:
+            return super().__new__(cls)
+        print_rank_0(f"cp_ring: {split}: --split {config.split} leaves it no conversation")
+        if split == "valid":  # for which Megatron would wait, also in the test
+            get_args().eval_iters = 0
+        return None
 
     def __init__(self, dataset: ConversationFile, dataset_path: str | None, indices: np.ndarray,
                  num_samples: int | None,

@@ -22,6 +22,7 @@ from cp_ring.tools.cli.option_models import command
 from cp_ring.tools.cli.plan_command import PlanRequest, run_plan
 from cp_ring.tools.cli.slurm_commands import (
     SubmitOptions,
+    follow,
     preflight_command,
     run_submit,
     status_command,
@@ -51,6 +52,7 @@ for group in (app, slurm):
     group.command("submit")(command(SubmitOptions, run_submit))
     group.command("status")(status_command)
     group.command("preflight")(preflight_command)
+app.command("watch")(follow)
 app.add_typer(slurm, name="slurm")
 app.command("patches")(patches_command)
 app.command("flags")(flags_command)

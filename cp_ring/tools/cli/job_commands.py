@@ -47,13 +47,14 @@ def train_command(
     ] = False,
     verbose: Verbose = False,
     list_: Annotated[bool, _LIST] = False,
+    again: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train the job of a configuration, or resume it, on this machine's GPUs, or on its CPU if it
     has no GPU.
     """
     from cp_ring.tools.job.train import train
 
-    raise typer.Exit(train(config, set_ or [], dry_run, verbose))
+    raise typer.Exit(train(config, set_ or [], dry_run, verbose, again))
 
 
 def compare_command(

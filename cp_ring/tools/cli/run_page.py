@@ -18,6 +18,7 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
+from cp_ring.tools.cli.job_commands import closing_line, probe_table
 from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.slurm import attempts
 from cp_ring.tools.slurm.status import status
@@ -35,7 +36,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #22272e;
   max-width: 1100px; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
-svg { max-width: 100%; height: auto }
+section { overflow-x: auto } svg { min-width: 640px; max-width: 100%; height: auto }
 table { border-collapse: collapse }
 td, th { text-align: left; padding: .15em 1.2em .15em 0; vertical-align: top }
 .none { color: #6b7280 }
@@ -66,18 +67,19 @@ def page(run_dir: Path) -> str:
     }
     sections: list[tuple[str, Callable[[], str]]] = [
         ("state", lambda: _table([], list(state.items()))),
-        ("curves", lambda: _curves(run_dir, steps)),
+        ("curves", lambda: _curves(run_dir, steps, Path(facts["save"]))),
         ("where the time goes", lambda: _times(steps)),
         ("plan", lambda: _plan(run_dir)),
-        ("certificate and versions", lambda: _certificate(run_dir)),
+        ("certificate and versions", lambda: _certificate(Path(facts["save"]))),
     ]
     body = "".join(
-        f'<section id="{name.replace(" ", "-")}"><h2>{name}</h2>{_made(make)}</section>'
+        f'<section id="{name.replace(" ", "-")}"><h2>{name.capitalize()}</h2>{_made(make)}</section>'
         for name, make in sections
     )
     made = time.strftime("%Y-%m-%d %H:%M:%S")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
         f"<title>{escape(str(run_dir))}</title><style>{_STYLE}</style>"
         f"</head><body><h1>{escape(str(run_dir.resolve()))}</h1><p>as of {made}</p>{body}"
         "</body></html>\n"
@@ -107,7 +109,7 @@ def _none(what: str) -> str:
     return f'<p class="none">{escape(what)}</p>'
 
 
-def _curves(run_dir: Path, steps: list[dict[str, Any]]) -> str:
+def _curves(run_dir: Path, steps: list[dict[str, Any]], save: Path) -> str:
     """Loss, tokens per second, exposed communication and memory over time, with restarts and
     checkpoints.
     """
@@ -150,10 +152,13 @@ def _curves(run_dir: Path, steps: list[dict[str, Any]]) -> str:
                 marker="." if len(points) < 60 else None,
             )
             axes.set_ylabel(name, fontsize=9)
+            if not points:
+                axes.set_yticks([])
+                axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center")
             axes.spines[["top", "right"]].set_visible(False)
             for when in restarts(run_dir, timed):
                 axes.axvline((when - zero) / 60, color=_ORANGE, lw=1, ls="--")
-            for when in _checkpoints(run_dir):
+            for when in _checkpoints(save):
                 axes.axvline((when - zero) / 60, color="#999999", lw=0.6)
         axes.set_xlabel("minutes since the first logged step; dashed: restarts, gray: checkpoints")
         return _svg(figure)
@@ -177,8 +182,8 @@ def restarts(run_dir: Path, steps: Sequence[dict[str, Any]]) -> list[float]:
     return found + [now["time"] for before, now in pairwise(steps) if now["step"] <= before["step"]]
 
 
-def _checkpoints(run_dir: Path) -> Iterator[float]:
-    for folder in (run_dir / "checkpoints").glob("iter_*"):
+def _checkpoints(save: Path) -> Iterator[float]:
+    for folder in save.glob("iter_*"):
         yield os.stat(folder).st_mtime
 
 
@@ -186,7 +191,7 @@ def _times(steps: list[dict[str, Any]]) -> str:
     """The newest sampled step, and the slowest ranks and links of the last ones."""
     sampled = [step["timing"] for step in steps if isinstance(step.get("timing"), dict)]
     if not sampled:
-        return _none("no step was sampled: --cp-ring-timing 100")
+        return _none("no step was sampled: give --cp-ring-timing fewer than the job has steps")
     last = sampled[-1]
     names = (
         "step",
@@ -246,20 +251,16 @@ def _plan(run_dir: Path) -> str:
         return _none(f"no picture: {error}")
 
 
-def _certificate(run_dir: Path) -> str:
-    path = run_dir / "checkpoints" / CERTIFICATE
+def _certificate(save: Path) -> str:
     try:
-        record = json.loads(path.read_text())
+        record = json.loads((save / CERTIFICATE).read_text())
     except (OSError, ValueError):
         return _none("no certificate beside the checkpoints")
-    lines = [
-        (name, value if isinstance(value, str | int | float) else json.dumps(value))
-        for name, value in record.items()
-    ]
-    return _table(
-        [],
-        [
-            (name, text if len(str(text)) < 400 else str(text)[:400] + " ...")
-            for name, text in lines
-        ],
+    about = record["about"]
+    table = probe_table(record)
+    columns = [column.cells for column in table.columns]
+    return (
+        _table([], [*about["versions"].items(), ("date", about["date"])])
+        + f"<p>{escape(closing_line(record))}</p>"
+        + _table([str(column.header) for column in table.columns], [*zip(*columns, strict=True)])
     )

@@ -23,7 +23,8 @@ from cp_ring.tools.cli.option_models import (
 _RESOURCES: dict[str, Any] = {"rich_help_panel": "What to ask Slurm for"}
 _RANKS: dict[str, Any] = {"rich_help_panel": "How ranks are started"}
 SECONDS = 2.0
-"""Between two looks of `status --watch`."""
+"""Between two looks of `watch`."""
+RUN_DIR = "The launch.run_dir of a job, or the --cp-ring-run-dir of a script."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ def preflight_command(
 
 
 def status_command(
-    run_dir: Annotated[Path, typer.Argument(help="The launch.run_dir of the job.")],
+    run_dir: Annotated[Path, typer.Argument(help=RUN_DIR)],
     as_json: AsJson = False,
     html: Annotated[
         Path | None,
@@ -127,9 +128,7 @@ def status_command(
             metavar="PATH", help="Write a page of the run, one file that needs no network."
         ),
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Show the state until the run is done, or Ctrl-C.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="The same as cp-ring watch.")] = False,
 ) -> None:
     """Show the state of a run: its last step, its newest whole checkpoint, its restarts, and why it
     stopped the last time.
@@ -148,10 +147,8 @@ def status_command(
     typer.echo(json.dumps(facts) if as_json else show(facts))
 
 
-def follow(run_dir: Path) -> None:
-    """Shows the state of a run, again every `SECONDS`, until it is DONE or the user ends it
-    (Ctrl-C).
-    """
+def follow(run_dir: Annotated[Path, typer.Argument(help=RUN_DIR)]) -> None:
+    """Show the state and the last steps of a run until it is done, or Ctrl-C."""
     from rich.live import Live
 
     from cp_ring.observe import progress

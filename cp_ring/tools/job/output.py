@@ -29,11 +29,9 @@ from rich.progress import (
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
+from cp_ring.observe.standard_streams import ERROR, for_people
 
 POLL_S = 0.1
-ERROR = "cp_ring: error: "
-_IMPORTANT = re.compile(r"cp_ring: |(?:WARNING|ERROR|CRITICAL):cp_ring\b")
-_VALIDATION = re.compile(r"\s*(validation loss at iteration .*?)[ |]*$")
 _EXCEPTION = re.compile(r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception|Interrupt)\b.*)")
 
 
@@ -254,10 +252,8 @@ class RankOutput:
             self.exceptions[rank] = exception[1]
         if line.startswith(ERROR):
             self.errors[line] = None
-        elif self.verbose or _IMPORTANT.match(line):
-            self._print(console, line)
-        elif validation := _VALIDATION.match(line):
-            self._print(console, validation[1])
+        elif shown := line if self.verbose else for_people(line):
+            self._print(console, shown)
 
     def _print(self, console: Console, line: str) -> None:
         # nobody reads the console any more; the log still gets all lines

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -30,11 +31,16 @@ CORPUS = "corpus.json"  # in the run directory: which corpus the run was trained
 
 
 def train(
-    source: str, overrides: Sequence[str] = (), dry_run: bool = False, verbose: bool = False
+    source: str,
+    overrides: Sequence[str] = (),
+    dry_run: bool = False,
+    verbose: bool = False,
+    again: str | None = None,
 ) -> int:
     """Runs or resumes the job of a YAML file or packaged name. Returns the exit code.
 
     verbose: print all output of the ranks, which is otherwise only in a log file.
+    again: the command of a shell that runs this job; by default cp-ring itself.
     All checks come before a rank starts. Raises `ConfigError`.
     """
     job = configs.load(source, overrides)
@@ -63,7 +69,7 @@ def train(
         say(f"resuming from step {before}" + (f" of {wanted}" if wanted else ""))
     code = launch(command, open_output(job, "train", verbose))
     if code in (0, 128 + signal.SIGTERM):
-        say(_closing_line(job, source, overrides))
+        say(_closing_line(job, again or _command(source), overrides))
     return code
 
 
@@ -151,7 +157,13 @@ def record_job(job: configs.JobConfig, corpus: Corpus | None) -> None:
         raise ConfigError(f"launch.run_dir {folder}: {error.strerror}") from None
 
 
-def _closing_line(job: configs.JobConfig, source: str, overrides: Sequence[str]) -> str:
+def _command(source: str) -> str:
+    """What starts the job of `source` in this folder, also where cp-ring is not on PATH."""
+    program = ["cp-ring"] if shutil.which("cp-ring") else [sys.executable, "-m", "cp_ring.tools"]
+    return shlex.join([*program, "train", source])
+
+
+def _closing_line(job: configs.JobConfig, again: str, overrides: Sequence[str]) -> str:
     step = last_step(job)
     wanted = job.megatron.get("train_iters")
     # applies to one start only
@@ -161,12 +173,10 @@ def _closing_line(job: configs.JobConfig, source: str, overrides: Sequence[str])
             setting for setting in settings if not setting.startswith("megatron.train_iters=")
         ]
         settings.append(f"megatron.train_iters={2 * wanted}")
-    again = shlex.join(
-        ["cp-ring", "train", source, *(word for setting in settings for word in ("--set", setting))]
-    )
+    words = [again, *(f"--set {shlex.quote(setting)}" for setting in settings)]
     return (
-        f"step {step}: checkpoints, tensorboard and job.yaml are in {commands.run_dir(job)}; to go "
-        f"on: {again}"
+        f"step {step}: checkpoints, tensorboard and job.yaml are in "
+        f"{commands.run_dir(job).absolute()}; to go on: {' '.join(words)}"
     )
 
 

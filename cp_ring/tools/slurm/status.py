@@ -28,17 +28,17 @@ def status(run_dir: Path) -> dict[str, Any]:
     last = steps[-1] if steps else {}
     since = _number_or_none(last.get("time"))
     number = events[-1].job if events else None
+    save = str(megatron.get("save") or run_dir / "checkpoints")
     return {
         "run": str(run_dir),
         "job": number,
-        "state": _describe_state(run_dir, number),
+        "state": _describe_state(run_dir, number, bool(steps)),
         "step": last.get("step", 0),
         "train_iters": megatron.get("train_iters"),
         "loss": _number_or_none(last.get("lm loss")),
         "seconds_since_step": None if since is None else round(time.time() - since, 1),
-        "checkpoint": _newest_checkpoint(
-            Path(str(megatron.get("save") or run_dir / "checkpoints"))
-        ),
+        "checkpoint": _newest_checkpoint(Path(save)),
+        "save": save,
         "restarts": max((event.restart for event in events if event.job == number), default=0),
         "last_stop": _last_stop(run_dir, events),
     }
@@ -66,7 +66,8 @@ def _read_megatron(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "job.yaml"
     if not os.path.isfile(path):
         raise ConfigError(
-            f"{run_dir}: it has no job.yaml, so it is not the launch.run_dir of a job"
+            f"{run_dir}: it has no job.yaml, so it is not the launch.run_dir of a job, nor the "
+            "--cp-ring-run-dir of a script that has done a step"
         )
     megatron = configs.read(path, str(path)).get("megatron")
     if not isinstance(megatron, dict):
@@ -78,7 +79,7 @@ def _number_or_none(value: Any) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _describe_state(run_dir: Path, number: str | None) -> str:
+def _describe_state(run_dir: Path, number: str | None, begun: bool) -> str:
     queued = attempts.queue_state(number) if number else None
     if queued is not None:
         return f"{queued.name}, job {number} ({queued.detail})"
@@ -87,7 +88,7 @@ def _describe_state(run_dir: Path, number: str | None) -> str:
     local = local_run.state(run_dir)
     if number and (local is None or local.startswith("stopped")):
         return f"job {number} is not in the queue"
-    return local or "not started"
+    return local or ("started by a script" if begun else "not started")
 
 
 def _newest_checkpoint(folder: Path) -> str | None:

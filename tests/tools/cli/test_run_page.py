@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import yaml
@@ -25,6 +26,12 @@ TIMING = {
     "waited": 0.1},
 }  # fmt: skip
 
+CERTIFIED = {
+    "about": {"versions": {"torch": "2.13.0"}, "date": "2026-11-24", "not_covered": []}, "seconds": 1.5,
+    "probes": [{"name": "mask", "layer": "layer 1", "mask": "causal", "error": 2e-7, "bound": 1e-5,
+    "passed": True, "where": ""}],
+}  # fmt: skip
+
 
 @pytest.fixture
 def run_dir(tmp_path):
@@ -40,9 +47,7 @@ def run_dir(tmp_path):
             {"lm loss": 5.0 - step, "tokens per second": 100.0, "memory": 2**30, **extra},
         )
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / run_page.CERTIFICATE).write_text(
-        json.dumps({"versions": {"torch": "2.13.0"}, "passed": True})
-    )
+    (tmp_path / "checkpoints" / run_page.CERTIFICATE).write_text(json.dumps(CERTIFIED))
     progress.finish(str(tmp_path), 4)
     return tmp_path
 
@@ -90,6 +95,9 @@ def test_page(run_dir, tmp_path):
         "+20%",
         "0 -&gt; 1: 4.0 x",
         "2.13.0",
+        "1 of 1 probes passed",
+        "<td>2.0e-07</td><td>1.0e-05</td><td>passed</td>",
+        "<h2>Where the time goes</h2>",
         "rank 3",
     ):
         assert words in text, words
@@ -136,6 +144,28 @@ def test_a_real_browser_shows_each_panel(run_dir, tmp_path):
             "pictures are drawn, and their text is text"
         )
     assert (tmp_path / "page.png").stat().st_size > 20_000
+
+
+def test_a_run_of_a_script(run_dir, tmp_path):
+    """Without the job.yaml of `cp-ring train`: the first step leaves Megatron's arguments."""
+    args = {"save": "ckpt", "train_iters": 6, "seq_length": 512, "num_attention_heads": 4,
+            "context_parallel_size": 4, "cp_ring_run_dir": "x", "cp_ring": True,
+            "model_type": object()}  # fmt: skip
+    progress.begin_script(run_dir, args)
+    assert (
+        "train_iters" in (run_dir / "job.yaml").read_text() and status(run_dir)["state"] == "DONE"
+    )
+    (run_dir / "job.yaml").unlink()
+    for wanted in (5, 6):  # another start, with other flags
+        progress.begin_script(run_dir, args | {"train_iters": wanted})
+        found = status(run_dir)
+        assert (found["state"], found["train_iters"]) == ("started by a script", wanted)
+    assert found["save"] == str(Path.cwd() / "ckpt")
+    progress.finish(str(run_dir), 4)
+    page = run_page.page(run_dir)
+    assert page.count("<svg") == 2 and "no picture" not in page
+    watched = CliRunner().invoke(app, ["watch", str(run_dir)])
+    assert watched.exit_code == 0 and "4 of 6" in watched.output, watched.exception
 
 
 def test_restarts_are_seen_in_the_steps(run_dir):

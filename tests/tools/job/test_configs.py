@@ -4,7 +4,9 @@ train.
 
 import importlib
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -205,6 +207,13 @@ def test_full_size_is_what_megatron_accepts_for_nodes_of_8_gpus(megatron, name, 
         "no_bias_gelu_fusion",
     }
     assert f"--seq-length {args.seq_length}" in " ".join(line) and args.seq_length >= 65536
+
+
+def test_the_command_of_the_docs_for_8_gpus_is_what_megatron_accepts(megatron):
+    page = (Path(__file__).parents[3] / "docs" / "megatron.md").read_text()
+    (found,) = re.findall(r"torchrun --nproc-per-node 8 -m \S+ \S+ (.*?)\n```", page, re.DOTALL)
+    args, model = megatron(found.replace("\\\n", "").split(), 8)
+    assert (args.cp_ring, args.data_parallel_size, model.num_layers) == (True, 1, 32)
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)

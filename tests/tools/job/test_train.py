@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import yaml
 
@@ -120,7 +121,7 @@ def test_train_and_resume_at_another_size(folder):
     assert (folder / name).read_text() == log and not list((folder / "out" / "logs").glob(".*"))
     closing = first.stdout.splitlines()[-1]
     assert closing.startswith(
-        "cp_ring: step 3: checkpoints, tensorboard and job.yaml are in out; to go on: cp-ring train"
+        f"cp_ring: step 3: checkpoints, tensorboard and job.yaml are in {folder / 'out'}; to go on: "
     )
     assert (folder / "out" / "checkpoints" / "iter_0000003").is_dir()
     assert list((folder / "out" / "tensorboard").glob("events.*"))
@@ -147,6 +148,16 @@ def test_train_and_resume_at_another_size(folder):
     assert (corpus / "train.bin").stat().st_mtime_ns == built and list(
         (folder / "corpora").iterdir()
     ) == [corpus]
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_quickstart_falls_smoothly(tmp_path):
+    settings = {"megatron.train_iters": 25, "parallel.context_parallel_size": 1}
+    done = command("train", tmp_path, settings | {"cp_ring.certify": "off"})
+    losses = list(steps(done.stdout).values())
+    assert len(losses) == 25, done.stderr
+    least = np.minimum.accumulate(losses)
+    assert losses[-1] < 4.6 and max(losses - least) < 0.5, losses
 
 
 @pytest.mark.slow

@@ -1,0 +1,122 @@
+"""Every other command of a bash block of README.md and docs/ is run as printed, or is set-up of this
+machine; `test_snippets.py` runs `cp-ring plan`.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cp_ring.testing.rank_pool import LIMIT_S
+from tests.docs.test_snippets import ROOT, blocks
+from tests.megatron import conversations
+from tests.megatron.launch import HERE, environment
+
+pytestmark = pytest.mark.ci
+SETUP = ("bash launch/", "source .venv", "pip install", "pre-commit", "git clone", "cd Megatron-LM")
+ELSEWHERE = {  # run by other tests, and on other machines
+    "cp-ring plan": "test_snippets.py",
+    "cp-ring bench rates": "tests/tools/bench",
+    "cp-ring tune --check": "tests/tools/job/test_tune.py",
+    "cp-ring submit": "tests/tools/slurm",
+    "cp configs/llama3-8b-128k.yaml my.yaml": "tests/tools/slurm",
+    "cp-ring status runs/my": "tests/tools/slurm",
+}
+
+
+def commands(page=None):
+    """(page, line) of the commands of all bash blocks."""
+    for path, found in blocks("bash"):
+        if page in (None, path.name):
+            for line in found["code"].replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words:
+                    yield path.name, shlex.join(words)
+
+
+def shown(page, start):
+    """The command of the page that begins with `start`."""
+    (found,) = [line for _, line in commands(page) if line.startswith(start)]
+    return found
+
+
+def run(line, folder):
+    """Runs a command line of the docs in `folder`, with this Python's programs."""
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    line = re.sub(r"^cp-ring ", f"{shlex.quote(sys.executable)} -m cp_ring.tools ", line)
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=environment() | {"PATH": programs},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{line}\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+def losses(output):
+    return [float(loss) for loss in re.findall(r"lm loss:? (\d\S+) \|", output)]
+
+
+ON_CPU = "torchrun --nproc-per-node 2"
+
+
+def test_the_script_of_a_checkout(tmp_path, megatron_lm):
+    """README.md's command, with a script of Megatron's kind, and with checkouts that are given."""
+    line = shown("README.md", ON_CPU)
+    assert line == shown("megatron.md", ON_CPU)
+    shutil.copy(HERE / "small_script.py", tmp_path / "pretrain_gpt.py")
+    for folder in (tmp_path, *megatron_lm):
+        output = run(line, folder)
+        assert "probes passed" in output and len(output.splitlines()) < 25, output
+        found = losses(output)
+        assert len(found) == 10 and found[0] - found[9] > 0.3
+
+
+@pytest.mark.parametrize("most", [40, 8])
+def test_fine_tuning_on_few_conversations(tmp_path, most):
+    file, tokenizer = conversations.write(tmp_path, most=most)
+    file.rename(tmp_path / "talks.jsonl")
+    tokenizer.rename(tmp_path / "FOLDER")
+    output = run(shown("documents.md", ON_CPU), tmp_path)
+    assert "cp_ring: test: --split 969, 30, 1 leaves it no conversation" in output
+    assert ("validation set" in output) == (most == 40) and len(losses(output)) == 10
+
+
+def test_own_texts_by_a_yaml_file_then_its_page_and_its_trace(tmp_path):
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(data:.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my.yaml").write_text(text)
+    texts = [
+        f'{{"text": "{" ".join(f"word{i * k % 97}" for i in range(300))}"}}\n' for k in range(60)
+    ]
+    (tmp_path / "my.jsonl").write_text("".join(texts))
+    few = {"megatron.train_iters": 2, "megatron.seq_length": 256, "cp_ring.trace": 2}
+    more = [f"--set {key}={value}" for key, value in few.items()]
+    output = run(" ".join([shown("quickstart.md", "cp-ring train my.yaml"), *more]), tmp_path)
+    assert len(losses(output)) == 2 and "step 2: checkpoints" in output
+    for _, line in commands("timing.md"):
+        if not line.startswith(tuple(ELSEWHERE)):
+            line = line.replace("RUN_DIR", "runs/my").replace("run/trace-20", "runs/my/trace-2")
+            run(line, tmp_path)
+    for name in ("out.html", "call.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_what_tune_writes_is_a_job(tmp_path):
+    run(shown("tune.md", "cp-ring tune llama3-8b-128k"), tmp_path)
+    assert (tmp_path / "my.yaml").read_text().startswith("# Made by cp-ring tune")
+    assert (tmp_path / "cp.png").stat().st_size > 10_000
+
+
+def test_every_command_is_known():
+    run_here = (ON_CPU, "cp-ring train my.yaml", "cp-ring tune llama3-8b-128k", "cp-ring trace run",
+                "cp-ring status RUN_DIR", "cp-ring watch RUN_DIR")  # fmt: skip
+    known = (*SETUP, *ELSEWHERE, *run_here)
+    left = [(page, line) for page, line in commands() if not line.startswith(known)]
+    # of eight GPUs (tests/tools/job/test_configs.py), and with a data loader of one's own
+    assert [page for page, _ in left] == ["megatron.md"] * 2, left
