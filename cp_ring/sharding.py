@@ -15,13 +15,12 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from cp_ring.comm.agreement import Fact
-from cp_ring.comm.transport import Group, MessageBatch, Transport, check_local, transport_for
+from cp_ring.comm.transport import Group, Transport, check_local, exchange, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.plan.exchange.conversion import Conversion, conversion
 from cp_ring.plan.layout import Layout, dimension
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints, integer, offsets
-from cp_ring.plan.tables import Transfer
 from cp_ring.plan_cache import length_of, zigzag
 from cp_ring.runtime import RUNTIME
 
@@ -190,7 +189,7 @@ class _Unshard(torch.autograd.Function):
             x if rank == transport.rank else x.new_empty((size, *x.shape[1:]))
             for rank, size in enumerate(sizes)
         ]
-        _exchange(transport, [x] * len(parts), parts, "unshard")
+        exchange(transport, [x] * len(parts), parts, "unshard")
         return layout.unshard(parts, 0)
 
     @staticmethod
@@ -202,7 +201,7 @@ class _Unshard(torch.autograd.Function):
         arriving = [
             mine if rank == transport.rank else torch.empty_like(mine) for rank in range(layout.cp)
         ]
-        _exchange(transport, leaving, arriving, "unshard gradients")
+        exchange(transport, leaving, arriving, "unshard gradients")
         total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
         for part in arriving:  # in the order of ranks: the same bits in every run
             total += part
@@ -250,7 +249,7 @@ def _converted(x: Tensor, plan: Conversion, transport: Transport) -> Tensor:
     receives = plan.receives(rank)
     for received in receives:
         arriving[received.peer] = x.new_empty((received.tokens, *x.shape[1:]))
-    _exchange(transport, leaving, arriving, "convert")
+    exchange(transport, leaving, arriving, "convert")
     for source, target, count in plan.stays(rank):
         out[target : target + count] = x[source : source + count]
     for received in receives:
@@ -274,7 +273,7 @@ def _rolled(
     leaving = [x.index_select(0, index) for index in sources]
     arriving[rank] = leaving[rank]
     if transport is not None:
-        _exchange(transport, leaving, arriving, "roll")
+        exchange(transport, leaving, arriving, "roll")
     out = torch.empty_like(x)
     owner = torch.from_numpy(_owners(layout, shift, rank)).to(x.device)
     for peer, part in enumerate(arriving):
@@ -318,20 +317,6 @@ def _check_fill(fill: float, dtype: torch.dtype) -> None:
         fits = False
     if not fits:
         raise ConfigError(f"fill={fill!r}: a tensor of {dtype} cannot hold it")
-
-
-def _exchange(
-    transport: Transport, leaving: Sequence[Tensor], arriving: Sequence[Tensor], kind: str
-) -> None:
-    """Sends leaving[r] to rank r and fills arriving[r] from it, for all other ranks r."""
-    others = [rank for rank in range(transport.size) if rank != transport.rank]
-
-    def whole(rank: int, x: Tensor) -> tuple[Transfer, list[Tensor]]:
-        return Transfer(rank, ((0, len(x)),)), [x]
-
-    sends = [whole(rank, leaving[rank]) for rank in others if leaving[rank].numel()]
-    receives = [whole(rank, arriving[rank]) for rank in others if arriving[rank].numel()]
-    transport.post(MessageBatch(sends, receives, kind)).wait()
 
 
 def _layout(layout: Layout | Plan | None, n: int, cp: int) -> Layout:

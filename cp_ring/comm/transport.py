@@ -317,6 +317,20 @@ def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, T
     ]
 
 
+def exchange(
+    transport: Transport, leaving: Sequence[Tensor], arriving: Sequence[Tensor], kind: str
+) -> None:
+    """Sends leaving[r] to rank r and fills arriving[r] from it, for all other ranks r."""
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+
+    def whole(rank: int, x: Tensor) -> tuple[Transfer, list[Tensor]]:
+        return Transfer(rank, ((0, len(x)),)), [x]
+
+    sends = [whole(rank, leaving[rank]) for rank in others if leaving[rank].numel()]
+    receives = [whole(rank, arriving[rank]) for rank in others if arriving[rank].numel()]
+    transport.post(MessageBatch(sends, receives, kind)).wait()
+
+
 def _size(transfer: Transfer, buffers: Buffers) -> int:
     return transfer.tokens * sum(x.nbytes // max(len(x), 1) for x in buffers)
 

@@ -37,7 +37,7 @@ from cp_ring.plan.ranges import (
     offsets,
     runs,
     size_within,
-    starts_of,
+    starts_in_groups,
 )
 from cp_ring.runtime import Numbered
 
@@ -229,11 +229,7 @@ class Layout(Numbered):
     @cached_property
     def starts(self) -> Ints:
         """Token of its owner's shard at which each chunk begins, int64 [chunks]."""
-        by_owner = np.argsort(self.owner, kind="stable")
-        sizes = np.diff(self.edges)[by_owner]
-        starts = np.empty_like(sizes)
-        starts[by_owner] = starts_of(sizes) - starts_of(self.tokens_per_rank)[self.owner[by_owner]]
-        return starts
+        return starts_in_groups(np.diff(self.edges), self.owner, self.cp)
 
     @cached_property
     def tokens_per_rank(self) -> Ints:

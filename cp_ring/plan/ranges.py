@@ -133,6 +133,14 @@ def starts_of(size: Ints) -> Ints:
     return np.cumsum(size) - size
 
 
+def starts_in_groups(size: Ints, group: Ints, groups: int) -> Ints:
+    """Where parts of these sizes begin if those of each group, 0 to groups - 1, lie end to end."""
+    order = np.argsort(group, kind="stable")
+    starts = np.empty_like(size)
+    starts[order] = starts_of(size[order])
+    return starts - starts_of(np.bincount(group, size, groups).astype(np.int64))[group]
+
+
 def runs(breaks: NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
     """First and last index of each run of `count` entries; a run ends where `breaks` is true.
 

@@ -22,122 +22,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from tests.parity.specs import Norm, hybrid  # noqa: F401
+from tests.recurrences import causal_conv1d, delta_rule, l2norm, scan
 
 try:
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 except ImportError:  # before 0.17
     variants = None
-
-
-def scan(
-    zxbcdt: Tensor, weight: Tensor, bias: Tensor, dt_bias: Tensor, a: Tensor, *,
-    D: Tensor, headdim: int, ngroups: int, seq_idx: Tensor | None = None, **ignored: Any,
-) -> Tensor:  # fmt: skip
-    """As `mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined`, [b, n, z x B C dt]
-    to [b, n, heads * headdim].
-
-    The state of each head decays by exp(dt * a) and gains dt * x B; the sum over all earlier tokens
-    is written as a matrix. `seq_idx` [b, n] numbers documents, at whose borders the state and the
-    convolution begin anew.
-    """
-    b, n, _ = zxbcdt.shape
-    heads = a.numel()
-    inner = heads * headdim
-    together = _together(torch.zeros(b, n) if seq_idx is None else seq_idx)
-    z, xbc, dt = zxbcdt.split([inner, weight.shape[0], heads], -1)
-    xbc = F.silu(_convolved(xbc, weight, together) + bias)
-    x, keys, queries = xbc.split([inner, *[(weight.shape[0] - inner) // 2] * 2], -1)
-    x = x.reshape(b, n, heads, headdim)
-    keys, queries = (
-        part.reshape(b, n, ngroups, -1).repeat_interleave(heads // ngroups, 2)
-        for part in (keys, queries)
-    )
-    dt = F.softplus(dt + dt_bias)
-    decay = torch.cumsum(dt * a, 1)
-    passed = (decay[:, :, None] - decay[:, None]).masked_fill(~together[..., None], -torch.inf)
-    weights = passed.exp() * torch.einsum("bihs,bjhs->bijh", queries, keys)
-    y = torch.einsum("bijh,bjh,bjhp->bihp", weights, dt, x) + D[:, None] * x
-    return y.reshape(b, n, inner) * F.silu(z)
-
-
-def _together(documents: Tensor) -> Tensor:
-    """Whether token j is in the document of token i, and not after it: bool [b, n, n], of the
-    documents' numbers [b, n].
-    """
-    n = documents.shape[1]
-    return (documents[:, :, None] == documents[:, None]) & torch.ones(n, n, dtype=torch.bool).tril()
-
-
-def _convolved(x: Tensor, weight: Tensor, together: Tensor) -> Tensor:
-    """The causal convolution of each channel of x [b, n, d] with weight [d, width], inside of
-    documents.
-    """
-    n, width = x.shape[1], weight.shape[1]
-    out = x * weight[:, -1]
-    for back in range(1, min(width, n)):
-        inside = together.diagonal(-back, 1, 2)[..., None]  # [b, n - back, 1]
-        out = out + F.pad(x[:, : n - back] * inside, (0, 0, back, 0)) * weight[:, width - 1 - back]
-    return out
-
-
-def _numbers(cu_seqlens: Tensor | None, x: Tensor) -> Tensor:
-    if cu_seqlens is None:
-        return torch.zeros(x.shape[:2])
-    assert x.shape[0] == 1 and cu_seqlens[-1] == x.shape[1], "documents must lie in one batch row"
-    return torch.bucketize(torch.arange(x.shape[1]), cu_seqlens.long(), right=True)[None]
-
-
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str = "",
-    cu_seqlens: Tensor | None = None,
-    **ignored: Any,
-) -> tuple[Tensor, None]:
-    """As `fla.modules.convolution.causal_conv1d`: x [b, n, d], weight [d, width]."""
-    assert activation == "silu"
-    out = _convolved(x, weight, _together(_numbers(cu_seqlens, x)))
-    return F.silu(out if bias is None else out + bias), None
-
-
-def l2norm(x: Tensor) -> Tensor:
-    """As `fla.modules.l2norm.l2norm`."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    g: Tensor,
-    beta: Tensor | None = None,
-    b: Tensor | None = None,
-    w: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    **ignored: Any,
-) -> tuple[Tensor, None]:
-    """As `fla.ops.gated_delta_rule.chunk_gated_delta_rule`: q, k, v [b, n, heads, d], g and beta
-    [b, n, heads]. As `fla.ops.gdn2.chunk.chunk_gdn2`: g and b of each channel of k, w of v.
-
-    Token by token: the state decays by exp(g), forgets what it holds at k as far as b says, and
-    learns v there as far as w says; both are beta.
-    """
-    if beta is not None:
-        g, b, w = g[..., None], beta[..., None], beta[..., None]
-    numbers = _numbers(cu_seqlens, q)
-    state = q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1])
-    outs = []
-    for i in range(q.shape[1]):
-        if i and numbers[0, i] != numbers[0, i - 1]:
-            state = torch.zeros_like(state)
-        state = state * g[:, i, ..., None].exp()
-        held = torch.einsum("bhk,bhkv->bhv", b[:, i] * k[:, i], state)
-        learned = w[:, i] * v[:, i] - held
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, i], learned)
-        outs.append(torch.einsum("bhk,bhkv->bhv", q[:, i] * q.shape[-1] ** -0.5, state))
-    return torch.stack(outs, 1), None
 
 
 class GroupNorm(torch.nn.Module):

@@ -1,0 +1,198 @@
+"""States that pass from rank to rank, against one rank's scan in float64, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cp_ring import Layout, Mask, PlanError
+from cp_ring.comm.states import StatePassing
+from cp_ring.observe.counters import record
+from cp_ring.plan.exchange.chains import Chains
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import error
+from tests.recurrences import causal_conv1d, delta_rule
+
+HEADS, K, V, WIDTH = 2, 3, 4, 4
+CPU = torch.device("cpu")
+LAYOUTS = {
+    "zigzag": lambda n, cp, starts: Layout.zigzag(n, cp),
+    "contiguous": lambda n, cp, starts: Layout.contiguous(n, cp),
+    "balanced": lambda n, cp, starts: Layout.balanced(Mask.documents([*starts, n]), cp),
+    "single tokens": lambda n, cp, starts: Layout(n, cp, np.arange(n + 1), np.arange(n) * 7 % cp),
+}
+
+
+def drawn(seed: int, cp: int, kind: str) -> tuple[Layout, np.ndarray]:
+    """A layout, and where documents begin."""
+    random = np.random.default_rng(seed)
+    n = int(random.integers(2 * cp, 60))
+    starts = np.union1d(random.integers(0, n, random.integers(0, 4)), 0)
+    return LAYOUTS[kind](n, cp, starts), starts
+
+
+def inputs(n: int, by_channel: bool) -> dict[str, Tensor]:
+    """Of a layer, float64: x and weight of the convolution, and what the rule takes."""
+    keys, values = (n, HEADS, K), (n, HEADS, V)
+    gate, write = (keys, values) if by_channel else (keys[:2], keys[:2])
+    made = {
+        "x": torch.randn(n, 5), "weight": torch.randn(5, WIDTH), "q": torch.randn(keys),
+        "k": torch.nn.functional.normalize(torch.randn(keys), dim=-1), "v": torch.randn(values),
+        "g": -0.3 * torch.rand(gate), "beta": torch.rand(gate),
+    }  # fmt: skip
+    if by_channel:
+        made |= {"b": made.pop("beta"), "w": torch.rand(write)}
+    return {name: x.double() for name, x in made.items()}
+
+
+def results(given: dict[str, Tensor], convolve, rule) -> dict[str, Tensor]:
+    """Outputs, and the gradients of all inputs, of weights that depend on the values alone."""
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+    weight = leaves["weight"]
+    tokens = {name: x[None] for name, x in leaves.items() if name not in ("x", "weight")}
+
+    def function(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return causal_conv1d(x, weight, activation="silu", cu_seqlens=cu_seqlens)[0]
+
+    convolved, out = convolve(function, leaves["x"][None]), rule(delta_rule, **tokens)
+    (convolved.sin().sum() + out.sin().sum()).backward()
+    found = {f"d{name}": x.grad for name, x in leaves.items()}
+    return found | {"convolved": convolved.detach()[0], "out": out.detach()[0]}
+
+
+def on_one(given: dict[str, Tensor], starts: np.ndarray) -> dict[str, Tensor]:
+    offsets = torch.tensor([*starts, len(given["x"])])
+    return results(
+        given,
+        lambda function, x: function(x, offsets),
+        lambda function, **tokens: function(**tokens, cu_seqlens=offsets)[0],
+    )
+
+
+def on_ranks(given: dict[str, Tensor], chains: Chains, kernel=delta_rule, width: int = WIDTH):
+    layout = chains.layout
+
+    def case(group):
+        passing = StatePassing(chains, group, CPU)
+        mine = {
+            name: x.float() if name == "weight" else layout.shard(x, group.rank, 0).float()
+            for name, x in given.items()
+        }
+        return results(
+            mine,
+            lambda function, x: passing.convolve(function, x, width),
+            lambda function, **tokens: passing.delta_rule(kernel, **tokens),
+        )
+
+    parts = LocalRing(layout.cp).run(case)
+    whole = {name: layout.unshard([part[name] for part in parts], 0) for name in parts[0]
+             if name != "dweight"}  # fmt: skip
+    return whole | {"dweight": sum(part["dweight"] for part in parts)}
+
+
+def off(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    return max(error(ours[name], x) for name, x in truth.items())
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_ranks_equal_one_scan(cp, kind, by_channel):
+    for seed in range(2):
+        layout, starts = drawn(seed + 10 * cp, cp, kind)
+        chains, given = Chains.build(layout, starts), inputs(layout.n, by_channel)
+        chains.verify(WIDTH)
+        assert off(on_ranks(given, chains), on_one(given, starts)) < 1e-6
+
+
+def without_decay(*tensors, output_final_state=False, g, **named):
+    """Of what a rank hands on, the decay is left out."""
+    g = torch.zeros_like(g) if output_final_state else g
+    return delta_rule(*tensors, g=g, output_final_state=output_final_state, **named)
+
+
+class Wrong(Chains):
+    """A plan with one fault."""
+
+    fault = ""
+
+    def steps(self, rank):
+        plan = super().steps(rank)
+        if self.fault == "state of another rank":
+            steps = [
+                (dataclasses.replace(swap, target=swap.target[::-1].copy()), *rest)
+                for swap, *rest in plan.steps
+            ]
+            return dataclasses.replace(plan, steps=tuple(steps))
+        return plan
+
+    def halo(self, rank, width):
+        return super().halo(rank, width - (self.fault == "halo one short"))
+
+
+def two_rows() -> tuple[Layout, np.ndarray]:
+    """Two batch rows, of which the second has a document inside of a rank's tokens."""
+    return Layout.batch([Layout.zigzag(32, 4)] * 2), np.array([0, 32, 49])
+
+
+def wrong(fault: str) -> Chains:
+    layout, starts = two_rows()
+    chains = Chains.build(layout, starts[:-1] if fault == "no reset" else starts)
+    made = Wrong(*(getattr(chains, field.name) for field in dataclasses.fields(chains)))
+    object.__setattr__(made, "fault", fault)
+    return made
+
+
+@pytest.mark.parametrize("fault", ["", "no reset", "state of another rank", "halo one short"])
+def test_a_planted_fault_shows_in_the_proof_and_in_the_outputs(fault):
+    layout, starts = two_rows()
+    chains, given = wrong(fault), inputs(layout.n, False)
+    object.__setattr__(chains, "starts", starts)
+    if fault:
+        with pytest.raises(PlanError, match="rank"):
+            chains.verify(WIDTH)
+    else:
+        chains.verify(WIDTH)
+    assert (off(on_ranks(given, chains), on_one(given, starts)) > 1e-3) is bool(fault)
+
+
+def test_a_decay_left_out_shows():
+    layout, starts = two_rows()
+    chains, given = Chains.build(layout, starts), inputs(layout.n, False)
+    assert off(on_ranks(given, chains, without_decay), on_one(given, starts)) > 1e-3
+
+
+@pytest.mark.parametrize("field", ["edges", "owner", "depth"])
+def test_each_number_of_a_plan_is_proven(field):
+    layout, starts = two_rows()
+    right = Chains.build(layout, starts)
+    for place in range(len(right.owner)):
+        values = getattr(right, field).copy()
+        values[place] = {"edges": values[place] + 1, "owner": values[place] ^ 1}.get(
+            field, not values[place]
+        )
+        # of arrays that do not fit together, numpy says so first
+        with pytest.raises((PlanError, ValueError, IndexError)):
+            dataclasses.replace(right, **{field: values}).verify(WIDTH)
+
+
+@pytest.mark.parametrize("n", [64, 256])
+def test_bytes_are_those_of_the_plan_whatever_the_tokens(n):
+    for layout, links in ((Layout.zigzag(n, 4), 6), (Layout.contiguous(n, 4), 3)):
+        chains = Chains.build(layout, np.zeros(1, np.int64))
+        given = inputs(n, False)
+        with record() as counted:
+            on_ranks(given, chains)
+        assert chains.links == links
+        # forward and backward, float32
+        state, halo = HEADS * K * V * 4, (WIDTH - 1) * 5 * 4
+        assert counted.bytes_by_kind == {"states": 2 * links * state, "halo": 2 * links * halo}
+
+
+def test_starts_outside_of_the_stream_are_rejected():
+    with pytest.raises(PlanError, match="begins at"):
+        Chains.build(Layout.zigzag(8, 2), np.array([8]))

@@ -1,0 +1,132 @@
+"""The CUDA kernels of the packages mamba_ssm and fla, in torch: the recurrence, token by token or as
+a matrix.
+
+Documents arrive as these take them: the number of each token's document, or offsets in one batch
+row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def scan(
+    zxbcdt: Tensor, weight: Tensor, bias: Tensor, dt_bias: Tensor, a: Tensor, *,
+    D: Tensor, headdim: int, ngroups: int, seq_idx: Tensor | None = None, **ignored: Any,
+) -> Tensor:  # fmt: skip
+    """As `mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined`, [b, n, z x B C dt]
+    to [b, n, heads * headdim].
+
+    The state of each head decays by exp(dt * a) and gains dt * x B; the sum over all earlier tokens
+    is written as a matrix. `seq_idx` [b, n] numbers documents, at whose borders the state and the
+    convolution begin anew.
+    """
+    b, n, _ = zxbcdt.shape
+    heads = a.numel()
+    inner = heads * headdim
+    together = _together(torch.zeros(b, n) if seq_idx is None else seq_idx)
+    z, xbc, dt = zxbcdt.split([inner, weight.shape[0], heads], -1)
+    xbc = F.silu(_convolved(xbc, weight, together) + bias)
+    x, keys, queries = xbc.split([inner, *[(weight.shape[0] - inner) // 2] * 2], -1)
+    x = x.reshape(b, n, heads, headdim)
+    keys, queries = (
+        part.reshape(b, n, ngroups, -1).repeat_interleave(heads // ngroups, 2)
+        for part in (keys, queries)
+    )
+    dt = F.softplus(dt + dt_bias)
+    decay = torch.cumsum(dt * a, 1)
+    passed = (decay[:, :, None] - decay[:, None]).masked_fill(~together[..., None], -torch.inf)
+    weights = passed.exp() * torch.einsum("bihs,bjhs->bijh", queries, keys)
+    y = torch.einsum("bijh,bjh,bjhp->bihp", weights, dt, x) + D[:, None] * x
+    return y.reshape(b, n, inner) * F.silu(z)
+
+
+def _together(documents: Tensor) -> Tensor:
+    """Whether token j is in the document of token i, and not after it: bool [b, n, n], of the
+    documents' numbers [b, n].
+    """
+    n = documents.shape[1]
+    return (documents[:, :, None] == documents[:, None]) & torch.ones(n, n, dtype=torch.bool).tril()
+
+
+def _convolved(x: Tensor, weight: Tensor, together: Tensor) -> Tensor:
+    """The causal convolution of each channel of x [b, n, d] with weight [d, width], inside of
+    documents.
+    """
+    n, width = x.shape[1], weight.shape[1]
+    out = x * weight[:, -1]
+    for back in range(1, min(width, n)):
+        inside = together.diagonal(-back, 1, 2)[..., None]  # [b, n - back, 1]
+        out = out + F.pad(x[:, : n - back] * inside, (0, 0, back, 0)) * weight[:, width - 1 - back]
+    return out
+
+
+def _numbers(cu_seqlens: Tensor | None, x: Tensor) -> Tensor:
+    if cu_seqlens is None:
+        return torch.zeros(x.shape[:2])
+    assert x.shape[0] == 1 and cu_seqlens[-1] == x.shape[1], "documents must lie in one batch row"
+    return torch.bucketize(torch.arange(x.shape[1]), cu_seqlens.long(), right=True)[None]
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "",
+    cu_seqlens: Tensor | None = None,
+    **ignored: Any,
+) -> tuple[Tensor, None]:
+    """As `fla.modules.convolution.causal_conv1d`: x [b, n, d], weight [d, width]."""
+    assert activation == "silu"
+    out = _convolved(x, weight, _together(_numbers(cu_seqlens, x)))
+    return F.silu(out if bias is None else out + bias), None
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """As `fla.modules.l2norm.l2norm`."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor | None = None,
+    b: Tensor | None = None,
+    w: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **ignored: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As `fla.ops.gated_delta_rule.chunk_gated_delta_rule`: q, k, v [b, n, heads, d], g and beta
+    [b, n, heads]. As `fla.ops.gdn2.chunk.chunk_gdn2`: g and b of each channel of k, w of v.
+
+    Token by token: the state decays by exp(g), forgets what it holds at k as far as b says, and
+    learns v there as far as w says; both are beta.
+    """
+    if beta is not None:
+        g, b, w = g[..., None], beta[..., None], beta[..., None]
+    ends = [q.shape[1]] if cu_seqlens is None else cu_seqlens[1:].tolist()
+    assert cu_seqlens is None or (q.shape[0] == 1 and ends[-1] == q.shape[1])
+    shape = q.shape[0] * len(ends), q.shape[2], k.shape[-1], v.shape[-1]
+    first = q.new_zeros(shape) if initial_state is None else initial_state
+    assert first.shape == shape, f"{tuple(first.shape)} states for {shape}"
+    outs, finals = [], []
+    for i in range(q.shape[1]):
+        if i == 0 or i == ends[len(finals) - 1]:
+            state = first if cu_seqlens is None else first[len(finals)][None]
+        state = state * g[:, i, ..., None].exp()
+        held = torch.einsum("bhk,bhkv->bhv", b[:, i] * k[:, i], state)
+        learned = w[:, i] * v[:, i] - held
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, i], learned)
+        outs.append(torch.einsum("bhk,bhkv->bhv", q[:, i] * q.shape[-1] ** -0.5, state))
+        if i + 1 == ends[len(finals)]:
+            finals.append(state)
+    return torch.stack(outs, 1), torch.cat(finals) if output_final_state else None
