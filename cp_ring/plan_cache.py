@@ -13,7 +13,7 @@ from torch import Tensor
 from cp_ring.errors import ConfigError, expect
 from cp_ring.options import Options
 from cp_ring.plan.costs.shapes import AUTO, Assumed, choose
-from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask, window_of
 from cp_ring.plan.plan import Plan, PlanSpec, plan
 from cp_ring.plan.ranges import offsets

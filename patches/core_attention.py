@@ -7,6 +7,7 @@ and `MultiLatentAttention`.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ def _replacements() -> Iterator[Replacement]:
 
     for owner in (Attention, MultiLatentAttention):
         yield owner, "__init__", _with_ring(owner.__init__)
+        yield owner, "forward", _on_its_group(owner.forward)
     adjust = Attention._adjust_key_value_for_inference
     yield Attention, adjust.__name__, _with_cache(adjust)
     if importlib.util.find_spec("megatron.core.ssm.gated_delta_product"):  # since 0.20
@@ -51,6 +53,25 @@ def _with_ring(
     if isinstance(self, MultiLatentAttention):
         latent_tap.link(self)
     layer_offload.link(self)
+    self.core_attention.positions_by_group = True
+
+
+@around
+def _on_its_group(
+    forward: Function, self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+) -> Any:
+    """Rotary embeddings of packed documents are those of the ranks that share the microbatch."""
+    from cp_ring.megatron.data.documents import group_of_microbatch
+
+    whole = self.pg_collection
+    group = group_of_microbatch(packed_seq_params, whole.cp)
+    if group is not whole.cp:
+        self.pg_collection = copy.copy(whole)
+        self.pg_collection.cp = group
+    try:
+        return forward(self, *args, packed_seq_params=packed_seq_params, **kwargs)
+    finally:
+        self.pg_collection = whole
 
 
 @around
@@ -63,8 +84,10 @@ def _with_cache(adjust: Function, self: Any, context: Any, *args: Any, **kwargs:
 PATCH = Patch(
     what="builds RingDotProductAttention in place of DotProductAttention and "
     "TEDotProductAttention in every attention layer; these reject caches of keys at cp 2 and more; "
-    "gated delta product layers are rejected",
-    why="one flag gives every kind of model ring attention, without a layer specification for each",
+    "gated delta product layers are rejected; a microbatch on ranks of its own has their "
+    "positions",
+    why="one flag gives every kind of model ring attention, without a specification of layers; "
+    "Megatron's rotary embeddings of packed documents are those of all context-parallel ranks",
     when="--cp-ring",
     replacements=_replacements,
 )

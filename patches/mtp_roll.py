@@ -65,11 +65,11 @@ def roll_in_documents(
         raise ValueError(
             f"tokens roll by -1 in the last dimension, not by {shifts} in dimension {dims}"
         )
-    documents = _documents(tensor, 1 if cp_group is None else cp_group.size(), packed_seq_params)
-    rank = 0 if cp_group is None else cp_group.rank()
-    whole = _gather(tensor, documents, cp_group)
+    group = _group(packed_seq_params, cp_group)
+    documents = _documents(tensor, group.size(), packed_seq_params)
+    whole = _gather(tensor, documents, group)
     rolled = torch.roll(whole, -1).masked_fill(documents.last().to(whole.device), 0)
-    mine = documents.shard(rolled, rank).view(tensor.shape)
+    mine = documents.shard(rolled, group.rank()).view(tensor.shape)
     if not tensor.is_floating_point():
         return mine, mine.sum()
     total = rolled.sum() / documents.layout.cp  # of a loss mask
@@ -77,6 +77,12 @@ def roll_in_documents(
     least = torch.where((total > 0) & (total < 1), total, 1.0)
     mine, total = mine / least, total / least
     return (MaskOfAllRanks.of(mine, total) if isinstance(tensor, MaskOfAllRanks) else mine), total
+
+
+def _group(packed: Any, group: Any) -> Any:
+    from cp_ring.megatron.data.documents import group_of_microbatch
+
+    return group_of_microbatch(packed, group)
 
 
 def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
@@ -116,12 +122,13 @@ def _with_all_tokens(process: Function, *args: Any, cp_group: Any = None, **kwar
     all ranks together.
     """
     labels = kwargs.get("labels")
-    if labels is not None and cp_group is not None and cp_group.size() > 1:
+    group = _group(kwargs.get("packed_seq_params"), cp_group)
+    if labels is not None and group.size() > 1:
         mask = kwargs.get("loss_mask")
         mask = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask.clone()
         total = mask.sum()
-        dist.all_reduce(total, group=cp_group)
-        kwargs["loss_mask"] = MaskOfAllRanks.of(mask, total / cp_group.size())
+        dist.all_reduce(total, group=group)
+        kwargs["loss_mask"] = MaskOfAllRanks.of(mask, total / group.size())
     return process(*args, cp_group=cp_group, **kwargs)
 
 

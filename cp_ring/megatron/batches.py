@@ -12,14 +12,20 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries, documents_of
+from cp_ring.megatron.data.documents import (
+    ALONE,
+    DocumentParams,
+    Documents,
+    boundaries,
+    documents_of,
+)
 from cp_ring.megatron.data.masks import KEY, DeclaredMask, MicrobatchMask, read
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.plan.ranges import offsets
 
-OFFSETS, PADDED = "cu_seqlens", "cu_seqlens_padded"
-_OF_PACKED = (OFFSETS, PADDED, "max_seqlen")
+OFFSETS, PADDED, SIZE = "cu_seqlens", "cu_seqlens_padded", "local_cp_size"
+_OF_PACKED = (OFFSETS, PADDED, SIZE, "max_seqlen")
 
 
 def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any]:
@@ -31,7 +37,8 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
             causal, or that of the documents with --cp-ring-document-mask, which begin where
             `position_ids` are 0. What is not a tensor [b, n] is left as it is. With `cu_seqlens`,
             and `cu_seqlens_padded` where documents are padded, offsets int32 [1, documents + 1] or
-            [documents + 1], the one batch row holds packed documents.
+            [documents + 1], the one batch row holds packed documents; with `local_cp_size` they
+            are split over as many ranks as it says, see `group_of_size`.
         cp_group: the context-parallel process group, by default Megatron's.
 
     Returns:
@@ -46,8 +53,12 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
             name; for packed documents that cannot be split.
     """
     group = compat.group_of(None, "cp") if cp_group is None else cp_group
+    if batch.get(SIZE) is not None:
+        group = group_of_size(int(batch[SIZE]), group)
     if batch.get(OFFSETS) is not None:
-        return _split_packed(batch, group.rank(), group.size())
+        return _split_packed(batch, group)
+    if batch.get(SIZE) is not None:
+        raise ConfigError(f"{SIZE} needs {OFFSETS}: only packed documents can be split so")
     whole = {
         name: value
         for name, value in batch.items()
@@ -75,8 +86,29 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
     return rest | parts | {"packed_seq_params": DocumentParams.carry(carried)}
 
 
-def _split_packed(batch: Mapping[str, Any], rank: int, cp: int) -> dict[str, Any]:
+def group_of_size(size: int, cp_group: Any) -> Any:
+    """The `size` neighboring ranks, this one among them, that share a microbatch (dynamic context
+    parallelism): `cp_group`, this rank alone, or a group of Megatron's.
+
+    Megatron makes groups of 2, 4, 8, ... of the data- and context-parallel ranks, once, for
+    `initialize_model_parallel(hybrid_context_parallel=True)`. Raises `ConfigError` for others.
+    """
+    from megatron.core import parallel_state
+
+    if size in (1, cp_group.size()):
+        return cp_group if size == cp_group.size() else ALONE
+    try:
+        return parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
+    except (AssertionError, KeyError):
+        raise ConfigError(
+            f"{SIZE} {size}: there is no such group; give initialize_model_parallel "
+            "hybrid_context_parallel=True, and a power of two"
+        ) from None
+
+
+def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
     """As `split_batch` for packed documents: the parts [1, n / cp], and their `PackedSeqParams`."""
+    rank, cp = group.rank(), group.size()
     real = _offsets(batch[OFFSETS], OFFSETS)
     padded = real if batch.get(PADDED) is None else _offsets(batch[PADDED], PADDED)
     longest = int(padded.diff().max())
@@ -84,6 +116,7 @@ def _split_packed(batch: Mapping[str, Any], rank: int, cp: int) -> dict[str, Any
         qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded,
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest, max_seqlen_kv=longest,
+        cp_group=None if batch.get(SIZE) is None else group,
     )  # fmt: skip
     whole = {
         name: value

@@ -6,6 +6,7 @@ rank, d and dv head sizes.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +24,19 @@ from cp_ring.errors import ConfigError, KernelError
 from cp_ring.kernels.dropout import Dropout
 from cp_ring.megatron import compat
 from cp_ring.megatron.data.batch_mask import accept_causal
-from cp_ring.megatron.data.documents import documents_of, without_whole_rows
+from cp_ring.megatron.data.documents import (
+    ALONE,
+    documents_of,
+    group_of_microbatch,
+    without_whole_rows,
+)
 from cp_ring.megatron.data.prefetch import wait_for
 from cp_ring.megatron.flags import graphs
-from cp_ring.megatron.flags.attention_rules import check_window
+from cp_ring.megatron.flags.attention_rules import check_layer, check_window
 from cp_ring.megatron.flags.codec_choice import check_latent
 from cp_ring.megatron.flags.comm_types import check_members, spec_of_layer
+from cp_ring.megatron.flags.rule import Job, check_rules
+from cp_ring.megatron.flags.rules import SUBGROUP
 from cp_ring.megatron.layers import recomputation
 from cp_ring.megatron.layers.dropout_keys import dropout_of, number_of_prediction
 from cp_ring.megatron.layers.latent_tap import LatentTap
@@ -36,11 +44,11 @@ from cp_ring.megatron.layers.layer_offload import offload, saving
 from cp_ring.megatron.plans import make_layout, make_plan, plan_of_last
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.observe import debug, timing, watchdog
+from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
 # with the padding that packed documents tell
 _PADDED = {"padding_causal": "causal", "padding": "no_mask"}
-_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 class RingDotProductAttention(MegatronModule):
@@ -62,6 +70,8 @@ class RingDotProductAttention(MegatronModule):
     """
 
     softmax_offset: torch.Tensor | None
+    # Whether positions follow the group of a microbatch, for which the patch core_attention sees.
+    positions_by_group = False
     # How `softmax_offset` is split over tensor-parallel ranks, for converters of weights that know
     # stock attention by name, as Megatron Bridge's.
     tensor_model_parallel, partition_dim = True, 0
@@ -86,7 +96,8 @@ class RingDotProductAttention(MegatronModule):
         self.dropout_number, self.calls = self.layer_number, 1
         self.name: int | str = self.layer_number  # in messages
         self.attn_mask_type = attn_mask_type
-        self.cp_group = _group_of_layer(config, compat.group_of(pg_collection, "cp"))
+        alone = getattr(config, "context_parallel_size", 1) == 1
+        self.cp_group = ALONE if alone else compat.group_of(pg_collection, "cp")
         self.tp_group = compat.group_of(pg_collection, "tp")
         self.softmax_scale = (
             1.0 / math.sqrt(k_channels or config.kv_channels)
@@ -102,12 +113,10 @@ class RingDotProductAttention(MegatronModule):
         if self.settings.debug:
             debug.switch_on()
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        _check_layer(config, layer_number, attention_type)
-        sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
-        ranks = get_process_group_ranks(self.cp_group) if self.cp_group.size() > 1 else None
-        self.spec = spec_of_layer(cp_comm_type, self.settings, self.cp_group.size(), sizes, ranks)
-        cp, tp = self.cp_group.size(), self.tp_group.size()
-        check_members(cp_comm_type, self.spec, self.settings, cp, config.num_attention_heads, tp)
+        check_layer(config, layer_number, attention_type)
+        self.cp_comm_type = cp_comm_type
+        self.spec = self._spec_on(self.cp_group)
+        self._specs: dict[Any, PlanSpec] = {}  # of groups of single microbatches
         # Without Megatron's command line, nothing has chosen for auto.
         self.wire = (
             "plain"
@@ -155,6 +164,7 @@ class RingDotProductAttention(MegatronModule):
             attn_mask_type: `causal` or `no_mask`, of packed documents also with padding, as
             Megatron's enum or its name; by default that of the layer.
             packed_seq_params: the documents of the batch; None for sequences without documents.
+            Those with a `cp_group`, or with `local_cp_size` 1, are split over these ranks alone.
 
         Returns:
             [s, b, h * dv], or [s, h * dv] of packed documents, in the dtype of `query`; zero where
@@ -177,13 +187,17 @@ class RingDotProductAttention(MegatronModule):
         )
         # thd: the documents lie end to end, and Megatron has no batch dimension
         packed = query.dim() == 3
+        group = group_of_microbatch(packed_seq_params, self.cp_group)
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             latents = latents and latents._replace(latent=latents.latent.unsqueeze(1))
-        else:
-            packed_seq_params = without_whole_rows(
-                packed_seq_params, query.shape[0] * self.cp_group.size()
+        elif group is not self.cp_group:
+            raise ConfigError(
+                "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's: "
+                "only packed documents (thd) can be split so"
             )
+        else:
+            packed_seq_params = without_whole_rows(packed_seq_params, query.shape[0] * group.size())
         if attention_mask is not None:
             self._check_batch_mask(
                 attention_mask, mask, query.shape[0], key.shape[0], packed_seq_params
@@ -202,9 +216,9 @@ class RingDotProductAttention(MegatronModule):
             _flag_in_errors(self.options.kernel),
             saving([self.softmax_offset, *(latents or ())], self.config),
         ):
-            output = attention_of(
-                plan, self.cp_group if plan.cp > 1 else None, self.options, inputs
-            )(inputs, kept)
+            output = attention_of(plan, group if plan.cp > 1 else None, self.options, inputs)(
+                inputs, kept
+            )
         recomputation.keep(self, output, offload() if self.settings.offload else None)
         if output.max_logit is not None:  # Megatron's clipping and log read it
             before = self.current_max_attn_logits
@@ -229,24 +243,42 @@ class RingDotProductAttention(MegatronModule):
         """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any,
         the documents of the batch, or the `cached` keys of earlier tokens.
         """
-        rank, cp, (tokens, batch) = self.cp_group.rank(), self.cp_group.size(), query.shape[:2]
+        group = group_of_microbatch(packed_seq_params, self.cp_group)
+        rank, cp, (tokens, batch) = group.rank(), group.size(), query.shape[:2]
         if packed_seq_params is None:
             if cached and cp == 1:
                 return plan_of_last(mask, tokens + cached, tokens, self.window)
             return make_plan(mask, tokens * cp, cp, self.window, self.spec)
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
         with timing.waiting_for_plan():
-            return wait_for(documents.prepare(rank, self.window, mask == "causal", self.spec))
+            return wait_for(
+                documents.prepare(rank, self.window, mask == "causal", self._spec_of(group))
+            )
+
+    def _spec_of(self, group: Any) -> PlanSpec:
+        """How attention is split over all context-parallel ranks, or those of one microbatch."""
+        if group is self.cp_group:
+            return self.spec
+        if group not in self._specs:
+            found = {**vars(self.config), "positions_by_group": self.positions_by_group}
+            check_rules(Job(argparse.Namespace(**found), self.settings), SUBGROUP)
+            self._specs[group] = self._spec_on(group)
+        return self._specs[group]
+
+    def _spec_on(self, group: Any) -> PlanSpec:
+        kind, cp, heads = self.cp_comm_type, group.size(), self.config.num_attention_heads
+        sizes = getattr(self.config, "hierarchical_context_parallel_sizes", None)
+        ranks = get_process_group_ranks(group) if cp > 1 else None
+        spec = spec_of_layer(kind, self.settings, cp, sizes, ranks)
+        check_members(kind, spec, self.settings, cp, heads, self.tp_group.size())
+        return spec
 
     def _dropout(self, query: torch.Tensor, packed_seq_params: Any) -> Dropout:
         """The dropout of this microbatch, for queries [s, b, h, d], by the places of its tokens in
         their batch rows.
         """
-        rank, cp, (tokens, batch, heads) = (
-            self.cp_group.rank(),
-            self.cp_group.size(),
-            query.shape[:3],
-        )
+        group = group_of_microbatch(packed_seq_params, self.cp_group)
+        rank, cp, (tokens, batch, heads) = group.rank(), group.size(), query.shape[:3]
         if packed_seq_params is None:
             layout = make_layout(self.settings.layout, tokens * cp, cp)
             places = torch.from_numpy(layout.positions(rank)) if cp > 1 else torch.arange(tokens)
@@ -318,21 +350,6 @@ class RingDotProductAttention(MegatronModule):
         return compat.sharded_tensors(
             state, prefix, {"softmax_offset": 0}, sharded_offsets, self.tp_group, metadata
         )
-
-
-class _OneRank:
-    """In place of a process group: this rank alone."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-
-def _group_of_layer(config: Any, group: Any) -> Any:
-    """The ranks that share the tokens of a layer, by its configuration as in stock Megatron."""
-    return _OneRank() if getattr(config, "context_parallel_size", 1) == 1 else group
 
 
 def _number_predictions(parent: Any, _: str, child: Any) -> None:
@@ -415,26 +432,3 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
     if not compat.has_window(config, layer_number):
         return -1, -1
     return int(window[0]), int(window[1])
-
-
-def _check_layer(config: Any, layer_number: int, attention_type: str) -> None:
-    if attention_type != "self":
-        raise ConfigError(
-            f"--cp-ring supports self attention; layer {layer_number} is {attention_type} attention"
-        )
-    softmax_type = config.softmax_type
-    if softmax_type not in _SOFTMAX_TYPES:
-        raise ConfigError(
-            f"--cp-ring supports --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}"
-        )
-    if getattr(config, "fp8_dot_product_attention", False) or getattr(
-        config, "fp8_multi_head_attention", False
-    ):
-        raise ConfigError(
-            "--cp-ring does not support fp8_dot_product_attention and fp8_multi_head_attention: "
-            "switch them off"
-        )
-    if getattr(config, "attn_logit_softcapping", None):  # of Megatron after 0.20
-        raise ConfigError(
-            "--cp-ring does not support attn_logit_softcapping: only ring_attention has softcap="
-        )

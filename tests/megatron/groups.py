@@ -1,11 +1,16 @@
 """Process groups of a worker that makes Megatron's again for each case."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
-def end_groups() -> None:
-    """Ends all groups but the world. A collective: no rank leaves one that another still needs.
+def end_groups(kept: tuple[Any, ...] = ()) -> None:
+    """Ends all groups but the world and those `kept`. A collective: no rank leaves one that another
+    still needs.
 
     A thread of each group of gloo wakes a hundred times a second, so that hundreds of groups keep a
     core busy.
@@ -15,5 +20,32 @@ def end_groups() -> None:
     dist.barrier()
     parallel_state.destroy_model_parallel()
     for group in [*distributed_c10d._world.pg_map]:
-        if group is not dist.group.WORLD:
+        if group is not dist.group.WORLD and group not in kept:
             dist.destroy_process_group(group)
+
+
+@contextmanager
+def program(cp: int, hybrid: bool = False, **settings: Any) -> Iterator[None]:
+    """On a rank of the pool: what a program does before it builds a model, and afterwards all of it
+    undone.
+    """
+    import cp_ring.megatron
+    from cp_ring import patches
+    from cp_ring.megatron import program
+    from cp_ring.megatron import settings as in_force
+
+    kept, before = (*distributed_c10d._world.pg_map,), in_force.current()
+    cp_ring.megatron.enable(cpu=True, certify="off", **settings)
+    try:
+        from megatron.core import parallel_state, tensor_parallel
+
+        more = {"hybrid_context_parallel": True} if hybrid else {}
+        parallel_state.initialize_model_parallel(context_parallel_size=cp, **more)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        yield
+    finally:
+        end_groups(kept)
+        for name in reversed(patches.applied()):
+            patches.get(name).revert()
+        in_force.configure(before, whole_rows=False)
+        program.begin(None)

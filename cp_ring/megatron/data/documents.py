@@ -92,8 +92,9 @@ class Documents(MicrobatchMask):
             )
         if getattr(packed, "local_cp_size", None) not in (None, cp):
             raise ConfigError(
-                f"packed_seq_params.local_cp_size {packed.local_cp_size}: --cp-ring supports one "
-                f"size, {cp}"
+                f"packed_seq_params.local_cp_size {packed.local_cp_size}: this layer runs on all "
+                f"{cp} context-parallel ranks; only attention and multi-token prediction run on "
+                "fewer"
             )
         real = _common_offsets(packed, "cu_seqlens_q", "cu_seqlens_kv")
         padded = _common_offsets(packed, "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -154,6 +155,38 @@ class DocumentParams(PackedSeqParams):
     def carry(cls, documents: MicrobatchMask) -> DocumentParams:
         n = documents.layout.n // documents.batch
         return cls(qkv_format="sbhd", max_seqlen_q=n, max_seqlen_kv=n, documents=documents)
+
+
+class _OneRank:
+    """In place of a process group: this rank alone."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+ALONE = _OneRank()
+
+
+def group_of_microbatch(packed: Any, group: Any) -> Any:
+    """The ranks that share the tokens of a microbatch: those that `packed` (packed_seq_params)
+    names, or else `group`, the context-parallel ones; None is this rank.
+    """
+    size, own = getattr(packed, "local_cp_size", None), getattr(packed, "cp_group", None)
+    group = group or ALONE
+    if own is None:
+        own = ALONE if size == 1 else group
+    if own is not group and own.size() == group.size():
+        ranks: Any = torch.distributed.get_process_group_ranks
+        own = group if own.size() == 1 or ranks(own) == ranks(group) else own
+    if size is not None and size != own.size():
+        raise ConfigError(
+            f"packed_seq_params.local_cp_size is {size}, but its cp_group, by default the "
+            f"context-parallel one, has {own.size()} ranks: give the group of the microbatch"
+        )
+    return own
 
 
 def without_whole_rows(packed: Any, n: int) -> Any:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.layer_pattern import SPARSE, VARIANTS
 from cp_ring.megatron.flags.rule import Job, Rule, check_rules
 
@@ -113,6 +114,33 @@ WINDOWS = (
          "give {window_size[0]},0",
          example="--window-size 16,4"),
 )  # fmt: skip
+
+
+_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+def check_layer(config: Any, layer_number: int, attention_type: str) -> None:
+    """Raises `ConfigError` for core attention that ring attention does not replace."""
+    if attention_type != "self":
+        raise ConfigError(
+            f"--cp-ring supports self attention; layer {layer_number} is {attention_type} attention"
+        )
+    softmax_type = config.softmax_type
+    if softmax_type not in _SOFTMAX_TYPES:
+        raise ConfigError(
+            f"--cp-ring supports --softmax-type {', '.join(_SOFTMAX_TYPES)}, not {softmax_type}"
+        )
+    if getattr(config, "fp8_dot_product_attention", False) or getattr(
+        config, "fp8_multi_head_attention", False
+    ):
+        raise ConfigError(
+            "--cp-ring does not support fp8_dot_product_attention and fp8_multi_head_attention: "
+            "switch them off"
+        )
+    if getattr(config, "attn_logit_softcapping", None):  # of Megatron after 0.20
+        raise ConfigError(
+            "--cp-ring does not support attn_logit_softcapping: only ring_attention has softcap="
+        )
 
 
 def check_window(window: Any, causal: bool) -> None:

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 
+import numpy as np
+
 from cp_ring.errors import one_line
 from cp_ring.megatron.flags import graphs
 from cp_ring.megatron.flags.attention_rules import ATTENTION, DOCUMENT_FLAGS, DOCUMENTS
@@ -328,6 +330,30 @@ MEMBERS = (
 )  # fmt: skip
 """Of a layer that exchanges heads among `ulysses` ranks, in a ring of `members`."""
 
+SUBGROUP = (
+    Rule("!positions_by_group",
+         "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, for "
+         "which Megatron's rotary embeddings need a patch",
+         "call cp_ring.megatron.enable before the model is built, or give --cp-ring",
+         "they take the positions of all context-parallel ranks"),
+    Rule("!--calculate-per-token-loss",
+         "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which "
+         "needs --calculate-per-token-loss (config.calculate_per_token_loss)",
+         why="ranks then hold different numbers of sequences, whose means weigh wrongly"),
+    Rule(lambda job: np.any(job.moe_aux_loss_coeff or 0),
+         "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which "
+         "does not support {--moe-aux-loss-coeff}", "give 0",
+         "the loss sums the tokens of all context-parallel ranks, which have other microbatches"),
+    Rule("is_hybrid_model|--experimental-attention-variant",
+         "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which "
+         "models with recurrent or sparse layers do not support", "leave it out",
+         "these layers exchange tokens among all context-parallel ranks"),
+    Rule("graphs_of_attention",
+         "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which "
+         "does not support {graphs}", "leave it out"),
+)  # fmt: skip
+"""Of microbatches on a group of their own."""
+
 LATENT = (
     Rule("!--multi-latent-attention", "{--cp-ring-wire} needs --multi-latent-attention",
          "or give --cp-ring-wire plain"),
@@ -402,7 +428,7 @@ READING = (
 
 TABLE = {
     "Attention": WITHOUT_CUDA + LAYERS + ATTENTION + DOCUMENTS + LATENT + DROPOUT_ON_THE_WIRE,
-    "Sizes": COMPLETE + SIZES + MODEL + SPLITS + MEMBERS,
+    "Sizes": COMPLETE + SIZES + MODEL + SPLITS + MEMBERS + SUBGROUP,
     "Training": RING + TRAINING + DATA + READING + SCRIPT + PROGRAM,
 }
 """All rules, by the parts of the page on troubleshooting."""

@@ -1,17 +1,21 @@
-"""`cp-ring bench lengths`: documents of a long-tailed set, split over ranks in four ways, timed.
+"""`cp-ring bench lengths`: documents of a long-tailed set, split over ranks in five ways, timed.
 
 A round is forward and backward of attention and of token-wise layers. `independent` is what data
 parallelism does: each rank gets whole documents, the largest first, each to the rank with least
-work. Rounds take turns, so that a slow minute of a shared machine slows all splits alike.
+work. `dynamic` is Megatron's hybrid context parallelism: its scheduler says which ranks share which
+document, and ranks wait for one another between groups of documents. Rounds take turns, so that a
+slow minute of a shared machine slows all splits alike.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,7 +25,12 @@ from cp_ring.plan.ranges import Ints
 from cp_ring.testing.rank_pool import Ranks
 from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement
 
-LAYOUTS = ("balanced", "zigzag", "per_document_zigzag", "independent")
+LAYOUTS = ("balanced", "zigzag", "per_document_zigzag", "independent", "dynamic")
+
+Shares = list[list[list[tuple[int, Plan]]]]
+"""For each group of documents and each rank, what it works on: plans, each with the first of the
+neighboring ranks that share it.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,32 @@ def greedy(work: PackedWork) -> list[list[int]]:
     return mine
 
 
+def shares(work: PackedWork, name: str) -> Shares:
+    """Who works on what in a split."""
+    if name == "independent":
+        alone = [
+            [Plan.build(Mask.documents(np.cumsum([0, *mine])), Layout.contiguous(sum(mine), 1))]
+            if mine
+            else []
+            for mine in greedy(work)
+        ]
+        return [[[(rank, each) for each in plans] for rank, plans in enumerate(alone)]]
+    if name != "dynamic":
+        return [[[(0, plan(work, name))]] * work.cp]
+    from cp_ring.megatron.hybrid_schedule import hybrid_groups  # imports Megatron
+
+    lengths = padded(np.array(work.lengths, np.int64), work.cp)
+    found: Shares = []
+    for group in hybrid_groups(lengths, work.cp, -(-int(lengths.sum()) // work.cp)):
+        ranks = {i: [r for r, mine in enumerate(group) if i in mine] for i in {*chain(*group)}}
+        made = {
+            i: (of[0], Plan.build(Mask.causal(int(lengths[i])), Layout.zigzag(lengths[i], len(of))))
+            for i, of in ranks.items()
+        }
+        found.append([[made[i] for i in mine] for mine in group])
+    return found
+
+
 def about(work: PackedWork, name: str) -> dict[str, Any]:
     """What a split computes and moves: {layout, tokens, balance, bytes}.
 
@@ -79,57 +114,53 @@ def about(work: PackedWork, name: str) -> dict[str, Any]:
     keys, values and their gradients
     that move in forward and backward, in float32.
     """
-    if name == "independent":
-        mine = greedy(work)
-        pairs = np.array([sum(n * (n + 1) // 2 for n in one) for one in mine])
-        return {
-            "layout": name,
-            "tokens": sum(work.lengths),
-            "balance": float(pairs.max() / pairs.mean()),
-            "bytes": 0,
-        }
-    report = plan(work, name).verify()
-    moved = 2 * int(report.keys_in.sum()) + int(report.grads_in.sum())
-    tokens = int(report.tokens_per_rank.sum())
+    pairs, moved, tokens = np.zeros(work.cp), 0, 0
+    for rank, mine in chain(*map(enumerate, shares(work, name))):
+        for first, each in mine:
+            if first == rank:
+                report = each.verify()
+                pairs[rank : rank + each.cp] += report.work_per_rank
+                moved += 2 * int(report.keys_in.sum()) + int(report.grads_in.sum())
+                tokens += int(report.tokens_per_rank.sum())
     return {
         "layout": name,
         "tokens": tokens,
-        "balance": report.balance,
+        "balance": float(pairs.max() / pairs.mean()),
         "bytes": moved * 2 * work.width * 4,
     }
 
 
-def _attention(work: PackedWork, name: str, group: Any) -> tuple[int, Any]:
-    """Tokens of this rank, and what attends to q, k, v of them."""
-    if name == "independent":
-        mine = greedy(work)[group.rank()]
-        mask = Mask.documents(np.cumsum([0, *(mine or [1])]))
-        alone = Plan.build(mask, Layout.contiguous(mask.n, 1))
-        return mask.n, lambda q, k, v: ring_attention(q, k, v, plan=alone)
-    whole = plan(work, name)
-    return int(whole.layout.tokens_per_rank[group.rank()]), lambda q, k, v: ring_attention(
-        q, k, v, group, plan=whole
-    )
-
-
 def prepare(group: Any, name: str, work: PackedWork) -> None:
     """On a rank: makes a split's tensors and runs it once."""
-    tokens, attend = _attention(work, name, group)
     generator = torch.Generator().manual_seed(group.rank())
-    x = torch.randn(1, tokens, work.width, generator=generator).requires_grad_()
     weights = [
         torch.randn(*shape, generator=generator).mul_(0.02).requires_grad_()
         for shape in _shapes(work.width)
     ]
+    split = shares(work, name)
+    sharing = {(first, each.cp) for of in split for mine in of for first, each in mine}
+    # each rank takes part in making each group
+    groups = {
+        (first, cp): group if cp == work.cp else dist.new_group(range(first, first + cp))
+        for first, cp in sorted(sharing)
+        if cp > 1
+    }
+
+    def draw(first: int, of: Plan) -> Tensor:
+        tokens = int(of.layout.tokens_per_rank[group.rank() - first])
+        return torch.randn(1, tokens, work.width, generator=generator).requires_grad_()
+
+    mine = [[(draw(*share), *share) for share in of[group.rank()]] for of in split]
 
     def one_round() -> None:
-        q, k, v = (
-            part.reshape(1, tokens, work.heads, work.head_dim)
-            for part in (x @ weights[0]).chunk(3, 2)
-        )
-        mixed = attend(q, k, v).reshape(1, tokens, work.width)
-        out: Tensor = F.gelu(mixed @ weights[1]) @ weights[2]
-        torch.autograd.grad(out.sum(), [x, *weights])
+        for parts in mine:
+            for x, first, each in parts:
+                q, k, v = (x @ weights[0]).unflatten(2, (3, work.heads, -1)).unbind(2)
+                mixed = ring_attention(q, k, v, groups.get((first, each.cp)), plan=each)
+                out: Tensor = F.gelu(mixed.flatten(2) @ weights[1]) @ weights[2]
+                torch.autograd.grad(out.sum(), [x, *weights])
+            if len(mine) > 1:
+                dist.barrier(group)
 
     one_round()
     PREPARED[name] = one_round

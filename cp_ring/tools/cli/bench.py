@@ -502,24 +502,31 @@ class LengthsBench:
 
 def _lengths(options: LengthsBench) -> Measured:
     """Time attention and a token-wise layer on documents of a long-tailed set: balanced, zigzag,
-    padded, independent ranks.
+    padded, independent ranks, Megatron's dynamic groups of ranks.
     """
     from cp_ring.tools.bench import samples
-    from cp_ring.tools.bench.lengths import LAYOUTS, PackedWork, long_tail, run
+    from cp_ring.tools.bench.lengths import LAYOUTS, PackedWork, long_tail, run, shares
 
     n, cp, seed = options.seq_length, options.cp, options.seed
     if n < 128 * cp:
         raise ConfigError(f"--seq-length {n}: {cp} ranks need at least {128 * cp} tokens")
     drawn = samples.lengths(options.lengths, n, seed) if options.lengths else long_tail(n, seed)
     work = PackedWork(tuple(drawn.tolist()), cp, options.heads, options.head_dim)
-    results = run(work, list(LAYOUTS), options.repeats)
+    names, skipped = list(LAYOUTS), []
+    try:
+        shares(work, "dynamic")
+    except ConfigError as error:  # without Megatron, or where its scheduler fails
+        names.remove("dynamic")
+        skipped = [{"layout": "dynamic", "skipped": str(error)}]
+    results = run(work, names, options.repeats)
     for result in results:
         for name in ("median_s", "cpu_s"):
             result[f"{name}_over_balanced"] = result[name] / results[0][name]
     title = (
         f"{len(drawn)} documents, {drawn.sum():,} tokens, the longest {drawn.max():,}; {cp} ranks"
     )
-    return Measured(results, title, {"documents": len(drawn), "longest": int(drawn.max())})
+    about = {"documents": len(drawn), "longest": int(drawn.max())}
+    return Measured(results + skipped, title, about)
 
 
 @dataclass(frozen=True, kw_only=True)

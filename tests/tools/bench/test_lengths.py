@@ -30,6 +30,8 @@ def test_what_each_split_computes_and_moves():
         < about["zigzag"]["balance"]
         < about["independent"]["balance"]
     )
+    assert about["dynamic"]["tokens"] == about["per_document_zigzag"]["tokens"]
+    assert 0 < about["dynamic"]["bytes"] < about["per_document_zigzag"]["bytes"]
     assert about["independent"]["bytes"] == 0 < about["balanced"]["bytes"]
     assert sorted(chain(*lengths.greedy(LONG))) == sorted(LONG.lengths)
     assert lengths.greedy(LONG)[0] == [700]
