@@ -153,8 +153,8 @@ def ring_attention(
             for any replicated parameter.
         wire_dtype: the dtype in which partial gradients of keys and values travel: `input`,
         `float32` or `bfloat16`.
-        qkv_format: `bshd`, or `sbhd` for tensors [s, b, heads, head size]; `out` has the same
-        format.
+        qkv_format: `bshd`; `sbhd` for tensors [s, b, heads, head size]; `bhsd` for [b, heads, s,
+            head size]; `thd` for [s, heads, head size], with lse [h, s]. `out` has the same format.
         timeout: seconds that this process may wait for other ranks. A thread watches the waits from
             then on, in backward and in other collectives too. A rank that waits for longer prints
             where it is and names the rank that is stuck or does not call; all ranks that wait end,
@@ -198,6 +198,8 @@ def ring_attention(
 
     Ring attention: Liu et al., https://arxiv.org/abs/2310.01889.
     """
+    if options.get("qkv_format") in _DIMENSIONS:
+        return _in_format(str(options["qkv_format"]), (q, k, v), group, return_lse, options)
     if torch.compiler.is_compiling():
         if not graph_op.supports(q, k, v, group, options):
             return _out_of_graph(q, k, v, group, return_lse=return_lse, **options)
@@ -209,6 +211,31 @@ def ring_attention(
         return out
     assert lse is not None, "an lse that was asked for is missing"
     return out, lse
+
+
+_DIMENSIONS = {"bhsd": 4, "thd": 3}
+"""Formats whose tensors are views of those of the format bshd, and how many dimensions they have."""
+
+
+def _in_format(
+    name: str, tensors: tuple[Any, ...], group: Group, return_lse: bool, options: Any
+) -> Any:
+    """`ring_attention` for tensors of such a format."""
+    for of, x in zip("qkv", tensors, strict=True):
+        if not isinstance(x, Tensor) or x.dim() != _DIMENSIONS[name]:
+            found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise PlanError(
+                f"qkv_format={name!r}: {of} must be a tensor of {_DIMENSIONS[name]} dimensions, "
+                f"not {found}"
+            )
+    packed = name == "thd"
+    views: list[Any] = [x[None] if packed else x.transpose(1, 2) for x in tensors]
+    given = {**options, "return_lse": return_lse, "qkv_format": "bshd"}
+    found: Any = ring_attention(*views, group, **given)
+    results: tuple[Any, ...] = found if return_lse else (found,)
+    out, *lse = results
+    out = out[0] if packed else out.transpose(1, 2)
+    return (out, lse[0][0] if packed else lse[0]) if return_lse else out
 
 
 # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
