@@ -31,6 +31,7 @@ from cp_ring.plan.plan import Plan
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.tables import RankPlan
 from cp_ring.plan_cache import PlanOptions
+from cp_ring.runtime import RUNTIME
 
 
 class CallOptions(TypedDict, total=False):
@@ -41,7 +42,7 @@ class CallOptions(TypedDict, total=False):
     causal: bool
     window_size: tuple[int, int]
     cu_seqlens: Sequence[int] | np.ndarray | Tensor | None
-    mask: Mask | None
+    mask: Mask | Sequence[tuple[int, Mask]] | None
     plan: AnyPlan | None
     layout: str | Layout
     route: str
@@ -112,7 +113,9 @@ def ring_attention(
             of the whole sequence, the same on every rank.
         mask: any other mask, as a `Mask`: `Mask.prefix`, `Mask.documents`, `Mask.batch`, ... It
             replaces `causal`, `window_size` and `cu_seqlens`. `Mask.from_dense` takes an array of
-            booleans, `Mask.from_mask_mod` a `mask_mod` function of FlexAttention.
+            booleans, `Mask.from_mask_mod` a `mask_mod` function of FlexAttention. A list of pairs
+            (query heads, mask) gives groups of heads masks of their own, in the order of the heads;
+            the layout `balanced` is then that of their sum.
         plan: a plan made with `Plan.build`, or this rank's part of it. It replaces mask, layout,
             route, schedule and heads. Without one, a plan is made for the given mask and layout,
             proven, and kept for later calls with the same arguments.
@@ -153,8 +156,8 @@ def ring_attention(
             for any replicated parameter.
         wire_dtype: the dtype in which partial gradients of keys and values travel: `input`,
         `float32` or `bfloat16`.
-        qkv_format: `bshd`, or `sbhd` for tensors [s, b, heads, head size]; `out` has the same
-        format.
+        qkv_format: `bshd`; `sbhd` for tensors [s, b, heads, head size]; `bhsd` for [b, heads, s,
+            head size]; `thd` for [s, heads, head size], with lse [h, s]. `out` has the same format.
         timeout: seconds that this process may wait for other ranks. A thread watches the waits from
             then on, in backward and in other collectives too. A rank that waits for longer prints
             where it is and names the rank that is stuck or does not call; all ranks that wait end,
@@ -198,6 +201,10 @@ def ring_attention(
 
     Ring attention: Liu et al., https://arxiv.org/abs/2310.01889.
     """
+    if options.get("qkv_format") in _DIMENSIONS:
+        return _in_format(str(options["qkv_format"]), (q, k, v), group, return_lse, options)
+    if isinstance(options.get("mask"), list | tuple):
+        return _by_heads((q, k, v), group, return_lse, options)
     if torch.compiler.is_compiling():
         if not graph_op.supports(q, k, v, group, options):
             return _out_of_graph(q, k, v, group, return_lse=return_lse, **options)
@@ -209,6 +216,68 @@ def ring_attention(
         return out
     assert lse is not None, "an lse that was asked for is missing"
     return out, lse
+
+
+_DIMENSIONS = {"bhsd": 4, "thd": 3}
+"""Formats whose tensors are views of those of the format bshd, and how many dimensions they have."""
+
+
+def _in_format(
+    name: str, tensors: tuple[Any, ...], group: Group, return_lse: bool, options: Any
+) -> Any:
+    """`ring_attention` for tensors of such a format."""
+    for of, x in zip("qkv", tensors, strict=True):
+        if not isinstance(x, Tensor) or x.dim() != _DIMENSIONS[name]:
+            found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise PlanError(
+                f"qkv_format={name!r}: {of} must be a tensor of {_DIMENSIONS[name]} dimensions, "
+                f"not {found}"
+            )
+    packed = name == "thd"
+    views: list[Any] = [x[None] if packed else x.transpose(1, 2) for x in tensors]
+    call: Any = ring_attention
+    found = call(*views, group, **{**options, "return_lse": return_lse, "qkv_format": "bshd"})
+    out, *lse = found if return_lse else (found,)
+    out = out[0] if packed else out.transpose(1, 2)
+    return (out, lse[0][0] if packed else lse[0]) if return_lse else out
+
+
+def _by_heads(tensors: tuple[Any, ...], group: Group, return_lse: bool, options: Any) -> Any:
+    """`ring_attention` for groups of heads with masks of their own, one group after another."""
+    (q, k, v), masks = tensors, options["mask"]
+    h, g = (x.shape[2] if isinstance(x, Tensor) and x.dim() == 4 else 0 for x in (q, k))
+    for part in masks:
+        if not (isinstance(part, Sequence) and len(part) == 2 and isinstance(part[1], Mask)):
+            raise ConfigError(f"mask holds {part!r:.80}: masks by head are pairs (heads, Mask)")
+    counts = [expect("heads of mask", count, int) for count, _ in masks]
+    if sum(counts) != h or any(count < 1 or count * g % h for count in counts):
+        raise PlanError(
+            f"mask is for groups of {', '.join(map(str, counts))} heads: they must add up to the "
+            f"{h} query heads, each with whole key/value heads, of which there are {g}"
+        )
+    given = dict(options)
+    if given.get("layout") == "balanced":
+        transport = transport_for(group, q.device)
+        layers = tuple((mask, count) for count, mask in masks)
+        given["layout"] = _balanced(layers, transport.size if transport else 1)
+    found, first = [], 0
+    for count, mask in masks:
+        mine, keys = slice(first, first + count), slice(first * g // h, (first + count) * g // h)
+        for name in ("sink", "alibi_slopes"):
+            if options.get(name) is not None:
+                given[name] = options[name][mine]
+        parts = q[:, :, mine], k[:, :, keys], v[:, :, keys]
+        call: Any = ring_attention
+        found.append(call(*parts, group, **given | {"mask": mask, "return_lse": return_lse}))
+        first += count
+    if not return_lse:
+        return torch.cat(found, 2)
+    return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 1)
+
+
+@RUNTIME.cache(maxsize=16)
+def _balanced(layers: tuple[tuple[Mask, int], ...], cp: int) -> Layout:
+    return Layout.balanced(layers, cp)
 
 
 # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is

@@ -20,6 +20,7 @@ Backward starts in `RingAttention.backward` and goes on through `_run_backward` 
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ AnyPlan = Plan | RankPlan
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_KINDS = 64  # of calls of one plan
+_MANY_HEADS = 128  # of a layer
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class AttentionOptions:
         if self.wire_dtype not in (dtypes := choices("wire_dtype")):
             raise ConfigError(f"wire_dtype={self.wire_dtype!r}: it must be {either(dtypes)}")
         if self.qkv_format not in ("bshd", "sbhd"):
-            raise ConfigError(f"qkv_format={self.qkv_format!r}: it must be 'bshd' or 'sbhd'")
+            raise ConfigError(f"qkv_format={self.qkv_format!r}: it must be bshd, sbhd, bhsd or thd")
         if self.softmax_scale is not None and not 0 < self.softmax_scale < math.inf:
             raise ConfigError(
                 f"softmax_scale={self.softmax_scale}: it must be a finite number above 0"
@@ -319,6 +321,12 @@ class Attention:
             )
         self._bshd = options.qkv_format == "bshd"
         batch, tokens = q.shape[:2] if self._bshd else (q.shape[1], q.shape[0])
+        if q.shape[2] > max(tokens, _MANY_HEADS):
+            warnings.warn(
+                f"q has {q.shape[2]} heads and {tokens} tokens: for tensors [batch, heads, tokens, "
+                "head size] pass qkv_format='bhsd'",
+                stacklevel=2,
+            )
         # Batch rows with masks of their own are one stream of tokens.
         self._batch_rows = batch if rank_plan.batch == batch > 1 else 0
         held = tokens * self._batch_rows if self._batch_rows else tokens

@@ -158,6 +158,43 @@ def test_a_plan_is_made_and_proven_once(monkeypatch):
     assert len(maker._plans) == 2
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("name", ["bhsd", "thd"])
+def test_formats_are_views(cp, name):
+    """Values, lse and gradients have the bits of the format bshd."""
+    thd = name == "thd"
+    case = Case.draw(N, b=1 if thd else 2, h=4, g=2, e=12)
+    plan = Plan.build(Mask.documents(CU_SEQLENS), Layout.zigzag(N, cp))
+    options = {"cu_seqlens": CU_SEQLENS, "causal": True}
+
+    def there(x):
+        return x[0] if thd else x.transpose(1, 2).contiguous()
+
+    def run(group, view, **more):
+        rank = group.rank if group is not None else 0
+        shards = [view(plan.layout.shard(x, rank, 1)) for x in case]
+        q, k, v = (x.detach().requires_grad_() for x in shards[:3])
+        out, lse = ring_attention(q, k, v, group, return_lse=True, **options, **more)
+        assert torch.equal(ring_attention(q, k, v, group, **options, **more), out)
+        return [out, *torch.autograd.grad(out, (q, k, v), shards[3])], lse
+
+    def both(group):
+        (plain, lse), (other, of_other) = (
+            run(group, lambda x: x),
+            run(group, there, qkv_format=name),
+        )
+        same = all(torch.equal(there(x), y) for x, y in zip(plain, other, strict=True))
+        return same and torch.equal(lse[0] if thd else lse, of_other)
+
+    assert all([both(None)] if cp == 1 else LocalRing(cp).run(both))
+
+
+def test_more_heads_than_tokens_are_pointed_out():
+    q = torch.randn(1, 8, 160, 4)
+    with pytest.warns(UserWarning, match="160 heads and 8 tokens.*qkv_format='bhsd'"):
+        ring_attention(q, q, q)
+
+
 def test_lse():
     """Of float32 inputs in float32; with a sink, the sink is in it; [b, h, s] also where batch rows
     are one stream.
@@ -311,7 +348,12 @@ BESIDE_A_PLAN = {
             ConfigError,
             "wire_dtype='int8': it must be 'input', 'float32' or 'bfloat16'",
         ),
-        ({"qkv_format": "thd"}, ConfigError, "qkv_format='thd': it must be 'bshd' or 'sbhd'"),
+        ({"qkv_format": "hd"}, ConfigError, "qkv_format='hd': it must be bshd, sbhd, bhsd or thd"),
+        (
+            {"qkv_format": "thd"},
+            PlanError,
+            "qkv_format='thd': q must be a tensor of 3 dimensions, not shape",
+        ),
     ],
 )
 def test_contradictions_are_one_line_that_names_the_argument(options, kind, says):
