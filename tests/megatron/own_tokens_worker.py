@@ -27,6 +27,8 @@ def rank(number, ranks, port, folder, how):
         "MASTER_PORT": port,
     }
     os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    import megatron.training.training  # its log goes to the stdout of its import  # noqa: F401
+
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         errors = examine(number, ranks, port, how)

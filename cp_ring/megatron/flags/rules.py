@@ -168,7 +168,7 @@ def _why_no_layers(job: Job) -> str:
 
 
 TRAINING = (
-    Rule("!--train-iters|--train-samples|--skip-train",
+    Rule(lambda job: job.train_iters == 0 and not job.train_samples and not job.skip_train,
          "--train-iters must be at least 1, or --train-samples",
          example="--train-iters 0"),
     Rule(lambda job: job.lr_warmup_iters and job.lr_warmup_iters >= (

@@ -40,7 +40,7 @@ while [[ $1 != bash ]]; do
     shift
 done
 for ((i = 1; i < tasks; i++)); do touch "$5/started/$i"; done # only the first one is run
-trap 'kill -USR1 $pid' USR1
+trap 'kill -USR1 $pid || :' USR1
 export SLURM_PROCID=0 SLURM_LOCALID=0 SLURMD_NODENAME=n1
 (while [[ -e ${HOLD:-} ]]; do sleep 0.1; done; exec "$@") & pid=$! # slurmd may take its time to start a task
 while wait $pid; kill -0 $pid 2>/dev/null; do :; done
