@@ -63,6 +63,9 @@ WITHOUT_CUDA = (
 COMPLETE = (
     Rule(lambda job: job.missing_sizes, "section megatron lacks {found} of the model", "give them",
          "nothing says how large it is"),
+    Rule("!--train-iters|--train-samples|--skip-train",
+         "--train-iters must be at least 1, or --train-samples"),
+    Rule(lambda job: job.lr is None and not job.skip_train, "--lr is missing", "give it"),
 )  # fmt: skip
 
 
@@ -72,12 +75,13 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         "save-interval log-interval micro-batch-size global-batch-size num-attention-heads "
         "num-query-groups num-layers hidden-size ffn-hidden-size kv-channels seq-length "
         "max-position-embeddings num-experts moe-router-topk moe-ffn-hidden-size train-samples "
-        "q-lora-rank kv-lora-rank qk-head-dim v-head-dim seed make-vocab-size-divisible-by"),
+        "q-lora-rank kv-lora-rank qk-head-dim v-head-dim seed vocab-size make-vocab-size-divisible-by"),
     "at least 0": (lambda x: 0 <= x < inf,
-        "lr min-lr weight-decay clip-grad init-method-std norm-epsilon adam-eps num-workers "
+        "lr min-lr weight-decay clip-grad init-method-std adam-eps num-workers "
         "lr-warmup-iters eval-iters train-iters qk-pos-emb-head-dim mtp-num-layers"),
     "from 0 to below 1": (lambda x: 0 <= x < 1,
-        "attention-dropout hidden-dropout adam-beta1 adam-beta2 sgd-momentum"),
+        "attention-dropout hidden-dropout adam-beta1 adam-beta2 sgd-momentum "
+        "lr-warmup-fraction"),
     "above 0": (lambda x: 0 < x < inf, "rotary-base rotary-percent"),
 }  # fmt: skip
 """Numbers of Megatron's flags that neither its parser nor its validation limits."""
@@ -168,9 +172,6 @@ def _why_no_layers(job: Job) -> str:
 
 
 TRAINING = (
-    Rule(lambda job: job.train_iters == 0 and not job.train_samples and not job.skip_train,
-         "--train-iters must be at least 1, or --train-samples",
-         example="--train-iters 0"),
     Rule(lambda job: job.lr_warmup_iters and job.lr_warmup_iters >= (
          job.lr_decay_iters or job.train_iters or inf),
          "{--lr-warmup-iters} must be below --lr-decay-iters, by default --train-iters",

@@ -320,9 +320,11 @@ class ReplayBench:
     device: str = option("cuda", "cuda or cpu.")
     kernel: str = option("auto", "As --cp-ring-kernel.")
     window: int = option(-1, "A query sees itself and this many keys before it; -1 for all.")
-    document: int = option(0, "Average tokens of packed documents; 0 for one sequence.")
+    document: int = option(0, "Average tokens of packed documents; 0 for one sequence.", min=0)
     layout: str = option("", "zigzag or balanced. Default: balanced with --document, else zigzag.")
-    bandwidth: float = option(0.0, "GB per second of a simulated link, only with CUDA; 0 for none.")
+    bandwidth: float = option(
+        0.0, "GB per second of a simulated link, only with CUDA; 0 for none.", min=0
+    )
     repeats: int = _repeats(5, "Repetitions; the median is reported.")
 
 
@@ -332,6 +334,7 @@ def _replay(options: ReplayBench) -> Measured:
     """
     import torch
 
+    from cp_ring.kernels import REGISTRY
     from cp_ring.plan import Mask
     from cp_ring.plan.plan import PlanSpec
     from cp_ring.tools.bench import samples
@@ -343,6 +346,7 @@ def _replay(options: ReplayBench) -> Measured:
         raise ConfigError("--device cuda: there is no CUDA device; --device cpu runs on the CPU")
     layout = options.layout or ("balanced" if options.document else "zigzag")
     check("--layout", layout, ("zigzag", "balanced"))
+    check("--kernel", options.kernel, ("auto", *REGISTRY))
     dtype, size, window = getattr(torch, options.dtype), options.head_dim, (options.window, 0)
     sizes = RankSizes(
         options.tokens, options.heads, options.kv_heads, size, size, dtype, options.device

@@ -115,7 +115,9 @@ class PlanRequest:
         metavar="BEFORE:AFTER",
         **_LAYOUT,
     )
-    chunks_per_rank: int | None = option(None, "Chunks per rank of the balanced layout.", **_LAYOUT)
+    chunks_per_rank: int | None = option(
+        None, "Chunks per rank of the balanced layout.", min=1, **_LAYOUT
+    )
     route: str = option(
         "direct",
         f"{', '.join(ROUTES)}, or auto: the fastest one that --slot-shards allows.",
@@ -131,10 +133,10 @@ class PlanRequest:
     slot_shards: int = option(
         SLOT_SHARDS, "Sources of a hop at most: the shards of a receive buffer.", **_LAYOUT
     )
-    num_slots: int = option(2, "Receive buffers for keys and values.", **_LAYOUT)
-    heads: int = option(32, "Query heads.", **_SIZES)
-    kv_heads: int = option(8, "Key/value heads; only these travel.", **_SIZES)
-    head_dim: int = option(128, "Size of a head.", **_SIZES)
+    num_slots: int = option(2, "Receive buffers for keys and values.", min=1, **_LAYOUT)
+    heads: int = option(32, "Query heads.", min=1, **_SIZES)
+    kv_heads: int = option(8, "Key/value heads; only these travel.", min=1, **_SIZES)
+    head_dim: int = option(128, "Size of a head.", min=1, **_SIZES)
     dtype: str = option("bf16", "bf16, fp16 or fp32.", metavar="NAME", **_SIZES)
     mla: str | None = option(
         None,
@@ -222,7 +224,8 @@ def run_plan(request: PlanRequest) -> None:
     no process group.
     """
     _check(request)
-    assumed = request.assumed()
+    with _name_options(**{"unknown dtype": "--dtype"}):
+        assumed = request.assumed()
     if request.compare:
         from cp_ring.tools.cli.plan_variants import compare_command
 
@@ -243,11 +246,13 @@ def run_plan(request: PlanRequest) -> None:
         drawn_offsets = np.cumsum([0, *samples.lengths(request.lengths, n, request.seed)])
         n = int(drawn_offsets[-1]) if n is None else n
     with _name_options_if_out_of_memory(n, request.cp):
-        offsets = _document_offsets(n, request)
+        with _name_options(documents="--documents-mean: documents"):
+            offsets = _document_offsets(n, request)
         offsets = offsets if drawn_offsets is None else drawn_offsets
         mask = _make_mask(request, n, offsets)
         if request.convert:
-            _convert(request, mask, offsets, assumed.sizes.element)
+            with _name_options(**{"--layout": "--convert"}):
+                _convert(request, mask, offsets, assumed.sizes.element)
         else:
             _show(
                 request,

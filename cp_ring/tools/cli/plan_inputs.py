@@ -18,6 +18,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.tools.cli.option_models import parse_tokens
+from cp_ring.tools.job.command_line import as_keys
 from cp_ring.tools.job.job_config import JobConfig, load
 from cp_ring.tools.slurm.placement import context_groups
 
@@ -113,7 +114,12 @@ def take(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
     if len(given) == 2:
         job, overrides = given["job"], given["set_"] or ()
         if job is not None:
-            ctx.default_map = options_of(load(job, overrides))
+            loaded = load(job, overrides)
+            try:
+                ctx.default_map = options_of(loaded)
+            except (TypeError, ValueError) as error:
+                said = str(error).replace("invalid literal for int() with base 10", "no number")
+                raise ConfigError(f"{loaded.source}: {as_keys(said)}") from None
         elif overrides:
             raise ConfigError(
                 f"--set {overrides[0]} changes a job: name one, as in cp-ring plan quickstart "
@@ -137,6 +143,9 @@ def options_of(job: JobConfig) -> dict[str, Any]:
     )
     if not given.get("seq_length"):
         raise ConfigError("megatron.seq_length is missing: a plan needs the tokens of a sequence")
+    n = given["seq_length"]
+    if isinstance(n, int) and settings.enabled and n % (2 * cp):
+        raise ConfigError(f"megatron.seq_length {n} does not divide by 2 x {cp} ranks = {2 * cp}")
     sizes = AttentionSizes.from_megatron(given, tp)
     kinds = given.get("cp_comm_type") or "p2p"
     kind = kinds if isinstance(kinds, str) else kinds[0]

@@ -7,10 +7,13 @@ nothing has to be downloaded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import signal
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -111,6 +114,7 @@ def build(corpus: Corpus) -> None:
     if corpus.ready:
         return
     _import_tokenizers()
+    made = [folder for folder in corpus.folder.parents if not folder.exists()]
     try:
         corpus.folder.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".building-", dir=corpus.folder.parent))
@@ -118,6 +122,8 @@ def build(corpus: Corpus) -> None:
         raise ConfigError(
             f"data.cache {corpus.folder.parent}: the folder cannot be made: {error.strerror}"
         ) from None
+    # a signal that ends the process ends it by the blocks that clean up
+    handled = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         work.chmod(0o755)
         _build_in(work, corpus)
@@ -128,6 +134,10 @@ def build(corpus: Corpus) -> None:
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(OSError):  # in use by others
+            for folder in made if not corpus.ready else ():
+                folder.rmdir()
+        signal.signal(signal.SIGTERM, handled)
 
 
 def _import_tokenizers() -> Any:
@@ -148,7 +158,7 @@ def _build_in(work: Path, corpus: Corpus) -> None:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as progress:
+    with Progress(*columns, transient=True) as progress:
         counting = progress.add_task(f"{corpus.name}: reading", total=None)
         documents = 0
         sample: list[str] = []

@@ -91,6 +91,8 @@ class DataConfig(Section):
 class ParallelConfig(Section):
     """The size of each parallel dimension. Their product is the number of ranks."""
 
+    model_config = ConfigDict(strict=True)  # true is no 1
+
     tensor_model_parallel_size: int = Field(1, ge=1)
     pipeline_model_parallel_size: int = Field(1, ge=1)
     context_parallel_size: int = Field(1, ge=1)
@@ -403,13 +405,19 @@ def _describe_first(error: ValidationError) -> str:
     location = [str(part) for part in first["loc"]]
     key = ".".join(location)
     if first["type"] != "extra_forbidden":
-        return f"{key}: {_PLAIN.get(first['type'], first['msg'].lower())}, not {first['input']!r}"
+        said = first["msg"] if first["type"] == "option" else first["msg"].lower()
+        return f"{key}: {_PLAIN.get(first['type'], said)}, not {first['input']!r}"
     section: Any = JobConfig
     for part in location[:-1]:
         section = section.model_fields[part].annotation
     names = list(getattr(section, "model_fields", SETTINGS))
     near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
     prefix = ".".join(location[:-1])
+    if not near and not prefix:  # perhaps without its section
+        homes = {name: getattr(of.annotation, "model_fields", SETTINGS) for name, of in
+                 JobConfig.model_fields.items() if name != "megatron"}  # fmt: skip
+        home = next((name for name, keys in homes.items() if key in keys), "megatron")
+        near = [f"{home}.{key}"] * isinstance(first["input"], str | int | float)
     if near:
         return f"{key}: unknown key; did you mean {'.'.join([*location[:-1], near[0]])}?"
     return f"{key}: unknown key; {prefix or 'the file'} has {', '.join(names)}"

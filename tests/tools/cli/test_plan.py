@@ -461,7 +461,7 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
         ("--documents /does/not/exist", "--documents /does/not/exist: cannot read"),
         ("--documents x --documents-mean 5", "exclude one another"),
         ("--kv-heads 5", "5 key/value heads do not divide 32 heads"),
-        ("--dtype int8", "unknown dtype 'int8'"),
+        ("--dtype int8", "--dtype 'int8'"),
         ("--num-slots 1 --schedule ring", "num_slots is 1"),
         ("--seq-length 0", "--seq-length 0"),
         (

@@ -5,6 +5,7 @@ used.
 import json
 import os
 import shutil
+import signal
 import sys
 
 import pytest
@@ -100,17 +101,16 @@ def test_built_once_and_again_when_the_source_changes(folder, tmp_path):
     )
 
 
-def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch, number):
     corpus = corpora.find(folder, tmp_path / "cache", vocab_size=300)
     with monkeypatch.context() as patched:
-        patched.setattr(
-            corpora, "_tokenize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt())
-        )
-        with pytest.raises(KeyboardInterrupt):
+        patched.setattr(corpora, "_tokenize", lambda *args: os.kill(os.getpid(), number))
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
             corpora.build(corpus)
-    assert not corpus.ready and list((tmp_path / "cache").iterdir()) == []
+    assert not corpus.ready and not (tmp_path / "cache").exists()
     left = tmp_path / "cache" / ".building-killed"  # what a killed process leaves behind
-    left.mkdir()
+    left.mkdir(parents=True)
     corpora.build(corpus)
     assert corpus.ready and len(texts_of(corpus, "train")) == 6
 
