@@ -28,14 +28,14 @@ from cp_ring.runtime import RUNTIME
 @_disable_dynamo
 def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     tensors: Tensors,
-    layout: Layout | Plan | None = None,
+    layout: Layout | Plan | str | None = None,
     group: Group = None,
     dim: int = 1,
 ) -> Tensors:
     """This rank's part of whole tensors along `dim`, the dimension of tokens.
 
     `tensors` is a tensor, or a tuple, list or dict of tensors; None inside them stays None.
-    `layout` is a `Layout`, a plan, or None for `Layout.zigzag`. Nothing is sent: every rank holds
+    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Nothing is sent: every rank holds
     the whole tensor and takes its part. The gradient of a part reaches this rank's whole tensor
     only, zero elsewhere.
 
@@ -58,7 +58,7 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
 @_disable_dynamo
 def unshard(
     x: Tensor,
-    layout: Layout | Plan | None = None,
+    layout: Layout | Plan | str | None = None,
     group: Group = None,
     dim: int = 1,
 ) -> Tensor:
@@ -70,7 +70,7 @@ def unshard(
     does. So where every rank computes the same loss on the whole tensor, average the parameters'
     gradients over `group`, as data parallelism does, or divide the loss by its size.
 
-    `layout` is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where x is not
+    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Raises `PlanError` where x is not
     this rank's part of the layout.
     """
     dim, transport = _begin(x, dim, group)
@@ -86,7 +86,7 @@ def unshard(
 def roll(
     x: Tensor,
     shift: int,
-    layout: Layout | Plan | None = None,
+    layout: Layout | Plan | str | None = None,
     group: Group = None,
     dim: int = 1,
     *,
@@ -122,8 +122,8 @@ def roll(
 @_disable_dynamo
 def convert_layout(
     x: Tensor,
-    before: Layout | Plan | None = None,
-    after: Layout | Plan | None = None,
+    before: Layout | Plan | str | None = None,
+    after: Layout | Plan | str | None = None,
     group: Group = None,
     dim: int = 1,
 ) -> Tensor:
@@ -133,7 +133,7 @@ def convert_layout(
     A collective, as `unshard`, and differentiable: gradients go the way back. Only tokens that
     change ranks travel, in one message between two ranks; the plan of the messages is proven when
     it is made. The layouts are for the same number of tokens, which a rank need not hold equally
-    many of; each is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where x is
+    many of; each is as in `shard`. Raises `PlanError` where x is
     not this rank's part of `before`, or the layouts do not fit together.
     """
     dim, transport = _begin(x, dim, group)
@@ -328,9 +328,16 @@ def _exchange(
     transport.post(MessageBatch(sends, receives, kind)).wait()
 
 
-def _layout(layout: Layout | Plan | None, n: int, cp: int) -> Layout:
-    if layout is None:
+def _layout(layout: Layout | Plan | str | None, n: int, cp: int) -> Layout:
+    if layout is None or layout == "zigzag":
         return zigzag(n, cp)
+    if layout == "contiguous":
+        return Layout.contiguous(n, cp)
+    if isinstance(layout, str):
+        raise ConfigError(
+            f"layout {layout!r} may follow from the mask: make it, as in Layout.balanced(mask, cp), "
+            "and pass it to this function and to ring_attention"
+        )
     if isinstance(layout, Plan):
         layout = layout.layout
     if not isinstance(layout, Layout):
@@ -344,11 +351,12 @@ def _layout(layout: Layout | Plan | None, n: int, cp: int) -> Layout:
 
 
 def _layout_of_part(
-    layout: Layout | Plan | None, x: Tensor, transport: Transport | None, dim: int
+    layout: Layout | Plan | str | None, x: Tensor, transport: Transport | None, dim: int
 ) -> Layout:
     """The layout of which x is this rank's part."""
     rank, size = (transport.rank, transport.size) if transport else (0, 1)
-    found = _layout(layout, length_of(x.shape[dim], size) if layout is None else 0, size)
+    n = 0 if isinstance(layout, Layout | Plan) else length_of(x.shape[dim], size, layout)
+    found = _layout(layout, n, size)
     held = int(found.tokens_per_rank[rank])
     if x.shape[dim] != held:
         raise PlanError(
