@@ -28,14 +28,14 @@ from cp_ring.runtime import RUNTIME
 @_disable_dynamo
 def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     tensors: Tensors,
-    layout: Layout | Plan | None = None,
+    layout: Layout | Plan | str | None = None,
     group: Group = None,
     dim: int = 1,
 ) -> Tensors:
     """This rank's part of whole tensors along `dim`, the dimension of tokens.
 
     `tensors` is a tensor, or a tuple, list or dict of tensors; None inside them stays None.
-    `layout` is a `Layout`, a plan, or None for `Layout.zigzag`. Nothing is sent: every rank holds
+    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Nothing is sent: every rank holds
     the whole tensor and takes its part. The gradient of a part reaches this rank's whole tensor
     only, zero elsewhere.
 
@@ -58,7 +58,7 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
 @_disable_dynamo
 def unshard(
     x: Tensor,
-    layout: Layout | Plan | None = None,
+    layout: Layout | Plan | str | None = None,
     group: Group = None,
     dim: int = 1,
     *,
@@ -72,7 +72,8 @@ def unshard(
     on the whole tensor. With `reduction="sum"` it is that of their sum, for ranks that each compute
     a part of the loss, as `torch.distributed.nn.functional.all_gather` has it.
 
-    `layout` is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where x is not
+    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Raises `PlanError` where x
+    is not
     this rank's part of the layout.
     """
     if reduction not in ("mean", "sum"):
@@ -91,7 +92,7 @@ def unshard(
 def roll(
     x: Tensor,
     shift: int,
-    layout: Layout | Plan | None = None,
+    layout: Layout | Plan | str | None = None,
     group: Group = None,
     dim: int = 1,
     *,
@@ -127,8 +128,8 @@ def roll(
 @_disable_dynamo
 def convert_layout(
     x: Tensor,
-    before: Layout | Plan | None = None,
-    after: Layout | Plan | None = None,
+    before: Layout | Plan | str | None = None,
+    after: Layout | Plan | str | None = None,
     group: Group = None,
     dim: int = 1,
 ) -> Tensor:
@@ -138,7 +139,7 @@ def convert_layout(
     A collective, as `unshard`, and differentiable: gradients go the way back. Only tokens that
     change ranks travel, in one message between two ranks; the plan of the messages is proven when
     it is made. The layouts are for the same number of tokens, which a rank need not hold equally
-    many of; each is a `Layout`, a plan, or None for `Layout.zigzag`. Raises `PlanError` where x is
+    many of; each is as in `shard`. Raises `PlanError` where x is
     not this rank's part of `before`, or the layouts do not fit together.
     """
     dim, transport = _begin(x, dim, group)
@@ -319,9 +320,16 @@ def _check_fill(fill: float, dtype: torch.dtype) -> None:
         raise ConfigError(f"fill={fill!r}: a tensor of {dtype} cannot hold it")
 
 
-def _layout(layout: Layout | Plan | None, n: int, cp: int) -> Layout:
-    if layout is None:
+def _layout(layout: Layout | Plan | str | None, n: int, cp: int) -> Layout:
+    if layout is None or layout == "zigzag":
         return zigzag(n, cp)
+    if layout == "contiguous":
+        return Layout.contiguous(n, cp)
+    if isinstance(layout, str):
+        raise ConfigError(
+            f"layout {layout!r} may follow from the mask: make it, as in Layout.balanced(mask, cp), "
+            "and pass it to this function and to ring_attention"
+        )
     if isinstance(layout, Plan):
         layout = layout.layout
     if expect("layout", layout, Layout, Plan, NoneType).cp != cp:
@@ -333,11 +341,12 @@ def _layout(layout: Layout | Plan | None, n: int, cp: int) -> Layout:
 
 
 def _layout_of_part(
-    layout: Layout | Plan | None, x: Tensor, transport: Transport | None, dim: int
+    layout: Layout | Plan | str | None, x: Tensor, transport: Transport | None, dim: int
 ) -> Layout:
     """The layout of which x is this rank's part."""
     rank, size = (transport.rank, transport.size) if transport else (0, 1)
-    found = _layout(layout, length_of(x.shape[dim], size) if layout is None else 0, size)
+    n = 0 if isinstance(layout, Layout | Plan) else length_of(x.shape[dim], size, layout)
+    found = _layout(layout, n, size)
     held = int(found.tokens_per_rank[rank])
     if x.shape[dim] != held:
         raise PlanError(

@@ -55,6 +55,8 @@ def visit(
     files: dict[str, Path],
     screenshot: Path | None = None,
     fragment: str = "",
+    page: str = "index.html",
+    width: int = 1600,
 ) -> Visit:
     """Opens index.html of the folder `site`.
 
@@ -67,13 +69,13 @@ def visit(
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     home = f"http://127.0.0.1:{server.server_port}"
-    address = f"{home}/{fragment.replace('HOME', home)}"
+    address = f"{home}/{page.removesuffix('index.html')}{fragment.replace('HOME', home)}"
     with tempfile.TemporaryDirectory() as folder:
         picture = screenshot or Path(folder) / "page.png"
         options = [
             "--no-sandbox",
             "--disable-gpu",
-            "--window-size=1600,1000",
+            f"--window-size={width},1000",
             f"--user-data-dir={folder}/profile",
         ]
         try:
@@ -97,8 +99,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
         path = urllib.parse.urlsplit(self.path).path
         self._result.asked.append(path)
-        if path == "/":
-            page = (self._site / "index.html").read_text()
+        if path.endswith("/"):
+            page = (self._site / path[1:] / "index.html").read_text()
             more = (
                 '<script src="/look.js" defer></script><img src="/hold.png" style="display: none">'
             )

@@ -121,6 +121,20 @@ def test_labels_of_the_next_token():
     assert Layout.zigzag(16, 4).unshard(parts, 1).tolist() == [[*range(1, 16), -100]]
 
 
+@pytest.mark.parametrize("name", ["zigzag", "contiguous"])
+def test_layouts_by_name(name):
+    y = torch.arange(16).view(1, 16)
+
+    def case(group):
+        mine = cp_ring.shard(y, name, group)
+        assert torch.equal(cp_ring.unshard(mine, name, group), y)
+        rolled = cp_ring.roll(mine, -1, name, group)
+        assert torch.equal(rolled, cp_ring.shard(y.roll(-1, 1), name, group))
+        return mine
+
+    assert torch.equal(getattr(Layout, name)(16, 2).unshard(LocalRing(2).run(case), 1), y)
+
+
 def test_errors_are_one_line():
     x = whole(None)
     with pytest.raises(
@@ -128,6 +142,8 @@ def test_errors_are_one_line():
         match="layout is for 2 ranks, but the group has 1: pass their process group as group=",
     ):
         cp_ring.shard(x, Layout.zigzag(N, 2))
+    with pytest.raises(ConfigError, match="layout 'balanced' may follow from the mask: make it"):
+        cp_ring.shard(x, "balanced")
     with pytest.raises(
         ConfigError, match="layout is of type Mask: it must be a Layout or a Plan or None"
     ):

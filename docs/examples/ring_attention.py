@@ -12,15 +12,15 @@ def main(group):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1024, heads, 64) for heads in (8, 2, 2))
 
-    # This rank's half of the tokens. Zigzag gives each rank the same share of causal work.
+    # This rank's half of the tokens: in zigzag, each rank has as much causal work.
     shards = cp_ring.shard((q, k, v), group=group)
     out = cp_ring.ring_attention(*shards, group, causal=True)
 
-    # The whole output again, to compare it with PyTorch's attention. Training needs none of this.
+    # The whole output again, to compare it with PyTorch's; training needs none of this.
     whole = cp_ring.unshard(out, group=group)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    expected = expected.transpose(1, 2)
+    sdpa = F.scaled_dot_product_attention
+    expected = sdpa(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     error = (whole - expected).norm() / expected.norm()
     tokens = f"{out.shape[1]} of {whole.shape[1]} tokens"
     print(f"rank {dist.get_rank(group)}: {tokens}, relative error {error:.1e}")

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from cp_ring.options import SETTINGS, Options
+from tests import browser
+from tests.docs import reference
 from tests.docs.troubleshooting import BEGIN, END, PAGE, written
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
+BLOCKS = re.MULTILINE | re.DOTALL
 LOADED = re.compile(
     r"""<(?:script|img|iframe)[^>]*\bsrc=["']?(?://|https?:)|<link[^>]*\brel=["']?stylesheet[^>]*\bhref=["']?(?://|https?:)"""
 )
@@ -89,6 +92,35 @@ def documented_lines():
 
 def test_rejected_settings_are_those_of_the_table():
     assert PAGE.read_text() == written(), "run python -m tests.docs.troubleshooting"
+
+
+def test_the_reference_is_that_of_the_code():
+    assert reference.PAGE.read_text() == reference.written(), "run python -m tests.docs.reference"
+
+
+def test_code_blocks_fit():
+    """Those that a reader types or copies; what a program prints wraps."""
+    for page in (ROOT / "docs").glob("*.md"):
+        for block in re.findall(r"^```(?:python|bash|yaml)\n(.*?)^```", page.read_text(), BLOCKS):
+            for line in block.splitlines():
+                assert len(line) <= 85, (page, line)
+
+
+LOOK = """
+const width = document.documentElement.clientWidth;
+const wide = [...document.querySelectorAll('article [class*=language-] pre > code, article img, article p')].filter(
+  (each) => each.scrollWidth > each.clientWidth + 8 || each.getBoundingClientRect().right > width);
+tell([document.documentElement.scrollWidth - width, wide.map((each) => each.innerText || each.src)]);
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 500])
+def test_nothing_is_cut_off_in_a_browser(site, tmp_path, width):
+    for page in ("index.html", "megatron/index.html", "quickstart/index.html", "slurm/index.html"):
+        picture = tmp_path / "page.png"
+        found = browser.visit(site, LOOK, {}, picture, page=page, width=width).found
+        assert found == [0, []], (page, found)
 
 
 def test_documented_errors_exist_in_the_code():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,9 @@ def installed(tmp_path_factory):
     zipfile.ZipFile(wheel).extractall(work / "target")
     shutil.rmtree(source)
     return work / "target"
+
+
+MADE = ("runs", "site", "build", "dist", "__pycache__")  # beside hidden files, what is no source
 
 
 PROGRAM = """
@@ -85,12 +89,51 @@ def test_packages_come_from_the_wheel(installed, told):
 
 
 CONFIGS = [f"configs/{path.name}" for path in sorted((ROOT / "configs").glob("*.yaml"))]
-LAUNCH = [f"launch/{name}" for name in ("quickstart.sh", "test.sh", "env.sh", "constraints.txt")]
+SLURM = [f"launch/slurm/{path.name}" for path in (ROOT / "launch" / "slurm").iterdir()]
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *LAUNCH, "py.typed"])
+@pytest.mark.parametrize("name", [*CONFIGS, *SLURM, "py.typed"])
 def test_data_files_are_in_the_wheel(installed, name):
     assert (installed / "cp_ring" / name).stat().st_size > 0 or name == "py.typed"
+
+
+def test_what_is_for_checkouts_is_not_in_the_wheel(installed):
+    found = {path.name for path in (installed / "cp_ring" / "launch").iterdir()}
+    assert found == {"__init__.py", "budget.py", "slurm"}
+
+
+def test_the_function_needs_torch_and_numpy_alone(installed):
+    (metadata,) = installed.glob("cp_ring-*.dist-info/METADATA")
+    needed = [line.split() for line in metadata.read_text().splitlines() if "Requires-Dist" in line]
+    assert {re.match(r"[\w-]+", words[1])[0] for words in needed if "extra" not in words} == {
+        "torch",
+        "numpy",
+    }
+
+
+def test_the_source_distribution_passes_its_tests(tmp_path):
+    build = "from setuptools import build_meta; print(build_meta.build_sdist({!r}))"
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=lambda folder, names: [
+        name for name in names if name in MADE or (name.startswith(".") and name != ".ci")
+    ])  # fmt: skip
+    command = [sys.executable, "-c", build.format(str(tmp_path))]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=LIMIT_S)
+    (archive,) = tmp_path.glob("cp_ring-*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+
+    def files(folder):
+        return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+    missing = {name for name in files(source) - files(unpacked) if ".egg-info" not in name}
+    assert not missing
+    tests = ["tests/plan/test_packing.py", "tests/docs/test_site.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests],
+        cwd=unpacked, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_every_module_is_in_the_wheel(installed):

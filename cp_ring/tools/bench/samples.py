@@ -39,21 +39,6 @@ def one_long(n: int, mean: float, seed: int) -> Ints:
     return np.cumsum([0, *np.insert(short, rng.integers(len(short) + 1), length)])
 
 
-def from_file(path: str, n: int) -> Ints:
-    """Lengths from a text file, separated by white space; tokens after the last document are
-    padding.
-    """
-    try:
-        lengths = [int(word) for word in Path(path).read_text().split()]
-    except (OSError, ValueError) as error:
-        raise PlanError(f"--documents {path}: cannot read document lengths: {error}") from None
-    if not lengths or min(lengths) < 0 or sum(lengths) > n:
-        raise PlanError(
-            f"--documents {path}: {len(lengths)} lengths that sum to {sum(lengths)}, for {n} tokens"
-        )
-    return np.cumsum([0, *lengths])
-
-
 class LengthPreset(NamedTuple):
     """Documents as published statistics describe them.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -36,26 +37,35 @@ _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(name="cp-ring", no_args_is_help=True, pretty_exceptions_enable=False)
 
-app.command("plan")(command(PlanRequest, run_plan))
-app.command("train")(train_command)
-app.command("tune")(command(TuneOptions, run_tune))
-app.command("compare")(compare_command)
-app.command("trace")(trace_command)
-app.command("certify")(certify_command)
-app.command("doctor")(doctor_command)
-app.add_typer(bench.commands(), name="bench")
-slurm = typer.Typer(
-    no_args_is_help=True,
-    help="Submit, watch and check jobs under Slurm. The same commands as without `slurm`.",
-)
-for group in (app, slurm):
-    group.command("submit")(command(SubmitOptions, run_submit))
-    group.command("status")(status_command)
-    group.command("preflight")(preflight_command)
-app.command("watch")(follow)
-app.add_typer(slurm, name="slurm")
-app.command("patches")(patches_command)
-app.command("flags")(flags_command)
+_submit = command(SubmitOptions, run_submit)
+_COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Run a job": {
+        "train": train_command,
+        "certify": certify_command,
+        "compare": compare_command,
+        "submit": _submit,
+        "preflight": preflight_command,
+    },
+    "Look at a run": {"status": status_command, "watch": follow, "trace": trace_command},
+    "Plan and measure": {
+        "plan": command(PlanRequest, run_plan),
+        "tune": command(TuneOptions, run_tune),
+    },
+    "This installation": {
+        "doctor": doctor_command,
+        "flags": flags_command,
+        "patches": patches_command,
+    },
+}
+for _panel, _commands in _COMMANDS.items():
+    for _name, _run in _commands.items():
+        app.command(_name, help=one_line(_run.__doc__), rich_help_panel=_panel)(_run)
+app.add_typer(bench.commands(), name="bench", rich_help_panel="Plan and measure")
+slurm = typer.Typer(no_args_is_help=True)  # as they were grouped
+slurm.command("submit")(_submit)
+slurm.command("status")(status_command)
+slurm.command("preflight")(preflight_command)
+app.add_typer(slurm, name="slurm", hidden=True)
 
 
 def _print_versions(wanted: bool) -> None:
@@ -73,7 +83,11 @@ def _about(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", is_eager=True, callback=_print_versions, help="Print versions and stop."
+            "--version",
+            is_eager=True,
+            callback=_print_versions,
+            help="Print versions and stop.",
+            metavar="",
         ),
     ] = False,
 ) -> None:

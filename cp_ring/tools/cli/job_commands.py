@@ -36,6 +36,7 @@ _LIST = typer.Option(
     is_eager=True,
     callback=_list_configurations,
     help="List the packaged configurations.",
+    metavar="",
 )
 
 
@@ -43,7 +44,7 @@ def train_command(
     config: Job,
     set_: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the exact command line and stop.")
+        bool, typer.Option("--dry-run", help="Print the exact command line and stop.", metavar="")
     ] = False,
     verbose: Verbose = False,
     list_: Annotated[bool, _LIST] = False,

@@ -9,25 +9,48 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from cp_ring.errors import ConfigError
 
 JSON = "Print JSON instead of the table."
 SET = "Override a key (the value is read as YAML), or preset=NAME. Repeatable."
 
 JOB = "A YAML file, or the name of a packaged one (cp-ring train --list)."
 
-AsJson = Annotated[bool, typer.Option("--json", help=JSON)]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")]
-Job = Annotated[str, typer.Argument(help=JOB)]
+AsJson = Annotated[bool, typer.Option("--json", help=JSON, metavar="")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.", metavar="")
+]
+Job = Annotated[str, typer.Argument(help=JOB, metavar="JOB")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help=SET)]
+
+
+def _writable(param: typer.CallbackParam, path: Any) -> Any:
+    """Callback: a file can be written there, which is asked before any work."""
+    if path is not None:
+        there = Path(path).exists()
+        try:
+            Path(path).open("ab").close()
+        except OSError as error:
+            raise ConfigError(f"{param.opts[0]} {path}: cannot write: {error.strerror}") from None
+        if not there:
+            Path(path).unlink()
+    return path
+
+
+WRITTEN: dict[str, Any] = {"metavar": "PATH", "callback": _writable}
+"""Of options that name a file to write."""
 
 
 def option(default: Any, text: str, *names: str, **more: Any) -> Any:
     """A field of a dataclass of options, with its help; `names` and `more` are as in
     `typer.Option`. MISSING: it is required.
     """
+    more |= {"metavar": ""} if isinstance(default, bool) else {}
     return field(default=default, metadata={"typer": typer.Option(*names, help=text, **more)})
 
 

@@ -8,11 +8,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import typer
+from rich.console import Console
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.costs.cost import cost
@@ -27,11 +28,16 @@ from cp_ring.plan.ranges import Ints
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import NAMES, SLOT_SHARDS
 from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes, LatentSizes
-from cp_ring.plan.sizes.device_rates import RATES, Rates
-from cp_ring.plan.sizes.device_rates import read as read_rates
+from cp_ring.plan.sizes.device_rates import NAMED, RATES, Rates, named_or_read
 from cp_ring.tools.bench import samples
 from cp_ring.tools.cli import plan_inputs
-from cp_ring.tools.cli.option_models import argument, option, parse_mean_tokens, parse_tokens
+from cp_ring.tools.cli.option_models import (
+    WRITTEN,
+    argument,
+    option,
+    parse_mean_tokens,
+    parse_tokens,
+)
 from cp_ring.tools.cli.plan_inputs import make_mask
 from cp_ring.tools.cli.plan_report import (
     exposed,
@@ -60,11 +66,11 @@ _JOB: dict[str, Any] = {"is_eager": True, "callback": plan_inputs.take}
 class PlanRequest:
     """The options of `cp-ring plan`."""
 
-    cp: int = option(MISSING, "Context-parallel ranks.", min=1, **_LAYOUT)
+    cp: int = option(0, "Context-parallel ranks; a JOB has its own.", show_default=False, **_LAYOUT)
     job: str | None = argument(
         "A job's YAML file, or the name of a packaged one: options that are not given are those "
         "of its first attention layer.",
-        metavar="[JOB]",
+        metavar="JOB",
         **_JOB,
     )
     set_: list[str] | None = option(
@@ -91,13 +97,12 @@ class PlanRequest:
     prefix: int = option(
         0, "Every query sees this many keys at the start of its document.", **_TOKENS
     )
-    documents: str | None = option(
-        None, "File of document lengths, separated by white space.", metavar="PATH", **_MASK
-    )
     lengths: str | None = option(
         None,
         "Documents of these lengths: a file, lognormal:MEAN,SIGMA, or preset:NAME of "
         f"{', '.join(samples.PRESETS)}.",
+        "--lengths",
+        "--documents",
         metavar="SPEC",
         **_MASK,
     )
@@ -161,10 +166,10 @@ class PlanRequest:
     )
     rates: str | None = option(
         None,
-        "Rates that `cp-ring bench rates --json` or preflight (links.json) has measured; what "
-        "the file lacks is assumed.",
+        f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight "
+        "(links.json) has written; what it lacks is assumed.",
         "--rates",
-        metavar="FILE",
+        metavar="NAME|FILE",
         **_RATES,
     )
     tflops: float | None = option(
@@ -194,7 +199,7 @@ class PlanRequest:
         **_OUTPUT,
     )
     draw: str | None = option(
-        None, "Write the picture to a .png, .svg or .pdf file.", metavar="PATH", **_OUTPUT
+        None, "Write the picture to a .png, .svg or .pdf file.", **WRITTEN, **_OUTPUT
     )
     panel: str = option(
         "both", "What to draw: left (which rank computes what), right (when), or both.", **_OUTPUT
@@ -239,13 +244,14 @@ def run_plan(request: PlanRequest) -> None:
         return
     n, drawn_offsets = request.seq_length, None
     if request.lengths is not None:
-        if request.documents or request.documents_mean:
-            raise PlanError(
-                "--lengths, --documents and --documents-mean exclude one another: give one of them"
-            )
+        if request.documents_mean:
+            raise PlanError("--lengths and --documents-mean exclude one another: give one of them")
         drawn_offsets = np.cumsum([0, *samples.lengths(request.lengths, n, request.seed)])
         n = int(drawn_offsets[-1]) if n is None else n
-    with _name_options_if_out_of_memory(n, request.cp):
+    with (
+        _name_options_if_out_of_memory(n, request.cp),
+        Console(stderr=True).status(f"planning {request.cp} ranks"),
+    ):
         with _name_options(documents="--documents-mean: documents"):
             offsets = _document_offsets(n, request)
         offsets = offsets if drawn_offsets is None else drawn_offsets
@@ -264,6 +270,8 @@ def run_plan(request: PlanRequest) -> None:
 
 def _check(request: PlanRequest) -> None:
     """Raises `PlanError` for options that contradict each other, before anything is made."""
+    if request.cp < 1:
+        raise PlanError(f"--cp {request.cp}: give the context-parallel ranks, at least 1, or a JOB")
     if request.route not in (AUTO, *ROUTES):
         raise PlanError(f"--route {request.route!r}: known are {', '.join((AUTO, *ROUTES))}")
     if request.draw:
@@ -415,24 +423,18 @@ def make_rates(
     given: dict[str, Any] = {
         name: value * unit for name, (_, value, unit) in options.items() if value is not None
     }
-    return replace(RATES if path is None else read_rates(path), **given)
+    return replace(RATES if path is None else named_or_read(path), **given)
 
 
 def _document_offsets(n: int | None, request: PlanRequest) -> Ints | None:
     """Offsets of the documents, int64 [documents + 1]; None for one sequence."""
-    path, mean, seed = request.documents, request.documents_mean, request.seed
+    mean, seed = request.documents_mean, request.seed
     if n is None:
-        if path or mean:
-            raise PlanError(
-                "--documents and --documents-mean need --seq-length, the tokens of the stream"
-            )
+        if mean:
+            raise PlanError("--documents-mean needs --seq-length, the tokens of the stream")
         return None
     if not 1 <= n <= MAX_TOKENS:
         raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
-    if path and mean:
-        raise PlanError("--documents and --documents-mean exclude one another: give one of them")
-    if path:
-        return samples.from_file(path, n)
     return samples.exponential(n, mean, seed) if mean else None
 
 

@@ -47,9 +47,7 @@ def make_mask(text: str, n: int | None, window: int, offsets: Ints | None) -> Ma
     if n is None and kind not in ("shared-prefix", "tree"):
         raise PlanError(f"--mask {text}: give --seq-length, the tokens of the stream")
     if offsets is not None and kind != "images":
-        raise PlanError(
-            f"--mask {text} has no documents: leave out --documents and --documents-mean"
-        )
+        raise PlanError(f"--mask {text} has no documents: leave out --lengths and --documents-mean")
     try:
         mask = _mask(kind, values, n, window, offsets)
         return mask & (window, -1) if window >= 0 and kind != "global" else mask

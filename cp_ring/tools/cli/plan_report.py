@@ -28,6 +28,7 @@ MAX_RANKS_SHOWN = 32
 EXPOSED_BYTES_PER_SECOND = 5e10  # a network card of 400 Gb/s
 MAX_RANKS_COSTED = 64  # the speed of a rank takes about 20 ms to predict
 MAX_RANKS_PREDICTED = 256  # the times of all shapes take about a second for 64 ranks
+MAX_RANKS_COMPARED = 1024  # the plans of all shapes, and each rank's calls, take minutes for more
 
 
 def summary(
@@ -49,7 +50,9 @@ def summary(
         "gradient_bytes_out_per_rank": costs.gradient_bytes_out.sum(1).tolist(),
         "forward_flops_per_rank": costs.forward_flops.sum(1).tolist(),
         "backward_flops_per_rank": costs.backward_flops.sum(1).tolist(),
-        "kernel_calls_per_rank": kernel_calls(plan, kernel).tolist(),
+        "kernel_calls_per_rank": kernel_calls(plan, kernel).tolist()
+        if plan.cp <= MAX_RANKS_COMPARED
+        else None,
         "moving_hops_per_rank": report.moving_hops.tolist(),
         "moving_hops": int((report.keys_in.sum(0) > 0).sum()),
         "share_of_full_ring": report.share_of_full_ring,
@@ -92,6 +95,8 @@ def speed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any]:
 def shapes_of_plan(mask: Mask, asked: PlanSpec, assumed: Assumed) -> list[dict[str, Any]]:
     """What each shape costs in one layer; times only for up to `MAX_RANKS_PREDICTED` ranks."""
     found, layout = [], cast(Layout, asked.layout)
+    if layout.cp > MAX_RANKS_COMPARED:
+        return []
     asked = replace(asked, route=AUTO, schedule=AUTO)
     several = 1 < layout.cp <= MAX_RANKS_PREDICTED
     free = replace(asked, route=DEFAULT, ulysses=1, slot_shards=None)
@@ -163,12 +168,17 @@ def print_plan(plan: PlanTables, facts: dict[str, Any]) -> None:
         f"built in {facts['build_ms']:.1f} ms, verified in {facts['verify_ms']:.1f} ms, "
         f"{facts['slots']} receive buffers in use"
     )
-    sources = ", ".join(map(str, group_sizes(plan.schedule))) or "none"
-    console.print(
-        f"remote sources of each hop: {sources}; at most {max(facts['kernel_calls_per_rank'])} "
-        f"kernel calls of a rank in forward, with the kernel {facts['kernel']}, which is assumed "
-        "(--kernel)"
-    )
+    groups = group_sizes(plan.schedule)
+    sources = ", ".join(map(str, groups)) or "none"
+    if len(groups) > MAX_RANKS_SHOWN:
+        sources = f"at most {max(groups)} in {len(groups)} hops"
+    calls = "too many ranks to count kernel calls and to compare other shapes"
+    if facts["kernel_calls_per_rank"]:
+        calls = (
+            f"at most {max(facts['kernel_calls_per_rank'])} kernel calls of a rank in forward, with "
+            f"the kernel {facts['kernel']}, which is assumed (--kernel)"
+        )
+    console.print(f"remote sources of each hop: {sources}; {calls}")
     if facts["filled"]:
         shares = {name: f"{share:.3f}" for name, share in facts["filled"].items()}
         console.print(
@@ -178,7 +188,8 @@ def print_plan(plan: PlanTables, facts: dict[str, Any]) -> None:
         )
     if facts["chosen"]:
         console.print(f"chosen: {facts['chosen']}")
-    _print_shapes(console, facts)
+    if facts["shapes"]:
+        _print_shapes(console, facts)
     if facts["predicted_exposed_seconds"]:
         waits = facts["predicted_exposed_seconds"].items()
         shown = [f"{wire} {1e3 * x['forward']:,.2f}, {1e3 * x['both']:,.2f}" for wire, x in waits]

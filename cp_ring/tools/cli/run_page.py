@@ -44,13 +44,8 @@ td, th { text-align: left; padding: .15em 1.2em .15em 0; vertical-align: top }
 
 
 def write(run_dir: Path, path: Path) -> None:
-    """Writes the page of a run. Raises `ConfigError` if `run_dir` holds no run, or the file cannot
-    be written.
-    """
-    try:
-        path.write_text(page(run_dir))
-    except OSError as error:
-        raise ConfigError(f"--html {path}: cannot write: {error.strerror}") from None
+    """Writes the page of a run. Raises `ConfigError` if `run_dir` holds no run."""
+    path.write_text(page(run_dir))
 
 
 def page(run_dir: Path) -> str:

@@ -14,6 +14,7 @@ import typer
 from cp_ring.tools.cli.option_models import (
     JOB,
     SET,
+    WRITTEN,
     AsJson,
     Overrides,
     argument,
@@ -31,7 +32,7 @@ RUN_DIR = "The launch.run_dir of a job, or the --cp-ring-run-dir of a script."
 class SubmitOptions:
     """The options of `cp-ring submit`."""
 
-    config: str = argument(JOB, MISSING)
+    config: str = argument(JOB, MISSING, metavar="JOB")
     nodes: int = option(MISSING, "Nodes.", **_RESOURCES)
     gpus_per_node: int | None = option(
         None, "GPUs of each node, with one rank on each.", **_RESOURCES
@@ -107,7 +108,9 @@ def _select[T](kind: type[T], values: dict[str, Any]) -> T:
 def preflight_command(
     config: Annotated[
         str,
-        typer.Argument(help="A YAML file, the name of a packaged one, or the job.yaml of a run."),
+        typer.Argument(
+            help="A YAML file, the name of a packaged one, or the job.yaml of a run.", metavar="JOB"
+        ),
     ],
     set_: Overrides = None,
 ) -> None:
@@ -120,15 +123,15 @@ def preflight_command(
 
 
 def status_command(
-    run_dir: Annotated[Path, typer.Argument(help=RUN_DIR)],
+    run_dir: Annotated[Path, typer.Argument(help=RUN_DIR, metavar="RUN_DIR")],
     as_json: AsJson = False,
     html: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PATH", help="Write a page of the run, one file that needs no network."
-        ),
+        typer.Option(help="Write a page of the run, one file that needs no network.", **WRITTEN),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="The same as cp-ring watch.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="The same as cp-ring watch.", metavar="")
+    ] = False,
 ) -> None:
     """Show the state of a run: its last step, its newest whole checkpoint, its restarts, and why it
     stopped the last time.
@@ -147,7 +150,7 @@ def status_command(
     typer.echo(json.dumps(facts) if as_json else show(facts))
 
 
-def follow(run_dir: Annotated[Path, typer.Argument(help=RUN_DIR)]) -> None:
+def follow(run_dir: Annotated[Path, typer.Argument(help=RUN_DIR, metavar="RUN_DIR")]) -> None:
     """Show the state and the last steps of a run until it is done, or Ctrl-C."""
     from rich.live import Live
 

@@ -9,20 +9,23 @@ from typing import Annotated, Any
 
 import typer
 
+from cp_ring.tools.cli.option_models import WRITTEN, AsJson
+
 
 def trace_command(
     file: Annotated[
-        Path, typer.Argument(help="A trace-STEP.json that --cp-ring-trace has written.")
+        Path,
+        typer.Argument(help="A trace-STEP.json that --cp-ring-trace has written.", metavar="FILE"),
     ],
     draw: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH",
             help="Draw a call, measured beside predicted, to a .png, .svg or .pdf file.",
+            **WRITTEN,
         ),
     ] = None,
     call: Annotated[int, typer.Option(min=0, help="Which forward call to draw, from 0.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Summarize a trace of --cp-ring-trace: hops, waits, messages, ranks; and draw one of its
     calls.

@@ -23,7 +23,7 @@ from cp_ring.plan.costs.search import Given, Tuned
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.device_rates import NAMED, named_or_read
 from cp_ring.tools.bench import samples
-from cp_ring.tools.cli.option_models import argument, option, parse_tokens
+from cp_ring.tools.cli.option_models import JOB, WRITTEN, argument, option, parse_tokens
 from cp_ring.tools.job.job_config import JobConfig, load
 from cp_ring.tools.job.tune_job import Request, TuneResult, packs_documents, tune
 
@@ -41,9 +41,7 @@ _TOKENS: dict[str, Any] = {"parser": parse_tokens, "metavar": "TOKENS"}
 class TuneOptions:
     """The options of `cp-ring tune`."""
 
-    config: str | None = argument(
-        "A YAML file, or the name of a packaged one (cp-ring train --list)."
-    )
+    config: str | None = argument(JOB, metavar="JOB")
     gpus: int | None = option(None, "GPUs of the job.", min=1, **_MACHINES)
     ranks_per_node: int = option(8, "GPUs of a node.", min=1, **_MACHINES)
     rates: str = option(
@@ -77,11 +75,11 @@ class TuneOptions:
     set_: list[str] | None = option(
         None, "Override a key of the configuration. Repeatable.", "--set", metavar="A.B=C"
     )
-    write: str | None = option(None, "Write the best configuration.", metavar="PATH", **_OUTPUT)
+    write: str | None = option(None, "Write the best configuration.", **WRITTEN, **_OUTPUT)
     draw: str | None = option(
         None,
         "Draw time against context parallel size, to a .png, .svg or .pdf file.",
-        metavar="PATH",
+        **WRITTEN,
         **_OUTPUT,
     )
     as_json: bool = option(False, "Print JSON instead of tables.", "--json", **_OUTPUT)
@@ -207,15 +205,8 @@ def _write(path: str, job: JobConfig, source: str) -> None:
         f"# Made by cp-ring tune from {source}. The times that chose it are predicted, not "
         "measured.\n"
     )
-    try:
-        Path(path).write_text(
-            comment
-            + yaml.safe_dump(
-                {key: settings[key] for key in order if key in settings}, sort_keys=False
-            )
-        )
-    except OSError as error:
-        raise ConfigError(f"--write {path}: cannot write: {error.strerror}") from None
+    chosen = {key: settings[key] for key in order if key in settings}
+    Path(path).write_text(comment + yaml.safe_dump(chosen, sort_keys=False))
 
 
 def facts(result: TuneResult) -> dict[str, Any]:

@@ -76,10 +76,13 @@ def compare(
     # what is wrong with the job is said before anything runs
     commands.build_command(ring, commands.find_corpus(ring))
     baseline = _baseline(job, steps, folder / BASELINE)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot be made: {error.strerror}") from None
     found = {}
     for name, each in ((RING, ring), (BASELINE, baseline.job)):
         path = folder / f"{name}.yaml"
-        folder.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(each.model_dump(mode="json"), sort_keys=False))
         code = run(path)
         if code:

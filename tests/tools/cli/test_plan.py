@@ -24,7 +24,7 @@ from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.plan.sizes.device_rates import NETWORK_BYTES_PER_SECOND
+from cp_ring.plan.sizes.device_rates import NAMED, NETWORK_BYTES_PER_SECOND
 from cp_ring.tools.cli import app, main
 from cp_ring.tools.cli.drawing import Look, draw, idle_times, zoomed
 from cp_ring.tools.cli.plan_command import capabilities_of
@@ -211,6 +211,33 @@ def test_schedule_and_kernel_calls() -> None:
     assert "remote sources of each hop: 3, 4; at most 4 kernel calls of a rank in forward" in shown
 
 
+def test_one_name_for_one_thing_and_short_help(tmp_path: Path) -> None:
+    """--documents is --lengths, and rates have names as in tune."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("1000 2000 500")
+    same = [
+        f"--lengths {lengths}",
+        f"--documents {lengths}",
+    ]
+    facts = [json.loads(run(*shlex.split(f"{words} --json")).stdout) for words in same]
+    assert len({json.dumps(one["bytes_between_nodes"]) for one in facts}) == 1
+    slow, fast = (
+        json.loads(run("--json", *words).stdout)["predicted"]["both_s"]
+        for words in ([], ["--rates", list(NAMED)[-1]])
+    )
+    assert slow != fast
+    shown = CliRunner().invoke(app, ["plan", "--help"]).stdout
+    assert shown.count("<bool>") == 1 and "[required]" not in shown and "[[" not in shown
+
+
+def test_many_ranks_are_planned_without_their_calls() -> None:
+    words = shlex.split("plan --seq-length 64K --cp 1025 --window 64 --layout contiguous --json")
+    facts = json.loads(CliRunner().invoke(app, words).stdout)
+    assert facts["balance"] and facts["shapes"] == [] and facts["kernel_calls_per_rank"] is None
+    shown = " ".join(CliRunner().invoke(app, words[:-1]).stdout.split())
+    assert "too many ranks to count kernel calls" in shown
+
+
 def test_table_and_picture(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("1000 2000\n500\n")
@@ -321,9 +348,9 @@ def test_masks_of_several_intervals(tmp_path: Path) -> None:
         ),
         (
             "--mask global:0-4 --seq-length 64 --documents-mean 9",
-            "has no documents: leave out --documents",
+            "has no documents: leave out --lengths",
         ),
-        ("--documents-mean 9", "--documents and --documents-mean need --seq-length"),
+        ("--documents-mean 9", "--documents-mean needs --seq-length"),
         ("", "--seq-length: give the tokens of the sequence, or a --mask"),
     ],
 )
@@ -458,7 +485,9 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
         ),
         ("--slot-shards 0", "--slot-shards 0: it must be at least 1"),
         ("--window -2", r"window \(-2, 0\)"),
-        ("--documents /does/not/exist", "--documents /does/not/exist: cannot read"),
+        ("--documents /does/not/exist", "--lengths /does/not/exist: cannot read"),
+        ("--rates h100", "--rates h100: no such file, nor one of"),
+        ("--cp 0", "--cp 0: give the context-parallel ranks"),
         ("--documents x --documents-mean 5", "exclude one another"),
         ("--kv-heads 5", "5 key/value heads do not divide 32 heads"),
         ("--dtype int8", "--dtype 'int8'"),

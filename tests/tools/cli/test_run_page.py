@@ -180,11 +180,22 @@ def test_a_page_of_a_run_that_has_just_begun(tmp_path):
         assert words in text
 
 
-def test_a_page_that_cannot_be_written_is_one_line(run_dir, tmp_path):
-    with pytest.raises(
-        ConfigError, match="--html .*: cannot write: No such file or directory".replace(".*", ".+")
-    ):
-        run_page.write(run_dir, tmp_path / "none" / "out.html")
+@pytest.mark.parametrize(
+    "words",
+    ["status {run} --html", "plan --cp 2 --seq-length 64 --draw", "tune quickstart --gpus 8 --write",
+     "tune quickstart --gpus 8 --draw", "trace {run}/job.yaml --draw"],
+)  # fmt: skip
+def test_where_a_file_cannot_be_written_nothing_is_done(run_dir, tmp_path, monkeypatch, words):
+    work = pytest.fail  # which none of these may begin
+    for name in ("run_page.page", "plan_command._make_mask", "tune_command.tune"):
+        monkeypatch.setattr(f"cp_ring.tools.cli.{name}", work)
+    for name, reason in {
+        "none/x.png": "No such file or directory",
+        "checkpoints": "Is a dir",
+    }.items():
+        line = [*words.format(run=run_dir).split(), str(tmp_path / name)]
+        with pytest.raises(ConfigError, match=f"^{line[-2]} .*: cannot write: {reason}"):
+            CliRunner().invoke(app, line, catch_exceptions=False)
 
 
 def test_watch_ends_when_the_run_is_done(run_dir):

@@ -98,6 +98,9 @@ def test_jobs_and_table(job, tmp_path, monkeypatch):
         assert words in shown, shown
     with pytest.raises(ConfigError, match=r"--out .*run-compare: it is not empty"):
         compare.compare(str(job), [], 3, None, trained)
+    for place in (job, job / "sub"):
+        with pytest.raises(ConfigError, match=rf"--out {place}: cannot be made: "):
+            compare.compare(str(job), [], 3, place, pytest.fail)
 
 
 def test_stock_context_parallelism_is_preferred(job, monkeypatch):

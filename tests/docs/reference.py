@@ -1,0 +1,77 @@
+"""docs/reference.md, from the code: every key of a job's YAML file, and every public name;
+python -m tests.docs.reference writes it.
+"""
+
+import inspect
+from pathlib import Path
+
+import cp_ring
+from cp_ring.options import Options
+from cp_ring.tools.job.job_config import JobConfig
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
+TOP = """# Reference
+
+Made of the code: `python -m tests.docs.reference` writes this page.
+
+## Keys of a job
+
+`cp-ring train my.yaml --set SECTION.KEY=VALUE` changes a key for one start.
+Section `megatron` has [Megatron's own arguments](configurations.md#your-own-job), `num_layers` for `--num-layers`.
+"""
+
+
+def cell(text: object) -> str:
+    shown = str(text).lower() if isinstance(text, bool) else str(text)
+    return shown.replace("|", "\\|").replace("<", "&lt;")
+
+
+def keys() -> str:
+    parts = []
+    for section, of_job in JobConfig.model_fields.items():
+        if section in ("megatron", "cp_ring"):
+            continue
+        parts += [f"### `{section}`", "", "| key | default | what it does |", "|---|---|---|"]
+        for name, field in type(of_job.default).model_fields.items():
+            default = "none" if field.default is None else field.default
+            parts.append(f"| `{name}` | {cell(default)} | {cell(field.description or '')} |")
+        parts.append("")
+    parts += ["### `cp_ring`", "", "| key | default | values | what it does |", "|---|---|---|---|"]
+    for row in Options.table():
+        key = row["flag"].removeprefix("--cp-ring").removeprefix("-").replace("-", "_") or "enabled"
+        cells = [f"`{key}`", row["default"], row["values"], row["what it does"]]
+        parts.append(f"| {' | '.join(map(cell, cells))} |")
+    return "\n".join([*parts, ""])
+
+
+def names() -> str:
+    parts = ["## Public names of `cp_ring`", ""]
+    for name in sorted(cp_ring.__all__, key=str.lower):
+        it = getattr(cp_ring, name)
+        if not callable(it):
+            continue
+        text = inspect.getdoc(it) or ""
+        parts += [f"### `{name}`", "", "```text", f"{name}{signature(it)}", "", text, "```", ""]
+        for method, function in vars(it).items() if inspect.isclass(it) else ():
+            if not method.startswith("_") and (said := inspect.getdoc(function)):
+                parts.append(f"- `{method}`: {' '.join(said.partition('\n\n')[0].split())}")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def signature(it: object) -> str:
+    try:
+        found = inspect.signature(it)
+    except ValueError:
+        return ""
+    plain = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    return str(found.replace(parameters=plain, return_annotation=found.empty))
+
+
+def written() -> str:
+    """The page as it must be."""
+    return "\n".join([TOP, keys(), names().rstrip(), ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written())
