@@ -35,9 +35,9 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     """This rank's part of whole tensors along `dim`, the dimension of tokens.
 
     `tensors` is a tensor, or a tuple, list or dict of tensors; None inside them stays None.
-    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Nothing is sent: every rank holds
-    the whole tensor and takes its part. The gradient of a part reaches this rank's whole tensor
-    only, zero elsewhere.
+    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Nothing is sent: every
+    rank holds the whole tensor and takes its part. The gradient of a part reaches this rank's whole
+    tensor only, zero elsewhere.
 
     Raises `PlanError` where a tensor has another number of tokens than the layout, `ConfigError`
     for what is not a group.
@@ -70,8 +70,8 @@ def unshard(
     does. So where every rank computes the same loss on the whole tensor, average the parameters'
     gradients over `group`, as data parallelism does, or divide the loss by its size.
 
-    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Raises `PlanError` where x is not
-    this rank's part of the layout.
+    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Raises `PlanError` where
+    x is not this rank's part of the layout.
     """
     dim, transport = _begin(x, dim, group)
     layout = _layout_of_part(layout, x, transport, dim)
@@ -335,8 +335,8 @@ def _layout(layout: Layout | Plan | str | None, n: int, cp: int) -> Layout:
         return Layout.contiguous(n, cp)
     if isinstance(layout, str):
         raise ConfigError(
-            f"layout {layout!r} may follow from the mask: make it, as in Layout.balanced(mask, cp), "
-            "and pass it to this function and to ring_attention"
+            f"layout {layout!r} may follow from the mask: make it, as in Layout.balanced(mask, cp)"
+            ", and pass it to this function and to ring_attention"
         )
     if isinstance(layout, Plan):
         layout = layout.layout
