@@ -35,9 +35,9 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     """This rank's part of whole tensors along `dim`, the dimension of tokens.
 
     `tensors` is a tensor, or a tuple, list or dict of tensors; None inside them stays None.
-    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Nothing is sent: every rank holds
-    the whole tensor and takes its part. The gradient of a part reaches this rank's whole tensor
-    only, zero elsewhere.
+    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Nothing is sent: every
+    rank holds the whole tensor and takes its part. The gradient of a part reaches this rank's whole
+    tensor only, zero elsewhere.
 
     Raises `PlanError` where a tensor has another number of tokens than the layout, `ConfigError`
     for what is not a group.
@@ -72,9 +72,8 @@ def unshard(
     on the whole tensor. With `reduction="sum"` it is that of their sum, for ranks that each compute
     a part of the loss, as `torch.distributed.nn.functional.all_gather` has it.
 
-    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Raises `PlanError` where x
-    is not
-    this rank's part of the layout.
+    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Raises `PlanError` where
+    x is not this rank's part of the layout.
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"reduction={reduction!r}: it must be 'mean' or 'sum'")
@@ -327,8 +326,8 @@ def _layout(layout: Layout | Plan | str | None, n: int, cp: int) -> Layout:
         return Layout.contiguous(n, cp)
     if isinstance(layout, str):
         raise ConfigError(
-            f"layout {layout!r} may follow from the mask: make it, as in Layout.balanced(mask, cp), "
-            "and pass it to this function and to ring_attention"
+            f"layout {layout!r} may follow from the mask: make it, as in Layout.balanced(mask, cp)"
+            ", and pass it to this function and to ring_attention"
         )
     if isinstance(layout, Plan):
         layout = layout.layout

@@ -92,7 +92,7 @@ def begin(folder: Path) -> None:
 
 
 def begin_script(folder: Path, given: Mapping[str, Any]) -> None:
-    """As `begin`, of a job without a job.yaml: it gets one, with the arguments of Megatron."""
+    """As `begin`, of a job without a job.yaml: it gets one, with Megatron's arguments."""
     path = folder / JOB
     if path.is_file() and not path.read_text().startswith(_OF_SCRIPT):
         return

@@ -37,13 +37,13 @@ _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(name="cp-ring", no_args_is_help=True, pretty_exceptions_enable=False)
 
-_submit = command(SubmitOptions, run_submit)
+SUBMIT = command(SubmitOptions, run_submit)
 _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Run a job": {
         "train": train_command,
         "certify": certify_command,
         "compare": compare_command,
-        "submit": _submit,
+        "submit": SUBMIT,
         "preflight": preflight_command,
     },
     "Look at a run": {"status": status_command, "watch": follow, "trace": trace_command},
@@ -62,7 +62,7 @@ for _panel, _commands in _COMMANDS.items():
         app.command(_name, help=one_line(_run.__doc__), rich_help_panel=_panel)(_run)
 app.add_typer(bench.commands(), name="bench", rich_help_panel="Plan and measure")
 slurm = typer.Typer(no_args_is_help=True)  # as they were grouped
-slurm.command("submit")(_submit)
+slurm.command("submit")(SUBMIT)
 slurm.command("status")(status_command)
 slurm.command("preflight")(preflight_command)
 app.add_typer(slurm, name="slurm", hidden=True)

@@ -175,8 +175,8 @@ def print_plan(plan: PlanTables, facts: dict[str, Any]) -> None:
     calls = "too many ranks to count kernel calls and to compare other shapes"
     if facts["kernel_calls_per_rank"]:
         calls = (
-            f"at most {max(facts['kernel_calls_per_rank'])} kernel calls of a rank in forward, with "
-            f"the kernel {facts['kernel']}, which is assumed (--kernel)"
+            f"at most {max(facts['kernel_calls_per_rank'])} kernel calls of a rank in forward, "
+            f"with the kernel {facts['kernel']}, which is assumed (--kernel)"
         )
     console.print(f"remote sources of each hop: {sources}; {calls}")
     if facts["filled"]:

@@ -68,8 +68,8 @@ def page(run_dir: Path) -> str:
         ("certificate and versions", lambda: _certificate(Path(facts["save"]))),
     ]
     body = "".join(
-        f'<section id="{name.replace(" ", "-")}"><h2>{name.capitalize()}</h2>'
-        f"{_made(make)}</section>"
+        f'<section id="{name.replace(" ", "-")}">'
+        f"<h2>{name.capitalize()}</h2>{_made(make)}</section>"
         for name, make in sections
     )
     made = time.strftime("%Y-%m-%d %H:%M:%S")
