@@ -58,10 +58,13 @@ app.command("flags")(flags_command)
 
 def _print_versions(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from cp_ring.tools.job.doctor import version_of
 
         typer.echo(
-            ", ".join(f"{name} {version(name)}" for name in ("cp-ring", "torch", "megatron-core"))
+            ", ".join(
+                f"{name} {version_of(name) or 'not installed'}"
+                for name in ("cp-ring", "torch", "megatron-core")
+            )
         )
         raise typer.Exit
 
