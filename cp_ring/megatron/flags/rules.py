@@ -75,7 +75,8 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         "save-interval log-interval micro-batch-size global-batch-size num-attention-heads "
         "num-query-groups num-layers hidden-size ffn-hidden-size kv-channels seq-length "
         "max-position-embeddings num-experts moe-router-topk moe-ffn-hidden-size train-samples "
-        "q-lora-rank kv-lora-rank qk-head-dim v-head-dim seed vocab-size make-vocab-size-divisible-by"),
+        "q-lora-rank kv-lora-rank qk-head-dim v-head-dim seed vocab-size "
+        "make-vocab-size-divisible-by"),
     "at least 0": (lambda x: 0 <= x < inf,
         "lr min-lr weight-decay clip-grad init-method-std adam-eps num-workers "
         "lr-warmup-iters eval-iters train-iters qk-pos-emb-head-dim mtp-num-layers"),

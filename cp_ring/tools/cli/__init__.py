@@ -70,10 +70,13 @@ app.add_typer(slurm, name="slurm", hidden=True)
 
 def _print_versions(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from cp_ring.tools.job.doctor import version_of
 
         typer.echo(
-            ", ".join(f"{name} {version(name)}" for name in ("cp-ring", "torch", "megatron-core"))
+            ", ".join(
+                f"{name} {version_of(name) or 'not installed'}"
+                for name in ("cp-ring", "torch", "megatron-core")
+            )
         )
         raise typer.Exit
 

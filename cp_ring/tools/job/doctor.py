@@ -1,6 +1,7 @@
 """Examines this installation: versions, kernels, devices and patches. Each finding is one line of
 the report.
 
+It needs the standard library alone. What a missing package hides is a finding too.
 The examination trains nothing and makes no process group. It imports the packages that Megatron
 imports, because only an import shows that a package is broken. Any error of such an import is a
 finding.
@@ -13,14 +14,14 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
-
-from packaging.requirements import Requirement
-from packaging.version import Version
 
 from cp_ring.errors import ConfigError, one_line
 
@@ -62,8 +63,25 @@ def examine() -> list[Finding]:
         _kernels,
         _patches,
     )
-    found = [finding for part in parts for finding in part()]
-    return found + list(_limits(found))
+    found = [finding for part in parts for finding in _findings_of(part)]
+    return found + _findings_of(partial(_limits, found))
+
+
+def _findings_of(part: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    try:
+        return [*part()]
+    except ImportError as error:
+        return [Finding("limits", "doctor", "absent", f"not examined: {error}")]
+
+
+def main() -> int:
+    """`cp-ring doctor` without the packages of its command: all findings as lines."""
+    found = examine()
+    for one in found:
+        print(f"{one.section}: {one.name}: {one.state}", one.found, one.advice, sep="  ")
+    for line in (wrong := problems(found)):
+        print(f"cp_ring: problem: {line}", file=sys.stderr)
+    return int(bool(wrong))
 
 
 def _python() -> Iterator[Finding]:
@@ -73,36 +91,44 @@ def _python() -> Iterator[Finding]:
 def _requirements() -> Iterator[Finding]:
     """The required packages: installed or not, and in a supported version or not."""
     yield Finding(
-        "versions", "cp-ring", "good", _version("cp-ring") or "not installed: run from its source"
+        "versions", "cp-ring", "good", version_of("cp-ring") or "not installed: run from its source"
     )
-    texts = importlib.metadata.requires("cp-ring") or [] if _version("cp-ring") else []
-    needed = [one for one in map(Requirement, texts) if _concerns_jobs(one)]
-    for wanted in {one.name: one for one in needed}.values():
-        version = _version(wanted.name)
+    texts = importlib.metadata.requires("cp-ring") or [] if version_of("cp-ring") else []
+    for text in sorted({text.partition(";")[0].strip() for text in filter(_concerns_jobs, texts)}):
+        name, needed = _REQUIREMENT.match(text).groups()  # type: ignore[union-attr]
+        version = version_of(name)
         if version is None:
-            yield Finding(
-                "versions", wanted.name, "problem", "not installed", f"pip install '{wanted}'"
-            )
-        elif not wanted.specifier.contains(version, prereleases=True):
-            advice = f"cp_ring needs {wanted.specifier}: pip install '{wanted}'"
-            yield Finding("versions", wanted.name, "problem", version, advice)
-        elif wanted.name == "torch":
-            yield Finding("versions", wanted.name, "good", version)
+            yield Finding("versions", name, "problem", "not installed", f"pip install '{text}'")
+        elif not _within(needed, version):
+            advice = f"cp_ring needs {needed}: pip install '{text}'"
+            yield Finding("versions", name, "problem", version, advice)
+        elif name == "torch":
+            yield Finding("versions", name, "good", version)
 
 
-def _concerns_jobs(wanted: Requirement) -> bool:
+def _within(needed: str, version: str) -> bool:
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:  # which is a finding of its own
+        return True
+    return SpecifierSet(needed).contains(version, prereleases=True)
+
+
+_REQUIREMENT = re.compile(r"([\w.-]+)(?:\[.*?\])?\s*(.*)")
+
+
+def _concerns_jobs(text: str) -> bool:
     """Whether jobs and commands need it. Megatron has checks of its own."""
-    extras = ("megatron", "tools")
-    return wanted.name != "megatron-core" and (
-        wanted.marker is None or any(wanted.marker.evaluate({"extra": name}) for name in extras)
+    extra = re.search(r"extra == ['\"](\w+)", text)
+    return not text.startswith("megatron-core") and (
+        extra is None or extra[1] in ("megatron", "tools")
     )
 
 
 def _megatron() -> Iterator[Finding]:
     from cp_ring.megatron import compat
 
-    version = compat.megatron_version()
-    version = Version(version).public if version else "not installed"
+    version = (compat.megatron_version() or "not installed").partition("+")[0]
     try:
         compat.check_version()
     except ConfigError as error:
@@ -120,7 +146,9 @@ def _torch_libraries() -> Iterator[Finding]:
             "versions", "CUDA", "absent", "this torch is a build for the CPU", "GPUs cannot be used"
         )
         return
-    yield Finding("versions", "CUDA", "good", torch.version.cuda)
+    here: State = "good" if torch.cuda.is_available() else "absent"
+    unused = "" if here == "good" else "not used: there is no GPU"
+    yield Finding("versions", "CUDA", here, torch.version.cuda, unused)
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     found = (
         ".".join(map(str, torch.cuda.nccl.version())) if nccl else "this torch is built without it"
@@ -128,9 +156,9 @@ def _torch_libraries() -> Iterator[Finding]:
     yield Finding(
         "versions",
         "NCCL",
-        "good" if nccl else "absent",
+        here if nccl else "absent",
         found,
-        "" if nccl else "GPUs cannot be used",
+        unused if nccl else "GPUs cannot be used",
     )
     try:
         cudnn = torch.backends.cudnn.version()
@@ -141,7 +169,8 @@ def _torch_libraries() -> Iterator[Finding]:
         )
         yield Finding("versions", "cuDNN", "problem", _in_one_line(error), advice)
         return
-    yield Finding("versions", "cuDNN", "good" if cudnn else "absent", str(cudnn or "not there"))
+    shown = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else "not there"
+    yield Finding("versions", "cuDNN", here if cudnn else "absent", shown, unused)
 
 
 def _transformer_engine() -> Iterator[Finding]:
@@ -181,7 +210,7 @@ def _imported(
     """
     if importlib.util.find_spec(package) is None:
         return Finding("versions", name, "absent", "not installed")
-    version = next(filter(None, map(_version, distributions)), "unknown version")
+    version = next(filter(None, map(version_of, distributions)), "unknown version")
     try:
         importlib.import_module(module)
     except Exception as error:
@@ -196,7 +225,9 @@ def _apex() -> Iterator[Finding]:
 
     kind = compat.apex()
     if kind == "other":
-        found = f"{_version('apex') or 'unknown version'}, not NVIDIA's: a package of the same name"
+        found = (
+            f"{version_of('apex') or 'unknown version'}, not NVIDIA's: a package of the same name"
+        )
         advice = "pip uninstall apex; NVIDIA's Apex is built from its repository and is not on PyPI"
         yield Finding("versions", "Apex", "problem", found, advice)
         return
@@ -208,7 +239,7 @@ def _apex() -> Iterator[Finding]:
 
 
 def _others() -> Iterator[Finding]:
-    triton = _version("triton")
+    triton = version_of("triton")
     yield Finding("versions", "Triton", "good" if triton else "absent", triton or "not installed")
     srun = shutil.which("srun")
     if srun is None:
@@ -217,7 +248,7 @@ def _others() -> Iterator[Finding]:
     done = subprocess.run([srun, "--version"], capture_output=True, text=True, timeout=30)
     if done.returncode:
         yield Finding(
-            "versions", "Slurm", "absent", "installed, but without a cluster's configuration"
+            "versions", "Slurm", "absent", "no cluster: srun is there, without a configuration"
         )
     else:
         yield Finding("versions", "Slurm", "good", done.stdout.strip())
@@ -276,7 +307,8 @@ def _patches() -> Iterator[Finding]:
 
     for patch in patches.table():
         rejected = patch["state"].startswith("rejected")
-        yield Finding("patches", patch["name"], "absent" if rejected else "good", patch["state"])
+        state = {"not applied": "fits this version"}.get(patch["state"], patch["state"])
+        yield Finding("patches", patch["name"], "absent" if rejected else "good", state)
 
 
 def _limits(found: list[Finding]) -> Iterator[Finding]:
@@ -312,7 +344,8 @@ def _limits(found: list[Finding]) -> Iterator[Finding]:
         yield Finding("limits", what, "absent", "not with this megatron-core", advice)
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """The installed version."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -5,6 +5,7 @@ decides whether to train.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -97,6 +98,10 @@ def _slurm_port() -> int:
     return 20000 + (number + restarts) % 12000
 
 
+_TOKEN = ".preflight"
+"""A file of rank 0 in the run directory, which all ranks must see while preflight runs."""
+
+
 def preflight(source: str, overrides: list[str]) -> int:
     """Checks the job on all ranks: 0, or 2 if it must not train. Raises `ConfigError`."""
     job = configs.load(source, overrides)
@@ -117,6 +122,8 @@ def preflight(source: str, overrides: list[str]) -> int:
     code = int(store.get("verdict"))
     store.add("left", 1)
     if world.rank == 0:  # the store lives in this process
+        with contextlib.suppress(OSError):
+            (commands.run_dir(job) / _TOKEN).unlink()
         while store.add("left", 0) < world.size:
             time.sleep(0.05)
     return code
@@ -196,7 +203,7 @@ def _make_store(world: World) -> Any:
 def _gather_facts(job: configs.JobConfig, source: str, world: World, store: Any) -> Facts:
     run_dir = commands.run_dir(job)
     writable = _write_probe(run_dir, world)
-    token = Path(run_dir) / ".preflight"
+    token = run_dir / _TOKEN
     if world.rank == 0 and not writable:
         token.write_text(f"{os.getpid()} {time.time()}")
         store.set("token", token.read_text())

@@ -115,10 +115,18 @@ def submit(
     _reject_second(script.run_dir)
     if corpus is not None:
         prepare_corpus(corpus, job)
+    run_dir = script.run_dir
+    names = ("job.sbatch", "env.sh", "job.yaml", "corpus.json", "logs", "")
+    made = [path for path in (run_dir / name for name in names) if not path.exists()]
     record_job(job, corpus)
     _write_files(script, site, text)
-    _run_sbatch([*line[:1], "--test-only", *line[1:]])
-    number = _run_sbatch([*line[:1], "--parsable", *line[1:]]).strip().partition(";")[0]
+    try:
+        _run_sbatch([*line[:1], "--test-only", *line[1:]])
+        number = _run_sbatch([*line[:1], "--parsable", *line[1:]]).strip().partition(";")[0]
+    except ConfigError:
+        for path in filter(Path.exists, made):
+            path.rmdir() if path.is_dir() else path.unlink()
+        raise
     attempts.append(script.run_dir, number, "submit")
     say(
         f"job {number}; output: {script.run_dir}/logs/job-{number}.log, of the ranks: "

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -101,6 +102,28 @@ def test_json_of_a_bad_installation_is_json(bad):
     assert report["ok"] is False and len(report["problems"]) == 4
     wrong = {finding["name"] for finding in report["findings"] if finding["state"] == "problem"}
     assert wrong == {"megatron-core", "TransformerEngine", "flash-attn", "Apex"}
+
+
+def test_it_needs_the_standard_library_alone(tmp_path):
+    """As after `pip install --no-deps`; other commands end in one line."""
+    folder = tmp_path / "cp_ring-0.1.0.dist-info"
+    folder.mkdir()
+    needs = "numpy>=1.26", "torch>=2.11,<2.16", "typer>=0.12; extra == 'tools'"
+    lines = ["Name: cp-ring", "Version: 0.1.0", *(f"Requires-Dist: {need}" for need in needs)]
+    (folder / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *lines, ""]))
+    package = Path(doctor.__file__).parents[3]
+    for command in ("doctor", "--version", "train quickstart"):
+        done = subprocess.run(
+            [sys.executable, "-S", "-m", "cp_ring.tools", *command.split()],
+            env={"PYTHONPATH": f"{package}:{tmp_path}"}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+        said = done.stderr.splitlines()
+        if command == "doctor":
+            for need in ("numpy>=1.26", "torch>=2.11,<2.16", "typer>=0.12"):
+                assert any(f"not installed: pip install '{need}'" in line for line in said), need
+        else:
+            assert len(said) == 1 and "needs the package" in said[0], said
 
 
 def test_nvidias_apex_is_told_from_the_other_by_what_it_holds(tmp_path, monkeypatch):

@@ -96,3 +96,4 @@ def test_preflight_says_what_this_host_lacks(file, tmp_path, capsys, monkeypatch
     for override in ("launch.device=cpu", "launch.device=auto"):
         assert preflight.main(file, [override]) == 0
         assert "may train" in capsys.readouterr().out
+    assert not [*tmp_path.rglob(".preflight*")]

@@ -125,7 +125,12 @@ def test_what_slurm_would_reject_is_not_submitted(file, tmp_path, slurm):
     log = slurm(code=1)
     with pytest.raises(ConfigError, match="sbatch --test-only"):
         submit(file, CPU, Site())
-    assert len(log.read_text().splitlines()) == 1
+    assert len(log.read_text().splitlines()) == 1 and not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job.yaml").write_text("of an earlier job")
+    with pytest.raises(ConfigError, match="sbatch --test-only"):
+        submit(file, CPU, Site())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["job.yaml"]
 
 
 def test_second_job_in_the_same_folder_is_rejected(file, slurm):
