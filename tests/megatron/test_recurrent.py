@@ -229,8 +229,8 @@ def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
     assert done.returncode == 0, done.stdout[-6000:]
     results = json.loads((tmp_path / "out.json").read_text())
     assert results["version"] == compat.megatron_version()
-    new = 4 * compat.within(">=0.18") + 4 * compat.within(">=0.20.dev0")
-    assert len(results["cases"]) == 4 + new
+    new = 8 * compat.within(">=0.18") + 8 * compat.within(">=0.20.dev0")
+    assert len(results["cases"]) == 8 + new
     for name, found in results["cases"].items():
         assert found["two"] < 1e-5, name
         assert found["fault"] > 1e-3, name
