@@ -4,9 +4,9 @@ The state after a segment of tokens is an affine function of the state before it
 finds A and B of the segments that hand their state on, by the layer's own kernel: columns of the
 state do not mix, so one call for the values [v, 0] from the state [0, I] ends with [B, A]. The
 states then pass from segment to segment, one message and one product of matrices each, and a second
-call from the right states gives the outputs. Of Mamba-2, A is a number, the decay of a head over the
-segment. Neither A nor any token travels, apart from the halo of the convolution. Backward passes the
-gradients of the states the other way.
+call from the right states gives the outputs. Of Mamba-2, A is a number, the decay of a head over
+the segment. Neither A nor any token travels, apart from the halo of the convolution. Backward
+passes the gradients of the states the other way.
 
 Shapes: T tokens of this rank, of all batch rows; h heads; k and v, channels of keys and of values.
 """

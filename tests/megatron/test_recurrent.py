@@ -240,7 +240,13 @@ def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "state across documents", "state begins anew too late"])
 @pytest.mark.parametrize(
-    "model", ["mamba_document_mask_balanced", "delta_net_document_mask_balanced"]
+    "model",
+    [
+        "mamba_document_mask_balanced",
+        "delta_net_document_mask_balanced",
+        "mamba_states_document_mask_balanced",
+        "delta_net_states_document_mask_balanced",
+    ],
 )
 def test_the_certificate_knows_documents_of_recurrent_layers(tmp_path, model, fault):
     (cell,) = matrix.cells([model], ["cp2"])
