@@ -271,6 +271,12 @@ class Options:
         "Precision in which partial key and value gradients travel.",
         choices=("input", "float32", "bfloat16"),
     )
+    recurrent: str = _setting(
+        "heads",
+        "What ranks exchange for recurrent layers: heads, tokens for heads as Megatron does; or "
+        "states, where each rank scans its own tokens and hands on a state, whatever their number.",
+        choices=("heads", "states"),
+    )
     recompute: str = _setting(
         "keep",
         "Where activations are recomputed: keep out and lse of attention, per layer and "

@@ -16,19 +16,21 @@ from torch import Tensor
 
 def scan(
     zxbcdt: Tensor, weight: Tensor, bias: Tensor, dt_bias: Tensor, a: Tensor, *,
-    D: Tensor, headdim: int, ngroups: int, seq_idx: Tensor | None = None, **ignored: Any,
-) -> Tensor:  # fmt: skip
+    D: Tensor, headdim: int, ngroups: int, seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None, return_final_states: bool = False, **ignored: Any,
+) -> Any:  # fmt: skip
     """As `mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined`, [b, n, z x B C dt]
     to [b, n, heads * headdim].
 
     The state of each head decays by exp(dt * a) and gains dt * x B; the sum over all earlier tokens
     is written as a matrix. `seq_idx` [b, n] numbers documents, at whose borders the state and the
-    convolution begin anew.
+    convolution begin anew; document 0 goes on with `initial_states` [b, heads, headdim, state].
     """
     b, n, _ = zxbcdt.shape
     heads = a.numel()
     inner = heads * headdim
-    together = _together(torch.zeros(b, n) if seq_idx is None else seq_idx)
+    numbers = torch.zeros(b, n) if seq_idx is None else seq_idx
+    together = _together(numbers)
     z, xbc, dt = zxbcdt.split([inner, weight.shape[0], heads], -1)
     xbc = F.silu(_convolved(xbc, weight, together) + bias)
     x, keys, queries = xbc.split([inner, *[(weight.shape[0] - inner) // 2] * 2], -1)
@@ -42,7 +44,13 @@ def scan(
     passed = (decay[:, :, None] - decay[:, None]).masked_fill(~together[..., None], -torch.inf)
     weights = passed.exp() * torch.einsum("bihs,bjhs->bijh", queries, keys)
     y = torch.einsum("bijh,bjh,bjhp->bihp", weights, dt, x) + D[:, None] * x
-    return y.reshape(b, n, inner) * F.silu(z)
+    final = torch.einsum("bjh,bjhp,bjhs->bhps", passed[:, -1].exp() * dt, x, keys)
+    if initial_states is not None:
+        left = decay.exp() * (numbers == 0)[..., None]
+        y = y + torch.einsum("bihs,bhps,bih->bihp", queries, initial_states, left)
+        final = final + initial_states * left[:, -1, :, None, None]
+    out = y.reshape(b, n, inner) * F.silu(z)
+    return (out, final) if return_final_states else out
 
 
 def _together(documents: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ The state after a segment of tokens is an affine function of the state before it
 finds A and B of the segments that hand their state on, by the layer's own kernel: columns of the
 state do not mix, so one call for the values [v, 0] from the state [0, I] ends with [B, A]. The
 states then pass from segment to segment, one message and one product of matrices each, and a second
-call from the right states gives the outputs. Neither A nor any token travels, apart from the halo
-of the convolution. Backward passes the gradients of the states the other way.
+call from the right states gives the outputs. Of Mamba-2, A is a number, the decay of a head over
+the segment. Neither A nor any token travels, apart from the halo of the convolution. Backward
+passes the gradients of the states the other way.
 
 Shapes: T tokens of this rank, of all batch rows; h heads; k and v, channels of keys and of values.
 """
@@ -17,6 +18,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +29,7 @@ from cp_ring.plan.exchange.chains import Chains, Swap
 from cp_ring.plan.ranges import Ints
 
 _BY_VALUE = ("v", "w")  # what has the channels of values
+_INERT = -1e4  # a time step whose softplus is 0: the state does not change
 
 
 class StatePassing:
@@ -34,7 +37,7 @@ class StatePassing:
 
     def __init__(self, chains: Chains, transport: Transport, device: torch.device):
         self._chains, self.transport, self.device = chains, transport, device
-        plan = chains.steps(transport.rank)
+        plan = self._plan = chains.steps(transport.rank)
         self.segments = len(plan.offsets) - 1
         self.goes_on, self.hands_on = self._tensor(plan.goes_on), self._tensor(plan.hands_on)
         self.cu_seqlens = self._tensor(plan.offsets).int()
@@ -43,11 +46,11 @@ class StatePassing:
             for swap, given, gone in plan.steps
         ]
         self.steps = [(trip, given, gone) for trip, given, gone in steps if trip or len(given)]
-        ranges = [plan.offsets[i : i + 2].tolist() for i in plan.hands_on.tolist()]
-        sizes = [end - start for start, end in ranges]
+        ends = [plan.offsets[i : i + 2].tolist() for i in plan.hands_on.tolist()]
+        sizes = self._sizes = [end - start for start, end in ends]
         self._handed = F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(device, torch.int32)
-        self._ranges = _joined(ranges)
-        self._halo = lru_cache(self._make_halo)
+        self._ranges = _joined(ends)
+        self._halo, self._parts = lru_cache(self._make_halo), lru_cache(self._make_parts)
 
     def _tensor(self, x: Ints) -> Tensor:
         return torch.from_numpy(x).to(self.device)
@@ -56,6 +59,43 @@ class StatePassing:
         halo = self._chains.halo(self.transport.rank, width)
         order, offsets, own = map(self._tensor, (halo.order, halo.offsets, halo.own))
         return _Trip(halo.swap, self), order, offsets.int(), own
+
+    def _make_parts(
+        self, width: int
+    ) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor, ...]], Tensor]:
+        """For a kernel that convolves and scans batch rows, which take one state and end with one:
+        the parts of this rank's tokens, those that hand their state on, and where tokens are among
+        the outputs of all parts.
+
+        Of parts of the same length [parts]: first segment and last one, and [parts, width - 1 +
+        tokens]: places in tokens, halo and one token of nothing, and the numbers of segments.
+        """
+        plan, halo = self._plan, self._chains.halo(self.transport.rank, width)
+        held, nothing = len(halo.own), len(halo.order)
+        first = np.unique(np.concatenate([[0], plan.goes_on, plan.hands_on + 1]))
+        first = first[first < self.segments]
+        every = []
+        for start, end in zip(first, [*first[1:], self.segments], strict=True):
+            near = halo.order[halo.offsets[start] : halo.offsets[start + 1]]
+            tokens = np.arange(plan.offsets[start], plan.offsets[end])
+            index = np.concatenate([near[near >= held], tokens])
+            index = np.pad(
+                index, (width - 1 + len(tokens) - len(index), 0), constant_values=nothing
+            )
+            numbers = np.repeat(np.arange(end - start), np.diff(plan.offsets[start : end + 1]))
+            every.append((start, end - 1, index, np.pad(numbers, (width - 1, 0))))
+        handing = [part for part in every if part[1] in plan.hands_on]
+        batches = self._together(every)
+        places = torch.cat([index[:, width - 1 :].flatten() for _, _, index, _ in batches])
+        return batches, self._together(handing), places.argsort()
+
+    def _together(self, parts: Sequence[tuple[Any, ...]]) -> list[tuple[Tensor, ...]]:
+        """Parts of the same length as one batch."""
+        lengths = sorted({len(part[2]) for part in parts})
+        alike = [[part for part in parts if len(part[2]) == length] for length in lengths]
+        return [
+            tuple(self._tensor(np.stack(x)) for x in zip(*batch, strict=True)) for batch in alike
+        ]
 
     def convolve(self, function: Callable[..., Tensor], x: Tensor, width: int) -> Tensor:
         """The causal convolution over `width` tokens of x [1, T, d], by `function(x, cu_seqlens)`,
@@ -85,6 +125,43 @@ class StatePassing:
             )[1].to(dtype)
         states = self.passed(maps[..., v:], maps[..., :v], tensors["v"])
         return function(**tensors, initial_state=states, cu_seqlens=self.cu_seqlens)[0]
+
+    def mamba(
+        self, function: Callable[..., Any], x: Tensor, weight: Tensor, *params: Tensor, **named: Any
+    ) -> Tensor:
+        """Outputs [1, T, d] of `mamba_split_conv1d_scan_combined` of mamba_ssm, from z, x, B, C and
+        dt of the tokens [1, T, ...].
+
+        weight: of the convolution. params: its bias, the bias of dt, and the A of each head.
+        """
+        (channels, width), heads = weight.shape, len(params[-1])
+        z, trip = x.shape[2] - heads - channels, self._halo(width)[0]
+        arrived = _Swapped.apply(x[0, :, z:-heads].index_select(0, trip.source), trip)
+        near = F.pad(arrived, (z, 0, 0, 1))  # and one token of nothing
+        whole = torch.cat([x[0], F.pad(near, (0, heads), value=_INERT)])
+        every, handing, places = self._parts(width)
+
+        def run(index: Tensor, numbers: Tensor, **more: Any) -> Any:
+            tokens = whole.index_select(0, index.flatten()).unflatten(0, index.shape)
+            return function(tokens, weight, *params, **named | more, seq_idx=numbers.int())
+
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        sizes = z // heads, (channels - z) // 2 // named["ngroups"]
+        steps = F.softplus(x[0, :, -heads:].to(dtype) + params[1]) * params[2]
+        decay, ends = steps.new_zeros(0, heads), steps.new_zeros(0, heads, *sizes)
+        if handing:
+            handed = torch.cat([steps[start:end] for start, end in self._ranges])
+            decay = torch.stack([part.sum(0) for part in handed.split(self._sizes)]).exp()
+            finals = [run(*part[2:], return_final_states=True)[1].to(dtype) for part in handing]
+            ends = torch.cat(finals)[torch.cat([last for _, last, *_ in handing]).argsort()]
+        states = self.passed(decay[..., None, None], ends.flatten(2)[:, :, None], x)
+        given = [
+            {} if states is None else {"initial_states": states[first].reshape(-1, heads, *sizes)}
+            for first, *_ in every
+        ]
+        outs = [run(*part[2:], **each) for part, each in zip(every, given, strict=True)]
+        whole = torch.cat([out[:, width - 1 :].flatten(0, 1) for out in outs])
+        return whole.index_select(0, places)[None]
 
     def passed(self, a: Tensor, b: Tensor, like: Tensor) -> Tensor | None:
         """The state before each segment, [segments, h, k, v], 0 where it begins anew; None if no

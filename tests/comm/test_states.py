@@ -15,7 +15,7 @@ from cp_ring.observe.counters import record
 from cp_ring.plan.exchange.chains import Chains
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import error
-from tests.recurrences import causal_conv1d, delta_rule
+from tests.recurrences import causal_conv1d, delta_rule, scan
 
 HEADS, K, V, WIDTH = 2, 3, 4, 4
 CPU = torch.device("cpu")
@@ -107,6 +107,47 @@ def test_ranks_equal_one_scan(cp, kind, by_channel):
         chains, given = Chains.build(layout, starts), inputs(layout.n, by_channel)
         chains.verify(WIDTH)
         assert off(on_ranks(given, chains), on_one(given, starts)) < 1e-6
+
+
+def mamba_inputs(n: int) -> tuple[Tensor, list[Tensor], dict]:
+    """z x B C dt of tokens, the parameters of the kernel, float64, and its other arguments."""
+    inner, groups, state = HEADS * V, 1, K
+    channels = inner + 2 * groups * state
+    params = [
+        torch.randn(channels, WIDTH), torch.randn(channels), torch.randn(HEADS), -torch.rand(HEADS),
+    ]  # fmt: skip
+    x = 0.5 * torch.randn(n, inner + channels + HEADS).double()
+    named = {"D": torch.randn(HEADS).double(), "headdim": V, "ngroups": groups}
+    return x, [0.5 * param.double() for param in params], named
+
+
+def mamba_results(x: Tensor, params: list[Tensor], run) -> dict[str, Tensor]:
+    leaves = [each.detach().requires_grad_() for each in (x, *params)]
+    out = run(leaves[0][None], *leaves[1:])
+    out.sin().sum().backward()
+    return {"out": out.detach()[0], **{f"d{i}": each.grad for i, each in enumerate(leaves)}}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ranks_equal_one_scan_of_mamba(cp, kind, seed):
+    layout, starts = drawn(seed + 10 * cp, cp, kind)
+    x, params, named = mamba_inputs(layout.n)
+    numbers = torch.bucketize(torch.arange(layout.n), torch.tensor(starts), right=True) - 1
+    truth = mamba_results(x, params, lambda *given: scan(*given, **named, seq_idx=numbers[None]))
+
+    def case(group):
+        passing = StatePassing(Chains.build(layout, starts), group, CPU)
+        mine, *own = (each.float() for each in (layout.shard(x, group.rank, 0), *params))
+        others = named | {"D": named["D"].float()}
+        return mamba_results(mine, own, lambda *given: passing.mamba(scan, *given, **others))
+
+    parts = LocalRing(cp).run(case)
+    for name, wanted in truth.items():
+        each = [part[name] for part in parts]
+        ours = layout.unshard(each, 0) if name in ("out", "d0") else sum(each)
+        assert error(ours, wanted) < 3e-6, name
 
 
 def without_decay(*tensors, output_final_state=False, g, **named):

@@ -28,22 +28,27 @@ OFFSETS = np.array([0, 5, 30, 64, 100, 101, 128])  # of documents in the stream 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, how its tokens are split, whether they have documents, and the fault that must show
-    (see tests.parity.faults).
+    """A layer, how its tokens are split, whether they have documents, what ranks exchange, and the
+    fault that must show (see tests.parity.faults).
     """
 
     layer: str
     layout: str
     documents: bool
-    fault: str
+    recurrent: str = "heads"
+
+    @property
+    def fault(self) -> str:
+        if self.documents:
+            return "state begins anew too late"
+        return {"heads": "state in the order of another layout"}.get(
+            self.recurrent, "state passed by another layout"
+        )
 
 
 CASES = {
-    f"{layer} {layout}{' documents' if documents else ''}": Case(
-        layer,
-        layout,
-        documents,
-        "state begins anew too late" if documents else "state in the order of another layout",
+    " ".join([layer, layout, *["documents"] * documents, recurrent]): Case(
+        layer, layout, documents, recurrent
     )
     for layer in ("mamba", "delta_net", "delta_net_2")
     for layout, documents in (
@@ -52,6 +57,7 @@ CASES = {
         ("zigzag", True),
         ("balanced", True),
     )
+    for recurrent in ("heads", "states")
 }
 
 
@@ -129,7 +135,12 @@ def step(case: Case, cp: int, fault: str = "") -> dict[str, Any]:
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     try:
         settings.configure(
-            Options.make(enabled=True, layout=case.layout, document_mask=case.documents)
+            Options.make(
+                enabled=True,
+                layout=case.layout,
+                document_mask=case.documents,
+                recurrent=case.recurrent,
+            )
         )
         documents = Documents.in_rows(
             OFFSETS if case.documents else np.arange(ROWS + 1) * N, ROWS, case.layout, cp

@@ -229,8 +229,8 @@ def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
     assert done.returncode == 0, done.stdout[-6000:]
     results = json.loads((tmp_path / "out.json").read_text())
     assert results["version"] == compat.megatron_version()
-    new = 4 * compat.within(">=0.18") + 4 * compat.within(">=0.20.dev0")
-    assert len(results["cases"]) == 4 + new
+    new = 8 * compat.within(">=0.18") + 8 * compat.within(">=0.20.dev0")
+    assert len(results["cases"]) == 8 + new
     for name, found in results["cases"].items():
         assert found["two"] < 1e-5, name
         assert found["fault"] > 1e-3, name
@@ -240,7 +240,13 @@ def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "state across documents", "state begins anew too late"])
 @pytest.mark.parametrize(
-    "model", ["mamba_document_mask_balanced", "delta_net_document_mask_balanced"]
+    "model",
+    [
+        "mamba_document_mask_balanced",
+        "delta_net_document_mask_balanced",
+        "mamba_states_document_mask_balanced",
+        "delta_net_states_document_mask_balanced",
+    ],
 )
 def test_the_certificate_knows_documents_of_recurrent_layers(tmp_path, model, fault):
     (cell,) = matrix.cells([model], ["cp2"])

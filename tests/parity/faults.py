@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -166,18 +167,29 @@ def _in_another_order(of_layout: Any, n: int, batch: int, cp: int, name: str, *r
     return of_layout(n, batch, cp, "contiguous" if name == "zigzag" else "zigzag", *rest)
 
 
-def _across_documents(of_documents: Any, carried: Any) -> Any:
-    order = of_documents(carried)
-    rows = torch.arange(carried.batch + 1, dtype=torch.int32) * (carried.layout.n // carried.batch)
-    return dataclasses.replace(order, documents=torch.zeros_like(order.documents), cu_seqlens=rows)
+def _layout_of_another(make_layout: Any, name: str, n: int, cp: int) -> Any:
+    return make_layout("contiguous" if name == "zigzag" else "zigzag", n, cp)
 
 
-def _anew_too_late(of_documents: Any, carried: Any) -> Any:
+def _across_documents(starts: Any, carried: Any) -> Any:
+    return np.arange(carried.batch) * (carried.layout.n // carried.batch)
+
+
+def _anew_too_late(starts: Any, carried: Any) -> Any:
     """The first token of each document but the first counts as one of the document before it."""
-    order = of_documents(carried)
-    first, n = order.cu_seqlens % (carried.layout.n // carried.batch) != 0, order.documents.shape[1]
-    shifted = order.documents[:, [0, *range(n - 1)]]
-    return dataclasses.replace(order, documents=shifted, cu_seqlens=order.cu_seqlens + first.int())
+    found = starts(carried)
+    return found + (found % (carried.layout.n // carried.batch) != 0)
+
+
+def _nothing_handed_on(passed: Any, *args: Any) -> Any:
+    states = passed(*args)
+    return states if states is None else states * 0
+
+
+def _passing() -> Any:
+    from cp_ring.comm.states import StatePassing
+
+    return StatePassing
 
 
 def _rotary() -> Any:
@@ -312,8 +324,10 @@ FAULTS = {
     "boundary missed": lambda: (_gpt(), "boundaries", _boundary_missed),
     "documents merged": lambda: (_documents(), "mask", _merged),
     "state in the order of another layout": lambda: (_recurrent(), "_of_layout", _in_another_order),
-    "state across documents": lambda: (_recurrent(), "_of_documents", _across_documents),
-    "state begins anew too late": lambda: (_recurrent(), "_of_documents", _anew_too_late),
+    "state passed by another layout": lambda: (_recurrent(), "make_layout", _layout_of_another),
+    "state not handed on": lambda: (_passing(), "passed", _nothing_handed_on),
+    "state across documents": lambda: (_recurrent(), "_starts", _across_documents),
+    "state begins anew too late": lambda: (_recurrent(), "_starts", _anew_too_late),
     "rotary positions of zigzag": lambda: (*_rotary(), _rotary_by_zigzag),
     "positions of zigzag": lambda: (_documents(), "positions", _positions_of_zigzag),
     "siblings seen": lambda: (_declared(), "mask", _siblings_seen),

@@ -57,6 +57,7 @@ _RING = (
     "num_slots",
     "wire",
     "wire_dtype",
+    "recurrent",
 )
 
 

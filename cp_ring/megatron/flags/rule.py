@@ -227,7 +227,7 @@ class Job:
     def reorders_program(self) -> bool:
         """Whether layers of a program may get tokens in another order, or documents."""
         moved = self.reorders or self.own.document_mask or self.own.kinds or self.packed
-        return bool(self.program and moved)
+        return bool(self.program and (moved or self.own.recurrent == "states"))
 
     @property
     def masks_documents(self) -> bool:

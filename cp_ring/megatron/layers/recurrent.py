@@ -3,7 +3,8 @@ and gated delta net.
 
 These layers exchange tokens for heads, so that each rank holds whole batch rows of some heads. The
 tokens then lie rank after rank. They are put in order, and back, by the layout in force, and the
-state begins anew with each document.
+state begins anew with each document. With --cp-ring-recurrent states, a layer is made as without
+context parallelism instead, and its kernels pass states from rank to rank (`StatePassing`).
 
 Shapes: n tokens of a batch row, b batch rows, cp the context-parallel size.
 """
@@ -11,6 +12,7 @@ Shapes: n tokens of a batch row, b batch rows, cp the context-parallel size.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,12 +23,17 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from cp_ring.comm.states import StatePassing
+from cp_ring.comm.transport import transport_for
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.data.documents import DocumentParams, documents_of
 from cp_ring.megatron.data.masks import MicrobatchMask
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows, packed_in_whole_rows
 from cp_ring.megatron.wrapping import Function, around
+from cp_ring.plan.exchange.chains import Chains
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.ranges import Ints
 from cp_ring.runtime import RUNTIME
 
 
@@ -69,7 +76,11 @@ _OF_TOKENS = ("x", "q", "k", "v", "g", "beta", "b", "w")
 _made: WeakKeyDictionary[MicrobatchMask, dict[torch.device, TokenOrder]] = RUNTIME.keep(
     WeakKeyDictionary()
 )
-_in_force: ContextVar[TokenOrder | None] = ContextVar("cp_ring_token_order", default=None)
+_in_force: ContextVar[TokenOrder | StatePassing | None] = ContextVar("cp_ring_order", default=None)
+_passing: WeakKeyDictionary[MicrobatchMask, dict[Any, StatePassing]] = RUNTIME.keep(
+    WeakKeyDictionary()
+)
+_proven: set[tuple[Any, ...]] = RUNTIME.keep(set())
 
 
 def order_of(carried: MicrobatchMask, device: torch.device) -> TokenOrder:
@@ -80,9 +91,14 @@ def order_of(carried: MicrobatchMask, device: torch.device) -> TokenOrder:
     return found[device]
 
 
+def _starts(carried: MicrobatchMask) -> Ints:
+    """Where the state begins anew in the stream of all batch rows."""
+    n = carried.layout.n
+    return np.union1d(carried.starts(), np.arange(carried.batch) * (n // carried.batch))
+
+
 def _of_documents(carried: MicrobatchMask) -> TokenOrder:
-    total = carried.layout.n
-    starts = np.union1d(carried.starts(), np.arange(carried.batch) * (total // carried.batch))
+    total, starts = carried.layout.n, _starts(carried)
     numbers = (np.searchsorted(starts, np.arange(total), "right") - 1).reshape(carried.batch, -1)
     numbers -= numbers[:, :1]
     order = TokenOrder.of_places(
@@ -103,6 +119,39 @@ def _of_layout(
     return TokenOrder.of_places(places[:, None].expand(-1, batch)).to(device)
 
 
+def passing_of(carried: MicrobatchMask, group: Any, device: torch.device) -> StatePassing:
+    """How states pass the ranks of `group` in a microbatch with documents, made once for all
+    layers.
+    """
+    found = _passing.setdefault(carried, {})
+    if (group, device) not in found:
+        found[group, device] = _pass(
+            carried.layout, _starts(carried), carried.kind(), group, device
+        )
+    return found[group, device]
+
+
+@RUNTIME.cache(maxsize=16)
+def _passing_of_layout(
+    n: int, batch: int, name: str, windows: LayerWindows, group: Any, device: torch.device
+) -> StatePassing:
+    layout = Layout.batch([make_layout(name, n, group.size())] * batch)
+    return _pass(layout, np.arange(batch) * n, "", group, device)
+
+
+def _pass(
+    layout: Layout, starts: Ints, kind: str, group: Any, device: torch.device
+) -> StatePassing:
+    """The first one of a kind is proven."""
+    chains, kind_of_all = Chains.build(layout, starts), (layout.name, layout.cp, kind)
+    if kind_of_all not in _proven:
+        chains.verify()
+        _proven.add(kind_of_all)
+    transport = transport_for(group, device)
+    assert transport is not None, "states pass between ranks"
+    return StatePassing(chains, transport, device)
+
+
 def _order(x: torch.Tensor, cp: int, packed: Any) -> TokenOrder:
     """The order of the tokens of `x` [n, b, ...], of the documents `packed`, of those in force, or
     of the layout.
@@ -110,7 +159,10 @@ def _order(x: torch.Tensor, cp: int, packed: Any) -> TokenOrder:
     n, batch = x.shape[:2]
     if packed is not None:
         return order_of(documents_of(packed, n // cp * batch, cp, packed_in_whole_rows()), x.device)
-    return _in_force.get() or _of_layout(n, batch, cp, current().layout, layer_windows(), x.device)
+    order = _in_force.get()
+    if isinstance(order, TokenOrder):
+        return order
+    return _of_layout(n, batch, cp, current().layout, layer_windows(), x.device)
 
 
 def in_sequence(input_: torch.Tensor, cp_size: int, packed_seq_params: Any = None) -> torch.Tensor:
@@ -134,8 +186,12 @@ def mamba_with_documents(
     train: Function, self: Any, zxBCdt: torch.Tensor, packed_seq_params: Any = None
 ) -> Any:
     """Wraps `MambaMixer._ssm_training`: its kernel then has the number of each token's document, in
-    the order of the sequence.
+    the order of the sequence, or the ranks over which states pass.
     """
+    if group := getattr(self, "cp_ring_group", None):
+        n, batch = zxBCdt.shape[:2]
+        with _in_order(_states(packed_seq_params, n, batch, group, zxBCdt.device)):
+            return train(self, zxBCdt)
     if packed_seq_params is None:
         return train(self, zxBCdt)
     (n, batch), cp = zxBCdt.shape[:2], self.cp.cp_size
@@ -151,14 +207,74 @@ def documents_of_tokens(mixer: Any, packed_seq_params: Any, total_tokens: int) -
     return numbers
 
 
+class _OneRank:
+    """In place of the context-parallel group of a layer that is made as without one."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+@around
+def made_for_states(
+    constructor: Function, layer: Any, *args: Any, pg_collection: Any = None, **named: Any
+) -> None:
+    """Wraps the constructors of recurrent layers: under --cp-ring-recurrent states they have all
+    heads of their tensor-parallel rank, and know the ranks over which states pass.
+    """
+    group = getattr(pg_collection, "cp", None)
+    if current().recurrent != "states" or group is None or group.size() == 1:
+        return constructor(layer, *args, pg_collection=pg_collection, **named)
+    alone = copy.copy(pg_collection)
+    alone.cp = _OneRank()
+    constructor(layer, *args, pg_collection=alone, **named)
+    layer.cp_ring_group = group
+
+
+@around
+def checked_for_states(check: Function, config: Any) -> None:
+    """Wraps `TransformerConfig.__post_init__`, which wants a head of each linear layer for each of
+    the context-parallel ranks: states need none.
+    """
+    if current().recurrent != "states":
+        return check(config)
+    names = ("linear_num_key_heads", "linear_num_value_heads")
+    heads = {name: getattr(config, name) for name in names if getattr(config, name, None)}
+    vars(config).update({name: x * config.context_parallel_size for name, x in heads.items()})
+    try:
+        check(config)
+    finally:
+        vars(config).update(heads)
+
+
 @contextmanager
-def _documents_in_force(packed: Any, device: torch.device) -> Iterator[None]:
-    carried = packed.documents if isinstance(packed, DocumentParams) else None
-    token = _in_force.set(None if carried is None else order_of(carried, device))
+def _in_order(order: TokenOrder | StatePassing | None) -> Iterator[None]:
+    token = _in_force.set(order)
     try:
         yield
     finally:
         _in_force.reset(token)
+
+
+def _states(packed: Any, n: int, batch: int, group: Any, device: torch.device) -> StatePassing:
+    """How states pass where this rank holds `n` tokens of each batch row."""
+    cp = group.size()
+    if packed is None:
+        return _passing_of_layout(n * cp, batch, current().layout, layer_windows(), group, device)
+    return passing_of(documents_of(packed, n * batch, cp, packed_in_whole_rows()), group, device)
+
+
+@around
+def mamba_with_states(function: Function, x: torch.Tensor, *params: Any, **named: Any) -> Any:
+    """Wraps `mamba_split_conv1d_scan_combined` of the package mamba_ssm."""
+    passing = _in_force.get()
+    if not isinstance(passing, StatePassing):
+        return function(x, *params, **named)
+    named.pop("seq_idx", None)
+    out = passing.mamba(function, x.reshape(1, -1, x.shape[2]), *params, **named)
+    return out.reshape(*x.shape[:2], -1)
 
 
 @around
@@ -171,19 +287,24 @@ def gated_delta_net_with_documents(
     **named: Any,
 ) -> Any:
     """Wraps `GatedDeltaNet.forward`: the documents of a microbatch, in thd or sbhd, are in force
-    while it runs.
+    while it runs, and the ranks over which states pass.
     """
-    if packed_seq_params is None:
+    group = getattr(self, "cp_ring_group", None)
+    if packed_seq_params is None and group is None:
         return forward(self, hidden_states, *args, **named)
     if self.config.deterministic_mode:
         raise ConfigError(
             "--deterministic-mode: gated delta net layers then have no kernel that knows "
-            "documents: leave it out, or the documents"
+            "documents or states: leave it out, or these"
         )
-    tokens = hidden_states.shape[0] * self.sp_size * hidden_states.shape[1]
-    carried = documents_of(packed_seq_params, tokens, self.cp_size, packed_in_whole_rows())
-    params = DocumentParams.carry(carried)
-    with _documents_in_force(params, hidden_states.device):
+    (n, batch), device = hidden_states.shape[:2], hidden_states.device
+    n, params = n * self.sp_size, packed_seq_params
+    order: Any = _states(params, n, batch, group, device) if group else None
+    if params is not None:
+        cp = group.size() if group else self.cp_size
+        carried = documents_of(params, n * batch, cp, packed_in_whole_rows())
+        params, order = DocumentParams.carry(carried), order or order_of(carried, device)
+    with _in_order(order):
         return forward(self, hidden_states, *args, packed_seq_params=params, **named)
 
 
@@ -195,7 +316,8 @@ def norm_with_documents(
     of `forward`.
     """
     packed = named.get("packed_seq_params", args[-1] if args else None)
-    with _documents_in_force(packed, core_attn_out.device):
+    carried = packed.documents if isinstance(packed, DocumentParams) else None
+    with _in_order(None if carried is None else order_of(carried, core_attn_out.device)):
         return function(self, core_attn_out, *args, **named)
 
 
@@ -206,14 +328,25 @@ def fla_with_documents(
     """Wraps `causal_conv1d`, `chunk_gated_delta_rule` or `chunk_gdn2` of the package fla.
 
     They take documents as `cu_seqlens` of one batch row: the batch rows [b, n, ...] become one.
-    Without documents in force nothing changes.
+    Without documents in force, or ranks over which states pass, nothing changes.
     """
     order = _in_force.get()
     if order is None or cu_seqlens is not None:
         return function(*tensors, cu_seqlens=cu_seqlens, **named)
-    whole = {name: named[name] for name in _OF_TOKENS if name in named}
-    batch, n = next(iter((*tensors, *whole.values()))).shape[:2]
-    flat = [x.reshape(1, -1, *x.shape[2:]) for x in (*tensors, *whole.values())]
-    named |= zip(whole, flat[len(tensors) :], strict=True)
-    out, *states = function(*flat[: len(tensors)], cu_seqlens=order.cu_seqlens, **named)
+    named |= zip(("x",) if len(tensors) == 1 else ("q", "k", "v"), tensors, strict=False)
+    whole = {name: named.pop(name) for name in _OF_TOKENS if name in named}
+    batch, n = next(iter(whole.values())).shape[:2]
+    whole = {name: x.reshape(1, -1, *x.shape[2:]) for name, x in whole.items()}
+    states: tuple[Any, ...] = (None,)
+    if isinstance(order, TokenOrder):
+        out, *states = function(**whole, cu_seqlens=order.cu_seqlens, **named)
+    elif "x" in whole:
+        out = order.convolve(
+            lambda x, offsets: function(x=x, cu_seqlens=offsets, **named)[0],
+            whole["x"], named["weight"].shape[-1],
+        )  # fmt: skip
+    else:
+        for name in ("initial_state", "output_final_state"):
+            named.pop(name, None)
+        out = order.delta_rule(functools.partial(function, **named), **whole)
     return out.reshape(batch, n, *out.shape[2:]), *states
