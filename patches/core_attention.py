@@ -77,7 +77,10 @@ def _on_its_group(
 @around
 def _with_cache(adjust: Function, self: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
     if context is not None and self.config.context_parallel_size > 1:
-        raise ConfigError("generation from a cache of keys needs --context-parallel-size 1")
+        raise ConfigError(
+            "generation from a cache of keys needs --context-parallel-size 1: call "
+            "cp_ring.megatron.generate instead"
+        )
     return adjust(self, context, *args, **kwargs)
 
 
@@ -86,8 +89,9 @@ PATCH = Patch(
     "TEDotProductAttention in every attention layer; these reject caches of keys at cp 2 and more; "
     "gated delta product layers are rejected; a microbatch on ranks of its own has their "
     "positions",
-    why="one flag gives every kind of model ring attention, without a specification of layers; "
-    "Megatron's rotary embeddings of packed documents are those of all context-parallel ranks",
+    why="one flag gives every kind of model ring attention, without a layer specification for "
+    "each; Megatron's rotary embeddings of packed documents are those of all context-parallel "
+    "ranks",
     when="--cp-ring",
     replacements=_replacements,
 )

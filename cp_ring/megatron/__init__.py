@@ -15,6 +15,7 @@ from typing import Any
 enable: Any
 certify: Any
 split_batch: Any
+generate: Any
 save_checkpoint: Any
 load_checkpoint: Any
 with_ring_attention: Any
@@ -23,6 +24,7 @@ _MODULES = {
     "enable": "cp_ring.patches.enable",  # above this package: it knows the patches
     "certify": "cp_ring.megatron.program",
     "split_batch": "cp_ring.megatron.batches",
+    "generate": "cp_ring.megatron.layers.generation",
     "save_checkpoint": "cp_ring.megatron.checkpoints.whole",
     "load_checkpoint": "cp_ring.megatron.checkpoints.whole",
     "with_ring_attention": "cp_ring.megatron.specs",
@@ -31,6 +33,7 @@ _MODULES = {
 __all__ = [
     "certify",
     "enable",
+    "generate",
     "load_checkpoint",
     "save_checkpoint",
     "split_batch",

@@ -72,6 +72,7 @@ class RingDotProductAttention(MegatronModule):
     softmax_offset: torch.Tensor | None
     # Whether positions follow the group of a microbatch, for which the patch core_attention sees.
     positions_by_group = False
+    cache: Any = None  # while `cp_ring.megatron.generate` runs
     # How `softmax_offset` is split over tensor-parallel ranks, for converters of weights that know
     # stock attention by name, as Megatron Bridge's.
     tensor_model_parallel, partition_dim = True, 0
@@ -185,6 +186,11 @@ class RingDotProductAttention(MegatronModule):
             if self.tap is None
             else self.tap.take(self.config.qk_head_dim, self.config.v_head_dim)
         )
+        if self.cache is not None and self.cache.position is not None:
+            generated: torch.Tensor = self.cache.attend(self, query, key, value)
+            return generated
+        if self.cache is not None:
+            self.cache.keep(self, key, value)
         # thd: the documents lie end to end, and Megatron has no batch dimension
         packed = query.dim() == 3
         group = group_of_microbatch(packed_seq_params, self.cp_group)

@@ -25,7 +25,7 @@ def end_groups(kept: tuple[Any, ...] = ()) -> None:
 
 
 @contextmanager
-def program(cp: int, hybrid: bool = False, **settings: Any) -> Iterator[None]:
+def program(cp: int, hybrid: bool = False, tp: int = 1, **settings: Any) -> Iterator[None]:
     """On a rank of the pool: what a program does before it builds a model, and afterwards all of it
     undone.
     """
@@ -40,7 +40,7 @@ def program(cp: int, hybrid: bool = False, **settings: Any) -> Iterator[None]:
         from megatron.core import parallel_state, tensor_parallel
 
         more = {"hybrid_context_parallel": True} if hybrid else {}
-        parallel_state.initialize_model_parallel(context_parallel_size=cp, **more)
+        parallel_state.initialize_model_parallel(tp, context_parallel_size=cp, **more)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         yield
     finally:

@@ -126,7 +126,7 @@ def test_rules_read_arguments_that_megatron_has():
     }
     only_later = {"--enable-cuda-graph", "--hybrid-override-pattern", "heads_of_rank", "ulysses",
                   "--dynamic-context-parallel", "--cp-partition-mode", "--mtp-hsm",
-                  "--megatron-fsdp-version", "positions_by_group"}  # fmt: skip
+                  "--megatron-fsdp-version", "positions_by_group", "other_layers"}  # fmt: skip
     assert {
         name for name in read if name not in names and name.replace("-", "_")[2:] not in names
     } <= only_later

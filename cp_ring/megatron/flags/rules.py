@@ -356,6 +356,26 @@ SUBGROUP = (
 )  # fmt: skip
 """Of microbatches on a group of their own."""
 
+GENERATION = (
+    *(Rule(when, "cp_ring.megatron.generate does not support {found}", way_out)
+      for when, way_out in (
+        ("--pipeline-model-parallel-size>1", "load the checkpoint without stages"),
+        ("--sequence-parallel --tensor-model-parallel-size>1",
+         "set config.sequence_parallel to False while you generate"),
+        ("--position-embedding-type=mrope", "images have positions of their own"),
+    )),
+    Rule("apply_rope_fusion multi_latent_attention",
+         "cp_ring.megatron.generate does not support apply_rope_fusion with multi-latent attention",
+         "set config.apply_rope_fusion to False while you generate",
+         "the fused kernel splits positions over the ranks itself"),
+    Rule("other_layers", "cp_ring.megatron.generate does not support {other_layers}",
+         "give the model Megatron's own inference context, at --context-parallel-size 1",
+         "their states are not split over ranks"),
+    Rule("graphs_of_attention", "cp_ring.megatron.generate does not support {graphs}",
+         "build the model without CUDA graphs"),
+)  # fmt: skip
+"""Of `cp_ring.megatron.generate`."""
+
 LATENT = (
     Rule("!--multi-latent-attention", "{--cp-ring-wire} needs --multi-latent-attention",
          "or give --cp-ring-wire plain"),
@@ -431,6 +451,6 @@ READING = (
 TABLE = {
     "Attention": WITHOUT_CUDA + LAYERS + ATTENTION + DOCUMENTS + LATENT + DROPOUT_ON_THE_WIRE,
     "Sizes": COMPLETE + SIZES + MODEL + SPLITS + MEMBERS + SUBGROUP,
-    "Training": RING + TRAINING + DATA + READING + SCRIPT + PROGRAM,
+    "Training": RING + TRAINING + DATA + READING + SCRIPT + PROGRAM + GENERATION,
 }
 """All rules, by the parts of the page on troubleshooting."""
