@@ -24,7 +24,7 @@ _MODULES = {
     "enable": "cp_ring.patches.enable",  # above this package: it knows the patches
     "certify": "cp_ring.megatron.program",
     "split_batch": "cp_ring.megatron.batches",
-    "generate": "cp_ring.megatron.layers.generation",
+    "generate": "cp_ring.megatron.generation",
     "save_checkpoint": "cp_ring.megatron.checkpoints.whole",
     "load_checkpoint": "cp_ring.megatron.checkpoints.whole",
     "with_ring_attention": "cp_ring.megatron.specs",

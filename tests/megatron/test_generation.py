@@ -90,7 +90,7 @@ def generated(
 ) -> torch.Tensor:
     """On a rank: the likeliest tokens from a cache of keys."""
     import cp_ring.megatron
-    from cp_ring.megatron.layers.generation import KeyCache
+    from cp_ring.megatron.generation import KeyCache
 
     keep, tp = KeyCache.keep, settings.get("tp", 1)
 
