@@ -219,7 +219,7 @@ def ring_attention(
 
 
 _DIMENSIONS = {"bhsd": 4, "thd": 3}
-"""Formats whose tensors are views of those of the format bshd, and how many dimensions they have."""
+"""Formats whose tensors are views of those of the format bshd, and their numbers of dimensions."""
 
 
 def _in_format(

@@ -6,10 +6,13 @@ Nothing heavy is imported here: entry modules read the flags before they load to
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
-from cp_ring.megatron.flags.argument_parser import Parser
+from cp_ring.errors import ConfigError
 from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
 
@@ -73,6 +76,18 @@ def configure(
         _in_force.whole_rows = whole_rows
     if layers is not None:
         _in_force.layers = layers
+
+
+def _not_of_type(found: re.Match[str]) -> str:
+    kind = {"int": "a whole number", "float": "a number"}.get(found[1], f"a valid {found[1]}")
+    return f"{found[2]} is not {kind}"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises an error instead of printing the usage of 800 flags."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(re.sub(r"invalid (\w+) value: (.*)", _not_of_type, message))
 
 
 def flags(argv: Sequence[str]) -> Options:

@@ -9,24 +9,12 @@ import difflib
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.settings import Parser
 from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
-
-
-def _not_of_type(found: re.Match[str]) -> str:
-    kind = {"int": "a whole number", "float": "a number"}.get(found[1], f"a valid {found[1]}")
-    return f"{found[2]} is not {kind}"
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that raises an error instead of printing the usage of 800 flags."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(re.sub(r"invalid (\w+) value: (.*)", _not_of_type, message))
-
 
 _listed = RUNTIME.cell(False)
 
