@@ -6,10 +6,11 @@ Nothing heavy is imported here: entry modules read the flags before they load to
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cp_ring.megatron.flags.argument_parser import Parser
+from cp_ring.errors import ConfigError
 from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
 
@@ -79,6 +80,9 @@ def flags(argv: Sequence[str]) -> Options:
     """The cp_ring settings among the flags of a command line; ignores all other flags. Raises
     `ConfigError` for a bad value.
     """
-    parser = Parser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     Options.add_arguments(parser)
-    return Options.from_args(parser.parse_known_args(list(argv))[0])
+    try:
+        return Options.from_args(parser.parse_known_args(list(argv))[0])
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None

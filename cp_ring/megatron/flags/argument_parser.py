@@ -20,7 +20,7 @@ def _not_of_type(found: re.Match[str]) -> str:
     return f"{found[2]} is not {kind}"
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """A parser that raises an error instead of printing the usage of 800 flags."""
 
     def error(self, message: str) -> NoReturn:
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
             f"megatron.training cannot be imported ({error}); install megatron-core[training] >= "
             "0.17"
         ) from error
-    parser = Parser(
+    parser = _Parser(
         prog="python -m cp_ring.pretrain_gpt", usage="%(prog)s [flags]", allow_abbrev=False
     )
     add_megatron_arguments(parser)
