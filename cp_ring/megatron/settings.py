@@ -7,10 +7,8 @@ Nothing heavy is imported here: entry modules read the flags before they load to
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from cp_ring.errors import ConfigError
 from cp_ring.options import Options
@@ -78,22 +76,13 @@ def configure(
         _in_force.layers = layers
 
 
-def _not_of_type(found: re.Match[str]) -> str:
-    kind = {"int": "a whole number", "float": "a number"}.get(found[1], f"a valid {found[1]}")
-    return f"{found[2]} is not {kind}"
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that raises an error instead of printing the usage of 800 flags."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(re.sub(r"invalid (\w+) value: (.*)", _not_of_type, message))
-
-
 def flags(argv: Sequence[str]) -> Options:
     """The cp_ring settings among the flags of a command line; ignores all other flags. Raises
     `ConfigError` for a bad value.
     """
-    parser = Parser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     Options.add_arguments(parser)
-    return Options.from_args(parser.parse_known_args(list(argv))[0])
+    try:
+        return Options.from_args(parser.parse_known_args(list(argv))[0])
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None

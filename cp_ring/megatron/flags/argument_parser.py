@@ -9,12 +9,24 @@ import difflib
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.settings import Parser
 from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
+
+
+def _not_of_type(found: re.Match[str]) -> str:
+    kind = {"int": "a whole number", "float": "a number"}.get(found[1], f"a valid {found[1]}")
+    return f"{found[2]} is not {kind}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises an error instead of printing the usage of 800 flags."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(re.sub(r"invalid (\w+) value: (.*)", _not_of_type, message))
+
 
 _listed = RUNTIME.cell(False)
 
@@ -41,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
             f"megatron.training cannot be imported ({error}); install megatron-core[training] >= "
             "0.17"
         ) from error
-    parser = Parser(
+    parser = _Parser(
         prog="python -m cp_ring.pretrain_gpt", usage="%(prog)s [flags]", allow_abbrev=False
     )
     add_megatron_arguments(parser)
