@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.flags.rules import GENERATION
 from cp_ring.megatron.layers.rotary import positions_in_force
 from cp_ring.megatron.ring_core_attention import RingDotProductAttention
+from cp_ring.megatron.wrapping import replaced
 from cp_ring.ops.dtypes import sum_dtype
 
 
@@ -118,7 +118,7 @@ def generate(
             places = torch.arange(whole.shape[1], device=tokens.device).expand_as(whole)
             mine = split_batch({"tokens": whole, "position_ids": places}, groups[0])
             cache.places, cache.prompt = mine["position_ids"][0], n
-            with patch.object(language, "post_process", False):  # no logits of the prompt
+            with replaced((language, "post_process", False)):  # no logits of the prompt
                 model(
                     mine["tokens"], mine["position_ids"], None,
                     packed_seq_params=mine["packed_seq_params"],
@@ -163,22 +163,19 @@ def _generating(model: Any, language: Any) -> Iterator[KeyCache]:
         """The arguments of a rotary embedding: one position, not split over ranks."""
         return None if cache.position is None else ((1, cache.position, True), {})
 
-    modes = [(part, part.training) for part in model.modules()]
+    parts = [*model.modules()]
+    changes: list[tuple[Any, str, Any]] = [(part, "training", False) for part in parts]
+    # without the predictions of further tokens
+    changes.append((language.config, "mtp_num_layers", None))
+    if hasattr(language, "mtp_process"):
+        changes.append((language, "mtp_process", False))
+    for part in parts:
+        if isinstance(part, RingDotProductAttention):
+            largest = part.current_max_attn_logits  # which the next step may clip
+            changes += [(part, "cache", cache), (part, "current_max_attn_logits", largest)]
     with ExitStack() as stack:
-        # without the predictions of further tokens
-        stack.enter_context(patch.object(language.config, "mtp_num_layers", None))
-        if hasattr(language, "mtp_process"):
-            stack.enter_context(patch.object(language, "mtp_process", False))
-        for part, _ in modes:
-            if isinstance(part, RingDotProductAttention):
-                largest = part.current_max_attn_logits  # which the next step may clip
-                stack.enter_context(patch.object(part, "cache", cache))
-                stack.enter_context(patch.object(part, "current_max_attn_logits", largest))
-            elif isinstance(part, RotaryEmbedding):
+        stack.enter_context(replaced(*changes))
+        for part in parts:
+            if isinstance(part, RotaryEmbedding):
                 stack.enter_context(part.register_forward_pre_hook(place, with_kwargs=True))
-            part.training = False
-        try:
-            yield cache
-        finally:
-            for part, training in modes:
-                part.training = training
+        yield cache

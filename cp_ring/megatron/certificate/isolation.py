@@ -28,6 +28,7 @@ import torch.distributed as dist
 from cp_ring.comm.transport import forget
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import settings
+from cp_ring.megatron.wrapping import replaced
 from cp_ring.observe import watchdog
 from cp_ring.runtime import RUNTIME
 
@@ -37,19 +38,6 @@ TIMEOUT_S = 600.0
 POLL_S = 0.2
 _KEY = "cp_ring/certificate/"
 _number = RUNTIME.of_process(itertools.count())
-
-
-@contextmanager
-def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Sets attributes, given as (owner, name, value), and afterwards sets them back."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    try:
-        for owner, name, value in changes:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in reversed(before):
-            setattr(owner, name, value)
 
 
 class NotProbed(Exception):

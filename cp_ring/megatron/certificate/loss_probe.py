@@ -29,7 +29,7 @@ from torch import Tensor
 from cp_ring.megatron import compat, settings
 from cp_ring.megatron.certificate import batch_probe
 from cp_ring.megatron.certificate.dense_oracle import DenseAttention, MaskRule, Spans
-from cp_ring.megatron.certificate.isolation import attempting, replaced
+from cp_ring.megatron.certificate.isolation import attempting
 from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_scale, declared_window
 from cp_ring.megatron.certificate.probe_batch import SplitBatch
 from cp_ring.megatron.certificate.recurrent_twin import run_by_document
@@ -55,7 +55,7 @@ from cp_ring.megatron.certificate.training_step import (
     train,
 )
 from cp_ring.megatron.layers.rotary import positions_in_force
-from cp_ring.megatron.wrapping import loaded_modules
+from cp_ring.megatron.wrapping import loaded_modules, replaced
 
 MOST_TOKENS = 1 << 20  # of a microbatch of the job's own length
 

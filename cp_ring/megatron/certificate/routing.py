@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.megatron.certificate.isolation import replaced
+from cp_ring.megatron.wrapping import replaced
 
 
 @contextmanager

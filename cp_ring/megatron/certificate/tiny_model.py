@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.megatron import settings
-from cp_ring.megatron.certificate.isolation import replaced
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
 from cp_ring.megatron.certificate.tiny_layers import (
     blocks_of,
@@ -23,6 +22,7 @@ from cp_ring.megatron.certificate.tiny_layers import (
 )
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import pattern_of
+from cp_ring.megatron.wrapping import replaced
 
 VOCABULARY = 128
 HIDDEN = 64
