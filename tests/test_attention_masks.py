@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, Plan, ring_attention
+from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard, unshard
 from cp_ring.observe.counters import record
 from cp_ring.plan.routes import ROUTES
 from cp_ring.testing.local_ring import LocalRing
@@ -279,3 +279,31 @@ def test_masks_by_head_that_do_not_fit(masks, says):
     with pytest.raises(ValueError, match=says) as caught:
         ring_attention(*case[:3], mask=masks)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_shards_of_unequal_length(heads):
+    layout, case = Layout.from_lengths([3, 30, 20, 11]), Case.draw(64, b=2, h=4, g=2, d=8, e=12)
+    assert layout.tokens_per_rank.tolist() == [3, 30, 20, 11]
+    for mask in (Mask.causal(64), Mask.documents([0, 11, 40, 64]), Mask.full(64, (7, 2))):
+        plan = Plan.build(mask, layout, ulysses=heads)
+        plan.verify(rank_plans=True)
+        assert off(attend(case, plan), truth(case, mask.dense())) < FLOAT32
+
+    def moved(group):
+        x = torch.arange(64.0)[None]
+        mine = shard(x, layout, group)
+        back, rolled = (unshard(y, layout, group) for y in (mine, roll(mine, -1, layout, group)))
+        q, k, v = (shard(y, layout, group) for y in case[:3])
+        out = ring_attention(q, k, v, group, layout=layout, causal=True)
+        return torch.equal(back, x) and torch.equal(rolled, x.roll(-1, 1)) and len(out[0]), len(
+            q[0]
+        )
+
+    assert [one == other for one, other in LocalRing(4).run(moved)] == [True] * 4
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0], [3, -1], [[1, 2]]])
+def test_lengths_that_are_none(lengths):
+    with pytest.raises(ValueError, match="lengths"):
+        Layout.from_lengths(lengths)
