@@ -344,7 +344,11 @@ def _layout_of_part(
 ) -> Layout:
     """The layout of which x is this rank's part."""
     rank, size = (transport.rank, transport.size) if transport else (0, 1)
-    n = 0 if isinstance(layout, Layout | Plan) else length_of(x.shape[dim], size, layout)
+    n = (
+        0
+        if isinstance(layout, Layout | Plan)
+        else length_of(x.shape[dim], size, layout or "zigzag")
+    )
     found = _layout(layout, n, size)
     held = int(found.tokens_per_rank[rank])
     if x.shape[dim] != held:

@@ -115,7 +115,7 @@ def test_library_needs_torch_and_numpy_alone():
     done = python(ALONE)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("cp_ring: error: cp-ring needs the package typer: pip install")
-    assert "'cp-ring[tools]'" in done.stderr
+    assert "'cp-ring[megatron,tools]'" in done.stderr
 
 
 def test_importing_cp_ring_after_torch_loads_itself_alone():

@@ -105,7 +105,7 @@ def test_built_once_and_again_when_the_source_changes(folder, tmp_path):
 def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch, number):
     corpus = corpora.find(folder, tmp_path / "cache", vocab_size=300)
     with monkeypatch.context() as patched:
-        patched.setattr(corpora, "_tokenize", lambda *args: os.kill(os.getpid(), number))
+        patched.setattr(corpora, "_tokenize", lambda *args: signal.raise_signal(number))
         with pytest.raises((KeyboardInterrupt, SystemExit)):
             corpora.build(corpus)
     assert not corpus.ready and not (tmp_path / "cache").exists()

@@ -115,7 +115,8 @@ def test_it_needs_the_standard_library_alone(tmp_path):
     for command in ("doctor", "--version", "train quickstart"):
         done = subprocess.run(
             [sys.executable, "-S", "-m", "cp_ring.tools", *command.split()],
-            env={"PYTHONPATH": f"{package}:{tmp_path}"}, capture_output=True, text=True,
+            env={"PYTHONPATH": f"{tmp_path}:{package}"}, cwd=tmp_path,
+            capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
         said = done.stderr.splitlines()
