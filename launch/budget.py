@@ -42,7 +42,7 @@ TABLE = {
     "functions of more than 7 parameters": (0, 1),
     "modules that import more than 12 others": (0, 11),
     "state outside of cp_ring.runtime": (0, 0),
-    "tokens of tests": (212_000, 336_400),  # the goal: 22,000 lines of 130 columns
+    "tokens of tests": (212_000, 336_450),  # the goal: 22,000 lines of 130 columns
 }
 
 

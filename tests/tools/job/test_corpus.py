@@ -104,10 +104,13 @@ def test_built_once_and_again_when_the_source_changes(folder, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch, number):
     corpus = corpora.find(folder, tmp_path / "cache", vocab_size=300)
+    # which jobs in the background of a shell ignore
+    handled = signal.signal(signal.SIGINT, signal.default_int_handler)
     with monkeypatch.context() as patched:
         patched.setattr(corpora, "_tokenize", lambda *args: signal.raise_signal(number))
         with pytest.raises((KeyboardInterrupt, SystemExit)):
             corpora.build(corpus)
+    signal.signal(signal.SIGINT, handled)
     assert not corpus.ready and not (tmp_path / "cache").exists()
     left = tmp_path / "cache" / ".building-killed"  # what a killed process leaves behind
     left.mkdir(parents=True)
