@@ -54,12 +54,14 @@ def call(
     its inputs of the arguments of `ring_attention`.
     """
     numbers = [options.get(_SEED) or 0]
-    static = []
+    static: list[tuple[str, Any]] = []
     for name, value in options.items():
         if isinstance(value, Numbered):
             static.append((name, ("numbered", len(numbers))))
             numbers.append(value.number)
-        elif name not in ("sink", _SEED):
+        elif name == _SEED and value is not None:
+            static.append((name, 0))  # that of a step is the first number
+        elif name != "sink":
             static.append((name, value))
     named = group.group_name if isinstance(group, dist.ProcessGroup) else None
     number = number_of(named, tuple(static), resolve)
@@ -83,7 +85,7 @@ def _attention(
     name, static, resolve = _calls[number]
     group = None if name is None else dist.distributed_c10d._resolve_process_group(name)
     options = {name: _value(value, numbers) for name, value in static}
-    options |= {_SEED: numbers[0]} if options.get("dropout_p") else {}
+    options |= {_SEED: numbers[0]} if options.get(_SEED) is not None else {}
     return resolve(q, k, v, group, True, options | {"sink": sink})
 
 

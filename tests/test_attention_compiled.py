@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard, unshard
+from cp_ring import ConfigError, Layout, Mask, Plan, ring_attention, roll, shard, unshard
 from cp_ring.attention import AttentionOptions, Inputs, KeptOutput, attention_of
 from cp_ring.testing.local_ring import LocalRing
 
@@ -188,6 +188,14 @@ def test_tensors_among_the_options_break_the_graph():
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(call, backend="eager", fullgraph=True)(x, ends)
     assert torch.equal(torch.compile(call, backend="eager")(x, ends), call(x, ends))
+
+
+def test_dropout_in_a_graph_needs_its_seed():
+    def call(x):
+        return ring_attention(x, x, x, dropout_p=0.5)
+
+    with pytest.raises(ConfigError, match="dropout_seed=None"):
+        torch.compile(call, backend="eager", fullgraph=True)(torch.randn(1, 16, 2, 8))
 
 
 def test_copies_have_numbers_of_their_own():
