@@ -240,31 +240,30 @@ def test_masks_by_head(layout):
         shards = [split.shard(x, group.rank, 1) for x in case]
         leaves = [x.detach().requires_grad_() for x in (*shards[:3], sink)]
         given = options | {"sink": leaves[3]}
-        ring_attention(*leaves[:3], group, **given)  # the ranks compare a new call
-        with record() as counters:
-            ring_attention(*leaves[:3], group, **given)
         out, lse = ring_attention(*leaves[:3], group, return_lse=True, **given)
         assert lse.shape == (1, 6, n // cp)
         grads = torch.autograd.grad(out, leaves, shards[3])
-        return [out.detach(), *grads], sum(counters.bytes_by_peer.values())
+        return [out.detach(), *grads]
 
-    results = LocalRing(cp).run(call)
-    parts = list(zip(*(tensors for tensors, _ in results), strict=True))
+    parts = list(zip(*LocalRing(cp).run(call), strict=True))
     whole = [split.unshard(list(column), 1) for column in parts[:4]] + [sum(parts[4])]
     assert off(whole, wanted) < FLOAT32
-    everything = ring_bytes(case, split, Mask.causal(n))
-    assert sum(sent for _, sent in results) < everything
+    everything = ring_bytes(case, split, mask=Mask.causal(n), layout=split)
+    assert ring_bytes(case, split, **options) < everything
 
 
-def ring_bytes(case, split, mask):
+def ring_bytes(case, split, **options):
+    """What one call sends, from all ranks: they are threads of a process and share its counters."""
+    ring = LocalRing(split.cp)
+
     def call(group):
         q, k, v = (split.shard(x, group.rank, 1) for x in case[:3])
-        ring_attention(q, k, v, group, mask=mask, layout=split)
-        with record() as counters:
-            ring_attention(q, k, v, group, mask=mask, layout=split)
-        return sum(counters.bytes_by_peer.values())
+        ring_attention(q, k, v, group, **options)
 
-    return sum(LocalRing(split.cp).run(call))
+    ring.run(call)  # the ranks compare a new call
+    with record() as counters:
+        ring.run(call)
+    return sum(counters.bytes_by_peer.values())
 
 
 @pytest.mark.parametrize(
