@@ -7,8 +7,11 @@ The dispatcher of torch knows it: its schemas say what an operator changes.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from types import BuiltinFunctionType
 from typing import Any
 from unittest import mock
 
@@ -44,9 +47,9 @@ class Accesses(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.is_view or func.namespace == "c10d":
-            return out
         name = func._schema.name.split("::")[1]
+        if func.is_view or func.namespace == "c10d" or name == "record_stream":
+            return out
         written = []
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -77,8 +80,34 @@ def recorded() -> Iterator[None]:
         _write(self.__name__, [], [], _on_device((args, kwargs)))
         return done
 
-    with mock.patch.object(JITFunction, "run", launch), Accesses():
+    with mock.patch.object(JITFunction, "run", launch), _of_transformer_engine(), Accesses():
         yield
+
+
+@contextmanager
+def _of_transformer_engine() -> Iterator[None]:
+    """In the block, the log has what functions of its extension read and write, for which torch has
+    no schema: they read what they are given, and write what they return.
+    """
+    extension = sys.modules.get("transformer_engine_torch")
+    with ExitStack() as stack:
+        for name, function in list(vars(extension).items()) if extension else ():
+            if isinstance(function, BuiltinFunctionType):
+                stack.enter_context(mock.patch.object(extension, name, _told(name, function)))
+        yield
+
+
+def _told(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        given = _on_device((args, kwargs))
+        old = {x.untyped_storage().data_ptr() for x in given}
+        made = [x for x in _on_device(out) if x.untyped_storage().data_ptr() not in old]
+        _write(name, made, given, made)
+        return out
+
+    return call
 
 
 def _on_device(value: Any) -> list[Tensor]:

@@ -20,6 +20,8 @@ LIBRARIES = {  # the names by which programs load them, and the sources
     "libcudart.so.13": "cudart.c",
     "libcuda.so.1": "cuda.c",
     "libnccl.so.2": "nccl.c",
+    "libcublas.so.13": "cublas.c",
+    "libcublasLt.so.13": "cublas.c",
     "libfakecudnn.so": "cudnn.c",
 }
 
@@ -41,7 +43,7 @@ def _folders(package: str) -> list[Path]:
     return [Path(each) for each in (spec and spec.submodule_search_locations) or ()]
 
 
-def _includes(nvidia: Path) -> list[Path]:
+def includes(nvidia: Path) -> list[Path]:
     """Folders of headers: CUDA's, cuDNN's and NCCL's, and Triton's, which has CUDA's crt/ too."""
     of_triton = [each / "backends" / "nvidia" / "include" for each in _folders("triton")]
     folders = [*(nvidia / name / "include" for name in ("cu13", "cudnn", "nccl")), *of_triton]
@@ -57,11 +59,11 @@ def build() -> Path:
         if shutil.which(program) is None:
             raise Missing(f"not installed: {program}")
     nvidia = wheels()
-    includes = _includes(nvidia)
+    folders = includes(nvidia)
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for source in sorted((HERE / "csrc").iterdir()):
         digest.update(source.read_bytes())
-    digest.update(repr(includes).encode())
+    digest.update(repr(folders).encode())
     place = CACHE / digest.hexdigest()[:16]
     if place.exists():
         return place
@@ -70,7 +72,7 @@ def build() -> Path:
         made = Path(work) / "made"
         made.mkdir()
         for name, source in LIBRARIES.items():
-            _library(made, Path(work), name, source, includes, nvidia)
+            _library(made, Path(work), name, source, folders, nvidia)
         if not place.exists():  # another process may have been faster
             shutil.copytree(made, Path(work) / "copy")
             (Path(work) / "copy").rename(place)
@@ -81,8 +83,10 @@ def _library(
     made: Path, work: Path, name: str, source: str, includes: list[Path], nvidia: Path
 ) -> None:
     include = [f"-I{folder}" for folder in includes]
-    own, stubs, versions = work / f"{source}.o", work / f"stubs_{source}", work / f"{name}.map"
-    _run("gcc", "-O1", "-w", "-fPIC", *include, "-c", str(HERE / "csrc" / source), "-o", str(own))
+    own, stubs, versions = (work / f"{name}{end}" for end in (".o", "_stubs.c", ".map"))
+    if name == "libcublasLt.so.13":
+        include.append("-DLT")
+    run("gcc", "-O1", "-w", "-fPIC", *include, "-c", str(HERE / "csrc" / source), "-o", str(own))
     defined = _symbols(own)
     missing = sorted(_names(name, nvidia, includes) - defined)
     aliases = [each for each in missing if re.sub(r"_v\d+$", "", each) in defined]
@@ -97,7 +101,7 @@ def _library(
     flags = [f"-Wl,-soname,{name}", f"-Wl,--version-script={versions}"]
     if name == "libfakecudnn.so":
         flags = []
-    _run("gcc", "-O1", "-w", "-fPIC", "-shared", str(own), str(stubs), *flags, *same, "-ldl",
+    run("gcc", "-O1", "-w", "-fPIC", "-shared", str(own), str(stubs), *flags, *same, "-ldl",
          "-lpthread", "-o", str(made / name))  # fmt: skip
 
 
@@ -111,18 +115,20 @@ def _names(library: str, nvidia: Path, includes: list[Path]) -> set[str]:
     real = {
         "libcudart.so.13": nvidia / "cu13" / "lib" / "libcudart.so.13",
         "libnccl.so.2": nvidia / "nccl" / "lib" / "libnccl.so.2",
+        "libcublas.so.13": nvidia / "cu13" / "lib" / "libcublas.so.13",
+        "libcublasLt.so.13": nvidia / "cu13" / "lib" / "libcublasLt.so.13",
     }
     return _symbols(real[library], "-D") if library in real else set()
 
 
 def _symbols(path: Path, *options: str) -> set[str]:
     """The functions that a file defines."""
-    text = _run("nm", *options, "--defined-only", str(path))
+    text = run("nm", *options, "--defined-only", str(path))
     found = re.findall(r" [TW] (\w+)", text)
     return {name for name in found if not name.startswith("_") or name.startswith("__cuda")}
 
 
-def _run(*command: str) -> str:
+def run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")

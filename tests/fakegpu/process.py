@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.fakegpu import te_build
 from tests.fakegpu.build import HERE, LIBRARIES, build, wheels
 from tests.fakegpu.log import Log
 
@@ -23,16 +24,20 @@ class ProgramError(AssertionError):
 class FakeGpus:
     """A server that forks ranks; it starts with the first program. Raises `Missing` where the
     libraries cannot be built.
+
+    transformer_engine: the version of TransformerEngine that ranks can import; None is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, transformer_engine: str | None = None) -> None:
         libraries = build()
         nvidia = wheels()
         paths = [ROOT, *sys.path]
+        if transformer_engine is not None:
+            paths.append(te_build.build(transformer_engine))
         self._environment = os.environ | {
             "LD_PRELOAD": ":".join(str(libraries / name) for name in LIBRARIES),
             "LD_LIBRARY_PATH": ":".join(
-                map(str, [libraries, *(nvidia / x / "lib" for x in ("cudnn", "cu13"))])
+                map(str, [libraries, *(nvidia / x / "lib" for x in ("cudnn", "cu13", "nccl"))])
             ),
             "FAKEGPU_CUDNN": str(nvidia / "cudnn" / "lib" / "libcudnn.so.9"),
             "PYTHONPATH": ":".join(map(str, paths)),

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 import cp_ring
+from cp_ring.ops import merge_triton, sums_triton
 from tests.fakegpu.accesses import mark, recorded
 from tests.fakegpu.plants import PLANTS
+
+OFFLOAD = cp_ring.Offload()
 
 
 def rings(
@@ -45,17 +51,30 @@ def _steps(name: str, call: Callable[[], None], steps: int, captured: bool) -> N
 
 
 def attend(
-    tokens: int = 256, sizes: tuple[int, ...] = (4, 2, 64, 64), sink: bool = False, **options: Any
+    tokens: int = 256,
+    sizes: tuple[int, ...] = (4, 2, 64, 64),
+    sink: bool = False,
+    latent: int = 0,
+    offload: bool = False,
+    **options: Any,
 ) -> None:
-    """Of `tokens` on each rank; sizes are h, g, d, e."""
+    """Of `tokens` on each rank; sizes are h, g, d, e. latent: the size of the latents that stand
+    for keys and values, whose keys have 64 rotated channels. offload: what is saved for backward
+    waits in host memory.
+    """
     group = dist.group.WORLD if dist.is_initialized() else None
     h, g, d, e = sizes
     q, k, v = (_empty(1, tokens, *shape) for shape in ((h, d), (g, d), (g, e)))
     leaves = [q, k, v]
+    if latent:
+        parts = ((1, tokens, latent), (1, tokens, 64), (g * (d - 64 + e), latent))
+        leaves = [q, *(_empty(*shape) for shape in parts)]
+        k, v = cp_ring.LatentKeys(*leaves[1:], g, d - 64), None
     if sink:
         leaves.append(_empty(h))
-        options["sink"] = leaves[3]
-    out = cp_ring.ring_attention(q, k, v, group, **options)
+        options["sink"] = leaves[-1]
+    with OFFLOAD.layer() if offload else nullcontext():
+        out = cp_ring.ring_attention(q, k, v, group, **options)
     # The engine's own thread would free the tensors of a step while the next one begins: how much
     # memory is needed would be chance.
     with torch.autograd.set_multithreading_enabled(False):
@@ -64,3 +83,37 @@ def attend(
 
 def _empty(*shape: int) -> Tensor:
     return torch.empty(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
+def fused(
+    folder: str, sizes: list[int], dtypes: list[str], skipped: int = 0, registers: int | None = None
+) -> None:
+    """Writes the PTX of all variants of merge and sum that calls with these head sizes and dtypes of
+    tensors launch, as <function>-<parts>-<size>-<dtype>-<dtype of the running sum>.ptx.
+
+    Faults: partial results begin `skipped` numbers after an aligned address, and kernels have so
+    many `registers`.
+    """
+    if registers:
+        run = JITFunction.run
+        JITFunction.run = lambda *args, **more: run(*args, **more | {"maxnreg": registers})
+    for size, name, total, parts in product(sizes, dtypes, ("float32", ""), range(1, 5)):
+        made = [
+            _empty(100, 1, 4, size + skipped).to(getattr(torch, name))[..., skipped:]
+            for _ in range(parts)
+        ]
+        result = made[0].contiguous()
+        running = result.to(getattr(torch, total)) if total else None
+        table = torch.zeros(7, 3 + parts, dtype=torch.int32, device="cuda")
+        lse = torch.empty(1, 4, 100, device="cuda")
+        calls = {
+            "merge": (merge_triton, (table, made, [lse] * parts, running, lse, result)),
+            "add": (sums_triton, (table, made, running, result)),
+        }
+        for function, (module, arguments) in calls.items():
+            jit = getattr(module, f"_{function}")
+            jit.device_caches.clear()
+            getattr(module, function)(*arguments)
+            (kernel,) = jit.device_caches[0][0].values()
+            path = Path(folder) / f"{function}-{parts}-{size}-{name}-{total or name}.ptx"
+            path.write_text(kernel.asm["ptx"])

@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 
+from tests.fakegpu import te_build
 from tests.fakegpu.log import Log
 from tests.fakegpu.process import FakeGpus
 from tests.fakegpu.replay import hangs, in_flight_together, mismatches
@@ -35,6 +36,7 @@ ALL = FEW | {
     "int8": FLASH | {"wire": "int8"},
     "fp8": FLASH | {"wire": "fp8"},
     "deterministic": FLASH | {"deterministic": True},
+    "latent": FLASH | {"latent": 128, "sizes": (4, 4, 128, 128)},
 }
 CASES = {80: FEW, 90: ALL, 100: FEW}
 CUDNN = {"causal": {"causal": True, "kernel": "cudnn", "sizes": (4, 2, 128, 128)}}
@@ -115,6 +117,29 @@ def test_cudnn(gpus, sm):
     assert not hangs(logs) and not mismatches(logs)
     for log in logs:
         assert not slow_steps(log, "causal") and not races(log)
+        assert [x for x in log.kernels("causal 2") if x.name.startswith("cudnn")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", te_build.VERSIONS)
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_transformer_engine(version, sm):
+    """Its own library and extension, with plans of the real cuDNN for each device."""
+    cases = {
+        name: case | {"kernel": "transformer_engine", "sizes": case.get("sizes", (4, 2, 128, 128))}
+        for name, case in ALL.items()
+        if name not in ("window", "latent", "shared heads")
+    }
+    gpus = FakeGpus(version)
+    try:
+        logs = gpus.run("tests.fakegpu.programs:rings", 2, sm, cases=cases, steps=3)
+    finally:
+        gpus.close()
+    assert not hangs(logs) and not mismatches(logs)
+    for log in logs:
+        assert not races(log) and not log.unknown() and not log.stubs()
+        for case in cases:
+            assert not slow_steps(log, case)
         assert [x for x in log.kernels("causal 2") if x.name.startswith("cudnn")]
 
 

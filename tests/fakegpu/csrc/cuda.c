@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include "fake.h"
 
+#undef cuDevicePrimaryCtxRelease  // TransformerEngine asks for it by its first name
+
 static char object;  // all contexts, modules and libraries
 typedef struct { char name[200]; } Function;
 
@@ -22,11 +24,13 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice dev
     return CUDA_SUCCESS;
 }
 CUresult cuCtxGetCurrent(CUcontext *context) { *context = (void *)&object; return CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
 CUresult cuCtxGetDevice(CUdevice *device) { *device = 0; return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     *context = (void *)&object;
     return CUDA_SUCCESS;
 }
+CUresult cuDevicePrimaryCtxRelease(CUdevice device) { return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
     *flags = 0;
     *active = 1;
@@ -90,6 +94,11 @@ CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary library, const char *nam
 }
 CUresult cuKernelGetFunction(CUfunction *function, CUkernel kernel) {
     *function = (CUfunction)kernel;
+    return CUDA_SUCCESS;
+}
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction function, int threads,
+                                                     size_t shared) {
+    *blocks = 1;
     return CUDA_SUCCESS;
 }
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction function) {
