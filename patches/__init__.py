@@ -33,6 +33,7 @@ NAMES = (
     "rotary_layout",
     "recurrent_layers",
     "rotary_documents",
+    "rotary_multimodal",
     "sft_batches",
     "packed_batches",
     "document_mask",

@@ -35,7 +35,8 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
         batch: tensors [b, n] of whole batch rows by name, and under `cp_ring_mask` a `Mask` of n
             tokens, what `Mask.to_dict` returns, or a list of b of these; without it the mask is
             causal, or that of the documents with --cp-ring-document-mask, which begin where
-            `position_ids` are 0. What is not a tensor [b, n] is left as it is. With `cu_seqlens`,
+            `position_ids` are 0. What is not a tensor [b, n] is left as it is, such as position ids
+            [3, b, n] of images, which the model splits (mrope). With `cu_seqlens`,
             and `cu_seqlens_padded` where documents are padded, offsets int32 [1, documents + 1] or
             [documents + 1], the one batch row holds packed documents; with `local_cp_size` they
             are split over as many ranks as it says, see `group_of_size`.
@@ -78,7 +79,7 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
             rest | on_this_cp_rank(whole, group.rank(), group.size()) | {"packed_seq_params": None}
         )
     if current().document_mask:
-        carried: MicrobatchMask = _documents(whole, n, group.size())
+        carried: MicrobatchMask = _documents(batch, n, group.size())
     else:
         carried = declared = declare(batch.get(KEY), count, n, group.size())
         whole = with_positions(whole, declared)
@@ -154,16 +155,16 @@ def _offsets(given: torch.Tensor, name: str) -> torch.Tensor:
     return torch.from_numpy(checked).to(given.device, torch.int32)
 
 
-def _documents(whole: dict[str, torch.Tensor], n: int, cp: int) -> Documents:
+def _documents(batch: Mapping[str, Any], n: int, cp: int) -> Documents:
     """The documents of batch rows of `n` tokens, which begin where position ids do."""
-    if "position_ids" not in whole:
+    if "position_ids" not in batch:
         raise ConfigError(
             "--cp-ring-document-mask: the batch has no position_ids, which begin at 0 in each "
             "document"
         )
     _check_length(n, cp)
-    ids = whole["position_ids"]
-    return Documents.in_rows(boundaries(ids.cpu()), len(ids), current().layout, cp)
+    ids = batch["position_ids"]
+    return Documents.in_rows(boundaries(ids.cpu()), ids.shape[-2], current().layout, cp)
 
 
 def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
@@ -199,10 +200,12 @@ def _check_length(n: int, cp: int) -> None:
 def with_positions(
     whole: dict[str, torch.Tensor], declared: DeclaredMask
 ) -> dict[str, torch.Tensor]:
-    """The tensors [b, n], with the position ids of the mask where it has positions of its own."""
-    if "position_ids" not in whole or not declared.own_positions:
+    """The tensors [b, n], with the position ids of the mask where it has positions of its own;
+    those with sections stay.
+    """
+    ids = whole.get("position_ids")
+    if ids is None or ids.dim() == 3 or not declared.own_positions:
         return whole
-    ids = whole["position_ids"]
     return whole | {
         "position_ids": torch.from_numpy(declared.whole.positions).view(ids.shape).to(ids)
     }

@@ -80,10 +80,10 @@ def _read_and_broadcast(
             name: given[name].to(torch.float32) for name in floats
         }
         if extra == "cu_seqlens":
-            here = data[extra] = torch.from_numpy(boundaries(given["position_ids"]))
+            here = data[extra] = torch.from_numpy(boundaries(_positions(given)))
             coming = following(data_iterator)
             after = data[_NEXT] = torch.from_numpy(
-                _NONE if coming is None else boundaries(coming["position_ids"])
+                _NONE if coming is None else boundaries(_positions(coming))
             )
         elif extra:
             batch, n = given["tokens"].shape
@@ -92,6 +92,8 @@ def _read_and_broadcast(
         elif KEY in given:
             batch, n = given["tokens"].shape
             declare(given[KEY], batch, n, 1)  # which says what is missing
+        if "position_ids" in integers:
+            data["position_ids"] = _positions(data)
     if alone:
         moved: Microbatch = {
             name: data[name].cuda(non_blocking=True) for name in (*integers, *floats)
@@ -141,7 +143,8 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
         if not ends:
             return nothing
         batch = _next_batch(data_iterator)
-        return nothing | on_this_cp_rank(batch, rank, cp) | _mrope_positions(batch) | _weight(batch)
+        whole = _mrope_positions(batch)
+        return nothing | on_this_cp_rank(batch, rank, cp) | whole | _weight(batch)
     batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, ())
     weight = _weight(batch)
     given = batch.pop(extra)
@@ -154,9 +157,8 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
         declared = declare(given, len(given), given[0].n, cp)
         batch, carried = with_positions(batch, declared), declared
         _plan_maker(rank)(carried)
-    parts = {
-        name: carried.shard(tensor, rank) for name, tensor in batch.items()
-    } | _mrope_positions(batch)
+    whole = _mrope_positions(batch)
+    parts = {name: carried.shard(tensor, rank) for name, tensor in batch.items()} | whole
     return nothing | parts | {"packed_seq_params": DocumentParams.carry(carried)} | weight
 
 
@@ -165,15 +167,26 @@ def _weight(batch: Microbatch) -> Microbatch:
     return {_WEIGHT: batch["loss_mask"].sum(dtype=torch.float64)} if "loss_mask" in batch else {}
 
 
-def _mrope_positions(batch: Microbatch) -> Microbatch:
-    """The position ids for `--position-embedding-type mrope`: int64 [3, b, n] of whole batch rows.
+def _positions(batch: Microbatch) -> torch.Tensor:
+    """The position ids of a microbatch of the data set, [b, n], or [3, b, n] with sections."""
+    ids: torch.Tensor = batch["position_ids"]
+    return ids.transpose(0, 1) if ids.dim() == 3 else ids
 
-    The model splits them by itself. The position of a text token is the same in time, height and
-    width.
+
+def _mrope_positions(batch: Microbatch) -> Microbatch:
+    """Takes the position ids for `--position-embedding-type mrope` out of `batch`: int64 [3, b, n]
+    of whole batch rows.
+
+    The model splits them by itself. Samples of a data set may have them as [3, n]: in time, height
+    and width. Those of text are the same in all three.
     """
-    if get_args().position_embedding_type != "mrope" or "position_ids" not in batch:
-        return {}
-    return {"position_ids": batch["position_ids"].expand(3, -1, -1)}
+    if "position_ids" in batch and get_args().position_embedding_type == "mrope":
+        return {"position_ids": batch.pop("position_ids").expand(3, -1, -1)}
+    if "position_ids" in batch and batch["position_ids"].dim() == 3:
+        raise ConfigError(
+            "position_ids have three sections, which need --position-embedding-type mrope"
+        )
+    return {}
 
 
 def _begin_documents(cu_seqlens: Ints, rank: int, cp: int) -> Future[Documents]:

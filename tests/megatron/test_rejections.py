@@ -789,6 +789,10 @@ def test_a_package_of_the_name_of_apex_has_no_norm(monkeypatch, tmp_path):
             ["--dataloader-inter-document-masking", "--context-parallel-size", "2"],
             "--dataloader-inter-document-masking splits documents all together",
         ),
+        (
+            ["--sft", "--position-embedding-type", "mrope", "--mrope-section", "2", "3", "3"],
+            "mrope_section with packed documents",
+        ),
     ],
 )
 def test_the_fused_rotary_embedding_is_off_where_a_token_has_several_positions(

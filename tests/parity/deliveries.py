@@ -27,6 +27,9 @@ def delivered(how: str) -> Iterator[None]:
 
     "thd_tail" packs them with much padding behind the last one.
 
+    With "sections" their tokens have other positions in each section of mrope, as images have;
+    "sections_documents" and "sections_thd" are both.
+
     With "uneven" the loss counts only some tokens of the middle; with "uneven_mean" it is also a
     mean of microbatches (without --calculate-per-token-loss). The names of `MASKS` give each batch
     row a mask of its own. "" changes nothing.
@@ -38,6 +41,16 @@ def delivered(how: str) -> Iterator[None]:
 
     from cp_ring import pretrain_gpt
     from cp_ring.megatron import gpt
+
+    if how.startswith("sections"):
+        with (
+            delivered(how.partition("_")[2]),
+            patch.object(
+                gpt, "_read_and_broadcast", functools.partial(_in_sections, gpt._read_and_broadcast)
+            ),
+        ):
+            yield
+        return
 
     if how in ("uneven", "uneven_mean"):
         flags = pretrain_gpt._FLAGS[1:] if how == "uneven_mean" else pretrain_gpt._FLAGS
@@ -104,6 +117,25 @@ def _with_masks(
     return read(iter([batch]), *names)
 
 
+def _in_sections(read: Callable[..., Any], data_iterator: Any, *names: Any) -> dict[str, Any]:
+    """Reads a batch whose data set has given each token positions in time, height and width: of an
+    image of 3 x 4 patches behind the fifth token of each document, which takes 4 steps in time.
+    """
+    if data_iterator is None:
+        return read(data_iterator, *names)
+    batch = dict(next(data_iterator))
+    ids = batch["position_ids"]
+    patch_of = (ids - 5).clamp(0, 12)  # the first one behind an image is 12
+    text = torch.where(ids < 5, ids, ids - 12 + 4).clamp(min=0)
+    inside = (ids >= 5) & (ids < 17)
+    height, width = 5 + patch_of // 4, 5 + patch_of % 4
+    sections = [5, height, width]
+    batch["position_ids"] = torch.stack(
+        [torch.where(inside, torch.as_tensor(each), text) for each in sections], 1
+    )
+    return read(iter([batch]), *names)
+
+
 def _uneven(next_batch: Callable[..., Any], data_iterator: Any) -> dict[str, torch.Tensor]:
     """Counts no token of the first and last eighth, which the first of 4 ranks holds, and two
     thirds of the others.
@@ -139,6 +171,7 @@ def _packed_batch(data_iterator: Any, vp_stage: Any, tail: bool = False) -> dict
     for start, length in zip(padded[:-1], np.diff(real), strict=True):
         is_padding[start : start + length] = False
         batch["loss_mask"][:, start + length - 1] = 0
+    whole = gpt._mrope_positions(batch)
     for tensor in batch.values():
         tensor[:, torch.from_numpy(is_padding)] = 0
     cp = parallel_state.get_context_parallel_world_size()
@@ -152,7 +185,8 @@ def _packed_batch(data_iterator: Any, vp_stage: Any, tail: bool = False) -> dict
         qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, cu_seqlens_q_padded=offsets_padded,
         cu_seqlens_kv_padded=offsets_padded, max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
-    return {name: tensor[:, mine] for name, tensor in batch.items()} | {"packed_seq_params": packed}
+    mine = {name: tensor[:, mine] for name, tensor in batch.items()}
+    return mine | whole | {"packed_seq_params": packed}
 
 
 def cut(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -112,6 +112,10 @@ def _gpt() -> Any:
     return gpt
 
 
+def _one_section(positions: Any, batch: Any) -> Any:
+    return {name: ids[:1].expand(3, -1, -1) for name, ids in positions(batch).items()}
+
+
 def _boundary_missed(boundaries: Any, position_ids: Any) -> Any:
     """The second document of a microbatch is taken for a part of the first."""
     edges = boundaries(position_ids)
@@ -341,6 +345,7 @@ FAULTS = {
         *_dropout(),
         _predictions_as_the_decoder,
     ),
+    "one position in all sections": lambda: (_gpt(), "_mrope_positions", _one_section),
     "mask widened": lambda: (*_plans(), _mask_widened),
     "window widened": lambda: (*_plans(), _window_widened),
     "window on every layer": lambda: (*_windows(), _window_everywhere),

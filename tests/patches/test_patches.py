@@ -292,6 +292,34 @@ def test_rotary_layout_follows_the_layout(applied):
 
 
 @no_cuda
+def test_rotary_multimodal_keeps_the_positions_of_each_document(applied, one_rank):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    class Group:
+        size, rank = staticmethod(lambda: 2), staticmethod(lambda: 1)
+
+    config = transformer_config(mrope_section=[2, 1, 1])
+    model = GPTModel(config, get_gpt_layer_local_spec(), 32, 8, position_embedding_type="mrope")
+    model.rotary_pos_emb.cp_group = Group
+    ids, positions = torch.zeros(1, 4, dtype=torch.int64), torch.randint(8, (3, 1, 8))
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 4, 8]))
+
+    def embedded(packed):
+        return model._preprocess(ids, positions, packed_seq_params=packed)[1]
+
+    part = embedded(None)
+    assert torch.equal(embedded(packed), part) and len(part) == 4
+    applied("rotary_multimodal")
+    assert torch.equal(embedded(packed)[[2, 3, 4, 5]], part) and packed.cp_group is None
+    assert torch.equal(embedded(None), part)
+    config.apply_rope_fusion = True
+    with pytest.raises(ConfigError, match="mrope need --no-rope-fusion"):
+        embedded(packed)
+
+
+@no_cuda
 def test_optimizer_step_lets_a_fresh_optimizer_load(applied, one_rank):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel

@@ -160,4 +160,4 @@ def mask_of(dataset: Any, index: int) -> Mask:
         return read(sample.get(KEY), 1, len(sample["tokens"]), current().kinds)[0]
     if sample.get("cu_seqlens") is not None:
         return Mask.documents(sample["cu_seqlens"])
-    return Mask.documents(boundaries(sample["position_ids"][None]))
+    return Mask.documents(boundaries(sample["position_ids"].unsqueeze(-2)))

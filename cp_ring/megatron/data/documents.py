@@ -227,19 +227,17 @@ def boundaries(position_ids: torch.Tensor) -> Ints:
     """The offsets of the documents in the stream of all batch rows: cu_seqlens int64 [documents +
     1].
 
-    position_ids: [batch, n], on the CPU. They start again at 0 in each document: at the start of
-        each batch row, and after every end-of-document token, which belongs to the document that it
-        ends.
+    position_ids: [batch, n], or [3, batch, n] of positions with sections, on the CPU. They start
+        again at 0 in each document: at the start of each batch row, and after every end-of-document
+        token, which belongs to the document that it ends.
     """
-    first = position_ids == 0
+    first = (position_ids == 0).view(-1, *position_ids.shape[-2:]).all(0)
     if not bool(first[:, 0].all()):
         raise ConfigError(
             "--cp-ring-document-mask: the position ids of a batch row do not begin at 0; they "
             "must come from a GPT data set"
         )
-    return np.append(np.flatnonzero(first.reshape(-1).numpy()), position_ids.numel()).astype(
-        np.int64
-    )
+    return np.append(np.flatnonzero(first.reshape(-1).numpy()), first.numel()).astype(np.int64)
 
 
 def _offsets_in_row(cu_seqlens: Ints, start: int, n: int) -> Ints:

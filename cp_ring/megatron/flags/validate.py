@@ -254,6 +254,8 @@ def _why_unfused(job: Job) -> str:
             if other
             else ""
         )
+    if job.mrope_section and job.sft:
+        return "mrope_section with packed documents gives each token positions of its own"
     together = job.given("--dataloader-inter-document-masking") or (
         job.own.layout == "balanced" and job.sft and "--sft with --cp-ring-layout balanced"
     )
