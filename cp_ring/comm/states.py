@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_ring.comm.flights import Flight, HaloFlight, Links, Trip
+from cp_ring.comm.state_messages import HaloMessages, StateLinks, StateMessages, Trip
 from cp_ring.comm.transport import Transport
 from cp_ring.plan.exchange.chains import Chains
 from cp_ring.plan.ranges import Ints, expand, starts_of
@@ -52,7 +52,7 @@ class StatePassing:
         rates: Rates | None = None,
     ):
         self.chains, self._rank, self.device = chains, transport.rank, device
-        self._links = Links(chains, transport, device, rates)
+        self._links = StateLinks(chains, transport, device, rates)
         self._tensor, plan = self._links.tensor, self._links.plan
         self._plan, self.segments = plan, len(plan.offsets) - 1
         self.cu_seqlens = self._tensor(plan.offsets).int()
@@ -100,11 +100,11 @@ class StatePassing:
             near, tokens = near[near >= held] + 1, np.arange(plan.offsets[start], plan.offsets[end])
             lead = np.pad(near, (width - 1 - len(near), 0), constant_values=held)
             numbers = np.repeat(np.arange(end - start), np.diff(plan.offsets[start : end + 1]))
-            row, last = (
+            entry, last = (
                 np.searchsorted(places, segment)
                 for places, segment in ((plan.goes_on, start), (plan.hands_on, end - 1))
             )
-            part = row, last, np.append(lead, tokens), np.pad(numbers, (width - 1, 0))
+            part = entry, last, np.append(lead, tokens), np.pad(numbers, (width - 1, 0))
             goes, hands = start in plan.goes_on, end - 1 in plan.hands_on
             if goes and hands:
                 groups[1 + self._numbers[end - 1]].append(part)
@@ -124,10 +124,10 @@ class StatePassing:
             longest = len(parts[0][2])
             count = sum(len(part[2]) * _ALIKE >= longest for part in parts)
             batch, parts = parts[:count], parts[count:]
-            rows, lasts, index, numbers = zip(*batch, strict=True)
+            entries, lasts, index, numbers = zip(*batch, strict=True)
             more = [(0, longest - len(x)) for x in index]
             yield (
-                self._tensor(np.array(rows)), self._tensor(np.array(lasts)),
+                self._tensor(np.array(entries)), self._tensor(np.array(lasts)),
                 self._tensor(np.stack([np.pad(x, n, constant_values=nothing)
                                        for x, n in zip(index, more, strict=True)])),
                 self._tensor(np.stack([np.pad(x, n, "edge")
@@ -141,7 +141,7 @@ class StatePassing:
         trip, (places, order, offsets, own) = self._halo(width)
         if not trip:
             return function(x, self.cu_seqlens)
-        halo = HaloFlight(trip, x[0])
+        halo = HaloMessages(trip, x[0])
         out = function(x, self.cu_seqlens)
         near = halo.arrived()
         head = torch.cat([near, x[0].index_select(0, places)]).index_select(0, order)
@@ -174,7 +174,7 @@ class StatePassing:
                     output_final_state=True, cu_seqlens=wave.offsets,
                 )  # fmt: skip
             if flight:
-                flight.send(number, wave.rows, maps.to(dtype).index_select(0, wave.handing))
+                flight.send(number, wave.entries, maps.to(dtype).index_select(0, wave.handing))
             waves.append((wave, out))
         states = flight.states() if flight else eye.new_empty(0, heads, k, v)
         outs = [wave.with_states(out[0], states, v) for wave, out in waves]
@@ -192,7 +192,7 @@ class StatePassing:
         """
         (channels, width), heads = weight.shape, len(params[-1])
         z, trip = x.shape[2] - heads - channels, self._halo(width)[0]
-        halo = HaloFlight(trip, x[0, :, z:-heads]) if trip else None
+        halo = HaloMessages(trip, x[0, :, z:-heads]) if trip else None
         (begin, *handing, alone, going), places = self._parts(width)
 
         def run(tokens: Tensor, batch: tuple[Tensor, ...], **more: Any) -> Any:
@@ -217,10 +217,10 @@ class StatePassing:
             if not flight:
                 break
             ends += [(b, run(whole, b, return_final_states=True)[1]) for b in batches]
-            rows = torch.cat([self._links.hands_on[:0], *(batch[1] for batch, _ in ends)])
+            entries = torch.cat([self._links.hands_on[:0], *(batch[1] for batch, _ in ends)])
             b = torch.cat([decay.new_empty(0, heads, *sizes), *(end.to(dtype) for _, end in ends)])
-            a = decay.index_select(0, rows)[..., None, None]
-            flight.send(number, rows, torch.cat([b.flatten(2)[:, :, None], a], -1))
+            a = decay.index_select(0, entries)[..., None, None]
+            flight.send(number, entries, torch.cat([b.flatten(2)[:, :, None], a], -1))
             ends = []
         outs += [run(tokens, batch) for batch in alone]
         states = flight.states() if flight else decay.new_empty(0, *sizes)
@@ -263,32 +263,32 @@ class StatePassing:
         if flight := self._flight(state, tensors[0], dtype):
             for number, wave in enumerate(self._waves[:2]):
                 made = found
-                if len(wave.rows):
+                if len(wave.entries):
                     given = (wave.take(x[None])[0] for x in tensors)
                     made = maps(*given, wave.offsets).index_select(0, wave.handing)
-                flight.send(number, wave.rows, made)
+                flight.send(number, wave.entries, made)
             states = states.index_copy(0, self._links.goes_on, flight.states())
         return apply(*tensors, states, self.cu_seqlens)
 
     def _flight(
         self, state: tuple[int, int, int], like: Tensor, dtype: torch.dtype
-    ) -> Flight | None:
+    ) -> StateMessages | None:
         """None where no state passes."""
-        return Flight(self._links, state, like, dtype) if self._links else None
+        return StateMessages(self._links, state, like, dtype) if self._links else None
 
 
 class _Wave:
     """Segments of a rank that are computed together; see `Chains.waves`."""
 
-    def __init__(self, links: Links, segments: Ints):
+    def __init__(self, links: StateLinks, segments: Ints):
         plan = links.plan
         ends = [plan.offsets[i : i + 2].tolist() for i in segments]
         self.sizes = [end - start for start, end in ends]
         self.tokens = np.concatenate([np.arange(0), *(np.arange(*end) for end in ends)])
         self.offsets = links.tensor(np.append(0, np.cumsum(self.sizes)).astype(np.int32))
         self._ranges = _joined(ends)
-        _, handing, rows = np.intersect1d(segments, plan.hands_on, return_indices=True)
-        self.handing, self.rows = links.tensor(handing), links.tensor(rows)
+        _, handing, entries = np.intersect1d(segments, plan.hands_on, return_indices=True)
+        self.handing, self.entries = links.tensor(handing), links.tensor(entries)
         _, here, given = np.intersect1d(segments, plan.goes_on, return_indices=True)
         self._goes = dict(zip(here.tolist(), given.tolist(), strict=True))
 

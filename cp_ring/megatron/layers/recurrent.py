@@ -232,7 +232,8 @@ def made_for_states(
     heads of their tensor-parallel rank, and know the ranks over which states pass.
     """
     group = getattr(pg_collection, "cp", None)
-    if current().recurrent != "states" or group is None or group.size() == 1:
+    kind = "mamba" if hasattr(type(layer), "_ssm_training") else "gdn"
+    if current().recurrent_ways[kind] != "states" or group is None or group.size() == 1:
         return constructor(layer, *args, pg_collection=pg_collection, **named)
     alone = copy.copy(pg_collection)
     alone.cp = _OneRank()
@@ -245,7 +246,8 @@ def checked_for_states(check: Function, config: Any) -> None:
     """Wraps `TransformerConfig.__post_init__`, which wants a head of each linear layer for each of
     the context-parallel ranks: states need none.
     """
-    if current().recurrent != "states":
+    # the choice of auto is made once sizes are known
+    if current().recurrent_ways["gdn"] == "heads":
         return check(config)
     names = ("linear_num_key_heads", "linear_num_value_heads")
     heads = {name: getattr(config, name) for name in names if getattr(config, name, None)}

@@ -87,10 +87,10 @@ class Gather:
     rank at once.
 
     Attributes:
-        swaps: of each wave, from places in `hands_on` (gradients: `goes_on`) to the rows of a table
+        swaps: of each wave, from places in `hands_on` (gradients: `goes_on`) to entries of a table
         of maps.
-        walk: at step i, the rows whose map follows that of another row, and these rows.
-        ends: of each segment in `goes_on` (gradients: `hands_on`), the row that it follows.
+        walk: at step i, the entries whose map follows that of another entry, and these entries.
+        ends: of each segment in `goes_on` (gradients: `hands_on`), the entry that it follows.
     """
 
     swaps: tuple[Swap, ...]
@@ -189,19 +189,19 @@ class Chains:
         wants, gives = (hands, goes) if back else (goes, hands)
         given = starts_in_groups(gives.astype(np.int64), self.owner, self.layout.cp)
         ranks, segments = self._gathered(back)
-        row = starts_in_groups(np.ones(len(ranks), np.int64), ranks, self.layout.cp)
+        entry = starts_in_groups(np.ones(len(ranks), np.int64), ranks, self.layout.cp)
         wave = np.zeros_like(segments) if back else self.waves[segments]
         swaps = []
         for number in range(1 if back else 2):
             to = np.flatnonzero(wave == number)
             peers = self.owner[segments[to]], ranks[to]
-            swaps.append(self._swap(rank, *peers, given[segments[to]], row[to]))
+            swaps.append(self._swap(rank, *peers, given[segments[to]], entry[to]))
         mine = segments[ranks == rank]
         follows, next_to = (hands[mine], 1) if back else (goes[mine], -1)
         walk, order = [], self.depth[mine]
         for depth in sorted(set(order[follows].tolist()), reverse=back):
-            rows = np.flatnonzero(follows & (order == depth))
-            walk.append((rows, rows + next_to))
+            entries = np.flatnonzero(follows & (order == depth))
+            walk.append((entries, entries + next_to))
         wanted = np.flatnonzero(wants & (self.owner == rank)) + next_to
         return Gather(tuple(swaps), tuple(walk), np.searchsorted(mine, wanted))
 
@@ -344,10 +344,10 @@ class Chains:
             tables = _played(list(wave), given, tables)
         here, there = (0, 1) if back else (1, 0)
         for rank, plan in enumerate(plans):
-            for rows, others in plan.walk:
-                if (tables[rank][rows, here ^ 1] != tables[rank][others, here]).any():
-                    raise PlanError(f"rank {rank}: maps that do not follow each other: {rows}")
-                tables[rank][rows, there] = tables[rank][others, there]
+            for entries, others in plan.walk:
+                if (tables[rank][entries, here ^ 1] != tables[rank][others, here]).any():
+                    raise PlanError(f"rank {rank}: maps that do not follow each other: {entries}")
+                tables[rank][entries, there] = tables[rank][others, there]
         return [table[plan.ends] for table, plan in zip(tables, plans, strict=True)]
 
 

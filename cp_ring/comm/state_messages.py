@@ -24,7 +24,7 @@ from cp_ring.plan.exchange.chains import Chains, Swap
 from cp_ring.plan.sizes.device_rates import HOST_RATES, RATES, Rates
 
 
-class Links:
+class StateLinks:
     """How states pass one rank of `chains`; makes its tensors once.
 
     rates: by which chain or gather is chosen; by default those that are assumed of the device.
@@ -64,28 +64,32 @@ class Links:
 
     def _make_gather(self, back: bool) -> tuple[list[Trip], list[tuple[Tensor, Tensor]], Tensor]:
         plan = self._chains.gather(self._transport.rank, back)
-        walk = [(self.tensor(rows), self.tensor(before)) for rows, before in plan.walk]
+        walk = [(self.tensor(entries), self.tensor(before)) for entries, before in plan.walk]
         return list(map(self.trip, plan.swaps)), walk, self.tensor(plan.ends)
 
 
-class Flight:
+class StateMessages:
     """The way of states in one call of a layer: its maps go, and states before segments come.
 
     state: h, k and v. like: a tensor with a gradient wherever one of another rank has one.
     """
 
-    def __init__(self, links: Links, state: tuple[int, int, int], like: Tensor, dtype: torch.dtype):
+    def __init__(
+        self, links: StateLinks, state: tuple[int, int, int], like: Tensor, dtype: torch.dtype
+    ):
         heads, k, v = state
         maps = like.new_empty(len(links.hands_on), heads, k, v + k, dtype=dtype)
-        row = heads * k * maps.element_size()
-        gathers = links.gathers(row * v, row * (v + k))
+        entry = heads * k * maps.element_size()
+        gathers = links.gathers(entry * v, entry * (v + k))
         self._way = (_Gathered if gathers else _Chained)(links, maps, v)
         self._like = like
         self._sent: list[Tensor] = []
 
-    def send(self, wave: int, rows: Tensor, maps: Tensor) -> None:
-        """Takes the maps of segments `rows` of those that hand on. All waves are sent in order."""
-        self._sent.append(_Send.apply(self._way, wave, rows, maps, self._like))
+    def send(self, wave: int, entries: Tensor, maps: Tensor) -> None:
+        """Takes the maps of segments, whose places in `hands_on` are `entries`. All waves are sent
+        in order.
+        """
+        self._sent.append(_Send.apply(self._way, wave, entries, maps, self._like))
 
     def states(self) -> Tensor:
         """The state before each segment that goes on, [segments, h, k, v]."""
@@ -95,7 +99,7 @@ class Flight:
 class _Chained:
     """States that pass border after border."""
 
-    def __init__(self, links: Links, maps: Tensor, v: int):
+    def __init__(self, links: StateLinks, maps: Tensor, v: int):
         self.maps, self.v, self._links = maps, v, links
         self._steps = links.chain()
         self.grads: Tensor | None = None
@@ -149,7 +153,7 @@ class _Chained:
 class _Gathered(_Chained):
     """Maps that come at once, of all segments that one needs."""
 
-    def __init__(self, links: Links, maps: Tensor, v: int):
+    def __init__(self, links: StateLinks, maps: Tensor, v: int):
         super().__init__(links, maps, v)
         self._sent: list[Callable[[], Tensor]] = []
 
@@ -160,8 +164,8 @@ class _Gathered(_Chained):
             table[trip.target] = landed()
         self._sent = []
         total = table[..., : self.v].clone()
-        for rows, before in walk:
-            total[rows] += table[rows, ..., self.v :] @ total[before]
+        for entries, before in walk:
+            total[entries] += table[entries, ..., self.v :] @ total[before]
         return total[ends]
 
     def send(self, wave: int) -> None:
@@ -192,17 +196,17 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, way: _Chained, wave: int, rows: Tensor, maps: Tensor, like: Tensor
+        ctx: Any, way: _Chained, wave: int, entries: Tensor, maps: Tensor, like: Tensor
     ) -> Tensor:
-        ctx.way, ctx.rows = way, rows
-        way.maps[rows] = maps
+        ctx.way, ctx.entries = way, entries
+        way.maps[entries] = maps
         way.send(wave)
         return maps.new_zeros(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, link: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, ctx.way.gradients()[ctx.rows], None
+        return None, None, None, ctx.way.gradients()[ctx.entries], None
 
 
 class _States(torch.autograd.Function):
@@ -253,7 +257,7 @@ class Trip:
         return landed
 
 
-class HaloFlight:
+class HaloMessages:
     """Tokens of x [T, d] that leave at once; those that come are wanted later."""
 
     def __init__(self, trip: Trip, x: Tensor):
@@ -269,7 +273,7 @@ class _Leave(torch.autograd.Function):
     """Tokens leave. In backward, their gradients have come."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, halo: HaloFlight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, halo: HaloMessages) -> Tensor:
         ctx.halo = halo
         halo.landed = halo.trip.post(x, "halo")
         return x.new_zeros(0)
@@ -284,7 +288,7 @@ class _Arrive(torch.autograd.Function):
     """Tokens have come. In backward, their gradients leave."""
 
     @staticmethod
-    def forward(ctx: Any, link: Tensor, halo: HaloFlight) -> Tensor:
+    def forward(ctx: Any, link: Tensor, halo: HaloMessages) -> Tensor:
         ctx.halo = halo
         arrived = halo.landed()
         return arrived.new_empty(arrived.shape).index_copy_(0, halo.trip.target, arrived)
