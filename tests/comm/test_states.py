@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +17,10 @@ from cp_ring.comm.states import StatePassing
 from cp_ring.observe.counters import record
 from cp_ring.plan.exchange.chains import Chains
 from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.testing import delta_rule as chunked
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import error
-from tests.recurrences import causal_conv1d, delta_rule, scan
+from tests.recurrences import SIGNATURES, causal_conv1d, delta_rule, scan
 
 HEADS, K, V, WIDTH = 2, 3, 4, 4
 CPU = torch.device("cpu")
@@ -279,3 +283,38 @@ def test_the_way_is_the_one_that_is_predicted_to_be_faster(heads, cp, near, gath
 def test_starts_outside_of_the_stream_are_rejected():
     with pytest.raises(PlanError, match="begins at"):
         Chains.build(Layout.zigzag(8, 2), np.array([8]))
+
+
+@pytest.mark.parametrize(("package", "file", "name"), SIGNATURES)
+def test_the_kernels_have_the_signatures_that_calls_are_bound_to(package, file, name):
+    found = importlib.util.find_spec(package)
+    if found is None:
+        pytest.skip(f"{package} is not installed")
+    tree = ast.parse((Path(found.submodule_search_locations[0]) / file).read_text())
+    (made,) = (x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name)
+    for arg in made.args.args:
+        arg.annotation = None
+    made.args.kwarg = None
+    assert ast.unparse(made.args).replace("=", " = ") == ast.unparse(
+        ast.parse(f"lambda {SIGNATURES[package, file, name]}: 0").body[0].value.args
+    ).replace("=", " = ")
+
+
+@pytest.mark.parametrize("lengths", [[1, 200, 63], [64], [7, 128]])
+def test_chunks_are_the_recurrence_token_by_token(lengths):
+    n, offsets = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    given = inputs(n, False)
+    tokens = {name: given[name][None] for name in ("q", "k", "v", "g", "beta")}
+    more = {
+        "initial_state": torch.randn(len(lengths), HEADS, K, V).double(),
+        "output_final_state": True, "cu_seqlens": offsets,
+    }  # fmt: skip
+    for ours, wanted in zip(
+        chunked.gated_delta_rule(**tokens, **more), delta_rule(**tokens, **more), strict=True
+    ):
+        torch.testing.assert_close(ours, wanted)
+    ours = chunked.causal_conv1d(given["x"][None], given["weight"], offsets)
+    wanted, _ = causal_conv1d(
+        given["x"][None], given["weight"], activation="silu", cu_seqlens=offsets
+    )
+    torch.testing.assert_close(ours, wanted)

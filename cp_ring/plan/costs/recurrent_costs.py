@@ -25,10 +25,10 @@ class RecurrentSizes:
     """A layer whose state runs along the sequence, on a tensor-parallel rank.
 
     state: heads, and a head's channels of keys and of values: what passes from rank to rank.
-    columns: channels of A, by which a map is wider than a state. shared: heads that must divide among ranks
-    that exchange tokens for heads. convolved: channels of the convolution over `width` tokens.
-    exchanged: channels of a token that are exchanged for heads, and back. again: columns of values
-    that states compute beside those of the layer.
+    columns: channels of A, by which a map is wider than a state. shared: heads that must divide
+    among ranks that exchange tokens for heads. convolved: channels of the convolution over `width`
+    tokens. exchanged: channels of a token that are exchanged for heads, and back. again: columns
+    of values that states compute beside those of the layer.
     """
 
     kind: str
@@ -86,8 +86,8 @@ class RecurrentSizes:
 @dataclass(frozen=True)
 class RecurrentCost:
     """One way of one layer. bytes: all that ranks send, forward and backward. seconds: in which
-    they travel, and of work that the other way lacks, forward and backward. memory: bytes of a rank for
-    states and maps, and for what is kept for backward beside the other way's.
+    they travel, and of work that the other way lacks, forward and backward. memory: bytes of a rank
+    for states and maps, and for what is kept for backward beside the other way's.
     """
 
     bytes: int
