@@ -30,6 +30,9 @@ MASK_KINDS = (
 )  # fmt: skip
 """Kinds of masks that batches may declare: names of constructors of `Mask`, and `any`."""
 
+RECURRENT_KINDS = ("mamba", "gdn")
+"""Kinds of recurrent layers: Mamba, and gated delta net."""
+
 UNTRIED = ("cuda-graphs", "moe-overlap")
 """Features of Megatron for which ring attention is written, and which no GPU run has shown yet:
 rejected unless allowed.
@@ -92,6 +95,21 @@ def _known(what: str, known: Sequence[str], value: str) -> None:
     for name in value.split(",") if value else ():
         if name not in known:
             raise ConfigError(f"{name} is no {what}; known are {', '.join(known)}")
+
+
+def _recurrent_ways(text: str) -> dict[str, str]:
+    """The way of each kind of recurrent layers. Raises `ConfigError`."""
+    ways = ("heads", "states", "auto")
+    if text in ways:
+        return dict.fromkeys(RECURRENT_KINDS, text)
+    pairs = [each.partition("=")[::2] for each in text.split(",")]
+    for kind, way in pairs:
+        if kind not in RECURRENT_KINDS or way not in ways or len(dict(pairs)) < len(pairs):
+            raise ConfigError(
+                f"it must be {', '.join(ways)}, or one of these for each of "
+                f"{', '.join(RECURRENT_KINDS)}, as in mamba=states,gdn=heads"
+            )
+    return dict.fromkeys(RECURRENT_KINDS, "heads") | dict(pairs)
 
 
 def _schedule_text(value: Any) -> Any:
@@ -273,9 +291,12 @@ class Options:
     )
     recurrent: str = _setting(
         "heads",
-        "What ranks exchange for recurrent layers: heads, tokens for heads as Megatron does; or "
-        "states, where each rank scans its own tokens and hands on a state, whatever their number.",
-        choices=("heads", "states"),
+        "What ranks exchange for recurrent layers: heads, tokens for heads as Megatron does; "
+        "states, where each rank scans its own tokens and hands on a state, whatever their number; "
+        "auto, whichever a model of the time predicts to be faster; or one of these for each kind, "
+        "as in mamba=states,gdn=heads.",
+        convert=_joined,
+        check=_recurrent_ways,
     )
     recompute: str = _setting(
         "keep",
@@ -395,6 +416,11 @@ class Options:
     def kinds(self) -> tuple[str, ...]:
         """The kinds in `mask_kinds`."""
         return tuple(self.mask_kinds.split(",")) if self.mask_kinds else ()
+
+    @property
+    def recurrent_ways(self) -> dict[str, str]:
+        """What ranks exchange, heads, states or auto, for each of `RECURRENT_KINDS`."""
+        return _recurrent_ways(self.recurrent)
 
     def without_auto(self) -> Options:
         """With the simplest shape in place of `auto`: what runs with it runs with any."""

@@ -321,6 +321,13 @@ def exchange(
     transport: Transport, leaving: Sequence[Tensor], arriving: Sequence[Tensor], kind: str
 ) -> None:
     """Sends leaving[r] to rank r and fills arriving[r] from it, for all other ranks r."""
+    post_exchange(transport, leaving, arriving, kind).wait()
+
+
+def post_exchange(
+    transport: Transport, leaving: Sequence[Tensor], arriving: Sequence[Tensor], kind: str
+) -> Pending:
+    """Starts an `exchange` and returns at once."""
     others = [rank for rank in range(transport.size) if rank != transport.rank]
 
     def whole(rank: int, x: Tensor) -> tuple[Transfer, list[Tensor]]:
@@ -328,7 +335,7 @@ def exchange(
 
     sends = [whole(rank, leaving[rank]) for rank in others if leaving[rank].numel()]
     receives = [whole(rank, arriving[rank]) for rank in others if arriving[rank].numel()]
-    transport.post(MessageBatch(sends, receives, kind)).wait()
+    return transport.post(MessageBatch(sends, receives, kind))
 
 
 def _size(transfer: Transfer, buffers: Buffers) -> int:

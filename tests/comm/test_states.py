@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +16,16 @@ from cp_ring import Layout, Mask, PlanError
 from cp_ring.comm.states import StatePassing
 from cp_ring.observe.counters import record
 from cp_ring.plan.exchange.chains import Chains
+from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.testing import delta_rule as chunked
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import error
-from tests.recurrences import causal_conv1d, delta_rule, scan
+from tests.recurrences import SIGNATURES, causal_conv1d, delta_rule, scan
 
 HEADS, K, V, WIDTH = 2, 3, 4, 4
 CPU = torch.device("cpu")
+# whatever moves, or each message, takes the longest
+WAYS = {"chain": Rates(call=1e-12), "gather": Rates(call=1.0)}
 LAYOUTS = {
     "zigzag": lambda n, cp, starts: Layout.zigzag(n, cp),
     "contiguous": lambda n, cp, starts: Layout.contiguous(n, cp),
@@ -73,11 +80,13 @@ def on_one(given: dict[str, Tensor], starts: np.ndarray) -> dict[str, Tensor]:
     )
 
 
-def on_ranks(given: dict[str, Tensor], chains: Chains, kernel=delta_rule, width: int = WIDTH):
+def on_ranks(
+    given: dict[str, Tensor], chains: Chains, way: str, kernel=delta_rule, width: int = WIDTH
+):
     layout = chains.layout
 
     def case(group):
-        passing = StatePassing(chains, group, CPU)
+        passing = StatePassing(chains, group, CPU, WAYS[way])
         mine = {
             name: x.float() if name == "weight" else layout.shard(x, group.rank, 0).float()
             for name, x in given.items()
@@ -102,11 +111,11 @@ def off(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_ranks_equal_one_scan(cp, kind, by_channel):
-    for seed in range(2):
+    for seed, way in enumerate(WAYS):
         layout, starts = drawn(seed + 10 * cp, cp, kind)
         chains, given = Chains.build(layout, starts), inputs(layout.n, by_channel)
         chains.verify(WIDTH)
-        assert off(on_ranks(given, chains), on_one(given, starts)) < 1e-6
+        assert off(on_ranks(given, chains, way), on_one(given, starts)) < 1e-6
 
 
 def mamba_inputs(n: int) -> tuple[Tensor, list[Tensor], dict]:
@@ -130,15 +139,15 @@ def mamba_results(x: Tensor, params: list[Tensor], run) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_ranks_equal_one_scan_of_mamba(cp, kind, seed):
-    layout, starts = drawn(seed + 10 * cp, cp, kind)
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_equal_one_scan_of_mamba(cp, kind, way):
+    layout, starts = drawn(list(WAYS).index(way) + 10 * cp, cp, kind)
     x, params, named = mamba_inputs(layout.n)
     numbers = torch.bucketize(torch.arange(layout.n), torch.tensor(starts), right=True) - 1
     truth = mamba_results(x, params, lambda *given: scan(*given, **named, seq_idx=numbers[None]))
 
     def case(group):
-        passing = StatePassing(Chains.build(layout, starts), group, CPU)
+        passing = StatePassing(Chains.build(layout, starts), group, CPU, WAYS[way])
         mine, *own = (each.float() for each in (layout.shard(x, group.rank, 0), *params))
         others = named | {"D": named["D"].float()}
         return mamba_results(mine, own, lambda *given: passing.mamba(scan, *given, **others))
@@ -152,8 +161,10 @@ def test_ranks_equal_one_scan_of_mamba(cp, kind, seed):
 
 def without_decay(*tensors, output_final_state=False, g, **named):
     """Of what a rank hands on, the decay is left out."""
-    g = torch.zeros_like(g) if output_final_state else g
-    return delta_rule(*tensors, g=g, output_final_state=output_final_state, **named)
+    out, ends = delta_rule(*tensors, g=g, **named)
+    if output_final_state:
+        ends = delta_rule(*tensors, g=torch.zeros_like(g), output_final_state=True, **named)[1]
+    return out, ends
 
 
 class Wrong(Chains):
@@ -169,6 +180,14 @@ class Wrong(Chains):
                 for swap, *rest in plan.steps
             ]
             return dataclasses.replace(plan, steps=tuple(steps))
+        return plan
+
+    def gather(self, rank, back=False):
+        plan = super().gather(rank, back)
+        if self.fault == ("gradient" if back else "state") + " of another rank":
+            first, *rest = plan.swaps
+            first = dataclasses.replace(first, target=first.target[::-1].copy())
+            return dataclasses.replace(plan, swaps=(first, *rest))
         return plan
 
     def halo(self, rank, width):
@@ -188,8 +207,12 @@ def wrong(fault: str) -> Chains:
     return made
 
 
-@pytest.mark.parametrize("fault", ["", "no reset", "state of another rank", "halo one short"])
-def test_a_planted_fault_shows_in_the_proof_and_in_the_outputs(fault):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "fault",
+    ["", "no reset", "state of another rank", "gradient of another rank", "halo one short"],
+)
+def test_a_planted_fault_shows_in_the_proof_and_in_the_outputs(fault, way):
     layout, starts = two_rows()
     chains, given = wrong(fault), inputs(layout.n, False)
     object.__setattr__(chains, "starts", starts)
@@ -198,13 +221,16 @@ def test_a_planted_fault_shows_in_the_proof_and_in_the_outputs(fault):
             chains.verify(WIDTH)
     else:
         chains.verify(WIDTH)
-    assert (off(on_ranks(given, chains), on_one(given, starts)) > 1e-3) is bool(fault)
+    if way == "chain" and fault.startswith("gradient"):
+        return  # no gather runs
+    assert (off(on_ranks(given, chains, way), on_one(given, starts)) > 1e-3) is bool(fault)
 
 
-def test_a_decay_left_out_shows():
+@pytest.mark.parametrize("way", WAYS)
+def test_a_decay_left_out_shows(way):
     layout, starts = two_rows()
     chains, given = Chains.build(layout, starts), inputs(layout.n, False)
-    assert off(on_ranks(given, chains, without_decay), on_one(given, starts)) > 1e-3
+    assert off(on_ranks(given, chains, way, without_decay), on_one(given, starts)) > 1e-3
 
 
 @pytest.mark.parametrize("field", ["edges", "owner", "depth"])
@@ -222,18 +248,73 @@ def test_each_number_of_a_plan_is_proven(field):
 
 
 @pytest.mark.parametrize("n", [64, 256])
-def test_bytes_are_those_of_the_plan_whatever_the_tokens(n):
-    for layout, links in ((Layout.zigzag(n, 4), 6), (Layout.contiguous(n, 4), 3)):
+@pytest.mark.parametrize("way", WAYS)
+def test_bytes_are_those_of_the_plan_whatever_the_tokens(n, way):
+    # states of a chain; maps that are needed elsewhere, forward and backward
+    for layout, links, maps in ((Layout.zigzag(n, 4), 6, 30), (Layout.contiguous(n, 4), 3, 12)):
         chains = Chains.build(layout, np.zeros(1, np.int64))
         given = inputs(n, False)
         with record() as counted:
-            on_ranks(given, chains)
+            on_ranks(given, chains, way)
         assert chains.links == links
         # forward and backward, float32
-        state, halo = HEADS * K * V * 4, (WIDTH - 1) * 5 * 4
-        assert counted.bytes_by_kind == {"states": 2 * links * state, "halo": 2 * links * halo}
+        state, whole, halo = HEADS * K * V * 4, HEADS * K * (K + V) * 4, (WIDTH - 1) * 5 * 4
+        states = 2 * links * state if way == "chain" else maps * whole
+        assert counted.bytes_by_kind == {"states": states, "halo": 2 * links * halo}
+        assert chains.bytes(state, whole, way == "gather") == states
+        assert chains.halo_tokens(WIDTH) == links * (WIDTH - 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "cp", "near", "gathers"),
+    [(1, 4, 8, True), (32, 4, 8, False), (1, 2, 8, False), (1, 4, 1, True), (16, 4, 1, False)],
+)
+def test_the_way_is_the_one_that_is_predicted_to_be_faster(heads, cp, near, gathers):
+    """States of 64 KiB a head: small ones at once, large ones border by border."""
+    chains, state = Chains.build(Layout.zigzag(4096, cp), np.zeros(1, np.int64)), heads << 16
+    chain, gather = chains.seconds(state, 2 * state, RATES, near)
+    bandwidth, steps = RATES.inside if near > 1 else RATES.between, 2 * cp - 2
+    assert chain == pytest.approx(steps * (RATES.call + state / bandwidth))
+    # rank 0, which holds the first and the last tokens, needs all maps but its own
+    assert gather == pytest.approx(RATES.call + (2 * cp - 3) * 2 * state / bandwidth)
+    assert chains.gathers(state, 2 * state, RATES, near) is gathers
 
 
 def test_starts_outside_of_the_stream_are_rejected():
     with pytest.raises(PlanError, match="begins at"):
         Chains.build(Layout.zigzag(8, 2), np.array([8]))
+
+
+@pytest.mark.parametrize(("package", "file", "name"), SIGNATURES)
+def test_the_kernels_have_the_signatures_that_calls_are_bound_to(package, file, name):
+    found = importlib.util.find_spec(package)
+    if found is None:
+        pytest.skip(f"{package} is not installed")
+    tree = ast.parse((Path(found.submodule_search_locations[0]) / file).read_text())
+    (made,) = (x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name)
+    for arg in made.args.args:
+        arg.annotation = None
+    made.args.kwarg = None
+    assert ast.unparse(made.args).replace("=", " = ") == ast.unparse(
+        ast.parse(f"lambda {SIGNATURES[package, file, name]}: 0").body[0].value.args
+    ).replace("=", " = ")
+
+
+@pytest.mark.parametrize("lengths", [[1, 200, 63], [64], [7, 128]])
+def test_chunks_are_the_recurrence_token_by_token(lengths):
+    n, offsets = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    given = inputs(n, False)
+    tokens = {name: given[name][None] for name in ("q", "k", "v", "g", "beta")}
+    more = {
+        "initial_state": torch.randn(len(lengths), HEADS, K, V).double(),
+        "output_final_state": True, "cu_seqlens": offsets,
+    }  # fmt: skip
+    for ours, wanted in zip(
+        chunked.gated_delta_rule(**tokens, **more), delta_rule(**tokens, **more), strict=True
+    ):
+        torch.testing.assert_close(ours, wanted)
+    ours = chunked.causal_conv1d(given["x"][None], given["weight"], offsets)
+    wanted, _ = causal_conv1d(
+        given["x"][None], given["weight"], activation="silu", cu_seqlens=offsets
+    )
+    torch.testing.assert_close(ours, wanted)

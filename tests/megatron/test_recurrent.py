@@ -222,6 +222,30 @@ def test_padding_and_declared_documents_begin_anew_too():
     assert numbers(DeclaredMask.of_rows(masks, "zigzag", 2)) == [[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
 
 
+def test_the_halo_is_proven_for_the_convolution_that_runs(monkeypatch):
+    from cp_ring import Layout, PlanError
+    from cp_ring.megatron.layers import recurrent
+    from cp_ring.plan.exchange.chains import Chains
+    from cp_ring.testing.local_ring import LocalRing
+    from tests.recurrences import causal_conv1d
+
+    halo = Chains.halo
+    monkeypatch.setattr(
+        Chains, "halo", lambda chains, rank, width: halo(chains, rank, width - (width == 6))
+    )
+
+    def convolved(group, width):
+        layout = Layout.zigzag(32, 2)
+        order = recurrent._pass(layout, np.array([0]), "", group, torch.device("cpu"))
+        with recurrent._in_order(order):
+            convolve = recurrent.fla_with_documents(causal_conv1d)
+            return convolve(torch.ones(1, 16, 3), weight=torch.ones(3, width), activation="silu")
+
+    assert LocalRing(2).run(convolved, 4)
+    with pytest.raises(PlanError, match="a segment"):
+        LocalRing(2).run(convolved, 6)
+
+
 @pytest.mark.compat
 @pytest.mark.slow
 def test_two_ranks_are_one_and_a_fault_shows(tmp_path):

@@ -185,15 +185,14 @@ def _anew_too_late(starts: Any, carried: Any) -> Any:
     return found + (found % (carried.layout.n // carried.batch) != 0)
 
 
-def _nothing_handed_on(passed: Any, *args: Any) -> Any:
-    states = passed(*args)
-    return states if states is None else states * 0
+def _nothing_handed_on(states: Any, *args: Any) -> Any:
+    return states(*args) * 0
 
 
-def _passing() -> Any:
-    from cp_ring.comm.states import StatePassing
+def _state_messages() -> Any:
+    from cp_ring.comm.state_messages import StateMessages
 
-    return StatePassing
+    return StateMessages
 
 
 def _rotary() -> Any:
@@ -329,7 +328,7 @@ FAULTS = {
     "documents merged": lambda: (_documents(), "mask", _merged),
     "state in the order of another layout": lambda: (_recurrent(), "_of_layout", _in_another_order),
     "state passed by another layout": lambda: (_recurrent(), "make_layout", _layout_of_another),
-    "state not handed on": lambda: (_passing(), "passed", _nothing_handed_on),
+    "state not handed on": lambda: (_state_messages(), "states", _nothing_handed_on),
     "state across documents": lambda: (_recurrent(), "_starts", _across_documents),
     "state begins anew too late": lambda: (_recurrent(), "_starts", _anew_too_late),
     "rotary positions of zigzag": lambda: (*_rotary(), _rotary_by_zigzag),

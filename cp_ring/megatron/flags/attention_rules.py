@@ -279,6 +279,19 @@ ATTENTION = (
              example="--position-embedding-type relative"),
 )  # fmt: skip
 
+STATES = (
+    Rule(lambda job: (kinds := job.recurrent_with("states")) and (
+             ("mamba" in kinds and job.use_mamba_mem_eff_path is False
+              and "--disable-mamba-mem-eff-path") or job.graphs
+             or (job.deterministic_mode and "--deterministic-mode")),
+         "--cp-ring-recurrent states does not support {found} with the {recurrent} layers of "
+         "{pattern}", "leave it out, or give heads",
+         "these kernels take no states, and no GPU has shown states in CUDA graphs",
+         "--cp-ring-recurrent states --hybrid-layer-pattern G*- --deterministic-mode / "
+         "--cp-ring-recurrent states --hybrid-layer-pattern M*- --disable-mamba-mem-eff-path"),
+)  # fmt: skip
+"""What the ranks of recurrent layers need to pass states."""
+
 DOCUMENTS = (
     Rule(lambda job: job.recurrent and next((kind for kind in job.own.kinds if kind not in (
          "documents",
@@ -301,15 +314,7 @@ DOCUMENTS = (
          "--deterministic-mode: the gated delta net layers of {pattern} then have no documents "
          "(fla's kernels have them, which are not deterministic)", "leave it out",
          example="--cp-ring-mask-kinds documents --hybrid-layer-pattern G*- --deterministic-mode"),
-    Rule(lambda job: job.own.recurrent == "states" and job.recurrent and (
-             ("M" in job.letters and job.use_mamba_mem_eff_path is False
-              and "--disable-mamba-mem-eff-path") or job.graphs
-             or (job.deterministic_mode and "--deterministic-mode")),
-         "--cp-ring-recurrent states does not support {found} with the {recurrent} layers of "
-         "{pattern}", "leave it out, or give heads",
-         "these kernels take no states, and no GPU has shown states in CUDA graphs",
-         "--cp-ring-recurrent states --hybrid-layer-pattern G*- --deterministic-mode / "
-         "--cp-ring-recurrent states --hybrid-layer-pattern M*- --disable-mamba-mem-eff-path"),
+    *STATES,
     Rule("--cp-ring-mask-kinds --cp-ring-document-mask",
          "--cp-ring-mask-kinds and --cp-ring-document-mask both say which tokens see which",
          "give only the former, and Mask.documents in the batches",

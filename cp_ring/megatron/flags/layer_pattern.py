@@ -13,6 +13,9 @@ PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 RECURRENT = {"M": "Mamba", "G": "gated delta net"}
 """Letters of layers whose state runs along the sequence."""
 
+RECURRENT_KINDS = {"M": "mamba", "G": "gdn"}
+"""Their names in --cp-ring-recurrent."""
+
 _ATTENTION = "*+D"
 SPARSE = "S"
 """The letter, here alone, of --experimental-attention-variant dsa, which is split by itself."""

@@ -17,7 +17,12 @@ from packaging.version import Version
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.flags import graphs, implementations
-from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of, shown_pattern
+from cp_ring.megatron.flags.layer_pattern import (
+    RECURRENT,
+    RECURRENT_KINDS,
+    letters_of,
+    shown_pattern,
+)
 from cp_ring.options import Options
 
 _WORD = re.compile(r"([\w-]+)(?:([<>=%])(.+))?")
@@ -227,7 +232,7 @@ class Job:
     def reorders_program(self) -> bool:
         """Whether layers of a program may get tokens in another order, or documents."""
         moved = self.reorders or self.own.document_mask or self.own.kinds or self.packed
-        return bool(self.program and (moved or self.own.recurrent == "states"))
+        return bool(self.program and (moved or "states" in self.own.recurrent_ways.values()))
 
     @property
     def masks_documents(self) -> bool:
@@ -256,6 +261,12 @@ class Job:
     def recurrent(self) -> str:
         """The first kind of layers whose state runs along the sequence, "" without such layers."""
         return next((kind for letter, kind in RECURRENT.items() if letter in self.letters), "")
+
+    def recurrent_with(self, way: str) -> list[str]:
+        """The kinds of recurrent layers of the model that exchange what `way` says."""
+        ways = self.own.recurrent_ways
+        kinds = (kind for letter, kind in RECURRENT_KINDS.items() if letter in self.letters)
+        return [kind for kind in kinds if ways[kind] == way]
 
     @property
     def graphs(self) -> str:

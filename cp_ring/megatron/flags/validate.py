@@ -13,7 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from cp_ring.megatron.checkpoints import inspection
-from cp_ring.megatron.flags import attention_rules, comm_types, implementations, rules, shape_choice
+from cp_ring.megatron.flags import (
+    attention_rules,
+    comm_types,
+    implementations,
+    recurrent_choice,
+    rules,
+    shape_choice,
+)
 from cp_ring.megatron.flags.codec_choice import choose_wire
 from cp_ring.megatron.flags.layer_pattern import attention_layers, pattern_of
 from cp_ring.megatron.flags.rule import Job, check_rules
@@ -150,9 +157,11 @@ def settle(args: argparse.Namespace, config: Options) -> Options:
     """
     shape = settle_shape(args, config)
     wire = choose_wire(args, shape)
-    choices_made = {"route": shape.route, "heads": shape.heads, "wire": wire}
+    choices_made = {
+        "route": shape.route, "heads": shape.heads, "wire": wire, "recurrent": shape.recurrent,
+    }  # fmt: skip
     _settled[tuple(sys.argv)] = {
-        name: value for name, value in choices_made.items() if getattr(config, name) == "auto"
+        name: value for name, value in choices_made.items() if "auto" in str(getattr(config, name))
     }
     chosen = _as_settled(args, shape)
     configure(chosen)
@@ -160,7 +169,10 @@ def settle(args: argparse.Namespace, config: Options) -> Options:
 
 
 def settle_shape(args: argparse.Namespace, config: Options) -> Options:
-    """The settings with the fastest route and number of heads where the flags ask for `auto`."""
+    """The settings with the fastest route and number of heads, and the faster way of recurrent
+    layers, where the flags ask for `auto`.
+    """
+    config = recurrent_choice.settle(args, config)
     if "auto" not in (config.route, config.heads):
         return config
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size

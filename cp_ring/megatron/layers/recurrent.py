@@ -80,6 +80,7 @@ _in_force: ContextVar[TokenOrder | StatePassing | None] = ContextVar("cp_ring_or
 _passing: WeakKeyDictionary[MicrobatchMask, dict[Any, StatePassing]] = RUNTIME.keep(
     WeakKeyDictionary()
 )
+_kinds: WeakKeyDictionary[StatePassing, tuple[Any, ...]] = RUNTIME.keep(WeakKeyDictionary())
 _proven: set[tuple[Any, ...]] = RUNTIME.keep(set())
 
 
@@ -142,14 +143,20 @@ def _passing_of_layout(
 def _pass(
     layout: Layout, starts: Ints, kind: str, group: Any, device: torch.device
 ) -> StatePassing:
-    """The first one of a kind is proven."""
-    chains, kind_of_all = Chains.build(layout, starts), (layout.name, layout.cp, kind)
-    if kind_of_all not in _proven:
-        chains.verify()
-        _proven.add(kind_of_all)
     transport = transport_for(group, device)
     assert transport is not None, "states pass between ranks"
-    return StatePassing(chains, transport, device)
+    passing = StatePassing(Chains.build(layout, starts), transport, device)
+    _kinds[passing] = layout.name, layout.cp, kind
+    return passing
+
+
+def _prove(passing: StatePassing, width: int) -> None:
+    """Of the plans of a kind, the first one is proven with each width of a convolution that runs on
+    such a plan.
+    """
+    if (key := (*_kinds[passing], width)) not in _proven:
+        passing.chains.verify(width)
+        _proven.add(key)
 
 
 def _order(x: torch.Tensor, cp: int, packed: Any) -> TokenOrder:
@@ -225,7 +232,8 @@ def made_for_states(
     heads of their tensor-parallel rank, and know the ranks over which states pass.
     """
     group = getattr(pg_collection, "cp", None)
-    if current().recurrent != "states" or group is None or group.size() == 1:
+    kind = "mamba" if hasattr(type(layer), "_ssm_training") else "gdn"
+    if current().recurrent_ways[kind] != "states" or group is None or group.size() == 1:
         return constructor(layer, *args, pg_collection=pg_collection, **named)
     alone = copy.copy(pg_collection)
     alone.cp = _OneRank()
@@ -238,7 +246,8 @@ def checked_for_states(check: Function, config: Any) -> None:
     """Wraps `TransformerConfig.__post_init__`, which wants a head of each linear layer for each of
     the context-parallel ranks: states need none.
     """
-    if current().recurrent != "states":
+    # the choice of auto is made once sizes are known
+    if current().recurrent_ways["gdn"] == "heads":
         return check(config)
     names = ("linear_num_key_heads", "linear_num_value_heads")
     heads = {name: getattr(config, name) for name in names if getattr(config, name, None)}
@@ -273,6 +282,7 @@ def mamba_with_states(function: Function, x: torch.Tensor, *params: Any, **named
     if not isinstance(passing, StatePassing):
         return function(x, *params, **named)
     named.pop("seq_idx", None)
+    _prove(passing, params[0].shape[-1])
     out = passing.mamba(function, x.reshape(1, -1, x.shape[2]), *params, **named)
     return out.reshape(*x.shape[:2], -1)
 
@@ -341,6 +351,7 @@ def fla_with_documents(
     if isinstance(order, TokenOrder):
         out, *states = function(**whole, cu_seqlens=order.cu_seqlens, **named)
     elif "x" in whole:
+        _prove(order, named["weight"].shape[-1])
         out = order.convolve(
             lambda x, offsets: function(x=x, cu_seqlens=offsets, **named)[0],
             whole["x"], named["weight"].shape[-1],

@@ -85,6 +85,9 @@ def stage_seconds(computes: NDArray[Any], *moves: NDArray[Any]) -> NDArray[Any]:
 RATES = Rates()
 """The rates that all predictions assume where none are given."""
 
+HOST_RATES = Rates(flops=5e10, inside=2e9, between=1e9, memory=1e10, call=1e-4)
+"""Assumed of a rank on the CPU, with gloo."""
+
 NAMED = {
     "h100-nvlink-400g": RATES,
     "h100-nvlink-200g": Rates(between=2e10),

@@ -598,6 +598,33 @@ def _timing_cost(options: TimingCostBench) -> Measured:
     return Measured(results, about={"tokens": tokens}, lines=lines)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecurrentBench:
+    """Options of `bench recurrent`."""
+
+    seq_length: int = _tokens(
+        4096, "Tokens of the sequence.", parser=parse_tokens, metavar="TOKENS"
+    )
+    heads: int = _heads(8, "Heads of keys and values.")
+    head_dim: int = _head_dim()
+    repeats: int = _repeats(5, "Rounds.")
+
+
+def _recurrent(options: RecurrentBench) -> Measured:
+    """
+    Time a gated delta net layer on 2 and 4 ranks, which exchange tokens for heads, or pass states.
+    """
+    from cp_ring.tools.bench.recurrent_ways import Layer, run
+
+    n, heads, size = options.seq_length, options.heads, options.head_dim
+    if n % 8:
+        raise ConfigError(f"--seq-length {n} does not divide by 8, the chunks of four ranks")
+    if heads % 4:
+        raise ConfigError(f"--heads {heads}: four ranks exchange heads, so it must divide by 4")
+    results = run([Layer(n, cp, heads, size, size) for cp in (2, 4)], options.repeats)
+    return Measured(results, f"gated delta net, {n} x {heads} x {size}, float32, zigzag")
+
+
 BENCHES = (
     Bench(
         "plan",
@@ -700,6 +727,19 @@ BENCHES = (
             "slow wire, median s": "{median_s:.3f}",
             "min - max s": "{min_s:.3f} - {max_s:.3f}",
             "over direct": "{over_direct:.2f}",
+        },
+    ),
+    Bench(
+        "recurrent",
+        RecurrentBench,
+        _recurrent,
+        {
+            "": "{way}",
+            "ranks": "{cp}",
+            **_MEDIAN,
+            "bytes": "{bytes:,}",
+            "planned": "{planned_bytes:,}",
+            "difference": "{difference:.1e}",
         },
     ),
     Bench("timing-cost", TimingCostBench, _timing_cost, key="results"),

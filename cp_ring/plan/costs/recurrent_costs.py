@@ -1,0 +1,143 @@
+"""What recurrent layers exchange under context parallelism, in both ways: tokens for heads, as
+Megatron does, and states. Bytes, memory and predicted time of one layer.
+
+Work that both ways have in common is left out of the times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cp_ring.plan.exchange.chains import Chains
+from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES
+from cp_ring.plan.sizes.device_rates import Rates
+
+_CHUNK = 64  # tokens that kernels scan at a time
+_STATE_BYTES = 4  # of an element: states are float32
+
+
+@dataclass(frozen=True)
+class RecurrentSizes:
+    """A layer whose state runs along the sequence, on a tensor-parallel rank.
+
+    state: heads, and a head's channels of keys and of values: what passes from rank to rank.
+    columns: channels of A, by which a map is wider than a state. shared: heads that must divide
+    among ranks that exchange tokens for heads. convolved: channels of the convolution over `width`
+    tokens. exchanged: channels of a token that are exchanged for heads, and back. again: columns
+    of values that states compute beside those of the layer.
+    """
+
+    kind: str
+    state: tuple[int, int, int]
+    columns: int
+    shared: int
+    convolved: int
+    width: int
+    exchanged: int
+    again: int
+    dtype: str
+
+    @classmethod
+    def from_megatron(cls, source: Any, kind: str, tp: int = 1) -> RecurrentSizes:
+        """A layer of the kind mamba or gdn, on one of `tp` tensor-parallel ranks.
+
+        `source` are Megatron's arguments, or settings by their names; what they lack has Megatron's
+        default.
+        """
+        settings: Mapping[str, Any] = source if isinstance(source, Mapping) else vars(source)
+
+        def size(name: str, default: int) -> int:
+            return int(settings.get(name) or default)
+
+        dtype = "bf16" if settings.get("bf16") else "fp16" if settings.get("fp16") else "fp32"
+        if kind == "mamba":
+            p, s = size("mamba_head_dim", 64), size("mamba_state_dim", 128)
+            groups = size("mamba_num_groups", 8) // tp
+            heads = size("mamba_num_heads", 2 * size("hidden_size", p) // p) // tp
+            inner, convolved = heads * p, heads * p + 2 * groups * s
+            exchanged = 2 * inner + convolved + heads
+            return cls(kind, (heads, s, p), 0, heads, convolved, 4, exchanged, p, dtype)
+        k, v = size("linear_key_head_dim", 128), size("linear_value_head_dim", 128)
+        keys, heads = (
+            size("linear_num_key_heads", 16) // tp,
+            size("linear_num_value_heads", 32) // tp,
+        )
+        convolved, width = 2 * keys * k + heads * v, size("linear_conv_kernel_dim", 4)
+        exchanged = convolved + 2 * heads * v + 2 * heads
+        return cls(kind, (heads, k, v), k, keys, convolved, width, exchanged, k, dtype)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all heads."""
+        heads, k, v = self.state
+        return heads * k * v * _STATE_BYTES
+
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of the maps of all heads: B, and A. Of Mamba, A is a number."""
+        heads, k, _ = self.state
+        return self.state_bytes + heads * (k * self.columns or 1) * _STATE_BYTES
+
+
+@dataclass(frozen=True)
+class RecurrentCost:
+    """One way of one layer. bytes: all that ranks send, forward and backward. seconds: in which
+    they travel, and of work that the other way lacks, forward and backward. memory: bytes of a rank
+    for states and maps, and for what is kept for backward beside the other way's.
+    """
+
+    bytes: int
+    seconds: float
+    memory: int
+
+
+def heads_cost(
+    sizes: RecurrentSizes, tokens: int, cp: int, rates: Rates, near: int
+) -> RecurrentCost:
+    """Tokens for heads. tokens: of all ranks. near: neighboring ranks of a node."""
+    element = DTYPE_BYTES[sizes.dtype]
+    rank = tokens / cp * sizes.exchanged * element
+    near = min(near, cp)
+    moving = max(
+        rank * (near - 1) / cp / rates.inside,
+        rank * (cp - near) / cp * rates.ranks_per_card / rates.between,
+    )
+    return RecurrentCost(round(2 * rank * (cp - 1)), 2 * (2 * rates.call + moving), 0)
+
+
+def states_cost(sizes: RecurrentSizes, chains: Chains, rates: Rates, near: int) -> RecurrentCost:
+    """States, in a chain or a gather. near: neighboring ranks of a node."""
+    state, whole, (heads, k, _) = sizes.state_bytes, sizes.map_bytes, sizes.state
+    element = DTYPE_BYTES[sizes.dtype]
+    chain, gather = chains.seconds(state, whole, rates, near)
+    gathers = chains.gathers(state, whole, rates, near)
+    halo = chains.halo_tokens(sizes.width) * sizes.convolved * element
+    # tokens that share a document with those of another rank, of the rank with most of them
+    shared = np.diff(chains.edges) * (chains.waves < 2)
+    most = float(np.bincount(chains.owner, shared, chains.layout.cp).max())
+    wide = most * heads * sizes.again
+    flops = 2 * wide * (2 * k + _CHUNK)
+    moved = 3 * wide * element / rates.memory
+    work = 3 * (flops / rates.flops + moved)
+    held = np.bincount(chains.owner[chains.depth > 0], minlength=chains.layout.cp).max(initial=0)
+    table = len(chains.owner) if gathers else int(held)
+    return RecurrentCost(
+        chains.bytes(state, whole, gathers) + 2 * halo,
+        2 * (gather if gathers else chain) + work,
+        int(held * state + table * whole + (2 * wide * element if sizes.columns else 0)),
+    )
+
+
+def faster(sizes: RecurrentSizes, chains: Chains, rates: Rates, near: int) -> str:
+    """states or heads, whichever is predicted to take less time; states where heads do not divide
+    among the ranks.
+    """
+    cp = chains.layout.cp
+    if sizes.shared % cp:
+        return "states"
+    heads = heads_cost(sizes, chains.layout.n, cp, rates, near)
+    return "states" if states_cost(sizes, chains, rates, near).seconds < heads.seconds else "heads"
