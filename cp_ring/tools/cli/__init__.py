@@ -110,9 +110,9 @@ def main() -> None:
     except typer.Abort:  # Ctrl-C
         sys.exit("Aborted!")
     except _USAGE_ERROR as error:
-        message = error.format_message()
+        reasons = [error.format_message()]
     except (ConfigError, PlanError, KernelError) as error:
-        message = str(error)
-    if message:  # empty after the help that a command without arguments prints
-        print(f"cp_ring: error: {one_line(message)}", file=sys.stderr)
+        reasons = [*error.args]
+    for line in filter(None, map(one_line, reasons)):  # none after help for want of arguments
+        print(f"cp_ring: error: {line}", file=sys.stderr)
     sys.exit(2)
