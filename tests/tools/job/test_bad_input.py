@@ -406,6 +406,12 @@ def printed(monkeypatch, capsys, *line):
     return capsys.readouterr().out
 
 
+def test_help_shows_no_values_of_switches(monkeypatch, capsys):
+    for command in ([], ["plan"], ["bench", "host"]):
+        shown = printed(monkeypatch, capsys, *command, "--help")
+        assert "--help" in shown and "bool" not in shown
+
+
 def test_version(monkeypatch, capsys):
     assert re.fullmatch(
         r"cp-ring \S+, torch \S+, megatron-core \S+\n", printed(monkeypatch, capsys, "--version")
