@@ -24,7 +24,7 @@ class Reasons:
     """Collects what several checks reject, so that it is raised together."""
 
     def __init__(self) -> None:
-        self._found: dict[str, None] = {}
+        self.found: dict[str, None] = {}
 
     @contextlib.contextmanager
     def of(self) -> Iterator[None]:
@@ -32,15 +32,15 @@ class Reasons:
         try:
             yield
         except ConfigError as error:
-            self._found |= dict.fromkeys(map(str, error.args))
+            self.found |= dict.fromkeys(map(str, error.args))
         except Exception:
-            if not self._found:
+            if not self.found:
                 raise
 
     def end(self) -> None:
         """Raises `ConfigError` with all reasons, if there are any."""
-        if self._found:
-            raise ConfigError(*self._found)
+        if self.found:
+            raise ConfigError(*self.found)
 
 
 class PlanError(ValueError):

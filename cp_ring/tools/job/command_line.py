@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,7 +104,7 @@ def build_command(job: JobConfig, elsewhere: bool = False) -> Command:
     device = "cuda" if job.launch.device == "cuda" else "cpu"
     with reasons.of(), _keys_of(job):
         device, visible = choose_device(job, elsewhere)
-    corpus, line = checked_flags(job, device, reasons, lambda args: check_layers(args, elsewhere))
+    corpus, line = checked_flags(job, device, reasons, Reasons() if elsewhere else reasons)
     return Command(_environment(job, device) | visible, _torchrun(job), line, corpus)
 
 
@@ -112,10 +112,13 @@ def checked_flags(
     job: JobConfig,
     device: str,
     reasons: Reasons,
-    layers: Callable[[argparse.Namespace], None] | None,
+    missing: Reasons | None,
+    otherwise: str = "",
 ) -> tuple[Corpus | None, list[str]]:
-    """The corpus and the flags of `job`. layers: checks what must be installed.
+    """The corpus and the flags of `job`.
 
+    missing: gets what is not installed: it is `reasons`, or others, of which this warns, or None.
+    otherwise: text for the end of these lines, with another way out.
     Raises `ConfigError` with all reasons, those found before too.
     """
     line: list[str] = []
@@ -125,12 +128,14 @@ def checked_flags(
     with reasons.of():
         line, args = megatron_flags(job, corpus, device)
     if args is not None:
-        with reasons.of(), _keys_of(job):
-            if layers:
-                layers(args)
+        if missing is not None:
+            with missing.of(), _keys_of(job):
+                check_layers(args, otherwise)
         with reasons.of():
             check_by_megatron(job, args)
     reasons.end()
+    for problem in missing.found if missing else ():
+        print(f"cp_ring: warning: {problem}", file=sys.stderr)
     return corpus, line
 
 
@@ -169,21 +174,14 @@ def megatron_flags(
     return megatron, args
 
 
-def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: str = "") -> None:
-    """Raises `ConfigError` if `args` ask for layers of a package that is not installed; with
-    `elsewhere`, only warns.
-
-    otherwise: text for the end of the message, with another way out.
-    """
+def check_layers(args: argparse.Namespace, otherwise: str = "") -> None:
+    """Raises `ConfigError` if `args` ask for layers of a package that is not installed."""
     from cp_ring.megatron.flags import rules
 
     try:
         check_rules(Job(args), rules.LAYERS)
     except ConfigError as error:
-        if not elsewhere:
-            raise ConfigError(*(f"{line}{otherwise}" for line in error.args)) from None
-        for line in error.args:
-            print(f"cp_ring: warning: {as_keys(line)}", file=sys.stderr)
+        raise ConfigError(*(f"{line}{otherwise}" for line in error.args)) from None
 
 
 def _run_rank_checks(

@@ -96,7 +96,7 @@ def submit(
     theirs = site.container_image or site.python  # else the ranks run this Python
     corpus, flags = commands.checked_flags(
         job, "cuda" if resources.gpus else "cpu", reasons,
-        None if theirs else lambda args: commands.check_layers(args, dry_run, other),
+        None if theirs else Reasons() if dry_run else reasons, other,
     )  # fmt: skip
     script, line = build_script(job, resources, site, flags)
     text = script.render((_launch_folder() / "train.sbatch").read_text())
