@@ -6,14 +6,41 @@ setting to change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 from types import NoneType
 from typing import Any
 
 
 class ConfigError(ValueError):
-    """A setting, or a combination of settings, that cannot run."""
+    """A setting, or a combination of settings, that cannot run. Each argument is a reason."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
+
+
+class Reasons:
+    """Collects what several checks reject, so that it is raised together."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, None] = {}
+
+    @contextlib.contextmanager
+    def of(self) -> Iterator[None]:
+        """Keeps the reasons of a `ConfigError`. After one, what is wrong may break other checks."""
+        try:
+            yield
+        except ConfigError as error:
+            self.found |= dict.fromkeys(map(str, error.args))
+        except Exception:
+            if not self.found:
+                raise
+
+    def end(self) -> None:
+        """Raises `ConfigError` with all reasons, if there are any."""
+        if self.found:
+            raise ConfigError(*self.found)
 
 
 class PlanError(ValueError):

@@ -39,7 +39,8 @@ def reject(message: str, code: int = 2) -> NoReturn:
     with signals.ignored(), _turn() as first:
         if first:
             with contextlib.suppress(OSError):  # nobody reads it
-                print(f"cp_ring: error: {message}", file=sys.stderr, flush=True)
+                lines = [f"cp_ring: error: {line}" for line in message.splitlines()]
+                print(*lines, sep="\n", file=sys.stderr, flush=True)
             _record(message)
     raise SystemExit(code)
 

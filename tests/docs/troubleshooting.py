@@ -22,7 +22,7 @@ def tables() -> str:
     parts = []
     for name, rules in TABLE.items():
         rows = [
-            f"| `{line}` | {rule.why} | {shown(rule.way_out) or 'change what the line names'} |"
+            f"| `{line}` | {rule.why} | {shown(rule.way_out)} |"
             for rule in rules
             if re.search("[a-z]", line := shown(rule.text))
         ]

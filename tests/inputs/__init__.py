@@ -8,22 +8,26 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """A wrong input of a kind, and words that its one line must have."""
+    """A wrong input of a kind, and words that its line must have; those of further lines, where it
+    is wrong for several reasons.
+    """
 
     kind: str
     text: str
     words: list[str]
+    further: tuple[list[str], ...] = ()
 
 
 def cases(table: str) -> list[Case]:
-    """Those of `table`.txt: `[kind]`, then a line `text => word & word` for each."""
+    """Those of `table`.txt: `[kind]`, then a line `text => word & word | word of a second line`."""
     found, kind = [], ""
     for line in Path(__file__).with_name(f"{table}.txt").read_text().splitlines():
         if line.startswith("["):
             kind = line.strip("[]")
         elif " => " in line:
             text, _, words = line.rpartition(" => ")
-            found.append(Case(kind, text, words.split(" & ")))
+            first, *more = (line.split(" & ") for line in words.split(" | "))
+            found.append(Case(kind, text, first, tuple(more)))
     return found
 
 

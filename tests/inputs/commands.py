@@ -19,6 +19,9 @@ import yaml
 from tests.inputs import Case, fault
 from tests.tools.slurm.job import TINY
 
+MEMORY = {"SC_PHYS_PAGES": 64 << 18, "SC_PAGE_SIZE": 4096}
+"""Of any machine: 64 GiB."""
+
 SECONDS = 60
 """After which a command that does not end is given up."""
 
@@ -64,8 +67,9 @@ def run(line: list[str]) -> tuple[object, str, str]:
     from cp_ring.tools.slurm import submit
 
     out, err = io.StringIO(), io.StringIO()
-    which = shutil.which
+    which, sysconf = shutil.which, os.sysconf
     with (
+        mock.patch.object(os, "sysconf", lambda name: MEMORY.get(name) or sysconf(name)),
         mock.patch.object(sys, "argv", line),
         mock.patch.object(sys, "path", [*sys.path]),
         mock.patch.object(train, "launch", start),
@@ -108,4 +112,8 @@ def attempt(case: Case) -> str:
         return f"exit code {code}: {out[:80]!r} {err[:200]!r}"
     if more or out.strip():
         return f"left {sorted(more)[:3]}, printed {out[:80]!r}: {err[:200]!r}"
-    return fault(err.removeprefix("cp_ring: error: "), case.words)
+    lines, wanted = err.splitlines(), [case.words, *case.further]
+    if len(lines) != len(wanted):
+        return f"{len(lines)} lines: {err[:400]!r}"
+    faults = map(fault, (line.removeprefix("cp_ring: error: ") for line in lines), wanted)
+    return next(filter(None, faults), "")

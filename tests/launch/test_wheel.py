@@ -15,7 +15,16 @@ from cp_ring.testing.rank_pool import LIMIT_S
 
 pytestmark = pytest.mark.ci
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "cp_ring", "patches", "configs", "launch")
+SOURCES = (
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+    "cp_ring",
+    "patches",
+    "configs",
+    "launch",
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +48,7 @@ def installed(tmp_path_factory):
         check=True,
     )
     (wheel,) = work.glob("cp_ring-*.whl")
+    assert not (source / "build").exists()
     zipfile.ZipFile(wheel).extractall(work / "target")
     shutil.rmtree(source)
     return work / "target"

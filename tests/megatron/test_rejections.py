@@ -61,8 +61,8 @@ EXAMPLES = [
 ]
 
 
-def rejection_of(parse, capsys, *flags):
-    """The one line with which the flags are rejected."""
+def rejections_of(parse, capsys, *flags):
+    """The lines with which the flags are rejected."""
     if (
         settings.INTER_DOCUMENT in flags
         and settings.INTER_DOCUMENT not in argument_parser.build_parser()._option_string_actions
@@ -70,13 +70,17 @@ def rejection_of(parse, capsys, *flags):
         pytest.skip("this Megatron has no such flag")
     with pytest.raises(SystemExit) as stop:
         parse(*flags)
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("cp_ring"))
-    assert (
-        stop.value.code == 2
-        and line.startswith("cp_ring: error: ")
-        and not torch.distributed.is_initialized()
-    )
-    return line.removeprefix("cp_ring: error: ")
+    said = capsys.readouterr().err.splitlines()
+    lines = [line for line in said if line.startswith("cp_ring")]
+    assert stop.value.code == 2 and not torch.distributed.is_initialized()
+    assert lines and all(line.startswith("cp_ring: error: ") for line in lines)
+    return [line.removeprefix("cp_ring: error: ") for line in lines]
+
+
+def rejection_of(parse, capsys, *flags):
+    """The one line with which the flags are rejected."""
+    (line,) = rejections_of(parse, capsys, *flags)
+    return line
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=[example for _, example in EXAMPLES])
@@ -87,7 +91,7 @@ def test_each_rule(parse, capsys, rule, example):
     on_a_gpu = {"--transformer-impl"} & set(example.split())
     ring = [] if "--no-cp-ring" in example else ["--cp-ring"]
     flags = [word for word in example.split() if word != "--no-cp-ring"]
-    line = rejection_of(
+    lines = rejections_of(
         parse,
         capsys,
         *TINY,
@@ -103,7 +107,8 @@ def test_each_rule(parse, capsys, rule, example):
     wanted = itertools.chain(
         *itertools.zip_longest(map(re.escape, parts[::2]), values, fillvalue="")
     )
-    assert re.fullmatch("".join(wanted), line) and "None" not in line
+    pattern = "".join(wanted)
+    assert any(re.fullmatch(pattern, line) and "None" not in line for line in lines)
     known = argument_parser.build_parser()._option_string_actions
     assert {flag for flag in parts[1::2] if flag[0] == "-"} <= set(known)
 
@@ -171,6 +176,17 @@ def test_flags(parse, capsys, flags, line):
     assert rejection_of(parse, capsys, *BASE, *flags).startswith(line)
 
 
+def test_all_reasons_at_once(parse, capsys):
+    """Each in a line, whatever else is wrong."""
+    wrong = ["--lr", "-1", "--attention-dropout", "2", "--seq-length", "60", "--cp-ring-trace", "9"]
+    assert rejections_of(parse, capsys, *BASE, *CP4, *wrong) == [
+        "--cp-ring-trace 9: step 9 is past the last one, --train-iters 1: give an earlier step",
+        "--lr -1.0 must be at least 0",
+        "--attention-dropout 2.0 must be from 0 to below 1",
+        "--seq-length 60 is not divisible by 2 x --context-parallel-size 4 = 8: change either",
+    ]
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [
@@ -212,7 +228,9 @@ def test_sizes_of_a_job_before_a_rank_starts(override, named):
     )
     with pytest.raises(ConfigError) as rejected:
         command_line.megatron_flags(job, None, "cpu")
-    assert named in str(rejected.value) and "\n" not in str(rejected.value)
+    lines = rejected.value.args
+    assert all(line.startswith("quickstart: ") and "\n" not in line for line in lines)
+    assert any(named in line for line in lines)
 
 
 CONFIG = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}

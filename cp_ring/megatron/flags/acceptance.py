@@ -20,7 +20,6 @@ from unittest import mock
 
 from cp_ring.errors import ConfigError, PlanError, one_line
 from cp_ring.megatron.compat import logits_without_te
-from cp_ring.megatron.flags.codec_choice import check_latent
 from cp_ring.options import Options
 from cp_ring.plan.costs.step_costs import Experts, ModelSizes, ParallelSizes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
@@ -53,7 +52,6 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
 
     asked = copy.deepcopy(args)
     asked.rank, asked.local_rank, asked.world_size = 0, 0, ranks
-    config = Options.from_args(asked)
     with (
         _as_on_a_gpu(_connections(asked)),
         contextlib.redirect_stdout(io.StringIO()),
@@ -67,10 +65,6 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
         # assertions, and whatever else a check of Megatron's raises
         except (Exception, SystemExit) as error:
             return one_line(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
-        try:
-            check_latent(asked, config.heads if isinstance(config.heads, int) else 1, config)
-        except ConfigError as error:
-            return str(error)
     return ""
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, Reasons
 from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
 
@@ -77,41 +78,44 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     return parser
 
 
-def to_flags(
-    parser: argparse.ArgumentParser, settings: Mapping[str, Any], section: str
-) -> list[str]:
-    """The command line for `settings`, whose keys are Megatron's flags in snake_case.
+def to_flags(parser: argparse.ArgumentParser, **sections: Mapping[str, Any]) -> list[str]:
+    """The command line for the settings of `sections`, whose keys are Megatron's flags in
+    snake_case.
 
     A list becomes several values, true a flag without a value, and None nothing. False becomes
     nothing or, if Megatron has a negative flag (`--no-rope-fusion` for apply_rope_fusion), that
-    flag. Raises `ConfigError` that names the key, with similar names, if Megatron has no such
-    argument.
+    flag. Raises `ConfigError` that names each key that Megatron does not have, with similar ones.
     """
+    line: list[str] = []
+    reasons = Reasons()
+    for section, settings in sections.items():
+        for key, value in settings.items():
+            with reasons.of():
+                line += _flags_of(parser, key, value, section)
+    reasons.end()
+    return line
+
+
+def _flags_of(parser: argparse.ArgumentParser, key: str, value: Any, section: str) -> list[str]:
     by_flag = parser._option_string_actions
     by_name = {
         action.dest: action
         for action in parser._actions
         if isinstance(action, argparse._StoreFalseAction)
     }
-    line: list[str] = []
-    for key, value in settings.items():
-        flag = "--" + key.replace("_", "-")
-        if flag not in by_flag and f"--{key}" in by_flag:
-            flag = f"--{key}"
-        if flag in by_flag:
-            line += _one_flag(flag, by_flag[flag], value, f"{section}.{key}")
-        elif key in by_name:
-            if not isinstance(value, bool | None):
-                raise ConfigError(f"{section}.{key}: {value!r} is not true or false")
-            line += [by_name[key].option_strings[0]] if value is False else []
-        else:
-            names = [
-                flag[2:].replace("-", "_") for flag in by_flag if flag.startswith("--")
-            ] + list(by_name)
-            near = difflib.get_close_matches(key, names, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ConfigError(f"{section}.{key}: Megatron has no such argument{hint}")
-    return line
+    flag = "--" + key.replace("_", "-")
+    if flag not in by_flag and f"--{key}" in by_flag:
+        flag = f"--{key}"
+    if flag in by_flag:
+        return _one_flag(flag, by_flag[flag], value, f"{section}.{key}")
+    if key in by_name:
+        if not isinstance(value, bool | None):
+            raise ConfigError(f"{section}.{key}: {value!r} is not true or false")
+        return [by_name[key].option_strings[0]] if value is False else []
+    names = [flag[2:].replace("-", "_") for flag in by_flag if flag.startswith("--")]
+    near = difflib.get_close_matches(key, [*names, *by_name], n=3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ConfigError(f"{section}.{key}: Megatron has no such argument{hint}")
 
 
 def _one_flag(flag: str, action: argparse.Action, value: Any, key: str) -> list[str]:
@@ -141,6 +145,15 @@ def _one_flag(flag: str, action: argparse.Action, value: Any, key: str) -> list[
 def check(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:
     """Parses a command line as Megatron does, with its types and choices.
 
-    Raises `ConfigError` with argparse's message, which names the flag.
+    Raises `ConfigError` with argparse's messages, each of which names a flag.
     """
-    return parser.parse_args(list(line))
+    try:
+        return parser.parse_args(list(line))
+    except ConfigError:
+        reasons = Reasons()
+        starts = [place for place, word in enumerate(line) if word.startswith("--")]
+        for start, stop in itertools.pairwise([*starts, len(line)]):  # argparse stops at the first
+            with reasons.of():
+                parser.parse_args(list(line[start:stop]))
+        reasons.end()
+        raise

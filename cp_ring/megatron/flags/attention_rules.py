@@ -109,7 +109,7 @@ WINDOWS = (
               or any(side != int(side) or side < -1 for side in job.window_size)),
          "{--window-size}: give two integers, the numbers of keys before and after a query, each "
          "-1 (all) or more", example="--window-size=-2,0"),
-    Rule(lambda job: job.window_size is not None and job.window_size[1] > 0,
+    Rule(lambda job: len(job.window_size or ()) == 2 and job.window_size[1] > 0,
          "{--window-size}: a causal layer sees nothing after its own position",
          "give {window_size[0]},0",
          example="--window-size 16,4"),

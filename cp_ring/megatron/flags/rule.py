@@ -7,14 +7,14 @@ Nothing heavy is imported here: the flags are checked before torch and Megatron 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from packaging.version import Version
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, Reasons
 from cp_ring.megatron import compat
 from cp_ring.megatron.flags import graphs, implementations
 from cp_ring.megatron.flags.layer_pattern import (
@@ -48,8 +48,8 @@ class Rule:
         a flag that is given, `--a<1`, `--a>1`, `--a=text`, `--a%b` (b does not divide a), one of
         several as `x|y`, or `!` and what must not hold.
     text, way_out: the line, `text: way_out`. `{--flag}` is a flag with its value, `{name}` an
-        attribute of the job, `{found}` what `when` has found; of words, the flag of the first one,
-        with its value where the word compares it.
+        attribute of the job, `{found}` what `when` has found, of an iterator each in a line; of
+        words, the flag of the first one, with its value where the word compares it.
     why: for people who ask for more than the line says.
     example: flags that the rule rejects, and others after ` / `.
     """
@@ -60,25 +60,26 @@ class Rule:
     why: str = ""
     example: str = ""
 
-    def line(self, job: Job) -> str:
-        """The line with which the job is rejected, "" where it is not."""
-        job.found = job.given(self.when) if isinstance(self.when, str) else self.when(job)
-        return (
-            f"{self.text}{': ' * bool(self.way_out)}{self.way_out}".format_map(job)
-            if job.found
-            else ""
-        )
+    def lines(self, job: Job) -> Iterator[str]:
+        """The lines with which the job is rejected: one, or one for each that an iterator finds."""
+        found = job.given(self.when) if isinstance(self.when, str) else self.when(job)
+        for job.found in found if isinstance(found, Iterator) else filter(None, [found]):
+            yield f"{self.text}{': ' * bool(self.way_out)}{self.way_out}".format_map(job)
 
 
 def problem(job: Job, rules: Iterable[Rule]) -> str:
     """The line of the first rule that rejects the job, or ""."""
-    return next(filter(None, (rule.line(job) for rule in rules)), "")
+    return next((line for rule in rules for line in rule.lines(job)), "")
 
 
 def check_rules(job: Job, rules: Iterable[Rule]) -> None:
-    """Raises `ConfigError` with the line of the first rule that rejects the job."""
-    if line := problem(job, rules):
-        raise ConfigError(line)
+    """Raises `ConfigError` with the lines of all rules that reject the job."""
+    reasons = Reasons()
+    for rule in rules:
+        with reasons.of():
+            if lines := list(rule.lines(job)):
+                raise ConfigError(*lines)
+    reasons.end()
 
 
 class Job:

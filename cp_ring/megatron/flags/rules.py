@@ -26,14 +26,13 @@ from cp_ring.plan.sizes.attention_sizes import WIRES
 _TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
-def _contradicts_the_cpu(job: Job) -> list[str]:
-    """The flag that needs CUDA with its value, and the value that does not."""
+def _contradicts_the_cpu(job: Job) -> Iterator[list[str]]:
+    """Each flag that needs CUDA with its value, and the value that does not."""
     for flag, value in (("--distributed-backend", "gloo"), ("--transformer-impl", "local")):
         if job.value(flag) != value and any(
             word == flag or word.startswith(flag + "=") for word in job.argv
         ):
-            return [job[flag], value]
-    return []
+            yield [job[flag], value]
 
 
 def _why_no_kernel(job: Job) -> str:
@@ -88,14 +87,13 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 """Numbers of Megatron's flags that neither its parser nor its validation limits."""
 
 
-def _out_of_range(job: Job) -> list[str]:
-    """A flag with its value, and the range that it must be in."""
+def _out_of_range(job: Job) -> Iterator[list[str]]:
+    """Each flag with its value, and the range that it must be in."""
     for words, (holds, flags) in _RANGES.items():
         for flag in flags.split():
             value = job.value(f"--{flag}")
             if isinstance(value, int | float) and not holds(value):
-                return [job[f"--{flag}"], words]
-    return []
+                yield [job[f"--{flag}"], words]
 
 
 SIZES = (
@@ -222,27 +220,23 @@ LAYERS = (
 
 
 def _missing_files(job: Job) -> Iterator[list[str]]:
-    """A file of a data set that is named but not there, or empty: the flag with the name, the file
-    and what it is.
-    """
+    """Data sets of which a file is missing or empty: the flag with the name, and the problem."""
     suffixes = ("",) if job.sft else (".idx", ".bin")
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words: Sequence[str] = job.value(name) or []
         weighted = len(words) > 1 and len(words) % 2 == 0 and all(map(_is_number, words[::2]))
-        for prefix, suffix in (
-            (prefix, suffix)
-            for prefix in (words[1::2] if weighted else words)
-            for suffix in suffixes
-        ):
-            path = Path(prefix + suffix)
-            if "://" in prefix or (job.sft and path.is_dir()):
+        for prefix in words[1::2] if weighted else words:
+            paths = [Path(prefix + suffix) for suffix in suffixes]
+            if "://" in prefix or (job.sft and paths[0].is_dir()):
                 continue  # an object store, or what Megatron's own data set may read
-            if not path.is_file() or not path.stat().st_size:
-                file = "" if job.sft else f"{path} "
-                yield [
-                    f"--{name.replace('_', '-')} {prefix}",
-                    file + ("is empty" if path.is_file() else "does not exist"),
-                ]
+            for path in paths:
+                if not path.is_file() or not path.stat().st_size:
+                    file = "" if job.sft else f"{path} "
+                    yield [
+                        f"--{name.replace('_', '-')} {prefix}",
+                        file + ("is empty" if path.is_file() else "does not exist"),
+                    ]
+                    break
 
 
 def _is_number(word: str) -> bool:
@@ -261,7 +255,7 @@ RING = (
 )  # fmt: skip
 
 DATA = (
-    Rule(lambda job: next(_missing_files(job), None), "{found[0]}: {found[1]}",
+    Rule(_missing_files, "{found[0]}: {found[1]}",
          example="--data-path /nowhere/corpus / --train-data-path 0.5 /nowhere/a 0.5 /nowhere/b"),
 )  # fmt: skip
 

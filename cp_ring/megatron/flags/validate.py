@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from cp_ring.errors import Reasons
 from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.flags import (
     attention_rules,
@@ -23,7 +25,7 @@ from cp_ring.megatron.flags import (
 )
 from cp_ring.megatron.flags.codec_choice import choose_wire
 from cp_ring.megatron.flags.layer_pattern import attention_layers, pattern_of
-from cp_ring.megatron.flags.rule import Job, check_rules
+from cp_ring.megatron.flags.rule import Job, Rule, check_rules
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
 from cp_ring.options import Options
@@ -55,21 +57,26 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         if config.enabled:
             # s x s booleans that ring attention does not need
             args.create_attention_mask_in_dataloader = False
-        check_job(job)
-        check_rules(job, rules.TRAINING + rules.DATA + rules.LAYERS)
+        check_job(job, rules.TRAINING + rules.DATA + rules.LAYERS)
         inspection.choose(args)
         config = _as_settled(args, config)
         configure(config, layers=windows_of(args) if config.enabled else None)
     return args
 
 
-def check_job(job: Job) -> None:
-    """Checks parsed flags, as the ranks and `cp-ring train` do, and sets arguments that depend on
-    others.
+def check_job(job: Job, also: Iterable[Rule] = ()) -> None:
+    """Checks parsed flags, as the ranks and `cp-ring train` do, with all reasons at once, and sets
+    arguments that depend on others. also: further rules.
     """
-    check_rules(job, rules.RING + rules.SIZES + (() if job.sizes_from_a_file else rules.MODEL))
-    if job.own.enabled:
-        check_attention(job)
+    reasons = Reasons()
+    with reasons.of():
+        check_rules(job, also)
+    with reasons.of():
+        check_rules(job, rules.RING + rules.SIZES + (() if job.sizes_from_a_file else rules.MODEL))
+    with reasons.of():
+        if job.own.enabled:
+            check_attention(job)
+    reasons.end()
 
 
 def check_attention(job: Job) -> None:

@@ -128,7 +128,8 @@ def _lengths_of_file(path: str, n: int | None) -> Ints:
     try:
         words = Path(path).read_text().split()
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{LENGTHS} {path}: cannot read it: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise PlanError(f"{LENGTHS} {path}: cannot read it: {reason}") from None
     if not words:
         raise PlanError(f"{LENGTHS} {path}: there is no document")
     for number, word in enumerate(words, start=1):

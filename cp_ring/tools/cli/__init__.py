@@ -19,7 +19,7 @@ from cp_ring.tools.cli.job_commands import (
     doctor_command,
     train_command,
 )
-from cp_ring.tools.cli.option_models import command
+from cp_ring.tools.cli.option_models import Command, Group, command
 from cp_ring.tools.cli.plan_command import PlanRequest, run_plan
 from cp_ring.tools.cli.slurm_commands import (
     SubmitOptions,
@@ -35,7 +35,7 @@ from cp_ring.tools.cli.tune_command import TuneOptions, run_tune
 # of click, or of typer's own copy of click; typer does not export it
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
-app = typer.Typer(name="cp-ring", no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(name="cp-ring", cls=Group, no_args_is_help=True, pretty_exceptions_enable=False)
 
 SUBMIT = command(SubmitOptions, run_submit)
 _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
@@ -59,7 +59,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
 }
 for _panel, _commands in _COMMANDS.items():
     for _name, _run in _commands.items():
-        app.command(_name, help=one_line(_run.__doc__), rich_help_panel=_panel)(_run)
+        app.command(_name, cls=Command, help=one_line(_run.__doc__), rich_help_panel=_panel)(_run)
 app.add_typer(bench.commands(), name="bench", rich_help_panel="Plan and measure")
 slurm = typer.Typer(no_args_is_help=True)  # as they were grouped
 slurm.command("submit")(SUBMIT)
@@ -90,7 +90,6 @@ def _about(
             is_eager=True,
             callback=_print_versions,
             help="Print versions and stop.",
-            metavar="",
         ),
     ] = False,
 ) -> None:
@@ -110,9 +109,9 @@ def main() -> None:
     except typer.Abort:  # Ctrl-C
         sys.exit("Aborted!")
     except _USAGE_ERROR as error:
-        message = error.format_message()
+        reasons = [error.format_message()]
     except (ConfigError, PlanError, KernelError) as error:
-        message = str(error)
-    if message:  # empty after the help that a command without arguments prints
-        print(f"cp_ring: error: {one_line(message)}", file=sys.stderr)
+        reasons = [*error.args]
+    for line in filter(None, map(one_line, reasons)):  # none after help for want of arguments
+        print(f"cp_ring: error: {line}", file=sys.stderr)
     sys.exit(2)

@@ -36,7 +36,6 @@ _LIST = typer.Option(
     is_eager=True,
     callback=_list_configurations,
     help="List the packaged configurations.",
-    metavar="",
 )
 
 
@@ -44,7 +43,7 @@ def train_command(
     config: Job,
     set_: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the exact command line and stop.", metavar="")
+        bool, typer.Option("--dry-run", help="Print the exact command line and stop.")
     ] = False,
     verbose: Verbose = False,
     list_: Annotated[bool, _LIST] = False,
@@ -201,10 +200,11 @@ def doctor_command(as_json: AsJson = False) -> None:
         raise typer.Exit(1 if wrong else 0)
     for section in dict.fromkeys(finding.section for finding in findings):
         table = Table(title=section, title_justify="left", title_style="bold", show_header=False)
-        for finding in findings:
-            if finding.section == section:
-                state = f"[{_COLORS[finding.state]}]{finding.state}"
-                table.add_row(finding.name, state, finding.found, finding.advice)
+        these = [finding for finding in findings if finding.section == section]
+        for finding in these:
+            state = f"[{_COLORS[finding.state]}]{finding.state}"
+            advice = [finding.advice] if any(each.advice for each in these) else []
+            table.add_row(finding.name, state, finding.found, *advice)
         Console().print(table)
     for line in wrong:
         typer.echo(f"cp_ring: problem: {line}", err=True)

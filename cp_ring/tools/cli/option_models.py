@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from cp_ring.errors import ConfigError
 
@@ -21,10 +22,8 @@ SET = "Override a key (the value is read as YAML), or preset=NAME. Repeatable."
 
 JOB = "A YAML file, or the name of a packaged one (cp-ring train --list)."
 
-AsJson = Annotated[bool, typer.Option("--json", help=JSON, metavar="")]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.", metavar="")
-]
+AsJson = Annotated[bool, typer.Option("--json", help=JSON)]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")]
 Job = Annotated[str, typer.Argument(help=JOB, metavar="JOB")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help=SET)]
 
@@ -46,11 +45,28 @@ WRITTEN: dict[str, Any] = {"metavar": "PATH", "callback": _writable}
 """Of options that name a file to write."""
 
 
+class _Quiet:
+    """Help without "<bool>" behind each switch, which takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for switch in (param for param in params if getattr(param, "is_flag", False)):
+            switch.metavar = ""
+        return params
+
+
+class Command(_Quiet, TyperCommand):
+    """A command."""
+
+
+class Group(_Quiet, TyperGroup):
+    """A group of commands."""
+
+
 def option(default: Any, text: str, *names: str, **more: Any) -> Any:
     """A field of a dataclass of options, with its help; `names` and `more` are as in
     `typer.Option`. MISSING: it is required.
     """
-    more |= {"metavar": ""} if isinstance(default, bool) else {}
     return field(default=default, metadata={"typer": typer.Option(*names, help=text, **more)})
 
 

@@ -151,10 +151,13 @@ class PlanRequest:
         **_SIZES,
     )
     wire: str = option("plain", f"How keys travel: {', '.join(WIRES)}.", metavar="NAME", **_LAYOUT)
-    ranks_per_node: int = option(8, "Neighboring ranks on one node.", min=1, **_SIZES)
+    ranks_per_node: int = option(
+        8, "Neighboring ranks on one node: node_size of a job.", min=1, **_SIZES
+    )
     head_parallel: str = option(
         "1",
-        "Neighboring ranks that exchange tokens for heads; 1 is the ring alone, auto the fastest.",
+        "Neighboring ranks that exchange tokens for heads: heads of a job. 1 is the ring alone, auto "
+        "the fastest.",
         metavar="RANKS",
         **_LAYOUT,
     )

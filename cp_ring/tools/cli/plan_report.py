@@ -194,7 +194,7 @@ def print_plan(plan: PlanTables, facts: dict[str, Any]) -> None:
         waits = facts["predicted_exposed_seconds"].items()
         shown = [f"{wire} {1e3 * x['forward']:,.2f}, {1e3 * x['both']:,.2f}" for wire, x in waits]
         console.print(
-            "predicted wait for messages at 50 GB/s, ms, forward and with backward: "
+            "predicted wait if every link had 50 GB/s, ms, forward and with backward: "
             f"{'; '.join(shown)}"
         )
     buffers = Table("buffer, on the rank that needs most of it", "MiB")

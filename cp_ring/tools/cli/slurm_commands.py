@@ -129,9 +129,7 @@ def status_command(
         Path | None,
         typer.Option(help="Write a page of the run, one file that needs no network.", **WRITTEN),
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="The same as cp-ring watch.", metavar="")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="The same as cp-ring watch.")] = False,
 ) -> None:
     """Show the state of a run: its last step, its newest whole checkpoint, its restarts, and why it
     stopped the last time.

@@ -35,10 +35,9 @@ def certify(
         )
     # nothing is logged
     job = job.model_copy(update={"megatron": job.megatron | {"tensorboard_dir": None}})
-    corpus = commands.find_corpus(job)
-    command = commands.build_command(job, corpus)
-    if corpus is not None:
-        corpora.build(corpus)
+    command = commands.build_command(job)
+    if command.corpus is not None:
+        corpora.build(command.corpus)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "certificate.json"
         entry = ("cp_ring.tools.job.certify_ranks", str(report))

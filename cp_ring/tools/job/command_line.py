@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cp_ring.errors import ConfigError
-from cp_ring.megatron.flags.rule import Job, check_rules, problem
+from cp_ring.errors import ConfigError, Reasons
+from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.options import Options
 from cp_ring.tools.job.job_config import JobConfig, ParallelConfig
 
@@ -43,12 +43,13 @@ RANK_BYTES = 1 << 29
 @dataclass(frozen=True)
 class Command:
     """What to run: environment variables, options of `torchrun`, the entry module with its own
-    arguments, Megatron's flags.
+    arguments, Megatron's flags. corpus: what it trains on, which may not be built yet.
     """
 
     environment: dict[str, str]
     torchrun: list[str]
     megatron: list[str]
+    corpus: Corpus | None
     entry: tuple[str, ...] = (ENTRY,)
 
     @property
@@ -92,17 +93,50 @@ def find_corpus(job: JobConfig) -> Corpus | None:
     )
 
 
-def build_command(job: JobConfig, corpus: Corpus | None, elsewhere: bool = False) -> Command:
-    """The command of `job`, checked by Megatron's own parser. With `elsewhere`, other nodes run it;
-    their GPUs are unknown here.
+def build_command(job: JobConfig, elsewhere: bool = False) -> Command:
+    """The command of `job`, checked by cp_ring's rules and by Megatron's parser and validation.
+    With `elsewhere`, other nodes run it; their GPUs are unknown here.
 
-    Raises `ConfigError` that names the key or flag that Megatron does not have or cannot read.
+    Raises `ConfigError` with all reasons, each with its key.
     """
-    device, visible = choose_device(job, elsewhere)
-    line, args = megatron_flags(job, corpus, device)
-    check_by_megatron(job, args)
-    check_layers(args, elsewhere)
-    return Command(_environment(job, device) | visible, _torchrun(job), line)
+    reasons = Reasons()
+    visible: dict[str, str] = {}
+    device = "cuda" if job.launch.device == "cuda" else "cpu"
+    with reasons.of(), _keys_of(job):
+        device, visible = choose_device(job, elsewhere)
+    corpus, line = checked_flags(job, device, reasons, Reasons() if elsewhere else reasons)
+    return Command(_environment(job, device) | visible, _torchrun(job), line, corpus)
+
+
+def checked_flags(
+    job: JobConfig,
+    device: str,
+    reasons: Reasons,
+    missing: Reasons | None,
+    otherwise: str = "",
+) -> tuple[Corpus | None, list[str]]:
+    """The corpus and the flags of `job`.
+
+    missing: gets what is not installed: it is `reasons`, or others, of which this warns, or None.
+    otherwise: text for the end of these lines, with another way out.
+    Raises `ConfigError` with all reasons, those found before too.
+    """
+    line: list[str] = []
+    corpus = args = None
+    with reasons.of(), _keys_of(job):
+        corpus = find_corpus(job)
+    with reasons.of():
+        line, args = megatron_flags(job, corpus, device)
+    if args is not None:
+        if missing is not None:
+            with missing.of(), _keys_of(job):
+                check_layers(args, otherwise)
+        with reasons.of():
+            check_by_megatron(job, args)
+    reasons.end()
+    for problem in missing.found if missing else ():
+        print(f"cp_ring: warning: {problem}", file=sys.stderr)
+    return corpus, line
 
 
 def megatron_flags(
@@ -132,28 +166,22 @@ def megatron_flags(
     parser = parser or argument_parser.build_parser()
     sizes = job.parallel.model_dump(exclude={"data_parallel_size"})
     with _keys_of(job):
-        megatron = argument_parser.to_flags(parser, sizes, "parallel")
         given = _defaults(job, corpus) | job.megatron
-        megatron += argument_parser.to_flags(parser, given, "megatron")
+        megatron = argument_parser.to_flags(parser, parallel=sizes, megatron=given)
         megatron += config.to_args()
         args = argument_parser.check(parser, megatron)
         _run_rank_checks(args, job, config, megatron)
     return megatron, args
 
 
-def check_layers(args: argparse.Namespace, elsewhere: bool = False, otherwise: str = "") -> None:
-    """Raises `ConfigError` if `args` ask for layers of a package that is not installed; with
-    `elsewhere`, only warns.
-
-    otherwise: text for the end of the message, with another way out.
-    """
+def check_layers(args: argparse.Namespace, otherwise: str = "") -> None:
+    """Raises `ConfigError` if `args` ask for layers of a package that is not installed."""
     from cp_ring.megatron.flags import rules
 
-    line = as_keys(problem(Job(args), rules.LAYERS))
-    if line and not elsewhere:
-        raise ConfigError(f"{line}{otherwise}")
-    if line:
-        print(f"cp_ring: warning: {line}", file=sys.stderr)
+    try:
+        check_rules(Job(args), rules.LAYERS)
+    except ConfigError as error:
+        raise ConfigError(*(f"{line}{otherwise}" for line in error.args)) from None
 
 
 def _run_rank_checks(
@@ -161,17 +189,21 @@ def _run_rank_checks(
 ) -> None:
     """Runs the ranks' own checks of the flags in `line` once, before any rank starts."""
     from cp_ring.megatron.flags import rules, validate
+    from cp_ring.megatron.flags.codec_choice import check_latent
 
     args.world_size = job.parallel.ranks
     flags = Job(args, config, line)
     if "--cp-ring-cpu" in line:
         with contextlib.redirect_stdout(io.StringIO()):  # the ranks print what it sets
             validate.run_on_cpu(flags)
-    check_rules(flags, rules.COMPLETE)
-    validate.check_job(flags)
-    check_rules(flags, rules.TRAINING)
-    if not uses_corpus(job):
-        check_rules(flags, rules.DATA)
+    data = () if uses_corpus(job) else rules.DATA
+    reasons = Reasons()
+    with reasons.of():
+        validate.check_job(flags, rules.COMPLETE + rules.TRAINING + data)
+    with reasons.of():
+        if config.enabled and flags.cp > 1:
+            check_latent(args, config.heads if isinstance(config.heads, int) else 1, config)
+    reasons.end()
 
 
 def check_by_megatron(job: JobConfig, args: argparse.Namespace) -> None:
@@ -181,8 +213,7 @@ def check_by_megatron(job: JobConfig, args: argparse.Namespace) -> None:
     if Job(args).sizes_from_a_file:
         return
     if line := acceptance.rejection(args, job.parallel.ranks):
-        who = "Megatron rejects it: " * (not line.startswith("--cp-ring"))
-        raise ConfigError(f"{job.source}: {who}{as_keys(line)}")
+        raise ConfigError(f"{job.source}: Megatron rejects it: {as_keys(line)}")
 
 
 def as_keys(line: str) -> str:
@@ -205,7 +236,8 @@ def _keys_of(job: JobConfig) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{job.source}: {as_keys(str(error))}") from None
+        lines = (as_keys(line) for line in error.args)
+        raise ConfigError(*(f"{job.source}: {line}" for line in lines)) from None
 
 
 def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[str, str]]:
@@ -230,7 +262,7 @@ def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[st
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device == "cpu" and ranks * RANK_BYTES > memory:
         raise ConfigError(
-            f"{job.source}: {ranks} ranks (the product of the sizes in section parallel, over "
+            f"{ranks} ranks (the product of the sizes in section parallel, over "
             f"launch.nnodes) on the CPU need {ranks * RANK_BYTES >> 30} GiB, and this machine has "
             f"{memory >> 30}: lower a size"
         )

@@ -59,11 +59,10 @@ def compare(
     """
     job = configs.load(source, overrides)
     cp = job.parallel.context_parallel_size
-    if not job.cp_ring.enabled or cp == 1:
-        raise ConfigError(
-            f"{source}: compare needs cp_ring.enabled and parallel.context_parallel_size above 1, "
-            f"not {cp}"
-        )
+    if not job.cp_ring.enabled:
+        raise ConfigError(f"{source}: compare needs cp_ring.enabled: true")
+    if cp == 1:
+        raise ConfigError(f"{source}: compare needs parallel.context_parallel_size above 1")
     if steps < 2:
         raise ConfigError(
             f"--steps {steps}: it must be at least 2, because the first step is not timed"
@@ -74,7 +73,7 @@ def compare(
     timed = replace(job.cp_ring, timing=max(1, steps // _SAMPLES))
     ring = _short(job.model_copy(update={"cp_ring": timed}), steps, folder / RING)
     # what is wrong with the job is said before anything runs
-    commands.build_command(ring, commands.find_corpus(ring))
+    commands.build_command(ring)
     baseline = _baseline(job, steps, folder / BASELINE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,9 +164,9 @@ def _baseline(job: configs.JobConfig, steps: int, folder: Path) -> Baseline:
 def _rejection(job: configs.JobConfig) -> str:
     """Why Megatron does not accept the job's flags, or ""."""
     try:
-        commands.build_command(job, commands.find_corpus(job))
+        commands.build_command(job)
     except ConfigError as error:
-        return str(error)
+        return "; ".join(error.args)
     return ""
 
 

@@ -8,6 +8,7 @@ nothing has to be downloaded.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -30,6 +32,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 FORMAT = 1  # part of the cache key: raise it when the same sources give another result
 # the tokenizer is trained on the first documents up to this size
 TOKENIZER_DOCUMENTS_BYTES = 32 << 20
+_BEGUN_S = 60.0  # a younger folder may not be locked yet
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -122,6 +125,8 @@ def build(corpus: Corpus) -> None:
         raise ConfigError(
             f"data.cache {corpus.folder.parent}: the folder cannot be made: {error.strerror}"
         ) from None
+    building = os.open(work, os.O_RDONLY)
+    fcntl.flock(building, fcntl.LOCK_EX)
     # a signal that ends the process ends it by the blocks that clean up
     handled = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -134,10 +139,25 @@ def build(corpus: Corpus) -> None:
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        os.close(building)
+        _remove_killed(corpus.folder.parent)
         with contextlib.suppress(OSError):  # in use by others
             for folder in made if not corpus.ready else ():
                 folder.rmdir()
         signal.signal(signal.SIGTERM, handled)
+
+
+def _remove_killed(cache: Path) -> None:
+    """Removes what builds that were killed have left: nobody holds the lock on their folders."""
+    for left in cache.glob(".building-*"):
+        with contextlib.suppress(OSError):
+            folder = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - left.stat().st_mtime > _BEGUN_S:
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(folder)
 
 
 def _import_tokenizers() -> Any:

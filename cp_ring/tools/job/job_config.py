@@ -47,16 +47,17 @@ def _read_options(section: Any, as_pydantic: Callable[[Any], Options]) -> Option
     """The section cp_ring, which `Options` checks itself; its errors get pydantic's form."""
     if not isinstance(section, dict):
         return as_pydantic(section)
-    unknown = [key for key in section if key not in SETTINGS]
-    try:
-        options = Options(**{key: section[key] for key in section if key in SETTINGS})
-        errors = [
-            InitErrorDetails(type="extra_forbidden", loc=(key,), input=section[key])
-            for key in unknown
-        ]
-    except OptionError as error:
-        kind = PydanticCustomError("option", "{problem}", {"problem": error.problem})
-        errors = [InitErrorDetails(type=kind, loc=(error.name,), input=error.value)]
+    errors: list[InitErrorDetails] = []
+    known = {key: value for key, value in section.items() if key in SETTINGS}
+    for settings in [*({key: value} for key, value in known.items()), known]:
+        try:
+            options = Options(**settings)
+        except OptionError as error:
+            kind = PydanticCustomError("option", "{problem}", {"problem": error.problem})
+            found = InitErrorDetails(type=kind, loc=(error.name,), input=error.value)
+            errors += [found] * (found["loc"] not in [each["loc"] for each in errors])
+    for key in section.keys() - known:
+        errors += [InitErrorDetails(type="extra_forbidden", loc=(key,), input=section[key])]
     if errors:
         raise ValidationError.from_exception_data("cp_ring", errors)
     return options
@@ -338,39 +339,30 @@ def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
 
 
 def validate(settings: dict[str, Any], source: str) -> JobConfig:
-    """Makes the job. Raises `ConfigError` that names the first wrong key, and a similar key if the
-    key is unknown.
-    """
+    """Makes the job. Raises `ConfigError` that names each wrong key, with similar known ones."""
     try:
         job = JobConfig.model_validate(settings)
         job._source = source
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_describe_first(error)}") from None
-    for key in job.megatron:
-        if key in ParallelConfig.model_fields:
-            raise ConfigError(
-                f"{source}: megatron.{key} belongs in its own section: set parallel.{key}"
-            )
-        if key.startswith("cp_ring"):
-            raise ConfigError(f"{source}: megatron.{key} belongs in the section cp_ring")
-    for key, place in (("run_dir", "launch.run_dir"), ("cpu", "launch.device")):
-        if getattr(job.cp_ring, key):
-            raise ConfigError(f"{source}: cp_ring.{key} follows from {place}: set that")
-    if job.launch.node_rank >= job.launch.nnodes:
-        raise ConfigError(
-            f"{source}: launch.node_rank {job.launch.node_rank} must be below launch.nnodes "
-            f"{job.launch.nnodes}"
-        )
-    if job.launch.nnodes > 1 and job.launch.master_addr is None:
-        raise ConfigError(
-            f"{source}: launch.nnodes {job.launch.nnodes} needs launch.master_addr, the address of "
-            "node 0"
-        )
-    if job.parallel.ranks % job.launch.nnodes:
-        raise ConfigError(
-            f"{source}: {job.parallel.ranks} ranks (the product of the sizes in section parallel) "
-            f"do not divide by launch.nnodes {job.launch.nnodes}"
-        )
+        lines = [_describe(each) for each in error.errors()]
+        raise ConfigError(*(f"{source}: {line}" for line in lines)) from None
+    launch, ranks = job.launch, job.parallel.ranks
+    if lines := [
+        *(f"megatron.{key} belongs in its own section: set parallel.{key}"
+          for key in job.megatron if key in ParallelConfig.model_fields),
+        *(f"megatron.{key} belongs in the section cp_ring"
+          for key in job.megatron if key.startswith("cp_ring")),
+        *(f"cp_ring.{key} follows from {place}: set that"
+          for key, place in (("run_dir", "launch.run_dir"), ("cpu", "launch.device"))
+          if getattr(job.cp_ring, key)),
+        *[f"launch.node_rank {launch.node_rank} must be below launch.nnodes {launch.nnodes}"]
+        * (launch.node_rank >= launch.nnodes),
+        *[f"launch.nnodes {launch.nnodes} needs launch.master_addr, the address of node 0"]
+        * (launch.nnodes > 1 and launch.master_addr is None),
+        *[f"{ranks} ranks (the product of the sizes in section parallel) do not divide by "
+          f"launch.nnodes {launch.nnodes}"] * (ranks % launch.nnodes > 0),
+    ]:  # fmt: skip
+        raise ConfigError(*(f"{source}: {line}" for line in lines))
     return job
 
 
@@ -399,14 +391,13 @@ def _apply_override(settings: dict[str, Any], override: str) -> None:
     place[last] = value
 
 
-def _describe_first(error: ValidationError) -> str:
-    """The first of pydantic's errors in one line."""
-    first = error.errors()[0]
-    location = [str(part) for part in first["loc"]]
+def _describe(error: Any) -> str:
+    """One of pydantic's errors in one line."""
+    location = [str(part) for part in error["loc"]]
     key = ".".join(location)
-    if first["type"] != "extra_forbidden":
-        said = first["msg"] if first["type"] == "option" else first["msg"].lower()
-        return f"{key}: {_PLAIN.get(first['type'], said)}, not {first['input']!r}"
+    if error["type"] != "extra_forbidden":
+        said = error["msg"] if error["type"] == "option" else error["msg"].lower()
+        return f"{key}: {_PLAIN.get(error['type'], said)}, not {error['input']!r}"
     section: Any = JobConfig
     for part in location[:-1]:
         section = section.model_fields[part].annotation
@@ -417,7 +408,7 @@ def _describe_first(error: ValidationError) -> str:
         homes = {name: getattr(of.annotation, "model_fields", SETTINGS) for name, of in
                  JobConfig.model_fields.items() if name != "megatron"}  # fmt: skip
         home = next((name for name, keys in homes.items() if key in keys), "megatron")
-        near = [f"{home}.{key}"] * isinstance(first["input"], str | int | float)
+        near = [f"{home}.{key}"] * isinstance(error["input"], str | int | float)
     if near:
         return f"{key}: unknown key; did you mean {'.'.join([*location[:-1], near[0]])}?"
     return f"{key}: unknown key; {prefix or 'the file'} has {', '.join(names)}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 from cp_ring.tools.job.command_line import Command
@@ -53,6 +56,32 @@ def _kill_children() -> None:
             child.kill()
 
 
+_LONGEST = 50  # characters of a folder in which a rank's sockets still have names, of at most 107
+
+
+@contextlib.contextmanager
+def _environment(wanted: dict[str, str]) -> Iterator[None]:
+    """The environment of the ranks, with a folder for their temporary files.
+
+    A rank that is killed leaves its own behind: those of wandb, and sockets of data loaders.
+    """
+    scratch = Path(tempfile.gettempdir())
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/torchinductor_{getpass.getuser()}"}
+    before = dict(os.environ)
+    os.environ.update(compiled | before | wanted)  # the same for the next job
+    handled = os.environ["PET_SIGNALS_TO_HANDLE"].split(",")  # by torch's launcher
+    os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(name for name in handled if name != "SIGINT")
+    with contextlib.ExitStack() as stack:
+        if len(str(scratch)) < _LONGEST:
+            made = tempfile.TemporaryDirectory(prefix="cp_ring-", ignore_cleanup_errors=True)
+            os.environ["TMPDIR"] = stack.enter_context(made)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
 def launch(command: Command, output: RankOutput) -> int:
     """Runs all ranks of this node until they end.
 
@@ -64,14 +93,11 @@ def launch(command: Command, output: RankOutput) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
-    os.environ.update(command.environment)
-    handled = os.environ["PET_SIGNALS_TO_HANDLE"].split(",")  # by torch's launcher
-    os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(name for name in handled if name != "SIGINT")
     arguments = ["--redirects", "3", "--log-dir", str(output.folder), *command.arguments]
     interrupts = _Interrupts(output)
     code = 0
     line = ""
-    with interrupts.handled():
+    with _environment(command.environment), interrupts.handled():
         try:
             with output.following():
                 run(get_args_parser().parse_args(arguments))

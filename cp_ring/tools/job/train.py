@@ -44,8 +44,8 @@ def train(
     All checks come before a rank starts. Raises `ConfigError`.
     """
     job = configs.load(source, overrides)
-    corpus = commands.find_corpus(job)
-    command = commands.build_command(job, corpus, elsewhere=dry_run)
+    command = commands.build_command(job, elsewhere=dry_run)
+    corpus = command.corpus
     if dry_run:
         print(command.as_shell_line())
         if corpus is not None and not corpus.ready:

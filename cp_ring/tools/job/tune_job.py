@@ -142,7 +142,7 @@ def _accepted(
             chosen = configured(job, way, request)
             problem = acceptance.rejection(_arguments(chosen, parser), request.gpus)
         except ConfigError as error:
-            problem = str(error)
+            problem = "; ".join(error.args)
         if problem:
             rejected.append((way.sizes.name, problem))
         else:

@@ -141,7 +141,7 @@ def describe(placement: Placement, groups: Ints, hops: Sequence[HopTraffic]) -> 
                 f"receives {_mib(int(hop.into[node]))}"
             )
     local = [str(hop.hop) for hop in hops if not hop.between]
-    return [*lines, f"inside nodes: {'hops ' + ', '.join(local) if local else 'no hop'}"]
+    return [*lines, *[f"inside nodes alone: hops {', '.join(local)}"] * bool(local)]
 
 
 def token_bytes(sizes: AttentionSizes) -> int:

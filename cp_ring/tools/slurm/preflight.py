@@ -351,5 +351,6 @@ def main(source: str, overrides: list[str]) -> int:
     try:
         return preflight(source, overrides)
     except ConfigError as error:
-        print(f"cp_ring: preflight: error: {error}", file=sys.stderr, flush=True)
+        lines = (f"cp_ring: preflight: error: {line}" for line in error.args)
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
         return 2

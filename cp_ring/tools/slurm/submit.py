@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cp_ring.errors import ConfigError, one_line
+from cp_ring.errors import ConfigError, Reasons, one_line
 from cp_ring.tools.job import command_line as commands
 from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.job.train import prepare_corpus, record_job, say
@@ -87,15 +87,17 @@ def submit(
     # ranks may start in another folder
     launch = job.launch.model_copy(update={"run_dir": commands.run_dir(job).absolute()})
     job = job.model_copy(update={"launch": launch})
-    check_resources(job, resources, source)
-    _placement(resources, site)
-    corpus = commands.find_corpus(job)
-    flags, args = commands.megatron_flags(job, corpus, "cuda" if resources.gpus else "cpu")
-    if not (site.container_image or site.python):  # the ranks run this Python
-        commands.check_layers(
-            args, dry_run, "; or give the ranks another Python with --python or --container-image"
-        )
-    commands.check_by_megatron(job, args)
+    reasons = Reasons()
+    with reasons.of():
+        check_resources(job, resources, source)
+    with reasons.of():
+        _placement(resources, site)
+    other = "; or give the ranks another Python with --python or --container-image"
+    theirs = site.container_image or site.python  # else the ranks run this Python
+    corpus, flags = commands.checked_flags(
+        job, "cuda" if resources.gpus else "cpu", reasons,
+        None if theirs else Reasons() if dry_run else reasons, other,
+    )  # fmt: skip
     script, line = build_script(job, resources, site, flags)
     text = script.render((_launch_folder() / "train.sbatch").read_text())
     batch_script.lint(text)

@@ -228,14 +228,14 @@ def no_rank(monkeypatch):
 
 
 def rejection(*line):
-    """The one line with which the command is rejected; `main` prints it after `cp_ring: error: `
+    """The lines with which the command is rejected; `main` prints each after `cp_ring: error: `
     and exits with 2.
     """
     with pytest.raises((ConfigError, PlanError, KernelError)) as rejected:
         app(list(line), standalone_mode=False)
-    message = " ".join(str(rejected.value).split())
-    assert message and len(message) < 400
-    return message
+    lines = [" ".join(str(reason).split()) for reason in rejected.value.args]
+    assert lines and all(line and len(line) < 400 for line in lines)
+    return " ".join(lines)
 
 
 def named(message, words):
@@ -361,6 +361,42 @@ def test_usage(monkeypatch, capsys, line, words):
     named(message, words)
 
 
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        (["megatron.num_layers=four", "megatron.lr=fast", "megatron.zz=1", "megatron.swiglu=3"],
+         ["megatron.zz:", "megatron.swiglu takes"]),
+        (["megatron.num_layers=four", "megatron.lr=fast"],
+         ["megatron.num_layers: 'four'", "megatron.lr: 'fast'"]),
+        (["cp_ring.trace=abc", "cp_ring.num_slots=0", "cp_ring.zz=1", "launch.nnodes=0"],
+         ["cp_ring.trace: ", "cp_ring.num_slots: ", "cp_ring.zz: ", "launch.nnodes: "]),
+        (["cp_ring.trace=5000", "cp_ring.wire=latent", "megatron.lr=-1", "data.path=/nosuch",
+          "launch.device=cuda", "megatron.seq_length=2046"],
+         ["launch.device cuda: ", "data.path /nosuch: ", "cp_ring.trace 5000: ",
+          "megatron.lr -1.0 must be", "megatron.seq_length ", "cp_ring.wire latent needs"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["train", "train --dry-run", "submit --nodes 1 --dry-run"])
+def test_all_reasons_at_once(no_rank, monkeypatch, capsys, command, settings, wrong):
+    """Each in a line: first all of what cannot be read, then all of what cannot run. A dry run
+    asks for no GPU of this machine.
+    """
+    if command.startswith("submit"):
+        command += " --ranks-per-node 2"
+    if command != "train":
+        wrong = [line for line in wrong if not line.startswith("launch.device")]
+        settings = [setting for setting in settings if not setting.startswith("launch.device")]
+    name, *options = command.split()
+    line = [name, "quickstart", *options, *(f"--set={setting}" for setting in settings)]
+    monkeypatch.setattr(sys, "argv", ["cp-ring", *line])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and len(lines) == len(wrong)
+    for text in wrong:
+        assert [each for each in lines if each.startswith(f"cp_ring: error: quickstart: {text}")]
+
+
 def printed(monkeypatch, capsys, *line):
     """What `cp-ring` prints for a command line that ends well."""
     monkeypatch.setattr(sys, "argv", ["cp-ring", *line])
@@ -368,6 +404,12 @@ def printed(monkeypatch, capsys, *line):
         main()
     assert not ended.value.code
     return capsys.readouterr().out
+
+
+def test_help_shows_no_values_of_switches(monkeypatch, capsys):
+    for command in ([], ["plan"], ["bench", "host"]):
+        shown = printed(monkeypatch, capsys, *command, "--help")
+        assert "--help" in shown and "bool" not in shown
 
 
 def test_version(monkeypatch, capsys):

@@ -61,7 +61,7 @@ def job_of(tmp_path, data, *overrides):
     ],
 )
 def test_settings_to_flags(parser, settings, line):
-    assert argument_parser.to_flags(parser, settings, "megatron") == line
+    assert argument_parser.to_flags(parser, megatron=settings) == line
 
 
 def test_boolean_optional_flags_have_both_forms(parser):
@@ -71,7 +71,7 @@ def test_boolean_optional_flags_have_both_forms(parser):
     flag = next(option for option in action.option_strings if not option.startswith("--no-"))
     key = flag[2:].replace("-", "_")
     for value in (True, False):
-        line = argument_parser.to_flags(parser, {key: value}, "megatron")
+        line = argument_parser.to_flags(parser, megatron={key: value})
         assert getattr(parser.parse_args(line), action.dest) is value
 
 
@@ -89,7 +89,7 @@ def test_boolean_optional_flags_have_both_forms(parser):
 )
 def test_settings_that_megatron_does_not_have(parser, settings, words):
     with pytest.raises(ConfigError) as rejected:
-        argument_parser.to_flags(parser, settings, "megatron")
+        argument_parser.to_flags(parser, megatron=settings)
     assert "\n" not in str(rejected.value)
     for word in words:
         assert word in str(rejected.value)
@@ -99,7 +99,7 @@ def test_quickstart_is_what_megatron_reads(tmp_path, data, parser):
     job = job_of(tmp_path, data, "parallel.tensor_model_parallel_size=2", "cp_ring.num_slots=3")
     corpus = command_line.find_corpus(job)
     assert corpus is not None and not corpus.ready
-    built = command_line.build_command(job, corpus)
+    built = command_line.build_command(job)
     args = parser.parse_args(built.megatron)
     wrong = {
         key: (value, getattr(args, key))
@@ -123,7 +123,7 @@ def test_own_datasets_need_no_corpus(tmp_path, data, parser):
         "megatron.vocab_size=255",
     )
     assert command_line.find_corpus(job) is None
-    args = parser.parse_args(command_line.build_command(job, None).megatron)
+    args = parser.parse_args(command_line.build_command(job).megatron)
     assert (
         args.mock_data and args.train_data_path is None and args.tokenizer_type == "NullTokenizer"
     )
@@ -138,9 +138,7 @@ def test_packed_data_sets_mask_documents(tmp_path, data, parser):
         "cp_ring.layout=balanced",
         "cp_ring.pack=fill",
     ]
-    args = parser.parse_args(
-        command_line.build_command(job_of(tmp_path, data, *packed), None).megatron
-    )
+    args = parser.parse_args(command_line.build_command(job_of(tmp_path, data, *packed)).megatron)
     assert (
         args.sft
         and args.cp_ring_document_mask
@@ -151,10 +149,10 @@ def test_packed_data_sets_mask_documents(tmp_path, data, parser):
         ConfigError,
         match=r"megatron.sft needs cp_ring.enabled, which masks documents",
     ):
-        command_line.build_command(job_of(tmp_path, data, *packed, "cp_ring.enabled=false"), None)
+        command_line.build_command(job_of(tmp_path, data, *packed, "cp_ring.enabled=false"))
     talks.unlink()
     with pytest.raises(ConfigError, match=r"megatron.data_path .*talks\.jsonl: does not exist"):
-        command_line.build_command(job_of(tmp_path, data, *packed), None)
+        command_line.build_command(job_of(tmp_path, data, *packed))
 
 
 def test_several_nodes(tmp_path, data):
@@ -164,7 +162,7 @@ def test_several_nodes(tmp_path, data):
         "launch.master_addr=10.0.0.1",
         "parallel.data_parallel_size=2",
     ]
-    built = command_line.build_command(job_of(tmp_path, data, *several), None)
+    built = command_line.build_command(job_of(tmp_path, data, *several))
     shown = shlex.join(built.torchrun)
     for part in (
         "--nproc-per-node 2",
@@ -196,7 +194,7 @@ def test_rejections_before_any_rank_starts(tmp_path, data, override, words):
         pytest.skip("there are enough GPUs")
     with pytest.raises(ConfigError) as rejected:
         job = job_of(tmp_path, data, override)
-        command_line.build_command(job, command_line.find_corpus(job))
+        command_line.build_command(job)
     assert "\n" not in str(rejected.value)
     for word in words:
         assert word in str(rejected.value)
@@ -308,7 +306,7 @@ def test_every_packaged_configuration_is_valid(tmp_path, data):
         job = config.load(
             str(file), [f"data.path={data}", f"data.cache={tmp_path}", f"launch.run_dir={tmp_path}"]
         )
-        command_line.build_command(job, command_line.find_corpus(job), elsewhere=True)
+        command_line.build_command(job, elsewhere=True)
 
 
 @pytest.mark.parametrize(

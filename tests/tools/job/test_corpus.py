@@ -2,6 +2,7 @@
 used.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -112,10 +113,21 @@ def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch, number):
             corpora.build(corpus)
     signal.signal(signal.SIGINT, handled)
     assert not corpus.ready and not (tmp_path / "cache").exists()
-    left = tmp_path / "cache" / ".building-killed"  # what a killed process leaves behind
-    left.mkdir(parents=True)
     corpora.build(corpus)
     assert corpus.ready and len(texts_of(corpus, "train")) == 6
+
+
+def test_what_killed_builds_left_is_removed(folder, tmp_path):
+    cache = tmp_path / "cache"
+    names = [".building-killed", ".building-busy", ".building-young"]
+    for name in names:
+        (cache / name).mkdir(parents=True)
+        os.utime(cache / name, None if name == names[2] else (0, 0))
+    busy = os.open(cache / names[1], os.O_RDONLY)
+    fcntl.flock(busy, fcntl.LOCK_EX)
+    corpora.build(corpora.find(folder, cache, vocab_size=300))
+    os.close(busy)
+    assert [path.name for path in sorted(cache.glob(".*"))] == names[1:]
 
 
 def test_loser_of_a_race_uses_the_winner(folder, tmp_path, monkeypatch):

@@ -11,8 +11,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,7 +22,7 @@ import yaml
 
 from cp_ring.observe import progress
 from cp_ring.testing.rank_pool import LIMIT_S
-from cp_ring.tools.job.launch import _Interrupts
+from cp_ring.tools.job.launch import _environment, _Interrupts
 from tests.megatron.launch import environment
 from tests.tools.slurm.job import TINY
 
@@ -165,6 +167,27 @@ def test_second_ctrl_c_kills_the_ranks():
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1]) == 0
+
+
+def test_temporary_files_of_killed_ranks_are_removed(monkeypatch):
+    """Not in a folder so long that sockets have no names in one below it."""
+    rank = "import os, tempfile; print(tempfile.mkdtemp('wandb-media')); os._exit(9)"
+    wanted = {"PET_SIGNALS_TO_HANDLE": "SIGINT,SIGTERM"}
+    with tempfile.TemporaryDirectory() as short:
+        for place in (Path(short), Path(short, "x" * 50)):
+            place.mkdir(exist_ok=True)
+            monkeypatch.setattr(tempfile, "tempdir", str(place))
+            monkeypatch.setenv("TMPDIR", str(place))
+            before = dict(os.environ)
+            with _environment(wanted):
+                assert os.environ["PET_SIGNALS_TO_HANDLE"] == "SIGTERM"
+                done = subprocess.run([sys.executable, "-c", rank], stdout=-1, text=True)
+            made = Path(done.stdout.strip())
+            assert done.returncode == 9 and made.name.endswith("wandb-media")
+            assert dict(os.environ) == before
+            left = [path.name for path in place.iterdir()]
+            assert left == ([made.name] if made.parent == place else [])
+            assert (made.parent == place) == (len(str(place)) > 50)
 
 
 def interrupt_twice():
