@@ -42,9 +42,11 @@ class CallOptions(TypedDict, total=False):
     causal: bool
     window_size: tuple[int, int]
     cu_seqlens: Sequence[int] | np.ndarray | Tensor | None
+    cu_seqlens_k: Sequence[int] | np.ndarray | Tensor | None
     mask: Mask | Sequence[tuple[int, Mask]] | None
     plan: AnyPlan | None
     layout: str | Layout
+    key_layout: str | Layout | None
     route: str
     schedule: str | Sequence[int]
     heads: int | str
@@ -111,6 +113,8 @@ def ring_attention(
         cu_seqlens: where packed documents begin and end in the whole sequence, [0, ..., n], as in
             flash-attn's varlen functions. Documents do not see one another. The offsets are those
             of the whole sequence, the same on every rank.
+        cu_seqlens_k: the same of the keys, where these are of another sequence: the queries of a
+            document see the keys of that of the same number.
         mask: any other mask, as a `Mask`: `Mask.prefix`, `Mask.documents`, `Mask.batch`, ... It
             replaces `causal`, `window_size` and `cu_seqlens`. `Mask.from_dense` takes an array of
             booleans, `Mask.from_mask_mod` a `mask_mod` function of FlexAttention. A list of pairs
@@ -121,7 +125,14 @@ def ring_attention(
             proven, and kept for later calls with the same arguments.
         layout: which rank holds which tokens: `zigzag` (the default, and that of `cp_ring.shard`),
             another name in `cp_ring.plan.layout.LAYOUTS`, or a `Layout`. Without `mask`,
-            `cu_seqlens` or a `Layout`, all ranks must hold equally many tokens.
+            `cu_seqlens` or a `Layout`, all ranks must hold equally many tokens. `replicated`: every
+            rank holds all queries, and only out and lse travel, as in decoding with a cache of
+            keys. Gradients are then those of the mean of all ranks' losses.
+        key_layout: which rank holds which keys, where keys are not those of the queries' tokens (in
+            cross attention and decoding): k and v may then have another number of tokens than q. By
+            default a layout of the same name as `layout`, of `replicated` `contiguous`. The last
+            query and the last key then have one position, as in flash-attn, for `causal`,
+            `window_size` and `alibi_slopes`; a `mask` says so by its `keys`.
         route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`, or
             `auto`: the one of least predicted time (`cp_ring.plan.costs.shapes`).
         schedule: at which hop a rank uses the keys of which others: `auto`, chosen by a model of
@@ -354,10 +365,12 @@ def _plan_of(
             "q must have 4 dimensions, batch, tokens, heads and head size, not the shape "
             f"{tuple(q.shape)}"
         )
-    tokens, batch = q.shape[:2] if qkv_format == "sbhd" else (q.shape[1], q.shape[0])
+    of_tokens, of_batch = (0, 1) if qkv_format == "sbhd" else (1, 0)
+    batch, of_keys = q.shape[of_batch], others[0].shape
+    shape = q.shape[of_tokens], of_keys[of_tokens] if len(of_keys) > 1 else 0, batch
     rank, cp = (transport.rank, transport.size) if transport else (0, 1)
     near = node_size(getattr(transport, "ranks", ()), ranks_per_node())
-    return asked.find((tokens, batch), rank, cp, near, _sizes(q, *others, batch))
+    return asked.find(shape, rank, cp, near, _sizes(q, *others, batch))
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes | None:
@@ -398,10 +411,21 @@ def _by_position(
             "one rank"
         )
     transport = transport_for(group, q.device)
-    positions = torch.from_numpy(plan.layout.positions(transport.rank if transport else 0))
-    if plan.layout.rows > 1:
-        positions = positions.view(plan.layout.rows, -1).T % (plan.n // plan.layout.rows)
-    return Dropout(p, mixed(seed) if seed is not None else 0, positions, slopes=_slopes(slopes, q))
+    rank, batch = transport.rank if transport else 0, plan.layout.rows
+    mine, of_keys = plan.layout.positions(rank), None
+    if plan.key_layout is plan.layout:
+        mine %= plan.n // batch
+    else:
+        held = plan.mask.key_positions[plan.key_layout.positions(rank)]
+        of_keys, mine = _of_batch(held, batch), plan.mask.positions[mine]
+    key = mixed(seed) if seed is not None else 0
+    return Dropout(p, key, _of_batch(mine, batch), 0, _slopes(slopes, q), of_keys)
+
+
+def _of_batch(positions: np.ndarray, batch: int) -> Tensor:
+    """[s], or [s, batch]."""
+    found = torch.from_numpy(positions)
+    return found.view(batch, -1).T if batch > 1 else found
 
 
 def _slopes(slopes: Tensor | Sequence[float] | None, q: Tensor) -> tuple[float, ...]:

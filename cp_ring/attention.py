@@ -137,9 +137,9 @@ class Inputs(NamedTuple):
             x is not None and (type(x), x.shape, x.dtype, x.device) for x in tensors
         )
 
-    def check(self, cached: int = 0) -> None:
-        """Raises `PlanError` for tensors that do not fit together. `cached` keys come before those
-        of the queries' tokens.
+    def check(self, own_keys: bool, tokens: int) -> None:
+        """Raises `PlanError` for tensors that do not fit together. own_keys: keys are not those of
+        the queries' tokens. tokens: their dimension.
         """
         q, k, v = self[:3]
         sink = self.sink
@@ -162,7 +162,8 @@ class Inputs(NamedTuple):
             raise PlanError(f"q, k and v need at least one head, of size at least 1; here {shapes}")
         if (
             k.shape[:3] != v.shape[:3]
-            or {k.shape[0] - q.shape[0], k.shape[1] - q.shape[1]} != {0, cached}
+            or k.shape[1 - tokens] != q.shape[1 - tokens]
+            or not (own_keys or k.shape[tokens] == q.shape[tokens])
             or q.shape[3] != k.shape[3]
             or q.shape[2] % k.shape[2]
         ):
@@ -288,7 +289,8 @@ class Attention:
         inputs: Inputs,
     ):
         q, k, v, sink, latents, dropout = inputs
-        inputs.check(rank_plan.cached)
+        self._bshd = options.qkv_format == "bshd"
+        inputs.check(rank_plan.keys is not None, int(self._bshd))
         self._plan, self._options = weakref.ref(rank_plan), options
         self.transport: Callable[[], Transport | None] = (
             weakref.ref(transport) if transport is not None else lambda: None
@@ -319,7 +321,6 @@ class Attention:
                 f"wire={options.wire!r} does not support {asked}, for which positions travel with "
                 "the keys"
             )
-        self._bshd = options.qkv_format == "bshd"
         batch, tokens = q.shape[:2] if self._bshd else (q.shape[1], q.shape[0])
         if q.shape[2] > max(tokens, _MANY_HEADS):
             warnings.warn(
@@ -329,14 +330,18 @@ class Attention:
             )
         # Batch rows with masks of their own are one stream of tokens.
         self._batch_rows = batch if rank_plan.batch == batch > 1 else 0
-        held = tokens * self._batch_rows if self._batch_rows else tokens
-        if held != rank_plan.shard_tokens:
-            wanted, count = rank_plan.shard_tokens, rank_plan.batch
-            batches = f" ({count} batch rows of {wanted // count})" if count > 1 else ""
-            raise PlanError(
-                f"rank {rank_plan.rank} holds {wanted} tokens of the layout{batches}, but q, k and "
-                f"v have {held}"
-            )
+        for wanted, has, names, of in (
+            (rank_plan.shard_tokens, tokens, "q, k and v have", "layout"),
+            (rank_plan.shard_keys, k.shape[int(self._bshd)], "k and v have", "key_layout"),
+        ):
+            held, count = has * (self._batch_rows or 1), rank_plan.batch
+            if held != wanted:
+                batches = f" ({count} batch rows of {wanted // count})" if count > 1 else ""
+                names = names if rank_plan.keys is None or of == "key_layout" else "q has"
+                raise PlanError(
+                    f"rank {rank_plan.rank} holds {wanted} tokens of the {of}{batches}, but "
+                    f"{names} {held}"
+                )
         self._ring = Ring(
             codec=Plain if rank_plan.cp == rank_plan.ulysses else codec,
             scale=q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
@@ -387,7 +392,7 @@ class Attention:
                 (*self._key, p, slopes),
                 partial(self._all_facts, p, seed, slopes),
                 self._options.compare_every,
-                partial(some_of, inputs.q),
+                partial(some_of, inputs.k if plan.replicated else inputs.q),
             )
         call = RingCall(
             self._ring, plan, transport, kernel, WATCH.place if kept is None else kept.place
@@ -433,7 +438,7 @@ class Attention:
             split_heads(q.shape[2], k.shape[2], plan.ulysses),
             list[tuple[Tensor, Tensor]](),
         )
-        exchange = HeadExchange(neighbors, plan.exchange, split)
+        exchange = HeadExchange(neighbors, (plan.exchange, plan.key_exchange), split)
 
         def attention(
             q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int

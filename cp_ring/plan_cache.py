@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
+from types import NoneType
 
 import numpy as np
 from torch import Tensor
@@ -15,8 +16,9 @@ from cp_ring.options import Options
 from cp_ring.plan.costs.shapes import AUTO, Assumed, choose
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask, window_of
-from cp_ring.plan.plan import Plan, PlanSpec, plan
+from cp_ring.plan.plan import REPLICATED, Plan, PlanSpec, plan
 from cp_ring.plan.ranges import offsets
+from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.schedule import text
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.tables import RankPlan
@@ -26,7 +28,8 @@ MAX_CHOICES = 64
 """How many choices of `auto` are kept: those that were used last."""
 
 _OF_PLANS = "mask, layout, route, schedule and heads"
-_OF_MASKS = ("causal", "window_size", "cu_seqlens")
+_OF_MASKS = ("causal", "window_size", "cu_seqlens", "cu_seqlens_k")
+_OTHERS = ("layout", "key_layout", "route", "schedule", "heads", "node_size")
 Offsets = Sequence[int] | np.ndarray | Tensor
 
 _choices: OrderedDict[tuple[object, ...], tuple[str, int]] = RUNTIME.keep(OrderedDict())
@@ -43,9 +46,11 @@ class PlanOptions:
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     cu_seqlens: Offsets | None = None
+    cu_seqlens_k: Offsets | None = None
     mask: Mask | None = None
     plan: Plan | RankPlan | None = None
     layout: str | Layout = Options.layout
+    key_layout: str | Layout | None = None
     route: str = Options.route
     schedule: str | Sequence[int] = Options.schedule
     heads: int | str = Options.heads
@@ -59,11 +64,7 @@ class PlanOptions:
                 f"window_size={self.window_size!r}: it must be (left, right), with -1 for an open "
                 "side"
             )
-        changed = [
-            name
-            for name in ("mask", *_OF_MASKS, "layout", "route", "schedule", "heads", "node_size")
-            if self._asks(name)
-        ]
+        changed = [name for name in ("mask", *_OF_MASKS, *_OTHERS) if self._asks(name)]
         if self.plan is not None and changed:
             raise ConfigError(
                 f"{changed[0]} and plan are both given, but a plan has its own {_OF_PLANS}: "
@@ -87,6 +88,7 @@ class PlanOptions:
             raise ConfigError(f"heads={heads!r}: it must be a whole number above 0, or 'auto'")
         expect("schedule", self.schedule, str, Sequence)
         expect("layout", layout, Layout, str)
+        expect("key_layout", self.key_layout, Layout, str, NoneType)
 
     def _asks(self, name: str) -> bool:
         """Whether a keyword has another value than its default."""
@@ -97,50 +99,59 @@ class PlanOptions:
 
     def find(
         self,
-        shape: tuple[int, int],
+        shape: tuple[int, int, int],
         rank: int,
         cp: int,
         node_size: int,
         sizes: AttentionSizes | None,
     ) -> Plan:
-        """The plan of a call in which rank `rank` of `cp` passes q of `shape`, tokens and batch
-        rows, with these sizes.
+        """The plan of a call in which rank `rank` of `cp` passes tensors of `shape`, tokens of q
+        and of k, and batch rows, with these sizes.
 
         `node_size` is what the launcher says. Raises `ConfigError` or `PlanError` with a line that
         names the argument.
         """
-        layout, (tokens, batch) = self.layout, shape
+        layout, (tokens, key_tokens, batch) = self.layout, shape
         if isinstance(layout, Layout) and layout.cp != cp:
             raise ConfigError(f"layout is for {layout.cp} ranks, but the group has {cp}")
         mask = self.mask
         if mask is None:
-            end = layout.n if isinstance(layout, Layout) else None
-            if self.cu_seqlens is None:
-                edges: tuple[int, ...] = (
-                    0,
-                    length_of(tokens, cp, str(layout)) if end is None else end,
-                )
-            else:
-                edges = tuple(offsets(self.cu_seqlens, "cu_seqlens", end).tolist())
-            mask = _mask(edges, self.causal, window_of(self.window_size))
+            edges, of_keys = _edges("cu_seqlens", self.cu_seqlens, layout, tokens, cp), None
+            if (
+                layout == REPLICATED
+                or self._asks("key_layout")
+                or self._asks("cu_seqlens_k")
+                or tokens != key_tokens
+            ):
+                named = layout if isinstance(layout, str) else "contiguous"
+                split = self.key_layout or (named if named != REPLICATED else "contiguous")
+                of_keys = _edges("cu_seqlens_k", self.cu_seqlens_k, split, key_tokens, cp)
+            mask = _mask(edges, of_keys, self.causal, window_of(self.window_size))
         spec = PlanSpec(
             layout,
             self.route,
             self.schedule,
             node_size=self.node_size if self.node_size is not None else node_size,
+            key_layout=self.key_layout,
         )
-        if AUTO in (self.route, self.heads):
+        if AUTO in (self.route, self.heads) and layout == REPLICATED:
+            spec = replace(spec, route=DEFAULT)  # no key travels, and no head
+        elif AUTO in (self.route, self.heads):
             spec = _fastest(mask, cp, spec, self.heads, sizes or AttentionSizes())
         else:
             spec = replace(spec, ulysses=int(self.heads))
         proven = plan(mask, cp, spec)
-        held = int(proven.layout.tokens_per_rank[rank])
-        if proven.layout.rows == 1 and held != tokens:
-            name = "cu_seqlens ends at" if self.cu_seqlens is not None else "the sequence has"
-            raise ConfigError(
-                f"{name} {proven.n} tokens, of which rank {rank} of {cp} holds {held}, but q has "
-                f"{tokens} tokens of each batch row"
-            )
+        for layout, of, has, given in (
+            (proven.layout, "q", tokens, self.cu_seqlens),
+            (proven.key_layout, "k", key_tokens, self.cu_seqlens_k),
+        ):
+            held = int(layout.tokens_per_rank[rank])
+            if layout.rows == 1 and held != has:
+                name = "the sequence has" if given is None else "cu_seqlens ends at"
+                raise ConfigError(
+                    f"{name} {layout.n} tokens, of which rank {rank} of {cp} holds {held}, but "
+                    f"{of} has {has} tokens of each batch row"
+                )
         if proven.layout.rows not in (1, batch):
             raise ConfigError(f"layout is for {proven.layout.rows} batch rows, but q has {batch}")
         return proven
@@ -152,13 +163,12 @@ def _fastest(
     """The spec with route and heads of least predicted time, in place of `auto`; found once for
     equal arguments.
     """
-    split = spec.layout if isinstance(spec.layout, str) else spec.layout.digest
-    key = mask.digest, split, cp, spec.route, text(spec.schedule), heads, spec.node_size, sizes
+    split = [getattr(of, "digest", of) for of in (spec.layout, spec.key_layout)]
+    key = mask.digest, *split, cp, spec.route, text(spec.schedule), heads, spec.node_size, sizes
     with _lock:
         if key not in _choices:
-            asked = replace(spec, layout=spec.layout_of(mask, cp))
             assumed = Assumed(sizes, ranks_per_node=spec.node_size)
-            shape = choose([(mask, 1)], cp, asked, assumed, heads).shape
+            shape = choose([(mask, 1)], cp, spec.settled(mask, cp), assumed, heads).shape
             _choices[key] = shape.route, shape.ulysses
             while len(_choices) > MAX_CHOICES:
                 _choices.popitem(last=False)
@@ -186,8 +196,29 @@ def zigzag(n: int, cp: int) -> Layout:
     return Layout.zigzag(n, cp)
 
 
+def _edges(
+    name: str, given: Offsets | None, layout: Layout | str, tokens: int, cp: int
+) -> tuple[int, ...]:
+    """The offsets of documents, of which a rank holds so many tokens; of one document where none
+    are given.
+    """
+    end = layout.n if isinstance(layout, Layout) else None
+    if given is not None:
+        return tuple(offsets(given, name, end).tolist())
+    return (
+        0,
+        length_of(tokens, 1 if layout == REPLICATED else cp, str(layout)) if end is None else end,
+    )
+
+
 @RUNTIME.cache(maxsize=64)
-def _mask(edges: tuple[int, ...], causal: bool, window: tuple[int, int]) -> Mask:
-    if len(edges) > 2:
-        return Mask.documents(list(edges), causal=causal, window=window)
-    return Mask.causal(edges[-1], window) if causal else Mask.full(edges[-1], window)
+def _mask(
+    edges: tuple[int, ...],
+    of_keys: tuple[int, ...] | None,
+    causal: bool,
+    window: tuple[int, int],
+) -> Mask:
+    keys = None if of_keys is None else of_keys[-1]
+    if max(len(edges), len(of_keys or ())) > 2:
+        return Mask.documents(list(edges), causal=causal, window=window, cu_seqlens_k=of_keys)
+    return (Mask.causal if causal else Mask.full)(edges[-1], window, keys)

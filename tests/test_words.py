@@ -26,6 +26,7 @@ BATCH_ROWS = {
     "cp_ring/plan/mask.py": rf"rows: Sequence\[Mask\]|{_BATCH}",
     "cp_ring/api.py": r"layout\.rows",
     "cp_ring/plan/rank_plan.py": r"layout\.rows",
+    "cp_ring/plan/plan.py": r"layout\.rows",
     "cp_ring/plan/routes.py": r"layout\.rows",
     "cp_ring/plan/costs/shapes.py": r"layout\.rows",
     "cp_ring/plan_cache.py": r"layout\.rows|`batch` rows",

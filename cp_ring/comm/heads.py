@@ -26,9 +26,10 @@ are kept, and travel again in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -89,72 +90,99 @@ def sub_transports(whole: Transport, heads: int) -> tuple[Transport, Transport |
 
 
 class HeadExchange:
-    """The exchange of one call: a member's `transport`, the plan's `exchange` and the split of the
-    heads.
+    """The exchange of one call: a member's `transport`, the plan's `exchanges` of tokens and of
+    keys (None where these are the same), and the split of the heads.
     """
 
-    def __init__(self, transport: Transport, exchange: Exchange, split: HeadSplit):
-        self.transport, self.split, self.place = transport, split, exchange.place
-        self._peers = [peer for peer in range(transport.size) if peer != exchange.place]
-        self._tokens = exchange.tokens
-        self._direct = max(map(len, exchange.ranges)) <= MAX_RANGES
-        ends = [sum(self._tokens[: peer + 1]) for peer in range(transport.size)]
-        # In which order shards lie: where they belong, or end to end.
-        self._ranges = (
-            exchange.ranges
-            if self._direct
-            else tuple(
-                ((end - tokens, end),) for end, tokens in zip(ends, self._tokens, strict=True)
-            )
-        )
-        self._exchange = exchange
+    def __init__(
+        self,
+        transport: Transport,
+        exchanges: tuple[Exchange, Exchange | None],
+        split: HeadSplit,
+    ):
+        self.transport, self.split, self.place = transport, split, exchanges[0].place
+        self._peers = [peer for peer in range(transport.size) if peer != self.place]
+        self._tokens = _Side(exchanges[0])
+        self._keys = self._tokens if exchanges[1] is None else _Side(exchanges[1])
 
-    def gather_tokens(self, parts: Sequence[Sequence[Tensor]]) -> Flight:
+    def gather_tokens(self, parts: Sequence[Sequence[Tensor]], keys: int = 0) -> Flight:
         """Sends `parts[x][p]` [s, b, heads of p, size] of each tensor x to rank p; arrives as [S,
-        b, own heads, size].
+        b, own heads, size]. The last `keys` tensors are of keys.
         """
-        mine = [each[self.place] for each in parts]
-        arriving = [x.new_empty((sum(self._tokens), *x.shape[1:])) for x in mine]
-        own = self._own(self.place)
-        sends = [(Transfer(p, own), [each[p] for each in parts]) for p in self._peers]
-        receives = [(Transfer(p, self._ranges[p]), arriving) for p in self._peers]
+        mine, sends, receives, arriving = [each[self.place] for each in parts], [], [], []
+        for side, which in self._sides(len(parts), keys):
+            new = [x.new_empty((side.total, *x.shape[1:])) for x in mine[which]]
+            for p in self._peers:
+                sends.append((Transfer(p, side.own[self.place]), [x[p] for x in parts[which]]))
+                receives.append((Transfer(p, side.ranges[p]), new))
+            for (start, end), (first, last) in side.at(self.place):
+                for x, target in zip(mine[which], new, strict=True):
+                    target[first:last].copy_(x[start:end])
+            arriving += [(side, x) for x in new]
         pending = self.transport.post(MessageBatch(sends, receives, "heads"))
-        for (start, end), (first, last) in zip(own, self._ranges[self.place], strict=True):
-            for x, target in zip(mine, arriving, strict=True):
-                target[first:last].copy_(x[start:end])
-        return Flight(pending, lambda: [self._in_order(x) for x in arriving])
+        return Flight(pending, lambda: [side.in_order(x) for side, x in arriving])
 
-    def gather_heads(self, tensors: Sequence[Tensor], heads: Sequence[Sequence[int]]) -> Flight:
+    def gather_heads(
+        self, tensors: Sequence[Tensor], heads: Sequence[Sequence[int]], keys: int = 0
+    ) -> Flight:
         """Sends the tokens of rank p of each tensor x [S, b, own heads, size] to p.
 
         What arrives are lists over the ranks p of tensors [s, b, heads[x][p], size]; one list for
-        each tensor.
+        each tensor. The last `keys` tensors are of keys.
         """
-        leaving = [x.contiguous() for x in tensors]
-        if not self._direct:
-            leaving = [x.index_select(0, _index(self._exchange, x.device)) for x in leaving]
-        arriving = [
-            [
-                x.new_empty((self._tokens[self.place], x.shape[1], count, x.shape[3]))
-                for count in counts
+        sends, receives, arriving = [], [], list[list[Tensor]]()
+        for side, which in self._sides(len(tensors), keys):
+            leaving = [side.end_to_end(x.contiguous()) for x in tensors[which]]
+            held = side.tokens[self.place]
+            new = [
+                [x.new_empty((held, x.shape[1], count, x.shape[3])) for count in counts]
+                for x, counts in zip(leaving, heads[which], strict=True)
             ]
-            for x, counts in zip(leaving, heads, strict=True)
-        ]
-        own = self._own(self.place)
-        sends = [(Transfer(p, self._ranges[p]), leaving) for p in self._peers]
-        receives = [(Transfer(p, own), [each[p] for each in arriving]) for p in self._peers]
+            for p in self._peers:
+                sends.append((Transfer(p, side.ranges[p]), leaving))
+                receives.append((Transfer(p, side.own[self.place]), [each[p] for each in new]))
+            for (start, end), (first, last) in side.at(self.place):
+                for x, targets in zip(leaving, new, strict=True):
+                    targets[self.place][start:end].copy_(x[first:last])
+            arriving += new
         pending = self.transport.post(MessageBatch(sends, receives, "heads"))
-        for (start, end), (first, last) in zip(own, self._ranges[self.place], strict=True):
-            for x, targets in zip(leaving, arriving, strict=True):
-                targets[self.place][start:end].copy_(x[first:last])
         return Flight(pending, lambda: arriving)
 
-    def _own(self, place: int) -> tuple[tuple[int, int], ...]:
-        """A rank's own shard, cut as its ranges are."""
-        return Transfer(0, self._ranges[place]).packed().ranges
+    def _sides(self, count: int, keys: int) -> list[tuple[_Side, slice]]:
+        """Which of `count` tensors, the last `keys` of them of keys, are exchanged in which way."""
+        if self._keys is self._tokens:
+            return [(self._tokens, slice(count))]
+        cut = count - keys
+        sides = [(self._tokens, slice(cut)), (self._keys, slice(cut, count))]
+        return [(side, which) for side, which in sides if which.start != which.stop]
 
-    def _in_order(self, x: Tensor) -> Tensor:
-        """From shards end to end to the order of the member's shard."""
+
+class _Side:
+    """An exchange of tokens: in which order shards lie, where they belong or end to end."""
+
+    def __init__(self, exchange: Exchange):
+        self.tokens, self._exchange = exchange.tokens, exchange
+        self.total = sum(self.tokens)
+        self._direct = max(map(len, exchange.ranges)) <= MAX_RANGES
+        ends = accumulate(self.tokens)
+        self.ranges = (
+            exchange.ranges
+            if self._direct
+            else tuple(((end - size, end),) for end, size in zip(ends, self.tokens, strict=True))
+        )
+        self.own = [Transfer(0, ranges).packed().ranges for ranges in self.ranges]
+        """Each rank's own shard, cut as its ranges are."""
+
+    def at(self, place: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        """The ranges of a rank's own shard, and where they lie in that of the member."""
+        return zip(self.own[place], self.ranges[place], strict=True)
+
+    def end_to_end(self, x: Tensor) -> Tensor:
+        """From the order of the member's shard to that of `ranges`."""
+        return x if self._direct else x.index_select(0, _index(self._exchange, x.device))
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """The inverse of `end_to_end`."""
         if self._direct:
             return x
         in_order = torch.empty_like(x)
@@ -342,9 +370,11 @@ def _keys_trip(exchange: HeadExchange, group: int, q: Tensor, k: Tensor, v: Tens
     query_counts = [last - first for first, last in split.queries[group]]
     key_counts = [last - first for first, last in split.keys[group]]
     return _Trip(
-        lambda *tensors: exchange.gather_tokens([of_ranks(x) for x in tensors]),
+        lambda *tensors: exchange.gather_tokens([of_ranks(x) for x in tensors], 2),
         tuple,
-        lambda *gradients: exchange.gather_heads(gradients, [query_counts, key_counts, key_counts]),
+        lambda *gradients: exchange.gather_heads(
+            gradients, [query_counts, key_counts, key_counts], 2
+        ),
         arrive_back,
     )
 
@@ -410,7 +440,7 @@ class _OwnKeysKept(torch.autograd.graph.saved_tensors_hooks):
                     for each in kept
                 ]
                 repeated = split.repeated[0][place]
-                for which, each in enumerate(exchange.gather_tokens(parts).land()):
+                for which, each in enumerate(exchange.gather_tokens(parts, 2).land()):
                     again[which] = (
                         each
                         if repeated == tuple(range(each.shape[2]))

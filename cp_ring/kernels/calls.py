@@ -108,7 +108,7 @@ class Work:
     calls: Mapping[Hop, Sequence[KernelCall]]
     queries: Sequence[Segments]
     keys: Mapping[int, Sequence[Segments]]
-    num_tokens: int
+    num_keys: int
 
     @cached_property
     def own_keys(self) -> Mapping[int, Sequence[Segments]]:
@@ -117,7 +117,7 @@ class Work:
         """
         alone = [replace(hop, grad_receives=()) for hop in self.hops]
         updates = gradient_updates(
-            alone, [[call.keys for call in self.calls[hop]] for hop in self.hops], self.num_tokens
+            alone, [[call.keys for call in self.calls[hop]] for hop in self.hops], self.num_keys
         )
         return {index: _segments(of_hop) for index, of_hop in updates.items()}
 
@@ -156,10 +156,10 @@ def _make_work(
     keys: dict[int, tuple[Update, ...]] = {}
     if backward:
         keys = gradient_updates(
-            hops, [[call.keys for call in calls[hop]] for hop in hops], rank_plan.num_tokens
+            hops, [[call.keys for call in calls[hop]] for hop in hops], rank_plan.num_keys
         )
     of_keys = {index: _segments(updates) for index, updates in keys.items()}
-    work = Work(hops, calls, _segments(queries), of_keys, rank_plan.num_tokens)
+    work = Work(hops, calls, _segments(queries), of_keys, rank_plan.num_keys)
     for call in (call for hop in hops for call in calls[hop]):
         call.prepare(device)
     if device.type == "cuda":

@@ -44,6 +44,7 @@ class Dropout:
     position: where this rank's tokens are in their batch rows, int64 [s] or [s, b].
     first_head: number of this rank's first query head in the whole layer.
     slopes: ALiBi's slope of each query head from `first_head` on; none without it.
+    key_position: `position` of its keys, where they are not those of the queries' tokens.
     """
 
     p: float
@@ -51,14 +52,14 @@ class Dropout:
     position: Tensor
     first_head: int = 0
     slopes: tuple[float, ...] = ()
+    key_position: Tensor | None = None
 
     def mark(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [s, b, h, d] and k [s, b, g, d] with `COLUMNS` more columns, which say where a token
         is.
         """
-        position = self.position.to(q.device)
-        position = position if position.dim() == 2 else position[:, None].expand(-1, q.shape[1])
-        where = _bytes(position, 4)[:, :, None]  # [s, b, 1, 4]
+        where = _where(self.position, q)
+        of_keys = where if self.key_position is None else _where(self.key_position, k)
         heads = _bytes(
             torch.arange(self.first_head, self.first_head + q.shape[2], device=q.device), 2
         )
@@ -66,7 +67,11 @@ class Dropout:
         of_q = [where, heads, batch_row]  # each to [s, b, h, bytes]
         marked = torch.cat([q, *(x.expand(*q.shape[:3], -1).to(q.dtype) for x in of_q)], -1)
         return marked, torch.cat(
-            [k, where.expand(*k.shape[:3], -1).to(k.dtype), k.new_zeros(*k.shape[:3], COLUMNS - 4)],
+            [
+                k,
+                of_keys.expand(*k.shape[:3], -1).to(k.dtype),
+                k.new_zeros(*k.shape[:3], COLUMNS - 4),
+            ],
             -1,
         )
 
@@ -80,6 +85,13 @@ class Dropout:
         return DropoutKernel(
             kernel.name, dtype, self.p, self.key, self.slopes, self.first_head, softcap
         )
+
+
+def _where(position: Tensor, x: Tensor) -> Tensor:
+    """The bytes of the positions of the tokens of x, [s, b, 1, 4]."""
+    position = position.to(x.device)
+    position = position if position.dim() == 2 else position[:, None].expand(-1, x.shape[1])
+    return _bytes(position, 4)[:, :, None]
 
 
 def dropout_dtype(kernel: AttentionKernel) -> torch.dtype | None:

@@ -53,10 +53,13 @@ class Mask(Numbered):
     """Which keys each query of a stream of `n` tokens may see, as disjoint `pieces` in token
     positions.
 
+    The keys are those of the same tokens, or of a stream of their own of `keys` tokens, as in cross
+    attention and decoding: pieces then are queries of one stream by keys of the other.
+
     `name` is the constructor, `details` is what `describe` says beside it. `segments` are the runs
     of tokens whose positions go up by one: int64 [2, count], the first token of each run and its
     position; the first run begins at token 0. None is one run from position 0, so that every
-    token's position is its place in the stream.
+    token's position is its place in the stream. `key_segments` are those of `keys`.
     """
 
     n: int
@@ -64,6 +67,13 @@ class Mask(Numbered):
     name: str = "mask"
     details: str = ""
     segments: Ints | None = None
+    keys: int | None = None
+    key_segments: Ints | None = None
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens of the stream of keys."""
+        return self.n if self.keys is None else self.keys
 
     @classmethod
     def from_pieces(
@@ -73,21 +83,26 @@ class Mask(Numbered):
         name: str = "mask",
         details: str = "",
         positions: Sequence[int] | np.ndarray | None = None,
+        keys: int | None = None,
     ) -> Mask:
         """A mask of `n` tokens from pieces (q0, q1, k0, k1) or (q0, q1, k0, k1, lo, hi), which must
         not overlap.
 
         Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi; without lo and
         hi all of them, and none where lo > hi. `positions`, int64 [n], are those of
-        `Mask.positions`. Raises `PlanError` that names the piece that is outside of the stream or
-        ends before it begins, or the two pieces that overlap, with a pair that both have.
+        `Mask.positions`. `keys` is the length of a stream of keys of their own. Raises `PlanError`
+        that names the piece that is outside of the stream or ends before it begins, or the two
+        pieces that overlap, with a pair that both have.
         """
         n, tiles = _length(n), _read(pieces)
+        keys = None if keys is None else _length(keys, "keys")
+        ends = (n, n if keys is None else keys)
         ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1)
-        outside = (np.minimum(tiles.q0, tiles.k0) < 0) | (np.maximum(tiles.q1, tiles.k1) > n)
+        outside = np.minimum(tiles.q0, tiles.k0) < 0
+        outside |= (tiles.q1 > ends[0]) | (tiles.k1 > ends[1])
         for bad, what in (
             (ends_early, "ends before it begins"),
-            (outside, f"is outside the {n} tokens of the mask"),
+            (outside, f"is outside the {_of(*ends)} of the mask"),
         ):
             if bad.any():
                 raise PlanError(f"piece {bad.argmax()} {_numbers(tiles, int(bad.argmax()))} {what}")
@@ -101,26 +116,27 @@ class Mask(Numbered):
                 f"overlap: query {clash.query} sees key {clash.key} in both; Mask.union joins "
                 "masks that overlap"
             )
-        return cls(
-            n, fitted[live], name, details, None if positions is None else _runs_of(positions, n)
-        )
+        segments = None if positions is None else _runs_of(positions, n)
+        return cls(n, fitted[live], name, details, segments, keys)
 
     @classmethod
     def from_dense(cls, allowed: Any, max_pieces: int = MAX_PIECES) -> Mask:
         """The mask of a boolean array or tensor [n, n], queries by keys: True where a query sees a
-        key.
+        key; of one [n, keys], that of a stream of keys of their own.
 
-        The pieces allow exactly these pairs. Raises `PlanError` for what is no square of booleans,
+        The pieces allow exactly these pairs. Raises `PlanError` for what is no table of booleans,
         `ConfigError` for more than `max_pieces` pieces.
         """
         allowed = _booleans(allowed)
-        if allowed.ndim != 2 or len(allowed) != allowed.shape[1]:
+        if allowed.ndim != 2:
             raise PlanError(
                 f"a dense mask of shape {list(allowed.shape)}: it must be [n, n], queries by keys"
             )
-        n, block = _length(len(allowed)), _queries_at_once(len(allowed))
+        n, keys = (_length(size) for size in allowed.shape)
+        block = _queries_at_once(keys)
         blocks = (allowed[first : first + block] for first in range(0, n, block))
-        return cls(n, _pieces_of(blocks, n, max_pieces), "dense")
+        pieces = _pieces_of(blocks, keys, max_pieces)
+        return cls(n, pieces, "dense", keys=None if keys == n else keys)
 
     @classmethod
     def from_mask_mod(
@@ -129,23 +145,25 @@ class Mask(Numbered):
         n: int,
         max_pieces: int = MAX_PIECES,
         device: str = "cpu",
+        keys: int | None = None,
     ) -> Mask:
-        """The mask of a function of FlexAttention, `mask_mod(b, h, q, k)`, for `n` tokens.
+        """The mask of a function of FlexAttention, `mask_mod(b, h, q, k)`, for `n` tokens, and
+        `keys` tokens of a stream of keys of their own.
 
-        The function gets tensors of indices on `device`, q [queries, 1] and k [n], and returns
+        The function gets tensors of indices on `device`, q [queries, 1] and k [keys], and returns
         booleans. b and h have no value: batch rows with masks of their own are `Mask.batch`, and
         heads share a mask. Raises as `from_dense` does, and `ConfigError` where the function fails.
         """
         import torch
 
-        n = _length(n)
-        keys = torch.arange(n, device=device)
+        n, count = _length(n), _length(n if keys is None else keys, "keys")
+        all_keys = torch.arange(count, device=device)
 
         def dense(queries: torch.Tensor) -> np.ndarray:
             try:
                 allowed = torch.as_tensor(
-                    mask_mod(_NoValue(), _NoValue(), queries[:, None], keys)
-                ).broadcast_to((len(queries), n))
+                    mask_mod(_NoValue(), _NoValue(), queries[:, None], all_keys)
+                ).broadcast_to((len(queries), count))
             except Exception as error:
                 raise ConfigError(
                     f"mask_mod failed with {type(error).__name__}: {one_line(error)}; b and h have "
@@ -154,8 +172,8 @@ class Mask(Numbered):
                 ) from error
             return _booleans(allowed)
 
-        blocks = map(dense, keys.split(_queries_at_once(n)))
-        return cls(n, _pieces_of(blocks, n, max_pieces), "mask_mod")
+        blocks = map(dense, torch.arange(n, device=device).split(_queries_at_once(count)))
+        return cls(n, _pieces_of(blocks, count, max_pieces), "mask_mod", keys=keys)
 
     @classmethod
     def union(cls, *masks: Mask) -> Mask:
@@ -166,16 +184,16 @@ class Mask(Numbered):
         """
         if not masks:
             raise PlanError("a union must have at least one mask")
-        n = _all_masks(masks)[0].n
-        if any(mask.n != n for mask in masks):
-            raise PlanError(
-                f"a union of masks of {', '.join(str(mask.n) for mask in masks)} tokens: they must "
-                "be as long"
-            )
+        first = _all_masks(masks)[0]
+        n = first.n
+        if any((mask.n, mask.num_keys) != (n, first.num_keys) for mask in masks):
+            sizes = ", ".join(_of(mask.n, mask.num_keys) for mask in masks)
+            raise PlanError(f"a union of masks of {sizes}: they must be as long")
         pieces = Tiles.concatenate(*(mask.pieces for mask in masks)).trimmed()
         if first_overlap(n, pieces) is not None:
             pieces = joined(n, pieces)
-        return cls(n, pieces, "union", " or ".join(_different(masks)), masks[0].segments)
+        words = " or ".join(_different(masks))
+        return replace(first, pieces=pieces, name="union", details=words)
 
     def __and__(self, window: tuple[int, int]) -> Mask:
         """The pairs that this mask allows and whose positions are within `window` (left, right); -1
@@ -187,38 +205,48 @@ class Mask(Numbered):
         window = window_of(window)
         left, right = _band(window)
         start, position = self._runs()
-        slide, pieces = position - start, self.pieces
+        of_keys, key_position = self._runs(of_keys=True)
+        pieces = self.pieces
         query = key = np.zeros(1, np.int64)
-        if len(start) > 1:
-            pieces, query, key = split_at_edges(pieces, np.append(start, self.n))
+        several = max(len(start), len(of_keys)) > 1
+        if several:
+            edges = np.append(start, self.n), np.append(of_keys, self.num_keys)
+            pieces, query, key = split_at_edges(pieces, *edges)
         data = pieces.data.copy()
         # Between two runs the distance of positions is that in the stream plus a constant.
-        more = slide[key] - slide[query]
+        more = (key_position - of_keys)[key] - (position - start)[query]
         if left != -OPEN:
             np.maximum(data[4], left - more, out=data[4])
         if right != OPEN:
             np.minimum(data[5], right - more, out=data[5])
         narrow = Tiles(data).trimmed()
-        if len(start) > 1:
+        if several:
             narrow = coalesce(narrow, np.zeros(len(narrow), np.int64))[0]
         words = _listed(self.details, _window_in_words(window, causal=False))
         return replace(self, pieces=narrow, details=words)
 
     @classmethod
-    def full(cls, n: int, window: tuple[int, int] = (-1, -1)) -> Mask:
+    def full(cls, n: int, window: tuple[int, int] = (-1, -1), keys: int | None = None) -> Mask:
         """Every query sees every key, or the keys from i - left to i + right; -1 leaves a side open
-        (as flash-attn does).
+        (as flash-attn does). `keys` is as in `documents`.
         """
-        mask = cls.documents([0, _length(n)], causal=False, window=window)
+        mask = cls._one_document(n, False, window, keys)
         return replace(mask, name="full", details=_window_in_words(window_of(window), causal=False))
 
     @classmethod
-    def causal(cls, n: int, window: tuple[int, int] = (-1, 0)) -> Mask:
-        """Query i sees keys up to i, and with a window no further back than i - left."""
-        mask = cls.documents([0, _length(n)], causal=True, window=window)
+    def causal(cls, n: int, window: tuple[int, int] = (-1, 0), keys: int | None = None) -> Mask:
+        """Query i sees keys up to i, and with a window no further back than i - left. `keys` is as
+        in `documents`.
+        """
+        mask = cls._one_document(n, True, window, keys)
         return replace(
             mask, name="causal", details=_window_in_words(window_of(window), causal=True)
         )
+
+    @classmethod
+    def _one_document(cls, n: int, causal: bool, window: tuple[int, int], keys: int | None) -> Mask:
+        of_keys = None if keys is None else [0, _length(keys, "keys")]
+        return cls.documents([0, _length(n)], causal, window, cu_seqlens_k=of_keys)
 
     @classmethod
     def documents(
@@ -227,13 +255,15 @@ class Mask(Numbered):
         causal: bool = True,
         window: tuple[int, int] | None = None,
         n: int | None = None,
+        cu_seqlens_k: Sequence[int] | np.ndarray | None = None,
     ) -> Mask:
         """Packed documents `[cu_seqlens[i], cu_seqlens[i + 1])` that do not see one another.
 
         `n` is the length of the stream, by default the end of the last document. Tokens behind the
-        last document are
-        padding: they see nothing, and nothing sees them. Empty documents are ignored. Raises
-        `PlanError` for offsets
+        last document are padding: they see nothing, and nothing sees them. Empty documents are
+        ignored. `cu_seqlens_k` gives the keys a stream of their own, with as many documents: the
+        queries of a document see the keys of that of the same number. As in flash-attn, the last
+        query and the last key of a document then have one position. Raises `PlanError` for offsets
         that do not start at 0, decrease or pass `n`, and for windows below -1.
         """
         start, end, n = _spans(cu_seqlens, n)
@@ -241,13 +271,37 @@ class Mask(Numbered):
         window = window_of(window) if window is not None else (-1, 0 if causal else -1)
         left, right = _band(window)
         right = min(right, 0) if causal else right
-        pieces = Tiles.columns(start, end, start, end, left, right).trimmed()
         details = _listed(
             _documents_in_words(start, end, n),
             "" if causal else "not causal",
             _window_in_words(window, causal),
         )
+        if cu_seqlens_k is not None:
+            mask = cls._of_two_streams((start, end, n), cu_seqlens_k, left, right)
+            return replace(mask, details=details)
+        pieces = Tiles.columns(start, end, start, end, left, right).trimmed()
         return cls(n, pieces, "documents", details, _restarts(start, end, n))
+
+    @classmethod
+    def _of_two_streams(
+        cls, queries: tuple[Ints, Ints, int], cu_seqlens_k: Any, left: int, right: int
+    ) -> Mask:
+        """`documents` with keys of their own: key - query from `left` to `right` by positions."""
+        start, end, n = queries
+        first, last, keys = _spans(cu_seqlens_k, None)
+        if len(first) != len(start):
+            raise PlanError(
+                f"cu_seqlens_k has {len(first)} documents, cu_seqlens {len(start)}: the queries of "
+                "a document see the keys of that of the same number"
+            )
+        ends = np.maximum(end - start, last - first)
+        position, of_keys = ends - (end - start), ends - (last - first)
+        slide = (first - of_keys) - (start - position)
+        lo = np.where(left == -OPEN, -OPEN, left + slide)
+        hi = np.where(right == OPEN, OPEN, right + slide)
+        pieces = Tiles.columns(start, end, first, last, lo, hi).trimmed()
+        segments, more = _segments(start, end, position, n), _segments(first, last, of_keys, keys)
+        return cls(n, pieces, "documents", "", segments, keys, more)
 
     @classmethod
     def prefix(
@@ -503,10 +557,10 @@ class Mask(Numbered):
     @cached_property
     def digest(self) -> str:
         """Equal for equal masks with equal positions, whatever they are called."""
-        positions = b"" if self.segments is None else self.segments.tobytes()
-        return digest(
-            f"{self.n} {self.pieces.data.shape} ".encode(), self.pieces.data.tobytes(), positions
-        )
+        parts = [self.segments, self.key_segments]
+        sizes = f"{self.n} {self.pieces.data.shape} " + f"{self.keys} " * (self.keys is not None)
+        positions = [b"" if part is None else part.tobytes() for part in parts]
+        return digest(sizes.encode(), self.pieces.data.tobytes(), *positions)
 
     @property
     def positions(self) -> Ints:
@@ -516,8 +570,16 @@ class Mask(Numbered):
         Documents and groups begin at 0, responses continue from their prompt, branches from their
         parent. Of a mask without such parts it is the place in the stream.
         """
-        start, position = self._runs()
-        return np.arange(self.n) + np.repeat(position - start, np.diff(np.append(start, self.n)))
+        return self._positions(self.n)
+
+    @property
+    def key_positions(self) -> Ints:
+        """The position of each key in its own sequence: int64 [num_keys]."""
+        return self._positions(self.num_keys, of_keys=True)
+
+    def _positions(self, n: int, of_keys: bool = False) -> Ints:
+        start, position = self._runs(of_keys)
+        return np.arange(n) + np.repeat(position - start, np.diff(np.append(start, n)))
 
     @property
     def last(self) -> NDArray[np.bool_]:
@@ -527,7 +589,8 @@ class Mask(Numbered):
         bool [n]. Padding has no next token.
         """
         seen = np.zeros(self.n + 1, np.int64)
-        p = self.pieces
+        # Of keys of their own, none is a token of the stream.
+        p = self.pieces if self.keys is None else Tiles.of([(0, self.n, 0, self.n, -OPEN, OPEN)])
         previous = (p.lo <= -1) & (p.hi >= -1)
         first, end = np.maximum(p.q0, p.k0 + 1)[previous], np.minimum(p.q1, p.k1 + 1)[previous]
         some = first < end
@@ -537,24 +600,21 @@ class Mask(Numbered):
         last[self._runs()[0][1:] - 1] = True
         return last
 
-    def _runs(self) -> tuple[Ints, Ints]:
-        """First token of each run of positions, and its position."""
-        if self.segments is None:
-            return np.zeros(1, np.int64), np.zeros(1, np.int64)
-        return self.segments[0], self.segments[1]
+    def _runs(self, of_keys: bool = False) -> tuple[Ints, Ints]:
+        """First token of each run of positions, of queries or of keys, and its position."""
+        found = self.key_segments if of_keys and self.keys is not None else self.segments
+        return (np.zeros(1, np.int64),) * 2 if found is None else (found[0], found[1])
 
     def to_dict(self) -> dict[str, Any]:
         """The mask in plain numbers, lists and strings, as JSON has them: `from_dict` makes an
         equal one.
         """
-        segments = None if self.segments is None else self.segments.tolist()
-        pieces = self.pieces.data.T.tolist()
+        values = {name: getattr(self, name) for name in _FIELDS}
+        values |= {"pieces": self.pieces.data.T}
         return {
-            "n": self.n,
-            "pieces": pieces,
-            "segments": segments,
-            "name": self.name,
-            "details": self.details,
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in values.items()
+            if name not in _OF_KEYS or self.keys is not None
         }
 
     @classmethod
@@ -562,69 +622,75 @@ class Mask(Numbered):
         """The mask that `to_dict` has written. Raises `PlanError` for anything else, overlapping
         pieces included.
         """
-        unknown = [
-            name for name in values if name not in ("n", "pieces", "segments", "name", "details")
-        ]
+        unknown = [name for name in values if name not in _FIELDS]
         missing = [name for name in ("n", "pieces") if name not in values]
         if unknown or missing:
             raise PlanError(
-                "a mask in plain numbers has n, pieces, segments, name and details; here "
+                f"a mask in plain numbers has {', '.join(_FIELDS)}; here "
                 f"{unknown or missing} is {'unknown' if unknown else 'missing'}")  # fmt: skip
         words = (str(values.get("name", "mask")), str(values.get("details", "")))
-        mask = cls.from_pieces(values["n"], values["pieces"], *words)
-        if values.get("segments") is None:
-            return mask
-        segments = integers(values["segments"], "segments")
-        if (
-            segments.ndim != 2
-            or segments.shape[0] != 2
-            or not segments.shape[1]
-            or segments[0, 0] != 0
-            or (segments < 0).any()
-        ):
-            raise PlanError(
-                "segments of a mask are first tokens, from 0, and their positions: two lists of "
-                "the same length"
-            )
-        if (segments >= MAX_TOKENS).any():
-            raise PlanError(
-                f"segments of a mask hold {segments.max()}: tokens and positions must be below "
-                f"{MAX_TOKENS}"
-            )
-        if (np.diff(segments[0]) <= 0).any() or segments[0, -1] >= mask.n:
-            raise PlanError(
-                f"segments of a mask of {mask.n} tokens must begin at ascending tokens, not "
-                f"{short(segments[0])}"
-            )
-        return replace(mask, segments=segments)
+        keys = values.get("keys")
+        mask = cls.from_pieces(values["n"], values["pieces"], *words, keys=keys)
+        of_keys = None if keys is None else _read_segments(values.get("key_segments"), keys)
+        segments = _read_segments(values.get("segments"), mask.n)
+        return replace(mask, segments=segments, key_segments=of_keys)
 
     def allowed(self, i: int, j: int) -> bool:
         """Whether query i may see key j."""
-        if not (0 <= integer(i, "query") < self.n and 0 <= integer(j, "key") < self.n):
-            raise PlanError(f"pair ({i}, {j}) is outside the {self.n} tokens of the mask")
+        if not (0 <= integer(i, "query") < self.n and 0 <= integer(j, "key") < self.num_keys):
+            size = _of(self.n, self.num_keys)
+            raise PlanError(f"pair ({i}, {j}) is outside the {size} of the mask")
         pair = self.pieces.within(i, i + 1, j, j + 1)
         return bool((pair.q0 < pair.q1).any())
 
     @classmethod
     def batch(cls, rows: Sequence[Mask]) -> Mask:
-        """Batch rows, each with its own mask, as one stream: row after row."""
+        """Batch rows, each with its own mask, as one stream: row after row. Raises `PlanError`
+        where some have keys of their own, and others not.
+        """
         if not _all_masks(rows):
             raise PlanError("a batch must have at least one row")
-        starts = np.cumsum([0, *(row.n for row in rows)])
-        masks = list(zip(rows, starts, strict=False))
-        tiles = Tiles.concatenate(*(mask.pieces.shifted(start, start) for mask, start in masks))
-        segments = [np.add(mask._runs(), [[start], [0]]) for mask, start in masks]
+        own = {row.keys is not None for row in rows}
+        if len(own) > 1:
+            raise PlanError("of the batch rows, all or none have keys of their own")
+        starts, of_keys = (
+            np.cumsum([0, *sizes])
+            for sizes in ([row.n for row in rows], [row.num_keys for row in rows])
+        )
+        masks = list(zip(rows, starts.tolist(), of_keys.tolist(), strict=False))
+        tiles = Tiles.concatenate(*(mask.pieces.shifted(*begin) for mask, *begin in masks))
         words = f"{len(rows)} rows ({'; '.join(_different(rows))})"
-        n = _length(int(starts[-1]))
-        return cls(n, tiles, "batch", words, np.concatenate(segments, axis=1))
+        runs = [np.add(mask._runs(), [[start], [0]]) for mask, start, _ in masks]
+        found = cls(_length(int(starts[-1])), tiles, "batch", words, np.concatenate(runs, axis=1))
+        if False in own:
+            return found
+        runs = [np.add(mask._runs(of_keys=True), [[start], [0]]) for mask, _, start in masks]
+        return replace(
+            found,
+            keys=_length(int(of_keys[-1]), "keys"),
+            key_segments=np.concatenate(runs, axis=1),
+        )
+
+    def spread(self, edges: Ints, owner: Ints, copies: int) -> Mask:
+        """Of queries that all of `copies` ranks hold: a copy of the queries for each rank, one
+        after another, which sees that rank's keys alone. Chunk c of the keys, `[edges[c],
+        edges[c + 1])`, is that of rank `owner[c]`.
+        """
+        cut, _, chunk = split_at_edges(self.pieces, np.array([0, self.n]), edges)
+        pieces = _in_order(cut.shifted(owner[chunk] * self.n, 0))
+        start, position = self._runs()
+        runs = (np.arange(copies)[:, None] * self.n + start).reshape(-1)
+        segments, of_keys = np.stack([runs, np.tile(position, copies)]), self._runs(of_keys=True)
+        mine, keys = (_length(self.n * copies), pieces), (self.num_keys, np.stack(of_keys))
+        return Mask(*mine, self.name, self.details, segments, *keys)
 
     def area(self) -> int:
         """Allowed (query, key) pairs, exactly."""
         return int(self.pieces.area().sum())
 
     def dense(self) -> np.ndarray:
-        """The mask as a boolean `[n, n]` array, for small n."""
-        return paint(self.pieces, self.n, self.n) > 0
+        """The mask as a boolean `[n, num_keys]` array, for small n."""
+        return paint(self.pieces, self.n, self.num_keys) > 0
 
     def describe(self) -> str:
         """The mask in words, as "causal, window 4096" or "documents: 113, mean 580 tokens"."""
@@ -632,7 +698,11 @@ class Mask(Numbered):
         return self.name.replace("_", " ") + separator * bool(self.details) + self.details
 
     def __repr__(self) -> str:
-        return f"<Mask of {self.n} tokens, {self.describe()}>"
+        return f"<Mask of {_of(self.n, self.num_keys)}, {self.describe()}>"
+
+
+_FIELDS = ("n", "pieces", "segments", "name", "details", "keys", "key_segments")
+_OF_KEYS = ("keys", "key_segments")
 
 
 def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:
@@ -714,8 +784,12 @@ def _pieces_of(blocks: Iterable[np.ndarray], n: int, most: int) -> Tiles:
     return _in_order(Tiles.columns(q0, query[last] + 1, k0, k1, lo, hi).trimmed())
 
 
-def _length(n: int) -> int:
-    return size_within(n, "n", MAX_TOKENS, f"a stream of {n} tokens: it must hold")
+def _length(n: int, what: str = "n") -> int:
+    return size_within(n, what, MAX_TOKENS, f"a stream of {n} tokens: it must hold")
+
+
+def _of(n: int, keys: int) -> str:
+    return f"{n} tokens" if n == keys else f"{n} queries and {keys} keys"
 
 
 def _block(block: int, n: int) -> int:
@@ -769,6 +843,35 @@ def _segments(start: Ints, end: Ints, position: Ints, n: int) -> Ints | None:
     total = int(end[-1]) if len(end) else 0
     padding = np.array([[total], [0]])[:, : int(total < n)]
     return _plain(np.concatenate([np.stack([start, position]), padding], axis=1))
+
+
+def _read_segments(values: Any, n: int) -> Ints | None:
+    """Checked segments of `n` tokens. Raises `PlanError` for others."""
+    if values is None:
+        return None
+    segments = integers(values, "segments")
+    if (
+        segments.ndim != 2
+        or segments.shape[0] != 2
+        or not segments.shape[1]
+        or segments[0, 0] != 0
+        or (segments < 0).any()
+    ):
+        raise PlanError(
+            "segments of a mask are first tokens, from 0, and their positions: two lists of the "
+            "same length"
+        )
+    if (segments >= MAX_TOKENS).any():
+        raise PlanError(
+            f"segments of a mask hold {segments.max()}: tokens and positions must be below "
+            f"{MAX_TOKENS}"
+        )
+    if (np.diff(segments[0]) <= 0).any() or segments[0, -1] >= n:
+        raise PlanError(
+            f"segments of a mask of {n} tokens must begin at ascending tokens, not "
+            f"{short(segments[0])}"
+        )
+    return segments
 
 
 def _plain(segments: Ints) -> Ints | None:

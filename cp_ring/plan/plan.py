@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,9 @@ class PlanSpec:
     """How attention is split over ranks. `cp_ring.plan.plan.plan` makes and proves the plan of a
     mask by it.
 
-    layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`.
+    layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`; of a mask with keys of
+        their own, which rank holds which queries, or `replicated`: each holds all of them.
+    key_layout: which rank holds which of such keys; None is a layout of the same name.
     route, schedule, ulysses, node_size, slot_shards: as in `Plan.build`.
     """
 
@@ -54,6 +57,7 @@ class PlanSpec:
     ulysses: int = 1
     node_size: int = 1
     slot_shards: int | None = None
+    key_layout: Layout | str | None = None
 
     @property
     def name(self) -> str:
@@ -66,11 +70,45 @@ class PlanSpec:
 
     def layout_of(self, mask: Mask, cp: int) -> Layout:
         """Raises `PlanError` for an unknown name."""
-        if not isinstance(self.layout, str):
-            return expect("layout", self.layout, Layout, str)
-        if self.layout not in LAYOUTS:
-            raise PlanError(f"layout={self.layout!r}: unknown; known are {', '.join(LAYOUTS)}")
-        return LAYOUTS[self.layout](mask, cp)
+        return _layout_of("layout", self.layout, mask, cp)
+
+    def settled(self, mask: Mask, cp: int) -> PlanSpec:
+        """The same with its layouts in place of their names. Raises `PlanError` as `build` does."""
+        _, layout, key_layout = self._streams(mask, cp)
+        return replace(self, layout=layout, key_layout=None if key_layout is layout else key_layout)
+
+    def _streams(self, mask: Mask, cp: int) -> tuple[Mask, Layout, Layout]:
+        """The mask that is planned, and the layouts of its queries and of its keys."""
+        copies = self.layout == REPLICATED
+        if mask.keys is None:
+            if copies or self.key_layout is not None:
+                asked = f"layout={REPLICATED!r}" if copies else "key_layout"
+                raise PlanError(
+                    f"{asked} is for a mask with keys of their own, as Mask.causal(n, keys=...) "
+                    "makes it: here the keys are those of the queries' tokens"
+                )
+            layout = self.layout_of(mask, cp)
+            return mask, layout, layout
+        given = self.key_layout
+        if given is None:
+            given = "contiguous" if copies else self.layout
+        if given is self.layout and not isinstance(given, str):
+            raise PlanError(
+                "key_layout is missing: layout is that of the queries, and the mask has keys of "
+                "their own"
+            )
+        key_layout = _layout_of("key_layout", given, Mask.full(mask.num_keys), cp)
+        if not copies:
+            return mask, self.layout_of(mask, cp), key_layout
+        if self.ulysses != 1:
+            raise PlanError(
+                f"heads={self.ulysses}: where every rank holds all queries, heads are not exchanged"
+            )
+        n = np.arange(key_layout.cp + 1) * mask.n
+        layout = Layout(
+            int(n[-1]), key_layout.cp, n, np.arange(key_layout.cp), REPLICATED, key_layout.rows
+        )
+        return mask.spread(key_layout.edges, key_layout.owner, key_layout.cp), layout, key_layout
 
     def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
         """The plan of `mask` over `cp` ranks, neither proven nor kept; with `rank`, all that this
@@ -79,23 +117,32 @@ class PlanSpec:
         Raises `PlanError` where mask, ranks and spec do not fit together.
         """
         expect("mask", mask, Mask)
-        layout = members = self.layout_of(mask, cp)
+        mask, layout, key_layout = self._streams(mask, cp)
         if self.route not in ROUTES:
             raise PlanError(f"route={self.route!r}: unknown; known are {', '.join(ROUTES)}")
         route, near = ROUTES[self.route], self.node_size
-        if layout.cp != cp:
-            raise PlanError(f"layout is for {layout.cp} ranks, not for {cp}")
+        for name, of in (("layout", layout), ("key_layout", key_layout)):
+            if of.cp != cp:
+                raise PlanError(f"{name} is for {of.cp} ranks, not for {cp}")
+        members, of_keys = layout, key_layout
         if self.ulysses != 1:
             members, near = layout.merged(self.ulysses), members_of_node(near, self.ulysses)
+            of_keys = members if key_layout is layout else key_layout.merged(self.ulysses)
         if mask.n != layout.n:
             raise PlanError(f"the mask is for {mask.n} tokens, the layout for {layout.n}")
+        if mask.num_keys != key_layout.n or key_layout.rows != layout.rows:
+            raise PlanError(
+                f"the mask has {mask.num_keys} keys in {layout.rows} batch rows, key_layout is for "
+                f"{key_layout.n} in {key_layout.rows}"
+            )
         if integer(near, "node_size") < 1 or members.cp % near:
             raise PlanError(f"node_size={near}: it must divide the {members.cp} ranks")
         near = near if route.node_aware else 1
         hops = route.schedule(self.schedule, members, self.slot_shards, near)
-        mine = None if rank is None or not route.local else members.owner == rank // self.ulysses
-        cut = _cut(mask, members, mine)
-        return Plan(_tables(mask, members, self.route, hops, cut, near), layout, self.ulysses)
+        split = members, of_keys
+        mine = None if rank is None or not route.local else rank // self.ulysses
+        tables = _tables(mask, split, self.route, hops, _cut(mask, split, mine), near)
+        return Plan(tables, layout, key_layout, self.ulysses)
 
     def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:
         """One rank's plan, neither proven nor kept, without planning for the others if the route is
@@ -111,11 +158,13 @@ class Plan(Numbered):
 
     ring: the tables of the members of the ring; their layout is `layout.merged(ulysses)`.
     layout: which rank holds which tokens, before and after attention.
+    key_layout: which rank holds which keys; `layout`, but for a mask with keys of their own.
     ulysses: ranks of a member; with 1, the ranks themselves are the members.
     """
 
     ring: PlanTables
     layout: Layout
+    key_layout: Layout
     ulysses: int = 1
     _rank_plans: dict[int, RankPlan] = field(default_factory=dict, repr=False)
 
@@ -123,18 +172,17 @@ class Plan(Numbered):
     def build(
         cls,
         mask: Mask,
-        layout: Layout,
+        layout: Layout | str,
         route: str = DEFAULT,
         schedule: str | Sequence[int] = "auto",
         slot_shards: int | None = None,
-        node_size: int = 1,
-        ulysses: int = 1,
+        **more: Any,
     ) -> Plan:
         """The plan of all ranks, not yet proven.
 
         Args:
             mask: which keys each query sees.
-            layout: which rank holds which tokens.
+            layout: which rank holds which tokens; `replicated` with a `key_layout`.
             route: how keys reach the members that need them, a name in `ROUTES`.
             schedule: `auto`, `ring` (one source a hop), `gather` (all remote sources in one hop),
                 or the hop of each ring distance, as in (0, 1, 2, 2); see `cp_ring.plan.schedule`.
@@ -142,24 +190,26 @@ class Plan(Numbered):
                 shards. None is 4 for `auto`, and no limit for another schedule. A route with a
                 schedule of its own has no such limit: that of `relay` has fewer than `node_size`,
                 but up to 2.
-            node_size: neighboring ranks on one node, for routes that are `node_aware`; 1 if nodes
-            do not matter.
-            ulysses: neighboring ranks that exchange tokens for heads; the ring has as many times
-            fewer members.
+            more: node_size, neighboring ranks on one node, for routes that are `node_aware`, 1 if
+                nodes do not matter; ulysses, neighboring ranks that exchange tokens for heads, so
+                that the ring has as many times fewer members; key_layout, which rank holds which
+                keys, for a mask with keys of their own.
 
         Raises `PlanError` if mask and layout differ in length, if `ulysses` does not divide the
         ranks, or if the route or the schedule is not right.
         """
-        return PlanSpec(layout, route, schedule, ulysses, node_size, slot_shards).build(
-            mask, expect("layout", layout, Layout).cp
-        )
+        spec = PlanSpec(layout, route, schedule, slot_shards=slot_shards, **more)
+        return spec.build(mask, _ranks_of(spec))
 
     @classmethod
-    def build_rank_plan(cls, mask: Mask, layout: Layout, rank: int, **options: Any) -> RankPlan:
+    def build_rank_plan(
+        cls, mask: Mask, layout: Layout | str, rank: int, **options: Any
+    ) -> RankPlan:
         """One rank's plan, without planning for the others if the route is `local`. Options and
         errors as in `build`.
         """
-        return PlanSpec(layout, **options).build_rank_plan(mask, layout.cp, rank)
+        spec = PlanSpec(layout, **options)
+        return spec.build_rank_plan(mask, _ranks_of(spec), rank)
 
     @property
     def mask(self) -> Mask:
@@ -192,7 +242,10 @@ class Plan(Numbered):
         if rank not in self._rank_plans:
             own = rank_plan(self.ring, rank // self.ulysses)
             if self.ulysses > 1:
-                own = with_exchange(own, self.layout, self.ring.layout, rank)
+                layouts = [(self.layout, self.ring.layout)]
+                if self.key_layout is not self.layout:
+                    layouts.append((self.key_layout, self.ring.key_layout))
+                own = with_exchange(own, layouts, rank)
             self._rank_plans[rank] = own
         return self._rank_plans[rank]
 
@@ -208,15 +261,15 @@ class Plan(Numbered):
         see `cp_ring.plan.verify_ranks`. Raises `PlanError` that names the rank, the hop and the
         tokens.
         """
-        if self.layout is not self.ring.layout:
-            check_members(self.layout, self.ring.layout, self.ulysses)
-            for rank in range(self.cp):
-                check_exchange(
-                    self.layout,
-                    self.ring.layout,
-                    rank,
-                    self.rank_plan(rank).exchange if rank_plans else None,
-                )
+        for layout, members, name in (
+            (self.layout, self.ring.layout, "exchange"),
+            (self.key_layout, self.ring.key_layout, "key_exchange"),
+        ):
+            if layout is not members:
+                check_members(layout, members, self.ulysses)
+                for rank in range(self.cp):
+                    made = getattr(self.rank_plan(rank), name) if rank_plans else None
+                    check_exchange(layout, members, rank, made)
         proven = verify(self.ring, num_slots)
         if rank_plans:
             for place in range(self.ulysses):
@@ -225,16 +278,32 @@ class Plan(Numbered):
         return proven
 
 
-def _cut(mask: Mask, layout: Layout, mine: Any = None) -> tuple[Tiles, Ints, Ints]:
-    """Pieces cut at the edges of chunks, and the chunks of their queries and keys.
+def _ranks_of(spec: PlanSpec) -> int:
+    held = spec.key_layout if spec.layout == REPLICATED else spec.layout
+    return expect("layout", held, Layout).cp
 
-    `mine`, bool [chunks], leaves only the pieces whose queries or keys are in these chunks.
+
+def _layout_of(what: str, given: Layout | str, mask: Mask, cp: int) -> Layout:
+    if not isinstance(given, str):
+        return expect(what, given, Layout, str)
+    if given not in LAYOUTS:
+        raise PlanError(f"{what}={given!r}: unknown; known are {', '.join(LAYOUTS)}")
+    return LAYOUTS[given](mask, cp)
+
+
+def _cut(
+    mask: Mask, split: tuple[Layout, Layout], member: int | None = None
+) -> tuple[Tiles, Ints, Ints]:
+    """Pieces cut at the edges of chunks, and the chunks of their queries and keys. `split` are the
+    layouts of both. With `member`, only the pieces whose queries or keys are this member's.
     """
-    if mine is None:
-        return split_at_edges(mask.pieces, layout.edges)
-    keep = (mine, ~mine), (~mine, mine), (mine, mine)
+    edges, of_keys = (layout.edges for layout in split)
+    if member is None:
+        return split_at_edges(mask.pieces, edges, of_keys)
+    queries, keys = (layout.owner == member for layout in split)
+    keep = (queries, ~keys), (~queries, keys), (queries, keys)
     tiles, *chunks = zip(
-        *(split_at_edges(mask.pieces, layout.edges, keep=each) for each in keep), strict=True
+        *(split_at_edges(mask.pieces, edges, of_keys, each) for each in keep), strict=True
     )
     query_chunk, key_chunk = map(np.concatenate, chunks)
     return Tiles.concatenate(*tiles), query_chunk, key_chunk
@@ -242,7 +311,7 @@ def _cut(mask: Mask, layout: Layout, mine: Any = None) -> tuple[Tiles, Ints, Int
 
 def _tables(
     mask: Mask,
-    layout: Layout,
+    split: tuple[Layout, Layout],
     route: str,
     hops: Schedule,
     parts: tuple[Tiles, Ints, Ints],
@@ -251,12 +320,10 @@ def _tables(
     """The tables of the members of the ring, from the pieces of the mask cut at the edges of their
     chunks.
     """
-    tiles, query_chunk, key_chunk = parts
-    edges, starts, cp, order = layout.edges, layout.starts, layout.cp, Order(layout.cp, node_size)
-    rank, source = layout.owner[query_chunk], layout.owner[key_chunk]
-    tiles = tiles.shifted(
-        starts[query_chunk] - edges[query_chunk], starts[key_chunk] - edges[key_chunk]
-    )
+    (tiles, *chunks), cp, order = parts, split[0].cp, Order(split[0].cp, node_size)
+    sides = list(zip(split, chunks, strict=True))
+    rank, source = (layout.owner[chunk] for layout, chunk in sides)
+    tiles = tiles.shifted(*(layout.starts[chunk] - layout.edges[chunk] for layout, chunk in sides))
     tiles, group = coalesce(tiles, rank * cp + order.distance(rank, source))
     rank, distance = np.divmod(group, cp)
     transfers, gradients = ROUTES[route].transfers(_need(tiles, rank, distance, hops, order), cp)
@@ -264,7 +331,7 @@ def _tables(
     gradients = gradients.in_buffer_order("sender", order)
     hop, source = np.array(hops)[distance], order.owner(rank, distance)
     return PlanTables(
-        mask, layout, route, hops, tiles, rank, hop, source, transfers, gradients, node_size
+        mask, *split, route, hops, tiles, rank, hop, source, transfers, gradients, node_size
     )
 
 
@@ -275,6 +342,9 @@ def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule, order: Order
     reader, far = np.divmod(group, cp)
     return Need(reader, np.array(hops)[far], order.owner(reader, far), start, end, hops, order)
 
+
+REPLICATED = "replicated"
+"""The layout of queries that every rank holds."""
 
 MAX_PLANS = 64
 """How many plans are kept: those that were used last."""
@@ -290,10 +360,14 @@ def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:
     """
     expect("mask", mask, Mask)
     expect("layout", expect("spec", spec, PlanSpec).layout, Layout, str)
+    expect("key_layout", spec.key_layout, Layout, str, NoneType)
     # The functions and routes, because others may have taken their names in the registries since.
-    split = LAYOUTS.get(spec.layout) if isinstance(spec.layout, str) else spec.layout.digest
+    split = [
+        LAYOUTS.get(of, of) if isinstance(of, str) else of and of.digest
+        for of in (spec.layout, spec.key_layout)
+    ]
     names = spec.route, text(spec.schedule), spec.ulysses, spec.node_size, spec.slot_shards
-    key = mask.digest, cp, split, ROUTES.get(spec.route), *names
+    key = mask.digest, cp, *split, ROUTES.get(spec.route), *names
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)

@@ -4,7 +4,7 @@ the executor holds.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -26,14 +26,14 @@ class _HopBuffers:
     ranges are sorted.
     """
 
-    def __init__(self, ranges: Transfers, distance: Ints, num_tokens: int, cp: int):
+    def __init__(self, ranges: Transfers, distance: Ints, num_keys: int, cp: int):
         size = ranges.tokens
         self._span = int(ranges.end.max(initial=0)) + 1
         self._keys = distance * self._span + ranges.start
         before = starts_of(size)
         self._slide = before - before[np.searchsorted(ranges.hop, ranges.hop)] - ranges.start
         self.sizes = np.bincount(ranges.hop, size, cp).astype(np.int64)
-        self.sizes[0] = num_tokens
+        self.sizes[0] = num_keys
 
     def slide(self, distance: Ints, start: Ints) -> Ints:
         """What to add to a token of the owner's shard for its place in the buffer that holds it."""
@@ -46,7 +46,10 @@ class _HopBuffers:
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     """The plan of one rank, from the tables of all ranks."""
-    cp, order, num_tokens = plan.cp, plan.order, int(plan.layout.tokens_per_rank[rank])
+    cp, order = plan.cp, plan.order
+    num_tokens, num_keys = (
+        int(layout.tokens_per_rank[rank]) for layout in (plan.layout, plan.key_layout)
+    )
     arriving, grads_leaving, keys, grads = _buffers(plan, rank)
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
@@ -75,7 +78,10 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
         )
 
     hops, pieces = Hops(make, _numbers(*every).tolist()), len(plan.mask.pieces)
-    return RankPlan(rank, cp, num_tokens, hops, plan.layout.rows, identity(plan), pieces)
+    own = RankPlan(rank, cp, num_tokens, hops, plan.layout.rows, identity(plan), pieces)
+    if plan.key_layout is plan.layout:
+        return own
+    return replace(own, keys=num_keys, replicated=plan.layout.name == "replicated")
 
 
 def _numbers(*lists: Ints | list[int]) -> Ints:
@@ -96,9 +102,9 @@ def _buffers(plan: PlanTables, rank: int) -> tuple[Transfers, Transfers, _HopBuf
     buffers.
     """
     arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
-    num_tokens = int(plan.layout.tokens_per_rank[rank])
+    num_keys = int(plan.key_layout.tokens_per_rank[rank])
     keys, grads = (
-        _HopBuffers(t, plan.order.distance(rank, t.owner), num_tokens, plan.cp)
+        _HopBuffers(t, plan.order.distance(rank, t.owner), num_keys, plan.cp)
         for t in (arriving, leaving)
     )
     return arriving, leaving, keys, grads
@@ -195,6 +201,8 @@ def identity(plan: PlanTables) -> tuple[Part, ...]:
     parts = []
     for field in fields(plan):
         value = getattr(plan, field.name)
+        if field.name == "key_layout" and value is plan.layout:
+            continue
         if isinstance(value, Mask | Layout):
             parts.append(Part(field.name, value.digest, repr(value)))
         elif value is None or isinstance(value, str | int | float | tuple):

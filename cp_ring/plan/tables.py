@@ -105,6 +105,8 @@ class PlanTables:
     """Tiles and transfers of all ranks, or of all members of a ring, which count as ranks here (see
     `cp_ring.plan.exchange.members`).
 
+    layout, key_layout: of the queries and of the keys, one and the same where a mask has no keys of
+    their own.
     schedule: the hop of each distance: rank r works on keys of rank `order.owner(r, d)` at hop
     `schedule[d]`.
     tiles: queries counted in the rank's shard, keys in the source's shard; sorted by rank and hop.
@@ -120,6 +122,7 @@ class PlanTables:
 
     mask: Mask
     layout: Layout
+    key_layout: Layout
     route: str
     schedule: tuple[int, ...]
     tiles: Tiles
@@ -270,10 +273,11 @@ class RankPlan(Numbered):
     Hops are those of the rank's member of the ring, and count ranks as members: `num_tokens` is the
     size of the member's shard, `batch` the number of batch rows that it holds, `pieces` the number
     of pieces of the mask. `exchange` is how the ranks of the member exchange tokens for heads; None
-    where the rank is its own member. `cached` counts tokens before the shard whose keys are there
-    too. `identity` is that of the whole plan
-    (`cp_ring.plan.rank_plan`), by which ranks find out whether they run the same plan; () is not
-    compared.
+    where the rank is its own member. `keys` are the tokens of the member's shard of keys, and
+    `key_exchange` their exchange, where they are not those of the queries. With `replicated`, every
+    rank has all queries, and each of them keys of its own: what they computed is merged over the
+    ranks. `identity` is that of the whole plan (`cp_ring.plan.rank_plan`), by which ranks find out
+    whether they run the same plan; () is not compared.
     """
 
     rank: int
@@ -284,7 +288,9 @@ class RankPlan(Numbered):
     identity: tuple[tuple[str, str, str], ...] = ()
     pieces: int = 1
     exchange: Exchange | None = None
-    cached: int = 0
+    keys: int | None = None
+    key_exchange: Exchange | None = None
+    replicated: bool = False
 
     def last(self, queries: int) -> RankPlan:
         """Of a rank alone: its last queries, with the keys of all tokens. Without backward."""
@@ -292,7 +298,21 @@ class RankPlan(Numbered):
         cached = self.num_tokens - queries
         tiles = hop.tiles.within(q0=cached).trimmed().shifted(-cached, 0)
         hop = replace(hop, tiles=tiles, grad_shift=np.zeros(len(tiles), np.int64))
-        return replace(self, num_tokens=queries, hops=(hop,), identity=(), cached=cached)
+        keys = self.num_tokens
+        return replace(self, num_tokens=queries, hops=(hop,), identity=(), keys=keys)
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens of the member's shard of keys."""
+        return self.num_tokens if self.keys is None else self.keys
+
+    @property
+    def shard_keys(self) -> int:
+        """Tokens of the rank's own shard of keys."""
+        held = self.key_exchange
+        if self.keys is None:
+            return self.shard_tokens
+        return self.keys if held is None else held.tokens[held.place]
 
     @property
     def ulysses(self) -> int:

@@ -59,6 +59,7 @@ class Report:
     """
 
     n: int
+    num_keys: int
     tokens_per_rank: Ints
     work: Ints
     keys_in: Ints
@@ -80,7 +81,7 @@ class Report:
     @property
     def share_of_full_ring(self) -> float:
         """Keys moved, as a share of a ring in which every shard visits every rank."""
-        everything = (len(self.work) - 1) * self.n
+        everything = (len(self.work) - 1) * self.num_keys
         return int(self.keys_in.sum()) / everything if everything else 0.0
 
     @property
@@ -113,6 +114,7 @@ def report(plan: PlanTables, slots: int) -> Report:
 
     return Report(
         n=plan.n,
+        num_keys=plan.key_layout.n,
         tokens_per_rank=plan.layout.tokens_per_rank,
         work=table(plan.tile_rank, plan.tile_hop, plan.tiles.area()),
         keys_in=table(keys.receiver, keys.hop, keys.tokens),
@@ -127,9 +129,13 @@ def check_tables(plan: PlanTables) -> None:
     """Ranks, hops and tokens exist, tables are sorted as `PlanTables` says, and every query of a
     tile sees a key.
     """
-    check_layout(plan.layout)
+    for layout in (plan.layout, plan.key_layout):
+        check_layout(layout)
+        if layout.cp != plan.cp:
+            raise PlanError(f"a layout of {layout.cp} ranks in a plan of {plan.cp}")
     check(plan.schedule, plan.cp)
-    cp, size, tiles = plan.cp, plan.layout.tokens_per_rank, plan.tiles
+    cp, tiles = plan.cp, plan.tiles
+    size, key_size = plan.layout.tokens_per_rank, plan.key_layout.tokens_per_rank
     columns = {"rank": plan.tile_rank, "hop": plan.tile_hop, "source": plan.tile_source}
     for what, values in columns.items():
         _check_range(
@@ -141,7 +147,7 @@ def check_tables(plan: PlanTables) -> None:
     if cp % plan.node_size:
         raise PlanError(f"node_size {plan.node_size} does not divide the {cp} ranks")
     for table in (plan.transfers, plan.gradients):
-        _check_moves(table, size, cp)
+        _check_moves(table, key_size, cp)
     keys, grads = plan.transfers, plan.gradients
     for what, order in {
         "tiles are not sorted by rank and hop": (plan.tile_rank, plan.tile_hop),
@@ -155,7 +161,8 @@ def check_tables(plan: PlanTables) -> None:
         if not isinstance(sort_index(*order), slice):
             raise PlanError(what)
     q0, q1, k0, k1, lo, hi = tiles.data
-    inside = (q0 >= 0) & (k0 >= 0) & (q1 <= size[plan.tile_rank]) & (k1 <= size[plan.tile_source])
+    inside = (q0 >= 0) & (k0 >= 0)
+    inside &= (q1 <= size[plan.tile_rank]) & (k1 <= key_size[plan.tile_source])
     good = inside & (q0 < q1) & (q0 >= k0 - hi) & (q1 <= k1 - lo) & (k0 < k1) & (lo <= hi)
     check_all(
         good, lambda i: f"{_where(plan, i)}: tokens outside the shards, or queries that see no key"
@@ -258,12 +265,14 @@ def check_cover(plan: PlanTables) -> None:
     """
     tiles, parent = tiles_in_stream(plan)
     pieces = plan.mask.pieces
-    inside = (pieces.data[[0, 2]] >= 0) & (pieces.data[[1, 3]] <= plan.n)
+    n, keys = plan.n, plan.key_layout.n
+    sizes, ends = f"{n} tokens" + f" and {keys} keys" * (keys != n), np.array([[n], [keys]])
+    inside = (pieces.data[[0, 2]] >= 0) & (pieces.data[[1, 3]] <= ends)
     check_all(
         inside.all(0),
         lambda i: (
-            f"the mask is for {plan.n} tokens, but its piece {_numbers(plan.mask.pieces, i)} lies "
-            "outside of them"
+            f"the mask is for {sizes}, but its piece {_numbers(plan.mask.pieces, i)} lies outside "
+            "of them"
         ),
     )
     pieces = pieces.trimmed()
@@ -297,7 +306,7 @@ def check_cover(plan: PlanTables) -> None:
     )
     if missing:
         start, end = cuts[allowed.strip[i]], cuts[allowed.strip[i] + 1]
-        raise PlanError(_uncovered(plan.layout, start, end, *allowed.sides[:2, i]))
+        raise PlanError(_uncovered(plan, start, end, *allowed.sides[:2, i]))
     if i < len(computed.strip):
         known = i < len(allowed.strip) and allowed.strip[i] == computed.strip[i]
         wanted = f"{allowed.sides[0, i]}..{allowed.sides[1, i]}" if known else "no more"
@@ -312,23 +321,30 @@ def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
     """The plan's tiles in positions of the stream, split where chunks of a shard meet, and the
     index of the tile of each.
     """
-    layout = plan.layout
-    chunk = np.argsort(layout.owner, kind="stable")
-    size = np.diff(layout.edges)[chunk]
-    start, end, shard = starts_of(size), np.cumsum(size), starts_of(layout.tokens_per_rank)
-    slide = layout.edges[chunk] - start
+    (start, end, slide, shard), of_keys = _shards(plan.layout), _shards(plan.key_layout)
     # All shards lie end to end on one axis, so that one search finds the tiles of all ranks.
-    tiles = plan.tiles.shifted(shard[plan.tile_rank], shard[plan.tile_source])
+    tiles = plan.tiles.shifted(shard[plan.tile_rank], of_keys[3][plan.tile_source])
     parent, cell = overlaps(tiles.q0, tiles.q1, start, end)
-    part, key_cell = overlaps(tiles.k0[parent], tiles.k1[parent], start, end)
+    part, key_cell = overlaps(tiles.k0[parent], tiles.k1[parent], *of_keys[:2])
     parent, cell = parent[part], cell[part]
+    key_start, key_end, key_slide = (x[key_cell] for x in of_keys[:3])
     split = (
         tiles[parent]
-        .within(start[cell], end[cell], start[key_cell], end[key_cell])
-        .shifted(slide[cell], slide[key_cell])
+        .within(start[cell], end[cell], key_start, key_end)
+        .shifted(slide[cell], key_slide)
     )
     live = split.live()
     return split[live], parent[live]
+
+
+def _shards(layout: Layout) -> tuple[Ints, Ints, Ints, Ints]:
+    """All shards end to end: start and end of each chunk there, what to add for its tokens in the
+    stream, and the start of each shard.
+    """
+    chunk = np.argsort(layout.owner, kind="stable")
+    size = np.diff(layout.edges)[chunk]
+    start = starts_of(size)
+    return start, np.cumsum(size), layout.edges[chunk] - start, starts_of(layout.tokens_per_rank)
 
 
 def check_keys(plan: PlanTables) -> None:
@@ -497,8 +513,11 @@ def _moves(table: Transfers, i: int) -> str:
     )
 
 
-def _uncovered(layout: Layout, q0: int, q1: int, k0: int, k1: int) -> str:
-    rank, source = layout.owner[np.searchsorted(layout.edges, [q0, k0], "right") - 1]
+def _uncovered(plan: PlanTables, q0: int, q1: int, k0: int, k1: int) -> str:
+    rank, source = (
+        layout.owner[np.searchsorted(layout.edges, token, "right") - 1]
+        for layout, token in ((plan.layout, q0), (plan.key_layout, k0))
+    )
     return (
         f"rank {rank}: queries {q0}..{q1} see keys {k0}..{k1}, the first of them of rank {source}, "
         "but no hop computes them"

@@ -69,7 +69,7 @@ def verify_rank_plans(plan: PlanTables, rank_plans: Sequence[RankPlan], num_slot
     Raises `PlanError` that names the rank, the hop and the tokens.
     """
     for part in rank_plans:
-        _check_rank_plan(part, int(plan.layout.tokens_per_rank[part.member]))
+        _check_rank_plan(part, plan)
     keys = simulate([forward_order(part) for part in rank_plans])
     simulate([backward_order(part) for part in rank_plans])
     grads = simulate(
@@ -209,12 +209,14 @@ class _Contents:
             )
 
 
-def _check_rank_plan(part: RankPlan, num_tokens: int) -> None:
-    """The size of the shard is right, hops ascend, and hop 0 moves nothing."""
-    if part.num_tokens != num_tokens:
-        raise PlanError(
-            f"rank {part.member} has {part.num_tokens} tokens, but the layout gives it {num_tokens}"
-        )
+def _check_rank_plan(part: RankPlan, plan: PlanTables) -> None:
+    """The sizes of the shards are right, hops ascend, and hop 0 moves nothing."""
+    for layout, held in ((plan.layout, part.num_tokens), (plan.key_layout, part.num_keys)):
+        given = int(layout.tokens_per_rank[part.member])
+        if held != given:
+            raise PlanError(
+                f"rank {part.member} has {held} tokens, but the layout gives it {given}"
+            )
     for before, after in pairwise(part.hops):
         if before.index >= after.index:
             raise PlanError(f"rank {part.member}: hop {after.index} follows hop {before.index}")
@@ -267,7 +269,7 @@ def _rebuild(
 
 
 def _own_shard(part: RankPlan) -> _Contents:
-    return _Contents(f"rank {part.member}: its own shard", [(0, part.num_tokens, part.member, 0)])
+    return _Contents(f"rank {part.member}: its own shard", [(0, part.num_keys, part.member, 0)])
 
 
 def _buffer(buffers: dict[tuple[int, int], _Contents], rank: int, hop: int, what: str) -> _Contents:

@@ -52,7 +52,7 @@ def test_the_documented_functions_have_as_many_pieces_as_documented(monkeypatch)
     ("make", "kind", "message"),
     [
         (lambda: Mask.from_dense(np.eye(4)), PlanError, "must be boolean.*, not float64"),
-        (lambda: Mask.from_dense(np.ones((2, 3), bool)), PlanError, r"shape \[2, 3\]: it must be"),
+        (lambda: Mask.from_dense(np.ones((2, 3, 3), bool)), PlanError, r"\[2, 3, 3\]: it must be"),
         (lambda: Mask.from_dense([True]), PlanError, r"shape \[1\]: it must be \[n, n\]"),
         (lambda: Mask.from_dense(np.ones((0, 0), bool)), PlanError, "a stream of 0 tokens"),
         (lambda: Mask.from_dense(np.eye(9) > 0, max_pieces=0), ConfigError, "has 1 pieces, more"),

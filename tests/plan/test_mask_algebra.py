@@ -268,7 +268,7 @@ def test_positions_that_are_given() -> None:
         (lambda: Mask.from_pieces(8, [], positions=[0, 1]), r"positions of shape \[2\]"),
         (lambda: Mask.union(), "a union must have at least one mask"),
         (lambda: Mask.union(Mask.causal(4), Mask.causal(8)),
-            "a union of masks of 4, 8 tokens: they must be as long"),
+            "a union of masks of 4 tokens, 8 tokens: they must be as long"),
         (lambda: Mask.causal(4) & (-2, 0), r"window \(-2, 0\): each side must be -1"),
         (lambda: Mask.shared_prefix([(4, [2, -1])]),
             "group 0 has a response of -1 tokens: it must have at least 0"),

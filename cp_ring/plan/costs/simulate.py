@@ -378,7 +378,7 @@ def rank_updates(rank_plan: RankPlan, kernel: Capabilities) -> RankUpdates:
     keys = gradient_updates(
         rank_plan.backward,
         [[part for _, part in calls] for calls in backward],
-        rank_plan.num_tokens,
+        rank_plan.num_keys,
     )
     return RankUpdates(out, dq, keys, sum(map(len, forward)))
 
@@ -502,7 +502,12 @@ def spans(
     node beside the others.
     """
     timeline = simulate(
-        Plan(plan, plan.layout), report, sizes, rates, ranks_per_node, updates=NO_UPDATES
+        Plan(plan, plan.layout, plan.key_layout),
+        report,
+        sizes,
+        rates,
+        ranks_per_node,
+        updates=NO_UPDATES,
     )
     forward, begin = timeline.passes[0], timeline.passes[0].begin
     live = (report.work > 0) | (report.keys_in > 0) | (report.keys_out > 0)

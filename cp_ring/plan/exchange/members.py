@@ -12,6 +12,7 @@ https://arxiv.org/abs/2405.07719.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,16 +36,24 @@ def members_of_node(node_size: int, ulysses: int) -> int:
     )
 
 
-def with_exchange(of_member: RankPlan, layout: Layout, members: Layout, rank: int) -> RankPlan:
-    """The plan of a rank, from that of its member in the ring alone. `members` is the layout of the
-    members.
+def with_exchange(
+    of_member: RankPlan, layouts: Sequence[tuple[Layout, Layout]], rank: int
+) -> RankPlan:
+    """The plan of a rank, from that of its member in the ring alone. `layouts` are that of the
+    ranks and that of the members: of tokens, then of keys where they are of their own.
     """
-    ulysses = layout.cp // members.cp
-    first = rank - rank % ulysses
-    ranges = tuple(_places(layout, members, other) for other in range(first, first + ulysses))
-    parts = Part("heads", str(ulysses), str(ulysses)), Part("shards", layout.digest, repr(layout))
-    exchange, identity = Exchange(rank - first, ranges), (*of_member.identity, *parts)
-    return replace(of_member, rank=rank, cp=layout.cp, exchange=exchange, identity=identity)
+    cp, of_members = (layout.cp for layout in layouts[0])
+    ulysses = cp // of_members
+    first, parts, made = rank - rank % ulysses, [Part("heads", str(ulysses), str(ulysses))], []
+    for layout, members in layouts:
+        parts.append(Part("shards", layout.digest, repr(layout)))
+        ranks = range(first, first + ulysses)
+        ranges = tuple(_places(layout, members, other) for other in ranks)
+        made.append(Exchange(rank - first, ranges))
+    exchange, of_keys = (*made, None)[:2]
+    identity = (*of_member.identity, *parts)
+    whole = replace(of_member, rank=rank, cp=cp, identity=identity)
+    return replace(whole, exchange=exchange, key_exchange=of_keys)
 
 
 def check_members(layout: Layout, members: Layout, ulysses: int) -> None:
