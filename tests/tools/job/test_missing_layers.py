@@ -59,12 +59,12 @@ def test_a_dry_run_warns(file, capsys):
     assert train.train(file, dry_run=True) == 0
     out, (line,) = warnings(capsys)
     assert "cp_ring.pretrain_gpt" in out and line.startswith(
-        "cp_ring: warning: transformer_impl: transformer_engine"
+        f"cp_ring: warning: {file}: transformer_impl: transformer_engine"
     )
     submit(file, GPUS, Site(), dry_run=True)
     out, (line,) = warnings(capsys)
     assert "#SBATCH --nodes=2" in out and line.startswith(
-        "cp_ring: warning: transformer_impl: transformer_engine"
+        f"cp_ring: warning: {file}: transformer_impl: transformer_engine"
     )
 
 
