@@ -17,7 +17,6 @@ from cp_ring.megatron.data.documents import (
     DocumentParams,
     Documents,
     boundaries,
-    documents_of,
 )
 from cp_ring.megatron.data.masks import KEY, DeclaredMask, MicrobatchMask, read
 from cp_ring.megatron.plans import make_layout
@@ -44,10 +43,11 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
 
     Returns:
         The tensors [b, n / cp], and `packed_seq_params`: hand it to the model, which gives it to
-        every layer; it is None for causal batch rows without documents, and has the format thd for
-        packed ones, each of which is split by zigzag as TransformerEngine does. `position_ids` are
-        those of the mask where it has positions of its own, so that a response continues from its
-        prompt.
+        every layer; it is None for causal batch rows without documents. For packed ones it has the
+        format thd, and each is split by zigzag as TransformerEngine does; with `document_mask` (and
+        without `local_cp_size`) they are split all together by the layout in force, and may have
+        any length. `position_ids` are those of the mask where it has positions of its own, so that
+        a response continues from its prompt.
 
     Raises:
         ConfigError: for a mask of another length, or of a kind that --cp-ring-mask-kinds does not
@@ -131,19 +131,27 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
             f"{', '.join(map(str, sorted(sizes)))}"
         )
     n = next(iter(sizes))[1]
+    together = batch.get(SIZE) is None and current().document_mask
+    if together:
+        _check_length(n, cp)
+    elif batch.get(SIZE) is None and current().layout != "zigzag" and cp > 1:
+        raise ConfigError(
+            f"{OFFSETS}: documents that are split one by one are split by zigzag, not "
+            f"{current().layout}: give document_mask=True (--cp-ring-document-mask)"
+        )
     if n % cp:
         raise ConfigError(
             f"{OFFSETS}: {n} packed tokens cannot be split over {cp} context-parallel ranks: pad "
             "them"
         )
-    documents = documents_of(packed, n // cp, cp, packed_in_whole_rows())
+    documents = Documents.in_thd(packed, n // cp, cp, together or packed_in_whole_rows())
     rest = {
         name: value for name, value in batch.items() if name not in whole and name not in _OF_PACKED
     }
     return (
         rest
         | {name: documents.shard(value, rank) for name, value in whole.items()}
-        | {"packed_seq_params": packed}
+        | {"packed_seq_params": DocumentParams.carry(documents) if together else packed}
     )
 
 

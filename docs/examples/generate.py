@@ -5,6 +5,7 @@ Run with torchrun --nproc-per-node 2.
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 import cp_ring
 import cp_ring.megatron
@@ -36,40 +37,50 @@ def sample(logits):
     return torch.multinomial((logits / 0.7).softmax(-1), 1)[:, 0]
 
 
-def likelihoods(model, tokens):
-    """Of each batch row, the log-likelihood of what follows its prompt."""
-    labels = tokens.roll(-1, 1)
-    labels[:, : PROMPT - 1] = labels[:, -1] = -100  # no labels
-    places = torch.arange(N).expand_as(tokens)
+def likelihoods(model, requests):
+    """Of each pair of a context and its continuation, lists of tokens: the log-likelihood of the
+    continuation, and how many of its tokens are not the likeliest; as evaluation harnesses ask.
+    """
+    cp = model.config.context_parallel_size
+    tokens = pad_sequence([torch.tensor([*x, *y]) for x, y in requests], batch_first=True)
+    tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % (2 * cp)))
+    labels = torch.full_like(tokens, -100)  # no label
+    for row, (context, continuation) in enumerate(requests):
+        first = len(context) - 1
+        labels[row, first : first + len(continuation)] = torch.tensor(continuation)
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
     mine = cp_ring.megatron.split_batch(
         {"tokens": tokens, "labels": labels, "position_ids": places}
     )
-    packed = mine["packed_seq_params"]
+    packed, labels = mine["packed_seq_params"], mine["labels"]
     logits = model(
         mine["tokens"], mine["position_ids"], None, packed_seq_params=packed,
         runtime_gather_output=True,
     )  # fmt: skip
-    total = cp_ring.logprobs(logits, mine["labels"]).sum(1)
-    if model.config.context_parallel_size > 1:
-        dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
-    return total
+    others = (labels >= 0) & (logits.argmax(-1) != labels)
+    found = torch.stack([cp_ring.logprobs(logits, labels).sum(1), others.sum(1)])
+    if cp > 1:  # each rank has its tokens
+        dist.all_reduce(found, group=parallel_state.get_context_parallel_group())
+    return found
 
 
 @torch.no_grad()
 def main(model):
-    """Greedy and sampled tokens, and the log-likelihoods of the greedy ones."""
+    """Greedy and sampled tokens, and their log-likelihoods."""
     model.eval()
     prompts = torch.randint(VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(9))
     greedy = cp_ring.megatron.generate(model, prompts, COUNT)
     sampled = cp_ring.megatron.generate(model, prompts, COUNT, sample)
-    return greedy, sampled, likelihoods(model, greedy)
+    requests = [(row[:PROMPT], row[PROMPT:]) for row in (*greedy.tolist(), *sampled.tolist())]
+    requests[1] = requests[1][0], requests[1][1][:4]  # of any length
+    return greedy, sampled, likelihoods(model, requests)
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     model_parallel_cuda_manual_seed(1)
-    greedy, _, total = main(build(2))
+    greedy, _, found = main(build(2))
     if dist.get_rank() == 0:
-        print("greedy:", greedy[:, PROMPT:].tolist(), "log-likelihoods:", total.tolist())
+        print("greedy:", greedy[:, PROMPT:].tolist(), "log-likelihoods:", found[0].tolist())
     dist.destroy_process_group()

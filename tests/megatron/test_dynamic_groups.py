@@ -4,6 +4,7 @@ against one rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,9 @@ STEP = (
     (4, ((16, 40),)),
 )
 
+# documents of any length, which all ranks share
+TOGETHER = ((4, ((13, 7, 30, 14),)), (4, ((64,),)), (4, ((5, 43),)))
+
 
 def build(cp: int, kind: str, **more: Any) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -61,10 +65,10 @@ def build(cp: int, kind: str, **more: Any) -> Any:
     )
 
 
-def microbatches(all_of_them: bool, rank: int = 0) -> list[dict[str, Any]]:
+def microbatches(all_of_them: bool, rank: int = 0, step: Any = STEP) -> list[dict[str, Any]]:
     """Those of a rank of four, or of one rank that has all of them."""
     random, found = torch.Generator().manual_seed(9), []
-    for size, groups in STEP:
+    for size, groups in step:
         for index, lengths in enumerate(groups):
             tokens = torch.randint(VOCAB, (1, sum(lengths) + 1), generator=random)
             batch = {
@@ -82,7 +86,7 @@ def microbatches(all_of_them: bool, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def gradients(
-    group: Any, kind: str, cp: int, fault: bool = False, **settings: Any
+    group: Any, kind: str, cp: int, fault: bool = False, together: bool = False, **settings: Any
 ) -> list[torch.Tensor]:
     """On a rank: the loss of a step, and the gradients of all parameters."""
     import cp_ring.megatron
@@ -96,7 +100,9 @@ def gradients(
     try:
         with program(cp, hybrid=cp > 1, packed=True, **settings):
             model, total, count = build(cp, kind), torch.zeros(()), torch.zeros(())
-            for batch in microbatches(cp == 1, dist.get_rank()):
+            all_of_them = cp == 1 or together
+            step = TOGETHER if together else STEP
+            for batch in microbatches(all_of_them, dist.get_rank(), step):
                 mine = cp_ring.megatron.split_batch(batch)
                 losses = model(
                     mine["tokens"], mine["position_ids"], None, labels=mine["labels"],
@@ -134,6 +140,21 @@ def test_groups_of_every_size_in_one_step_are_one_rank(pool, kind, settings):
     assert all(difference(each, wanted) < 1e-5 for each in found)
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("window", "balanced"),
+        pytest.param("predictions", "balanced", marks=pytest.mark.ci),
+        pytest.param("latent", "contiguous", marks=pytest.mark.ci),
+        pytest.param("window", "zigzag", marks=pytest.mark.ci),
+    ],
+)
+def test_documents_of_any_length_by_every_layout_are_one_rank(pool, kind, layout):
+    wanted = pool.run(gradients, 4, kind, 1, together=True)[0]
+    found = pool.run(gradients, 4, kind, 4, together=True, document_mask=True, layout=layout)
+    assert all(difference(each, wanted) < 1e-5 for each in found)
+
+
 @pytest.mark.ci
 def test_positions_of_another_rank_are_seen(pool):
     wanted = pool.run(gradients, 4, "window", 1)[0]
@@ -143,6 +164,7 @@ def test_positions_of_another_rank_are_seen(pool):
 def lines(group: Any) -> list[str]:
     """On a rank: with what each wrong microbatch or model ends."""
     import cp_ring.megatron
+    from cp_ring.megatron import settings as in_force
     from cp_ring.megatron.data.documents import ALONE
 
     def line(batch: dict[str, Any], thd: bool = True, patched: bool = True, **more: Any) -> str:
@@ -171,6 +193,8 @@ def lines(group: Any) -> list[str]:
             line({"tokens": batch["tokens"], "local_cp_size": 2}),
             line(on_two, thd=False),
         ]
+        in_force.configure(replace(in_force.current(), layout="balanced"))
+        found.append(line(batch))
         try:
             documents_of = cp_ring.megatron.data.documents.group_of_microbatch
             documents_of(SimpleNamespace(local_cp_size=2, cp_group=None), ALONE)
@@ -188,6 +212,7 @@ def test_what_cannot_run_on_a_group_of_its_own_ends_in_one_line(pool):
         "local_cp_size 3: there is no such group; give initialize_model_parallel",
         "local_cp_size needs cu_seqlens: only packed documents",
         "only packed documents (thd) can be split so",
+        "documents that are split one by one are split by zigzag, not balanced: give document_mask",
         "packed_seq_params.local_cp_size is 2, but its cp_group, by default",
     )
     for found in pool.run(lines, 4):

@@ -216,4 +216,34 @@ def test_the_example_is_one_rank(pool):
     (wanted, _, likelihoods), *_ = pool.run(example, 4, 1)
     first, second, *_ = pool.run(example, 4, 2)
     assert torch.equal(first[0], wanted) and torch.equal(first[1], second[1])
-    assert (likelihoods < -1).all() and torch.allclose(first[2], likelihoods, rtol=1e-5)
+    assert (likelihoods[0] < -1).all() and torch.allclose(first[2], likelihoods, rtol=1e-5)
+    # all greedy tokens are the likeliest ones
+    assert likelihoods[1, :2].tolist() == [0, 0] and (likelihoods[1, 2:] > 0).all()
+
+
+@torch.no_grad()
+def by_engines(group: Any, kind: str, ring: bool) -> list[torch.Tensor]:
+    """On a rank: the likeliest tokens by Megatron's own engines, with stock or ring attention."""
+    from cp_ring import patches
+    from tests.megatron import engines
+
+    with program(2), engines.on_the_cpu(), pytest.raises(ConfigError, match="--context-parallel"):
+        engines.dynamic(build(2, kind).eval(), PROMPT, 1)
+    with program(1), engines.on_the_cpu():
+        if not ring:
+            patches.get("core_attention").revert()
+        model = build(1, kind).eval()
+        return [
+            engines.static(model, PROMPT, COUNT),
+            engines.dynamic(model, PROMPT, COUNT),
+            engines.dynamic(model, PROMPT, COUNT, chunk=16),
+        ]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["window", "experts"])
+def test_engines_of_megatron_at_cp_1(pool, kind):
+    wanted = pool.run(all_again, 4, kind)[0]
+    for ring in (False, True):
+        found = pool.run(by_engines, 4, kind, ring)[0]
+        assert all(torch.equal(each, wanted) for each in found), ring

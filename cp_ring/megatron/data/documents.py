@@ -82,7 +82,7 @@ class Documents(MicrobatchMask):
         holds `tokens` tokens.
 
         Each document is split over the ranks separately (per-document zigzag). With `whole_row`,
-        all documents together are split as one sequence, by zigzag or the balanced layout. Raises
+        all documents together are split as one sequence, by the layout in force. Raises
         `ConfigError` if the parameters contradict each other or the tensors, and for cross
         attention.
         """
@@ -291,7 +291,7 @@ def _of_offsets(
 
 
 def packed_layout(offsets: Ints, cp: int) -> Layout:
-    """The layout of packed documents that are split all together, by zigzag or the balanced layout.
+    """The layout of packed documents that are split all together.
 
     offsets: int64 [documents + 1].
     """
@@ -309,7 +309,7 @@ def _whole_row_layout(offsets: bytes, cp: int, name: str, windows: LayerWindows)
         return Layout.balanced(
             [(Mask.documents(edges, window=window), count) for window, count in windows], cp
         )
-    return Layout.zigzag(int(edges[-1]), cp)
+    return make_layout(name, int(edges[-1]), cp)
 
 
 _read: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())
