@@ -46,7 +46,7 @@ def job_of(argv: Sequence[str], config: Options) -> Job:
     given, and whole numbers.
     """
     given: dict[str, Any] = {}
-    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+    for word, after in zip(argv, [*argv, ""][1:], strict=True):
         flag, _, value = word.partition("=")
         if flag.startswith("--"):
             given[flag[2:].replace("-", "_")] = (

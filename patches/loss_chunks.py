@@ -2,8 +2,9 @@
 are never all in memory.
 
 Megatron's fused losses (--cross-entropy-loss-fusion) need less memory per logit, but hold the
-logits of all tokens of a rank. This uses Megatron's own hook, the output processor of `GPTModel`.
-In backward the logits of each part are computed again.
+logits of all tokens of a rank. Here the output layer of a model returns logits that are not
+computed yet, and its loss, or that of predictions of further tokens, computes them. In backward the
+logits of each part are computed again.
 """
 
 from __future__ import annotations
@@ -13,73 +14,125 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.settings import current
+from cp_ring.megatron.wrapping import around
 from cp_ring.patches.patch import Patch, Replacement
 from cp_ring.rollouts import in_chunks
 
 
-def losses_in_chunks(
-    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor,
-    runtime_gather_output: bool | None, compute_language_model_loss: Callable[..., Tensor],
-    scale_logits: Callable[[Tensor], Tensor], **_: Any,
-) -> Tensor:  # fmt: skip
-    """The loss of each token, [b, s]. The signature is that of Megatron's output processors.
+class Logits:
+    """Those of all tokens of a rank, which `of` computes from the hidden states of some.
 
-    hidden_states: [s, b, hidden]; [s / tp, b, hidden] if the output layer gathers the parts of
-    tensor-parallel ranks.
-    labels: [b, s].
-
-    There are at least two chunks. So the certificate, which probes few tokens, takes the path of
-    training too.
+    hidden: [s, b, hidden]; [s / tp, b, hidden] if the output layer gathers the parts of
+        tensor-parallel ranks.
     """
-    tokens, batch = hidden_states.shape[:2]
-    # what the output layer gathers of some tokens lies in one part of each rank
-    parts = labels.shape[1] // tokens
-    size = max(1, min(current().loss_chunk // (batch * parts), -(-tokens // 2)))
+
+    def __init__(self, of: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
+        self.of, self.hidden = of, hidden
+
+    def chunks(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Hidden states of some tokens, and the same tokens of `others`, each [b, s].
+
+        There are at least two chunks. So the certificate, which probes few tokens, takes the path
+        of training too.
+        """
+        tokens, batch = self.hidden.shape[:2]
+        # what the output layer gathers of some tokens lies in one part of each rank
+        parts = others[0].shape[1] // tokens
+        size = max(1, min(current().loss_chunk // (batch * parts), -(-tokens // 2)))
+        split = (x.unflatten(1, (parts, tokens)).split(size, 2) for x in others)
+        return zip(self.hidden.split(size), *split, strict=True)
+
+
+class _OutputLayer:
+    """In place of a model's output layer: it returns `Logits`."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, hidden: Tensor, **options: Any) -> tuple[Logits, None]:
+        return Logits(lambda some: self._layer(some, **options)[0], hidden), None
+
+
+@around
+def _scaled(scale: Callable[..., Any], logits: Logits) -> Logits:
+    return Logits(lambda some: scale(logits.of(some)), logits.hidden)
+
+
+@around
+def losses_in_chunks(loss: Callable[..., Tensor], labels: Tensor, logits: Logits) -> Tensor:
+    """The loss of each token, [b, s], as `loss` of its labels and logits gives it."""
 
     def losses(hidden: Tensor, wanted: Tensor) -> Tensor:
-        logits, _ = output_layer(
-            hidden, weight=output_weight, runtime_gather_output=runtime_gather_output
-        )
-        return compute_language_model_loss(wanted.flatten(1), scale_logits(logits)).unflatten(
-            1, wanted.shape[1:]
-        )
+        found = loss(wanted.flatten(1), logits.of(hidden))
+        return found.unflatten(1, wanted.shape[1:])
 
-    chunks = zip(
-        hidden_states.split(size), labels.unflatten(1, (parts, tokens)).split(size, 2), strict=True
-    )
-    return in_chunks(losses, chunks, 2).flatten(1)
+    return in_chunks(losses, logits.chunks(labels), 2).flatten(1)
 
 
-def _in_chunks(postprocess: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(postprocess)
+@around
+def _counted_in_chunks(
+    count: Callable[..., Any], logits: Any, labels: Tensor, mask: Tensor, *rest: Any
+) -> Any:
+    """Wraps what counts the predictions of further tokens that are right."""
+    if not isinstance(logits, Logits):
+        return count(logits, labels, mask, *rest)
+    with torch.no_grad():
+        counts = [
+            count(logits.of(hidden), *(x.flatten(1) for x in others), *rest)
+            for hidden, *others in logits.chunks(labels, mask)
+        ]
+    return tuple(sum(each) for each in zip(*counts, strict=True))
 
-    @functools.wraps(postprocess)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        if current().loss_chunk and given.get("labels") is not None:
-            if given.get("output_processor") is not None:
-                raise ConfigError(
-                    "--cp-ring-loss-chunk: the script gives the model an output processor of its "
-                    "own, which needs all logits at once: leave out either"
-                )
-            kwargs["output_processor"] = losses_in_chunks
-        return postprocess(*args, **kwargs)
+
+def _in_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the method of a model that computes its loss from labels."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        if not current().loss_chunk or given.get("labels") is None or not self.post_process:
+            return function(self, *args, **kwargs)
+        if given.get("output_processor") is not None:
+            raise ConfigError(
+                "--cp-ring-loss-chunk: the script gives the model an output processor of its "
+                "own, which needs all logits at once: leave out either"
+            )
+        # not as attributes, which torch keeps for modules
+        own, before = vars(self), dict(vars(self))
+        own["output_layer"] = _OutputLayer(self.output_layer)
+        own["_scale_logits"] = _scaled(self._scale_logits)
+        own["compute_language_model_loss"] = losses_in_chunks(self.compute_language_model_loss)
+        try:
+            return function(self, *args, **kwargs)
+        finally:
+            for name in own.keys() - before.keys():
+                del own[name]
 
     return call
 
 
 def _replacements() -> Iterator[Replacement]:
+    import megatron.core.transformer.multi_token_prediction as module
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     yield GPTModel, "_postprocess", _in_chunks(GPTModel._postprocess)
+    yield HybridModel, "forward", _in_chunks(HybridModel.forward)
+    name = "_compute_mtp_acceptance_counts"
+    yield module, name, _counted_in_chunks(getattr(module, name))
 
 
 PATCH = Patch(
-    what="GPTModel computes logits and loss of --cp-ring-loss-chunk tokens at a time",
+    what="models compute logits and losses of --cp-ring-loss-chunk tokens at a time",
     why="the logits of all tokens of a rank are larger than everything else that a long sequence "
     "needs",
     versions=">=0.19,<0.21",

@@ -3,6 +3,7 @@ exit code 2.
 """
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import json
@@ -11,12 +12,13 @@ import pickle
 import re
 import sys
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, Options, patches
+from cp_ring import Layout, Mask, Options, patches, run
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, rejection, settings
 from cp_ring.megatron.checkpoints import inspection
@@ -81,6 +83,62 @@ def rejection_of(parse, capsys, *flags):
     """The one line with which the flags are rejected."""
     (line,) = rejections_of(parse, capsys, *flags)
     return line
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from megatron.core.models.T5 import T5Model\nfrom pretrain_gpt import loss", "T5"),
+        ("def build():\n    import megatron.core.models.bert.bert_model", "BERT"),
+        ("from megatron.core.models.T5 import a\nfrom megatron.core.models.bert import b",
+         "T5 and BERT"),
+        ("from megatron.core.models.gpt import GPTModel\nimport megatron.core.models.T5", ""),
+        ("from . import models\nfrom megatron.core import models", ""),
+        ("not Python", ""),
+    ],
+)  # fmt: skip
+def test_a_script_of_models_without_causal_self_attention(tmp_path, monkeypatch, text, found):
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # without any flag
+    line = f"{script} builds {found} models, which have padding masks or cross attention"
+    for enabled in (True, False):
+        job = Job(argparse.Namespace(script=script), Options.make(enabled=enabled))
+        assert problem(job, rules.SCRIPT).startswith(line) is bool(found and enabled)
+        rejecting = pytest.raises(ConfigError, match=re.escape(line))
+        with rejecting if found and enabled else contextlib.nullcontext():
+            run._check_batches(script, Options.make(enabled=enabled))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "bert"])
+def test_such_scripts_of_checkouts_end_in_one_line(megatron_lm, name):
+    for checkout in megatron_lm:
+        (script,) = Path(checkout).rglob(f"pretrain_{name}.py")
+        done = launch(2, ["-m", "cp_ring.run", str(script), *BASE], python_path=checkout)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("cp_ring: ")]
+        assert len(lines) == 1 and f"{name.upper()} models, which have padding masks" in lines[0]
+        assert done.stdout.index(lines[0]) < done.stdout.index("Traceback")  # torch's launcher's
+
+
+@pytest.mark.parametrize(
+    ("installed", "spec", "letters", "found"),
+    [
+        ((), None, "M*-", "TransformerEngine"),
+        (("transformer_engine",), None, "M*-", "mamba-ssm"),
+        (("transformer_engine",), ["megatron.core.x", "spec"], "G*", "flash-linear-attention"),
+        (("transformer_engine", "mamba_ssm", "fla"), None, "MG*-", ""),
+        (("transformer_engine",), None, "*-", ""),
+        ((), ["own.specs", "spec"], "M*-", ""),
+        ((), None, "", ""),
+    ],
+)
+def test_layers_of_packages_that_are_not_installed(monkeypatch, installed, spec, letters, found):
+    there = dict.fromkeys(installed, "a spec")
+    monkeypatch.setattr(implementations.importlib.util, "find_spec", there.get)
+    job = Job(argparse.Namespace(hybrid_layer_pattern=letters, spec=spec))
+    line = f"--hybrid-layer-pattern {letters}: its layers need {found}, which is not installed"
+    assert problem(job, rules.INSTALLED).startswith(line) is bool(found)
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=[example for _, example in EXAMPLES])

@@ -116,6 +116,16 @@ def _one_section(positions: Any, batch: Any) -> Any:
     return {name: ids[:1].expand(3, -1, -1) for name, ids in positions(batch).items()}
 
 
+def _chunks() -> Any:
+    from cp_ring.patches.loss_chunks import Logits
+
+    return Logits, "chunks"
+
+
+def _labels_of_another_chunk(chunks: Any, logits: Any, labels: Any, *more: Any) -> Any:
+    return chunks(logits, labels.roll(1, 1), *more)
+
+
 def _boundary_missed(boundaries: Any, position_ids: Any) -> Any:
     """The second document of a microbatch is taken for a part of the first."""
     edges = boundaries(position_ids)
@@ -344,6 +354,7 @@ FAULTS = {
         *_dropout(),
         _predictions_as_the_decoder,
     ),
+    "labels of another chunk": lambda: (*_chunks(), _labels_of_another_chunk),
     "one position in all sections": lambda: (_gpt(), "_mrope_positions", _one_section),
     "mask widened": lambda: (*_plans(), _mask_widened),
     "window widened": lambda: (*_plans(), _window_widened),

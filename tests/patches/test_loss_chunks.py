@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
 from cp_ring import Options
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
-from cp_ring.patches.loss_chunks import losses_in_chunks
+from cp_ring.patches.loss_chunks import Logits, losses_in_chunks
 from cp_ring.testing.oracle import error
 
 TOKENS, BATCH, VOCABULARY = 24, 2, 32
@@ -22,10 +24,11 @@ def chunk():
     settings.configure(before)
 
 
-@pytest.fixture
-def model(one_rank):
+@pytest.fixture(params=["gpt", "predicting", "hybrid"])
+def model(one_rank, request):
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     sizes = {
@@ -34,10 +37,17 @@ def model(one_rank):
         "num_attention_heads": 4,
         "use_cpu_initialization": True,
     }
-    config = TransformerConfig(**sizes, attention_dropout=0.0, hidden_dropout=0.0)
-    return GPTModel(
-        config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=TOKENS
-    )
+    more = {"mtp_num_layers": 2} if request.param == "predicting" else {}
+    config = TransformerConfig(**sizes, **more, attention_dropout=0.0, hidden_dropout=0.0)
+    size = {"vocab_size": VOCABULARY, "max_sequence_length": TOKENS}
+    if request.param == "hybrid":
+        from tests.parity.specs import hybrid
+
+        return HybridModel(config, hybrid, hybrid_layer_pattern="*", **size)
+    layer = specs.get_gpt_layer_local_spec()
+    if more:
+        size["mtp_block_spec"] = specs.get_gpt_mtp_block_spec(config, layer, False)
+    return GPTModel(config, layer, **size)
 
 
 def losses_of(model, grad=True):
@@ -70,17 +80,20 @@ def test_losses_and_gradients_are_those_of_all_logits(
     )
     wanted = losses_of(model)
     truth = gradients(model, wanted)
-    assert seen == [BATCH * TOKENS]
+    heads = 1 + (model.config.mtp_num_layers or 0)
+    assert seen == [BATCH * TOKENS] * heads
     applied("loss_chunks")
     chunk(size)
     seen.clear()
     losses = losses_of(model)
     assert losses.shape == wanted.shape
-    assert sum(seen) == BATCH * TOKENS
+    assert sum(seen) == BATCH * TOKENS * heads
     assert max(seen) <= most
     assert error(losses, wanted) < 1e-6
     found = gradients(model, losses)
-    assert sum(seen) == 2 * BATCH * TOKENS, "backward computes the logits of each chunk again"
+    assert sum(seen) == 2 * BATCH * TOKENS * heads, (
+        "backward computes the logits of each chunk again"
+    )
     assert max(error(found[name], truth[name]) for name in truth) < 1e-5
     seen.clear()
     assert torch.equal(losses_of(model, grad=False), losses)
@@ -97,11 +110,13 @@ def test_zero_leaves_the_model_as_it_is(applied, chunk, model, monkeypatch):
         lambda *args: seen.append(args[1].numel()) or whole(*args),
     )
     losses_of(model)
-    assert seen == [BATCH * TOKENS]
+    assert set(seen) == {BATCH * TOKENS}
 
 
 def test_a_script_with_an_output_processor_of_its_own_is_rejected(applied, chunk, model):
     applied("loss_chunks")
+    if "output_processor" not in inspect.signature(model.forward).parameters:
+        pytest.skip("this model takes none")
 
     def own(*, labels, **_):
         return labels.float()
@@ -137,14 +152,11 @@ def test_sequence_parallel_tokens_get_their_own_labels(chunk):
     labels = torch.randint(VOCABULARY, (BATCH, tp * tokens))
     mine = torch.arange(tokens).view(tokens, 1, 1).expand(-1, BATCH, 1)
 
-    def gather(hidden, weight, runtime_gather_output):
-        return torch.cat([whole[rank * tokens + hidden[:, 0, 0]] for rank in range(tp)]), None
+    def gather(hidden):
+        return torch.cat([whole[rank * tokens + hidden[:, 0, 0]] for rank in range(tp)])
 
     def loss(wanted, logits):
         return torch.nn.functional.cross_entropy(logits.permute(1, 2, 0), wanted, reduction="none")
 
-    found = losses_in_chunks(
-        hidden_states=mine, output_layer=gather, output_weight=None, labels=labels, runtime_gather_output=None,
-        compute_language_model_loss=loss, scale_logits=lambda logits: logits, context=None,
-    )  # fmt: skip
+    found = losses_in_chunks(loss)(labels, Logits(gather, mine))
     assert torch.equal(found, loss(labels, whole))

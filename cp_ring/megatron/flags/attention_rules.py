@@ -335,12 +335,9 @@ DOCUMENTS = (
          "--reset-attention-mask makes masks of s x s tokens",
          "give --cp-ring-document-mask instead", "stock Megatron builds dense masks for documents",
          "--reset-attention-mask"),
-    Rule("--mtp-num-layers|--hybrid-layer-pattern|--hybrid-override-pattern|"
-         "--defer-embedding-wgrad-compute "
-         "--cp-ring-loss-chunk",
+    Rule("--defer-embedding-wgrad-compute --cp-ring-loss-chunk",
          "--cp-ring-loss-chunk does not support {found}, which needs all logits at once",
          "leave out either",
-         "it computes the loss of a GPT model in parts",
-         "--cp-ring-loss-chunk 8 --mtp-num-layers 1 / --cp-ring-loss-chunk 8 "
-         "--hybrid-layer-pattern *-"),
+         "it computes the loss in parts",
+         "--cp-ring-loss-chunk 8 --defer-embedding-wgrad-compute"),
 )  # fmt: skip

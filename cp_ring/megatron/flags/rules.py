@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from cp_ring.errors import one_line
-from cp_ring.megatron.flags import graphs
+from cp_ring.megatron.flags import graphs, implementations
 from cp_ring.megatron.flags.attention_rules import ATTENTION, DOCUMENT_FLAGS, DOCUMENTS
 from cp_ring.megatron.flags.rule import Job, Rule
 from cp_ring.plan.routes import ROUTES
@@ -416,6 +416,9 @@ PROGRAM = (
 """Of `cp_ring.megatron.enable`."""
 
 SCRIPT = (
+    Rule(lambda job: job.own.enabled and job.script and implementations.other_models(job.script),
+         "{script} builds {found} models, which have padding masks or cross attention; --cp-ring "
+         "supports causal self attention", "run it without --cp-ring"),
     Rule("--cp-ring-document-mask",
          "--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document "
          "boundaries with its batches; --dataloader-inter-document-masking does",
@@ -434,6 +437,14 @@ SCRIPT = (
 )  # fmt: skip
 """Of scripts that `cp_ring.run` runs."""
 
+INSTALLED = (
+    Rule(lambda job: implementations.lacking(job.letters, job.spec),
+         "{pattern}: its layers need {found}, which is not installed",
+         "install it, or give --spec of other layers",
+         "Megatron looks for it when it builds the model"),
+)  # fmt: skip
+"""Of layers that Megatron makes of other packages."""
+
 READING = (
     Rule(lambda job: job.tp > 1 and graphs.implementation(job.args) == graphs.FULL,
          "{graphs}: cp_ring.pretrain_gpt sends batches to the ranks of "
@@ -445,6 +456,6 @@ READING = (
 TABLE = {
     "Attention": WITHOUT_CUDA + LAYERS + ATTENTION + DOCUMENTS + LATENT + DROPOUT_ON_THE_WIRE,
     "Sizes": COMPLETE + SIZES + MODEL + SPLITS + MEMBERS + SUBGROUP,
-    "Training": RING + TRAINING + DATA + READING + SCRIPT + PROGRAM + GENERATION,
+    "Training": RING + TRAINING + DATA + INSTALLED + READING + SCRIPT + PROGRAM + GENERATION,
 }
 """All rules, by the parts of the page on troubleshooting."""

@@ -136,6 +136,7 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
         inspection.check_model(args)
         config = Options.from_args(args)
         if config.enabled:
+            check_rules(Job(args, config), rules.INSTALLED)
             note(implementations.line(args))
             config = settle(args, config)
             note_gather(args, config)
