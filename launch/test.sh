@@ -5,6 +5,7 @@
 #   test.sh [OPTION...]                  for example: test.sh -m slow; test.sh -x -k layout; test.sh -m "not slow" (as .ci/run)
 #   test.sh --compat [VERSION...]        only the tests marked compat, with other versions of megatron-core (default: all)
 #   test.sh --checkout PATH...           the same with checkouts of Megatron-LM, and the certificate of their own pretrain_gpt.py
+#   test.sh --fake-gpu [full] [OPTION...]  only the tests on a fake GPU, those marked ci too; full: also with the real TransformerEngine
 #   test.sh --torch VERSION [OPTION...]  only the tests that depend on torch, with another version of it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -89,6 +90,18 @@ case "${1:-}" in
         stage "$path: pretrain_gpt.py" "$VENV/bin/python" -m pytest -m slow tests/megatron/test_user_scripts.py -k of_megatron_lm --megatron-lm "$path"
         stage "$path: certificate" "$VENV/bin/python" -m tests.certificate.checkouts "$path" --splits cp2
     done
+    ;;
+--fake-gpu)
+    shift
+    marks="not slow"
+    if [[ "${1:-}" == full ]]; then
+        shift
+        marks=""
+    fi
+    started=$SECONDS
+    cpu_seconds
+    installed=$cpu
+    stage "fake GPU" "$VENV/bin/python" -m pytest --durations=15 -m "$marks" tests/fakegpu "$@"
     ;;
 --torch)
     version="${2:?give a version of torch, for example --torch 2.15.0}"

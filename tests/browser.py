@@ -24,6 +24,8 @@ import pytest
 from cp_ring.testing.rank_pool import LIMIT_S
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "google-chrome")
+LEAST = 500
+_HOLD = '<img src="/hold.png" style="display: none">'
 _TELL = """
 const tell = (found) => fetch('/found', {
   method: 'POST',
@@ -61,18 +63,23 @@ def visit(
     """Opens index.html of the folder `site`.
 
     script: JavaScript that calls `tell(found)`. files: more that the page may load, by their paths.
-    fragment: what stands behind
-    the address, where HOME is the server.
+    fragment: what stands behind the address, where HOME is the server. A page narrower than a
+    window can be (`LEAST`) is in a frame.
     """
     program, result = needed(), Visit()
     handler = functools.partial(_Handler, site, _TELL + script, files, result)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     home = f"http://127.0.0.1:{server.server_port}"
-    address = f"{home}/{page.removesuffix('index.html')}{fragment.replace('HOME', home)}"
+    address = f"/{page.removesuffix('index.html')}{fragment.replace('HOME', home)}"
+    if width < LEAST:
+        frame = f'<iframe src="{address}" style="width: {width}px; height: 995px; border: 0">'
+        handler.keywords["frame"] = f'<body style="margin: 0">{frame}</iframe>{_HOLD}</body>'
+        address = "/frame"
     with tempfile.TemporaryDirectory() as folder:
         picture = screenshot or Path(folder) / "page.png"
         options = [
+            "--headless",
             "--no-sandbox",
             "--disable-gpu",
             f"--window-size={width},1000",
@@ -80,7 +87,7 @@ def visit(
         ]
         try:
             done = subprocess.run(
-                [program, *options, f"--screenshot={picture}", address],
+                [program, *options, f"--screenshot={picture}", home + address],
                 capture_output=True,
                 timeout=LIMIT_S,
             )
@@ -92,7 +99,16 @@ def visit(
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
-    def __init__(self, site: Path, script: str, files: dict[str, Path], result: Visit, *args: Any):
+    def __init__(
+        self,
+        site: Path,
+        script: str,
+        files: dict[str, Path],
+        result: Visit,
+        *args: Any,
+        frame: str = "",
+    ):
+        self._frame = frame
         self._site, self._script, self._files, self._result = site, script, files, result
         super().__init__(*args, directory=str(site))
 
@@ -101,10 +117,10 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         self._result.asked.append(path)
         if path.endswith("/"):
             page = (self._site / path[1:] / "index.html").read_text()
-            more = (
-                '<script src="/look.js" defer></script><img src="/hold.png" style="display: none">'
-            )
+            more = f'<script src="/look.js" defer></script>{_HOLD}'
             self._send(page.replace("</body>", f"{more}</body>").encode(), "text/html")
+        elif path == "/frame":
+            self._send(self._frame.encode(), "text/html")
         elif path == "/look.js":
             self._send(self._script.encode(), "text/javascript")
         elif path == "/hold.png":

@@ -108,16 +108,19 @@ def test_code_blocks_fit():
 
 LOOK = """
 const width = document.documentElement.clientWidth;
-const wide = [...document.querySelectorAll('article [class*=language-] pre > code, article img, article p')].filter(
-  (each) => each.scrollWidth > each.clientWidth + 8 || each.getBoundingClientRect().right > width);
+const boxes = 'article :is(p, li, h1, h2, h3, h4, img, [class*=language-] pre > code)';
+const wide = [...document.querySelectorAll(boxes)].filter((each) => !each.closest('table') && (
+  each.scrollWidth > each.clientWidth + 8 || each.getBoundingClientRect().right > width + 1));
 tell([document.documentElement.scrollWidth - width, wide.map((each) => each.innerText || each.src)]);
 """
+"""Text and pictures outside of their boxes; tables scroll in theirs."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 500])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_is_cut_off_in_a_browser(site, tmp_path, width):
-    for page in ("index.html", "megatron/index.html", "quickstart/index.html", "slurm/index.html"):
+    names = ("megatron", "quickstart", "slurm", "troubleshooting", "reference")
+    for page in ("index.html", *(f"{name}/index.html" for name in names)):
         picture = tmp_path / "page.png"
         found = browser.visit(site, LOOK, {}, picture, page=page, width=width).found
         assert found == [0, []], (page, found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,19 @@ class ProgramError(AssertionError):
     """A rank failed. The message is what it printed."""
 
 
+def environment() -> dict[str, str]:
+    """Variables with which a process has the fake libraries. Raises `Missing`."""
+    libraries, nvidia = build(), wheels()
+    folders = [libraries, *(nvidia / name / "lib" for name in ("cudnn", "cu13", "nccl"))]
+    return {
+        "LD_PRELOAD": ":".join(str(libraries / name) for name in LIBRARIES),
+        "LD_LIBRARY_PATH": ":".join(map(str, folders)),
+        "FAKEGPU_CUDNN": str(nvidia / "cudnn" / "lib" / "libcudnn.so.9"),
+        "TRITON_CACHE_DIR": str(libraries.parent / "triton"),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
 class FakeGpus:
     """A server that forks ranks; it starts with the first program. Raises `Missing` where the
     libraries cannot be built.
@@ -29,21 +43,10 @@ class FakeGpus:
     """
 
     def __init__(self, transformer_engine: str | None = None) -> None:
-        libraries = build()
-        nvidia = wheels()
         paths = [ROOT, *sys.path]
         if transformer_engine is not None:
             paths.append(te_build.build(transformer_engine))
-        self._environment = os.environ | {
-            "LD_PRELOAD": ":".join(str(libraries / name) for name in LIBRARIES),
-            "LD_LIBRARY_PATH": ":".join(
-                map(str, [libraries, *(nvidia / x / "lib" for x in ("cudnn", "cu13", "nccl"))])
-            ),
-            "FAKEGPU_CUDNN": str(nvidia / "cudnn" / "lib" / "libcudnn.so.9"),
-            "PYTHONPATH": ":".join(map(str, paths)),
-            "TRITON_CACHE_DIR": str(libraries.parent / "triton"),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+        self._environment = os.environ | environment() | {"PYTHONPATH": ":".join(map(str, paths))}
         self._server: subprocess.Popen[str] | None = None
 
     def run(self, program: str, size: int = 1, capability: int = 90, **arguments: Any) -> list[Log]:
@@ -78,3 +81,20 @@ class FakeGpus:
         if self._server is not None:
             self._server.communicate()
             self._server = None
+
+
+def main() -> None:
+    """Prints shell commands that set `environment()` for an H100, and FAKEGPU_SITE to the folder of
+    TransformerEngine if it was built.
+    """
+    site = [te_build.place(version) for version in te_build.VERSIONS]
+    more = {
+        "FAKEGPU_DEVICE": str(HERE / "devices" / "sm_90.json"),
+        "FAKEGPU_SITE": ":".join(str(each) for each in site[:1] if each.exists()),
+    }
+    for name, value in (environment() | more).items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -28,14 +28,19 @@ IMPORTED = ("onnxscript", "onnx", "onnx_ir", "ml_dtypes", "nvidia-cudnn-frontend
 CCCL = "nvidia-cuda-cccl==13.0.*"  # headers of CUDA's that no wheel of torch's brings
 
 
+def place(version: str) -> Path:
+    """Where `build` puts it."""
+    return CACHE / f"transformer-engine-{version}-torch-{version_of('torch')}"
+
+
 def build(version: str) -> Path:
     """A folder for PYTHONPATH, made once. Raises `Missing` where it cannot be built."""
     nvidia = wheels()
     if shutil.which("g++") is None:
         raise Missing("not installed: g++")
-    place = CACHE / f"transformer-engine-{version}-torch-{version_of('torch')}"
-    if place.exists():
-        return place
+    found = place(version)
+    if found.exists():
+        return found
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         work = Path(folder)
@@ -54,9 +59,9 @@ def build(version: str) -> Path:
         about = site / f"{name}.dist-info"
         about.mkdir()
         (about / "METADATA").write_text(f"Name: transformer_engine_torch\nVersion: {version}\n")
-        if not place.exists():  # another process may have been faster
-            site.rename(place)
-    return place
+        if not found.exists():  # another process may have been faster
+            site.rename(found)
+    return found
 
 
 def _pip(command: str, *arguments: str) -> None:

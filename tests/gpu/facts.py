@@ -14,10 +14,10 @@ from cp_ring.tools.bench.machine import facts
 
 if __name__ == "__main__":
     device = sys.argv[1]
-    if device == "cuda" and not torch.cuda.is_available():
+    if device != "cpu" and not torch.cuda.is_available():
         sys.exit("no CUDA device; --device cpu runs the steps on small shapes")
     found = {"device": device, **facts(), "cuda": torch.version.cuda}
-    if device == "cuda":
+    if device != "cpu":
         found |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
         found |= {
             "nccl": torch.cuda.nccl.version(),

@@ -1,7 +1,8 @@
 """The checks and measurements that need a GPU: one process a step, with a time limit of its own;
 results as lines of JSON.
 
-`--device cpu` runs the same steps on small shapes, with emulated libraries. A step that fails,
+`--device cpu` runs the same steps on small shapes, with emulated libraries; `--device fake` with the
+real ones on a fake GPU (`tests/fakegpu`), as far as no value of the device is read. A step that fails,
 crashes or hangs loses only itself. The exit status is 0 only if every check of every step holds.
 """
 
@@ -162,7 +163,7 @@ def append(out: Path, **facts: Any) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "fake"))
     parser.add_argument(
         "--out", type=Path, default=Path(os.environ.get("OUT") or ".") / "results.jsonl"
     )

@@ -72,9 +72,15 @@ def other_kinds(example: Any) -> dict[str, Any]:
             )
         )
     cp_ring.megatron.enable(cpu=True, seq_length=128, packed=True)
-    found["packed"] = covered(
-        cp_ring.megatron.certify(configuration(2), example.build, example.forward_step)
-    )
+    initialized = []
+
+    def build(config: Any) -> Any:
+        initialized.append(config.perform_initialization)
+        return example.build(config)
+
+    loads_weights = configuration(2, perform_initialization=False)
+    found["packed"] = covered(cp_ring.megatron.certify(loads_weights, build, example.forward_step))
+    found["initialized"] = initialized
     for name, step in {
         "wrong packed": wrong_split(example),
         "documents dropped": without_documents(example),

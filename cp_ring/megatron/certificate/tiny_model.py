@@ -50,6 +50,7 @@ def tiny_args(
         # A table of positions is as long as the job's: a microbatch of that length is probed too.
         "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
         "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
+        "perform_initialization": True,  # also where the program loads its weights
         "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "pipeline_dtype": None, "cuda_graph_impl": "none", "cuda_graph_modules": [],

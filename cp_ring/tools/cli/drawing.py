@@ -24,7 +24,7 @@ try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable
     from matplotlib.collections import PolyCollection
-    from matplotlib.colors import Normalize, to_rgb
+    from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgb
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter, MultipleLocator
@@ -43,17 +43,10 @@ Color = tuple[float, float, float]
 
 MAX_LEGEND = 16
 INK, FAINT, _IDLE = "#22272e", "#6b7280", "#e5e7eb"
-_OKABE_ITO = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#000000",
-    "#f0e442",
-)
-_SCALE = "viridis"
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")
+_RANKS, _HOPS = "viridis", "magma"
+"""Scales of many ranks, and of their hops; of each as much as can be read on white."""
+_READABLE = 0.9
 
 
 class Look(NamedTuple):
@@ -97,6 +90,7 @@ def draw(plan: Plan, path: str, look: Look | None = None, report: Report | None 
     look = look or Look()
     check_panel(look.panel, look.width)
     report, ring, wide = report or plan.verify(num_slots=plan.cp), plan.ring, look.panel == "both"
+    hops = ring.schedule[-1]
     with picture(path, look.width, look.width * (0.52 if wide else 0.85)) as figure:
         panels = figure.subplots(1, 2, width_ratios=(1, 1.15)) if wide else [figure.subplots()] * 2
         if look.panel != "right":
@@ -120,9 +114,15 @@ def draw(plan: Plan, path: str, look: Look | None = None, report: Report | None 
                 fontsize=10,
             )
         else:
-            scale = ScalarMappable(Normalize(0, ring.cp - 1), matplotlib.colormaps[_SCALE])
-            axes = panels if wide else panels[0]
-            figure.colorbar(scale, ax=axes, label="rank", shrink=0.6, pad=0.01)
+            for panel, last, name in (("left", ring.cp - 1, "rank"), ("right", hops, "hop")):
+                if look.panel in (panel, "both"):
+                    names = {"rank": _RANKS, "hop": _HOPS}
+                    cut = LinearSegmentedColormap.from_list(
+                        name, [_scaled(names[name], step / 255) for step in range(256)]
+                    )
+                    axes = panels[0 if panel == "left" else -1]
+                    scale = ScalarMappable(Normalize(0, last), cut)
+                    figure.colorbar(scale, ax=axes, label=name, shrink=0.6, pad=0.01)
 
 
 def check_panel(panel: str, width: float) -> None:
@@ -167,19 +167,21 @@ def check_ending(path: str) -> None:
 
 
 def color(rank: int, hop: int, cp: int, hops: int) -> Color:
-    """The color of a rank at a hop, paler at later hops.
+    """The color of a rank at a hop, paler at later hops of up to `MAX_LEGEND` ranks.
 
-    Up to 8 ranks have colors that readers with a color vision deficiency tell apart (Okabe and Ito,
-    https://jfly.uni-koeln.de/color); more ranks have a color of a scale that is also one of
-    brightness.
+    Up to 8 ranks have colors that readers with a color vision deficiency tell apart (after Okabe
+    and Ito, https://jfly.uni-koeln.de/color, and Tol, https://sronpersonalpages.nl/~pault); more
+    ranks have a color of a scale that is also one of brightness.
     """
-    base = (
-        to_rgb(_OKABE_ITO[rank])
-        if cp <= len(_OKABE_ITO)
-        else matplotlib.colormaps[_SCALE](rank / (cp - 1))[:3]
-    )
-    fade = 0.65 * hop / max(hops - 1, 1)
+    few = cp <= len(COLORS)
+    base = to_rgb(COLORS[rank]) if few else _scaled(_RANKS, rank / (cp - 1))
+    fade = 0.65 * hop / max(hops - 1, 1) * (cp <= MAX_LEGEND)
     red, green, blue = (part + (1 - part) * fade for part in base)
+    return red, green, blue
+
+
+def _scaled(scale: str, share: float) -> Color:
+    red, green, blue, _ = matplotlib.colormaps[scale](share * _READABLE)
     return red, green, blue
 
 
@@ -207,7 +209,7 @@ def _draw_scores(axes: Axes, plan: PlanTables) -> None:
     for shape, one, area, fill in zip(
         shapes, hop.tolist(), tiles.area().tolist(), colors, strict=True
     ):
-        if plan.cp > 1 and area**0.5 > plan.n / 40:
+        if 1 < plan.cp <= MAX_LEGEND and area**0.5 > plan.n / 40:
             x, y = _center(np.array(shape))
             axes.text(x, y, str(one), ha="center", va="center", fontsize=8, color=_ink(fill))
     axes.set(
@@ -217,13 +219,12 @@ def _draw_scores(axes: Axes, plan: PlanTables) -> None:
         xlabel="key position",
         ylabel="query position",
     )
-    axes.set_title(
-        "which rank computes which pairs, and at which hop (number)", fontsize=11, color=INK
-    )
-    _set_frame(axes)
+    numbers = ", and at which hop (number)" * (plan.cp <= MAX_LEGEND)
+    axes.set_title(f"which rank computes which pairs{numbers}", fontsize=11, color=INK)
+    set_frame(axes)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MultipleLocator(max(plan.n // 8, 1)))
-        axis.set_major_formatter(FuncFormatter(_tokens))
+        axis.set_major_formatter(FuncFormatter(tokens_of))
 
 
 def zoomed(mask: Mask) -> tuple[int, int] | None:
@@ -308,7 +309,9 @@ def _draw_timeline(
                 span.start * 1e3,
                 span.end * 1e3,
                 span.rank + offset,
-                color(span.rank, span.hop, plan.cp, hops),
+                color(span.rank, span.hop, plan.cp, hops)
+                if few
+                else _scaled(_HOPS, span.hop / max(hops - 1, 1)),
             )
             for span in blocks
         ]
@@ -324,7 +327,7 @@ def _draw_timeline(
         fontsize=11,
         color=INK,
     )
-    _set_frame(axes)
+    set_frame(axes)
 
 
 def add_bars(
@@ -366,14 +369,19 @@ def _label_hops(axes: Axes, compute: list[Span], cp: int, hops: int) -> None:
             )
 
 
-def _set_frame(axes: Axes) -> None:
+def set_frame(axes: Axes) -> None:
+    """The look of the axes of all pictures."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=INK, labelsize=9)
 
 
-def _tokens(value: float, _: int | None = None) -> str:
-    return f"{value / 1024:g}K" if value >= 1024 and value % 256 == 0 else f"{value:,.0f}"
+def tokens_of(value: float, _: int | None = None) -> str:
+    """The label of a tick."""
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if value >= size and value % (size / 4) == 0:
+            return f"{value / size:g}{unit}"
+    return f"{value:,.0f}"
 
 
 _PARTS = {
@@ -422,7 +430,7 @@ def _draw_ways(axes: Axes, result: TuneResult) -> None:
     for place, way in ways:
         sizes = way.sizes
         mark = " *" if sizes.cp == best.sizes.cp else ""
-        label = f"{way.step:.3g} s{mark}\ntp {sizes.tp} pp {sizes.pp} dp {sizes.dp}"
+        label = f"{way.step:#.3g} s{mark}\ntp {sizes.tp} pp {sizes.pp} dp {sizes.dp}"
         axes.text(place, way.step, label, ha="center", va="bottom", fontsize=8, color=INK)
     axes.set_xticks(range(len(cps)), [str(cp) for cp in cps])
     axes.set_xlabel("context parallel size, each with its best other sizes; * is the fastest")

@@ -26,7 +26,7 @@ from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import NAMED, NETWORK_BYTES_PER_SECOND
 from cp_ring.tools.cli import app, main
-from cp_ring.tools.cli.drawing import Look, draw, idle_times, zoomed
+from cp_ring.tools.cli.drawing import Look, color, draw, idle_times, tokens_of, zoomed
 from cp_ring.tools.cli.plan_command import capabilities_of
 
 
@@ -600,7 +600,22 @@ def test_text_of_pictures_stays_text(tmp_path: Path, cp: int, panel: str) -> Non
     )
     assert "causal, window 100" in text and "32 heads, 8 for keys and values, of 128, bf16" in text
     assert ("TFLOP/s a rank" in text) == (panel != "left"), "rates of the prediction"
-    assert ("rank 3" in text) == (cp == 4), "a scale of colors instead of a legend"
+    assert ("rank 3" in text) == (cp == 4), "scales of colors instead of a legend"
+    assert ("hop (number)" in text) == (cp == 4 and panel != "right")
+    assert (">hop<" in text) == (cp == 24)
+
+
+def test_a_color_tells_one_thing_of_many_ranks() -> None:
+    assert color(3, 0, 64, 17) == color(3, 16, 64, 17) != color(4, 0, 64, 17)
+    assert color(3, 0, 8, 3) != color(3, 2, 8, 3)
+    for cp in (8, 64):  # on white
+        assert all(0.3 * r + 0.59 * g + 0.11 * b < 0.8 for r, g, b in
+                   (color(rank, 0, cp, 2) for rank in range(cp)))  # fmt: skip
+
+
+def test_ticks_are_in_the_largest_unit() -> None:
+    sizes = (100, 1024, 1 << 17, 1 << 20, 5 << 18)
+    assert [tokens_of(size) for size in sizes] == ["100", "1K", "128K", "1M", "1.25M"]
 
 
 def test_many_documents_are_drawn_again_larger(tmp_path: Path) -> None:

@@ -69,19 +69,23 @@ def losses(
 
 def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
     """Above the validation losses, below how far each run is from plain, in percent."""
-    from matplotlib.figure import Figure
+    from cp_ring.tools.cli.drawing import COLORS, INK, picture, set_frame
 
-    figure = Figure(figsize=(7, 4.4), layout="constrained")
-    whole, difference = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for (name, curve), style in zip(curves.items(), ("-", "--", ":", "-."), strict=True):
-        whole.plot(list(curve), list(curve.values()), style, marker="o", markersize=3, label=name)
-        off = [100 * (loss / curves["plain"][step] - 1) for step, loss in curve.items()]
-        difference.plot(list(curve), off, style, marker="o", markersize=3)
-    whole.set_ylabel("validation loss")
-    whole.legend()
-    difference.set_ylabel("from plain, %")
-    difference.set_xlabel("step")
-    figure.savefig(path, dpi=90)
+    with picture(str(path), 9, 5) as figure:
+        whole, difference = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        for (name, curve), style, color in zip(
+            curves.items(), ("-", "--", ":", "-."), COLORS[:4], strict=True
+        ):
+            look = {"linestyle": style, "color": color, "marker": "o", "markersize": 3}
+            whole.plot(list(curve), list(curve.values()), label=name, **look)
+            off = [100 * (loss / curves["plain"][step] - 1) for step, loss in curve.items()]
+            difference.plot(list(curve), off, **look)
+        whole.set_ylabel("validation loss", color=INK)
+        whole.legend(frameon=False)
+        difference.set_ylabel("from plain, %", color=INK)
+        difference.set_xlabel("step", color=INK)
+        for axes in (whole, difference):
+            set_frame(axes)
 
 
 def main(

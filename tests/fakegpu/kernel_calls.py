@@ -1,0 +1,134 @@
+"""Which calls of real plans the kernels support on which GPU, forward and backward, by the real
+libraries: a row a call, a column a device.
+
+python -m tests.fakegpu.kernel_calls [VERSION]     with TransformerEngine of this version; prints the
+table of docs/kernels.md
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from cp_ring.errors import KernelError, one_line
+from cp_ring.kernels import choose
+from cp_ring.kernels.base import OPEN, Packing, determinism
+from cp_ring.kernels.cudnn import CudnnKernel
+from tests.fakegpu.accesses import mark
+from tests.fakegpu.log import Log
+from tests.fakegpu.process import FakeGpus
+from tests.fakegpu.te_build import VERSIONS
+
+DEVICES = {80: "A100", 90: "H100", 100: "B200"}
+KERNELS = ("transformer_engine", "cudnn", "auto")
+HEADS = (32, 8, 128, 128)
+DOCUMENTS = [1024, 3000, 40, 4128]  # 8,192 tokens
+# Queries and keys of a tile (hi 0 is causal) or packed documents, and heads h, g and sizes d, e.
+CASES: dict[str, dict[str, Any]] = {
+    "8,192 x 4,096": {"tile": (8192, 4096), "hi": OPEN},
+    "2,304 x 5,888": {"tile": (2304, 5888), "hi": OPEN},
+    "4,096 causal": {"tile": (4096, 4096)},
+    "4,096 causal, deterministic": {"tile": (4096, 4096), "deterministic": True},
+    "4,001 x 4,097": {"tile": (4001, 4097), "hi": OPEN},
+    "one query, 4,096 keys": {"tile": (1, 4096), "hi": OPEN},
+    "packed": {"documents": DOCUMENTS},
+    "packed, deterministic": {"documents": DOCUMENTS, "deterministic": True},
+    "heads of 64": {"tile": (4096, 4096), "sizes": (32, 8, 64, 64)},
+    "heads of 100": {"tile": (4096, 4096), "sizes": (32, 8, 100, 100)},
+    "heads of 256": {"tile": (4096, 4096), "sizes": (16, 4, 256, 256)},
+    "heads of 192 and 128": {"tile": (4096, 4096), "sizes": (32, 32, 192, 128)},
+    "packed, 192 and 128": {"documents": DOCUMENTS, "sizes": (32, 32, 192, 128)},
+}
+
+
+def calls(kernels: list[str], cases: dict[str, dict[str, Any]], planted: bool = False) -> None:
+    """Runs on a fake GPU. Of each kernel and case, forward and backward are the parts "<kernel>
+    <case> forward" and "... backward" of the log; where the kernel rejects the case or fails, "<kernel>
+    <case> rejected: <why>" comes last. planted: the kernel `cudnn` rejects nothing.
+    """
+    if planted:
+        CudnnKernel.rejection = lambda *_: None  # type: ignore[method-assign]
+    for name, case in cases.items():
+        for kernel in kernels:
+            try:
+                with determinism(case.get("deterministic", False)):
+                    _call(kernel, f"{kernel} {name}", **case)
+            except Exception as error:
+                mark(f"{kernel} {name} rejected: {one_line(error)}")
+    mark("end")
+
+
+def _call(
+    name: str,
+    part: str,
+    tile: tuple[int, int] = (0, 0),
+    documents: list[int] | None = None,
+    sizes: tuple[int, ...] = HEADS,
+    hi: int = 0,
+    deterministic: bool = False,
+) -> None:
+    h, g, d, e = sizes
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    kernel: Any = choose(name, device=device, dtype=dtype, d=d, e=e, packed=documents is not None)
+    make = partial(torch.empty, device=device, dtype=dtype)
+    if documents is not None:
+        if not kernel.capabilities.varlen:
+            raise KernelError(f"kernel={name!r}: takes documents one by one")
+        ends = torch.tensor([0, *accumulate(documents)], dtype=torch.int32).to(device)
+        packing = Packing(ends, ends, max(documents), max(documents), -1, 0)
+        q, k, v = (make(sum(documents), *shape) for shape in ((h, d), (g, d), (g, e)))
+        mark(f"{part} forward")
+        out, lse = kernel.forward_varlen(q, k, v, packing, 0.1)
+        mark(f"{part} backward")
+        kernel.backward_varlen(torch.empty_like(out), q, k, v, out, lse, packing, 0.1)
+    else:
+        shapes = ((tile[0], h, d), (tile[1], g, d), (tile[1], g, e))
+        q, k, v = (make(1, *shape) for shape in shapes)
+        band: dict[str, Any] = {"lo": -OPEN, "hi": hi, "scale": 0.1}
+        mark(f"{part} forward")
+        out, lse = kernel.forward(q, k, v, **band)
+        mark(f"{part} backward")
+        kernel.backward(torch.empty_like(out), q, k, v, out, lse, **band)
+
+
+def verdict(log: Log, kernel: str, case: str) -> str:
+    """What runs, forward and backward, with the workspace of a call where it is 64 MiB or more:
+    "cuDNN", "flash", "products" of matrices; "no" where the kernel rejects the call.
+    """
+    if any(event.part.startswith(f"{kernel} {case} rejected: ") for event in log.events):
+        return "no"
+    kinds, space = [], 0
+    for way in ("forward", "backward"):
+        names = [each.name for each in log.kernels(f"{kernel} {case} {way}")]
+        used = [int(name.split("=")[1]) for name in names if name.startswith("cudnn")]
+        space = max([space, *used])
+        flash = any("flash" in name for name in names)
+        kinds.append("cuDNN" if used else "flash" if flash else "products")
+    size = f" {space / 2**20:,.0f} MiB" if space >= 64 << 20 else ""
+    return ", then ".join(dict.fromkeys(kinds)) + size
+
+
+def main(version: str) -> None:
+    gpus = FakeGpus(version)
+    arguments = {"kernels": KERNELS, "cases": CASES}
+    logs = {
+        sm: gpus.run("tests.fakegpu.kernel_calls:calls", 1, sm, **arguments)[0] for sm in DEVICES
+    }
+    gpus.close()
+    head = [f"{name}: `{kernel}`" for name in DEVICES.values() for kernel in KERNELS]
+    print(f"| call | {' | '.join(head)} |\n{'|---' * (len(head) + 1)}|")
+    for case in CASES:
+        cells = [verdict(log, kernel, case) for log in logs.values() for kernel in KERNELS]
+        print(f"| {case} | {' | '.join(cells)} |")
+    for sm, log in logs.items():
+        parts = dict.fromkeys(event.part for event in log.events if " rejected: " in event.part)
+        for part in parts:
+            print(f"{DEVICES[sm]}: {part}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(*(sys.argv[1:] or VERSIONS[:1]))
