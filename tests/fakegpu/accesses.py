@@ -7,6 +7,7 @@ The dispatcher of torch knows it: its schemas say what an operator changes.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -89,6 +90,8 @@ def _of_transformer_engine() -> Iterator[None]:
     """In the block, the log has what functions of its extension read and write, for which torch has
     no schema: they read what they are given, and write what they return.
     """
+    if importlib.util.find_spec("transformer_engine"):
+        importlib.import_module("transformer_engine.pytorch")  # it loads the extension
     extension = sys.modules.get("transformer_engine_torch")
     with ExitStack() as stack:
         for name, function in list(vars(extension).items()) if extension else ():

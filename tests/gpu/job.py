@@ -31,22 +31,23 @@ class Job:
         small ones on the CPU.
         tiles: (queries, keys, causal) of the tiles of a causal ring with several sources a hop, and
         two that are uneven.
-        values: whether they mean anything; on a fake GPU, small sizes run, and no check is held
-        against them.
+        cuda: whether there is a GPU, real or fake. large: whether sizes are those of a real one.
+        values: whether those of the device mean anything, which on a fake GPU no check is held
+        against.
         failed: whether a check did not hold.
     """
 
     def __init__(self, step: str, device: str, out: str):
         self.step, self.out, self.failed = step, out, False
-        self.values, self.cuda = device != "fake", device == "cuda"
-        self.device = torch.device("cuda" if device == "fake" else device)
-        size = 16 if self.values else 128
+        self.values, self.cuda, self.large = device != "fake", device != "cpu", device == "cuda"
+        self.device = torch.device("cuda" if self.cuda else "cpu")
+        size = 128 if self.cuda else 16
         small = RankSizes(128, 4, 2, size, size, torch.bfloat16, self.device.type)
-        self.sizes = RankSizes() if self.cuda else small
-        part = 1 if self.cuda else 32
+        self.sizes = RankSizes() if self.large else small
+        part = 1 if self.large else 32
         tiles = ((8192, 4096, False), (4096, 8192, False), (5888, 5888, True), (2304, 5888, False))
         self.tiles = [(queries // part, keys // part, causal) for queries, keys, causal in tiles]
-        self.repeats = 5 if self.cuda else 1
+        self.repeats = 5 if self.large else 1
 
     def row(self, **facts: Any) -> None:
         """Appends one line of results."""
@@ -63,14 +64,18 @@ class Job:
         self.failed = self.failed or not holds
         self.row(check=what, value=value, limit=limit, holds=holds, **facts)
 
+    def fail(self, what: str, **facts: Any) -> None:
+        """Appends a line of what did not run; the step fails."""
+        self.failed = True
+        self.row(check=what, holds=False, **facts)
+
     def wait(self) -> None:
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.synchronize()
 
     def drawn(self) -> torch.Tensor:
         """The state of torch's default generator of the device, which hidden dropout draws from."""
-        on_device = self.device.type == "cuda"
-        return torch.cuda.get_rng_state() if on_device else torch.get_rng_state()
+        return torch.cuda.get_rng_state() if self.cuda else torch.get_rng_state()
 
     def draw(
         self, queries: int, keys: int, h: int = 0, g: int = 0, seed: int = 0

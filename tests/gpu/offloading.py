@@ -19,7 +19,7 @@ def offloading(job: Job) -> None:
     """Layers of attention with and without offload: gradients [same bits], bytes that the device
     holds after forward [exact].
     """
-    tokens = 8192 if job.cuda else 64
+    tokens = 8192 if job.large else 64
     *case, _ = job.draw(tokens, tokens)
     case = [x.requires_grad_() for x in case]
     plain, _ = _layers(job, case, None, exact=True)

@@ -133,7 +133,7 @@ def efficiencies(job: Job) -> None:
         job.sizes.tokens,
         choose("auto", device=job.device, dtype=job.sizes.dtype, d=job.sizes.d, e=job.sizes.e).name,
     )
-    for cp in (1, 2, 4, 8, 16) if job.cuda else (2,):
+    for cp in (1, 2, 4, 8, 16) if job.large else (2,):
         seen = set()
         for schedule in ("ring", "auto", "gather"):
             if schedule == "gather" and cp > 8:
@@ -145,7 +145,7 @@ def efficiencies(job: Job) -> None:
                 seen.add(tuple(plan.schedule))
                 ranks = range(cp) if cp <= 4 else sorted({0, cp // 2 - 1, cp - 1})
                 _efficiency(job, plan, ranks, best, "causal", schedule)
-    cp = 8 if job.cuda else 2
+    cp = 8 if job.large else 2
     n = cp * tokens
     # None of one token: that one would be a full tile, and a call of its own.
     documents = Mask.documents([n * x // 100 for x in (0, 3, 10, 12, 30, 33, 55, 80, 100)])
@@ -199,7 +199,7 @@ def memory(job: Job) -> None:
     many tokens: it stays.
     """
     kernel, peaks = "auto" if job.cuda else "cpu", {}  # emulations need memory of their own
-    for cp in (2, 4, 8, 16, 32, 64) if job.cuda else (4, 16, 32):
+    for cp in (2, 4, 8, 16, 32, 64) if job.large else (4, 16, 32):
         peaks[cp] = replay(
             causal_plan(cp, job.sizes.tokens), cp - 1, job.sizes, kernel=kernel, repeats=1
         )["peak_extra_bytes"]
@@ -213,9 +213,15 @@ def million(job: Job) -> None:
     """Ranks 0, 31 and 63 of cp 64, causal over 1,048,576 tokens, 8 query and 2 key/value heads,
     against a call of 65,536.
     """
-    cp, tokens, single = (64, 16384, 65536) if job.cuda else (16, 64, 256)
+    cp, tokens, single = (64, 16384, 65536) if job.large else (16, 64, 256)
     sizes = RankSizes(
-        tokens, 8 if job.cuda else 4, 2, job.sizes.d, job.sizes.e, job.sizes.dtype, job.sizes.device
+        tokens,
+        8 if job.large else 4,
+        2,
+        job.sizes.d,
+        job.sizes.e,
+        job.sizes.dtype,
+        job.sizes.device,
     )
     start = time.perf_counter()
     plan = causal_plan(cp, tokens)

@@ -40,7 +40,7 @@ def accuracy(job: Job) -> None:
     """The error of rings of 2, 4 and 8 ranks against float64, over that of one call, for every kind
     of mask.
     """
-    n, seeds, sizes = (2048, 5, [2, 4, 8]) if job.cuda else (256, 1, [2, 4])
+    n, seeds, sizes = (2048, 5, [2, 4, 8]) if job.large else (256, 1, [2, 4])
     kernels, limits = (["auto"], (1.15, 1.10)) if job.cuda else (["cpu"], (1.5, 1.5))
     # DESIGN's limits are of means at 2,048 tokens or more; one draw of few tokens varies.
     dtype = "bfloat16" if job.cuda else "float32"
@@ -63,7 +63,7 @@ def accuracy(job: Job) -> None:
                 **{name: result[name] for name in ("kernel", "mask", "cp") if name in result},
             }
             if "rejected" in result:
-                job.check("rejected", 1, 0, **where, why=result["rejected"])
+                job.fail("rejected", **where, why=result["rejected"])
                 continue
             job.check("out over one call", result["out"], limits[0], **where)
             job.check(
@@ -78,7 +78,7 @@ def merging(job: Job) -> None:
     """Merges and sums by Triton against torch operations, in rings of 4: batch 2, value heads of
     192, queries without keys.
     """
-    n = 4096 if job.cuda else 64
+    n = 4096 if job.large else 64
     masks = {
         "causal": Mask.causal(n),
         "queries without keys": Mask.documents([0, n // 8, n // 2], n=n),

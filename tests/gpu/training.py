@@ -199,17 +199,11 @@ def _train(
             else []
         )
         failed = any(codes) or len(losses) != 5
-        says = {"says": [log.read_text()[-2500:] for log in logs]} if failed else {}
-        job.check(
-            "a rank failed",
-            float(failed),
-            0,
-            cp=cp,
-            flags=" ".join(flags),
-            losses=losses,
-            exit_codes=codes,
-            **says,
-        )
+        facts = {"cp": cp, "flags": " ".join(flags), "losses": losses, "exit_codes": codes}
+        if failed:
+            job.fail("a rank failed", **facts, says=[log.read_text()[-2500:] for log in logs])
+        else:
+            job.row(**facts)
         certificate = [text for text in logs[0].read_text().splitlines() if "certificate:" in text]
         job.row(cp=cp, certificate=certificate)
         return [] if failed else losses
