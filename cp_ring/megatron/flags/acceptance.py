@@ -54,9 +54,8 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
 
     asked = copy.deepcopy(args)
     asked.rank, asked.local_rank, asked.world_size = 0, 0, ranks
-    if (
-        Options.from_args(asked).recurrent_ways["gdn"] != "heads"
-    ):  # Megatron wants a head for each rank
+    # Megatron wants a head for each rank
+    if Options.from_args(asked).recurrent_ways["gdn"] != "heads":
         for name in ("linear_num_key_heads", "linear_num_value_heads"):
             if heads := getattr(asked, name, None):
                 setattr(asked, name, heads * asked.context_parallel_size)
