@@ -4,6 +4,8 @@ exchange where the package fla has no kernels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,33 +25,32 @@ def causal_conv1d(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor,
-    initial_state: Tensor | None = None, output_final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **states: Any
+) -> tuple[Tensor, Tensor]:
     """As `fla.ops.gated_delta_rule.chunk_gated_delta_rule`, of documents in one batch row, in
     chunks of `CHUNK` tokens (https://arxiv.org/abs/2412.06464).
 
-    q, k [1, T, h, d_k], v [1, T, h, d_v]; g and beta [1, T, h]; states [documents, h, d_k, d_v].
+    q, k [1, T, h, d_k], v [1, T, h, d_v]; g and beta [1, T, h]; states [documents, h, d_k, d_v]:
+    `initial_state` among `states`, and the last ones, which are returned whether asked for or not.
     """
     cuts = cu_seqlens.diff().tolist()
     documents = zip(*(x[0].split(cuts) for x in (q, k, v, g, beta)), strict=True)
     outs, ends = [], []
     for number, tensors in enumerate(documents):
         state = v.new_zeros(v.shape[2], k.shape[-1], v.shape[-1])
-        if initial_state is not None:
-            state = initial_state[number]
-        out, end = _document(*tensors, state)
+        if (given := states.get("initial_state")) is not None:
+            state = given[number]
+        out, end = _document(state, *tensors)
         outs.append(out)
         ends.append(end)
-    return torch.cat(outs)[None], torch.stack(ends) if output_final_state else None
+    return torch.cat(outs)[None], torch.stack(ends)
 
 
-def _document(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _document(state: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs and last state of one document. The keys of a chunk are made independent by a
     triangular system, whose right sides are what the chunk learns and what it takes from the state.
     """
+    q, k, v, g, beta = tensors
     tokens, size = len(q), min(CHUNK, len(q))
     # [h, chunks, size, d]
     q, k, v, g, beta = (

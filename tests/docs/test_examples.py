@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 ON_TWO_RANKS = ("ring_attention", "plan_and_window", "packed_documents", "hugging_face")
 # tests/megatron/test_declared_masks.py runs them
 IN_MEGATRON = ("rl_shared_prefix", "multimodal_spans")
-ON_ONE = ("own_mask", "own_layout", "own_route", "own_kernel", "own_patch")
+ON_ONE = ("own_mask", "own_layout", "own_route", "own_kernel", "own_patch", "own_recurrence")
 
 
 def example(name):

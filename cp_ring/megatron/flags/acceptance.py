@@ -20,7 +20,9 @@ from unittest import mock
 
 from cp_ring.errors import ConfigError, PlanError, one_line
 from cp_ring.megatron.compat import logits_without_te
+from cp_ring.megatron.flags.layer_pattern import letters_of
 from cp_ring.options import Options
+from cp_ring.plan.costs.recurrent_costs import RecurrentLayers
 from cp_ring.plan.costs.step_costs import Experts, ModelSizes, ParallelSizes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 
@@ -52,6 +54,11 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
 
     asked = copy.deepcopy(args)
     asked.rank, asked.local_rank, asked.world_size = 0, 0, ranks
+    # Megatron wants a head for each rank
+    if Options.from_args(asked).recurrent_ways["gdn"] != "heads":
+        for name in ("linear_num_key_heads", "linear_num_value_heads"):
+            if heads := getattr(asked, name, None):
+                setattr(asked, name, heads * asked.context_parallel_size)
     with (
         _as_on_a_gpu(_connections(asked)),
         contextlib.redirect_stdout(io.StringIO()),
@@ -146,6 +153,7 @@ def model_sizes(
             dtype=whole.dtype,
             experts=_experts(args),
             loss_chunk=Options.from_args(args).loss_chunk,
+            recurrent=RecurrentLayers.of_model(args, letters_of(args)),
         )
     except PlanError as error:
         raise ConfigError(str(error)) from None

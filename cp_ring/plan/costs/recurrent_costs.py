@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cp_ring.plan.exchange.chains import Chains
+from cp_ring.plan.layout import Layout
 from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES
 from cp_ring.plan.sizes.device_rates import Rates
 
@@ -69,6 +70,12 @@ class RecurrentSizes:
         convolved, width = 2 * keys * k + heads * v, size("linear_conv_kernel_dim", 4)
         exchanged = convolved + 2 * heads * v + 2 * heads
         return cls(kind, (heads, k, v), k, keys, convolved, width, exchanged, k, dtype)
+
+    @property
+    def token_flops(self) -> float:
+        """FLOP of forward for a token: the state, and a chunk of tokens that see each other."""
+        heads, k, v = self.state
+        return heads * (4.0 * k * v + _CHUNK * (5 * k + 3 * v))
 
     @property
     def state_bytes(self) -> int:
@@ -132,12 +139,64 @@ def states_cost(sizes: RecurrentSizes, chains: Chains, rates: Rates, near: int) 
     )
 
 
-def faster(sizes: RecurrentSizes, chains: Chains, rates: Rates, near: int) -> str:
-    """states or heads, whichever is predicted to take less time; states where heads do not divide
-    among the ranks.
+def both_ways(
+    sizes: RecurrentSizes, chains: Chains, rates: Rates, near: int
+) -> dict[str, RecurrentCost]:
+    """The cost of each way that is possible, the faster one first: heads must divide among the
+    ranks.
     """
     cp = chains.layout.cp
-    if sizes.shared % cp:
-        return "states"
-    heads = heads_cost(sizes, chains.layout.n, cp, rates, near)
-    return "states" if states_cost(sizes, chains, rates, near).seconds < heads.seconds else "heads"
+    ways = {"states": states_cost(sizes, chains, rates, near)}
+    if sizes.shared % cp == 0:
+        ways["heads"] = heads_cost(sizes, chains.layout.n, cp, rates, near)
+    return dict(sorted(ways.items(), key=lambda way: way[1].seconds))
+
+
+@dataclass(frozen=True)
+class RecurrentLayers:
+    """`count` layers of one kind in a model. settings: sizes under Megatron's names, which differ
+    from its defaults.
+    """
+
+    kind: str
+    count: int
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of_model(cls, source: Any, letters: str) -> tuple[RecurrentLayers, ...]:
+        """Those of a model with these letters, by Megatron's arguments or settings."""
+        given: Mapping[str, Any] = source if isinstance(source, Mapping) else vars(source)
+        names = (
+            "bf16", "fp16", "hidden_size", "linear_conv_kernel_dim",
+            *(f"mamba_{name}" for name in ("head_dim", "state_dim", "num_groups", "num_heads")),
+            *(f"linear_{name}_head_dim" for name in ("key", "value")),
+            *(f"linear_num_{name}_heads" for name in ("key", "value")),
+        )  # fmt: skip
+        settings = tuple((name, given[name]) for name in names if given.get(name) is not None)
+        kinds = {"mamba": letters.count("M"), "gdn": letters.count("G")}
+        return tuple(cls(kind, count, settings) for kind, count in kinds.items() if count)
+
+    def sizes(self, tp: int = 1) -> RecurrentSizes:
+        """Of one layer, on a tensor-parallel rank."""
+        return RecurrentSizes.from_megatron(dict(self.settings), self.kind, tp)
+
+    def faster(self, layout: Layout, tp: int, rates: Rates, near: int) -> ChosenWay:
+        """The faster way, with one document in the tokens of `layout`."""
+        sizes, cp = self.sizes(tp), layout.cp
+        computed = self.count * layout.n / cp * sizes.token_flops / rates.flops
+        if cp == 1:
+            return ChosenWay(self, "heads", computed, RecurrentCost(0, 0.0, 0))
+        chains = Chains.build(layout, np.zeros(1, np.int64))
+        way, cost = next(iter(both_ways(sizes, chains, rates, near).items()))
+        return ChosenWay(self, way, computed, cost)
+
+
+class ChosenWay(NamedTuple):
+    """The way of some layers, the seconds that all of them compute in forward, and the cost of one
+    of them.
+    """
+
+    layers: RecurrentLayers
+    way: str
+    computed: float
+    cost: RecurrentCost

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.costs.cost import memory
+from cp_ring.plan.costs.recurrent_costs import ChosenWay
 from cp_ring.plan.costs.shapes import AUTO, planned, shapes_of
 from cp_ring.plan.costs.simulate import NO_UPDATES, RankUpdates, rank_updates, simulate
 from cp_ring.plan.costs.step_costs import (
@@ -217,7 +218,9 @@ def _amounts(report: Report, sizes: AttentionSizes) -> tuple[int, int, int, int]
 
 
 class Tuned(NamedTuple):
-    """One way to run the job. seconds, memory: by item, of a step and of a rank."""
+    """One way to run the job. seconds, memory: by item, of a step and of a rank. recurrent: as
+    `TrainingSetup.recurrent` gives them.
+    """
 
     sizes: ParallelSizes
     micro_batch: int
@@ -225,6 +228,7 @@ class Tuned(NamedTuple):
     attention: AttentionCost
     seconds: dict[str, float]
     memory: dict[str, float]
+    recurrent: Sequence[ChosenWay] = ()
 
     @property
     def step(self) -> float:
@@ -346,7 +350,10 @@ class Search:
                 memory = step_memory(setup, sizes, micro_batch, recompute, cost, weights)
                 if sum(memory.values()) <= limit:
                     seconds = step_seconds(setup, sizes, micro_batch, recompute, cost[5:9])
-                    fitting.append(Tuned(sizes, micro_batch, recompute, cost, seconds, memory))
+                    linear = setup.recurrent(sizes, micro_batch)
+                    fitting.append(
+                        Tuned(sizes, micro_batch, recompute, cost, seconds, memory, linear)
+                    )
                     break
         return min(fitting, key=lambda one: one.step, default=None)
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from math import log, sqrt
 from typing import NamedTuple
 
+from cp_ring.plan.costs.recurrent_costs import ChosenWay, RecurrentLayers
+from cp_ring.plan.layout import Layout
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.schedule import Schedule
 from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES, AttentionSizes, LatentSizes
@@ -41,6 +43,7 @@ class ModelSizes:
     it. latent, query_latent: of
     multi-latent attention. gated: whether feed-forward networks have a gate (SwiGLU). loss_chunk:
     tokens whose logits are made at a time, 0 for all.
+    recurrent: those of `layers` whose state runs along the sequence.
     """
 
     layers: int
@@ -59,6 +62,7 @@ class ModelSizes:
     dtype: str = "bf16"
     experts: Experts | None = None
     loss_chunk: int = 0
+    recurrent: tuple[RecurrentLayers, ...] = ()
 
     def attention(self, tp: int, batch: int, wire: str = "plain") -> AttentionSizes:
         """The attention of one layer on a tensor-parallel rank."""
@@ -108,7 +112,10 @@ class ModelSizes:
     @property
     def other_parameters(self) -> int:
         """Parameters of all layers that are no experts' own; norms and biases are left out."""
-        attention = self.layers * self.attention_parameters
+        linear = sum(each.count for each in self.recurrent)
+        attention = (self.layers - linear) * self.attention_parameters
+        # what the projections of a recurrent layer make is what its ranks may exchange
+        attention += sum(x.count * self.hidden * x.sizes().exchanged for x in self.recurrent)
         if self.experts is None:
             return attention + self.layers * self._network(self.ffn)
         dense = self.layers - self.experts.layers
@@ -211,6 +218,12 @@ class TrainingSetup:
             else self.rates.between / self.rates.ranks_per_card
         )
 
+    def recurrent(self, sizes: ParallelSizes, micro_batch: int) -> list[ChosenWay]:
+        """Of each kind of recurrent layers, for batch rows as if they were one document."""
+        near = max(1, self.ranks_per_node // sizes.tp)
+        layout = Layout.zigzag(self.seq_length * micro_batch, sizes.cp)
+        return [each.faster(layout, sizes.tp, self.rates, near) for each in self.model.recurrent]
+
     def microbatches(self, sizes: ParallelSizes, micro_batch: int) -> int:
         """Microbatches of a pipeline in a step."""
         return self.global_batch // (sizes.dp * micro_batch)
@@ -275,11 +288,15 @@ def step_seconds(
         * tokens
         * (model.logit_flops / products + 6 * model.vocabulary / sizes.tp / rates.memory)
     )
+    linear = setup.recurrent(sizes, micro_batch)
     of_microbatch = {
         "attention": both - waits_both,
         "attention waits for messages": waits_both,
         "other layers": 3 * layers,
-        "recomputation": layers if again else 0.0,
+        "recomputation": layers + sum(x.computed for x in linear) if again else 0.0,
+        "recurrent layers": sum(3 * x.computed for x in linear),
+        "recurrent layers exchange": sum(x.layers.count * x.cost.seconds for x in linear)
+        * (1.5 if again else 1),
         "tensor-parallel messages": _tensor_parallel(setup, sizes, tokens) * (12 if again else 8),
         "expert-parallel messages": _expert_parallel(setup, sizes, tokens) * (6 if again else 4),
     }
@@ -299,7 +316,8 @@ def step_seconds(
     return {name: seconds for name, seconds in items.items() if seconds}
 
 
-EXPOSED = ("attention waits for messages", "tensor-parallel messages", "expert-parallel messages",
+EXPOSED = ("attention waits for messages", "recurrent layers exchange",
+           "tensor-parallel messages", "expert-parallel messages",
     "pipeline messages",
            "gradients and weights")  # fmt: skip
 """Items of a step that wait for messages."""
@@ -405,12 +423,15 @@ def step_memory(
         else (0, 0, 0, 0)
     )
     of_layers = tokens * model.activation_bytes(sizes.tp, setup.shared_norms) / sizes.pp
+    states = [(x.layers.count, x.cost.memory) for x in setup.recurrent(sizes, micro_batch)]
+    attending = layers * (1 - sum(count for count, _ in states) / model.layers)
     if recompute == "none":
-        of_microbatch, working = of_layers + layers * kept, 0.0
+        of_layers += sum(count * memory for count, memory in states) / sizes.pp
+        of_microbatch, working = of_layers + attending * kept, 0.0
     else:
         inputs = tokens * model.hidden * model.element / (sizes.tp if setup.shared_norms else 1)
-        of_microbatch = layers * (inputs + (results if recompute == "keep" else 0))
-        working = of_layers / layers + kept
+        of_microbatch = layers * inputs + attending * (results if recompute == "keep" else 0)
+        working = of_layers / layers + max([kept, *(memory for _, memory in states)])
     chunk = min(model.loss_chunk or tokens, tokens)
     logits = chunk * model.vocabulary / sizes.tp * (model.element + 4)
     flying = min(setup.microbatches(sizes, micro_batch), sizes.pp)

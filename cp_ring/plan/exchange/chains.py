@@ -242,16 +242,24 @@ class Chains:
 
     def halo_tokens(self, width: int) -> int:
         """Tokens that all ranks send for a convolution over `width` tokens."""
-        return sum(int(self.halo(r, width).swap.arriving.sum()) for r in range(self.layout.cp))
+        _, to, near, _, count = self._halos(width)
+        return int(count[self.owner[near] != self.owner[to]].sum())
 
-    def halo(self, rank: int, width: int) -> Halo:
-        """For a convolution over `width` tokens, its own among them."""
+    def _halos(self, width: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Where the halo of each segment begins; and of its parts the segment, the one that holds
+        the part, the first token, and how many.
+        """
         edges = self.edges
         begun = edges[np.arange(len(self.depth)) - self.depth]
         before = np.maximum(begun, edges[:-1] - width + 1)
         to, near = overlaps(before, edges[:-1], edges[:-1], edges[1:])
         first = np.maximum(before[to], edges[near])
-        count = np.minimum(edges[to], edges[near + 1]) - first
+        return before, to, near, first, np.minimum(edges[to], edges[near + 1]) - first
+
+    def halo(self, rank: int, width: int) -> Halo:
+        """For a convolution over `width` tokens, its own among them."""
+        edges = self.edges
+        before, to, near, first, count = self._halos(width)
         shard = starts_in_groups(np.diff(edges), self.owner, self.layout.cp)
         target = starts_in_groups(count, self.owner[to], self.layout.cp)
         which, tokens = expand(shard[near] + first - edges[near], count)

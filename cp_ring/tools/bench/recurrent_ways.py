@@ -33,7 +33,7 @@ WAYS = ("heads", "states")
 
 
 @dataclass(frozen=True)
-class Layer:
+class DeltaNet:
     """A gated delta net layer with as many heads of keys as of values, in float32.
 
     `n` tokens on `cp` ranks, `heads` of `key` and `value` channels.
@@ -111,7 +111,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _by_heads(
-    layer: Layer, x: Tensor, weight: Tensor, transport: Transport, layout: Layout
+    layer: DeltaNet, x: Tensor, weight: Tensor, transport: Transport, layout: Layout
 ) -> Tensor:
     """Each rank has all tokens of some heads, in the order of the sequence."""
     cp, rank = transport.size, transport.rank
@@ -127,7 +127,7 @@ def _by_heads(
     return _Exchanged.apply(parts, transport).transpose(0, 1).flatten(1, 2)
 
 
-def prepare(group: Any, way: str, layer: Layer) -> tuple[Tensor, Tensor, dict[str, int]]:
+def prepare(group: Any, way: str, layer: DeltaNet) -> tuple[Tensor, Tensor, dict[str, int]]:
     """On a rank: makes a round of forward and backward and runs it once. Returns this rank's part
     of the outputs and of the gradients, and the bytes by kind that it has sent.
     """
@@ -153,7 +153,7 @@ def prepare(group: Any, way: str, layer: Layer) -> tuple[Tensor, Tensor, dict[st
     return out, gradient, dict(counted.bytes_by_kind)
 
 
-def run(layers: list[Layer], repeats: int, ranks: Ranks | None = None) -> list[dict[str, Any]]:
+def run(layers: list[DeltaNet], repeats: int, ranks: Ranks | None = None) -> list[dict[str, Any]]:
     """Results {way, cp, median_s, min_s, max_s, bytes, planned_bytes, difference, times}: seconds
     of forward and backward on the slowest rank, and bytes that all ranks send.
 

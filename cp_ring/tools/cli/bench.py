@@ -614,14 +614,14 @@ def _recurrent(options: RecurrentBench) -> Measured:
     """
     Time a gated delta net layer on 2 and 4 ranks, which exchange tokens for heads, or pass states.
     """
-    from cp_ring.tools.bench.recurrent_ways import Layer, run
+    from cp_ring.tools.bench.recurrent_ways import DeltaNet, run
 
     n, heads, size = options.seq_length, options.heads, options.head_dim
     if n % 8:
         raise ConfigError(f"--seq-length {n} does not divide by 8, the chunks of four ranks")
     if heads % 4:
         raise ConfigError(f"--heads {heads}: four ranks exchange heads, so it must divide by 4")
-    results = run([Layer(n, cp, heads, size, size) for cp in (2, 4)], options.repeats)
+    results = run([DeltaNet(n, cp, heads, size, size) for cp in (2, 4)], options.repeats)
     return Measured(results, f"gated delta net, {n} x {heads} x {size}, float32, zigzag")
 
 

@@ -126,11 +126,11 @@ def draw(plan: Plan, path: str, look: Look | None = None, report: Report | None 
 
 
 def check_panel(panel: str, width: float) -> None:
-    """Raises `PlanError` for another panel than left, right and both, or a width that is no
-    picture's.
+    """Raises `PlanError` for another panel than left, right, both and states, or a width that is
+    no picture's.
     """
-    if panel not in ("left", "right", "both"):
-        raise PlanError(f"--panel {panel!r}: it must be left, right or both")
+    if panel not in ("left", "right", "both", "states"):
+        raise PlanError(f"--panel {panel!r}: it must be left, right, both or states")
     if not 2 <= width <= 60:
         raise PlanError(f"--width {width:g}: it must be a number of inches from 2 to 60")
 

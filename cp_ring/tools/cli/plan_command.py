@@ -30,7 +30,7 @@ from cp_ring.plan.schedule import NAMES, SLOT_SHARDS
 from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes, LatentSizes
 from cp_ring.plan.sizes.device_rates import NAMED, RATES, Rates, named_or_read
 from cp_ring.tools.bench import samples
-from cp_ring.tools.cli import plan_inputs
+from cp_ring.tools.cli import plan_inputs, plan_recurrent
 from cp_ring.tools.cli.option_models import (
     WRITTEN,
     argument,
@@ -120,6 +120,14 @@ class PlanRequest:
         metavar="BEFORE:AFTER",
         **_LAYOUT,
     )
+    recurrent: str | None = option(
+        None,
+        "Beside attention: recurrent layers, gdn or mamba, whose ranks pass states or exchange "
+        "heads; sizes by Megatron's names follow, as in gdn:linear_num_value_heads=32,layers=36, "
+        "attention=12.",
+        metavar="KIND[:NAME=VALUE,...]",
+        **_SIZES,
+    )
     chunks_per_rank: int | None = option(
         None, "Chunks per rank of the balanced layout.", min=1, **_LAYOUT
     )
@@ -205,7 +213,10 @@ class PlanRequest:
         None, "Write the picture to a .png, .svg or .pdf file.", **WRITTEN, **_OUTPUT
     )
     panel: str = option(
-        "both", "What to draw: left (which rank computes what), right (when), or both.", **_OUTPUT
+        "both",
+        "What to draw: left (which rank computes what), right (when), both, or states (of "
+        "--recurrent).",
+        **_OUTPUT,
     )
     width: float = option(15.0, "Width of the picture in inches.", **_OUTPUT)
     as_json: bool = option(False, "Print JSON instead of the table.", "--json", **_OUTPUT)
@@ -268,6 +279,7 @@ def run_plan(request: PlanRequest) -> None:
                 mask,
                 _make_layout(request.layout, mask, offsets, request.cp, request.chunks_per_rank),
                 assumed,
+                np.zeros(1, np.int64) if offsets is None else offsets[:-1],
             )
 
 
@@ -282,6 +294,12 @@ def _check(request: PlanRequest) -> None:
 
         check_ending(request.draw)
         check_panel(request.panel, request.width)
+    if request.recurrent and (request.mask or request.full or request.prefix):
+        raise PlanError(
+            "--recurrent: a state runs along the sequence: leave out --mask, --full and --prefix"
+        )
+    if request.panel == "states" and not request.recurrent:
+        raise PlanError("--panel states needs --recurrent")
     if request.convert and (
         request.compare or (request.layout != "zigzag" and request.job is None)
     ):
@@ -302,8 +320,8 @@ def _convert(request: PlanRequest, mask: Mask, offsets: Ints | None, element: in
     )
 
 
-def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) -> None:
-    """Makes and proves the plan; prints and draws it."""
+def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed, starts: Ints) -> None:
+    """Makes and proves the plan; prints and draws it. starts: where documents begin."""
     with _name_options(schedule="--schedule", slot_shards="--slot-shards", heads="--head-parallel"):
         shape, reason = _shape(request, mask, layout, assumed)
         if ROUTES[shape.route].own_schedule:
@@ -328,11 +346,21 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) ->
     }
     facts |= {"predicted": times(plan, report, assumed), "shapes": shapes, "kernel": request.kernel}
     facts |= {"wire": request.wire, "predicted_exposed_seconds": exposed(plan, report, assumed)}
+    if request.recurrent:
+        # a member of the ring is `ulysses` ranks, which share its work
+        flops = np.repeat(facts["forward_flops_per_rank"], shape.ulysses) / shape.ulysses
+        facts["recurrent"] = plan_recurrent.facts(
+            request.recurrent, layout, np.unique(starts), assumed, flops.tolist()
+        )
     if request.as_json:
         typer.echo(json.dumps(facts))
     else:
         print_plan(ring, facts)
-    if request.draw:
+        plan_recurrent.show(facts["recurrent"]) if request.recurrent else None
+    if request.draw and request.panel == "states":
+        plan_recurrent.draw_chain(request.draw, layout, np.unique(starts), request.width)
+        typer.echo(f"wrote {request.draw}", err=request.as_json)
+    elif request.draw:
         from cp_ring.tools.cli.drawing import Look, draw
 
         look = Look(sizes, assumed.rates, near, request.panel, request.width)

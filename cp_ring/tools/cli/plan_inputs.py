@@ -18,6 +18,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.tools.cli.option_models import parse_tokens
+from cp_ring.tools.cli.plan_recurrent import text_of_job
 from cp_ring.tools.job.command_line import as_keys
 from cp_ring.tools.job.job_config import JobConfig, load
 from cp_ring.tools.slurm.placement import context_groups
@@ -170,6 +171,7 @@ def options_of(job: JobConfig) -> dict[str, Any]:
         "mla": ",".join(map(str, sizes.latent)) if sizes.latent else None,
         "wire": "plain" if settings.wire == AUTO else settings.wire,
         "head_parallel": AUTO if settings.heads == AUTO and kind == "p2p" else spec.ulysses,
+        "recurrent": text_of_job(given, tp),
         "ranks_per_node": settings.node_size or node_size(group, RANKS_OF_A_NODE),
     }
     return {name: str(value) for name, value in options.items() if value is not None}

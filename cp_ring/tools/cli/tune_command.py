@@ -239,6 +239,10 @@ def _way(result: TuneResult, way: Tuned) -> dict[str, Any]:
         "schedule": list(attention.schedule),
         "wire": attention.wire,
         "layout": attention.layout,
+        "recurrent": {
+            x.layers.kind: {"layers": x.layers.count, "way": x.way, **asdict(x.cost)}
+            for x in way.recurrent
+        },
         "step_s": way.step,
         "tokens_per_s_per_gpu": _speed(result, way),
         "exposed_s": way.exposed,
@@ -268,6 +272,10 @@ def _print(result: TuneResult, title: str) -> None:
         "attention": [way.attention.shape.name for way in ways],
         "wire": [way.attention.wire for way in ways],
         "layout": [way.attention.layout for way in ways],
+        **{
+            f"{x.layers.kind} layers": [way.recurrent[i].way for way in ways]
+            for i, x in enumerate(ways[0].recurrent)
+        },
         "micro batch": [str(way.micro_batch) for way in ways],
         "recompute": [way.recompute for way in ways],
         "tokens/s/GPU": [f"{_speed(result, way):,.0f}" for way in ways],

@@ -304,7 +304,9 @@ def configured(job: JobConfig, way: Tuned, request: Request) -> JobConfig:
         "pipeline_model_parallel_size": sizes.pp,
         "data_parallel_size": sizes.dp,
     }
+    linear = {x.layers.kind: x.way for x in way.recurrent}
     cp_ring = {
+        "recurrent": ",".join(f"{kind}={found}" for kind, found in linear.items()) or "heads",
         "route": attention.shape.route,
         "heads": attention.shape.ulysses,
         "schedule": _schedule(way, request),

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError
-from cp_ring.tools.bench.recurrent_ways import Layer, run
+from cp_ring.tools.bench.recurrent_ways import DeltaNet, run
 from cp_ring.tools.cli import app
 
 
@@ -17,7 +17,7 @@ def check(results) -> None:
 
 
 def test_both_ways_agree_and_send_what_is_planned(pool):
-    results = run([Layer(256, cp, 4, 8, 16) for cp in (2, 4)], 1, pool)
+    results = run([DeltaNet(256, cp, 4, 8, 16) for cp in (2, 4)], 1, pool)
     assert [(found["way"], found["cp"]) for found in results] == [
         ("heads", 2), ("states", 2), ("heads", 4), ("states", 4),
     ]  # fmt: skip
@@ -27,7 +27,7 @@ def test_both_ways_agree_and_send_what_is_planned(pool):
 @pytest.mark.ci
 def test_states_are_a_twentieth_of_the_exchange_at_16384_tokens(pool):
     """Heads of the size of Qwen3-Next's, as many as one of 8 tensor-parallel ranks has."""
-    heads, states = run([Layer(16_384, 4, 4, 128, 128)], 1, pool)
+    heads, states = run([DeltaNet(16_384, 4, 4, 128, 128)], 1, pool)
     check([heads, states])
     # bfloat16 would halve the exchange, and no state
     assert states["bytes"] * 20 < heads["bytes"] / 2

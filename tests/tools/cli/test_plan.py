@@ -67,9 +67,40 @@ def test_converts_layouts(tmp_path: Path) -> None:
     assert "contiguous to balanced: 4,096 tokens" in shown and "of the tokens travel" in shown
 
 
+def test_recurrent_layers_are_beside_attention(tmp_path: Path) -> None:
+    picture = tmp_path / "chain.svg"
+    asked = ("--recurrent", "gdn:layers=3,linear_num_key_heads=8,linear_num_value_heads=8")
+    drawn = ("--panel", "states", "--draw", str(picture))
+    (found,) = json.loads(run(*asked, "--json", *drawn).stdout)["recurrent"]
+    states, heads = found["ways"]["states"], found["ways"]["heads"]
+    # 6 borders; a state of 8 heads of 128 x 128; 3 tokens of q, k and v before each segment
+    halo = 6 * 3 * (3 * 8 * 128) * 2
+    assert found["borders"] == 6 and found["state_bytes"] == 8 * 128 * 128 * 4
+    # small states travel at once, each with its A, to those that need it: 15, and their gradients
+    assert states["bytes"] == 2 * (15 * 2 * found["state_bytes"] + halo)
+    # q, k, v, the gate, both gates of the rule, and what comes back, three quarters of all tokens
+    assert heads["bytes"] == 2 * 4096 * 3 // 4 * (5 * 8 * 128 + 2 * 8) * 2
+    assert found["layers"] == 3 and found["balance"] == pytest.approx(1)
+    assert "6 states pass, 6 after one another" in picture.read_text()
+    shown = run(*asked, "--documents-mean", "300").stdout
+    assert "3 gdn layers beside 1 of attention: balance" in shown
+
+
+def test_a_job_has_its_recurrent_layers() -> None:
+    job = ["plan", "qwen3-next-style", "--seq-length", "16K", "--json"]
+    (found,) = json.loads(CliRunner().invoke(app, job).stdout)["recurrent"]
+    assert (found["kind"], found["layers"], found["attention_layers"]) == ("gdn", 18, 6)
+    assert found["state_bytes"] == 32 * 128 * 128 * 4 and set(found["ways"]) == {"states", "heads"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ("--recurrent rwkv", "--recurrent rwkv: write it as gdn or mamba"),
+        ("--recurrent gdn:layers=x", "--recurrent gdn:layers=x: write it as"),
+        ("--recurrent gdn:mamba_head_dim=8", "gdn layers have no mamba_head_dim"),
+        ("--recurrent gdn --full", "--recurrent: a state runs along the sequence"),
+        ("--panel states --draw x.png", "--panel states needs --recurrent"),
         (
             "--convert zigzag",
             "--convert 'zigzag': give two layouts, BEFORE:AFTER, as in zigzag:contiguous",

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.costs.search import Given
 from cp_ring.tools.cli import app
 from cp_ring.tools.cli.tune_command import _documents, parse_memory
 from cp_ring.tools.job import command_line
@@ -97,6 +98,23 @@ def test_memory_sizes():
     ]
     with pytest.raises(PlanError):
         parse_memory("0GB")
+
+
+def test_recurrent_layers_have_the_faster_way():
+    """Two heads do not divide among more ranks, which Megatron wants of the other way alone."""
+    job = config.load("qwen3-next-style", [
+        "preset=tiny", "megatron.linear_num_key_heads=2", "megatron.linear_num_value_heads=2",
+        "megatron.transformer_impl=transformer_engine",
+    ])  # fmt: skip
+    request = Request(gpus=4, ranks_per_node=4, given=Given(1, 4, 1))
+    (way, chosen), *_ = tune(job, request).best
+    (linear,) = way.recurrent
+    assert (linear.way, linear.layers.count, linear.layers.kind) == ("states", 2, "gdn")
+    assert chosen.cp_ring.recurrent == "gdn=states"
+    # both layers, forward and backward; the whole forward again where activations are recomputed
+    again = 1 if way.recompute == "none" else 1.5
+    steps = way.seconds["recurrent layers exchange"] / (2 * linear.cost.seconds * again)
+    assert steps == pytest.approx(2 / way.micro_batch)  # microbatches of the global batch
 
 
 def test_models_of_other_layers_are_rejected():

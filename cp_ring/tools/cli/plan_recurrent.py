@@ -1,0 +1,136 @@
+"""`cp-ring plan --recurrent`: what recurrent layers exchange in both ways, how even a model of both
+kinds of layers is, and the chain of states as a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from cp_ring.errors import PlanError
+from cp_ring.megatron.flags.layer_pattern import letters_of, main_layers
+from cp_ring.plan.costs.recurrent_costs import RecurrentLayers, both_ways
+from cp_ring.plan.costs.shapes import Assumed
+from cp_ring.plan.exchange.chains import Chains
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.ranges import Ints
+from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES
+
+_FORM = "gdn or mamba, +, and sizes by Megatron's names, as in gdn:layers=36,attention=12"
+
+
+def text_of_job(given: Mapping[str, Any], tp: int) -> str | None:
+    """`--recurrent` for the layers of a job's section megatron; None without such layers."""
+    names = ("experimental_attention_variant", "linear_attention_freq", "num_layers")
+    source = argparse.Namespace(**dict.fromkeys(names) | dict(given))
+    letters = main_layers(letters_of(source))
+    attention, found = sum(letter not in "MG-E" for letter in letters), []
+    for each in RecurrentLayers.of_model(given, letters):
+        sizes = [f"{name}={value}" for name, value in each.settings if name not in ("bf16", "fp16")]
+        counts = [f"layers={each.count}", f"attention={attention}", f"tp={tp}"]
+        found.append(f"{each.kind}:{','.join([*counts, *sizes])}")
+    return "+".join(found) or None
+
+
+def parse(text: str, dtype: str) -> list[tuple[RecurrentLayers, int, int]]:
+    """Kinds of layers, each with the number of attention layers and the tensor-parallel size.
+
+    Raises `PlanError` that names the option.
+    """
+    found = []
+    for each in text.split("+"):
+        kind, _, rest = each.partition(":")
+        pairs = [pair.partition("=")[::2] for pair in rest.split(",") if rest]
+        if kind not in ("gdn", "mamba") or not all(value.isdecimal() for _, value in pairs):
+            raise PlanError(f"--recurrent {text}: write it as {_FORM}")
+        sizes = {name: int(value) for name, value in pairs}
+        layers, attention, tp = (sizes.pop(name, 1) for name in ("layers", "attention", "tp"))
+        prefix = {"gdn": "linear_", "mamba": "mamba_"}[kind]
+        for name in sizes:
+            if not name.startswith(prefix) and name != "hidden_size":
+                raise PlanError(f"--recurrent {text}: {kind} layers have no {name}")
+        made = RecurrentLayers(kind, layers, (*sizes.items(), (dtype, True)))
+        found.append((made, attention, tp))
+    return found
+
+
+def facts(
+    text: str, layout: Layout, starts: Ints, assumed: Assumed, flops: list[float]
+) -> list[dict[str, Any]]:
+    """Of each kind: its layers, both ways of one of them, and max over mean of the work of ranks in
+    forward, of these layers and those of attention.
+
+    starts: where documents begin. flops: of a rank, in forward of one attention layer.
+    """
+    chains, found = Chains.build(layout, starts), []
+    for layers, attention, tp in parse(text, assumed.sizes.dtype):
+        sizes = layers.sizes(tp)
+        chains.verify(sizes.width)
+        ways = both_ways(sizes, chains, assumed.rates, assumed.ranks_per_node)
+        scanned = layout.tokens_per_rank * sizes.token_flops
+        work = attention * np.array(flops) + layers.count * scanned
+        found.append({
+            "kind": layers.kind, "layers": layers.count, "attention_layers": attention,
+            "state_bytes": sizes.state_bytes, "borders": chains.links,
+            "ways": {way: asdict(cost) for way, cost in ways.items()},
+            "balance": float(work.max() / work.mean()),
+            "exchange_element_bytes": DTYPE_BYTES[sizes.dtype],
+        })  # fmt: skip
+    return found
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    """Prints both ways of each kind of layers."""
+    console = Console()
+    table = Table(title="one recurrent layer, forward and backward; predicted times")
+    for name in ("layer", "exchanges", "MiB of all ranks", "ms", "MiB of a rank"):
+        table.add_column(name, justify="right")
+    for kind in found:
+        for way, cost in kind["ways"].items():
+            cells = [f"{cost[name] / 2**20:,.1f}" for name in ("bytes", "memory")]
+            table.add_row(kind["kind"], way, cells[0], f"{1e3 * cost['seconds']:.3g}", cells[1])
+    console.print(table)
+    for kind in found:
+        console.print(
+            f"{kind['layers']} {kind['kind']} layers beside {kind['attention_layers']} of "
+            f"attention: balance {kind['balance']:.3f} (max / mean work); a state of "
+            f"{kind['state_bytes'] / 2**20:,.2f} MiB passes {kind['borders']} borders of ranks",
+            soft_wrap=True,
+        )
+
+
+def draw_chain(path: str, layout: Layout, starts: Ints, width: float) -> None:
+    """Writes a picture of the segments of ranks and of the states that pass between them."""
+    from cp_ring.tools.cli.drawing import FAINT, INK, color, picture
+
+    chains = Chains.build(layout, starts)
+    with picture(path, width, 1.2 + 0.5 * layout.cp) as figure:
+        axes = figure.subplots()
+        for segment, (start, end, rank) in enumerate(
+            zip(chains.edges[:-1], chains.edges[1:], chains.owner, strict=True)
+        ):
+            shade = color(int(rank), 0, layout.cp, 1)
+            axes.barh(rank, end - start, 0.5, left=start, color=shade, edgecolor="white")
+            if chains.depth[segment]:
+                before = chains.owner[segment - 1]
+                axes.annotate(
+                    "", (start, rank), (start, before),
+                    arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.5},
+                )  # fmt: skip
+        for start in chains.starts[1:]:
+            axes.axvline(start, color=FAINT, linestyle=":", linewidth=1)
+        axes.set_yticks(range(layout.cp), [f"rank {rank}" for rank in range(layout.cp)])
+        axes.invert_yaxis()
+        axes.set_xlim(0, layout.n)
+        axes.set_xlabel("tokens; arrows are states, dotted lines begin anew")
+        axes.set_title(
+            f"{layout.n:,} tokens on {layout.cp} ranks, {layout.name} layout: "
+            f"{chains.links} states pass, {int(chains.depth.max())} after one another",
+            fontsize=12, color=INK,
+        )  # fmt: skip
