@@ -52,8 +52,8 @@ def of_positions(plan: AnyPlan, group: Group, q: Tensor, given: dict[str, Any]) 
     if bias is not None:
         if plan.ulysses > 1 or batch > 1 or of_keys is not None:
             raise ConfigError(
-                "bias: heads are not exchanged, batch rows have one mask, and keys are those of the "
-                "queries' tokens"
+                "bias: heads are not exchanged, batch rows have one mask, and keys are those of "
+                "the queries' tokens"
             )
         tokens_first = given.get("qkv_format") == "sbhd"
         sizes = (*(q.shape[1::-1] if tokens_first else q.shape[:2]), q.shape[2])
@@ -71,8 +71,8 @@ def _checked(bias: Any, sizes: tuple[int, ...], n: int) -> Tensor:
     )
     if not fits or found[3] != n or not bias.is_floating_point():
         raise PlanError(
-            f"bias is {found} of {bias.dtype}: it must be numbers of [{b} or 1, {h} or 1, {s} or 1, "
-            f"{n}], batch rows, heads, queries of this rank and all keys"
+            f"bias is {found} of {bias.dtype}: it must be numbers of [{b} or 1, {h} or 1, {s} or "
+            f"1, {n}], batch rows, heads, queries of this rank and all keys"
         )
     return bias
 

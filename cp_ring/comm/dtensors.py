@@ -53,15 +53,15 @@ def on_dtensors(
         or not known.issuperset(placements)
     ):
         raise ConfigError(
-            f"q, k and v must be placed alike on one mesh, with {Shard(places['s'])}, their tokens, "
-            f"on one dimension of it, and others replicated or sharded by batch row or head; here "
-            f"{words}"
+            f"q, k and v must be placed alike on one mesh, with {Shard(places['s'])}, their "
+            "tokens, on one dimension of it, and others replicated or sharded by batch row or "
+            f"head; here {words}"
         )
     of_mesh = mesh.get_group(tokens[0])
     if group is not None and _group(group) is not of_mesh:
         raise ConfigError(
-            f"group is not that of dimension {tokens[0]} of the mesh, over which tokens are sharded:"
-            " leave group out"
+            f"group is not that of dimension {tokens[0]} of the mesh, over which tokens are "
+            "sharded: leave group out"
         )
     given, (q, k, v) = dict(options), tensors
     cp, (n, keys) = mesh.size(tokens[0]), (x.shape[places["s"]] for x in (q, k))
