@@ -8,7 +8,6 @@ import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from numbers import Real
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
@@ -22,15 +21,13 @@ from cp_ring.comm.latent import LatentKeys
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.comm.transport import Group, check_local, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
-from cp_ring.kernels.dropout import Dropout, mixed
 from cp_ring.observe import watchdog
-from cp_ring.ops.dtypes import finite
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.plan.tables import RankPlan
 from cp_ring.plan_cache import PlanOptions
+from cp_ring.positional import of_positions
 from cp_ring.runtime import RUNTIME
 
 
@@ -64,6 +61,7 @@ class CallOptions(TypedDict, total=False):
     dropout_p: float
     dropout_seed: int | None
     alibi_slopes: Tensor | Sequence[float] | None
+    bias: Tensor | None
 
 
 _OF_PLAN = frozenset(field.name for field in fields(PlanOptions))
@@ -184,6 +182,10 @@ def ring_attention(
             heads of the call. The kernels `cpu` and `reference` support it, and hold the scores of
             some queries at a time.
 
+        bias: [b or 1, h or 1, s or 1, n], added to the scores of this rank's queries and all n keys
+            of the sequence, as a relative position bias. Where it has 1 for b, h or s, its gradient
+            is this rank's share. Kernels as for `alibi_slopes`; heads are not exchanged.
+
     Returns:
         out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64
         for float64 inputs). Queries that see no key have out 0 and lse -inf. Sums are accumulated
@@ -199,6 +201,10 @@ def ring_attention(
     `group` is None or a process group and no option but `sink` is a tensor or an array. Else it is
     a graph break. Planning and messages run as they do without compilation.
 
+    DTensors q, k and v that are sharded over tokens along one dimension of their mesh give DTensors
+    that are placed as they are. The ranks are those of that dimension, and the layout is
+    `contiguous` where none is given.
+
     Where batch rows have different masks, give `Mask.batch(...)` with `Layout.batch(...)`, or a
     plan for them.
 
@@ -212,6 +218,10 @@ def ring_attention(
 
     Ring attention: Liu et al., https://arxiv.org/abs/2310.01889.
     """
+    if any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in (q, k, v)):
+        from cp_ring.comm.dtensors import on_dtensors  # not imported without DTensors
+
+        return on_dtensors(ring_attention, (q, k, v), group, return_lse, options)
     if options.get("qkv_format") in _DIMENSIONS:
         return _in_format(str(options["qkv_format"]), (q, k, v), group, return_lse, options)
     if isinstance(options.get("mask"), list | tuple):
@@ -277,6 +287,8 @@ def _by_heads(tensors: tuple[Any, ...], group: Group, return_lse: bool, options:
         for name in ("sink", "alibi_slopes"):
             if options.get(name) is not None:
                 given[name] = options[name][mine]
+        if (bias := options.get("bias")) is not None and bias.shape[1:2] != (1,):
+            given["bias"] = bias[:, mine]
         parts = q[:, :, mine], k[:, :, keys], v[:, :, keys]
         call: Any = ring_attention
         found.append(call(*parts, group, **given | {"mask": mask, "return_lse": return_lse}))
@@ -328,12 +340,7 @@ def _resolved(
         asked = PlanOptions(**of_plan)
         if plan is None:
             plan = _plan_of(asked, group, q, (k, v), given.get("qkv_format"))
-    p, seed, slopes = (
-        given.pop("dropout_p", 0.0),
-        given.pop("dropout_seed", None),
-        given.pop("alibi_slopes", None),
-    )
-    dropout = _by_position(plan, group, q, p, seed, slopes)
+    dropout = of_positions(plan, group, q, given)
     inputs = Inputs(q, k, v, sink, latents, dropout).alike()
     plain = latents is None or plan.ulysses > 1 or dropout is not None
     given["wire"] = given.get("wire") or ("plain" if plain else "latent")
@@ -384,58 +391,3 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes | None
         return None
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(q.dtype, "fp32")
     return AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype=dtype, batch=batch)
-
-
-def _by_position(
-    plan: AnyPlan,
-    group: Group,
-    q: Tensor,
-    p: float,
-    seed: int | None,
-    slopes: Tensor | Sequence[float] | None,
-) -> Dropout | None:
-    """Dropout and ALiBi of a call whose plan knows all tokens' positions; None without both."""
-    if not 0 <= expect("dropout_p", p, Real) < 1:
-        raise ConfigError(f"dropout_p={p}: it must be from 0 to below 1")
-    if not p and slopes is None:
-        return None
-    if p and (not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64):
-        raise ConfigError(
-            f"dropout_seed={seed!r}: dropout needs a whole number of up to 64 bits, the same on "
-            "all ranks and another in each call"
-        )
-    if isinstance(plan, RankPlan):
-        name = f"dropout_p={p}" if p else "alibi_slopes"
-        raise ConfigError(
-            f"{name}: give the plan of all ranks, which has the positions of tokens, not that of "
-            "one rank"
-        )
-    transport = transport_for(group, q.device)
-    rank, batch = transport.rank if transport else 0, plan.layout.rows
-    mine, of_keys = plan.layout.positions(rank), None
-    if plan.key_layout is plan.layout:
-        mine %= plan.n // batch
-    else:
-        held = plan.mask.key_positions[plan.key_layout.positions(rank)]
-        of_keys, mine = _of_batch(held, batch), plan.mask.positions[mine]
-    key = mixed(seed) if seed is not None else 0
-    return Dropout(p, key, _of_batch(mine, batch), 0, _slopes(slopes, q), of_keys)
-
-
-def _of_batch(positions: np.ndarray, batch: int) -> Tensor:
-    """[s], or [s, batch]."""
-    found = torch.from_numpy(positions)
-    return found.view(batch, -1).T if batch > 1 else found
-
-
-def _slopes(slopes: Tensor | Sequence[float] | None, q: Tensor) -> tuple[float, ...]:
-    if slopes is None:
-        return ()
-    if isinstance(slopes, Tensor) and slopes.requires_grad:
-        raise ConfigError("alibi_slopes are constants: detach them, there is no gradient of them")
-    found = finite(slopes, "alibi_slopes")
-    if found.shape != q.shape[2:3]:
-        raise PlanError(
-            f"alibi_slopes must hold one finite number for each of {q.shape[2]} query heads"
-        )
-    return tuple(found.tolist())

@@ -316,7 +316,8 @@ class Attention:
                 extras=Extras(dropout is not None, options.softcap),
             )
         if dropout is not None and not codec.carries_positions:
-            asked = f"dropout_p={dropout.p:g}" if dropout.p else "alibi_slopes"
+            others = "alibi_slopes" if dropout.bias is None else "bias"
+            asked = f"dropout_p={dropout.p:g}" if dropout.p else others
             raise ConfigError(
                 f"wire={options.wire!r} does not support {asked}, for which positions travel with "
                 "the keys"

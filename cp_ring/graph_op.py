@@ -2,8 +2,8 @@
 it whole in a graph (`fullgraph=True`), and policies of selective checkpointing can name it.
 
 A graph holds tensors and numbers. So a call in it has a number for what does not change from step
-to step (`number_of`), and `Numbered` objects and the seed of dropout come as a list of numbers: a
-mask or a plan of another step is no reason to compile again.
+to step (`number_of`), and `Numbered` objects, tuples of numbers and the seed of dropout come as a
+list of numbers: a mask, a plan or a `cu_seqlens` of another step is no reason to compile again.
 
 What is planned and sent is that of the call without a graph. Backward of a plan that exchanges
 heads, or of batch rows with masks of their own, computes forward once more.
@@ -59,6 +59,9 @@ def call(
         if isinstance(value, Numbered):
             static.append((name, ("numbered", len(numbers))))
             numbers.append(value.number)
+        elif isinstance(value, tuple) and all(isinstance(each, int) for each in value):
+            static.append((name, ("tuple", len(numbers), len(value))))
+            numbers.extend(value)
         elif name == _SEED and value is not None:
             static.append((name, 0))  # that of a step is the first number
         elif name != "sink":
@@ -90,8 +93,10 @@ def _attention(
 
 
 def _value(value: Any, numbers: Sequence[int]) -> Any:
-    numbered = isinstance(value, tuple) and value[:1] == ("numbered",)
-    return Numbered.of(numbers[value[1]]) if numbered else value
+    kind, first, count = (*value, None, None)[:3] if isinstance(value, tuple) else (None,) * 3
+    if kind == "tuple":
+        return tuple(numbers[first : first + count])
+    return Numbered.of(numbers[first]) if kind == "numbered" else value
 
 
 @torch.library.custom_op("cp_ring::attention", mutates_args=())

@@ -128,13 +128,14 @@ def of_steps(cp):
     return [Mask.documents([0, 5 + step, 16 * cp]) for step in range(4)]
 
 
-@pytest.mark.parametrize("case", ["masks", "seeds", "sbhd"])
+@pytest.mark.parametrize("case", ["masks", "seeds", "sbhd", "offsets"])
 def test_a_call_is_one_operator_of_a_graph(case):
     """One graph serves masks and seeds of all steps; the second one has numbers in their place."""
     options = {
         "masks": {"mask": of_steps(1)},
         "seeds": {"causal": True, "dropout_p": 0.5, "dropout_seed": [3, 4, 5, 1 << 60]},
         "sbhd": {"qkv_format": "sbhd", "window_size": (1, 0)},
+        "offsets": {"causal": True, "cu_seqlens": [(0, 5 + step, 16) for step in range(4)]},
     }[case]
     ((made, equal),) = compare(None, [options])
     assert equal and made <= 2

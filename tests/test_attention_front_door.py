@@ -110,7 +110,7 @@ def test_keywords_are_those_of_the_options():
     of_plan, of_call = (
         {field.name for field in fields(kind)} for kind in (PlanOptions, AttentionOptions)
     )
-    own = {"sink", "timeout", "dropout_p", "dropout_seed", "alibi_slopes"}
+    own = {"sink", "timeout", "dropout_p", "dropout_seed", "alibi_slopes", "bias"}
     assert set(CallOptions.__annotations__) == of_plan | own | of_call - {
         "lse",
         "max_logit",

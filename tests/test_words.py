@@ -24,7 +24,7 @@ BATCH_ROWS = {
     "cp_ring/plan/layout.py":
     rf"rows: how many batch|\brows: int = 1|rows: Sequence\[Layout\]|self\.rows|{_BATCH}",
     "cp_ring/plan/mask.py": rf"rows: Sequence\[Mask\]|{_BATCH}",
-    "cp_ring/api.py": r"layout\.rows",
+    "cp_ring/positional.py": r"layout\.rows",
     "cp_ring/plan/rank_plan.py": r"layout\.rows",
     "cp_ring/plan/plan.py": r"layout\.rows",
     "cp_ring/plan/routes.py": r"layout\.rows",

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,51 @@ _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 _BLOCK = 1 << 21  # scores that are held at a time
 
 
+@dataclass(eq=False)
+class Bias:
+    """What is added to scores: values [b or 1, h or 1, s or 1, n] of this rank's queries, at
+    `position` [s], ascending, to all keys. `gradient` sums that of a backward pass.
+    """
+
+    values: Tensor
+    position: Tensor
+    gradient: Tensor | None = None
+
+    def of(self, q: Tensor, k: Tensor) -> Tensor:
+        """Of marked queries and keys, [b or 1, h or 1, q or 1, k]."""
+        return self.values[self._places(q, k)]
+
+    def add(self, q: Tensor, k: Tensor, scores: Tensor) -> None:
+        """Adds the gradient of their scores, [b, h, q, k]."""
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.values, dtype=scores.dtype)
+        shared = [dim for dim in range(3) if self.values.shape[dim] == 1]
+        self.gradient[self._places(q, k)] += scores.sum(shared, keepdim=True) if shared else scores
+
+    def _places(self, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+        queries = torch.searchsorted(self.position, _positions(q)[0])
+        return ..., queries[:, None] if self.values.shape[2] > 1 else _FIRST, _positions(k)[0]
+
+
+_FIRST = torch.zeros(1, 1, dtype=torch.int64)
+
+
+class _WithBias(torch.autograd.Function):
+    """q, and in backward the gradient of its bias, which is whole when that of q is."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, values: Tensor, bias: Bias) -> Tensor:
+        ctx.bias = bias
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor) -> tuple[Tensor, Tensor, None]:
+        bias: Bias = ctx.bias
+        found, bias.gradient = bias.gradient, None
+        found = torch.zeros_like(bias.values) if found is None else found
+        return dq, found.to(bias.values.dtype), None
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Dropout and biases of one call of attention.
@@ -45,6 +91,7 @@ class Dropout:
     first_head: number of this rank's first query head in the whole layer.
     slopes: ALiBi's slope of each query head from `first_head` on; none without it.
     key_position: `position` of its keys, where they are not those of the queries' tokens.
+    bias: what is added to scores.
     """
 
     p: float
@@ -53,11 +100,14 @@ class Dropout:
     first_head: int = 0
     slopes: tuple[float, ...] = ()
     key_position: Tensor | None = None
+    bias: Bias | None = None
 
     def mark(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [s, b, h, d] and k [s, b, g, d] with `COLUMNS` more columns, which say where a token
         is.
         """
+        if self.bias is not None:
+            q = _WithBias.apply(q, self.bias.values, self.bias)
         where = _where(self.position, q)
         of_keys = where if self.key_position is None else _where(self.key_position, k)
         heads = _bytes(
@@ -83,8 +133,9 @@ class Dropout:
         assert dtype is not None, f"{kernel.name} has no dropout"
         softcap = getattr(kernel, "softcap", 0.0)
         return DropoutKernel(
-            kernel.name, dtype, self.p, self.key, self.slopes, self.first_head, softcap
-        )
+            kernel.name, dtype, self.p, self.key, self.slopes, self.first_head, softcap,
+            bias=self.bias,
+        )  # fmt: skip
 
 
 def _where(position: Tensor, x: Tensor) -> Tensor:
@@ -119,7 +170,7 @@ class DropoutKernel:
     wider.
 
     The last `columns` of queries and keys are those of `Dropout.mark`. With `softcap` the scores
-    are softcap * tanh(score / softcap), to which ALiBi is added.
+    are softcap * tanh(score / softcap), to which ALiBi and a bias are added.
     """
 
     name: str
@@ -130,6 +181,7 @@ class DropoutKernel:
     first_head: int = 0
     softcap: float = 0.0
     columns: int = COLUMNS
+    bias: Bias | None = None
 
     capabilities = Capabilities(bands=True, deterministic=True)
 
@@ -175,7 +227,10 @@ class DropoutKernel:
                 self._kept(q[:, queries], k),
             )
             dp = dout_heads @ v_heads.mT * kept
-            ds = p * (dp - (dout_heads * out_heads).sum(-1, keepdim=True)) * slope * scale
+            ds = p * (dp - (dout_heads * out_heads).sum(-1, keepdim=True))
+            if self.bias is not None:
+                self.bias.add(q[:, queries], k, ds)
+            ds = ds * slope * scale
             dqs.append(ds @ k_heads)
             dk += ds.mT @ q_heads
             dv += (p * kept).mT @ dout_heads
@@ -215,10 +270,12 @@ class DropoutKernel:
             - torch.arange(first, first + q.shape[1], device=q.device)[:, None]
         )
         if self.slopes:
-            scores = scores - self._bias(q, k).to(scores.dtype)
+            scores = scores - self._distances(q, k).to(scores.dtype)
+        if self.bias is not None:
+            scores = scores + self.bias.of(q, k).to(scores.dtype)
         return scores.masked_fill((offset < lo) | (offset > hi), -math.inf), slope
 
-    def _bias(self, q: Tensor, k: Tensor) -> Tensor:
+    def _distances(self, q: Tensor, k: Tensor) -> Tensor:
         """ALiBi's slope * distance, float64 [b, h, q, k]. A slope belongs to a head, wherever heads
         were exchanged to.
         """

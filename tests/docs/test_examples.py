@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cp_ring.kernels.cpu import KERNEL
 from cp_ring.testing.rank_pool import LIMIT_S
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 ON_TWO_RANKS = ("ring_attention", "plan_and_window", "packed_documents", "hugging_face")
+ON_FOUR_RANKS = ("grpo", "device_mesh", "accelerate_loop")
 # tests/megatron/test_declared_masks.py runs them
 IN_MEGATRON = ("rl_shared_prefix", "multimodal_spans")
 ON_ONE = ("own_mask", "own_layout", "own_route", "own_kernel", "own_patch", "own_recurrence")
@@ -27,7 +29,13 @@ def example(name):
 
 
 def run_main(group, name):
-    return example(name).main(group)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # as torchrun tells accelerate
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in told.items():
+            patch.setenv(variable, str(value))
+        return example(name).main(group)
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
@@ -36,8 +44,9 @@ def test_on_two_ranks(pool, name):
     assert first == second  # each returns a result that both ranks must agree on
 
 
-def test_on_four_ranks(pool):
-    first, *others = pool.run(run_main, 4, "grpo")
+@pytest.mark.parametrize("name", ON_FOUR_RANKS)
+def test_on_four_ranks(pool, name):
+    first, *others = pool.run(run_main, 4, name)
     assert others == [first] * 3
 
 

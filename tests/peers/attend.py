@@ -1,0 +1,208 @@
+"""One case: what other libraries' tests ask of attention, `ring_attention` on threads, and brute
+force in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from cp_ring import Layout, Mask, ring_attention
+from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import error
+from cp_ring.testing.rank_pool import Ranks
+from tests.rings import rank_of
+
+LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+"""Of the error of out and of gradients; a wrong tile is off by 0.1 or more."""
+
+_RINGS: dict[int, LocalRing] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """tokens: of queries and of keys. heads: of queries and of keys. sizes: of keys and of values.
+    allowed: bool [b or 1, h or 1, queries, keys]. call: keywords of `ring_attention`; a function
+    among them is called. split: the layout of the queries, and of the keys where it is another.
+    sinks: their shape, [sinks, h] or [queries, sinks, h]. bias: its shape, and whether it has a
+    gradient. rejected: the words of the line that says why there is no such call.
+    """
+
+    name: str
+    cp: int
+    tokens: tuple[int, int]
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+    allowed: np.ndarray
+    call: Mapping[str, Any] = field(default_factory=dict)
+    batch: int = 1
+    split: tuple[Any, ...] = ("zigzag",)
+    dtype: torch.dtype = torch.float32
+    sinks: tuple[int, ...] = ()
+    bias: tuple[int, ...] = ()
+    way: str = "threads"
+    rejected: str = ""
+
+
+def run(case: Case, processes: Ranks | None = None) -> tuple[float, str]:
+    """The largest error divided by its limit; and the line of a rejection. Compiled calls and
+    DTensors need processes.
+    """
+    generator = torch.Generator().manual_seed(len(case.name))
+    (n, keys), (h, g), (d, e), b = case.tokens, case.heads, case.sizes, case.batch
+    shapes = (b, n, h, d), (b, keys, g, d), (b, keys, g, e), (b, n, h, e), case.sinks, case.bias
+    tensors = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
+        if shape
+        else None
+        for shape in shapes
+    ]
+    call = {name: x() if callable(x) else x for name, x in case.call.items()}
+    layouts = _layouts(case, call)
+    given = replace(case, call={}), call, layouts, tensors
+    try:
+        if case.way == "threads":
+            parts = _RINGS.setdefault(case.cp, LocalRing(case.cp)).run(_on_rank, *given)
+        else:
+            assert processes is not None, f"{case.name} needs processes"
+            parts = processes.run(_on_rank, case.cp, *given)
+    except (ConfigError, PlanError, KernelError) as rejection:
+        return math.inf, str(rejection)
+    found = [_whole(layouts, i, column) for i, column in enumerate(zip(*parts, strict=True))]
+    wanted = _truth(case, call, tensors)
+    return max(error(x, y) for x, y in zip(found, wanted, strict=True)) / LIMITS[case.dtype], ""
+
+
+def _layouts(case: Case, call: dict[str, Any]) -> tuple[Any, Any]:
+    """Of queries and of keys."""
+
+    def made(name: Any, n: int) -> Any:
+        if isinstance(name, list):
+            return Layout.from_lengths(name)
+        if name == "stripes":
+            return Layout(n, case.cp, np.arange(n + 1), np.arange(n) % case.cp, "stripes")
+        if name == "balanced":
+            mask = call["mask"]
+            several = [(mask, 1)] if isinstance(mask, Mask) else [(m, c) for c, m in mask]
+            return Layout.balanced(several, case.cp)
+        if isinstance(name, tuple) and isinstance(name[0], Layout):
+            return name  # of each batch row
+        if isinstance(name, tuple):
+            return Layout.per_document_zigzag(list(name), case.cp)
+        return "replicated" if name == "replicated" else getattr(Layout, name)(n, case.cp)
+
+    return made(case.split[0], case.tokens[0]), made(case.split[-1], case.tokens[1])
+
+
+def _part(layout: Any, x: Tensor, rank: int, dim: int = 1) -> Tensor:
+    if isinstance(layout, tuple):
+        return torch.stack([of.shard(y, rank, dim - 1) for of, y in zip(layout, x, strict=True)])
+    return x.clone() if isinstance(layout, str) else layout.shard(x, rank, dim)
+
+
+def _whole(layouts: tuple[Any, Any], i: int, column: tuple[Tensor, ...]) -> Tensor:
+    """Of out, dq, dk, dv, and of what ranks have shares of: sinks, and bias of their queries."""
+    if i == 4:
+        return sum(column)  # type: ignore[return-value]
+    layout, dim = layouts[i in (2, 3)], 2 if i == 5 else 1
+    if isinstance(layout, tuple):
+        each = zip(layout, *column, strict=True)
+        return torch.stack([of.unshard(parts, dim - 1) for of, *parts in each])
+    if i == 5 and column[0].shape[2] == 1:
+        return sum(column)  # type: ignore[return-value]
+    return column[0] if isinstance(layout, str) else layout.unshard(list(column), dim)
+
+
+def _on_rank(group: Any, case: Case, call: dict[str, Any], layouts: Any, tensors: Any) -> Any:
+    rank, (queries, keys) = rank_of(group), layouts
+    q, k, v, dout, sinks, bias = tensors
+    split = (queries, keys, keys)
+    leaves = [_part(layout, x, rank) for layout, x in zip(split, (q, k, v), strict=True)]
+    sinks = torch.empty(0) if sinks is None else sinks.clone()
+    leaves = [x.requires_grad_() for x in (*leaves, sinks)]
+    form, call = call.get("qkv_format", "bshd"), dict(call)
+    q, k, v = (_to(form, x) for x in leaves[:3])
+    sinks = leaves[3]
+    if bias is not None:
+        leaves.append((bias if bias.shape[2] == 1 else _part(queries, bias, rank, 2)).clone())
+        call["bias"] = leaves[-1].requires_grad_()
+    if case.sinks and sinks.dim() == 2:
+        call["sink"] = sinks.logsumexp(0)
+    call.setdefault("layout", queries)
+    if queries is not keys and (case.tokens[0] != case.tokens[1] or isinstance(queries, str)):
+        call["key_layout"] = keys
+    attend: Any = partial(ring_attention, return_lse=True)
+    if case.way == "graph":
+        # a graph holds no transport of threads
+        attend = torch.compile(_attend, fullgraph=True, backend="eager")
+    if case.way == "DTensor":
+        mesh = DeviceMesh.from_group(group, "cpu")
+        q, k, v = (DTensor.from_local(x, mesh, [Shard(1)]) for x in (q, k, v))
+        out, lse = (x.to_local() for x in attend(q, k, v))
+    else:
+        out, lse = attend(q, k, v, group, **call)
+    out, lse = _to(form, out), lse[None] if form == "thd" else lse
+    if case.sinks and sinks.dim() == 3:  # of a query of its own: one more merge
+        own = _part(queries, sinks, rank, 0).logsumexp(1)
+        out = out * torch.sigmoid(lse.transpose(1, 2) - own)[..., None].to(out.dtype)
+    dout = _part(queries, dout, rank)
+    used = [x for x in leaves if x.numel()]
+    grads = list(torch.autograd.grad(out, used, dout))
+    if not case.sinks:
+        grads.insert(3, torch.zeros(1))
+    return [out.detach(), *grads]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, group: Any, **call: Any) -> Any:
+    return ring_attention(q, k, v, group, return_lse=True, **call)
+
+
+def _to(form: str, x: Tensor) -> Tensor:
+    """From [b, s, h, d] to a format, and back."""
+    return {
+        "bshd": lambda: x,
+        "sbhd": lambda: x.transpose(0, 1),
+        "bhsd": lambda: x.transpose(1, 2),
+        "thd": lambda: x[0] if x.dim() == 4 else x[None],
+    }[form]()
+
+
+def _truth(case: Case, call: dict[str, Any], tensors: Any) -> list[Tensor]:
+    """Out and gradients in float64 through dense scores."""
+    leaves = [None if x is None else x.double().requires_grad_() for x in tensors]
+    q, k, v, dout, sinks, bias = leaves
+    share = q.shape[2] // k.shape[2]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(share, 2))
+    scores = scores * (call.get("softmax_scale") or q.shape[-1] ** -0.5)
+    if cap := call.get("softcap"):
+        scores = cap * torch.tanh(scores / cap)
+    if (slopes := call.get("alibi_slopes")) is not None:
+        n, keys = case.tokens
+        distance = torch.arange(n)[:, None] + (keys - n) - torch.arange(keys)
+        scores = scores - torch.tensor(slopes)[:, None, None].double() * distance.abs()
+    scores = scores if bias is None else scores + bias
+    scores = scores.masked_fill(~torch.from_numpy(case.allowed), -math.inf)
+    size = scores.shape[-1]
+    if sinks is not None:
+        of_query = sinks.expand(scores.shape[2], *sinks.shape[-2:])
+        scores = torch.cat(
+            [scores, of_query.permute(2, 0, 1)[None].expand(len(scores), -1, -1, -1)], -1
+        )
+    seen = ~scores.isinf().all(-1, keepdim=True)
+    weights = torch.where(seen, scores.masked_fill(~seen, 0.0).softmax(-1), 0.0)[..., :size]
+    out = torch.einsum("bhqk,bkhe->bqhe", weights, v.repeat_interleave(share, 2))
+    used = [x for x in (q, k, v, sinks, bias) if x is not None]
+    grads = list(torch.autograd.grad(out, used, dout))
+    if sinks is None:
+        grads.insert(3, torch.zeros(1))
+    return [out.detach(), *grads]

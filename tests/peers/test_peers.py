@@ -1,0 +1,48 @@
+"""The cases of other libraries' tests: a sample by default, all of them marked slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.peers import attend, tables
+from tests.peers.__main__ import PEERS, main, table
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_sample_passes(name):
+    line, failures = table(name, 31)
+    assert not failures, (line, failures)
+
+
+@pytest.mark.slow
+def test_all_cases_pass(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["peers"])
+    assert main() == 0, capsys.readouterr()
+
+
+def test_the_tables_have_their_numbers_of_cases():
+    cases = {name: list(make()) for name, make in PEERS.items()}
+    assert {name: len(found) for name, found in cases.items()} == {
+        "TransformerEngine": 420,
+        "torch": 58,
+        "MagiAttention": 184,
+        "ring-flash-attention": 36,
+        "ring-attention-pytorch": 39,
+        "long-context-attention": 50,
+        "Ulysses and FPDT": 40,
+        "attention-gym": 60,
+    }
+    for name, found in cases.items():
+        assert len({case.name for case in found}) == len(found), name
+    assert sum(bool(case.rejected) for found in cases.values() for case in found) <= 10
+
+
+def test_a_wrong_mask_shows():
+    """The oracle shares no code with masks: one pair less is far above the limit."""
+    case = next(iter(tables.magi_attention()))
+    allowed = case.allowed.copy()
+    assert attend.run(case)[0] < 1
+    allowed[..., 5, 7] ^= True
+    assert attend.run(replace(case, allowed=allowed))[0] > 100
