@@ -156,8 +156,8 @@ class PlanRequest:
     )
     head_parallel: str = option(
         "1",
-        "Neighboring ranks that exchange tokens for heads: heads of a job. 1 is the ring alone, auto "
-        "the fastest.",
+        "Neighboring ranks that exchange tokens for heads: heads of a job. 1 is the ring alone, "
+        "auto the fastest.",
         metavar="RANKS",
         **_LAYOUT,
     )
