@@ -164,7 +164,7 @@ class PlanRequest:
     )
     head_parallel: str = option(
         "1",
-        "Neighboring ranks that exchange tokens for heads (heads of a job); 1 is the ring alone, "
+        "Neighboring ranks that exchange tokens for heads: heads of a job. 1 is the ring alone, "
         "auto the fastest.",
         metavar="RANKS",
         **_LAYOUT,
