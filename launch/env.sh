@@ -115,6 +115,22 @@ prepare_compat() {
     mv "$part" "$ROOT/.compat/$version"
 }
 
+# The newest release of Megatron Bridge, and of what it imports those that .venv has in other versions or not at all.
+BRIDGE=(megatron-bridge==0.6.2 transformers==5.12.1 tokenizers==0.22.2 huggingface_hub==1.33.0 hydra-core==1.3.6 antlr4-python3-runtime==4.9.3
+    peft==0.21.2 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 pandas==3.1.1 pyarrow==26.0.1 diffusers==0.42.1)
+
+# Installs Megatron Bridge, without its other dependencies, into .compat/bridge, once.
+prepare_bridge() {
+    local part="$ROOT/.compat/.part-bridge"
+    if [[ -d "$ROOT/.compat/bridge" ]]; then
+        return
+    fi
+    rm -rf "$part"
+    echo "cp_ring: installing Megatron Bridge in .compat/bridge (400 MB)"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$part" "${BRIDGE[@]}"
+    mv "$part" "$ROOT/.compat/bridge"
+}
+
 # Installs torch VERSION, and the CUDA libraries that differ, into the virtual environment .compat/torch-VERSION, once.
 # This environment uses .venv for everything else.
 prepare_torch() {

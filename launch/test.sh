@@ -6,6 +6,7 @@
 #   test.sh --compat [VERSION...]        only the tests marked compat, with other versions of megatron-core (default: all)
 #   test.sh --checkout PATH...           the same with checkouts of Megatron-LM, and the certificate of their own pretrain_gpt.py
 #   test.sh --fake-gpu [full] [OPTION...]  only the tests on a fake GPU, those marked ci too; full: also with the real TransformerEngine
+#   test.sh --bridge                     recipes of Megatron Bridge, of its newest release in .compat/
 #   test.sh --torch VERSION [OPTION...]  only the tests that depend on torch, with another version of it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -102,6 +103,13 @@ case "${1:-}" in
     cpu_seconds
     installed=$cpu
     stage "fake GPU" "$VENV/bin/python" -m pytest --durations=15 -m "$marks" tests/fakegpu "$@"
+    ;;
+--bridge)
+    prepare_bridge
+    started=$SECONDS
+    cpu_seconds
+    installed=$cpu
+    stage "Megatron Bridge" "$VENV/bin/python" -m pytest -m slow tests/programs
     ;;
 --torch)
     version="${2:?give a version of torch, for example --torch 2.15.0}"

@@ -48,7 +48,8 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
     assert found["hybrid"] == ["tiny model of 4 layers under causal"]
     assert found["heterogeneous"] == ["tiny model of 4 layers under causal"]
     assert found["packed"] == ["tiny model of 1 layer under packed"]
-    # a configuration of weights that are loaded leaves those of the tiny model to chance
+    # a configuration of weights that are loaded leaves those of the tiny model to chance, and one
+    # in use has functions of its own model
     assert found["initialized"] and all(found["initialized"])
     wrong = ("wrong hybrid", "wrong heterogeneous", "wrong packed", "documents dropped")
     probes = ("--cp-ring-certify: tiny model of", "--cp-ring-certify: microbatch of")

@@ -121,6 +121,9 @@ def _resized(config: Any, values: argparse.Namespace) -> Any:
     for name in vars(config):
         if hasattr(values, name):
             setattr(made, name, getattr(values, name))
+    # of the model and the optimizer that the program has made already
+    for name in ("finalize_model_grads", "no_sync", "grad_sync", "param_sync", "grad_scale"):
+        setattr(made, f"{name}_func", None)
     if hasattr(config, "per_block_parameters"):
         made.per_block_parameters = blocks_of(made)
     made.init_method = made.output_layer_init_method = init_method_normal(made.init_method_std)

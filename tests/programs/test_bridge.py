@@ -1,0 +1,45 @@
+"""Recipes of Megatron Bridge with ring attention: `bash launch/test.sh --bridge`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron.launch import launch
+
+ROOT = Path(__file__).parents[2]
+BRIDGE = ROOT / ".compat" / "bridge"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not BRIDGE.exists(), reason="Megatron Bridge: bash launch/test.sh --bridge"),
+]
+
+
+def run(folder: Path, model: str, work: str, cp: int, ring: bool) -> dict[str, Any]:
+    """What the ranks of a recipe found."""
+    job = ["-m", "tests.programs.bridge_worker", model, work, str(folder), str(int(ring))]
+    ended = launch(cp, job, python_path=os.pathsep.join([str(BRIDGE), str(ROOT)]))
+    assert ended.returncode == 0, ended.stdout[-8000:]
+    found: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("work", ["pretrain", "packed"])
+@pytest.mark.parametrize("model", ["qwen3", "gpt_oss"])
+def test_a_recipe_trains_as_without_context_parallelism(tmp_path, monkeypatch, model, work):
+    """Against stock attention, which takes no packed documents on the CPU: there, against cp 1."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    wanted = run(tmp_path / "1", model, work, 1, ring=work == "packed")
+    found = run(tmp_path / "2", model, work, 2, ring=True)
+    losses, norms = zip(*found["steps"], strict=True)
+    expected_losses, expected_norms = zip(*wanted["steps"], strict=True)
+    assert len(losses) == 3 and losses == pytest.approx(expected_losses, rel=1e-6)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    # imported and exported weights: every bit of every tensor
+    assert len(found["same"]) > 20 and all(found["same"]) and all(wanted["same"])
+    assert found["not covered"] == [] and "gradients" in found["probes"]
