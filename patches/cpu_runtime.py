@@ -302,7 +302,9 @@ def _megatron_replacements() -> Iterator[Replacement]:
             yield llava_model, name, stand_ins[name]
     if clip_vit_model.NORM_IMPL is torch.nn.LayerNorm:  # which takes no configuration
         encoder = clip_vit_model.CLIPViTModel
-        construct = functools.partialmethod(encoder.__init__, ln_pre_impl=WrappedTorchNorm)
+        construct = functools.partialmethod(
+            encoder.__init__, ln_pre_impl=WrappedTorchNorm, ln_post_impl=WrappedTorchNorm
+        )
         yield encoder, "__init__", construct
     if has_training_loop():  # users of megatron.core alone may lack it
         yield from _training_replacements()

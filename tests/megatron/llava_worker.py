@@ -1,7 +1,7 @@
 """One of two ranks that train Megatron's LLaVAModel for one step: `rank(number, 2, port, folder)`.
 
-Two batch rows, each with an image of its own before its text: as rows, and with padding, for which
-Megatron packs them (thd). FOLDER/RANK.json gets the summed loss and gradients' errors at context
+Two batch rows, each with an image of its own before its text: as rows with CLIP's encoder, and with
+SigLIP's and padding, for which Megatron packs them (thd). FOLDER/RANK.json gets the summed loss and gradients' errors at context
 parallel size 2 against 1, without and with a fault.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.parity.faults import planted
 
 ROWS, IMAGE = 2, 16  # tokens of an image
-FAULTS = {64: "mask widened", 62: "boundary shifted by one"}
+FAULTS = {(64, "clip"): "mask widened", (62, "siglip"): "boundary shifted by one"}
 
 
 def rank(number, ranks, port, folder):
@@ -28,9 +28,9 @@ def rank(number, ranks, port, folder):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=number, world_size=ranks)
     found = {}
-    for tokens, fault in FAULTS.items():
-        whole = step(tokens, 1)
-        found[tokens] = [difference(step(tokens, 2, name), whole) for name in ("", fault)]
+    for (tokens, encoder), fault in FAULTS.items():
+        whole = step(tokens, encoder, 1)
+        found[tokens] = [difference(step(tokens, encoder, 2, name), whole) for name in ("", fault)]
     (folder / f"{number}.json").write_text(json.dumps(found))
     dist.barrier()
 
@@ -39,7 +39,7 @@ def difference(ours, theirs):
     return max(float((x - y).norm() / (y.norm() + 1e-3)) for x, y in zip(ours, theirs, strict=True))
 
 
-def step(tokens, cp, fault=""):
+def step(tokens, encoder, cp, fault=""):
     """The summed loss and all gradients of batch rows of `tokens`."""
     from megatron.core import parallel_state
     from megatron.core.models.multimodal.context_parallel import get_packed_seq_params
@@ -65,7 +65,7 @@ def step(tokens, cp, fault=""):
             batch = [x.reshape(1, -1) for x in batch]
     documents._of_offsets.cache_clear()  # the plans that equal documents had without the fault
     with planted(fault):
-        model = build(cp, bool(padding))
+        model = build(encoder, cp, bool(padding))
         ids, places, labels, mask = batch
         losses, mask = model(images, ids, places, None, labels, mask, packed_seq_params=packed)
         loss = (losses * mask).sum()
@@ -78,7 +78,7 @@ def step(tokens, cp, fault=""):
     return results
 
 
-def build(cp, padded):
+def build(kind, cp, padded):
     from megatron.core.models.multimodal.llava_model import LLaVAModel
     from megatron.core.models.multimodal.llava_spec import decoder_model_with_local_default_spec
     from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
@@ -93,13 +93,13 @@ def build(cp, padded):
         masked_softmax_fusion=False,
     )  # fmt: skip
     encoder = copy.deepcopy(config)
-    encoder.context_parallel_size, encoder.vision_model_type = 1, "clip"
+    encoder.context_parallel_size, encoder.vision_model_type = 1, kind
     projection = copy.deepcopy(encoder)
     spec = decoder_model_with_local_default_spec()
     if padded:
         spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.padding_causal
     return LLaVAModel(
-        config, spec, 128, 128, encoder, get_vit_layer_with_local_spec(), True, projection,
+        config, spec, 128, 128, encoder, get_vit_layer_with_local_spec(), kind == "clip", projection,
         copy.deepcopy(get_submodules(spec.submodules.mlp)), img_h=28, img_w=28, patch_dim=7,
         language_position_embedding_type="rope",
     )  # fmt: skip

@@ -121,6 +121,15 @@ def test_such_scripts_of_checkouts_end_in_one_line(megatron_lm, name):
         assert done.stdout.index(lines[0]) < done.stdout.index("Traceback")  # torch's launcher's
 
 
+def test_sparse_attention_takes_packed_documents_alone():
+    args = {"experimental_attention_variant": "dsa", "num_layers": 2, "cp_comm_type": "all_gather"}
+    args |= {"context_parallel_size": 2, "seq_length": 64, "sft": True}
+    for own in ({}, {"document_mask": True}, {"mask_kinds": "documents"}):
+        job = Job(argparse.Namespace(**args), Options.make(enabled=True, **own))
+        line = problem(job, validate.attention_rules.ATTENTION)
+        assert ("sparse attention does not support" in line) is bool(own), line
+
+
 @pytest.mark.parametrize(
     ("installed", "spec", "letters", "found"),
     [

@@ -16,7 +16,7 @@ from cp_ring.errors import ConfigError
 from tests.certificate.checkouts import EXPERTS_ON_TP, version_of
 from tests.megatron import documents as corpora
 from tests.megatron.launch import TINY, launch
-from tests.parity.models import EXPERTS, LATENT, QWEN, REFERENCE
+from tests.parity.models import EXPERTS, LATENT, QWEN, REFERENCE, SPARSE
 
 no_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
@@ -55,13 +55,14 @@ MODELS = {
         True,
     ),
     "qwen3_next": (f"{QWEN} --mtp-num-layers 1", REFERENCE, "", False),
+    "sparse": (f"{SPARSE} --cp-comm-type all_gather --calculate-per-token-loss", "", "", False),
 }
 
 
 def usual_flags(model, folder):
     """Multi-latent attention has no groups of heads; documents end within batch rows."""
     flags = " ".join(FLAGS)
-    if model == "mla":
+    if model in ("mla", "sparse"):
         flags = flags.replace("--group-query-attention --num-query-groups 2", "")
     if model == "documents":
         flags = flags.replace("--mock-data", f"--data-path {corpora.write(folder / model)}")

@@ -126,6 +126,18 @@ def _labels_of_another_chunk(chunks: Any, logits: Any, labels: Any, *more: Any) 
     return chunks(logits, labels.roll(1, 1), *more)
 
 
+def _in_order(by_document: Any, padded: Any, cp: int) -> Any:
+    from cp_ring import Layout
+
+    return Layout.contiguous(int(padded[-1]), cp)
+
+
+def _layouts() -> Any:
+    from cp_ring import Layout
+
+    return Layout, "per_document_zigzag"
+
+
 def _boundary_missed(boundaries: Any, position_ids: Any) -> Any:
     """The second document of a microbatch is taken for a part of the first."""
     edges = boundaries(position_ids)
@@ -355,6 +367,7 @@ FAULTS = {
         _predictions_as_the_decoder,
     ),
     "labels of another chunk": lambda: (*_chunks(), _labels_of_another_chunk),
+    "packed documents in order": lambda: (*_layouts(), _in_order),
     "one position in all sections": lambda: (_gpt(), "_mrope_positions", _one_section),
     "mask widened": lambda: (*_plans(), _mask_widened),
     "window widened": lambda: (*_plans(), _window_widened),

@@ -477,6 +477,10 @@ MODELS = (
     # two keys whose scores are equal but for rounding may change places
     Model("sparse", SPARSE, "positions of another split", ring="--cp-comm-type all_gather", splits=OF_LATENTS, tolerance=1e-4, drawn_by_tp=True,
         rejected={"ring": "--cp-ring-schedule gather", "relay": "exclude one another"} | ALONE),
+    Model("sparse_index_share", f"{SPARSE} --dsa-indexer-topk-freq 2", "positions of another split",
+        "--cp-comm-type all_gather", splits=("cp2", "cp4"), layers=4, tolerance=1e-4, drawn_by_tp=True),
+    Model("sparse_packed_thd", SPARSE, "packed documents in order", "--cp-comm-type all_gather",
+        data="thd", splits=("cp2", "cp4"), tolerance=1e-4, drawn_by_tp=True),
     Model("hybrid_model", f"{UNTIED} --hybrid-layer-pattern *-*- --spec tests.parity.specs hybrid",
         "mask widened", layers=4),
     Model("sequence_parallel", UNTIED, "mask widened", ring=SEQUENCE_PARALLEL, splits=("tp2cp2",)),

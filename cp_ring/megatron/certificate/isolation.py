@@ -233,8 +233,8 @@ def _identity(group: Any) -> tuple[str, tuple[int, ...]]:
 
 @contextmanager
 def _losses_of_models_restored() -> Iterator[None]:
-    """Afterwards restores what Megatron collects of the losses of predicted tokens and of experts,
-    and of packed batches.
+    """Afterwards restores what Megatron collects of the losses of predicted tokens, of experts and
+    of indexers, and of packed batches.
     """
     # heavy, and installed with Megatron only
     from megatron.core.transformer import multi_token_prediction as mtp
@@ -244,9 +244,17 @@ def _losses_of_models_restored() -> Iterator[None]:
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     # counts the tokens of packed batches since 0.19
     training = sys.modules.get("megatron.training.training")
+    # has a value for each layer of the first model that runs
+    sparse = sys.modules.get("megatron.core.transformer.experimental_attention_variant.dsa")
     kept: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (getattr(mtp, "MTPLossLoggingHelper", None), "tracker", lambda value: {}),
         (getattr(mtp, "MTPLossAutoScaler", None), "main_loss_backward_scale", lambda value: value),
+        (getattr(sparse, "DSAIndexerLossLoggingHelper", None), "tracker", lambda value: {}),
+        (
+            getattr(sparse, "DSAIndexerLossAutoScaler", None),
+            "main_loss_backward_scale",
+            lambda value: value,
+        ),
         (moe_utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", lambda value: value),
         (moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", lambda value: {}),
         (logging, "_MOE_METRICS_TRACKER", lambda value: None),

@@ -13,6 +13,7 @@ from cp_ring.megatron.flags.rule import Job, Rule, check_rules
 DOCUMENT_FLAGS = (
     "--sft|--dataloader-inter-document-masking|--cp-ring-document-mask|--cp-ring-mask-kinds"
 )
+_DOCUMENTS_IN_ROWS = DOCUMENT_FLAGS.partition("|")[2]  # of --sft each is split by itself
 
 
 def _in_graph(when: str, reason: str, way_out: str, example: str, why: str = "") -> Rule:
@@ -197,12 +198,20 @@ ATTENTION = (
     Rule("--use-megatron-fsdp --megatron-fsdp-version>1",
          "--cp-ring does not support {--megatron-fsdp-version}", "give 1",
          "this version of Megatron's FSDP has no context parallelism"),
-    Rule(lambda job: SPARSE in job.letters and (job.given(DOCUMENT_FLAGS)
+    Rule(lambda job: SPARSE in job.letters and (job.given(_DOCUMENTS_IN_ROWS)
          or (job.own.layout != "zigzag" and job["--cp-ring-layout"])
          or (job.cp > 1 and {*job.comm_types} != {"all_gather"} and job["--cp-comm-type"])),
          "{pattern}: sparse attention does not support {found}",
          "Megatron splits it itself, with --cp-ring-layout zigzag and --cp-comm-type all_gather",
-         example="--experimental-attention-variant dsa --cp-ring-layout balanced"),
+         example="--experimental-attention-variant dsa --cp-ring-layout balanced / "
+                 "--experimental-attention-variant dsa --cp-ring-document-mask --sft"),
+    Rule(lambda job: SPARSE in job.letters and job.cp > 1 and job.dsa_indexer_loss_coeff
+         and not job.calculate_per_token_loss,
+         "{pattern} with {--context-parallel-size} and a loss of the indexer needs "
+         "--calculate-per-token-loss",
+         why="without it Megatron's gradients of that loss depend on the number of ranks",
+         example="--experimental-attention-variant dsa --context-parallel-size 2 "
+                 "--cp-comm-type all_gather --dsa-indexer-loss-coeff 0.01"),
     Rule("--use-kitchen-attention", "--cp-ring does not support --use-kitchen-attention",
          "leave it out", example="--use-kitchen-attention"),
     Rule("--batch-invariant-mode",
