@@ -168,7 +168,7 @@ def report(job: configs.JobConfig, ranks: list[Facts], problems: list[Problem]) 
         else ""
     )
     lines.append(
-        f"{len(ranks)} ranks on {len(hosts)} hosts: "
+        f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}: "
         f"{'may train' if fits else 'must not train'}{alone}"
     )
     return lines

@@ -302,7 +302,7 @@ def alone(tmp_path, monkeypatch, capsys):
 def test_alone_it_checks_this_host(alone, tmp_path):
     code, out, err = alone()
     assert code == 0, err
-    assert re.search(r"cp_ring: preflight: 1 ranks on 1 hosts: may train", out)
+    assert re.search(r"cp_ring: preflight: 1 rank on 1 host: may train", out)
     blocked = tmp_path / "file"
     blocked.touch()
     code, out, _ = alone(f"launch.run_dir={blocked}")
