@@ -2,7 +2,7 @@
 (mrope), as those of images have.
 
 The position ids of a microbatch are those of all its tokens, so that each token has an embedding of
-its own. Megatron keeps one zigzag of the whole row of them, and then takes these for the embeddings
+its own. Megatron keeps one zigzag of them all, and then takes these for the embeddings
 of the positions 0, 1, 2, ... of each document. With all of them it finds those of each document.
 """
 

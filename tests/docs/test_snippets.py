@@ -86,5 +86,6 @@ def test_few_blocks_are_left_out():
         for language in ("python", "bash")
         for page, block in blocks(language)
     ]
-    left_out = [(page, reason) for page, reason in found if reason]
+    # those of programs.md are lines for other programs
+    left_out = [(page, reason) for page, reason in found if reason and page != "programs.md"]
     assert len(left_out) <= 4, left_out

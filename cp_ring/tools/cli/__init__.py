@@ -19,7 +19,7 @@ from cp_ring.tools.cli.job_commands import (
     doctor_command,
     train_command,
 )
-from cp_ring.tools.cli.option_models import Command, Group, command
+from cp_ring.tools.cli.option_models import QuietCommand, QuietGroup, command
 from cp_ring.tools.cli.plan_command import PlanRequest, run_plan
 from cp_ring.tools.cli.slurm_commands import (
     SubmitOptions,
@@ -35,7 +35,9 @@ from cp_ring.tools.cli.tune_command import TuneOptions, run_tune
 # of click, or of typer's own copy of click; typer does not export it
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
-app = typer.Typer(name="cp-ring", cls=Group, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="cp-ring", cls=QuietGroup, no_args_is_help=True, pretty_exceptions_enable=False
+)
 
 SUBMIT = command(SubmitOptions, run_submit)
 _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
@@ -59,7 +61,9 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
 }
 for _panel, _commands in _COMMANDS.items():
     for _name, _run in _commands.items():
-        app.command(_name, cls=Command, help=one_line(_run.__doc__), rich_help_panel=_panel)(_run)
+        app.command(_name, cls=QuietCommand, help=one_line(_run.__doc__), rich_help_panel=_panel)(
+            _run
+        )
 app.add_typer(bench.commands(), name="bench", rich_help_panel="Plan and measure")
 slurm = typer.Typer(no_args_is_help=True)  # as they were grouped
 slurm.command("submit")(SUBMIT)

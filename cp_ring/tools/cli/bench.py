@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from cp_ring.errors import ConfigError
-from cp_ring.tools.cli.option_models import Command, Group, command, option, parse_tokens
+from cp_ring.tools.cli.option_models import QuietCommand, QuietGroup, command, option, parse_tokens
 
 Result = dict[str, Any]
 Column = str | Callable[[Result], str]
@@ -53,7 +53,7 @@ class Bench:
 
 def commands() -> typer.Typer:
     """The command `cp-ring bench` with all benches."""
-    app = typer.Typer(cls=Group, no_args_is_help=True, help="Measure cp_ring on this machine.")
+    app = typer.Typer(cls=QuietGroup, no_args_is_help=True, help="Measure cp_ring on this machine.")
     as_json = ("as_json", bool, option(False, "Print JSON instead of the table.", "--json"))
     for bench in BENCHES:
         options = make_dataclass(
@@ -61,7 +61,7 @@ def commands() -> typer.Typer:
         )
         made = command(options, partial(_run, bench))
         made.__doc__ = bench.run.__doc__
-        app.command(bench.name, cls=Command)(made)
+        app.command(bench.name, cls=QuietCommand)(made)
     return app
 
 

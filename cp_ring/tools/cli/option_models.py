@@ -55,11 +55,11 @@ class _Quiet:
         return params
 
 
-class Command(_Quiet, TyperCommand):
+class QuietCommand(_Quiet, TyperCommand):
     """A command."""
 
 
-class Group(_Quiet, TyperGroup):
+class QuietGroup(_Quiet, TyperGroup):
     """A group of commands."""
 
 
