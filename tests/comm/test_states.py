@@ -145,18 +145,23 @@ def test_ranks_equal_one_scan_of_mamba(cp, kind, way):
     x, params, named = mamba_inputs(layout.n)
     numbers = torch.bucketize(torch.arange(layout.n), torch.tensor(starts), right=True) - 1
     truth = mamba_results(x, params, lambda *given: scan(*given, **named, seq_idx=numbers[None]))
+    others = named | {"D": named["D"].float()}
+    alone = mamba_results(
+        x.float(), [each.float() for each in params],
+        lambda *given: scan(*given, **others, seq_idx=numbers[None]),
+    )  # fmt: skip
 
     def case(group):
         passing = StatePassing(Chains.build(layout, starts), group, CPU, WAYS[way])
         mine, *own = (each.float() for each in (layout.shard(x, group.rank, 0), *params))
-        others = named | {"D": named["D"].float()}
         return mamba_results(mine, own, lambda *given: passing.mamba(scan, *given, **others))
 
     parts = LocalRing(cp).run(case)
     for name, wanted in truth.items():
         each = [part[name] for part in parts]
         ours = layout.unshard(each, 0) if name in ("out", "d0") else sum(each)
-        assert error(ours, wanted) < 3e-6, name
+        # gradients of the parameters sum over all tokens: in float32 one scan is no nearer
+        assert error(ours, wanted) < max(1e-6, 3 * error(alone[name], wanted)), name
 
 
 def without_decay(*tensors, output_final_state=False, g, **named):
