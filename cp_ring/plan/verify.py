@@ -133,6 +133,12 @@ def check_tables(plan: PlanTables) -> None:
         check_layout(layout)
         if layout.cp != plan.cp:
             raise PlanError(f"a layout of {layout.cp} ranks in a plan of {plan.cp}")
+    same = (
+        np.array_equal(getattr(plan.layout, name), getattr(plan.key_layout, name))
+        for name in ("edges", "owner")
+    )
+    if plan.mask.keys is None and not all(same):
+        raise PlanError("layout and key_layout differ, but the mask has no keys of its own")
     check(plan.schedule, plan.cp)
     cp, tiles = plan.cp, plan.tiles
     size, key_size = plan.layout.tokens_per_rank, plan.key_layout.tokens_per_rank

@@ -26,6 +26,7 @@ ELSEWHERE = {  # run by other tests, and on other machines
     "cp-ring submit": "tests/tools/slurm",
     "cp configs/llama3-8b-128k.yaml my.yaml": "tests/tools/slurm",
     "cp-ring status runs/my": "tests/tools/slurm",
+    "python -m tests.parity": "tests/parity",
 }
 
 

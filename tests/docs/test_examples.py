@@ -121,12 +121,13 @@ def test_all_examples_are_run_and_short():
         *ON_TWO_RANKS,
         *ON_ONE,
         *IN_MEGATRON,
-        "grpo",
+        *ON_FOUR_RANKS,
         "megatron_layer",
         "megatron_core",
         "generate",  # tests/megatron/test_generation.py
     }
     # tests/megatron/test_program.py runs megatron_core
-    limits = {**dict.fromkeys(IN_MEGATRON, 133), "megatron_core": 120, "grpo": 90}
+    limits = {**dict.fromkeys(IN_MEGATRON, 133), **dict.fromkeys(ON_FOUR_RANKS, 90)}
+    limits |= {"megatron_core": 120, "generate": 90}
     for name, path in files.items():
         assert len(path.read_text().splitlines()) <= limits.get(name, 77), path.name

@@ -62,7 +62,7 @@ def compare(
     if not job.cp_ring.enabled:
         raise ConfigError(f"{source}: compare needs cp_ring.enabled: true")
     if cp == 1:
-        raise ConfigError(f"{source}: compare needs parallel.context_parallel_size above 1")
+        raise ConfigError(f"{source}: compare needs parallel.context_parallel_size above 1, not 1")
     if steps < 2:
         raise ConfigError(
             f"--steps {steps}: it must be at least 2, because the first step is not timed"

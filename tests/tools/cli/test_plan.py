@@ -258,7 +258,7 @@ def test_one_name_for_one_thing_and_short_help(tmp_path: Path) -> None:
     )
     assert slow != fast
     shown = CliRunner().invoke(app, ["plan", "--help"]).stdout
-    assert shown.count("<bool>") == 1 and "[required]" not in shown and "[[" not in shown
+    assert "<bool>" not in shown and "[required]" not in shown and "[[" not in shown
 
 
 def test_many_ranks_are_planned_without_their_calls() -> None:

@@ -137,7 +137,7 @@ def test_bad_input_and_failures_are_one_line(job):
 
     with pytest.raises(
         ConfigError,
-        match=r"compare needs cp_ring.enabled and parallel.context_parallel_size above 1, not 1",
+        match=r"compare needs parallel.context_parallel_size above 1, not 1",
     ):
         run("parallel.context_parallel_size=1")
     with pytest.raises(ConfigError, match="--steps 1: it must be at least 2"):

@@ -152,6 +152,7 @@ def megatron(monkeypatch):
     from cp_ring.megatron.flags import implementations
 
     monkeypatch.setattr(implementations, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(implementations, "lacking", lambda *_: None)
     for name in (
         "permute",
         "permute_with_probs",

@@ -171,7 +171,7 @@ def test_second_ctrl_c_kills_the_ranks():
 
 def test_temporary_files_of_killed_ranks_are_removed(monkeypatch):
     """Not in a folder so long that sockets have no names in one below it."""
-    rank = "import os, tempfile; print(tempfile.mkdtemp('wandb-media')); os._exit(9)"
+    rank = "import os, tempfile; print(tempfile.mkdtemp('wandb-media'), flush=True); os._exit(9)"
     wanted = {"PET_SIGNALS_TO_HANDLE": "SIGINT,SIGTERM"}
     with tempfile.TemporaryDirectory() as short:
         for place in (Path(short), Path(short, "x" * 50)):
