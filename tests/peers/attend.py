@@ -143,7 +143,8 @@ def _on_rank(group: Any, case: Case, call: dict[str, Any], layouts: Any, tensors
         call["key_layout"] = keys
     attend: Any = partial(ring_attention, return_lse=True)
     if case.way == "graph":
-        # a graph holds no transport of threads
+        # A graph holds no transport of threads. Cases are many kinds of one function.
+        torch._dynamo.reset()
         attend = torch.compile(_attend, fullgraph=True, backend="eager")
     if case.way == "DTensor":
         mesh = DeviceMesh.from_group(group, "cpu")
