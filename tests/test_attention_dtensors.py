@@ -29,6 +29,8 @@ def on_mesh(group, shape, placements, form="bshd", **options):
     out, lse = ring_attention(*leaves, causal=True, qkv_format=form, return_lse=True, **options)
     grads = torch.autograd.grad(out, leaves, dout)
     assert isinstance(out, DTensor) and out.placements == grads[0].placements == tuple(placed)
+    for x in (out, lse):
+        assert x.stride() == torch.empty(x.shape).stride() == x.full_tensor().stride()
     back = [formed(x.full_tensor().detach(), form) for x in (out, *grads)]
     return [*back, lse.full_tensor().detach()]
 
