@@ -6,6 +6,7 @@ The one call attends to the whole sequence with the same kernel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -198,6 +199,6 @@ def _add_ratios(
             new = {**case, "cp": cp, "wire": wire}
             result = results.setdefault(tuple(new.values()), new)
             for part, ours, theirs in zip(PARTS, errors(got, truth), single, strict=True):
-                result.setdefault(part, []).append(ours / theirs)
+                result.setdefault(part, []).append(ours / theirs if theirs else math.inf)
                 if not WIRES[wire].plain:
                     result.setdefault("error", {}).setdefault(part, []).append(ours)
