@@ -27,24 +27,20 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cp_ring.comm.agreement import EVERY, Fact, some_of
 from cp_ring.comm.codecs import CODECS, Plain
-from cp_ring.comm.heads import HeadExchange, over_heads, sub_transports
 from cp_ring.comm.latent import Latents
 from cp_ring.comm.transport import Group, Transport, rank_in_job, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.hop_loop import Ring, RingAttention, RingCall
 from cp_ring.kernels import REGISTRY, AttentionKernel, Extras, choose, determinism, deterministic
-from cp_ring.kernels.dropout import COLUMNS, Dropout
-from cp_ring.kernels.logits import LogitKernel
 from cp_ring.observe.timing import note_rank
 from cp_ring.observe.watchdog import WATCH, Place
-from cp_ring.offload import Offload, Waiting, tensor_of
 from cp_ring.ops.dtypes import in_one_dtype, sum_dtype
 from cp_ring.options import SETTINGS, Options, choices, either
 from cp_ring.plan.layout import Layout
@@ -53,6 +49,11 @@ from cp_ring.plan.plan import Plan
 from cp_ring.plan.sizes.head_split import split_heads
 from cp_ring.plan.tables import RankPlan
 from cp_ring.runtime import RUNTIME
+
+if TYPE_CHECKING:
+    from cp_ring.kernels.dropout import Dropout
+    from cp_ring.kernels.logits import LogitKernel
+    from cp_ring.offload import Offload, Waiting
 
 AnyPlan = Plan | RankPlan
 
@@ -358,7 +359,7 @@ class Attention:
         self._identity, b = rank_plan.identity, 1 if self._batch_rows else batch
         self._facts = {
             "dtype": q.dtype, "batch": b, "query heads": q.shape[2], "key/value heads": k.shape[2],
-            "head size": q.shape[3] + (COLUMNS if dropout else 0),
+            "head size": q.shape[3] + (dropout.columns if dropout else 0),
             "head size of values": v.shape[3],
             "softmax_scale": self._ring.scale, "softcap": options.softcap,
             "wire": Plain.name if alone else options.wire, "wire_dtype": self._ring.wire_dtype,
@@ -378,8 +379,11 @@ class Attention:
         transport = transport if plan.cp > 1 else None
         if dropout is not None:
             (q, k), kernel = dropout.mark(q, k), dropout.kernel(kernel)
+        logits: LogitKernel | None = None
         if self._options.max_logit:
-            kernel = LogitKernel(kernel, 0 if dropout is None else COLUMNS)
+            from cp_ring.kernels.logits import LogitKernel
+
+            kernel = logits = LogitKernel(kernel, 0 if dropout is None else dropout.columns)
         if self._batch_rows:
             q, k, v, *more[:1] = (
                 x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v, *more[:1])
@@ -403,13 +407,13 @@ class Attention:
             out, lse = RingAttention.apply(call, _taken(kept, 0), q, k, v, sink, *more)
             parts = [(out, lse)]
         else:
-            out, lse, parts = self._over_heads(call, kept, q, k, v, sink)
+            out, lse, parts = self._over_heads(call, kept, q, k, v, sink, logits)
         if self._batch_rows:
             out = out[:, 0].unflatten(0, (self._batch_rows, -1)).transpose(0, 1)
             lse = (
                 None if lse is None else lse[0].unflatten(1, (self._batch_rows, -1)).transpose(0, 1)
             )
-        largest = kernel.largest if isinstance(kernel, LogitKernel) else None
+        largest = None if logits is None else logits.largest
         return Output(out.transpose(0, 1) if self._bshd else out, lse, largest, parts)
 
     def kept(self, out: Tensor, lse: Tensor) -> KeptOutput | None:
@@ -427,10 +431,13 @@ class Attention:
         k: Tensor,
         v: Tensor,
         sink: Tensor | None,
+        logits: LogitKernel | None,
     ) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor]]]:
         """Attention over the ring for this rank's heads, one group of them after another, with
         their exchange around it.
         """
+        from cp_ring.comm.heads import HeadExchange, over_heads, sub_transports
+
         plan, whole = call.rank_plan, call.transport
         assert plan.exchange is not None and whole is not None, "heads are exchanged by one rank"
         note_rank(self._ring.rank, q.device)
@@ -444,12 +451,11 @@ class Attention:
         def attention(
             q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int
         ) -> tuple[Tensor, Tensor]:
-            found = call.kernel
-            kernel = found.anew() if isinstance(found, LogitKernel) else found
-            mine = call._replace(kernel=kernel, transport=ring)
+            own = None if logits is None else logits.anew()
+            mine = call._replace(kernel=own or call.kernel, transport=ring)
             parts.append(RingAttention.apply(mine, _taken(kept, group), q, k, v, sink))
-            if isinstance(found, LogitKernel) and isinstance(kernel, LogitKernel):
-                found.add(kernel, split.queries[group][exchange.place][0], split.heads)
+            if logits is not None and own is not None:
+                logits.add(own, split.queries[group][exchange.place][0], split.heads)
             return parts[-1]
 
         return *over_heads(exchange, q, k, v, sink, attention, self._options.lse), parts
@@ -468,4 +474,8 @@ class Attention:
 
 
 def _taken(kept: KeptOutput | None, group: int) -> tuple[Tensor, ...] | None:
-    return None if kept is None else tuple(map(tensor_of, kept.parts[group]))
+    if kept is None:
+        return None
+    from cp_ring.offload import tensor_of
+
+    return tuple(map(tensor_of, kept.parts[group]))

@@ -19,6 +19,7 @@ from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.layout import LAYOUTS, MAX_RANKS
 from cp_ring.plan.routes import DEFAULT, ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, parse, resolve, text
+from cp_ring.plan.sizes.attention_sizes import WIRES
 from cp_ring.runtime import RUNTIME
 
 MASK_KINDS = (
@@ -282,7 +283,7 @@ class Options:
         "How keys and values travel: plain, as they are; latent, as the latents of multi-latent "
         "attention; int8 or fp8, quantized by token and head, which costs accuracy; auto is "
         "latent where a model of the time says that it pays, else plain.",
-        choices=("auto", "plain", "int8", "fp8", "latent"),
+        choices=lambda: ("auto", *WIRES),
     )
     wire_dtype: str = _setting(
         "input",

@@ -21,7 +21,6 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.settings import current
 from cp_ring.megatron.wrapping import around
 from cp_ring.patches.patch import Patch, Replacement
-from cp_ring.rollouts import in_chunks
 
 
 class Logits:
@@ -69,6 +68,7 @@ def _scaled(scale: Callable[..., Any], logits: Logits) -> Logits:
 @around
 def losses_in_chunks(loss: Callable[..., Tensor], labels: Tensor, logits: Logits) -> Tensor:
     """The loss of each token, [b, s], as `loss` of its labels and logits gives it."""
+    from cp_ring.rollouts import in_chunks
 
     def losses(hidden: Tensor, wanted: Tensor) -> Tensor:
         found = loss(wanted.flatten(1), logits.of(hidden))

@@ -1,11 +1,14 @@
-"""A kernel and a route from outside of cp_ring are selectable by name once registered; options.py
-names none of them.
+"""What a newcomer adds is one source file: a kernel, a route, a layout and a codec from outside of
+cp_ring, which are selectable by name once registered; a setting, a rule and a patch in a copy of
+its tree.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import shutil
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -14,12 +17,17 @@ import pytest
 import torch
 
 from cp_ring import ConfigError, Options, options, ring_attention
+from cp_ring.comm.codecs import CODECS, Plain
+from cp_ring.comm.codecs import register as register_codec
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.reference import ReferenceKernel
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.routes import ROUTES, Route, direct
+from cp_ring.plan.sizes.attention_sizes import WIRES, Wire
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
+from cp_ring.testing.rank_pool import LIMIT_S
+from launch.budget import ROOT
 
 
 class Probe(ReferenceKernel):
@@ -35,6 +43,7 @@ def register() -> None:
     REGISTRY["probe"] = "tests_probe_kernel"
     ROUTES["express"] = Route(lambda need, cp: tuple(replace(table) for table in direct(need, cp)))
     LAYOUTS["striped"] = lambda mask, cp: Layout.contiguous(mask.n, cp)
+    register_codec(type("Same", (Plain,), {}), Wire("same"))
 
 
 @pytest.fixture
@@ -44,7 +53,7 @@ def registries(monkeypatch):
     module.KERNEL = Probe()
     monkeypatch.setitem(sys.modules, "tests_probe_kernel", module)
     monkeypatch.setattr(Probe, "calls", 0)
-    kept = [(registry, dict(registry)) for registry in (REGISTRY, ROUTES, LAYOUTS)]
+    kept = [(registry, dict(registry)) for registry in (REGISTRY, ROUTES, LAYOUTS, CODECS, WIRES)]
     yield
     for registry, before in kept:
         registry.clear()
@@ -53,20 +62,19 @@ def registries(monkeypatch):
 
 
 def test_selected_by_setting_and_by_call(registries):
-    for values in ({"kernel": "probe"}, {"route": "express"}, {"layout": "striped"}):
+    names = {"kernel": "probe", "route": "express", "layout": "striped", "wire": "same"}
+    for values in ({name: value} for name, value in names.items()):
         with pytest.raises(ConfigError, match="input should be"):
             Options.make(**values)
     register()
-    made = Options.make(kernel="probe", route="express", layout="striped")
+    made = Options.make(**names)
     parser = Options.add_arguments(argparse.ArgumentParser())
     assert Options.from_args(parser.parse_args(made.to_args())) == made
     assert "reference, probe" in parser.format_help()
 
     def case(group):
         q, k, v = (x.chunk(2, 1)[group.rank] for x in Case.draw(16)[:3])
-        return ring_attention(
-            q, k, v, group, causal=True, kernel=made.kernel, route=made.route, layout=made.layout
-        )
+        return ring_attention(q, k, v, group, causal=True, **names)
 
     assert torch.cat(LocalRing(2).run(case), 1).isfinite().all()
     assert Probe.calls == 3  # two causal tiles, one full one
@@ -114,3 +122,76 @@ def test_bad_names_are_one_line_that_names_the_flag(values, says):
     with pytest.raises(ConfigError) as raised:
         Options.make(**values)
     assert says in str(raised.value) and "\n" not in str(raised.value)
+
+
+ADDED = {
+    "cp_ring/options.py": (
+        "    wire_dtype: str = _setting(\n",
+        '    shiny: int = _setting(3, "How much it shines.", least=1)\n',
+    ),
+    "cp_ring/megatron/flags/rules.py": (
+        "RING = (\n",
+        '    Rule("--cp-ring-shiny>5", "{--cp-ring-shiny} dazzles", "lower it"),\n',
+    ),
+    "cp_ring/patches/shiny.py": (
+        "",
+        """
+from cp_ring.patches.patch import Patch
+
+def _replacements():
+    import statistics
+
+    yield statistics, "mean", lambda values: "shiny"
+
+PATCH = Patch(what="a", why="b", package="torch", versions="", when="--cp-ring-shiny>4",
+              replacements=_replacements)
+""",
+    ),
+}
+USED = """
+import argparse, statistics
+import cp_ring, cp_ring.patches
+from cp_ring import ConfigError, Options
+from cp_ring.megatron.flags import rules
+from cp_ring.megatron.flags.rule import Job, problem
+from cp_ring.tools.job.job_config import JobConfig
+
+assert cp_ring.__file__.startswith(ROOT)
+parser = Options.add_arguments(argparse.ArgumentParser())
+assert "How much it shines." in parser.format_help()
+assert Options.from_args(parser.parse_args(["--cp-ring-shiny", "4"])).shiny == 4
+assert JobConfig.model_fields["cp_ring"].annotation is Options and Options.make(shiny="5").shiny == 5
+try:
+    Options.make(shiny=0)
+except ConfigError as error:
+    assert str(error).startswith("--cp-ring-shiny 0: ")
+else:
+    raise AssertionError
+job = Job(argparse.Namespace(cp_ring=True), Options.make(enabled=True, shiny=6))
+assert problem(job, rules.RING) == "--cp-ring-shiny 6 dazzles: lower it"
+assert "shiny" in [each["name"] for each in cp_ring.patches.table()]
+cp_ring.patches.apply_for(job, ["shiny"])
+assert statistics.mean([1]) == "shiny"
+"""
+
+
+def test_a_setting_a_rule_and_a_patch_are_one_file_each(tmp_path):
+    shutil.copytree(ROOT / "cp_ring", tmp_path / "cp_ring")
+    for folder in ("patches", "configs", "launch"):
+        shutil.copytree(ROOT / folder, tmp_path / "cp_ring" / folder)
+    for name, (place, text) in ADDED.items():
+        path = tmp_path / name
+        before = path.read_text() if place else ""
+        assert before.count(place) == 1
+        # a field goes before the place, an entry of a tuple behind its opening
+        text = place + text if place.endswith("(\n") and "Rule" in text else text + place
+        path.write_text(before.replace(place, text) if place else text)
+    done = subprocess.run(
+        [sys.executable, "-c", f"ROOT = {str(tmp_path)!r}\n{USED}"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr

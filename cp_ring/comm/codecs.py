@@ -25,6 +25,7 @@ from cp_ring.comm.slots import Buffer
 from cp_ring.comm.streams import GradStream, KeyStream
 from cp_ring.comm.transport import Transport
 from cp_ring.ops.segments import Segments
+from cp_ring.plan.sizes.attention_sizes import WIRES, Wire
 from cp_ring.plan.tables import Hop, RankPlan
 
 Keys = Iterable[tuple[Hop, Tensor, Tensor]]
@@ -259,3 +260,11 @@ class Fp8(Quantized):
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Int8, Fp8)}
 """Classes of codecs by name."""
+
+
+def register(codec: type[Codec], wire: Wire) -> None:
+    """Makes a codec known by the name of `wire`, its widths and its error: to calls, to flags, to
+    what plans cost, and to the bounds of the certificate.
+    """
+    codec.name = wire.name
+    CODECS[wire.name], WIRES[wire.name] = codec, wire

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Iterator
 
 import torch
 
@@ -15,8 +16,8 @@ from cp_ring.kernels.base import (
     LimitedVarlen,
     determinism,
     deterministic,
+    dropout_dtype,
 )
-from cp_ring.kernels.dropout import dropout_dtype, with_softcap
 from cp_ring.ops.merge import merge_
 from cp_ring.runtime import RUNTIME
 
@@ -41,7 +42,7 @@ REGISTRY = {
     "reference": "cp_ring.kernels.reference",
 }
 """Name to module, fastest first. A module holds its kernel as `KERNEL` and is imported when the
-kernel is first needed.
+kernel is first asked whether it takes some tensors.
 
 One assignment adds a kernel of another package:
 `cp_ring.kernels.REGISTRY["mine"] = "my_package.my_kernel"`. From then on
@@ -53,6 +54,9 @@ names that module as an entry point of the group `cp_ring.plugins`:
     [project.entry-points."cp_ring.plugins"]
     mine = "my_package.register"
 """
+
+OF_CUDA = frozenset(("transformer_engine", "cudnn", "flash", "flash_aten"))
+"""Kernels that take tensors on CUDA devices alone: "auto" asks them last about others."""
 
 NO_EXTRAS = Extras()
 
@@ -75,7 +79,12 @@ def choose(
     """
     if name != "auto" and name not in REGISTRY:
         raise KernelError(f"kernel={name!r}: unknown; known are auto, {', '.join(REGISTRY)}")
-    candidates = tuple(REGISTRY.items()) if name == "auto" else ((name, REGISTRY[name]),)
+    names = (
+        [name]
+        if name != "auto"
+        else sorted(REGISTRY, key=lambda each: each in OF_CUDA and device.type != "cuda")
+    )
+    candidates = tuple((each, REGISTRY[each]) for each in names)
     return _chosen(name, candidates, (device, dtype, d, e), packed, deterministic(), extras)
 
 
@@ -96,13 +105,8 @@ def _chosen(
     """`choose` with all that it depends on as arguments, cached for the next call of attention.
     `exact` asks for determinism.
     """
-    kernels: list[AttentionKernel] = [
-        importlib.import_module(home).KERNEL for _, home in candidates
-    ]
-    if packed:
-        kernels.sort(key=lambda kernel: not kernel.capabilities.varlen or kernel.capabilities.slow)
     reasons = []
-    for kernel in kernels:
+    for kernel in _in_order((home for _, home in candidates), packed):
         reason = kernel.rejection(*kind)
         if reason is None and packed and isinstance(kernel, LimitedVarlen):
             reason = kernel.varlen_rejection(*kind[1:])
@@ -119,6 +123,8 @@ def _chosen(
                 "named"
             )
         if reason is None and extras.softcap:
+            from cp_ring.kernels.dropout import with_softcap
+
             capped = with_softcap(kernel, extras.softcap)
             kernel, reason = (kernel, capped) if isinstance(capped, str) else (capped, None)
         if reason is None:
@@ -131,3 +137,15 @@ def _chosen(
             return kernel
         reasons.append(f"{kernel.name} {reason}")
     raise KernelError(f"kernel={name!r}: {'; '.join(reasons)}")
+
+
+def _in_order(homes: Iterator[str], packed: bool) -> Iterator[AttentionKernel]:
+    """The kernels of these modules; of packed tiles, first those that take many in one call."""
+    later = []
+    for home in homes:
+        kernel: AttentionKernel = importlib.import_module(home).KERNEL
+        if packed and (not kernel.capabilities.varlen or kernel.capabilities.slow):
+            later.append(kernel)
+        else:
+            yield kernel
+    yield from later

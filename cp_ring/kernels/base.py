@@ -46,6 +46,7 @@ __all__ = [
     "VarlenKernel",
     "determinism",
     "deterministic",
+    "dropout_dtype",
     "no_random_state",
 ]
 
@@ -127,6 +128,13 @@ class AttentionKernel(Protocol):
         tiles of its queries.
         """
         ...
+
+
+def dropout_dtype(kernel: AttentionKernel) -> torch.dtype | None:
+    """The attribute `dropout_dtype` of kernels that support dropout: the narrowest dtype of their
+    sums; None without it.
+    """
+    return getattr(kernel, "dropout_dtype", None)
 
 
 class Extras(NamedTuple):

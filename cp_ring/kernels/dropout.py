@@ -20,13 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cp_ring.kernels.base import AttentionKernel, Capabilities, SoftcapKernel
+from cp_ring.kernels.base import AttentionKernel, Capabilities, SoftcapKernel, dropout_dtype
 
 # position: 4 bytes; of queries also the head and the batch row: 2 bytes each. bfloat16 has every
 # byte exactly.
@@ -94,6 +94,7 @@ class Dropout:
     bias: what is added to scores.
     """
 
+    columns: ClassVar[int] = COLUMNS
     p: float
     key: int
     position: Tensor
@@ -143,13 +144,6 @@ def _where(position: Tensor, x: Tensor) -> Tensor:
     position = position.to(x.device)
     position = position if position.dim() == 2 else position[:, None].expand(-1, x.shape[1])
     return _bytes(position, 4)[:, :, None]
-
-
-def dropout_dtype(kernel: AttentionKernel) -> torch.dtype | None:
-    """The attribute `dropout_dtype` of kernels that support dropout: the narrowest dtype of their
-    sums; None without it.
-    """
-    return getattr(kernel, "dropout_dtype", None)
 
 
 def with_softcap(kernel: AttentionKernel, softcap: float) -> AttentionKernel | str:

@@ -10,7 +10,7 @@ import argparse
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, override
+from typing import TYPE_CHECKING, Any, override
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -21,7 +21,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from cp_ring.attention import AnyPlan, AttentionOptions, Inputs, attention_of
 from cp_ring.errors import ConfigError, KernelError
-from cp_ring.kernels.dropout import Dropout
 from cp_ring.megatron import compat
 from cp_ring.megatron.data.batch_mask import accept_causal
 from cp_ring.megatron.data.documents import (
@@ -46,6 +45,9 @@ from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.observe import debug, timing, watchdog
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.attention_sizes import WIRES
+
+if TYPE_CHECKING:
+    from cp_ring.kernels.dropout import Dropout
 
 # with the padding that packed documents tell
 _PADDED = {"padding_causal": "causal", "padding": "no_mask"}

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_ring.megatron import compat
-from cp_ring.observe import clocks, links, progress, timing, trace
+from cp_ring.observe import clocks, links, progress, timing
 from cp_ring.observe.findings import Alarms, Findings, RankTimes, combined, group_findings
 from cp_ring.options import Options
 
@@ -97,6 +97,8 @@ class StepTiming:
         self._clock_error = max(self._clock_error, *(error for _, error in ranks))
         path = Path(self.folder) / f"trace-{self.sampler.traced.start}.json"
         with progress.warning_once("the trace"):
+            from cp_ring.observe import trace
+
             trace.write(path, self._traced, self._clock_error)
             if step == self.sampler.traced[-1]:
                 self.say(

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cp_ring.errors import PlanError, expect
-from cp_ring.plan.balance import Layers, balanced_split
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
@@ -44,6 +43,8 @@ from cp_ring.runtime import Numbered
 
 if TYPE_CHECKING:
     import torch
+
+    from cp_ring.plan.balance import Layers
 
 MAX_RANKS = 1 << 20
 _MOST_WORK = 1 << 62  # pairs that int64 can count
@@ -195,6 +196,8 @@ class Layout(Numbered):
         zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []
         even = [*zigzag, cls.contiguous(n, cp)] if n >= cp else []
         even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (n % cp > 0)]
+        from cp_ring.plan.balance import balanced_split
+
         split = balanced_split(layers, cp, chunks_per_rank, even, token_work)
         return (
             split if isinstance(split, Layout) else cls(n, cp, split.edges, split.owner, "balanced")

@@ -36,7 +36,6 @@ from cp_ring.plan.schedule import Order, Schedule, text
 from cp_ring.plan.tables import Need, PlanTables, RankPlan
 from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
 from cp_ring.plan.verify import Report, verify
-from cp_ring.plan.verify_ranks import verify_rank_plans
 from cp_ring.runtime import RUNTIME, Numbered
 
 
@@ -272,6 +271,8 @@ class Plan(Numbered):
                     check_exchange(layout, members, rank, made)
         proven = verify(self.ring, num_slots)
         if rank_plans:
+            from cp_ring.plan.verify_ranks import verify_rank_plans
+
             for place in range(self.ulysses):
                 parts = [self.rank_plan(rank) for rank in range(place, self.cp, self.ulysses)]
                 verify_rank_plans(self.ring, parts, num_slots)

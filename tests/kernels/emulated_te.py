@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import cp_ring.kernels.transformer_engine as adapter
+from cp_ring import kernels
 from cp_ring.kernels import REGISTRY
 
 SIGNATURES = json.loads((Path(__file__).parent / "transformer_engine_signatures.json").read_text())
@@ -95,6 +96,7 @@ def installed(version: str, packed_stats: bool = True, cudnn: int = 92600) -> It
     modules = parents | {module.__name__: module for module in (fused, constants, extension, utils)}
     before = {name: sys.modules.get(name) for name in modules}
     home, library = REGISTRY["transformer_engine"], adapter._library
+    of_cuda, kernels.OF_CUDA = kernels.OF_CUDA, frozenset()  # this one takes tensors of the CPU
     try:
         sys.modules.update(modules)
         REGISTRY["transformer_engine"] = __name__
@@ -106,7 +108,7 @@ def installed(version: str, packed_stats: bool = True, cudnn: int = 92600) -> It
             sys.modules.pop(name)
             if module is not None:
                 sys.modules[name] = module
-        REGISTRY["transformer_engine"] = home
+        REGISTRY["transformer_engine"], kernels.OF_CUDA = home, of_cuda
         library.cache_clear()
 
 

@@ -22,6 +22,7 @@ from typing import Optional
 import pytest
 import torch
 
+from cp_ring import kernels
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, Extras, _chosen, choose, flash
 from cp_ring.kernels.base import OPEN, Packing, determinism, deterministic
@@ -214,6 +215,7 @@ def test_auto_skips_functions_that_cannot_be_called(monkeypatch):
     functions = kernel.functions
     monkeypatch.setitem(sys.modules, "tests_flash_stand_in", SimpleNamespace(KERNEL=kernel))
     monkeypatch.setitem(REGISTRY, "flash", "tests_flash_stand_in")
+    monkeypatch.setattr(kernels, "OF_CUDA", frozenset())
     assert choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64) is kernel
     capped = choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64, extras=Extras(softcap=3))
     assert capped.softcap == 3 and capped.name == "flash"

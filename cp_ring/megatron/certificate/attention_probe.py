@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.kernels.dropout import keep
 from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind
 from cp_ring.megatron.certificate.mask_probe import mask_probes
 from cp_ring.megatron.certificate.report import Probe
@@ -46,6 +45,8 @@ def probe_dropout(subject: Subject) -> list[Probe]:
     """The probes of values with attention dropout, whose pairs are found by their positions in the
     batch rows.
     """
+    from cp_ring.kernels.dropout import keep
+
     layer, heads = subject.layer, subject.kind.heads
     rank = layer.tp_group.rank()
     numbers = list(range(rank * heads, (rank + 1) * heads))

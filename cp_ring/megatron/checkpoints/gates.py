@@ -8,14 +8,6 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-from cp_ring.megatron.checkpoints import process_state
-from cp_ring.megatron.checkpoints.allowed import ADVICE, Rejected
-from cp_ring.megatron.checkpoints.unpickle import (
-    ExtraStateUnpickler,
-    load_index,
-    storage_from_bytes,
-    torch_load,
-)
 from cp_ring.megatron.settings import current
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.runtime import RUNTIME
@@ -31,7 +23,11 @@ class PickleOfIndex:
             return getattr(pickle, name)
         if name in ("loads", "Unpickler"):
             raise AttributeError(f"{name} is out of reach while checkpoints are not trusted")
-        return load_index if name == "load" else getattr(pickle, name)
+        if name != "load":
+            return getattr(pickle, name)
+        from cp_ring.megatron.checkpoints.unpickle import load_index
+
+        return load_index
 
 
 _depth = RUNTIME.cell(0)
@@ -45,6 +41,9 @@ def restricted() -> Iterator[None]:
     Raises `Rejected` where code, classes or enumerations of the process are not what they were
     before.
     """
+    # Before anything of the checkpoint is read.
+    from cp_ring.megatron.checkpoints import process_state, unpickle  # noqa: F401
+
     before = (
         process_state.snapshot() if _depth.value == 0 and not current().trust_checkpoint else []
     )
@@ -55,6 +54,8 @@ def restricted() -> Iterator[None]:
         _depth.value -= 1
     changed = process_state.first_change(before)
     if changed:
+        from cp_ring.megatron.checkpoints.allowed import ADVICE, Rejected
+
         raise Rejected(f"loading the checkpoint has changed {changed} of this process: {ADVICE}")
 
 
@@ -68,6 +69,8 @@ def gated_torch_load(
 ) -> Any:
     """`torch.load` that goes through the gate within `restricted()`, and as it was outside."""
     if _gated():
+        from cp_ring.megatron.checkpoints.unpickle import torch_load
+
         return torch_load(f, map_location)
     return original(f, map_location, *args, **kwargs)
 
@@ -76,6 +79,8 @@ def gated_torch_load(
 def gated_jit_load(original: Function, *args: Any, **kwargs: Any) -> Any:
     """`torch.jit.load` that raises `Rejected` within `restricted()`, and as it was outside."""
     if _gated():
+        from cp_ring.megatron.checkpoints.allowed import Rejected
+
         raise Rejected(
             "the checkpoint holds a TorchScript archive, which is code: it is not loaded"
         )
@@ -87,7 +92,11 @@ def gated_storage(original: Function, b: bytes) -> Any:
     """`torch.storage._load_from_bytes` that is `storage_from_bytes` within `restricted()`, and as
     it was outside.
     """
-    return storage_from_bytes(b) if _gated() else original(b)
+    if not _gated():
+        return original(b)
+    from cp_ring.megatron.checkpoints.unpickle import storage_from_bytes
+
+    return storage_from_bytes(b)
 
 
 class PickleOfExtraState:
@@ -99,8 +108,8 @@ class PickleOfExtraState:
         return getattr(pickle, name)
 
     def loads(self, data: bytes, **options: Any) -> Any:
-        return (
-            ExtraStateUnpickler(io.BytesIO(data)).read()
-            if _gated()
-            else pickle.loads(data, **options)
-        )
+        if not _gated():
+            return pickle.loads(data, **options)
+        from cp_ring.megatron.checkpoints.unpickle import ExtraStateUnpickler
+
+        return ExtraStateUnpickler(io.BytesIO(data)).read()

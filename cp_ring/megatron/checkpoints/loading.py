@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.checkpoints import folders, inspection, lock, manifest
+from cp_ring.megatron.checkpoints import folders, lock, manifest
 from cp_ring.megatron.checkpoints.gates import restricted
 from cp_ring.megatron.checkpoints.saving import all_ranks_agree
 from cp_ring.megatron.rejection import note, rejecting
@@ -92,6 +92,8 @@ def tracker_reader(read_metadata: Function, tracker: Any) -> tuple[int, bool]:
     """
     load = Path(tracker).parent
     if folders.is_tracker(tracker) and folders.tracker_is_broken(load):
+        from cp_ring.megatron.checkpoints import inspection
+
         return inspection.fallback_iteration(load) or 0, False
     result: tuple[int, bool] = read_metadata(tracker)
     return result
@@ -109,6 +111,8 @@ def agree_on_iteration(args: argparse.Namespace) -> tuple[Path, manifest.Stamps]
     """
     if not getattr(args, "load", None) or "://" in str(args.load):
         return None
+    from cp_ring.megatron.checkpoints import inspection
+
     load = Path(args.load)
     numbers, latest = _candidates(args, load)
     problem = ""
@@ -133,6 +137,8 @@ def _candidates(args: argparse.Namespace, load: Path) -> tuple[list[int], int | 
     """`inspection.candidates` as rank 0 sees them, after it has removed the remains of earlier
     saves of this job.
     """
+    from cp_ring.megatron.checkpoints import inspection
+
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         held = lock.held(load)
@@ -148,6 +154,8 @@ def defects_of(folder: Path) -> list[str]:
     """The defects of the checkpoint that the ranks find; each reads a part of its files."""
     problem = manifest.defect(folder, (dist.get_rank(), dist.get_world_size()))
     if not problem and dist.get_rank() == 0:
+        from cp_ring.megatron.checkpoints import inspection
+
         problem = inspection.defect(folder)
     if all_ranks_agree(not problem):
         return []

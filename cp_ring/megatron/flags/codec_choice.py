@@ -14,7 +14,6 @@ from cp_ring.megatron.flags.rule import Job, check_rules, problem
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.rejection import note
 from cp_ring.options import Options
-from cp_ring.plan.costs.simulate import simulate
 from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
 
@@ -82,6 +81,8 @@ def _latent_pays(args: argparse.Namespace, config: Options) -> bool:
     """Whether attention of one causal sequence takes less time with latents, in the model of
     `cp_ring.plan.costs.simulate`.
     """
+    from cp_ring.plan.costs.simulate import simulate
+
     cp = args.context_parallel_size
     node = config.node_size or max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
     plan = make_plan("causal", args.seq_length, cp)

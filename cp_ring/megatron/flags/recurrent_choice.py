@@ -5,18 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-import numpy as np
-
 from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.megatron.flags.attention_rules import STATES
 from cp_ring.megatron.flags.rule import Job, problem
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.rejection import note
 from cp_ring.options import Options
-from cp_ring.plan.costs.recurrent_costs import RecurrentSizes, heads_cost, states_cost
-from cp_ring.plan.exchange.chains import Chains
-from cp_ring.plan.layout import Layout
-from cp_ring.plan.sizes.device_rates import HOST_RATES, RATES
 
 
 def settle(args: argparse.Namespace, config: Options) -> Options:
@@ -31,6 +25,13 @@ def settle(args: argparse.Namespace, config: Options) -> Options:
     if cp == 1 or not kinds:
         chosen = {kind: "heads" if way == "auto" else way for kind, way in ways.items()}
         return config if chosen == ways else replace(config, recurrent=_text(chosen))
+    import numpy as np
+
+    from cp_ring.plan.costs.recurrent_costs import RecurrentSizes, heads_cost, states_cost
+    from cp_ring.plan.exchange.chains import Chains
+    from cp_ring.plan.layout import Layout
+    from cp_ring.plan.sizes.device_rates import HOST_RATES, RATES
+
     tp, batch = args.tensor_model_parallel_size, getattr(args, "micro_batch_size", None) or 1
     near = config.node_size or max((ranks_per_node() or 1) // tp, 1)
     rates = HOST_RATES if config.cpu else RATES

@@ -15,11 +15,12 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.flags.comm_types import spec_of_layer
 from cp_ring.megatron.settings import LayerWindows
 from cp_ring.options import Options
-from cp_ring.plan.costs.shapes import AUTO, CHOSEN_BY, Assumed, choose
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+
+AUTO = "auto"
 
 
 def settle(
@@ -46,6 +47,8 @@ def settle(
         return config, ""
     if cp == 1:
         return replace(config, route=DEFAULT, heads=1), ""
+    from cp_ring.plan.costs.shapes import CHOSEN_BY, Assumed, choose
+
     node = config.node_size or node_size(ranks, per_node or ranks_per_node())
     kinds = given.get("cp_comm_type") or ["p2p"]
     heads: int | str = 1 if config.heads == AUTO else config.heads

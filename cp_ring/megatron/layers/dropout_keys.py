@@ -17,11 +17,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cp_ring.kernels.dropout import Dropout, mixed
+if TYPE_CHECKING:
+    from cp_ring.kernels.dropout import Dropout
 
 _NAME = "cp_ring attention dropout of layer "
 _PREDICTING = 1 << 20  # more than the layers of any model
@@ -39,6 +40,8 @@ def next_key(layer_number: int, calls: int = 1) -> int:
     may be that of all depths.
     """
     from megatron.core import tensor_parallel  # heavy, and installed with Megatron only
+
+    from cp_ring.kernels.dropout import mixed
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states, name = tracker.get_states(), f"{_NAME}{layer_number}"
@@ -76,6 +79,8 @@ def dropout_of(
     """The dropout of the next call of a layer; `positions` as in `Dropout`, `calls` as in
     `next_key`.
     """
+    from cp_ring.kernels.dropout import Dropout
+
     return Dropout(p, next_key(layer_number, calls), positions, first_head)
 
 

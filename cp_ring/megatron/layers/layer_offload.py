@@ -14,22 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from cp_ring.megatron.settings import current
-from cp_ring.offload import Offload
 from cp_ring.runtime import RUNTIME
 
-_offload = RUNTIME.keep(Offload())
+if TYPE_CHECKING:
+    from cp_ring.offload import Offload
 
 
+@RUNTIME.cache()
 def offload() -> Offload:
     """Where all attention layers of this process keep their tensors."""
-    return _offload
+    from cp_ring.offload import Offload
+
+    return Offload()
 
 
 def saving(keep: Iterable[Tensor | None], config: Any = None) -> AbstractContextManager[Any]:
@@ -48,7 +51,7 @@ def saving(keep: Iterable[Tensor | None], config: Any = None) -> AbstractContext
     context = getattr(config, "_cpu_offloading_context", None)
     if hasattr(context, "on_save_for_backward"):
         return _marked(kept, context)
-    return _offload.layer(kept) if current().offload else nullcontext()
+    return offload().layer(kept) if current().offload else nullcontext()
 
 
 def _marked(keep: Iterable[Tensor], context: Any) -> saved_tensors_hooks:
@@ -89,7 +92,7 @@ def _share(projection: torch.nn.Module) -> None:
 
     def enter(*_: Any) -> None:
         if torch.is_grad_enabled() and not _in_backward():
-            entered.append(_offload.sharing())
+            entered.append(offload().sharing())
             entered[-1].__enter__()
 
     def leave(*_: Any) -> None:

@@ -16,14 +16,16 @@ import contextvars
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cp_ring.attention import KeptOutput, Output
 from cp_ring.megatron.wrapping import Function, around
-from cp_ring.offload import Offload
 from cp_ring.runtime import RUNTIME
+
+if TYPE_CHECKING:
+    from cp_ring.offload import Offload
 
 _now: contextvars.ContextVar[KeptCall | None] = contextvars.ContextVar(
     "cp_ring_kept_call", default=None
