@@ -15,9 +15,9 @@ from cp_ring.errors import ConfigError, expect
 from cp_ring.options import Options
 from cp_ring.plan.costs.shapes import AUTO, Assumed, choose
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.mask import Mask, window_of
+from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import REPLICATED, Plan, PlanSpec, plan
-from cp_ring.plan.ranges import offsets
+from cp_ring.plan.ranges import offsets, window_of
 from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.schedule import text
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes

@@ -33,10 +33,10 @@ KERNEL = {"backward", "backward_varlen", "gradients"}
 # What is counted: (goal, limit). Each is a number over all of cp_ring and patches, but for the
 # last, which is of tests.
 TABLE = {
-    "tokens": (225_000, 343_900),
+    "tokens": (225_000, 344_300),
     "tokens a code line, times 100": (1_000, 976),
     "packages of more than 16 files": (0, 0),
-    "files of more than 450 lines": (0, 12),
+    "files of more than 450 lines": (0, 10),
     "files with the name of another": (0, 0),
     "lines of more than 100 columns": (0, 0),
     "functions of more than 7 parameters": (0, 1),

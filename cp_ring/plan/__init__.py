@@ -1,8 +1,9 @@
 """Plans as data: masks, layouts, tiles, transfers, and the proof that they are right. No
 torch.distributed here.
 
-`cp_ring.plan.sizes` has sizes of attention and rates of devices, `cp_ring.plan.exchange` what moves
-beside the ring, `cp_ring.plan.costs` what plans cost and the searches that read it.
+`cp_ring.plan.proof` has the proof, `cp_ring.plan.sizes` sizes of attention and rates of devices,
+`cp_ring.plan.exchange` what moves beside the ring, `cp_ring.plan.costs` what plans cost and the
+searches that read it.
 """
 
 import warnings
@@ -13,10 +14,10 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, Lowered, lower
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
+from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.sizes.head_split import HeadSplit, split_heads
 from cp_ring.plan.tables import Hop, RankPlan, Transfer
 from cp_ring.plan.tiles import OPEN, Tile, Tiles
-from cp_ring.plan.verify import Report
 
 __all__ = [
     "OPEN",

@@ -29,13 +29,13 @@ from cp_ring.plan.exchange.members import (
 )
 from cp_ring.plan.layout import LAYOUTS, Layout, check_rank
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.proof.verify import Report, verify
 from cp_ring.plan.ranges import Ints, integer, union
 from cp_ring.plan.rank_plan import rank_plan
 from cp_ring.plan.routes import DEFAULT, ROUTES
 from cp_ring.plan.schedule import Order, Schedule, text
 from cp_ring.plan.tables import Need, PlanTables, RankPlan
 from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
-from cp_ring.plan.verify import Report, verify
 from cp_ring.runtime import RUNTIME, Numbered
 
 
@@ -250,15 +250,15 @@ class Plan(Numbered):
 
     def verify(self, num_slots: int = 2, rank_plans: bool = False) -> Report:
         """Proves the plan for all ranks, run with `num_slots` receive buffers; see
-        `cp_ring.plan.verify`.
+        `cp_ring.plan.proof.verify`.
 
         The report is that of the members of the ring. Each rank of a member runs the ring for its
         own heads. `split_heads` proves that every head has one rank. So each (query, key, head)
         that the mask allows is computed exactly once.
 
         With `rank_plans` it also proves the rank plans that the executor runs, at a higher cost;
-        see `cp_ring.plan.verify_ranks`. Raises `PlanError` that names the rank, the hop and the
-        tokens.
+        see `cp_ring.plan.proof.verify_ranks`. Raises `PlanError` that names the rank, the hop and
+        the tokens.
         """
         for layout, members, name in (
             (self.layout, self.ring.layout, "exchange"),
@@ -271,7 +271,7 @@ class Plan(Numbered):
                     check_exchange(layout, members, rank, made)
         proven = verify(self.ring, num_slots)
         if rank_plans:
-            from cp_ring.plan.verify_ranks import verify_rank_plans
+            from cp_ring.plan.proof.verify_ranks import verify_rank_plans
 
             for place in range(self.ulysses):
                 parts = [self.rank_plan(rank) for rank in range(place, self.cp, self.ulysses)]

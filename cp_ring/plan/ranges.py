@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,56 @@ def offsets(values: object, what: str, end: int | None = None) -> Ints:
             f"{short(edges)}"
         )
     return edges
+
+
+def stream_length(n: int, what: str = "n") -> int:
+    return size_within(n, what, MAX_TOKENS, f"a stream of {n} tokens: it must hold")
+
+
+def documents_of(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple[Ints, Ints, int]:
+    """Checked starts and ends of documents, and the length of the stream."""
+    edges = offsets(cu_seqlens, "cu_seqlens")
+    n = stream_length(int(edges[-1]) if n is None else n)
+    if edges[-1] > n:
+        raise PlanError(f"cu_seqlens ends at {edges[-1]}, past the {n} tokens of the stream")
+    return edges[:-1], edges[1:], n
+
+
+def ordered_spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tuple[Ints, Ints]:
+    """Checked spans, ascending, as starts and ends."""
+    pairs = integers(spans, "spans")
+    pairs = pairs.reshape(0, 2) if not pairs.size else pairs
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise PlanError(f"spans are pairs (start, end), not an array of {list(pairs.shape)}")
+    start, end = pairs[np.argsort(pairs[:, 0], kind="stable")].T
+    check_all(
+        (start >= 0) & (end <= n) & (start < end),
+        lambda i: f"span {start[i]}..{end[i]} is empty or outside the {n} tokens of the stream",
+    )
+    check_all(
+        end[:-1] <= start[1:],
+        lambda i: f"spans {start[i]}..{end[i]} and {start[i + 1]}..{end[i + 1]} overlap",
+    )
+    return start, end
+
+
+def window_of(window: tuple[int, int]) -> tuple[int, int]:
+    """A window (left, right) as whole numbers: -1 for a side that is open, or reaches further than
+    any stream.
+
+    Raises `PlanError` for what is not a window.
+    """
+    try:
+        left, right = (integer(side, "window side") for side in window)
+    except (TypeError, ValueError) as error:
+        raise (
+            error
+            if isinstance(error, PlanError)
+            else PlanError(f"window {window!r}: it is a pair (left, right)")
+        ) from None
+    if left < -1 or right < -1:
+        raise PlanError(f"window ({left}, {right}): each side must be -1 (open) or at least 0")
+    return -1 if left >= MAX_TOKENS else left, -1 if right >= MAX_TOKENS else right
 
 
 def short(values: np.ndarray) -> str:

@@ -20,9 +20,9 @@ from torch import Tensor
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.proof.verify_ranks import verify_rank_plans
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.tiles import Tiles
-from cp_ring.plan.verify_ranks import verify_rank_plans
 from cp_ring.testing.local_ring import LocalRing
 from tests.adversary import Try, attack
 from tests.plan.mutations import PLAN_MUTATIONS, RANK_PLAN_MUTATIONS

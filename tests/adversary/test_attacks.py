@@ -15,7 +15,7 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import process_state
-from cp_ring.plan import verify
+from cp_ring.plan.proof import verify
 from cp_ring.testing.rank_pool import LIMIT_S
 from tests.adversary import ATTACKS, Registered, canary, checkpoints, gadgets, plans
 from tests.adversary.__main__ import run

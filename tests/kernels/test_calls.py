@@ -15,7 +15,7 @@ from cp_ring.kernels.calls import Statistics, _Packed, kernel_calls, work_of
 from cp_ring.kernels.reference import KERNEL
 from cp_ring.ops.totals import Merge, Sum
 from cp_ring.plan import OPEN, Tile
-from cp_ring.plan.mask import paint
+from cp_ring.plan.dense_masks import paint
 from cp_ring.plan.tables import Hop, RankPlan
 from cp_ring.plan.tiles import Tiles
 from cp_ring.testing.oracle import Case, Grads, brute_force, error

@@ -11,7 +11,7 @@ from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, choose, merge_
 from cp_ring.options import choices
 from cp_ring.plan import OPEN, Tile
-from cp_ring.plan.mask import paint
+from cp_ring.plan.dense_masks import paint
 from cp_ring.testing.oracle import Case, brute_force, error
 
 CPU = torch.device("cpu")

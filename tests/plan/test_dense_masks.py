@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan import Layout, Mask, Plan
+from cp_ring.plan import Layout, Mask, Plan, dense_masks
 from cp_ring.plan import mask as mask_module
-from cp_ring.plan.mask import paint
+from cp_ring.plan.dense_masks import paint
 from tests.plan.strategies import masks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gallery.md"
@@ -35,7 +35,7 @@ def test_any_array_becomes_disjoint_pieces(data: st.DataObject, n: int) -> None:
 
 
 def test_the_documented_functions_have_as_many_pieces_as_documented(monkeypatch) -> None:
-    monkeypatch.setattr(mask_module, "_queries_at_once", lambda n: 100)
+    monkeypatch.setattr(dense_masks, "_queries_at_once", lambda n: 100)
     assert len(TABLE) > 10
     for words, pieces in TABLE:
         rule = eval("lambda q, k: " + words.replace("\\|", "|"))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import OPEN, Layout, Mask, Plan, Tiles, lower
+from cp_ring.plan.dense_masks import paint
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import Capabilities
-from cp_ring.plan.mask import paint
 from cp_ring.tools.bench import samples
 from tests.plan.strategies import disjoint_pieces, masks
 from tests.plan.test_lower import blocks

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan, lower
+from cp_ring.plan.dense_masks import paint
 from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED
-from cp_ring.plan.mask import paint
-from cp_ring.plan.verify import check_sources, tiles_in_stream, verify
-from cp_ring.plan.verify_ranks import verify_rank_plans
+from cp_ring.plan.proof.cover import tiles_in_stream
+from cp_ring.plan.proof.verify import check_sources, verify
+from cp_ring.plan.proof.verify_ranks import verify_rank_plans
 from tests.plan.mutations import PLAN_MUTATIONS, RANK_PLAN_MUTATIONS
 from tests.plan.strategies import CAPABILITIES, plans
 

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.plan import Plan
+from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.head_split import HeadSplit, split_heads
 from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.tiles import OPEN, Tiles
 from cp_ring.plan.updates import MAX_PARTS
-from cp_ring.plan.verify import Report
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,10 +35,10 @@ from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.lower import ASSUMED, KERNELS
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
+from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates
-from cp_ring.plan.verify import Report
 
 MAX_RANKS = 256
 """Context-parallel ranks at most: plans of more take seconds to predict."""

@@ -18,11 +18,11 @@ from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
+from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.routes import DEFAULT, ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, auto, parse
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
-from cp_ring.plan.verify import Report
 
 AUTO = "auto"
 """The name by which settings ask for the fastest route, or number of ranks that exchange heads."""

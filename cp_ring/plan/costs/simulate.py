@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from cp_ring.plan.costs.cost import Cost, blocked_pairs, cost, exchanged
 from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities, call_groups, lower
 from cp_ring.plan.plan import Plan
+from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
@@ -34,7 +35,6 @@ from cp_ring.plan.sizes.device_rates import RATES, Rates, stage_seconds
 from cp_ring.plan.sizes.head_split import split_heads
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan, Transfers
 from cp_ring.plan.updates import Partial, Update, gradient_updates, query_updates
-from cp_ring.plan.verify import Report
 
 Floats = NDArray[np.float64]
 

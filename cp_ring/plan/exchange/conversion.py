@@ -13,9 +13,9 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
+from cp_ring.plan.proof.verify import check_layout
 from cp_ring.plan.ranges import Ints, check_all, expand, overlaps, runs, starts_of
 from cp_ring.plan.tables import Transfer
-from cp_ring.plan.verify import check_layout
 from cp_ring.runtime import RUNTIME
 
 

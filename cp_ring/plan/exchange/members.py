@@ -19,10 +19,10 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
+from cp_ring.plan.proof.verify import check_layout
 from cp_ring.plan.ranges import Ints, expand, integer, runs, starts_of
 from cp_ring.plan.rank_plan import Part
 from cp_ring.plan.tables import Exchange, RankPlan, Span
-from cp_ring.plan.verify import check_layout
 
 
 def members_of_node(node_size: int, ulysses: int) -> int:

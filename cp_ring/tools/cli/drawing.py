@@ -14,10 +14,11 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.costs.simulate import Span, spans
 from cp_ring.plan.costs.step_costs import EXPOSED
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.proof.cover import tiles_in_stream
+from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.tiles import Tile
-from cp_ring.plan.verify import Report, tiles_in_stream
 
 try:
     import matplotlib

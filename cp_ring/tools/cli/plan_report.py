@@ -18,11 +18,11 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
+from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.schedule import NAMES, group_sizes
 from cp_ring.plan.sizes.device_rates import Rates
 from cp_ring.plan.tables import PlanTables
-from cp_ring.plan.verify import Report
 
 MAX_RANKS_SHOWN = 32
 EXPOSED_BYTES_PER_SECOND = 5e10  # a network card of 400 Gb/s

@@ -14,7 +14,7 @@ errors in the step from tables to rank plans. The argument, by function:
 4. `_rebuild` uses this to rename the keys of all tiles to tokens of their owners, and checks that
    each tile's gradients go to the same tokens. A tile over the keys of several owners becomes one
    tile for each. The result is a `PlanTables` again, once in forward and once in backward order.
-5. `cp_ring.plan.verify` proves these tables.
+5. `cp_ring.plan.proof.verify` proves these tables.
 
 Cost: proportional to the messages and tiles of all ranks, one Python object each, so much slower
 than the proof of the tables, which works on arrays. It is meant for tests and for one plan of each
@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan import verify
+from cp_ring.plan.proof import verify
 from cp_ring.plan.schedule import Order
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.tiles import Tile, Tiles

@@ -1,0 +1,124 @@
+"""Dense masks: pieces from arrays and functions of FlexAttention, and arrays from pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cp_ring.errors import ConfigError, PlanError, one_line
+from cp_ring.plan.ranges import every_other, integer, runs, sort_index, stream_length
+from cp_ring.plan.tiles import OPEN, Tile, Tiles
+
+
+def of_array(allowed: Any, max_pieces: int) -> tuple[int, int, Tiles]:
+    """Queries, keys and pieces of a boolean array or tensor; see `Mask.from_dense`."""
+    allowed = _booleans(allowed)
+    if allowed.ndim != 2:
+        raise PlanError(
+            f"a dense mask of shape {list(allowed.shape)}: it must be [n, n], queries by keys"
+        )
+    n, keys = (stream_length(size) for size in allowed.shape)
+    block = _queries_at_once(keys)
+    blocks = (allowed[first : first + block] for first in range(0, n, block))
+    return n, keys, _pieces_of(blocks, keys, max_pieces)
+
+
+def of_function(
+    mask_mod: Callable[..., Any], n: int, keys: int, max_pieces: int, device: str
+) -> Tiles:
+    """The pieces of a function for `n` queries and `keys` keys; see `Mask.from_mask_mod`."""
+    import torch
+
+    all_keys = torch.arange(keys, device=device)
+
+    def dense(queries: torch.Tensor) -> np.ndarray:
+        try:
+            allowed = torch.as_tensor(
+                mask_mod(_NoValue(), _NoValue(), queries[:, None], all_keys)
+            ).broadcast_to((len(queries), keys))
+        except Exception as error:
+            raise ConfigError(
+                f"mask_mod failed with {type(error).__name__}: {one_line(error)}; b and h have "
+                "no value, because all heads have one mask: where it needs them, give lambda "
+                "b, h, q, k: mask_mod(0, 0, q, k)"
+            ) from error
+        return _booleans(allowed)
+
+    blocks = map(dense, torch.arange(n, device=device).split(_queries_at_once(keys)))
+    return _pieces_of(blocks, keys, max_pieces)
+
+
+def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:
+    """How many tiles allow each pair of a small score matrix: int64 `[queries, keys]`."""
+    picture = np.zeros((queries, keys), dtype=np.int64)
+    for q0, q1, k0, k1, lo, hi in tiles:
+        offset = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
+        picture[q0:q1, k0:k1] += (offset >= lo) & (offset <= hi)
+    return picture
+
+
+class _NoValue:
+    """What a function gets for an argument on which it must not depend."""
+
+    def __eq__(self, _: object) -> bool:
+        raise TypeError("it is compared with b or h")
+
+
+def _booleans(values: Any) -> np.ndarray:
+    """An array, or a tensor on any device, of booleans. Raises `PlanError` for others."""
+    array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    if array.dtype != bool:
+        raise PlanError(
+            f"a dense mask must be boolean, True where a query sees a key, not {array.dtype}"
+        )
+    return array
+
+
+def _queries_at_once(n: int) -> int:
+    """So that about 16 million pairs of a dense mask are looked at at a time."""
+    return max(1, (1 << 24) // n)
+
+
+def _pieces_of(blocks: Iterable[np.ndarray], n: int, most: int) -> Tiles:
+    """The pieces of a dense mask, given as `blocks` [queries, n], one after another.
+
+    A run of keys goes on at the next query where both of its ends stay, or move on by one key. A
+    hidden key lies between two runs, so a run goes on in one other at most. A piece is a chain of
+    such runs up to the query at which no band has its ends: the first key stays before it moves,
+    the last one moves before it stays.
+    """
+    parts, first = [], 0
+    for allowed in blocks:
+        edges = np.diff(np.pad(allowed, ((0, 0), (1, 1))).view(np.int8), axis=1)
+        query, start = np.nonzero(edges == 1)
+        parts.append(np.stack([query + first, start, np.nonzero(edges == -1)[1]]))
+        first += len(allowed)
+    table, most = np.concatenate(parts, axis=1), integer(most, "max_pieces")
+    query, start, _ = table
+    place = query * (n + 1) + start
+    before = np.maximum(np.searchsorted(place, place - (n + 1), side="right") - 1, 0)
+    moved = table - table[:, before]
+    goes_on = (moved[0] == 1) & ((moved[1:] >> 1) == 0).all(0)
+    chain = np.where(goes_on, before, np.arange(len(place)))
+    while not np.array_equal(chain, further := chain[chain]):
+        chain = further
+    order = np.argsort(chain, kind="stable")
+    query, start, end = table[:, order]
+    late, early = np.diff(start), np.diff(end)
+    breaks = np.diff(chain[order]) != 0
+    bent = (late[1:] < late[:-1]) | (early[1:] > early[:-1])
+    breaks[every_other(np.flatnonzero(bent & ~breaks[1:] & ~breaks[:-1]) + 1)] = True
+    one, last = runs(breaks, len(query))
+    if len(one) > most:
+        raise ConfigError(
+            f"the mask of {n} tokens has {len(one)} pieces, more than max_pieces={most}: each is "
+            "computed and merged by itself, which is slow; give a mask whose queries see longer "
+            "runs of keys, or raise max_pieces"
+        )
+    q0, k0, k1 = query[one], start[one], end[last]
+    lo = np.where(start[last] > k0, start[last] - query[last], -OPEN)
+    hi = np.where(end[one] < k1, end[one] - 1 - q0, OPEN)
+    pieces = Tiles.columns(q0, query[last] + 1, k0, k1, lo, hi).trimmed()
+    return pieces[sort_index(pieces.q0, pieces.k0)]

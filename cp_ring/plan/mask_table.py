@@ -1,0 +1,448 @@
+"""The table of a mask: disjoint pieces, each a rectangle of the score matrix cut by a diagonal
+band, and what follows from them alone.
+
+The constructors of masks are those of `cp_ring.plan.mask.Mask`. Nothing here knows which one made a
+table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_ring.errors import PlanError, expect
+from cp_ring.plan.ranges import (
+    MAX_TOKENS,
+    Ints,
+    digest,
+    integer,
+    integers,
+    runs,
+    short,
+    sort_index,
+    stream_length,
+    window_of,
+)
+from cp_ring.plan.tiles import (
+    OPEN,
+    Tiles,
+    coalesce,
+    first_overlap,
+    joined,
+    split_at_edges,
+)
+from cp_ring.runtime import Numbered
+
+MAX_DESCRIBED = 4
+"""`MaskTable.describe` names up to this many different masks of batch rows."""
+
+
+@dataclass(frozen=True, eq=False)
+class MaskTable(Numbered):
+    """Which keys each query of a stream of `n` tokens may see, as disjoint `pieces` in token
+    positions.
+
+    The keys are those of the same tokens, or of a stream of their own of `keys` tokens, as in cross
+    attention and decoding: pieces then are queries of one stream by keys of the other.
+
+    `name` is the constructor, `details` is what `describe` says beside it. `segments` are the runs
+    of tokens whose positions go up by one: int64 [2, count], the first token of each run and its
+    position; the first run begins at token 0. None is one run from position 0, so that every
+    token's position is its place in the stream. `key_segments` are those of `keys`.
+    """
+
+    n: int
+    pieces: Tiles
+    name: str = "mask"
+    details: str = ""
+    segments: Ints | None = None
+    keys: int | None = None
+    key_segments: Ints | None = None
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens of the stream of keys."""
+        return self.n if self.keys is None else self.keys
+
+    @classmethod
+    def from_pieces(
+        cls,
+        n: int,
+        pieces: Iterable[Sequence[int]],
+        name: str = "mask",
+        details: str = "",
+        positions: Sequence[int] | np.ndarray | None = None,
+        keys: int | None = None,
+    ) -> Self:
+        """A mask of `n` tokens from pieces (q0, q1, k0, k1) or (q0, q1, k0, k1, lo, hi), which must
+        not overlap.
+
+        Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi; without lo and
+        hi all of them, and none where lo > hi. `positions`, int64 [n], are those of
+        `Mask.positions`. `keys` is the length of a stream of keys of their own. Raises `PlanError`
+        that names the piece that is outside of the stream or ends before it begins, or the two
+        pieces that overlap, with a pair that both have.
+        """
+        n, tiles = stream_length(n), _read(pieces)
+        keys = None if keys is None else stream_length(keys, "keys")
+        ends = (n, n if keys is None else keys)
+        ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1)
+        outside = np.minimum(tiles.q0, tiles.k0) < 0
+        outside |= (tiles.q1 > ends[0]) | (tiles.k1 > ends[1])
+        for bad, what in (
+            (ends_early, "ends before it begins"),
+            (outside, f"is outside the {sizes_in_words(*ends)} of the mask"),
+        ):
+            if bad.any():
+                raise PlanError(f"piece {bad.argmax()} {_numbers(tiles, int(bad.argmax()))} {what}")
+        fitted = tiles.fitted()
+        live = np.arange(len(tiles))[fitted.live()]
+        clash = first_overlap(n, fitted[live])
+        if clash is not None:
+            one, other = sorted(live[[clash.one, clash.other]].tolist())
+            raise PlanError(
+                f"pieces {one} {_numbers(tiles, one)} and {other} {_numbers(tiles, other)} "
+                f"overlap: query {clash.query} sees key {clash.key} in both; Mask.union joins "
+                "masks that overlap"
+            )
+        segments = None if positions is None else _runs_of(positions, n)
+        return cls(n, fitted[live], name, details, segments, keys)
+
+    @classmethod
+    def union(cls, *masks: Self) -> Self:
+        """The pairs that at least one of the `masks` allows; they may overlap. Positions are those
+        of the first mask.
+
+        Raises `PlanError` if there is none, or if they differ in length.
+        """
+        if not masks:
+            raise PlanError("a union must have at least one mask")
+        first = _all_masks(masks)[0]
+        n = first.n
+        if any((mask.n, mask.num_keys) != (n, first.num_keys) for mask in masks):
+            sizes = ", ".join(sizes_in_words(mask.n, mask.num_keys) for mask in masks)
+            raise PlanError(f"a union of masks of {sizes}: they must be as long")
+        pieces = Tiles.concatenate(*(mask.pieces for mask in masks)).trimmed()
+        if first_overlap(n, pieces) is not None:
+            pieces = joined(n, pieces)
+        words = " or ".join(_different(masks))
+        return replace(first, pieces=pieces, name="union", details=words)
+
+    def __and__(self, window: tuple[int, int]) -> Self:
+        """The pairs that this mask allows and whose positions are within `window` (left, right); -1
+        leaves a side open.
+
+        Distances are those of `positions`: a response sees the last tokens of its prompt, however
+        many responses lie between.
+        """
+        window = window_of(window)
+        left, right = band_of(window)
+        start, position = self._runs()
+        of_keys, key_position = self._runs(of_keys=True)
+        pieces = self.pieces
+        query = key = np.zeros(1, np.int64)
+        several = max(len(start), len(of_keys)) > 1
+        if several:
+            edges = np.append(start, self.n), np.append(of_keys, self.num_keys)
+            pieces, query, key = split_at_edges(pieces, *edges)
+        data = pieces.data.copy()
+        # Between two runs the distance of positions is that in the stream plus a constant.
+        more = (key_position - of_keys)[key] - (position - start)[query]
+        if left != -OPEN:
+            np.maximum(data[4], left - more, out=data[4])
+        if right != OPEN:
+            np.minimum(data[5], right - more, out=data[5])
+        narrow = Tiles(data).trimmed()
+        if several:
+            narrow = coalesce(narrow, np.zeros(len(narrow), np.int64))[0]
+        words = listed(self.details, window_in_words(window, causal=False))
+        return replace(self, pieces=narrow, details=words)
+
+    @classmethod
+    def batch(cls, rows: Sequence[Self]) -> Self:
+        """Batch rows, each with its own mask, as one stream: row after row. Raises `PlanError`
+        where some have keys of their own, and others not.
+        """
+        if not _all_masks(rows):
+            raise PlanError("a batch must have at least one row")
+        own = {row.keys is not None for row in rows}
+        if len(own) > 1:
+            raise PlanError("of the batch rows, all or none have keys of their own")
+        starts, of_keys = (
+            np.cumsum([0, *sizes])
+            for sizes in ([row.n for row in rows], [row.num_keys for row in rows])
+        )
+        masks = list(zip(rows, starts.tolist(), of_keys.tolist(), strict=False))
+        tiles = Tiles.concatenate(*(mask.pieces.shifted(*begin) for mask, *begin in masks))
+        words = f"{len(rows)} rows ({'; '.join(_different(rows))})"
+        runs = [np.add(mask._runs(), [[start], [0]]) for mask, start, _ in masks]
+        found = cls(
+            stream_length(int(starts[-1])), tiles, "batch", words, np.concatenate(runs, axis=1)
+        )
+        if False in own:
+            return found
+        runs = [np.add(mask._runs(of_keys=True), [[start], [0]]) for mask, _, start in masks]
+        return replace(
+            found,
+            keys=stream_length(int(of_keys[-1]), "keys"),
+            key_segments=np.concatenate(runs, axis=1),
+        )
+
+    def spread(self, edges: Ints, owner: Ints, copies: int) -> Self:
+        """Of queries that all of `copies` ranks hold: a copy of the queries for each rank, one
+        after another, which sees that rank's keys alone. Chunk c of the keys, `[edges[c],
+        edges[c + 1])`, is that of rank `owner[c]`.
+        """
+        cut, _, chunk = split_at_edges(self.pieces, np.array([0, self.n]), edges)
+        pieces = in_order(cut.shifted(owner[chunk] * self.n, 0))
+        start, position = self._runs()
+        runs = (np.arange(copies)[:, None] * self.n + start).reshape(-1)
+        segments, of_keys = np.stack([runs, np.tile(position, copies)]), self._runs(of_keys=True)
+        mine, keys = (stream_length(self.n * copies), pieces), (self.num_keys, np.stack(of_keys))
+        return type(self)(*mine, self.name, self.details, segments, *keys)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal masks with equal positions, whatever they are called."""
+        parts = [self.segments, self.key_segments]
+        sizes = f"{self.n} {self.pieces.data.shape} " + f"{self.keys} " * (self.keys is not None)
+        positions = [b"" if part is None else part.tobytes() for part in parts]
+        return digest(sizes.encode(), self.pieces.data.tobytes(), *positions)
+
+    @property
+    def positions(self) -> Ints:
+        """The position of each token in its own sequence, for rotary and learned embeddings: int64
+        [n].
+
+        Documents and groups begin at 0, responses continue from their prompt, branches from their
+        parent. Of a mask without such parts it is the place in the stream.
+        """
+        return self._positions(self.n)
+
+    @property
+    def key_positions(self) -> Ints:
+        """The position of each key in its own sequence: int64 [num_keys]."""
+        return self._positions(self.num_keys, of_keys=True)
+
+    def _positions(self, n: int, of_keys: bool = False) -> Ints:
+        start, position = self._runs(of_keys)
+        return np.arange(n) + np.repeat(position - start, np.diff(np.append(start, n)))
+
+    @property
+    def last(self) -> NDArray[np.bool_]:
+        """True for tokens without a next token in the stream: at the end of a run of positions, or
+        not seen by the next token.
+
+        bool [n]. Padding has no next token.
+        """
+        seen = np.zeros(self.n + 1, np.int64)
+        # Of keys of their own, none is a token of the stream.
+        p = self.pieces if self.keys is None else Tiles.of([(0, self.n, 0, self.n, -OPEN, OPEN)])
+        previous = (p.lo <= -1) & (p.hi >= -1)
+        first, end = np.maximum(p.q0, p.k0 + 1)[previous], np.minimum(p.q1, p.k1 + 1)[previous]
+        some = first < end
+        np.add.at(seen, first[some] - 1, 1)
+        np.add.at(seen, end[some] - 1, -1)
+        last = np.cumsum(seen)[:-1] == 0
+        last[self._runs()[0][1:] - 1] = True
+        return last
+
+    def _runs(self, of_keys: bool = False) -> tuple[Ints, Ints]:
+        """First token of each run of positions, of queries or of keys, and its position."""
+        found = self.key_segments if of_keys and self.keys is not None else self.segments
+        return (np.zeros(1, np.int64),) * 2 if found is None else (found[0], found[1])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The mask in plain numbers, lists and strings, as JSON has them: `from_dict` makes an
+        equal one.
+        """
+        values = {name: getattr(self, name) for name in _FIELDS}
+        values |= {"pieces": self.pieces.data.T}
+        return {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in values.items()
+            if name not in _OF_KEYS or self.keys is not None
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The mask that `to_dict` has written. Raises `PlanError` for anything else, overlapping
+        pieces included.
+        """
+        unknown = [name for name in values if name not in _FIELDS]
+        missing = [name for name in ("n", "pieces") if name not in values]
+        if unknown or missing:
+            raise PlanError(
+                f"a mask in plain numbers has {', '.join(_FIELDS)}; here "
+                f"{unknown or missing} is {'unknown' if unknown else 'missing'}")  # fmt: skip
+        words = (str(values.get("name", "mask")), str(values.get("details", "")))
+        keys = values.get("keys")
+        mask = cls.from_pieces(values["n"], values["pieces"], *words, keys=keys)
+        of_keys = None if keys is None else _read_segments(values.get("key_segments"), keys)
+        segments = _read_segments(values.get("segments"), mask.n)
+        return replace(mask, segments=segments, key_segments=of_keys)
+
+    def allowed(self, i: int, j: int) -> bool:
+        """Whether query i may see key j."""
+        if not (0 <= integer(i, "query") < self.n and 0 <= integer(j, "key") < self.num_keys):
+            size = sizes_in_words(self.n, self.num_keys)
+            raise PlanError(f"pair ({i}, {j}) is outside the {size} of the mask")
+        pair = self.pieces.within(i, i + 1, j, j + 1)
+        return bool((pair.q0 < pair.q1).any())
+
+    def area(self) -> int:
+        """Allowed (query, key) pairs, exactly."""
+        return int(self.pieces.area().sum())
+
+    def dense(self) -> np.ndarray:
+        """The mask as a boolean `[n, num_keys]` array, for small n."""
+        from cp_ring.plan.dense_masks import paint
+
+        return paint(self.pieces, self.n, self.num_keys) > 0
+
+    def describe(self) -> str:
+        """The mask in words, as "causal, window 4096" or "documents: 113, mean 580 tokens"."""
+        separator = ", " if self.name in ("full", "causal") else ": "
+        return self.name.replace("_", " ") + separator * bool(self.details) + self.details
+
+    def __repr__(self) -> str:
+        return f"<Mask of {sizes_in_words(self.n, self.num_keys)}, {self.describe()}>"
+
+
+_FIELDS = ("n", "pieces", "segments", "name", "details", "keys", "key_segments")
+_OF_KEYS = ("keys", "key_segments")
+
+
+def _all_masks[T: MaskTable](masks: Sequence[T]) -> Sequence[T]:
+    for mask in expect("masks", masks, Sequence):
+        expect("mask", mask, MaskTable)
+    return masks
+
+
+def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints | None:
+    """`Mask.segments` from the positions of all tokens."""
+    values = integers(positions, "positions")
+    if values.shape != (n,) or ((values < 0) | (values >= MAX_TOKENS)).any():
+        raise PlanError(
+            f"positions of shape {list(values.shape)}, {values.min(initial=0)} to "
+            f"{values.max(initial=0)}: it must be [{n}], from 0 to below {MAX_TOKENS}"
+        )
+    start, _ = runs(np.diff(values) != 1, n)
+    return _plain(np.stack([start, values[start]]))
+
+
+def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) -> Ints | None:
+    """`Mask.segments` of runs [start, end), end to end from token 0, each at `position`, by default
+    0; the padding behind them begins at position 0.
+    """
+    live = start < end
+    start, position = start[live], (np.zeros_like(start) if position is None else position)[live]
+    total = int(end[-1]) if len(end) else 0
+    padding = np.array([[total], [0]])[:, : int(total < n)]
+    return _plain(np.concatenate([np.stack([start, position]), padding], axis=1))
+
+
+def _read_segments(values: Any, n: int) -> Ints | None:
+    """Checked segments of `n` tokens. Raises `PlanError` for others."""
+    if values is None:
+        return None
+    segments = integers(values, "segments")
+    if (
+        segments.ndim != 2
+        or segments.shape[0] != 2
+        or not segments.shape[1]
+        or segments[0, 0] != 0
+        or (segments < 0).any()
+    ):
+        raise PlanError(
+            "segments of a mask are first tokens, from 0, and their positions: two lists of the "
+            "same length"
+        )
+    if (segments >= MAX_TOKENS).any():
+        raise PlanError(
+            f"segments of a mask hold {segments.max()}: tokens and positions must be below "
+            f"{MAX_TOKENS}"
+        )
+    if (np.diff(segments[0]) <= 0).any() or segments[0, -1] >= n:
+        raise PlanError(
+            f"segments of a mask of {n} tokens must begin at ascending tokens, not "
+            f"{short(segments[0])}"
+        )
+    return segments
+
+
+def _plain(segments: Ints) -> Ints | None:
+    """None for one run from position 0."""
+    return None if segments.shape[1] == 1 and not segments.any() else segments
+
+
+def in_order(pieces: Tiles) -> Tiles:
+    return pieces[sort_index(pieces.q0, pieces.k0)]
+
+
+def sizes_in_words(n: int, keys: int) -> str:
+    return f"{n} tokens" if n == keys else f"{n} queries and {keys} keys"
+
+
+def listed(*words: str) -> str:
+    """The words that say something, one after another."""
+    return ", ".join(filter(None, words))
+
+
+def _different(masks: Sequence[MaskTable]) -> list[str]:
+    """The first different masks in words."""
+    words = list(dict.fromkeys(mask.describe() for mask in masks))
+    return words[:MAX_DESCRIBED] + ["..."] * (len(words) > MAX_DESCRIBED)
+
+
+def band_of(window: tuple[int, int]) -> tuple[int, int]:
+    """A checked window (left, right) as bounds on key - query."""
+    left, right = window
+    return -OPEN if left < 0 else -left, OPEN if right < 0 else right
+
+
+def window_in_words(window: tuple[int, int], causal: bool) -> str:
+    """A checked window (left, right); "" where it hides nothing. A causal mask has no keys on the
+    right.
+    """
+    left, right = window
+    if causal:
+        return f"window {left}" if left >= 0 else ""
+    if left == right:
+        return f"window {left} on both sides" if left >= 0 else ""
+    before, after = (str(side) if side >= 0 else "all" for side in (left, right))
+    return f"window {before} before, {after} after"
+
+
+def _read(pieces: Iterable[Sequence[int]]) -> Tiles:
+    """Pieces of 4 or 6 numbers as tiles; a bound of a band beyond `OPEN` becomes open. Raises
+    `PlanError` for others.
+    """
+    whole: list[tuple[int, ...]] = []
+    for i, piece in enumerate(_iterated(pieces, "pieces")):
+        values = _iterated(piece, f"piece {i}")
+        if len(values) not in (4, 6):
+            raise PlanError(
+                f"piece {i} has {len(values)} numbers: it must be (q0, q1, k0, k1) or (q0, q1, k0, "
+                "k1, lo, hi)"
+            )
+        whole.append((*values, -OPEN, OPEN)[:6])
+    return Tiles.of(whole)
+
+
+def _iterated[T](values: Iterable[T], what: str) -> tuple[T, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise PlanError(f"{what} is {values!r}, not a list") from None
+
+
+def _numbers(tiles: Tiles, i: int) -> tuple[int, ...]:
+    """A piece as a person writes it."""
+    values = tuple(tiles.data[:, i].tolist())
+    return values[:4] if values[4:] == (-OPEN, OPEN) else values
