@@ -22,7 +22,7 @@ from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.comm.transport import Group, check_local, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.observe import watchdog
-from cp_ring.plan.layout import Layout
+from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
@@ -277,10 +277,10 @@ def _by_heads(tensors: tuple[Any, ...], group: Group, return_lse: bool, options:
             f"{h} query heads, each with whole key/value heads, of which there are {g}"
         )
     given = dict(options)
-    if given.get("layout") == "balanced":
+    if (name := given.get("layout")) in LAYOUTS and NamedLayout.named(str(name)).weighs:
         transport = transport_for(group, q.device)
         layers = tuple((mask, count) for count, mask in masks)
-        given["layout"] = _balanced(layers, transport.size if transport else 1)
+        given["layout"] = _of_layers(str(name), layers, transport.size if transport else 1)
     found, first = [], 0
     for count, mask in masks:
         mine, keys = slice(first, first + count), slice(first * g // h, (first + count) * g // h)
@@ -299,8 +299,8 @@ def _by_heads(tensors: tuple[Any, ...], group: Group, return_lse: bool, options:
 
 
 @RUNTIME.cache(maxsize=16)
-def _balanced(layers: tuple[tuple[Mask, int], ...], cp: int) -> Layout:
-    return Layout.balanced(layers, cp)
+def _of_layers(name: str, layers: tuple[tuple[Mask, int], ...], cp: int) -> Layout:
+    return NamedLayout.named(name).of_layers(layers, cp)
 
 
 # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is

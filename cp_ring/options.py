@@ -16,7 +16,7 @@ from typing import Any
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.exchange.members import members_of_node
-from cp_ring.plan.layout import LAYOUTS, MAX_RANKS
+from cp_ring.plan.layout import LAYOUTS, MAX_RANKS, NamedLayout
 from cp_ring.plan.routes import DEFAULT, ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, parse, resolve, text
 from cp_ring.plan.sizes.attention_sizes import WIRES
@@ -407,6 +407,11 @@ class Options:
             if name not in SETTINGS:
                 raise ConfigError(f"cp_ring has no setting {name!r}; it has {', '.join(SETTINGS)}")
         return cls(**values)
+
+    @property
+    def named_layout(self) -> NamedLayout:
+        """What is known of `layout`."""
+        return NamedLayout.named(self.layout)
 
     @property
     def traced(self) -> range:

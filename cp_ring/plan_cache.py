@@ -14,7 +14,7 @@ from torch import Tensor
 from cp_ring.errors import ConfigError, expect
 from cp_ring.options import Options
 from cp_ring.plan.costs.shapes import AUTO, Assumed, choose
-from cp_ring.plan.layout import Layout
+from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import REPLICATED, Plan, PlanSpec, plan
 from cp_ring.plan.ranges import offsets, window_of
@@ -182,10 +182,12 @@ def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:
 
     Raises `ConfigError` where a zigzag layout gives ranks different numbers of tokens.
     """
-    if layout == "zigzag" and cp > 1 and tokens % 2:
+    chunks = NamedLayout.named(layout).chunks if layout in LAYOUTS else 1
+    if cp > 1 and tokens % chunks:
         raise ConfigError(
-            f"a rank holds {tokens} tokens, not a multiple of 2, so the length of the sequence is "
-            f"unknown: pad it to a multiple of {2 * cp}, or pass a Layout as layout="
+            f"a rank holds {tokens} tokens, not a multiple of {chunks}, so the length of the "
+            f"sequence is unknown: pad it to a multiple of {chunks * cp}, or pass a Layout as "
+            "layout="
         )
     return tokens * cp
 

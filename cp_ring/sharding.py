@@ -18,7 +18,8 @@ from cp_ring.comm.agreement import Fact
 from cp_ring.comm.transport import Group, Transport, check_local, exchange, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.plan.exchange.conversion import Conversion, conversion
-from cp_ring.plan.layout import Layout, dimension
+from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout, dimension
+from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints, integer, offsets
 from cp_ring.plan_cache import length_of, zigzag
@@ -320,10 +321,10 @@ def _check_fill(fill: float, dtype: torch.dtype) -> None:
 
 
 def _layout(layout: Layout | Plan | str | None, n: int, cp: int) -> Layout:
-    if layout is None or layout == "zigzag":
+    if layout is None:
         return zigzag(n, cp)
-    if layout == "contiguous":
-        return Layout.contiguous(n, cp)
+    if layout in LAYOUTS and NamedLayout.named(str(layout)).fixed:
+        return LAYOUTS[str(layout)](Mask.full(n), cp)
     if isinstance(layout, str):
         raise ConfigError(
             f"layout {layout!r} may follow from the mask: make it, as in Layout.balanced(mask, cp)"

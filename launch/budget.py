@@ -33,7 +33,7 @@ KERNEL = {"backward", "backward_varlen", "gradients"}
 # What is counted: (goal, limit). Each is a number over all of cp_ring and patches, but for the
 # last, which is of tests.
 TABLE = {
-    "tokens": (225_000, 344_300),
+    "tokens": (225_000, 344_500),
     "tokens a code line, times 100": (1_000, 976),
     "packages of more than 16 files": (0, 0),
     "files of more than 450 lines": (0, 10),

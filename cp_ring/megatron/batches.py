@@ -134,7 +134,7 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
     together = batch.get(SIZE) is None and current().document_mask
     if together:
         _check_length(n, cp)
-    elif batch.get(SIZE) is None and current().layout != "zigzag" and cp > 1:
+    elif batch.get(SIZE) is None and not current().named_layout.stock and cp > 1:
         raise ConfigError(
             f"{OFFSETS}: documents that are split one by one are split by zigzag, not "
             f"{current().layout}: give document_mask=True (--cp-ring-document-mask)"
@@ -198,7 +198,7 @@ def declare(given: Any, batch: int, n: int, cp: int) -> DeclaredMask:
 
 
 def _check_length(n: int, cp: int) -> None:
-    if n % (2 * cp if current().layout == "zigzag" else cp) and cp > 1:
+    if n % (current().named_layout.chunks * cp) and cp > 1:
         raise ConfigError(
             f"batch rows of {n} tokens cannot be split over {cp} context-parallel ranks, "
             f"{current().layout}: pad them, and give the constructor of the mask n="

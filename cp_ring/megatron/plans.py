@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cp_ring.megatron.settings import LayerWindows, layer_windows
-from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.layout import Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec, plan
 from cp_ring.plan.tables import RankPlan
@@ -19,19 +19,27 @@ _MASKS = {"causal": Mask.causal, "no_mask": Mask.full}
 
 
 def make_layout(name: str, n: int, cp: int) -> Layout:
-    """The layout called `name` of `n` tokens over `cp` ranks; `balanced` balances the sum of the
-    windows of all layers.
+    """The layout called `name` of `n` tokens over `cp` ranks; one that weighs masks balances the
+    sum of the windows of all layers.
     """
-    return _layout(LAYOUTS[name], n, cp, layer_windows() if name == "balanced" else ())
+    split = NamedLayout.named(name)
+    return _layout(split, n, cp, layer_windows() if split.weighs else ())
 
 
 @RUNTIME.cache(maxsize=16)
-def _layout(make: Callable[[Mask, int], Layout], n: int, cp: int, windows: LayerWindows) -> Layout:
-    return (
-        Layout.balanced([(Mask.causal(n, window), layers) for window, layers in windows], cp)
-        if windows
-        else make(Mask.full(n), cp)
-    )
+def _layout(split: NamedLayout, n: int, cp: int, windows: LayerWindows) -> Layout:
+    layers = [(Mask.causal(n, window), count) for window, count in windows]
+    return split.make(layers or Mask.full(n), cp)
+
+
+def layout_of_row(name: str, n: int, cp: int, mask_of: Callable[[tuple[int, int]], Mask]) -> Layout:
+    """As `make_layout`, for a batch row of `n` tokens with a mask of its own, that of a window."""
+    if cp == 1:
+        return Layout.contiguous(n, 1)
+    split = NamedLayout.named(name)
+    if not split.weighs:
+        return make_layout(name, n, cp)
+    return split.of_layers([(mask_of(window), count) for window, count in layer_windows()], cp)
 
 
 @RUNTIME.cache(maxsize=64)

@@ -58,7 +58,7 @@ def layer_windows() -> LayerWindows:
 def split_by_microbatch() -> bool:
     """Whether a rank's tokens, or their positions, may differ from microbatch to microbatch."""
     config = _in_force.config
-    return bool(config.mask_kinds) or (config.document_mask and config.layout == "balanced")
+    return bool(config.mask_kinds) or (config.document_mask and config.named_layout.weighs)
 
 
 def configure(

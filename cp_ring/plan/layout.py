@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -353,11 +353,45 @@ def check_rank(rank: int, cp: int) -> None:
         raise PlanError(f"there is no rank {rank} among the {cp} of the layout, 0 to {cp - 1}")
 
 
-LAYOUTS: dict[str, Callable[[Mask, int], Layout]] = {
-    "zigzag": lambda mask, cp: Layout.zigzag(mask.n, cp),
-    "contiguous": lambda mask, cp: Layout.contiguous(mask.n, cp),
-    "balanced": Layout.balanced,
+@dataclass(frozen=True)
+class NamedLayout:
+    """A layout with a name: `make` gives the `Layout` of a mask over a number of ranks.
+
+    stock: it is Megatron's own split. fixed: it follows from the number of tokens alone. chunks:
+    the tokens of a rank divide by so many. weighs: `make` takes the masks of all layers too, as
+    `Layout.balanced` does, so that batches with documents or masks of their own are split
+    differently.
+    """
+
+    make: Callable[[Any, int], Layout]
+    stock: bool = False
+    fixed: bool = False
+    chunks: int = 1
+    weighs: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> NamedLayout:
+        """The entry of `LAYOUTS`, where a function alone is a split without attributes."""
+        entry = LAYOUTS[name]
+        return entry if isinstance(entry, cls) else cls(entry)
+
+    def __call__(self, mask: Mask, cp: int) -> Layout:
+        return self.make(mask, cp)
+
+    def of_layers(self, layers: Sequence[tuple[Mask, int]], cp: int) -> Layout:
+        """The layout of a model's layers, as (mask, number of layers that have it)."""
+        if cp == 1:
+            return Layout.contiguous(layers[0][0].n, 1)
+        return self.make(layers if self.weighs else layers[0][0], cp)
+
+
+LAYOUTS: dict[str, NamedLayout | Callable[[Mask, int], Layout]] = {
+    "zigzag": NamedLayout(
+        lambda mask, cp: Layout.zigzag(mask.n, cp), stock=True, fixed=True, chunks=2
+    ),
+    "contiguous": NamedLayout(lambda mask, cp: Layout.contiguous(mask.n, cp), fixed=True),
+    "balanced": NamedLayout(Layout.balanced, weighs=True),
 }
-"""Layouts that flags and settings can name. Each is a function from a mask and a number of ranks to
-a `Layout`.
+"""Layouts that flags and settings can name. Each is a `NamedLayout`, or a function from a mask and
+a number of ranks to a `Layout`.
 """

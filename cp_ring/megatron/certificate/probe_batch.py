@@ -166,7 +166,7 @@ def packed_offsets(n: int, cp: int) -> np.ndarray:
 def packed_positions(offsets: np.ndarray, rank: int, cp: int) -> Tensor:
     """Where the tokens of a rank are in a batch row of packed documents, int64 [s]."""
     if packed_in_whole_rows():
-        if current().layout != "balanced":
+        if not current().named_layout.weighs:
             return _zigzag(0, int(offsets[-1]), rank, cp)
         from cp_ring.megatron.data.documents import packed_layout  # imports Megatron
 

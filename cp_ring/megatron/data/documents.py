@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.data.masks import MicrobatchMask
-from cp_ring.megatron.plans import make_layout
+from cp_ring.megatron.plans import layout_of_row
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows
 from cp_ring.plan import ranges
-from cp_ring.plan.layout import Layout
+from cp_ring.plan.layout import Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.tables import RankPlan
@@ -57,18 +58,10 @@ class Documents(MicrobatchMask):
         cu_seqlens: offsets in the stream, int64 [documents + 1], from `boundaries`.
         """
         n = int(cu_seqlens[-1]) // batch
-        if cp == 1:
-            layouts = [Layout.contiguous(n, 1)] * batch
-        elif layout == "balanced":
-            offsets = [_offsets_in_row(cu_seqlens, start, n) for start in range(0, n * batch, n)]
-            windows = layer_windows()
-            masks = [
-                [(Mask.documents(each, window=window), count) for window, count in windows]
-                for each in offsets
-            ]
-            layouts = [Layout.balanced(layers, cp) for layers in masks]
-        else:
-            layouts = [make_layout(layout, n, cp)] * batch
+        offsets = (_offsets_in_row(cu_seqlens, start, n) for start in range(0, n * batch, n))
+        layouts = [
+            layout_of_row(layout, n, cp, partial(Mask.documents, each, True)) for each in offsets
+        ]
         return cls(
             cu_seqlens[:-1],
             cu_seqlens[1:],
@@ -303,13 +296,8 @@ def packed_layout(offsets: Ints, cp: int) -> Layout:
 @RUNTIME.cache(maxsize=64)
 def _whole_row_layout(offsets: bytes, cp: int, name: str, windows: LayerWindows) -> Layout:
     edges = np.unique(np.frombuffer(offsets, np.int64))
-    if cp == 1:
-        return Layout.contiguous(int(edges[-1]), 1)
-    if name == "balanced":
-        return Layout.balanced(
-            [(Mask.documents(edges, window=window), count) for window, count in windows], cp
-        )
-    return make_layout(name, int(edges[-1]), cp)
+    layers = [(Mask.documents(edges, window=window), count) for window, count in windows]
+    return NamedLayout.named(name).of_layers(layers, cp)
 
 
 _read: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.data.prefetch import worker
-from cp_ring.megatron.plans import make_layout
-from cp_ring.megatron.settings import layer_windows
+from cp_ring.megatron.plans import layout_of_row
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import PlanSpec
@@ -143,18 +143,10 @@ class DeclaredMask(MicrobatchMask):
         """The masks of batch rows, which have the same length. The layout named `layout` splits
         each batch row separately.
         """
-        n = masks[0].n
-        if cp == 1:
-            layouts = [Layout.contiguous(n, 1)] * len(masks)
-        elif layout == "balanced":
-            windows = layer_windows()
-            layers = [
-                [(_seen_by(mask, window, True), count) for window, count in windows]
-                for mask in masks
-            ]
-            layouts = [Layout.balanced(each, cp) for each in layers]
-        else:
-            layouts = [make_layout(layout, n, cp)] * len(masks)
+        layouts = [
+            layout_of_row(layout, mask.n, cp, partial(_seen_by, mask, causal=True))
+            for mask in masks
+        ]
         if len(masks) == 1:
             return cls(masks[0], layouts[0])
         return cls(Mask.batch(masks), Layout.batch(layouts), len(masks))

@@ -199,7 +199,7 @@ ATTENTION = (
          "--cp-ring does not support {--megatron-fsdp-version}", "give 1",
          "this version of Megatron's FSDP has no context parallelism"),
     Rule(lambda job: SPARSE in job.letters and (job.given(_DOCUMENTS_IN_ROWS)
-         or (job.own.layout != "zigzag" and job["--cp-ring-layout"])
+         or (job.reorders and job["--cp-ring-layout"])
          or (job.cp > 1 and {*job.comm_types} != {"all_gather"} and job["--cp-comm-type"])),
          "{pattern}: sparse attention does not support {found}",
          "Megatron splits it itself, with --cp-ring-layout zigzag and --cp-comm-type all_gather",

@@ -222,12 +222,12 @@ class Job:
     def splits_packed(self) -> bool:
         """Whether packed batches of a script are split by the balanced layout."""
         packed = self.sft or self.dataloader_inter_document_masking
-        return bool(packed and self.own.layout == "balanced" and not self.own.document_mask)
+        return bool(packed and self.own.named_layout.weighs and not self.own.document_mask)
 
     @property
     def reorders(self) -> bool:
         """Whether ranks hold other tokens than by Megatron's own split."""
-        return self.own.layout != "zigzag"
+        return not self.own.named_layout.stock
 
     @property
     def reorders_program(self) -> bool:

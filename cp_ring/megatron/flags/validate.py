@@ -271,8 +271,8 @@ def _why_unfused(job: Job) -> str:
     """Why the fused rotary embedding cannot have the positions of the tokens, "" where it can."""
     if job.position_embedding_type in ("learned_absolute", "none"):
         return ""
-    if job.own.kinds or (job.own.layout == "balanced" and job.own.document_mask):
-        asked = "--cp-ring-mask-kinds" if job.own.kinds else "--cp-ring-layout balanced"
+    if job.own.kinds or (job.own.named_layout.weighs and job.own.document_mask):
+        asked = "--cp-ring-mask-kinds" if job.own.kinds else job["--cp-ring-layout"]
         other = job.given("--multi-latent-attention") or job.given("--micro-batch-size>1")
         return (
             f"{asked} with {other} has different positions in each microbatch and batch row"
@@ -282,7 +282,7 @@ def _why_unfused(job: Job) -> str:
     if job.mrope_section and job.sft:
         return "mrope_section with packed documents gives each token positions of its own"
     together = job.given("--dataloader-inter-document-masking") or (
-        job.own.layout == "balanced" and job.sft and "--sft with --cp-ring-layout balanced"
+        job.own.named_layout.weighs and job.sft and f"--sft with {job['--cp-ring-layout']}"
     )
     return (
         f"{together} splits documents all together"

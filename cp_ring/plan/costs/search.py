@@ -31,7 +31,7 @@ from cp_ring.plan.costs.step_costs import (
     step_memory,
     step_seconds,
 )
-from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.layout import NamedLayout
 from cp_ring.plan.lower import ASSUMED, KERNELS
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
@@ -151,7 +151,8 @@ class AttentionCosts:
     def _add_plans(self, name: str, shapes: Sequence[PlanSpec]) -> None:
         """Makes and proves the plans of a layout that are not known yet."""
         missing = [shape for shape in shapes if (self.cp, name, shape) not in self.known]
-        split = [(_layout(name, masks, self.cp), masks) for masks in self.draws] if missing else []
+        named = NamedLayout.named(name)
+        split = [(named.of_layers(masks, self.cp), masks) for masks in self.draws if missing]
         for shape in missing:
             plans = self.known[self.cp, name, shape] = []
             for layout, masks in split:
@@ -188,12 +189,6 @@ class AttentionCosts:
         forward, both, exposed, exposed_both = times
         seconds = forward, both, exposed, exposed_both
         return AttentionCost(shape, wire, layout, schedule, sources, *seconds, *most)
-
-
-def _layout(name: str, masks: LayerMasks, cp: int) -> Layout:
-    if name == "balanced":
-        return Layout.balanced(list(masks), cp)
-    return LAYOUTS[name](masks[0][0], cp)
 
 
 def _amounts(report: Report, sizes: AttentionSizes) -> tuple[int, int, int, int]:

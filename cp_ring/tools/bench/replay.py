@@ -186,10 +186,12 @@ def single_call(
     rank_plan = plan.rank_plan(0)
     q, k, v, dout = sizes.draw(mask.n)
     found = []
-    for name in names or [name for name in REGISTRY if name != "reference"]:
+    for name in names or REGISTRY:
         try:
             kernel = choose(name, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e)
         except KernelError:
+            continue
+        if kernel.capabilities.slow and not names:
             continue
         calls = kernel_calls(rank_plan.hops[0], kernel.capabilities, rank_plan)
         if len(calls) == 1:

@@ -20,7 +20,7 @@ from cp_ring.plan.costs.cost import cost
 from cp_ring.plan.costs.shapes import AUTO, Assumed, choose, planned
 from cp_ring.plan.costs.splits import Layer
 from cp_ring.plan.exchange.members import members_of_node
-from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import PlanSpec
@@ -310,7 +310,7 @@ def _check(request: PlanRequest) -> None:
 def _convert(request: PlanRequest, mask: Mask, offsets: Ints | None, element: int) -> None:
     before, after = (
         _make_layout(
-            name, mask, offsets, request.cp, request.chunks_per_rank if name == "balanced" else None
+            name, mask, offsets, request.cp, request.chunks_per_rank if _weighs(name) else None
         )
         for name in names_of(str(request.convert))
     )
@@ -487,12 +487,16 @@ def _make_mask(request: PlanRequest, n: int | None, offsets: Ints | None) -> Mas
     return Mask.documents(offsets, causal=not full, window=(window, window if full else 0), n=n)
 
 
+def _weighs(name: str) -> bool:
+    return name in LAYOUTS and NamedLayout.named(name).weighs
+
+
 def _make_layout(
     name: str, mask: Mask, offsets: Ints | None, cp: int, chunks_per_rank: int | None
 ) -> Layout:
     if name not in (*LAYOUTS, PER_DOCUMENT):
         raise PlanError(f"--layout {name!r}: known are {', '.join((*LAYOUTS, PER_DOCUMENT))}")
-    if chunks_per_rank is not None and name != "balanced":
+    if chunks_per_rank is not None and not _weighs(name):
         raise PlanError(f"--chunks-per-rank {chunks_per_rank} is for --layout balanced, not {name}")
     if name == PER_DOCUMENT:
         return Layout.per_document_zigzag([0, mask.n] if offsets is None else offsets, cp)

@@ -282,16 +282,19 @@ def _devices() -> Iterator[Finding]:
 def _kernels() -> Iterator[Finding]:
     import torch
 
-    from cp_ring.kernels import REGISTRY
+    from cp_ring.kernels import OF_CUDA, REGISTRY
 
     cuda = torch.cuda.is_available()
     for name, home in REGISTRY.items():
-        on_cpu = name == "cpu" or (name == "reference" and not cuda)
-        device, dtype = ("cpu", torch.float32) if on_cpu else ("cuda", torch.bfloat16)
+        tried = [("cuda", torch.bfloat16)] * (cuda or name in OF_CUDA)
+        tried += [("cpu", torch.float32)] * (name not in OF_CUDA)
+        device, dtype = tried[0]
         try:
-            reason = importlib.import_module(home).KERNEL.rejection(
-                torch.device(device), dtype, 128, 128
-            )
+            kernel = importlib.import_module(home).KERNEL
+            for device, dtype in tried:
+                reason = kernel.rejection(torch.device(device), dtype, 128, 128)
+                if not reason:
+                    break
         # a package that the kernel uses is broken; the finding on that package says what to do
         except Exception as error:
             reason = f"cannot be used: {_in_one_line(error)}"

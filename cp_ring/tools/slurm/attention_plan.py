@@ -39,9 +39,8 @@ def plan_of(job: JobConfig, per_node: int = 1) -> Plan:
         raise ConfigError(
             f"megatron.seq_length {n!r}: it must be the number of tokens of a sequence"
         )
-    layout = (
-        Layout.contiguous(n, cp) if job.cp_ring.layout == "contiguous" else Layout.zigzag(n, cp)
-    )
+    named = job.cp_ring.named_layout
+    layout = named(Mask.full(n), cp) if named.fixed else Layout.zigzag(n, cp)
     tp, given = job.parallel.tensor_model_parallel_size, job.megatron
     group = context_groups(tp, cp, tp * cp)[0].tolist()
     settings, _ = shape_choice.settle(job.cp_ring, given, cp, sizes_of(job), group, per_node)
