@@ -24,6 +24,7 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.data.prefetch import worker
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import layer_windows
+from cp_ring.plan.exchange.chains import NO_FORKS
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import PlanSpec
@@ -82,6 +83,12 @@ class MicrobatchMask(ABC):
 
         Batch rows begin anew without being among them.
         """
+
+    def forks(self) -> Ints:
+        """First tokens of branches, at which such a state forks, and the tokens that they follow:
+        int64 [2, forks].
+        """
+        return NO_FORKS
 
     def kind(self) -> str:
         """A name for masks whose plans are alike."""
@@ -184,6 +191,9 @@ class DeclaredMask(MicrobatchMask):
     def starts(self) -> Ints:
         segments = self.whole.segments
         return np.zeros(0, np.int64) if segments is None else segments[0, segments[1] == 0]
+
+    def forks(self) -> Ints:
+        return self.whole.forks
 
     def kind(self) -> str:
         return self.whole.name
