@@ -31,6 +31,9 @@ MASK_KINDS = (
 )  # fmt: skip
 """Kinds of masks that batches may declare: names of constructors of `Mask`, and `any`."""
 
+FORKING = ("shared-prefix", "tree")
+"""Those in which branches continue one another, and so do the states of recurrent layers."""
+
 RECURRENT_KINDS = ("mamba", "gdn")
 """Kinds of recurrent layers: Mamba, and gated delta net."""
 
@@ -422,6 +425,11 @@ class Options:
     def kinds(self) -> tuple[str, ...]:
         """The kinds in `mask_kinds`."""
         return tuple(self.mask_kinds.split(",")) if self.mask_kinds else ()
+
+    @property
+    def forks(self) -> bool:
+        """Whether states of recurrent layers fork at branches of `mask_kinds`."""
+        return not {*FORKING}.isdisjoint(self.kinds)
 
     @property
     def recurrent_ways(self) -> dict[str, str]:

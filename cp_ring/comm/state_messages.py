@@ -35,10 +35,14 @@ class StateLinks:
     ):
         self._chains, self._transport, self._device = chains, transport, device
         self.plan = chains.steps(transport.rank)
-        self.goes_on, self.hands_on = map(self.tensor, (self.plan.goes_on, self.plan.hands_on))
-        both = np.intersect1d(self.plan.goes_on, self.plan.hands_on, return_indices=True)[1:]
-        # places in goes_on and in hands_on of those that are in both
-        self.both = tuple(map(self.tensor, both))
+        plan = self.plan
+        self.goes_on, self.hands_on = map(self.tensor, (plan.goes_on, plan.hands_on))
+        _, given, gone = np.intersect1d(plan.goes_on, plan.hands_on, return_indices=True)
+        # of those that are in both: places in goes_on and in hands_on, and the states that they get
+        self.both = tuple(map(self.tensor, (given, gone, plan.gets[given])))
+        self.arrivals = int(plan.gets.max(initial=-1)) + 1
+        same = np.array_equal(plan.gets, np.arange(self.arrivals))
+        self.gets = None if same else self.tensor(plan.gets)
         near = node_size(getattr(transport, "ranks", range(0)), ranks_per_node())
         rates = rates or (RATES if device.type == "cuda" else HOST_RATES)
         self.gathers = lru_cache(lambda state, whole: chains.gathers(state, whole, rates, near))
@@ -111,8 +115,8 @@ class _Chained:
         """Gradients of the maps, from those of B."""
         grads = torch.zeros_like(self.maps)
         grads[..., : self.v] = owed
-        given, gone = self._links.both
-        grads[gone, ..., self.v :] = owed[gone] @ self._states[given].mT
+        _, gone, gets = self._links.both
+        grads[gone, ..., self.v :] = owed[gone] @ self._states[gets].mT
         return grads
 
     def send(self, wave: int) -> None:
@@ -122,7 +126,7 @@ class _Chained:
             self._landed = trip.post(self._outs[trip.source], "states")
 
     def states(self) -> Tensor:
-        states, outs = self._empty(len(self._links.goes_on)), self._outs
+        states, outs = self._empty(self._links.arrivals), self._outs
         for number, (trip, given, gone) in enumerate(self._steps):
             if number:
                 self._landed = trip.post(outs[trip.source], "states")
@@ -130,10 +134,12 @@ class _Chained:
             outs[gone] += self.maps[gone, ..., self.v :] @ states[given]
         del self._outs
         self._states = states.detach()
-        return states
+        return states if self._links.gets is None else states[self._links.gets]
 
     def send_back(self, gradient: Tensor) -> None:
         self.grads, self._total = None, gradient.clone()
+        if self._links.gets is not None:
+            self._total = _added(self._empty(self._links.arrivals), self._links.gets, gradient)
         trip = self._steps[-1][0]
         self._landed = trip.post(self._total[trip.target], "states", back=True)
 
@@ -142,9 +148,9 @@ class _Chained:
             total, owed = self._total, self._empty(len(self.maps))
             for number, (trip, given, gone) in enumerate(reversed(self._steps)):
                 if number:
-                    total[given] += self.maps[gone, ..., self.v :].mT @ owed[gone]
+                    _added(total, given, self.maps[gone, ..., self.v :].mT @ owed[gone])
                     self._landed = trip.post(total[trip.target], "states", back=True)
-                owed[trip.source] = self._landed()
+                _added(owed, trip.source, self._landed())
             del self._total
             self.grads = self._with_grads_of_a(owed)
         return self.grads
@@ -178,7 +184,7 @@ class _Gathered(_Chained):
         return states
 
     def send_back(self, gradient: Tensor) -> None:
-        self.grads, (given, gone) = None, self._links.both
+        self.grads, (given, gone, _) = None, self._links.both
         payload = self.maps.new_zeros(len(gradient), *self.maps.shape[1:])
         payload[..., : self.v] = gradient
         payload[given, ..., self.v :] = self.maps[gone, ..., self.v :].mT
@@ -189,6 +195,15 @@ class _Gathered(_Chained):
         if self.grads is None:
             self.grads = self._with_grads_of_a(self._walked(True))
         return self.grads
+
+
+def _added(total: Tensor, places: Tensor, parts: Tensor) -> Tensor:
+    """`total`, to which parts are added in place, in an order that does not change from run to run;
+    places may repeat.
+    """
+    if total.is_cuda:  # sorted there, where `index_add_` is not
+        return total.index_put_((places,), parts, accumulate=True)
+    return total.index_add_(0, places, parts)
 
 
 class _Send(torch.autograd.Function):
@@ -263,7 +278,7 @@ class HaloMessages:
     def __init__(self, trip: Trip, x: Tensor):
         self.trip = trip
         self.landed: Callable[[], Tensor] = lambda: x
-        self._link = _Leave.apply(x.index_select(0, trip.source), self)
+        self._link = _Leave.apply(x, self)
 
     def arrived(self) -> Tensor:
         return _Arrive.apply(self._link, self)
@@ -274,14 +289,15 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, halo: HaloMessages) -> Tensor:
-        ctx.halo = halo
-        halo.landed = halo.trip.post(x, "halo")
+        ctx.halo, ctx.shape = halo, x.shape
+        halo.landed = halo.trip.post(x.index_select(0, halo.trip.source), "halo")
         return x.new_zeros(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, link: Tensor) -> tuple[Tensor, None]:
-        return ctx.halo.landed(), None
+        gradient = ctx.halo.landed()
+        return _added(gradient.new_zeros(ctx.shape), ctx.halo.trip.source, gradient), None
 
 
 class _Arrive(torch.autograd.Function):

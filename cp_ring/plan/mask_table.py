@@ -19,11 +19,13 @@ from cp_ring.errors import PlanError, expect
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
+    check_all,
     digest,
     integer,
     integers,
+    overlaps,
     runs,
-    short,
+    segments_from,
     sort_index,
     stream_length,
     window_of,
@@ -252,6 +254,30 @@ class MaskTable(Numbered):
         last[self._runs()[0][1:] - 1] = True
         return last
 
+    @property
+    def forks(self) -> Ints:
+        """First tokens of branches that continue another one, and the tokens that they follow:
+        int64 [2, forks]. A branch follows the last earlier token that its first one sees.
+
+        Raises `PlanError` where that is not the token of the position before.
+        """
+        start, position = self._runs()
+        start = start[position > 0]
+        piece, which = overlaps(self.pieces.q0, self.pieces.q1, start, start + 1)
+        p = self.pieces[piece]
+        key = np.minimum(p.k1, start[which] + np.minimum(p.hi, -1) + 1) - 1
+        seen, follows = key >= np.maximum(p.k0, start[which] + p.lo), np.full(len(start), -1)
+        np.maximum.at(follows, which[seen], key[seen])
+        positions = self.positions
+        check_all(
+            (follows >= 0) & (positions[follows] == positions[start] - 1),
+            lambda i: (
+                f"token {start[i]} at position {positions[start[i]]} follows none at position "
+                f"{positions[start[i]] - 1}: a state passes along branches of a tree alone"
+            ),
+        )
+        return np.stack([start, follows])
+
     def _runs(self, of_keys: bool = False) -> tuple[Ints, Ints]:
         """First token of each run of positions, of queries or of keys, and its position."""
         found = self.key_segments if of_keys and self.keys is not None else self.segments
@@ -283,8 +309,8 @@ class MaskTable(Numbered):
         words = (str(values.get("name", "mask")), str(values.get("details", "")))
         keys = values.get("keys")
         mask = cls.from_pieces(values["n"], values["pieces"], *words, keys=keys)
-        of_keys = None if keys is None else _read_segments(values.get("key_segments"), keys)
-        segments = _read_segments(values.get("segments"), mask.n)
+        of_keys = None if keys is None else segments_from(values.get("key_segments"), keys)
+        segments = segments_from(values.get("segments"), mask.n)
         return replace(mask, segments=segments, key_segments=of_keys)
 
     def allowed(self, i: int, j: int) -> bool:
@@ -345,35 +371,6 @@ def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) ->
     total = int(end[-1]) if len(end) else 0
     padding = np.array([[total], [0]])[:, : int(total < n)]
     return _plain(np.concatenate([np.stack([start, position]), padding], axis=1))
-
-
-def _read_segments(values: Any, n: int) -> Ints | None:
-    """Checked segments of `n` tokens. Raises `PlanError` for others."""
-    if values is None:
-        return None
-    segments = integers(values, "segments")
-    if (
-        segments.ndim != 2
-        or segments.shape[0] != 2
-        or not segments.shape[1]
-        or segments[0, 0] != 0
-        or (segments < 0).any()
-    ):
-        raise PlanError(
-            "segments of a mask are first tokens, from 0, and their positions: two lists of the "
-            "same length"
-        )
-    if (segments >= MAX_TOKENS).any():
-        raise PlanError(
-            f"segments of a mask hold {segments.max()}: tokens and positions must be below "
-            f"{MAX_TOKENS}"
-        )
-    if (np.diff(segments[0]) <= 0).any() or segments[0, -1] >= n:
-        raise PlanError(
-            f"segments of a mask of {n} tokens must begin at ascending tokens, not "
-            f"{short(segments[0])}"
-        )
-    return segments
 
 
 def _plain(segments: Ints) -> Ints | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cp_ring import Layout, Mask, PlanError
+from cp_ring.comm import state_messages
 from cp_ring.comm.states import StatePassing
 from cp_ring.observe.counters import record
 from cp_ring.plan.exchange.chains import Chains
@@ -20,7 +21,7 @@ from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.testing import delta_rule as chunked
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import error
-from tests.recurrences import SIGNATURES, causal_conv1d, delta_rule, scan
+from tests.recurrences import SIGNATURES, causal_conv1d, delta_rule, paths, scan
 
 HEADS, K, V, WIDTH = 2, 3, 4, 4
 CPU = torch.device("cpu")
@@ -118,6 +119,49 @@ def test_ranks_equal_one_scan(cp, kind, by_channel):
         assert off(on_ranks(given, chains, way), on_one(given, starts)) < 1e-6
 
 
+def drawn_tree(seed: int, cp: int, kind: str) -> tuple[Layout, Mask]:
+    """A layout of a forest of up to nine branches, some of them short or empty, and padding."""
+    random = np.random.default_rng(seed)
+    count = int(random.integers(3, 10))
+    parents = [int(random.integers(-1, i)) for i in range(count)]
+    lengths = random.integers(0, 8, count)
+    n = max(int(lengths.sum()) + int(random.integers(0, 5)), 2 * cp)
+    mask = Mask.tree(parents, lengths, n)
+    # the layout knows edges of branches, not who continues whom
+    return LAYOUTS[kind](n, cp, np.unique(np.append(0, np.cumsum(lengths)))[:-1]), mask
+
+
+def one_by_one(given: dict[str, Tensor], mask: Mask) -> dict[str, Tensor]:
+    """As `on_one`: each branch after a path of its own."""
+
+    def convolved(function, x):
+        return torch.cat([
+            function(x[:, path], torch.tensor([0, len(path)]))[:, -own:] for path, own in paths(mask)
+        ], 1)  # fmt: skip
+
+    def ruled(function, **tokens):
+        return torch.cat([
+            function(**{name: x[:, path] for name, x in tokens.items()})[0][:, -own:]
+            for path, own in paths(mask)
+        ], 1)  # fmt: skip
+
+    return results(given, convolved, ruled)
+
+
+def chains_of(layout: Layout, mask: Mask) -> Chains:
+    return Chains.build(layout, np.flatnonzero(mask.positions == 0), mask.forks)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+def test_branches_equal_sequences_by_themselves(cp, kind):
+    for seed in range(3):
+        layout, mask = drawn_tree(seed + 10 * cp, cp, kind)
+        chains, given = chains_of(layout, mask), inputs(layout.n, bool(seed % 2))
+        chains.verify(WIDTH)
+        assert off(on_ranks(given, chains, "chain"), one_by_one(given, mask)) < 1e-6
+
+
 def mamba_inputs(n: int) -> tuple[Tensor, list[Tensor], dict]:
     """z x B C dt of tokens, the parameters of the kernel, float64, and its other arguments."""
     inner, groups, state = HEADS * V, 1, K
@@ -137,6 +181,37 @@ def mamba_results(x: Tensor, params: list[Tensor], run) -> dict[str, Tensor]:
     return {"out": out.detach()[0], **{f"d{i}": each.grad for i, each in enumerate(leaves)}}
 
 
+def mamba_on_ranks(chains: Chains, x: Tensor, params: list[Tensor], named: dict, way: str):
+    def case(group):
+        passing = StatePassing(chains, group, CPU, WAYS[way])
+        mine, *own = (each.float() for each in (chains.layout.shard(x, group.rank, 0), *params))
+        return mamba_results(mine, own, lambda *given: passing.mamba(scan, *given, **named))
+
+    return LocalRing(chains.layout.cp).run(case)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+def test_branches_of_mamba_equal_sequences_by_themselves(cp, kind):
+    layout, mask = drawn_tree(5 + 10 * cp, cp, kind)
+    x, params, named = mamba_inputs(layout.n)
+    others = named | {"D": named["D"].float()}
+
+    def alone(x, *params, **named):
+        found = [(scan(x[:, path], *params, **named), own) for path, own in paths(mask)]
+        return torch.cat([out[:, -own:] for out, own in found], 1)
+
+    truth = mamba_results(x, params, lambda *given: alone(*given, **named))
+    short = mamba_results(
+        x.float(), [each.float() for each in params], lambda *given: alone(*given, **others)
+    )
+    parts = mamba_on_ranks(chains_of(layout, mask), x, params, others, "chain")
+    for name, wanted in truth.items():
+        each = [part[name] for part in parts]
+        ours = layout.unshard(each, 0) if name in ("out", "d0") else sum(each)
+        assert error(ours, wanted) < max(1e-6, 3 * error(short[name], wanted)), name
+
+
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("way", WAYS)
@@ -151,12 +226,7 @@ def test_ranks_equal_one_scan_of_mamba(cp, kind, way):
         lambda *given: scan(*given, **others, seq_idx=numbers[None]),
     )  # fmt: skip
 
-    def case(group):
-        passing = StatePassing(Chains.build(layout, starts), group, CPU, WAYS[way])
-        mine, *own = (each.float() for each in (layout.shard(x, group.rank, 0), *params))
-        return mamba_results(mine, own, lambda *given: passing.mamba(scan, *given, **others))
-
-    parts = LocalRing(cp).run(case)
+    parts = mamba_on_ranks(Chains.build(layout, starts), x, params, others, way)
     for name, wanted in truth.items():
         each = [part[name] for part in parts]
         ours = layout.unshard(each, 0) if name in ("out", "d0") else sum(each)
@@ -207,9 +277,43 @@ def two_rows() -> tuple[Layout, np.ndarray]:
 def wrong(fault: str) -> Chains:
     layout, starts = two_rows()
     chains = Chains.build(layout, starts[:-1] if fault == "no reset" else starts)
+    return with_fault(chains, fault=fault)
+
+
+def with_fault(chains: Chains, **changes) -> Wrong:
     made = Wrong(*(getattr(chains, field.name) for field in dataclasses.fields(chains)))
-    object.__setattr__(made, "fault", fault)
+    for name, value in changes.items():
+        object.__setattr__(made, name, value)
     return made
+
+
+@pytest.mark.parametrize(
+    "fault", ["", "another parent", "no fork", "halo of the branch before", "one branch's gradient"]
+)
+@pytest.mark.parametrize("cp", [1, 3])
+def test_a_planted_fault_of_branches_shows(cp, fault, monkeypatch):
+    mask = Mask.tree([-1, 0, 0, 0, 1], [9, 4, 5, 6, 3])
+    layout, forks = Layout.zigzag(mask.n, cp), mask.forks
+    chains, starts = chains_of(layout, mask), np.zeros(1, np.int64)
+    given = inputs(mask.n, False)
+    if fault == "another parent":
+        chains = Chains.build(layout, starts, np.stack([forks[0], [8, 12, 12, 12]]))
+    if fault == "no fork":
+        chains = Chains.build(layout, np.append(starts, forks[0]))
+    if fault == "halo of the branch before":
+        other = Chains.build(layout, starts, np.stack([forks[0], forks[0] - 1]))
+        chains = with_fault(chains, halo=other.halo)
+    if fault == "one branch's gradient":
+        monkeypatch.setattr(state_messages, "_added", lambda x, *of: x.index_copy_(0, *of))
+    object.__setattr__(chains, "starts", starts)
+    object.__setattr__(chains, "forks", forks)
+    if fault and "gradient" not in fault:
+        with pytest.raises(PlanError, match="rank"):
+            chains.verify(WIDTH)
+    else:
+        chains.verify(WIDTH)
+    apart = off(on_ranks(given, chains, "chain"), one_by_one(given, mask))
+    assert apart > 1e-3 if fault else apart < 1e-6
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -238,15 +342,13 @@ def test_a_decay_left_out_shows(way):
     assert off(on_ranks(given, chains, way, without_decay), on_one(given, starts)) > 1e-3
 
 
-@pytest.mark.parametrize("field", ["edges", "owner", "depth"])
+@pytest.mark.parametrize("field", ["edges", "owner", "parent"])
 def test_each_number_of_a_plan_is_proven(field):
     layout, starts = two_rows()
     right = Chains.build(layout, starts)
     for place in range(len(right.owner)):
         values = getattr(right, field).copy()
-        values[place] = {"edges": values[place] + 1, "owner": values[place] ^ 1}.get(
-            field, not values[place]
-        )
+        values[place] += -1 if field == "parent" and values[place] >= 0 else 1
         # of arrays that do not fit together, numpy says so first
         with pytest.raises((PlanError, ValueError, IndexError)):
             dataclasses.replace(right, **{field: values}).verify(WIDTH)
@@ -270,6 +372,19 @@ def test_bytes_are_those_of_the_plan_whatever_the_tokens(n, way):
         assert chains.halo_tokens(WIDTH) == links * (WIDTH - 1)
 
 
+def test_a_rank_gets_the_state_of_a_parent_once_for_all_branches():
+    mask = Mask.shared_prefix([(16, [4] * 12)])
+    chains = chains_of(Layout.contiguous(mask.n, 4), mask)
+    given = inputs(mask.n, False)
+    with record() as counted:
+        on_ranks(given, chains, "chain")
+    assert chains.links == 3 and int(chains.depth.max()) == 1
+    state, halo = HEADS * K * V * 4, (WIDTH - 1) * 5 * 4
+    assert counted.bytes_by_kind == {"states": 2 * 3 * state, "halo": 2 * 12 * halo}
+    assert chains.bytes(state, 2 * state, False) == 2 * 3 * state
+    assert chains.halo_tokens(WIDTH) == 12 * (WIDTH - 1)
+
+
 @pytest.mark.parametrize(
     ("heads", "cp", "near", "gathers"),
     [(1, 4, 8, True), (32, 4, 8, False), (1, 2, 8, False), (1, 4, 1, True), (16, 4, 1, False)],
@@ -288,6 +403,8 @@ def test_the_way_is_the_one_that_is_predicted_to_be_faster(heads, cp, near, gath
 def test_starts_outside_of_the_stream_are_rejected():
     with pytest.raises(PlanError, match="begins at"):
         Chains.build(Layout.zigzag(8, 2), np.array([8]))
+    with pytest.raises(PlanError, match="fork at"):
+        Chains.build(Layout.zigzag(8, 2), np.array([0]), np.array([[3], [3]]))
 
 
 @pytest.mark.parametrize(("package", "file", "name"), SIGNATURES)

@@ -23,7 +23,7 @@ ON_FOUR_RANKS = ("grpo", "device_mesh", "accelerate_loop")
 IN_MEGATRON = ("rl_shared_prefix", "multimodal_spans")
 ON_ONE = (
     *("own_mask", "own_layout", "own_route", "own_kernel", "own_codec", "own_patch"),
-    "own_recurrence",
+    *("own_recurrence", "forked_states"),
 )
 
 

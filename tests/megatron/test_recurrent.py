@@ -17,11 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cp_ring import Mask
 from cp_ring.megatron import compat
+from cp_ring.options import Options
 from tests.megatron import recurrent_layers
 from tests.megatron.launch import HERE, attempt, launch
 from tests.parity import matrix
 from tests.parity.models import COMMON
+from tests.recurrences import paths
 
 EDGES = [0, 1, 7, 8, 20, 24]
 OFFSETS = torch.tensor(EDGES, dtype=torch.int32)
@@ -147,6 +150,30 @@ def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present"
 )
+@pytest.mark.parametrize("kind", ["mamba", "delta_net"])
+def test_branches_are_the_layer_on_each_sequence_alone(
+    one_rank, applied, kernels, monkeypatch, kind
+):
+    from cp_ring.megatron import settings
+    from cp_ring.megatron.data.documents import DocumentParams
+    from cp_ring.megatron.data.masks import DeclaredMask
+
+    applied("recurrent_layers")
+    asked = Options.make(enabled=True, mask_kinds="tree", recurrent="states")
+    monkeypatch.setattr(settings._in_force, "config", asked)
+    rows = [Mask.tree([-1, 0, 0, 1, -1], [20, 9, 12, 5, 13], 64), Mask.tree([-1, 0], [30, 34], 64)]
+    layer, hidden = recurrent_layers.build(kind, 1), recurrent_layers.whole_rows()
+    packed = DocumentParams.carry(DeclaredMask.of_rows(rows, "zigzag", 1))
+    ours = recurrent_layers.call(layer, hidden, packed)
+    for row, mask in enumerate(rows):
+        for path, own in paths(mask):
+            alone = recurrent_layers.call(layer, hidden[path, row : row + 1], None)[-own:, 0]
+            torch.testing.assert_close(ours[path[-own:], row], alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present"
+)
 def test_fsdp2_trains_all_weights_of_a_mamba_layer(one_rank, applied, kernels):
     from megatron.core.distributed.torch_fully_sharded_data_parallel import (
         TorchFullyShardedDataParallel,
@@ -235,8 +262,8 @@ def test_the_halo_is_proven_for_the_convolution_that_runs(monkeypatch):
     )
 
     def convolved(group, width):
-        layout = Layout.zigzag(32, 2)
-        order = recurrent._pass(layout, np.array([0]), "", group, torch.device("cpu"))
+        chains = Chains.build(Layout.zigzag(32, 2), np.array([0]))
+        order = recurrent._pass(chains, "", group, torch.device("cpu"))
         with recurrent._in_order(order):
             convolve = recurrent.fla_with_documents(causal_conv1d)
             return convolve(torch.ones(1, 16, 3), weight=torch.ones(3, width), activation="silu")
@@ -273,6 +300,17 @@ def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
     ],
 )
 def test_the_certificate_knows_documents_of_recurrent_layers(tmp_path, model, fault):
+    certified(tmp_path, model, fault, "documents")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", "branches follow one another"])
+@pytest.mark.parametrize("model", ["mamba_states_tree_balanced", "delta_net_states_tree_balanced"])
+def test_the_certificate_knows_branches_of_recurrent_layers(tmp_path, model, fault):
+    certified(tmp_path, model, fault, "declared tree")
+
+
+def certified(tmp_path, model, fault, mask):
     (cell,) = matrix.cells([model], ["cp2"])
     job = cell.job()
     done = attempt(
@@ -285,8 +323,8 @@ def test_the_certificate_knows_documents_of_recurrent_layers(tmp_path, model, fa
         job.data,
     )
     if fault:
-        assert "documents: loss of each token off by" in done.rejected
+        assert f"{mask}: loss of each token off by" in done.rejected
         assert f"tiny model of layers {'M' if 'mamba' in model else 'G'}*-" in done.rejected
     else:
         assert done.code == 0 and len(done.losses) == 3, done.output
-        assert "*- under documents)" in (tmp_path / f"{job.name}.log").read_text()
+        assert f"*- under {mask})" in (tmp_path / f"{job.name}.log").read_text()

@@ -48,6 +48,15 @@ def test_a_kind_has_a_way_of_its_own():
     assert options("gdn=states").recurrent_ways == {"mamba": "heads", "gdn": "states"}
 
 
+@pytest.mark.parametrize("cp", [1, 8])
+def test_states_that_fork_leave_no_choice(cp, capfd):
+    asked = options("mamba=auto,gdn=states", mask_kinds="tree,causal")
+    assert settle(job(cp=cp, tokens=16_384), asked).recurrent == "states"
+    assert "is states for mamba layers: these fork" in capfd.readouterr().out
+    with pytest.raises(ConfigError, match="does not support --deterministic-mode"):
+        settle(job(cp=cp, deterministic_mode=True), asked)
+
+
 @pytest.mark.parametrize("value", ["tokens", "rwkv=states", "gdn=fast", "gdn=states,gdn=heads"])
 def test_another_way_is_rejected(value):
     with pytest.raises(ConfigError, match=r"--cp-ring-recurrent .*mamba=states,gdn=heads"):

@@ -97,7 +97,15 @@ def _global(n: int, random: np.random.Generator) -> Mask:
     return Mask.with_global(n, [(0, 2), (start, start + 3)], (7, 0))
 
 
-MASKS = {"shared_prefix": _shared_prefix, "images": _images, "global": _global}
+def _tree(n: int, random: np.random.Generator) -> dict[str, Any]:
+    """Turns of two agents, of which the second one forks again."""
+    lengths = random.integers(1, n // 6, 6)
+    return Mask.tree([-1, 0, 0, 2, 2, 1], lengths, n).to_dict()
+
+
+MASKS = {
+    "shared_prefix": _shared_prefix, "images": _images, "global": _global, "tree": _tree
+}  # fmt: skip
 """Masks that batches carry; those of shared prefixes come as plain numbers."""
 
 
@@ -105,15 +113,16 @@ def _with_masks(
     read: Callable[..., Any], make: Callable[..., Any], data_iterator: Any, *names: Any
 ) -> dict[str, Any]:
     """Reads a batch to which the data loader has added a mask for each batch row, which depends on
-    its tokens only.
+    its tokens only. Probes bring their own.
     """
     if data_iterator is None:
         return read(data_iterator, *names)
     batch = dict(next(data_iterator))
     seeds = batch["tokens"].sum(1).tolist()
-    batch["cp_ring_mask"] = [
-        make(batch["tokens"].shape[1], np.random.default_rng(seed)) for seed in seeds
-    ]
+    batch.setdefault(
+        "cp_ring_mask",
+        [make(batch["tokens"].shape[1], np.random.default_rng(seed)) for seed in seeds],
+    )
     return read(iter([batch]), *names)
 
 

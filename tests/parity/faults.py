@@ -207,6 +207,11 @@ def _anew_too_late(starts: Any, carried: Any) -> Any:
     return found + (found % (carried.layout.n // carried.batch) != 0)
 
 
+def _one_after_another(forks: Any, carried: Any) -> Any:
+    first = forks(carried)[0]
+    return np.stack([first, first - 1])
+
+
 def _nothing_handed_on(states: Any, *args: Any) -> Any:
     return states(*args) * 0
 
@@ -355,6 +360,7 @@ FAULTS = {
     "state begins anew too late": lambda: (_recurrent(), "_starts", _anew_too_late),
     "rotary positions of zigzag": lambda: (*_rotary(), _rotary_by_zigzag),
     "positions of zigzag": lambda: (_documents(), "positions", _positions_of_zigzag),
+    "branches follow one another": lambda: (_declared(), "forks", _one_after_another),
     "siblings seen": lambda: (_declared(), "mask", _siblings_seen),
     "spans cut at borders": lambda: (_declared(), "mask", _cut_at_borders),
     "global tokens hidden": lambda: (_declared(), "mask", _globals_hidden),

@@ -1,5 +1,5 @@
-"""Mamba and gated delta net layers of the twin, which run each document by itself: then no state
-can cross into another.
+"""Mamba and gated delta net layers of the twin, which run each document by itself, and each branch
+of a tree after those that it continues: then no state can cross into another.
 """
 
 from __future__ import annotations
@@ -40,20 +40,27 @@ def run_by_document(model: Any, spans: list[Spans | MaskRule]) -> None:
     """Makes the recurrent layers of `model`, which holds whole batch rows, run document by
     document.
     """
-    ends = [_spans(of_row) for of_row in spans]
-    if all(len(of_row) == 1 for of_row in ends):
+    paths = [_paths(of_row) for of_row in spans]
+    if all(len(of_row) == 1 for of_row in paths):
         return
     kinds = tuple(kind for kind in map(_class, _CLASSES) if kind is not None)
     for module in model.modules():
         if isinstance(module, kinds):
-            module.forward = functools.partial(_by_document, module.forward, ends)
+            module.forward = functools.partial(_by_document, module.forward, paths)
 
 
-def _spans(of_row: Spans | MaskRule) -> list[tuple[int, int]]:
+def _paths(of_row: Spans | MaskRule) -> list[tuple[Tensor, int]]:
+    """Of each document or branch, the tokens that its last one sees, and how many are its own."""
     if not isinstance(of_row, MaskRule):
-        return list(of_row)
-    ends = [int(place) + 1 for place in of_row.last().nonzero()[:, 0]]
-    return list(zip([0, *ends], ends, strict=False))
+        return [(torch.arange(start, end), end - start) for start, end in of_row]
+    everything, found, start = torch.arange(len(of_row.part)), [], 0
+    padding, last = ~of_row.sees(everything, everything), of_row.last()
+    last[:-1] &= ~(padding[:-1] & padding[1:])  # one run, which sees nothing
+    for end in (last.nonzero()[:, 0] + 1).tolist():
+        seen = of_row.sees(everything[end - 1], everything).nonzero()[:, 0]
+        found.append((seen if len(seen) else everything[start:end], end - start))
+        start = end
+    return found
 
 
 def _class(name: tuple[str, str]) -> Any:
@@ -65,7 +72,7 @@ def _class(name: tuple[str, str]) -> Any:
 
 def _by_document(
     forward: Callable[..., Any],
-    spans: list[list[tuple[int, int]]],
+    paths: list[list[tuple[Tensor, int]]],
     hidden: Tensor,
     *args: Any,
     **named: Any,
@@ -76,12 +83,11 @@ def _by_document(
     named.pop("packed_seq_params", None)
     bias: Any = None
     columns = []
-    for batch_row, of_row in enumerate(spans):
+    for batch_row, of_row in enumerate(paths):
         parts = []
-        for start, end in of_row:
-            out, bias = forward(
-                hidden[start:end, batch_row : batch_row + 1].contiguous(), *args, **named
-            )
-            parts.append(out)
+        for path, own in of_row:
+            tokens = hidden[path.to(hidden.device), batch_row : batch_row + 1]
+            out, bias = forward(tokens, *args, **named)
+            parts.append(out[-own:])
         columns.append(torch.cat(parts))
     return torch.cat(columns, 1), bias

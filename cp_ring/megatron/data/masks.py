@@ -83,6 +83,12 @@ class MicrobatchMask(ABC):
         Batch rows begin anew without being among them.
         """
 
+    def forks(self) -> Ints:
+        """First tokens of branches, at which such a state forks, and the tokens that they follow:
+        int64 [2, forks].
+        """
+        return np.zeros((2, 0), np.int64)
+
     def kind(self) -> str:
         """A name for masks whose plans are alike."""
         return type(self).__name__
@@ -176,6 +182,9 @@ class DeclaredMask(MicrobatchMask):
     def starts(self) -> Ints:
         segments = self.whole.segments
         return np.zeros(0, np.int64) if segments is None else segments[0, segments[1] == 0]
+
+    def forks(self) -> Ints:
+        return self.whole.forks
 
     def kind(self) -> str:
         return self.whole.name

@@ -9,6 +9,7 @@ from typing import Any
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.layer_pattern import SPARSE, VARIANTS
 from cp_ring.megatron.flags.rule import Job, Rule, check_rules
+from cp_ring.options import FORKING
 
 DOCUMENT_FLAGS = (
     "--sft|--dataloader-inter-document-masking|--cp-ring-document-mask|--cp-ring-mask-kinds"
@@ -303,16 +304,16 @@ STATES = (
 
 DOCUMENTS = (
     Rule(lambda job: job.recurrent and next((kind for kind in job.own.kinds if kind not in (
-         "documents",
-         "causal")),
-         ""),
+             "documents", "causal", *(() if job.recurrent_with("heads") else FORKING))), ""),
          "--cp-ring-mask-kinds {found} does not reach the {recurrent} layers of {pattern}, whose "
-         "state runs along the sequence", "they support documents and causal",
-         "a declared mask has no meaning in them",
-         "--cp-ring-mask-kinds images --hybrid-layer-pattern M*-"),
-    Rule(lambda job: "G" in job.letters and job.cp > 1 and job.before("0.18"),
+         "state runs along the sequence", "they support documents and causal, and with "
+         "--cp-ring-recurrent states shared-prefix and tree",
+         "a state has no other mask; tokens that are exchanged for heads have none that forks",
+         "--cp-ring-mask-kinds images --hybrid-layer-pattern M*- / "
+         "--cp-ring-mask-kinds tree --hybrid-layer-pattern M*-"),
+    Rule(lambda job: "G" in job.letters and (job.cp > 1 or job.own.forks) and job.before("0.18"),
          "{pattern}: gated delta net layers need megatron-core 0.18 with --context-parallel-size "
-         "above 1; those of {version} begin anew at each rank",
+         "above 1 or branches; those of {version} begin anew at each rank",
          why="older layers know nothing of context parallelism"),
     Rule(lambda job: "M" in job.letters and job.use_mamba_mem_eff_path is False
          and job.given(DOCUMENT_FLAGS),

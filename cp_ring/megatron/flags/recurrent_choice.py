@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.megatron.flags.attention_rules import STATES
-from cp_ring.megatron.flags.rule import Job, problem
+from cp_ring.megatron.flags.rule import Job, check_rules, problem
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.rejection import note
 from cp_ring.options import Options
@@ -18,10 +18,18 @@ def settle(args: argparse.Namespace, config: Options) -> Options:
     and why.
 
     Predicted for whole sequences as documents. States are not chosen where a rule rejects them, nor
-    heads that do not divide among the ranks.
+    heads that do not divide among the ranks, or where states fork.
     """
     ways, cp = config.recurrent_ways, args.context_parallel_size
     kinds = Job(args, config).recurrent_with("auto")
+    if kinds and config.forks:
+        forking = replace(config, recurrent=_text(ways | dict.fromkeys(kinds, "states")))
+        check_rules(Job(args, forking), STATES)
+        note(
+            f"--cp-ring-recurrent {config.recurrent} is states for {', '.join(kinds)} layers: "
+            f"these fork at the branches of --cp-ring-mask-kinds {config.mask_kinds}"
+        )
+        return forking
     if cp == 1 or not kinds:
         chosen = {kind: "heads" if way == "auto" else way for kind, way in ways.items()}
         return config if chosen == ways else replace(config, recurrent=_text(chosen))

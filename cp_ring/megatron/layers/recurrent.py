@@ -126,9 +126,8 @@ def passing_of(carried: MicrobatchMask, group: Any, device: torch.device) -> Sta
     """
     found = _passing.setdefault(carried, {})
     if (group, device) not in found:
-        found[group, device] = _pass(
-            carried.layout, _starts(carried), carried.kind(), group, device
-        )
+        chains = Chains.build(carried.layout, _starts(carried), carried.forks())
+        found[group, device] = _pass(chains, carried.kind(), group, device)
     return found[group, device]
 
 
@@ -137,16 +136,14 @@ def _passing_of_layout(
     n: int, batch: int, name: str, windows: LayerWindows, group: Any, device: torch.device
 ) -> StatePassing:
     layout = Layout.batch([make_layout(name, n, group.size())] * batch)
-    return _pass(layout, np.arange(batch) * n, "", group, device)
+    return _pass(Chains.build(layout, np.arange(batch) * n), "", group, device)
 
 
-def _pass(
-    layout: Layout, starts: Ints, kind: str, group: Any, device: torch.device
-) -> StatePassing:
+def _pass(chains: Chains, kind: str, group: Any, device: torch.device) -> StatePassing:
     transport = transport_for(group, device)
     assert transport is not None, "states pass between ranks"
-    passing = StatePassing(Chains.build(layout, starts), transport, device)
-    _kinds[passing] = layout.name, layout.cp, kind
+    passing = StatePassing(chains, transport, device)
+    _kinds[passing] = chains.layout.name, chains.layout.cp, kind
     return passing
 
 
@@ -229,15 +226,17 @@ def made_for_states(
     constructor: Function, layer: Any, *args: Any, pg_collection: Any = None, **named: Any
 ) -> None:
     """Wraps the constructors of recurrent layers: under --cp-ring-recurrent states they have all
-    heads of their tensor-parallel rank, and know the ranks over which states pass.
+    heads of their tensor-parallel rank, and know the ranks over which states pass. On one rank
+    they pass where they fork.
     """
-    group = getattr(pg_collection, "cp", None)
+    group, config = getattr(pg_collection, "cp", None), current()
     kind = "mamba" if hasattr(type(layer), "_ssm_training") else "gdn"
-    if current().recurrent_ways[kind] != "states" or group is None or group.size() == 1:
+    alone = group is None or (group.size() == 1 and not config.forks)
+    if config.recurrent_ways[kind] != "states" or alone:
         return constructor(layer, *args, pg_collection=pg_collection, **named)
-    alone = copy.copy(pg_collection)
-    alone.cp = _OneRank()
-    constructor(layer, *args, pg_collection=alone, **named)
+    groups = copy.copy(pg_collection)
+    groups.cp = _OneRank()
+    constructor(layer, *args, pg_collection=groups, **named)
     layer.cp_ring_group = group
 
 
@@ -267,9 +266,13 @@ def _in_order(order: TokenOrder | StatePassing | None) -> Iterator[None]:
         _in_force.reset(token)
 
 
-def _states(packed: Any, n: int, batch: int, group: Any, device: torch.device) -> StatePassing:
-    """How states pass where this rank holds `n` tokens of each batch row."""
+def _states(
+    packed: Any, n: int, batch: int, group: Any, device: torch.device
+) -> StatePassing | None:
+    """How states pass where this rank holds `n` tokens of each batch row; None if it is alone."""
     cp = group.size()
+    if packed is None and cp == 1:
+        return None
     if packed is None:
         return _passing_of_layout(n * cp, batch, current().layout, layer_windows(), group, device)
     return passing_of(documents_of(packed, n * batch, cp, packed_in_whole_rows()), group, device)

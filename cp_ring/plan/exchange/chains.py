@@ -1,28 +1,32 @@
 """Layers whose state runs along the sequence: the segments of it that ranks hold, and how the state
 passes from each to the next.
 
-The consecutive tokens of a rank are cut where the state begins anew. A segment then begins anew, or
-goes on with the state that the segment before it, of another rank, hands on. A causal convolution
-needs the last tokens before the segment besides, its halo. The bytes depend on neither the tokens
-nor the documents, but on the borders of ranks that lie inside of documents.
+The consecutive tokens of a rank are cut where the state begins anew or forks. A segment then begins
+anew, or goes on with the state that another segment, its parent, hands on: the one before it, or at
+a branch of a tree the end of the branch that it continues. A causal convolution needs the last
+tokens before the segment besides, its halo. The bytes depend on neither the tokens nor the
+documents, but on the borders of ranks that lie inside of documents.
 
 States travel in one of two ways. In a chain, each segment sends the state after it, a border at a
 time. In a gather, each sends its map, by which a state before it becomes one after it, to all ranks
-that hold later segments of its document, at once.
+that hold later segments of its document, at once. States that fork pass in a chain, and a rank gets
+the state of a parent once for all branches there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, expand, integers, overlaps, starts_in_groups, starts_of
+from cp_ring.plan.ranges import Ints, expand, integers, starts_in_groups, starts_of
 from cp_ring.plan.sizes.device_rates import Rates
 
+NO_FORKS: Ints = np.zeros((2, 0), np.int64)
 GATHER_PAYS = 2.0
 """A gather is taken where it takes less time than a chain by this factor. It moves more bytes,
 which other messages wait for.
@@ -69,14 +73,16 @@ class Steps:
 
     Attributes:
         offsets: where its segments begin in its shard, and its end: int64 [segments + 1].
-        goes_on: its segments that get a state, ascending. States that arrive are theirs.
+        goes_on: its segments that get a state, ascending.
+        gets: the state of each of these, among those that arrive. Branches share one.
         hands_on: its segments that hand one on, ascending. States that leave are theirs.
-        steps: at step i, what it swaps, then the places (in `goes_on`, in `hands_on`) of those
-        segments that now have a state and hand one on. All ranks have as many.
+        steps: at step i, what it swaps, then the places (among the states that arrive, in
+        `hands_on`) of those segments that now have a state and hand one on. All ranks have as many.
     """
 
     offsets: Ints
     goes_on: Ints
+    gets: Ints
     hands_on: Ints
     steps: tuple[tuple[Swap, Ints, Ints], ...]
 
@@ -104,56 +110,91 @@ class Chains:
 
     Attributes:
         starts: tokens at which the state begins anew, ascending, 0 among them.
+        forks: other tokens, ascending, and the earlier ones whose state they go on with: int64
+        [2, forks]. All others go on with that of the token before them.
         edges: where segments begin, and the end of the stream: int64 [segments + 1].
         owner: the rank that holds each: int64 [segments].
-        depth: how many segments lie between it and the one that began anew: int64 [segments].
+        parent: the segment whose state each goes on with, -1 if it begins anew: int64 [segments].
     """
 
     layout: Layout
     starts: Ints
+    forks: Ints
     edges: Ints
     owner: Ints
-    depth: Ints
+    parent: Ints
 
     @classmethod
-    def build(cls, layout: Layout, starts: Ints) -> Chains:
+    def build(cls, layout: Layout, starts: Ints, forks: Ints = NO_FORKS) -> Chains:
         """`starts`: 0 may be missing. Raises `PlanError` for one outside of the stream."""
-        starts = np.union1d(integers(starts, "starts"), 0)
+        starts = np.setdiff1d(np.union1d(integers(starts, "starts"), 0), forks[0])
         if starts[0] < 0 or starts[-1] >= layout.n:
             raise PlanError(f"a state that begins at {starts[[0, -1]]} of {layout.n} tokens")
+        if (forks[1] >= forks[0]).any() or (forks < 0).any() or (forks >= layout.n).any():
+            raise PlanError(f"states of {layout.n} tokens that fork at {forks[0]} from {forks[1]}")
         changes = layout.edges[:-1][np.diff(layout.owner, prepend=-1) != 0]
-        first = np.union1d(changes, starts)
+        first = np.unique(np.concatenate([changes, starts, forks[0], forks[1] + 1]))
         owner = layout.owner[np.searchsorted(layout.edges, first, "right") - 1]
-        places = np.arange(len(first))
-        depth = places - np.maximum.accumulate(np.where(np.isin(first, starts), places, 0))
-        return cls(layout, starts, np.append(first, layout.n), owner, depth)
+        parent = np.arange(len(first)) - 1
+        parent[np.isin(first, starts)] = -1
+        parent[np.searchsorted(first, forks[0])] = np.searchsorted(first, forks[1], "right") - 1
+        return cls(layout, starts, forks, np.append(first, layout.n), owner, parent)
+
+    @cached_property
+    def _above(self) -> tuple[Ints, Ints]:
+        """Of each segment, how many lie between it and the one that began anew, and that one."""
+        depth = (self.parent >= 0).astype(np.int64)
+        root = np.where(depth > 0, self.parent, np.arange(len(depth)))
+        while depth[root].any():
+            depth, root = depth + depth[root], root[root]
+        return depth, root
+
+    @property
+    def depth(self) -> Ints:
+        """How many segments lie between each and the one that began anew: int64 [segments]."""
+        return self._above[0]
 
     @property
     def _linked(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which segments go on, and which hand on: bool [segments]."""
-        return self.depth > 0, np.append(self.depth[1:] > 0, False)
+        return self.parent >= 0, np.isin(np.arange(len(self.parent)), self.parent)
+
+    @cached_property
+    def _arrivals(self) -> tuple[Ints, Ints, Ints]:
+        """Of each state that comes to a rank: the rank, ascending, and the segment after which it
+        is. And which of them each segment gets.
+        """
+        goes, count = self.parent >= 0, len(self.parent)
+        each, found = np.unique((self.owner * count + self.parent)[goes], return_inverse=True)
+        gets = np.full(count, -1)
+        gets[goes] = found
+        return each // count, each % count, gets
 
     @property
     def links(self) -> int:
         """States that travel from rank to rank in forward, and as many gradients in backward."""
-        return int(np.count_nonzero(self.depth))
+        ranks, segments, _ = self._arrivals
+        return int(np.count_nonzero(self.owner[segments] != ranks))
 
     def steps(self, rank: int) -> Steps:
         goes, hands = self._linked
-        place, row_in, row_out = (
+        ranks, segments, gets = self._arrivals
+        place, row_out = (
             starts_in_groups(each.astype(np.int64), self.owner, self.layout.cp)
-            for each in (self.depth >= 0, goes, hands)
+            for each in (self.parent >= -1, hands)
         )
-        mine = self.owner == rank
+        row_in = starts_in_groups(np.ones(len(ranks), np.int64), ranks, self.layout.cp)
+        mine, gets = self.owner == rank, np.append(row_in, -1)[gets]
         steps = []
-        for depth in range(1, int(self.depth.max()) + 1):
-            to = np.flatnonzero(self.depth == depth)
-            peers = self.owner[to - 1], self.owner[to]
-            swap = self._swap(rank, *peers, row_out[to - 1], row_in[to])
-            both = to[mine[to] & hands[to]]
-            steps.append((swap, row_in[both], row_out[both]))
+        for depth in range(int(self.depth.max())):
+            to = np.flatnonzero(self.depth[segments] == depth)
+            peers = self.owner[segments[to]], ranks[to]
+            swap = self._swap(rank, *peers, row_out[segments[to]], row_in[to])
+            both = np.flatnonzero(mine & hands & (self.depth == depth + 1))
+            steps.append((swap, gets[both], row_out[both]))
         offsets = np.append(starts_of(np.diff(self.edges)[mine]), self.layout.tokens_per_rank[rank])
-        return Steps(offsets, place[mine & goes], place[mine & hands], tuple(steps))
+        goes &= mine
+        return Steps(offsets, place[goes], gets[goes], place[mine & hands], tuple(steps))
 
     @property
     def waves(self) -> Ints:
@@ -161,8 +202,7 @@ class Chains:
         state on; 1, the others that share a document with other segments; 2, whole documents.
         """
         goes, hands = self._linked
-        begun = np.arange(len(self.depth)) - self.depth
-        keys = np.where(hands, begun * self.layout.cp + self.owner, -1)
+        keys = np.where(hands, self._above[1] * self.layout.cp + self.owner, -1)
         first = np.zeros(len(keys), bool)
         first[np.unique(keys, return_index=True)[1]] = True
         return np.where(first & hands, 0, np.where(goes | hands, 1, 2))
@@ -172,8 +212,7 @@ class Chains:
         the gradients of states.
         """
         goes, hands = self._linked
-        number = np.arange(len(self.depth))
-        begun = number - self.depth
+        number, begun = np.arange(len(self.parent)), self._above[1]
         wants, gives = (hands, goes) if back else (goes, hands)
         # the last segment (back: the first one) that wants a state, of each rank and document
         edge = np.full((self.layout.cp, len(number)), len(number) if back else -1)
@@ -221,15 +260,17 @@ class Chains:
 
         if not self.links:
             return 0.0, 0.0
-        steps = [np.flatnonzero(self.depth == d) for d in range(1, int(self.depth.max()) + 1)]
+        to, segments, _ = self._arrivals
+        owner, depth = self.owner[segments], self.depth[segments]
+        steps = [np.flatnonzero(depth == step) for step in np.unique(depth[owner != to])]
+        chain = sum(of(owner[at], to[at], state) for at in steps)
+        if self.forks.size:
+            return chain, np.inf
         ranks, segments = self._gathered(False)
-        return (
-            sum(of(self.owner[to - 1], self.owner[to], state) for to in steps),
-            of(self.owner[segments], ranks, whole),
-        )
+        return chain, of(self.owner[segments], ranks, whole)
 
     def gathers(self, state: int, whole: int, rates: Rates, near: int) -> bool:
-        """Whether the gather is the way to take, by `seconds`."""
+        """Whether the gather is the way to take, by `seconds`: never where states fork."""
         chain, gather = self.seconds(state, whole, rates, near)
         return GATHER_PAYS * gather < chain
 
@@ -242,24 +283,30 @@ class Chains:
 
     def halo_tokens(self, width: int) -> int:
         """Tokens that all ranks send for a convolution over `width` tokens."""
-        _, to, near, _, count = self._halos(width)
+        to, near, _, count = self._halos(width)
         return int(count[self.owner[near] != self.owner[to]].sum())
 
-    def _halos(self, width: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Where the halo of each segment begins; and of its parts the segment, the one that holds
-        the part, the first token, and how many.
+    def _halos(self, width: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """Of the parts of the halos, in order: the segment, the one that holds the part, the first
+        token, and how many.
         """
-        edges = self.edges
-        begun = edges[np.arange(len(self.depth)) - self.depth]
-        before = np.maximum(begun, edges[:-1] - width + 1)
-        to, near = overlaps(before, edges[:-1], edges[:-1], edges[1:])
-        first = np.maximum(before[to], edges[near])
-        return before, to, near, first, np.minimum(edges[to], edges[near + 1]) - first
+        end, size = self.edges[1:], np.diff(self.edges)
+        to, near = np.arange(len(size)), self.parent
+        wanted = np.full(len(size), width - 1)
+        parts: list[Ints] = [np.zeros((4, 0), np.int64)]
+        while len(to := to[live := (near >= 0) & (wanted > 0)]):
+            near, wanted = near[live], wanted[live]
+            count = np.minimum(size[near], wanted)
+            parts.append(np.stack([to, near, end[near] - count, count]))
+            near, wanted = self.parent[near], wanted - count
+        found = np.concatenate(parts[::-1], axis=1)
+        found = found[:, np.argsort(found[0], kind="stable")]
+        return found[0], found[1], found[2], found[3]
 
     def halo(self, rank: int, width: int) -> Halo:
         """For a convolution over `width` tokens, its own among them."""
         edges = self.edges
-        before, to, near, first, count = self._halos(width)
+        to, near, first, count = self._halos(width)
         shard = starts_in_groups(np.diff(edges), self.owner, self.layout.cp)
         target = starts_in_groups(count, self.owner[to], self.layout.cp)
         which, tokens = expand(shard[near] + first - edges[near], count)
@@ -267,7 +314,8 @@ class Chains:
         peers = self.owner[near[which]], self.owner[to[which]]
         swap = self._swap(rank, *peers, tokens, places)
         mine = np.flatnonzero(self.owner == rank)
-        size, halo = np.diff(edges)[mine], (edges[:-1] - before)[mine]
+        size = np.diff(edges)[mine]
+        halo = np.bincount(to, count, len(self.owner)).astype(np.int64)[mine]
         whole = starts_of(size + halo)
         held = int(self.layout.tokens_per_rank[rank])
         own = expand(whole + halo, size)[1]
@@ -288,24 +336,33 @@ class Chains:
 
     def verify(self, width: int) -> None:
         """Plays all ranks, with positions in place of tokens and ranges of positions in place of
-        states and maps: each segment must get the state of its document up to the token before it,
-        and those of `width - 1` tokens before it that are in its document. The gradients of the
-        states after it must come from all later segments of its document. Raises `PlanError`.
+        states and maps: each segment must get the state of its document, or the branch that it
+        continues, up to the token before it, and those of `width - 1` tokens before it. The
+        gradients of the states after it must come from all later segments of its document. Raises
+        `PlanError`.
 
         width: of the causal convolution that runs, its own token among them.
         """
         cp = self.layout.cp
         ranks, halos = [self.steps(r) for r in range(cp)], [self.halo(r, width) for r in range(cp)]
         held = [self.layout.positions(rank) for rank in range(cp)]
-        begun = [self.starts[np.searchsorted(self.starts, x, "right") - 1] for x in held]
+        # the token before each; then where the state of each has begun
+        before = np.arange(self.layout.n) - 1
+        before[self.starts] = -1
+        before[self.forks[0]] = self.forks[1]
+        anew = np.where(before < 0, np.arange(self.layout.n), before)
+        while not np.array_equal(anew, further := anew[anew]):
+            anew = further
         arrived = _played([halo.swap for halo in halos], held, [halo.swap.target for halo in halos])
         for rank, (plan, halo) in enumerate(zip(ranks, halos, strict=True)):
             whole = np.append(held[rank], arrived[rank])[halo.order]
             parts = np.split(held[rank], plan.offsets[1:-1])
             for part, wide in zip(parts, np.split(whole, halo.offsets[1:-1]), strict=True):
-                inside = np.isin(part[1:], self.starts).any()
-                anew = self.starts[np.searchsorted(self.starts, part[0], "right") - 1]
-                wanted = np.arange(max(anew, part[0] - width + 1), part[-1] + 1)
+                near = [part[0]]
+                while len(near) < width and before[near[0]] >= 0:
+                    near.insert(0, before[near[0]])
+                wanted = np.append(near[:-1], part)
+                inside = (before[part[1:]] != part[:-1]).any()
                 if inside or not np.array_equal(wide, wanted):
                     raise PlanError(f"rank {rank}: the tokens {wide} are not {wanted}, a segment")
             if not np.array_equal(whole[halo.own], held[rank]):
@@ -313,32 +370,43 @@ class Chains:
         # (where it began, the next token) of each state; -1 is none
         last = [x[plan.offsets[1:] - 1] for x, plan in zip(held, ranks, strict=True)]
         first = [x[plan.offsets[:-1]] for x, plan in zip(held, ranks, strict=True)]
-        states = [np.full((len(plan.goes_on), 2), -1) for plan in ranks]
+        states = [np.full((plan.gets.max(initial=-1) + 1, 2), -1) for plan in ranks]
         outs = [np.full((len(plan.hands_on), 2), -1) for plan in ranks]
         for rank, plan in enumerate(ranks):
-            anew = ~np.isin(plan.hands_on, plan.goes_on)
-            segments = plan.hands_on[anew]
-            outs[rank][anew] = np.stack([first[rank][segments], last[rank][segments] + 1], 1)
+            begins = ~np.isin(plan.hands_on, plan.goes_on)
+            segments = plan.hands_on[begins]
+            outs[rank][begins] = np.stack([first[rank][segments], last[rank][segments] + 1], 1)
         for step in zip(*(plan.steps for plan in ranks), strict=True):
             states = _played([swap for swap, _, _ in step], outs, states)
             for rank, (_, given, gone) in enumerate(step):
-                end = last[rank][ranks[rank].hands_on[gone]] + 1
-                outs[rank][gone] = np.stack([states[rank][given, 0], end], 1)
+                plan = ranks[rank]
+                entry = np.searchsorted(plan.goes_on, plan.hands_on[gone])
+                if not np.array_equal(plan.gets[entry], given):
+                    raise PlanError(f"rank {rank}: states {given} are not those that it hands on")
+                outs[rank][gone] = np.stack(
+                    [states[rank][given, 0], last[rank][plan.hands_on[gone]] + 1], 1
+                )
+        for rank, plan in enumerate(ranks):
+            wanted = np.stack([anew[first[rank]], before[first[rank]] + 1], 1)
+            wanted[before[first[rank]] < 0] = 0
+            _compare(rank, "states", plan.goes_on, states[rank][plan.gets], wanted)
+        if not self.forks.size:
+            self._verify_gather(ranks, first, last)
+
+    def _verify_gather(self, ranks: list[Steps], first: list[Ints], last: list[Ints]) -> None:
+        """Of segments without forks, from their `first` to their `last` tokens."""
         spans = [np.stack([x, y + 1], 1) for x, y in zip(first, last, strict=True)]
-        ends = [
-            np.append(self.starts, self.layout.n)[np.searchsorted(self.starts, y, "right")]
-            for y in last
-        ]
         gathered = self._played_gather(
             False, [x[p.hands_on] for x, p in zip(spans, ranks, strict=True)]
         )
         returned = self._played_gather(
             True, [x[p.goes_on] for x, p in zip(spans, ranks, strict=True)]
         )
+        edges = np.append(self.starts, self.layout.n)
         for rank, plan in enumerate(ranks):
-            wanted = np.stack([begun[rank][plan.offsets[:-1]], first[rank]], 1)
-            later = np.stack([last[rank] + 1, ends[rank]], 1)
-            _compare(rank, "states", plan.goes_on, states[rank], wanted)
+            place = np.searchsorted(self.starts, first[rank], "right")
+            wanted = np.stack([edges[place - 1], first[rank]], 1)
+            later = np.stack([last[rank] + 1, edges[place]], 1)
             _compare(rank, "states of a gather", plan.goes_on, gathered[rank], wanted)
             _compare(rank, "gradients", plan.hands_on, returned[rank], later)
 

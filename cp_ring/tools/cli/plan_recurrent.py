@@ -117,8 +117,8 @@ def draw_chain(path: str, layout: Layout, starts: Ints, width: float) -> None:
         ):
             shade = color(int(rank), 0, layout.cp, 1)
             axes.barh(rank, end - start, 0.5, left=start, color=shade, edgecolor="white")
-            if chains.depth[segment]:
-                before = chains.owner[segment - 1]
+            if (parent := chains.parent[segment]) >= 0 and chains.owner[parent] != rank:
+                before = chains.owner[parent]
                 axes.annotate(
                     "", (start, rank), (start, before),
                     arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.5},
