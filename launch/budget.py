@@ -39,7 +39,7 @@ TABLE = {
     "files of more than 450 lines": (0, 10),
     "files with the name of another": (0, 0),
     "lines of more than 100 columns": (0, 0),
-    "functions of more than 7 parameters": (0, 1),
+    "functions of more than 7 parameters": (0, 0),
     "modules that import more than 12 others": (0, 11),
     "state outside of cp_ring.runtime": (0, 0),
     "tokens of tests": (212_000, 382_000),  # the goal: 22,000 lines of 130 columns

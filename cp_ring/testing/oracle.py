@@ -4,7 +4,7 @@ uses no code of cp_ring.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -13,6 +13,18 @@ from torch import Tensor
 from cp_ring.api import ring_attention
 from cp_ring.observe.counters import Counters, record
 from cp_ring.plan import Layout, Plan
+
+
+class CaseSizes(TypedDict, total=False):
+    """Batch rows, query and key/value heads, head sizes of queries and keys, and of values: by
+    default those of keys.
+    """
+
+    b: int
+    h: int
+    g: int
+    d: int
+    e: int | None
 
 
 class Case(NamedTuple):
@@ -24,11 +36,20 @@ class Case(NamedTuple):
     dout: Tensor
 
     @classmethod
-    def draw(cls, n: int, *, b: int = 1, h: int = 4, g: int = 2, d: int = 16,
-             e: int | None = None, seed: int = 0,
-             dtype: torch.dtype = torch.float32) -> Case:  # fmt: skip
+    def draw(
+        cls,
+        n: int,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        **sizes: Unpack[CaseSizes],
+    ) -> Case:
+        """N(0, 1) of `n` tokens; by default one batch row, 4 query and 2 key/value heads of 16."""
+        whole: dict[str, Any] = {"b": 1, "h": 4, "g": 2, "d": 16, "e": None, **sizes}
+        b, h, g, d, e = whole.values()
+        e = e or d
         generator = torch.Generator().manual_seed(seed)
-        shapes = (b, n, h, d), (b, n, g, d), (b, n, g, e or d), (b, n, h, e or d)
+        shapes = (b, n, h, d), (b, n, g, d), (b, n, g, e), (b, n, h, e)
         q, k, v, dout = (
             torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
         )
