@@ -302,8 +302,8 @@ class Attention:
             raise ConfigError(f"wire={options.wire!r} needs LatentKeys in place of k")
         if codec.needs_latents and split:
             raise ConfigError(
-                f"wire={options.wire!r} does not support heads={rank_plan.ulysses}: latents have "
-                "no heads to exchange"
+                f"wire={options.wire!r} does not support heads={rank_plan.ulysses}: the MLA "
+                "latent has no head dimension to split"
             )
         self._latents = codec.needs_latents and not alone
         with determinism(options.deterministic) as exact:

@@ -203,19 +203,19 @@ class Options:
     )
     kernel: str = _setting(
         "auto",
-        "Attention kernel of each tile; auto takes the fastest one that can do the job.",
+        "Attention kernel of each tile; auto takes the fastest one that supports the tensors.",
         choices=_kernels,
     )
     layout: str = _setting(
         "zigzag",
-        "Which rank holds which tokens; balanced weighs documents, masks and the windows of all "
-        "layers.",
+        "How tokens are split over ranks: zigzag, as Megatron does; contiguous; balanced, by "
+        "the work of documents, masks and the windows of all layers.",
         choices=lambda: tuple(LAYOUTS),
     )
     document_mask: bool = _setting(
         False,
-        "Tokens see only their own document, which ends with the end-of-document token; position "
-        "ids begin anew in each, and that token's own prediction counts for nothing in the loss.",
+        "Mask packed documents from one another: each ends with the end-of-document token, "
+        "position ids restart in it, and that token's own prediction is not in the loss.",
     )
     mask_kinds: str = _setting(
         "",
@@ -227,9 +227,9 @@ class Options:
     )
     pack: str = _setting(
         "first-fit",
-        "How --sft puts conversations into batch rows: first-fit, the longest first; in-order; or "
-        "fill, in order and cut where a batch row ends, which leaves padding in the last one "
-        "only.",
+        "How --sft packs conversations into sequences: first-fit, the longest first; in-order; "
+        "or fill, in order and cut at the end of a sequence, so that only the last one has "
+        "padding.",
         choices=("first-fit", "in-order", "fill"),
     )
     cut_long: bool = _setting(
@@ -239,9 +239,8 @@ class Options:
     )
     balance_microbatches: bool = _setting(
         False,
-        "Deal out the batch rows of each step so that its microbatches, and the data-parallel "
-        "ranks, have equal work; it changes which of them share a microbatch, never which are in "
-        "a step.",
+        "Assign the sequences of each step so that microbatches and data-parallel ranks have "
+        "equal work; it changes which sequences share a microbatch, never which are in a step.",
     )
     route: str = _setting(
         "direct",
@@ -251,85 +250,83 @@ class Options:
     )
     schedule: str = _setting(
         "auto",
-        "The hop at which a rank uses the keys of each other: auto; ring, one source a hop; "
+        "At which hop a rank uses the keys of each other rank: auto; ring, one source a hop; "
         "gather, all in one hop; or the hop of each ring distance, as in 0,1,2,2.",
         convert=_schedule_text,
     )
     slot_shards: int = _setting(
         SLOT_SHARDS,
-        "Sources of a hop at most, so the shards of keys and values that a receive buffer holds.",
+        "Maximum number of source ranks per hop (KV shards per receive buffer).",
         least=1,
         most=MAX_RANKS,
     )
     heads: int | str = _setting(
         1,
-        "Neighboring context-parallel ranks that exchange tokens for heads, around a ring of as "
-        "many times fewer members; 1 is the ring alone, auto takes the fastest number by "
+        "Ulysses degree: context-parallel ranks in an all-to-all group, which exchange tokens "
+        "for heads; the ring runs over the groups. 1 is ring only, auto takes the fastest by "
         "predicted time.",
         least=1,
         words=("auto",),
     )
     node_size: int = _setting(
         0,
-        "Neighboring context-parallel ranks on one node, by which the routes direct and relay go; "
-        "0 is what the launcher (torchrun or Slurm) says.",
+        "Context-parallel ranks on one node, for the routes direct and relay; 0 takes what the "
+        "launcher (torchrun or Slurm) says.",
         least=0,
     )
     num_slots: int = _setting(
         2,
-        "Receive buffers for keys and values; memory grows with this, not with cp.",
+        "Number of receive buffers for keys and values; memory grows with it, not with cp.",
         least=2,
         most=8,
     )
     wire: str = _setting(
         "auto",
-        "How keys and values travel: plain, as they are; latent, as the latents of multi-latent "
-        "attention; int8 or fp8, quantized by token and head, which costs accuracy; auto is "
-        "latent where a model of the time says that it pays, else plain.",
+        "How keys and values are encoded on the wire: plain, unchanged; latent, the MLA "
+        "latents; int8 or fp8, quantized per token and head, at a cost in accuracy; auto is "
+        "latent where the time model predicts a gain, else plain.",
         choices=lambda: ("auto", *WIRES),
     )
     wire_dtype: str = _setting(
         "input",
-        "Precision in which partial key and value gradients travel.",
+        "Precision of partial key and value gradients on the wire.",
         choices=("input", "float32", "bfloat16"),
     )
     recurrent: str = _setting(
         "heads",
-        "What ranks exchange for recurrent layers: heads, tokens for heads as Megatron does; "
-        "states, where each rank scans its own tokens and hands on a state, whatever their number; "
-        "auto, whichever a model of the time predicts to be faster; or one of these for each kind, "
-        "as in mamba=states,gdn=heads.",
+        "What ranks exchange for recurrent layers: heads, an all-to-all as in Megatron; states, "
+        "where each rank scans its own tokens and passes its final state on; auto, the faster "
+        "one by predicted time; or one of these per kind, as in mamba=states,gdn=heads.",
         convert=_joined,
         check=_recurrent_ways,
     )
     recompute: str = _setting(
         "keep",
-        "Where activations are recomputed: keep out and lse of attention, per layer and "
-        "microbatch, so that the ring runs once; or replay the ring.",
+        "Recomputed attention layers: keep their out and lse, so that the ring runs once; or "
+        "replay the ring.",
         choices=("keep", "replay"),
     )
     offload: bool = _setting(
         False,
-        "Keep what attention layers save for backward (q, k, v, out and lse, or out and lse where "
-        "activations are recomputed) in host memory between forward and backward, fetched one "
-        "layer ahead.",
+        "Offload what attention layers save for backward (q, k, v, out and lse; out and lse "
+        "under recomputation) to host memory, prefetched one layer ahead.",
     )
     loss_chunk: int = _setting(
         0,
-        "Compute logits and loss of so many tokens of a rank at a time, and the logits again in "
-        "backward, where those of all tokens would not fit into memory; 0 computes all at once.",
+        "Chunk size in tokens of logits and loss, whose logits are recomputed in backward, so "
+        "that those of a long sequence need not fit into memory; 0 computes all at once.",
         least=0,
     )
     stock_loss_average: bool = _setting(
         False,
-        "Without --calculate-per-token-loss, average the mean losses of context-parallel ranks as "
-        "stock Megatron does, to compare bits with it: a token then weighs more the fewer others "
-        "count on its rank.",
+        "Without --calculate-per-token-loss, average the means of context-parallel ranks as "
+        "stock Megatron does, for a comparison bit by bit; tokens on ranks with few valid "
+        "tokens then weigh more.",
     )
     allow_untried: str = _setting(
         "",
-        "Features of Megatron, separated by commas, to accept although no GPU run has "
-        f"shown them with ring attention yet: {', '.join(UNTRIED)}.",
+        "Features of Megatron, comma separated, to accept although no GPU run has tested them "
+        "with ring attention: cuda-graphs, moe-overlap.",
         convert=_joined,
         check=partial(_known, "untried feature", UNTRIED),
     )
@@ -345,21 +342,22 @@ class Options:
     )
     hop_timeout: float = _setting(
         600,
-        "Seconds that a hop or a collective may wait before the job is ended with a report; 0 is "
-        "any time.",
+        "Timeout in seconds of a hop or collective, after which the job ends with a report; 0 "
+        "disables it.",
         least=0,
         most=10**7,
     )
     compare_every: int = _setting(
         16,
-        "Compare what ranks are about to compute for one in so many new plans, after the first 32 "
-        "of a group; 0 compares none. Packed documents bring a new plan with every microbatch.",
+        "Check that ranks agree on what they compute for one in so many new plans, after the "
+        "first 32 of a group; 0 disables it. Packed documents bring a new plan with every "
+        "microbatch.",
         least=0,
     )
     timing: int = _setting(
         0,
-        "Every so many steps, measure what each hop computes and waits for, and name slow ranks "
-        "and links; 0 never.",
+        "Sampling interval, in steps, of per-hop timing, which names slow ranks and links; 0 "
+        "disables it.",
         least=0,
     )
     trace: str = _setting(
@@ -371,24 +369,23 @@ class Options:
     )
     debug: bool = _setting(
         False,
-        "Fill receive buffers with NaN and compare what ranks are about to compute at every call. "
-        "Slow.",
+        "Fill receive buffers with NaN and check the agreement of ranks at every call. Slow.",
     )
     keep_checkpoints: int = _setting(
         0,
-        "How many checkpoints are kept, the newest ones; 0 keeps all.",
+        "Number of checkpoints to keep, the newest ones; 0 keeps all.",
         least=0,
     )
     trust_checkpoint: bool = _setting(
         False,
-        "Load whatever is pickled in a checkpoint, which lets it run code: only for files of "
+        "Load any pickled object of a checkpoint, which lets it run code: only for files of "
         "known origin.",
     )
     certify: str = _setting(
         "on",
-        "Probe masks, attention, loss and gradients on this job's own ranks before it trains, and "
-        "stop it if they are not what its flags declare; leaves a certificate beside the "
-        "checkpoints. strict also stops a job of which a part cannot be probed.",
+        "Probe masks, attention, loss and gradients on this job's own ranks before training, "
+        "and stop the job if they are not what its flags declare; writes a certificate beside "
+        "the checkpoints. strict also stops a job of which a part cannot be probed.",
         choices=("on", "off", "strict"),
         convert=_on_or_off,
     )

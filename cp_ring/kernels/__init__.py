@@ -113,10 +113,7 @@ def _chosen(
         if reason is None and exact and not kernel.capabilities.deterministic:
             reason = "does not give the same bits in every run, which deterministic algorithms need"
         if reason is None and extras.dropout and dropout_dtype(kernel) is None:
-            reason = (
-                "draws attention dropout by another rule than that of positions, or not at all, "
-                "and has no ALiBi of tiles"
-            )
+            reason = "does not support position-based dropout or ALiBi"
         if reason is None and any(extras) and name == "auto" and kernel.capabilities.slow:
             reason = (
                 "computes dropout, ALiBi and softcap in float64, which is so slow that it must be "

@@ -1,5 +1,5 @@
-"""What depends on positions: attention dropout and ALiBi, the same on any number of ranks, layout,
-route, schedule and heads.
+"""Position-dependent attention, dropout and ALiBi: identical for any number of ranks, layout,
+route, schedule and Ulysses degree.
 
 Whether a weight is kept is a function of a key, the head, the batch row, and the positions of query
 and key in the batch row: a counter-based generator (Philox 4x32-10; Salmon et al., 2011,
@@ -127,8 +127,8 @@ class Dropout:
         )
 
     def kernel(self, kernel: AttentionKernel) -> AttentionKernel:
-        """The kernel that reads what `mark` wrote, in the place of `kernel`, which must have a
-        `dropout_dtype`.
+        """Wraps `kernel`, which has a `dropout_dtype`, so that it reads the positions that `mark`
+        packed into q and k.
         """
         dtype = dropout_dtype(kernel)
         assert dtype is not None, f"{kernel.name} has no dropout"

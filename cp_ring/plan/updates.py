@@ -124,7 +124,9 @@ class _Total:
         self.closed = False
 
     def close(self) -> None:
-        """Lets no other partial result into the last update: what it reads is about to change."""
+        """Closes the last fused update. The next partial result starts another one, because the
+        input buffer is reused.
+        """
         self.closed = True
 
 

@@ -228,7 +228,7 @@ def test_rules_read_arguments_that_megatron_has():
         ([*CP4, "--cp-ring-heads", "2", "--cp-ring-schedule", "0,1,2,2"],
             "--cp-ring-schedule 0,1,2,2: 4 hops for 2 ranks"),
         (["--cp-ring-heads", "auto", "--cp-comm-type", "a2a"],
-            "--cp-comm-type a2a and --cp-ring-heads auto both say which"),
+            "--cp-comm-type a2a and --cp-ring-heads auto are mutually exclusive"),
         (["--cp-ring-heads", "most"], "--cp-ring-heads 'most': "),
         ([*CP4, "--cp-ring-route", "auto", "--cp-ring-heads", "3"],
             "--cp-ring-heads 3 does not divide the 4 context-parallel"),

@@ -131,7 +131,7 @@ RULES = (
     Rule("", {"model": _RECURRENT, "split": ("tp2cp2 sp",)}),
     Rule("", {"model": _RECURRENT, "dtype": ("bf16",)}),  # their kernels here are in float32
     Rule("needs --multi-latent-attention", {"wire": ("latent",), "model": _NOT_LATENT}),
-    Rule("latents have no heads to exchange", {"wire": ("latent",), "comm": _HEADS}, {"model": "mla"}),
+    Rule("the MLA latent has no head dimension to split", {"wire": ("latent",), "comm": _HEADS}, {"model": "mla"}),
     Rule("needs --sequence-parallel", {"model": _EXPERTS, "split": ("tp2cp2",)}),
     Rule("needs --sequence-parallel", {"model": _EXPERTS, "split": _WITHOUT_SP, "resume": ("tp2",
          "tp2cp2")}, {

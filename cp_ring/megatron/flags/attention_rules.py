@@ -326,12 +326,13 @@ DOCUMENTS = (
          example="--cp-ring-mask-kinds documents --hybrid-layer-pattern G*- --deterministic-mode"),
     *STATES,
     Rule("--cp-ring-mask-kinds --cp-ring-document-mask",
-         "--cp-ring-mask-kinds and --cp-ring-document-mask both say which tokens see which",
+         "--cp-ring-mask-kinds and --cp-ring-document-mask are mutually exclusive (both define the "
+         "mask)",
          "give only the former, and Mask.documents in the batches",
          example="--cp-ring-mask-kinds images --cp-ring-document-mask"),
     Rule("--cp-ring-mask-kinds --dataloader-inter-document-masking",
-         "--cp-ring-mask-kinds and --dataloader-inter-document-masking both say which tokens see "
-         "which",
+         "--cp-ring-mask-kinds and --dataloader-inter-document-masking are mutually exclusive "
+         "(both define the mask)",
          "give only one",
          example="--cp-ring-mask-kinds images --dataloader-inter-document-masking"),
     Rule("--sft --dataloader-inter-document-masking",

@@ -267,7 +267,8 @@ SPLIT = (
     Rule(lambda job: job.own.heads != 1 and (job.cp > 1 or job.own.heads == "auto")
          and next(iter(job.other_types),
          ""),
-         "--cp-comm-type {found} and {--cp-ring-heads} both say which ranks exchange heads",
+         "--cp-comm-type {found} and {--cp-ring-heads} are mutually exclusive (both set the "
+         "Ulysses degree)",
          "drop one",
          "--cp-ring-heads is for layers of the type p2p",
          "--context-parallel-size 4 --cp-ring-heads 2 --cp-comm-type a2a"),
@@ -375,7 +376,7 @@ LATENT = (
          "or give --cp-ring-wire plain"),
     Rule("ulysses>1",
          "{--cp-ring-wire} does not support --cp-ring-heads {ulysses} or --cp-comm-type a2a",
-         "latents have no heads to exchange"),
+         "the MLA latent has no head dimension to split"),
     Rule("--fp8-format|--fp4-format|--delay-wgrad-compute|--use-megatron-fsdp|--use-torch-fsdp2|"
          "--cache-mla-latents", "{--cp-ring-wire} does not support {found}",
          "leave it out, or give --cp-ring-wire plain"),

@@ -68,7 +68,7 @@ class ProvenPlan:
 
     @cached_property
     def merges(self) -> dict[int, RankUpdates]:
-        """Those of rank 0."""
+        """Number of merges on rank 0."""
         return {0: rank_updates(self.plan.rank_plan(0), KERNELS[ASSUMED])}
 
 
@@ -142,7 +142,7 @@ class AttentionCosts:
                 heapq.heappush(waiting, (exact.both, number, exact, None))
 
     def _wires(self, heads: int) -> Iterator[str]:
-        """The codecs that a shape allows; latents have no heads to exchange."""
+        """The codecs that a shape allows; the MLA latent has no head dimension to split."""
         yield "plain"
         if self.cp > heads:
             yield from ("latent",) if self.model.latent is not None and heads == 1 else ()

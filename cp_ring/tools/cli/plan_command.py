@@ -144,7 +144,9 @@ class PlanRequest:
         **_LAYOUT,
     )
     slot_shards: int = option(
-        SLOT_SHARDS, "Sources of a hop at most: the shards of a receive buffer.", **_LAYOUT
+        SLOT_SHARDS,
+        "Maximum number of source ranks per hop (KV shards per receive buffer).",
+        **_LAYOUT,
     )
     num_slots: int = option(2, "Receive buffers for keys and values.", min=1, **_LAYOUT)
     heads: int = option(32, "Query heads.", min=1, **_SIZES)

@@ -134,9 +134,7 @@ def run_tune(options: TuneOptions) -> None:
 def _check_machines(gpus: int, ranks_per_node: int) -> None:
     """Raises `PlanError` unless the GPUs are some on one node, or whole nodes."""
     if gpus > ranks_per_node and gpus % ranks_per_node:
-        raise PlanError(
-            f"--gpus {gpus}: they are no whole number of nodes of --ranks-per-node {ranks_per_node}"
-        )
+        raise PlanError(f"--gpus {gpus} is not a multiple of --ranks-per-node {ranks_per_node}")
 
 
 def _tell(result: TuneResult, options: TuneOptions) -> None:

@@ -73,7 +73,7 @@ def test_the_table_names_reasons_and_assumptions():
     ("arguments", "message"),
     [
         ("--gpus 7", "--gpus 7: no sizes"),
-        ("--gpus 12", "--gpus 12: they are no whole number of nodes"),
+        ("--gpus 12", "--gpus 12 is not a multiple of --ranks-per-node 8"),
         ("--gpus 8 --memory 3GB", "--memory 3GB: nothing fits; cp"),
         ("--gpus 8 --memory much", "--memory much: it must be a size"),
         ("--gpus 8 --rates h101", "--rates h101: no such file, nor one of"),
