@@ -18,6 +18,7 @@ from cp_ring.patches.patch import Patch, Replacement
 
 
 def _replacements() -> Iterator[Replacement]:
+    from megatron.core.models.common.vision_module.vision_module import VisionModule
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
@@ -26,6 +27,7 @@ def _replacements() -> Iterator[Replacement]:
         yield owner, "forward", _on_its_group(owner.forward)
     adjust = Attention._adjust_key_value_for_inference
     yield Attention, adjust.__name__, _with_cache(adjust)
+    yield VisionModule, "__init__", _of_whole_images(VisionModule.__init__)
     if importlib.util.find_spec("megatron.core.ssm.gated_delta_product"):  # since 0.20
         from megatron.core.ssm.gated_delta_product import GatedDeltaProductMixer
 
@@ -84,10 +86,24 @@ def _with_cache(adjust: Function, self: Any, context: Any, *args: Any, **kwargs:
     return adjust(self, context, *args, **kwargs)
 
 
+@around
+def _of_whole_images(
+    constructor: Function, self: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
+    if config.context_parallel_size > 1:
+        raise ConfigError(
+            f"{type(self).__name__}: its configuration has context_parallel_size "
+            f"{config.context_parallel_size}, but Megatron's encoders give each rank whole images: "
+            "set it to 1"
+        )
+    constructor(self, config, *args, **kwargs)
+
+
 PATCH = Patch(
     what="builds RingDotProductAttention in place of DotProductAttention and "
     "TEDotProductAttention in every attention layer; these reject caches of keys at cp 2 and more; "
-    "gated delta product layers are rejected; a microbatch on ranks of its own has their "
+    "gated delta product layers, and encoders of images that are not split, are rejected; a "
+    "microbatch on ranks of its own has their "
     "positions",
     why="one flag gives every kind of model ring attention, without a layer specification for "
     "each; Megatron's rotary embeddings of packed documents are those of all context-parallel "

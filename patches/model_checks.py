@@ -7,50 +7,60 @@ For programs without a command line: `cp_ring.megatron.enable` applies it. The c
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
+
+import torch.distributed
 
 from cp_ring.patches.patch import Patch, Replacement
 
 
 def _replacements() -> Iterator[Replacement]:
-    from megatron.core import parallel_state
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     constructor = LanguageModule.__init__
 
-    def attends_to_own_tokens(config: Any) -> bool:
-        """Whether a model, such as an encoder, is no part of the job's context parallelism, for
-        which the settings are.
-        """
-        cp = (
-            parallel_state.get_context_parallel_world_size()
-            if parallel_state.model_parallel_is_initialized()
-            else 1
-        )
-        return cp > 1 and config.context_parallel_size == 1
-
     @functools.wraps(constructor)
-    def construct(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def construct(
+        self: Any, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any
+    ) -> None:
+        from cp_ring.megatron.data.documents import ALONE
         from cp_ring.megatron.program import accept_model, certify_model
         from cp_ring.megatron.rejection import note
         from cp_ring.megatron.settings import current
         from cp_ring.patches.install import install_for_model
 
-        if attends_to_own_tokens(config):
+        ranks, name = _ranks_of(pg_collection), type(self).__name__
+        alone = config.context_parallel_size == 1 < len(ranks)
+        if not alone:
+            accepted = accept_model(config)
+            install_for_model(accepted, current())
+            certify_model(accepted, name, own_group=ranks != _ranks_of(None))
+        constructor(self, config, *args, pg_collection=pg_collection, **kwargs)
+        if alone:
             note(
-                f"{type(self).__name__}: its configuration has context_parallel_size 1, so each "
-                "rank attends to its own tokens"
+                f"{name}: its configuration has context_parallel_size 1, so each rank attends to "
+                "its own tokens"
             )
-            constructor(self, config, *args, **kwargs)
-            return
-        accepted = accept_model(config)
-        install_for_model(accepted, current())
-        certify_model(accepted)
-        constructor(self, config, *args, **kwargs)
+            # its rotary embeddings too are those of its own tokens
+            self.pg_collection = copy.copy(self.pg_collection)
+            self.pg_collection.cp = self.cp_group = ALONE
 
     yield LanguageModule, "__init__", construct
+
+
+def _ranks_of(collection: Any) -> list[int]:
+    """The context-parallel ranks of a pg_collection; of Megatron's global groups if it is None."""
+    from megatron.core import parallel_state
+
+    from cp_ring.megatron import compat
+
+    if collection is None and not parallel_state.model_parallel_is_initialized():
+        return [0]
+    ranks: list[int] = torch.distributed.get_process_group_ranks(compat.group_of(collection, "cp"))
+    return ranks
 
 
 PATCH = Patch(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,19 +26,21 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 
 @dataclass
 class Program:
-    """What `cp_ring.megatron.enable` was told about the program, and whether its certificate is
-    made.
+    """What `cp_ring.megatron.enable` was told about the program, and what was certified.
 
     seq_length: tokens of a batch row, 0 if unknown.
     micro_batch_size: batch rows of a microbatch.
     packed: whether microbatches hold packed documents (thd).
+    certified: the kinds of attention that were probed; see `_kind_of`.
+    probing: while the probes build models of their own.
     build: makes a model of a `TransformerConfig`; known once `certify` was called.
     """
 
     seq_length: int = 0
     micro_batch_size: int = 1
     packed: bool = False
-    certified: bool = False
+    certified: set[tuple[str, ...]] = field(default_factory=set)
+    probing: bool = False
     build: Callable[[Any], Any] | None = None
 
 
@@ -105,23 +107,45 @@ def accept_model(config: Any) -> argparse.Namespace:
     return args
 
 
-def certify_model(args: argparse.Namespace) -> None:
+_KIND = (
+    "context_parallel_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "multi_latent_attention", "window_size", "window_attn_skip_freq", "softmax_type",
+    "experimental_attention_variant", "is_hybrid_model",
+)  # fmt: skip
+
+
+def _kind_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """What models with the same certificate have in common."""
+    return tuple(str(getattr(args, name, None)) for name in _KIND)
+
+
+def certify_model(args: argparse.Namespace, name: str, own_group: bool) -> None:
     """Makes the certificate before the first model is built, if `certify` has not done so. All
     ranks call it together.
+
+    `name` is that of the model, `own_group` whether its context-parallel group is another than
+    Megatron's. A line says that such a model, or a later one of another kind, is not covered.
     """
     program = _began.program
-    if program is None or program.certified or settings.current().certify == "off":
+    if program is None or program.probing or settings.current().certify == "off":
         return
     from megatron.core import parallel_state  # heavy, and installed with Megatron only
 
     if not parallel_state.model_parallel_is_initialized():
-        program.certified = True
+        program.certified.add(_kind_of(args))
         note(
             "warning: no certificate: Megatron's parallel_state is not initialized; give "
             "--no-cp-ring-certify (certify='off')"
         )
-        return
-    _examine(args, None)
+    elif own_group or (program.certified and _kind_of(args) not in program.certified):
+        why = "context-parallel group is its own" if own_group else "attention differs from before"
+        way_out = "" if own_group else ": call cp_ring.megatron.certify for it too"
+        gap = f"not covered: {name}, whose {why}{way_out}"
+        if settings.current().certify == "strict":
+            raise ConfigError(f"--cp-ring-certify strict: {gap}")
+        note(f"certificate: {gap}")
+    elif not program.certified:
+        _examine(args, None)
 
 
 def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep) -> Any:
@@ -161,11 +185,16 @@ def _examine(args: argparse.Namespace, step: ForwardStep | None) -> Any:
     from cp_ring.megatron.certificate import certify as probes  # imports Megatron
     from cp_ring.megatron.certificate.tiny_model import own_device
 
-    assert _began.program is not None, "there is no program to examine"
-    _began.program.certified = True  # the probes build models too
-    # A program may build its model on the meta device, or without gradients.
-    with torch.device(own_device()), torch.enable_grad():
-        certificate = probes.run_probes(args, step=step)
+    program = _began.program
+    assert program is not None, "there is no program to examine"
+    program.certified.add(_kind_of(args))
+    program.probing = True
+    try:
+        # A program may build its model on the meta device, or without gradients.
+        with torch.device(own_device()), torch.enable_grad():
+            certificate = probes.run_probes(args, step=step)
+    finally:
+        program.probing = False
     problem = probes.verdict(certificate)
     if problem:
         raise ConfigError(problem)

@@ -99,8 +99,14 @@ class RingDotProductAttention(MegatronModule):
         self.dropout_number, self.calls = self.layer_number, 1
         self.name: int | str = self.layer_number  # in messages
         self.attn_mask_type = attn_mask_type
-        alone = getattr(config, "context_parallel_size", 1) == 1
-        self.cp_group = ALONE if alone else compat.group_of(pg_collection, "cp")
+        cp = getattr(config, "context_parallel_size", 1)
+        self.cp_group = ALONE if cp == 1 else compat.group_of(pg_collection, "cp")
+        if self.cp_group.size() != cp:
+            raise ConfigError(
+                f"layer {layer_number}: its configuration has context_parallel_size {cp}, but its "
+                f"context-parallel group, by default Megatron's, has {self.cp_group.size()} ranks: "
+                "change it, or give the model a pg_collection with a group cp of as many ranks"
+            )
         self.tp_group = compat.group_of(pg_collection, "tp")
         self.softmax_scale = (
             1.0 / math.sqrt(k_channels or config.kv_channels)

@@ -7,6 +7,7 @@ megatron.core alone.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,8 +115,14 @@ def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, 
     missing = "the loss of a program that does not call cp_ring.megatron.certify"
     assert line.startswith(f"cp_ring: certificate: not covered: {missing}; ")
     assert torch.equal(torch.get_rng_state(), state)
+    build(window_size=(7, 0), window_attn_skip_freq=2)
+    assert "certificate" not in capfd.readouterr().out
     build()
-    assert "certificate" not in capfd.readouterr().out  # once a process
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "certificate" in line]
+    assert line.startswith("cp_ring: certificate: not covered: GPTModel, whose attention differs")
+    settings.configure(replace(settings.current(), certify="strict"))
+    with pytest.raises(ConfigError, match="strict: not covered: GPTModel, whose attention differs"):
+        build(num_attention_heads=2)
 
 
 @no_cuda

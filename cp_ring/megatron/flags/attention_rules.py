@@ -47,7 +47,9 @@ UNTRIED = "{found[0]}: no GPU run has shown {found[1]} with ring attention yet"
 _GRAPHS = (
     _in_graph(DOCUMENT_FLAGS,
         "{found} brings other documents or masks in each step, and a graph repeats one plan",
-              "leave it out", "--cp-ring-document-mask"),
+              "leave it out, or give --cuda-graph-impl transformer_engine with "
+              "--cuda-graph-modules (before 0.18 --cuda-graph-scope) mlp, without attention",
+              "--cp-ring-document-mask"),
     _in_graph("--cp-ring-timing|--cp-ring-trace|--cp-ring-debug",
               "{found} looks at each hop from the host, which a graph leaves out", "leave it out",
               "--cp-ring-timing 5"),
@@ -205,7 +207,8 @@ ATTENTION = (
          "{pattern}: sparse attention does not support {found}",
          "Megatron splits it itself, with --cp-ring-layout zigzag and --cp-comm-type all_gather",
          example="--experimental-attention-variant dsa --cp-ring-layout balanced / "
-                 "--experimental-attention-variant dsa --cp-ring-document-mask --sft"),
+                 "--experimental-attention-variant dsa --cp-ring-document-mask --sft / "
+                 "--hybrid-layer-pattern D- --cp-ring-layout balanced"),
     Rule(lambda job: SPARSE in job.letters and job.cp > 1 and job.dsa_indexer_loss_coeff
          and not job.calculate_per_token_loss,
          "{pattern} with {--context-parallel-size} and a loss of the indexer needs "

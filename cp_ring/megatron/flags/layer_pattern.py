@@ -16,9 +16,10 @@ RECURRENT = {"M": "Mamba", "G": "gated delta net"}
 RECURRENT_KINDS = {"M": "mamba", "G": "gdn"}
 """Their names in --cp-ring-recurrent."""
 
-_ATTENTION = "*+D"
-SPARSE = "S"
-"""The letter, here alone, of --experimental-attention-variant dsa, which is split by itself."""
+_ATTENTION = "*+"
+SPARSE = "D"
+"""The letter of sparse attention (--experimental-attention-variant dsa), which is split by itself.
+"""
 
 VARIANTS = {"gated_delta_net": "G", "gdn": "G", "gdn2": "G", "dsa": SPARSE}
 """Of --experimental-attention-variant: their letters. Since 0.20 gdn is the name of the first."""

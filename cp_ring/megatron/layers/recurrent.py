@@ -26,7 +26,7 @@ import torch
 from cp_ring.comm.states import StatePassing
 from cp_ring.comm.transport import transport_for
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.data.documents import DocumentParams, documents_of
+from cp_ring.megatron.data.documents import ALONE, DocumentParams, documents_of
 from cp_ring.megatron.data.masks import MicrobatchMask
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows, packed_in_whole_rows
@@ -211,16 +211,6 @@ def documents_of_tokens(mixer: Any, packed_seq_params: Any, total_tokens: int) -
     return numbers
 
 
-class _OneRank:
-    """In place of the context-parallel group of a layer that is made as without one."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
 @around
 def made_for_states(
     constructor: Function, layer: Any, *args: Any, pg_collection: Any = None, **named: Any
@@ -235,7 +225,7 @@ def made_for_states(
     if config.recurrent_ways[kind] != "states" or alone:
         return constructor(layer, *args, pg_collection=pg_collection, **named)
     groups = copy.copy(pg_collection)
-    groups.cp = _OneRank()
+    groups.cp = ALONE
     constructor(layer, *args, pg_collection=groups, **named)
     layer.cp_ring_group = group
 

@@ -1,0 +1,116 @@
+"""Models of one process with context parallel sizes of their own: each is one rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_ring.errors import ConfigError
+from tests.megatron.groups import program
+from tests.megatron.test_dynamic_groups import difference
+
+pytestmark = pytest.mark.xdist_group("pool")
+
+VOCAB, N, ROWS = 64, 32, 4
+
+
+def build(cp: int, groups: Any = None, seed: int = 3) -> Any:
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(seed)
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
+    config = TransformerConfig(
+        attention_dropout=0.0, hidden_dropout=0.0, context_parallel_size=cp, init_method_std=0.2,
+        use_cpu_initialization=True, masked_softmax_fusion=False, **sizes,
+    )  # fmt: skip
+    spec = gpt_layer_specs.get_gpt_layer_local_spec()
+    return GPTModel(config, spec, VOCAB, N, position_embedding_type="rope", pg_collection=groups)
+
+
+def groups_of(cp_group: Any) -> Any:
+    """Megatron's groups, with another context-parallel one."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = copy.copy(ProcessGroupCollection.use_mpu_process_groups())
+    groups.cp = cp_group
+    return groups
+
+
+def gradients(group: Any) -> dict[str, list[torch.Tensor]]:
+    """On a rank of four: the loss over all batch rows of a student, also against a teacher at
+    context parallel size 1, and the gradients, added up over all ranks; by the student's size.
+    """
+    import cp_ring.megatron
+    from cp_ring.megatron.data.documents import ALONE
+
+    rows = torch.randint(VOCAB, (ROWS, N + 1), generator=torch.Generator().manual_seed(9))
+    rank, found = dist.get_rank(), {}
+    with program(2):
+        from megatron.core import parallel_state
+
+        pair = parallel_state.get_context_parallel_group()
+        teacher = build(1, seed=4)
+        students = {
+            "one": (build(1), ALONE, rows[rank::4]),
+            "two": (build(2), pair, rows[rank // 2 :: 2]),
+            "four": (build(4, groups_of(group)), group, rows),
+        }
+        for name, (student, cp_group, mine) in students.items():
+            places = torch.arange(N).expand(len(mine), N)
+            with torch.no_grad():
+                wanted = teacher(mine[:, :-1], places, None).softmax(-1)
+            whole = {"tokens": mine[:, :-1], "labels": mine[:, 1:], "position_ids": places}
+            part = cp_ring.megatron.split_batch(whole, cp_group)
+            if cp_group is not ALONE:
+                wanted = cp_ring.shard(wanted, group=cp_group)
+            given = part["tokens"], part["position_ids"], None
+            loss = student(*given, labels=part["labels"]).sum()
+            loss = loss - (wanted * student(*given).log_softmax(-1)).sum()
+            loss.backward()
+            found[name] = [loss.detach(), *(weight.grad for weight in student.parameters())]
+            for x in found[name]:
+                dist.all_reduce(x)
+    return found
+
+
+def test_a_student_at_each_size_beside_a_teacher_at_one(pool):
+    for found in pool.run(gradients, 4):
+        whole = found.pop("one")
+        for result in found.values():
+            assert difference(result, whole) < 1e-5
+
+
+def lines(group: Any) -> list[str]:
+    """On a rank of four: with what each model that cannot run ends."""
+    from megatron.core.models.common.vision_module.vision_module import VisionModule
+
+    found = []
+    with program(2):
+        encoder = build(1).config
+        encoder.context_parallel_size = 2
+        for make in (lambda: build(4), lambda: build(2, groups_of(group)),
+                     lambda: VisionModule(encoder)):  # fmt: skip
+            try:
+                make()
+                found.append("")
+            except ConfigError as error:
+                found.append(str(error))
+    return found
+
+
+def test_what_cannot_run_ends_in_one_line(pool):
+    wanted = (
+        "layer 1: its configuration has context_parallel_size 4, but its context-parallel group, "
+        "by default Megatron's, has 2 ranks",
+        "layer 1: its configuration has context_parallel_size 2, but its context-parallel group, "
+        "by default Megatron's, has 4 ranks",
+        "VisionModule: its configuration has context_parallel_size 2, but Megatron's encoders give "
+        "each rank whole images: set it to 1",
+    )
+    for found in pool.run(lines, 4):
+        assert all(line.startswith(part) for part, line in zip(wanted, found, strict=True)), found
