@@ -137,7 +137,8 @@ class Plain:
         wire_dtype: torch.dtype,
     ) -> Gradients:
         """Follows `Codec.gradients`."""
-        return GradStream(rank_plan, updates.keys, transport, self._k, self._v, wire_dtype)
+        own = self._k, self._v
+        return GradStream(rank_plan, updates.keys, transport, own, wire_dtype)
 
 
 class Decoding(Plain, ABC):

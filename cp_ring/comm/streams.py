@@ -93,16 +93,16 @@ class GradStream:
 
     def __init__(
         self, rank_plan: RankPlan, updates: Mapping[int, Sequence[Segments]],
-        transport: Transport | None, k: Tensor, v: Tensor,
+        transport: Transport | None, own: Buffer,
         wire_dtype: torch.dtype,
     ):  # fmt: skip
         self._updates, self._transport, self._like, self._wire_dtype = (
             updates,
             transport,
-            (k, v),
+            own,
             wire_dtype,
         )
-        self._home = self._now = Sum(updates[0], (k.shape, v.shape), k, k.dtype)
+        self._home = self._now = Sum(updates[0], [x.shape for x in own], own[0], own[0].dtype)
         self._in = self._buffer(rank_plan.max_grad_receives, wire_dtype)
         # Only hops of many kernel calls need sums in a wider dtype than the one that travels.
         several = any(
@@ -122,9 +122,9 @@ class GradStream:
             else self._home
         )
 
-    def add(self, dk: Tensor, dv: Tensor) -> None:
-        """Adds the gradients of the hop's next kernel call, [u, b, g, d] and [u, b, g, e]."""
-        self._now.add(dk, dv)
+    def add(self, *grads: Tensor) -> None:
+        """Adds those of the hop's next kernel call, [u, b, g, d] for each tensor of `own`."""
+        self._now.add(*grads)
 
     def send(self, hop: Hop) -> None:
         """Adds the gradients that arrived during this hop, then posts the messages of this hop."""
