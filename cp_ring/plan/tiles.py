@@ -254,17 +254,19 @@ def split_in_half(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
     query.
 
     Each part comes with the index of the tile that each of its tiles is part of. With many queries,
-    the cut is at a multiple of 128, because kernels work in blocks of 128 queries.
+    the cut is at the multiple of 128 nearest to half, because kernels work in blocks of 128
+    queries.
     """
     low, high = int(tiles.q0.min(initial=OPEN)), int(tiles.q1.max(initial=0))
     block, total = min(128, max((high - low) // 8, 1)), tiles.area().sum()
     blocks = range(low // block + 1, -(-high // block))
-    place = bisect_left(
-        blocks,
-        total,
-        key=lambda i: 2 * tiles.within(q1=i * block).area().sum(),
-    )
-    query = blocks[min(place, len(blocks) - 1)] * block if blocks else high
+
+    def beyond(i: int) -> int:
+        return 2 * int(tiles.within(q1=i * block).area().sum()) - int(total)
+
+    place = bisect_left(blocks, 0, key=beyond)
+    near = blocks[max(place - 1, 0) : place + 1]
+    query = min(near, key=lambda i: abs(beyond(i))) * block if near else high
     parts = tiles.within(q1=query), tiles.within(q0=query)
     return [(part[live], live) for part in parts for live in [np.flatnonzero(part.q0 < part.q1)]]
 

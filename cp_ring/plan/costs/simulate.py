@@ -6,7 +6,8 @@ of hop 0 first and half of it last. A stage lasts as long as the longest of thre
 computes, what arrives during it, and what leaves during it (`stage_seconds`).
 These are the keys of the next hop, and in backward also the gradients of the last one. A network
 card may be shared by several ranks: then what all of them send or receive at a hop goes through it.
-Merges, sums, kernel calls and exchanges of heads take time besides. Where ranks exchange heads, the
+Merges, sums and exchanges of heads take time besides, and so do kernel calls, where the blocks of
+each are not counted (`Rates.processors`). Where ranks exchange heads, the
 exchange of one group of heads hides behind attention on another; that of the first group before
 attention and that of the last one after it are exposed.
 
@@ -25,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.plan.costs.cost import Cost, blocked_pairs, cost, exchanged
-from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities, call_groups, lower
+from cp_ring.plan.costs.waves import REFERENCE, Grids, share, square
+from cp_ring.plan.lower import ASSUMED, BLOCK, KERNELS, Capabilities, call_groups, lower
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.ranges import Ints
@@ -34,6 +36,7 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates, stage_seconds
 from cp_ring.plan.sizes.head_split import split_heads
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan, Transfers
+from cp_ring.plan.tiles import Tiles
 from cp_ring.plan.updates import Partial, Update, gradient_updates, query_updates
 
 Floats = NDArray[np.float64]
@@ -213,8 +216,14 @@ def simulate(
         split.groups if heads > 1 else 1,
         ring.schedule[-1] + 1,
     )
-    exact = cost(report, own)
-    costs = exact if rates.block == 1 else _in_blocks(exact, ring, report, rates)
+    if updates is None:
+        updates = {
+            rank: rank_updates(plan.rank_plan(rank * heads), kernel)
+            for rank in sampled_ranks(ring.cp)
+        }
+    exact = costs = cost(report, own)
+    if rates.block > 1 and not rates.processors:
+        costs = _in_blocks(exact, ring, report, rates)
     widths = zip(
         *(sizes.on_wire(sum(len(x[place]) for x in split.repeated)) for place in range(heads)),
         strict=True,
@@ -225,7 +234,13 @@ def simulate(
         for table, bytes_per_token in tables
     )
     member = np.arange(plan.cp) // heads
-    compute = [x[member, :hops] / rates.flops for x in _flops(costs)]
+    slower = _of_all({rank: x.slower(own, groups, rates) for rank, x in updates.items()}, ring.cp)[
+        member
+    ]
+    compute = [
+        x[member, :hops] / rates.flops * slower[:, which, None]
+        for which, x in enumerate(_flops(costs))
+    ]
     live = (costs.forward_flops[member, :hops] > 0) | ((keys.sum(0) + gradients.sum(0)) > 0)
     before, after = neighbors(live)
     ahead = [_moved(keys, before, hops + more) for more in (0, 1)]
@@ -235,7 +250,14 @@ def simulate(
         (compute[0], links.seconds(ahead[0])),
         (np.concatenate([halves, compute[1][:, 1:], halves], 1), links.seconds(ahead[1] + behind)),
     )
-    extra = _overheads(plan, own, rates, groups, kernel, updates)[member]
+    call = 0.0 if rates.processors else groups * rates.call
+    extra = _of_all(
+        {
+            rank: np.array(accumulator_bytes(x, own)) / rates.memory + x.calls * call
+            for rank, x in updates.items()
+        },
+        ring.cp,
+    )[member]
     exchange = (
         _exchange_amounts(plan, links, sizes) if heads > 1 else np.zeros((4, 4, plan.cp), np.int64)
     )
@@ -250,7 +272,8 @@ def simulate(
             zip(stages, (first_there + last_there, first_back + last_back), strict=True)
         )
     ]
-    ideal = [
+    one = RankUpdates((), (), {}, grids=([ring.mask.pieces],) * 2)
+    ideal = one.slower(own, groups, rates, whole=True) * [
         float(x.sum()) * heads / rates.flops / plan.cp
         for x in (exact.forward_flops, exact.backward_flops)
     ]
@@ -353,13 +376,41 @@ class RankUpdates:
     """The updates of one rank's totals (`cp_ring.plan.updates`): of out, of dq, and of dk and dv of
     each hop, by its index.
 
-    calls: kernel calls in forward.
+    grids: the tiles of its kernel calls.
     """
 
     out: tuple[Update, ...]
     dq: tuple[Update, ...]
     keys: Mapping[int, tuple[Update, ...]]
-    calls: int = 0
+    grids: Grids = ((), ())
+
+    @property
+    def calls(self) -> int:
+        """Kernel calls in forward."""
+        return len(self.grids[0])
+
+    def slower(
+        self, sizes: AttentionSizes, groups: int, rates: Rates, *, whole: bool = False
+    ) -> Floats:
+        """The time of its kernel calls in forward and in backward, [2], relative to that at the
+        speed of `REFERENCE`; 1 where no calls or processors are counted.
+
+        sizes: of all heads of a rank, which take `groups` calls. whole: no processor is ever
+        without a block, and no call is too short.
+        """
+        if not rates.processors or not self.calls:
+            return np.ones(2)
+        side, of_it = REFERENCE
+        known = share([square(side)], of_it, processors=rates.processors)
+        heads = sizes.batch * sizes.heads
+        found = []
+        for which, calls in enumerate(self.grids):
+            product = sizes.pair_flops[which] / heads * BLOCK**2  # of one head
+            least = rates.call * rates.flops / known / rates.processors / product
+            of_calls = (heads // groups, bool(which))
+            filled = share(calls, *of_calls, *(() if whole else (rates.processors, least)))
+            found.append(known / filled)
+        return np.array(found)
 
 
 NO_UPDATES = {0: RankUpdates((), (), {})}
@@ -372,19 +423,20 @@ def rank_updates(rank_plan: RankPlan, kernel: Capabilities) -> RankUpdates:
         [_calls(hop, kernel) for hop in hops] for hops in (rank_plan.hops, rank_plan.backward)
     )
     out, dq = (
-        query_updates(([part for part, _ in calls] for calls in hops), rank_plan.num_tokens)
+        query_updates(([part for part, *_ in calls] for calls in hops), rank_plan.num_tokens)
         for hops in (forward, backward)
     )
     keys = gradient_updates(
         rank_plan.backward,
-        [[part for _, part in calls] for calls in backward],
+        [[part for _, part, _ in calls] for calls in backward],
         rank_plan.num_keys,
     )
-    return RankUpdates(out, dq, keys, sum(map(len, forward)))
+    of_calls = [[tiles for hop in hops for *_, tiles in hop] for hops in (forward, backward)]
+    return RankUpdates(out, dq, keys, (of_calls[0], of_calls[1]))
 
 
-def _calls(hop: Hop, kernel: Capabilities) -> list[tuple[Partial, Partial]]:
-    """Where the queries and the keys of a hop's kernel calls belong."""
+def _calls(hop: Hop, kernel: Capabilities) -> list[tuple[Partial, Partial, Tiles]]:
+    """Where the queries and the keys of a hop's kernel calls belong, and the tiles of each."""
     lowered = lower(hop.tiles, kernel)
     tiles, shift, reverse = (
         list(lowered.tiles),
@@ -398,6 +450,7 @@ def _calls(hop: Hop, kernel: Capabilities) -> list[tuple[Partial, Partial]]:
                 [(tiles[i].k0 + shift[i], tiles[i].k1 + shift[i]) for i in group],
                 reverse=reverse[group[0]],
             ),
+            lowered.tiles[np.array(group)],
         )
         for group in call_groups(lowered, kernel.varlen)
     ]
@@ -452,29 +505,12 @@ def _accumulated(update: Update, part: int, wire: int, result: int) -> int:
     return computed * part + arrived * wire + (loaded + kept) * 4 + completed * result
 
 
-def _overheads(
-    plan: Plan,
-    own: AttentionSizes,
-    rates: Rates,
-    groups: int,
-    kernel: Capabilities,
-    updates: Mapping[int, RankUpdates] | None,
-) -> Floats:
-    """Seconds of merges, sums and kernel calls of each rank of the ring in forward and in backward:
-    [members, 2].
+def _of_all(found: Mapping[int, Floats], members: int) -> Floats:
+    """What was found of some members of the ring, of all of them: [members, ...]. Others are taken
+    to be as the largest of these.
     """
-    if updates is None:
-        updates = {
-            rank: rank_updates(plan.rank_plan(rank * plan.ulysses), kernel)
-            for rank in sampled_ranks(plan.ring.cp)
-        }
-    seconds = {
-        rank: np.array(accumulator_bytes(of_rank, own)) / rates.memory
-        + of_rank.calls * groups * rates.call
-        for rank, of_rank in updates.items()
-    }
-    most = np.max(list(seconds.values()), axis=0)
-    return np.array([seconds.get(rank, most) for rank in range(plan.ring.cp)])
+    most = np.max(list(found.values()), axis=0)
+    return np.array([found.get(rank, most) for rank in range(members)])
 
 
 # When each stage and each message begins and ends, for pictures

@@ -2,87 +2,98 @@
 
 A call is a grid of blocks, one for each head and 128 queries, in backward for each query head and
 128 keys. A processor works on a block from its beginning to its end, and the call lasts until the
-last one ends, so a grid that is no multiple of the processors leaves some without work. The times
-of `cp_ring.plan.costs.simulate` have `Rates.call` for it; here each block is counted.
+last one ends, so a grid that is no multiple of the processors leaves some without work.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from cp_ring.plan.costs.simulate import sampled_ranks
-from cp_ring.plan.lower import BLOCK, Capabilities, call_groups, lower
-from cp_ring.plan.plan import Plan
-from cp_ring.plan.ranges import Ints
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.plan.tables import RankPlan
+from cp_ring.plan.lower import BLOCK
+from cp_ring.plan.ranges import Ints, expand
 from cp_ring.plan.tiles import OPEN, Tiles
-
-PROCESSORS = 132
-"""Streaming multiprocessors of an H100."""
 
 BEGIN = 1
 """What a block needs before its first matrix product, in products of 128 x 128: an assumption."""
 
+REFERENCE = 8192, 16
+"""Queries and keys, and heads, of the call whose speed is `Rates.flops`: a full mask, forward."""
 
-def filled(
-    plan: Plan, sizes: AttentionSizes, kernel: Capabilities, processors: int = PROCESSORS
-) -> dict[str, float]:
+Grids = tuple[Sequence[Tiles], Sequence[Tiles]]
+"""The tiles of each kernel call of a rank, in forward and in backward."""
+
+
+def filled(ranks: Iterable[Grids], heads: int, processors: int) -> dict[str, float]:
     """The share of the processors' time in which they compute allowed pairs, 0 to 1: of `forward`
     and of `backward` of the worst of some ranks, and of `one` causal forward call of as many pairs.
+
+    heads: those of each call, times the batch size.
     """
-    heads = sizes.batch * sizes.of_rank(plan.ulysses).heads
-    ranks = [rank * plan.ulysses for rank in sampled_ranks(plan.ring.cp)]
-    found = [_filled(plan.rank_plan(rank), heads, kernel, processors) for rank in ranks]
-    return {name: min(of_rank[name] for of_rank in found) for name in found[0]}
+    least = {"forward": 1.0, "backward": 1.0, "one": 1.0}
+    for grids in ranks:
+        pairs = sum(int(tiles.area().sum()) for tiles in grids[0])
+        side = max(round((2 * pairs) ** 0.5 / BLOCK), 1) * BLOCK
+        calls = {"forward": grids[0], "backward": grids[1], "one": [square(side, 0)]}
+        for name, tiles in calls.items():
+            least[name] = min(least[name], share(tiles, heads, name == "backward", processors))
+    return least
 
 
-def _filled(part: RankPlan, heads: int, kernel: Capabilities, processors: int) -> dict[str, float]:
-    shares, pairs = {}, 0
-    for name, hops in (("forward", part.hops), ("backward", part.backward)):
-        calls = []
-        for hop in hops:
-            lowered = lower(hop.tiles, kernel)
-            calls += [
-                lowered.tiles[np.array(group)] for group in call_groups(lowered, kernel.varlen)
-            ]
-        pairs = sum(int(tiles.area().sum()) for tiles in calls)
-        shares[name] = _share(calls, heads, name == "backward", processors)
-    side = int((2 * pairs) ** 0.5)
-    alone = Tiles.columns(0, np.array([side]), 0, side, hi=0)
-    return shares | {"one": _share([alone], heads, False, processors)}
+def square(side: int, hi: int = OPEN) -> Tiles:
+    """As many queries as keys, causal where `hi` is 0."""
+    return Tiles.columns(0, np.array([side]), 0, side, hi=hi)
 
 
-def _share(calls: Iterable[Tiles], heads: int, backward: bool, processors: int) -> float:
-    work, time = 0.0, 0
+def share(
+    calls: Iterable[Tiles],
+    heads: int,
+    backward: bool = False,
+    processors: int | None = None,
+    least: float = 0.0,
+) -> float:
+    """Of the calls, one after the other, each of which takes at least the time of `least` products.
+    Without `processors`: of one block after another, where no processor is ever without one.
+    """
+    work, time = 0.0, 0.0
     for tiles in calls:
         work += float(tiles.area().sum()) * heads / BLOCK**2
-        time += _makespan(np.repeat(_products(tiles, backward), heads) + BEGIN, processors)
-    return work / (time * processors) if time else 1.0
+        durations, counts = np.unique(_products(tiles, backward) + BEGIN, return_counts=True)
+        counts *= heads
+        time += (
+            int(durations @ counts)
+            if processors is None
+            else processors * max(_makespan(durations, counts, processors), least)
+        )
+    return work / time if work else 1.0
 
 
 def _products(tiles: Tiles, backward: bool) -> Ints:
     """Matrix products of 128 x 128 of each block of a call."""
-    found = []
-    for q0, q1, k0, k1, lo, hi in tiles.data.T.tolist():
-        if backward:  # a strip of keys sees queries: the band as they see it
-            q0, q1, k0, k1, lo, hi = k0, k1, q0, q1, -hi, -lo
-        first = np.arange(q0, q1, BLOCK)
-        last = np.minimum(first + BLOCK, q1) - 1
-        start = np.full_like(first, k0) if lo <= -OPEN else np.maximum(k0, first + lo)
-        end = np.full_like(first, k1) if hi >= OPEN else np.minimum(k1, last + hi + 1)
-        found.append(np.maximum(-(-(end - start) // BLOCK), 0))
-    return np.concatenate(found)
+    q0, q1, k0, k1, lo, hi = tiles.data
+    if backward:  # a strip of keys sees queries: the band as they see it
+        q0, q1, k0, k1, lo, hi = k0, k1, q0, q1, -hi, -lo
+    count = -(-(q1 - q0) // BLOCK)
+    of, number = expand(np.zeros_like(count), count)
+    first = q0[of] + number * BLOCK
+    last = np.minimum(first + BLOCK, q1[of]) - 1
+    start, end = np.maximum(k0[of], first + lo[of]), np.minimum(k1[of], last + hi[of] + 1)
+    return np.maximum(-(-(end - start) // BLOCK), 0)
 
 
-def _makespan(durations: Ints, processors: int) -> int:
+def _makespan(durations: Ints, counts: Ints, processors: int) -> int:
     """When the last block ends, where each goes to the processor that is free first, the longest
-    blocks before the others.
+    blocks before the others. `durations` ascend; there are `counts` blocks of each.
     """
-    free = [0] * processors
-    for duration in np.sort(durations)[::-1].tolist():
-        heapq.heapreplace(free, free[0] + duration)
-    return max(free)
+    free = np.zeros(processors, np.int64)
+    for duration, left in zip(durations[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while left:
+            free.sort()
+            # those that are free before the first of these blocks ends take one each
+            wave = int(np.searchsorted(free, free[0] + duration))
+            rounds = left // processors if wave == processors else 0
+            wave = processors if rounds else min(wave, left)
+            free[:wave] += duration * max(rounds, 1)
+            left -= wave * max(rounds, 1)
+    return int(free.max())

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -51,8 +51,11 @@ class Rates:
     counts the allowed pairs alone.
     padded: whether a block at the end of a tile counts whole, so that a tile of 4 tokens costs a
     block.
+    processors: streaming multiprocessors, whose blocks are counted (`cp_ring.plan.costs.waves`):
+    `flops` is then the speed of the call `REFERENCE` there, and `call` is what a kernel call takes
+    at least. 0 counts none.
 
-    Raises `PlanError` unless all numbers are above 0.
+    Raises `PlanError` unless all other numbers are above 0, and `processors` is a whole number.
     """
 
     flops: float = FLOPS_PER_SECOND
@@ -64,10 +67,13 @@ class Rates:
     products: float = 1.5
     block: int = 1
     padded: bool = False
+    processors: int = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name != "padded" and not 0 < getattr(self, field.name) < float("inf"):
+        if not isinstance(self.processors, int) or self.processors < 0:
+            raise PlanError(f"processors={self.processors}: it must be a whole number, or 0")
+        for field in fields(self)[:-2]:
+            if not 0 < getattr(self, field.name) < float("inf"):
                 raise PlanError(
                     f"{field.name}={getattr(self, field.name)}: a rate must be a number above 0"
                 )
@@ -82,7 +88,7 @@ def stage_seconds(computes: NDArray[Any], *moves: NDArray[Any]) -> NDArray[Any]:
     return computes
 
 
-RATES = Rates()
+RATES = Rates(processors=132)
 """The rates that all predictions assume where none are given."""
 
 HOST_RATES = Rates(flops=5e10, inside=2e9, between=1e9, memory=1e10, call=1e-4)
@@ -90,9 +96,9 @@ HOST_RATES = Rates(flops=5e10, inside=2e9, between=1e9, memory=1e10, call=1e-4)
 
 NAMED = {
     "h100-nvlink-400g": RATES,
-    "h100-nvlink-200g": Rates(between=2e10),
-    "h200-nvlink-400g": Rates(memory=4.3e12),
-    "a100-nvlink-200g": Rates(1.9e14, 2e11, 2e10, memory=1.7e12, products=1.25),
+    "h100-nvlink-200g": replace(RATES, between=2e10),
+    "h200-nvlink-400g": replace(RATES, memory=4.3e12),
+    "a100-nvlink-200g": Rates(1.9e14, 2e11, 2e10, memory=1.7e12, products=1.25, processors=108),
 }
 """Rates by the names of devices and links. The links are those of vendors' data sheets, less what
 protocols take; all of them are assumptions, not measurements."""
@@ -114,6 +120,7 @@ _IN_FILE = {
     "memory_gb_s": ("memory", 1e9),
     "call_us": ("call", 1e-6),
     "ranks_per_card": ("ranks_per_card", 1),
+    "processors": ("processors", 1),
 }
 
 
@@ -122,8 +129,9 @@ def read(path: str) -> Rates:
     (links.json).
 
     The file may have any of tflops, memory_gb_s, call_us, link_gb_s (ranks of a node), network_gb_s
-    (other nodes) and ranks_per_card; `RATES` has what it lacks, or has as null. Raises `PlanError`
-    with the reason where the file has no rates.
+    (other nodes), ranks_per_card and processors; `RATES` has what it lacks, or has as null, but
+    processors beside tflops, which are then not counted. Raises `PlanError` with the reason where
+    the file has no rates.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -147,4 +155,5 @@ def read(path: str) -> Rates:
             or not 0 < value < float("inf")
         ):
             raise PlanError(f"--rates {path}: {key} {value!r}: it must be a number above 0")
-    return Rates(**{_IN_FILE[key][0]: value * _IN_FILE[key][1] for key, value in rates.items()})
+    given = {_IN_FILE[key][0]: value * _IN_FILE[key][1] for key, value in rates.items()}
+    return replace(Rates() if "tflops" in rates else RATES, **given)

@@ -205,6 +205,13 @@ class PlanRequest:
         f"Neighboring ranks that share a network card; default {RATES.ranks_per_card}.",
         **_RATES,
     )
+    processors: int | None = option(
+        None,
+        "Streaming multiprocessors that kernel calls fill in waves; 0 takes a fixed time for each "
+        f"call instead; default {RATES.processors}.",
+        min=0,
+        **_RATES,
+    )
     compare: bool = option(
         False,
         "Compare splits of --lengths: padded, hybrid, zigzag, balanced.",
@@ -236,6 +243,7 @@ class PlanRequest:
             self.node_bandwidth,
             self.network_bandwidth,
             self.ranks_per_card,
+            self.processors,
         )
         return Assumed(_sizes(self), rates, self.ranks_per_node, capabilities_of(self.kernel))
 
@@ -438,6 +446,7 @@ def make_rates(
     node_bandwidth: float | None = None,
     network_bandwidth: float | None = None,
     ranks_per_card: int | None = None,
+    processors: int | None = None,
 ) -> Rates:
     """The rates of a file, or those that all predictions assume, with the ones of the options in
     their place.
@@ -455,7 +464,7 @@ def make_rates(
             raise PlanError(f"{name} {value:g}: it must be a number above 0")
     given: dict[str, Any] = {
         name: value * unit for name, (_, value, unit) in options.items() if value is not None
-    }
+    } | ({} if processors is None else {"processors": processors})
     return replace(RATES if path is None else named_or_read(path), **given)
 
 

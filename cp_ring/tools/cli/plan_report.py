@@ -12,8 +12,14 @@ from rich.table import Table
 
 from cp_ring.plan.costs.cost import Cost, between_nodes, crossing
 from cp_ring.plan.costs.shapes import AUTO, Assumed, costed, planned, shapes_of
-from cp_ring.plan.costs.simulate import accumulator_bytes, kernel_calls, rank_updates, simulate
-from cp_ring.plan.costs.waves import PROCESSORS, filled
+from cp_ring.plan.costs.simulate import (
+    accumulator_bytes,
+    kernel_calls,
+    rank_updates,
+    sampled_ranks,
+    simulate,
+)
+from cp_ring.plan.costs.waves import filled
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities
 from cp_ring.plan.mask import Mask
@@ -88,7 +94,13 @@ def speed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any]:
     return {
         "accumulator_bytes_per_rank": moved,
         "predicted_efficiency": predicted,
-        "filled": filled(plan, sizes, kernel),
+        "filled": filled(
+            [updates[rank].grids for rank in sampled_ranks(plan.ring.cp)],
+            sizes.batch * sizes.of_rank(plan.ulysses).heads,
+            rates.processors,
+        )
+        if rates.processors
+        else None,
     }
 
 
@@ -117,10 +129,16 @@ def shapes_of_plan(mask: Mask, asked: PlanSpec, assumed: Assumed) -> list[dict[s
 
 
 def times(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any] | None:
-    """The predicted times of a plan; None for more than `MAX_RANKS_PREDICTED` ranks."""
+    """The predicted times of a plan; None for more than `MAX_RANKS_PREDICTED` ranks.
+
+    `without_waves` has those that take a fixed time for each kernel call, or None.
+    """
     if plan.cp > MAX_RANKS_PREDICTED:
         return None
-    return simulate(plan, report, *assumed).facts()
+    fixed = replace(assumed.rates, processors=0)
+    both = (simulate(plan, report, *assumed._replace(rates=x)) for x in (assumed.rates, fixed))
+    found, without = (timeline.facts() for timeline in both)
+    return found | {"without_waves": without if assumed.rates.processors else None}
 
 
 def exposed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, dict[str, float]] | None:
@@ -181,10 +199,12 @@ def print_plan(plan: PlanTables, facts: dict[str, Any]) -> None:
     console.print(f"remote sources of each hop: {sources}; {calls}")
     if facts["filled"]:
         shares = {name: f"{share:.3f}" for name, share in facts["filled"].items()}
+        without = facts["predicted"]["without_waves"]
         console.print(
-            f"its calls fill {PROCESSORS} processors to {shares['forward']} in forward and "
-            f"{shares['backward']} in backward, one call of as many pairs to {shares['one']}; "
-            "the times below take a fixed time for it"
+            f"its calls fill the processors to {shares['forward']} in forward and "
+            f"{shares['backward']} in backward, one call of as many pairs to {shares['one']}; with "
+            f"a fixed time for each call in place of that, speeds are "
+            f"{without['efficiency_forward']:.3f} and {without['efficiency_both']:.3f} of one call"
         )
     if facts["chosen"]:
         console.print(f"chosen: {facts['chosen']}")
@@ -214,7 +234,7 @@ def _print_verdict(console: Console, plan: PlanTables, facts: dict[str, Any]) ->
             f"a layer takes {1e3 * own['forward_s']:.3g} ms forward, {1e3 * own['both_s']:.3g} ms "
             f"with backward (predicted), of which it waits {1e3 * own['exposed_both_s']:.3g} ms "
             f"({own['exposed_both_s'] / (own['both_s'] or 1):.1%}); "
-            f"{own['efficiency_forward']:.2f} and {own['efficiency_both']:.2f} of the speed of one "
+            f"{own['efficiency_forward']:.3f} and {own['efficiency_both']:.3f} of the speed of one "
             "kernel call"
         )
     console.print(f"proven for {plan.cp} ranks: {times}", style="bold")

@@ -16,6 +16,7 @@ from torch.utils.benchmark import Measurement, TaskSpec
 
 from cp_ring.kernels import choose
 from cp_ring.kernels.base import OPEN
+from cp_ring.plan.costs.waves import REFERENCE
 from cp_ring.testing.network import ThrottledMesh
 from cp_ring.testing.rank_pool import Ranks
 
@@ -63,14 +64,14 @@ def best(work: Callable[[], object], repeats: int, cuda: bool = False) -> float:
 
 
 def kernel_rates(device: torch.device, repeats: int = 5, megabytes: int = 32) -> dict[str, Any]:
-    """Speeds {kernel, tflops, memory_gb_s, call_us} of the kernel that `auto` chooses, the best of
+    """Speeds {kernel, tflops, memory_gb_s, call_us, processors} of the kernel that `auto` chooses, the best of
     `repeats`.
 
     A full mask, bfloat16 on CUDA and float32 on the CPU. Raises `KernelError` where no kernel runs
     on the device.
     """
     cuda = device.type == "cuda"
-    tokens, heads, size = (8192, 16, 128) if cuda else (1024, 8, 64)
+    tokens, heads, size = (*REFERENCE, 128) if cuda else (1024, 8, 64)
     dtype = torch.bfloat16 if cuda else torch.float32
     kernel = choose("auto", device=device, dtype=dtype, d=size, e=size, packed=False)
 
@@ -88,6 +89,9 @@ def kernel_rates(device: torch.device, repeats: int = 5, megabytes: int = 32) ->
         "tflops": flops / 1e12,
         "memory_gb_s": memory_rate(device, repeats, megabytes * 2**20) / 1e9,
         "call_us": max(seconds(_FEW) - 4.0 * _FEW * _FEW * heads * size / flops, 1e-7) * 1e6,
+        "processors": torch.cuda.get_device_properties(device).multi_processor_count
+        if cuda
+        else None,
     }
 
 
