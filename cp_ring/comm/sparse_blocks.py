@@ -36,8 +36,8 @@ class Selection(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Queries `mine` of this rank, and their keys in a hop's buffer: a slice for all, or for each query numbers
-    [b, t, w]. `allowed` are the pairs, bool [b or 1, t, w].
+    """Queries `mine` of this rank, and their keys in a hop's buffer: a slice for all, or for each
+    query numbers [b, t, w]. `allowed` are the pairs, bool [b or 1, t, w].
     """
 
     mine: slice

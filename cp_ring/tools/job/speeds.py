@@ -64,8 +64,8 @@ def best(work: Callable[[], object], repeats: int, cuda: bool = False) -> float:
 
 
 def kernel_rates(device: torch.device, repeats: int = 5, megabytes: int = 32) -> dict[str, Any]:
-    """Speeds {kernel, tflops, memory_gb_s, call_us, processors} of the kernel that `auto` chooses, the best of
-    `repeats`.
+    """Speeds {kernel, tflops, memory_gb_s, call_us, processors} of the kernel that `auto` chooses,
+    the best of `repeats`.
 
     A full mask, bfloat16 on CUDA and float32 on the CPU. Raises `KernelError` where no kernel runs
     on the device.
