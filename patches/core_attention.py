@@ -8,6 +8,7 @@ and `MultiLatentAttention`.
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ def _replacements() -> Iterator[Replacement]:
     from megatron.core.models.common.vision_module.vision_module import VisionModule
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     for owner in (Attention, MultiLatentAttention):
         yield owner, "__init__", _with_ring(owner.__init__)
@@ -28,10 +30,41 @@ def _replacements() -> Iterator[Replacement]:
     adjust = Attention._adjust_key_value_for_inference
     yield Attention, adjust.__name__, _with_cache(adjust)
     yield VisionModule, "__init__", _of_whole_images(VisionModule.__init__)
+    yield TransformerConfig, "__post_init__", _with_any_type(TransformerConfig.__post_init__)
+    variants = "megatron.core.transformer.experimental_attention_variant"
+    if importlib.util.find_spec(f"{variants}.absorbed_mla"):  # since 0.19
+        absorbed = importlib.import_module(f"{variants}.absorbed_mla").AbsorbedMLASelfAttention
+        yield absorbed, "__init__", _with_sparse(absorbed.__init__)
     if importlib.util.find_spec("megatron.core.ssm.gated_delta_product"):  # since 0.20
         from megatron.core.ssm.gated_delta_product import GatedDeltaProductMixer
 
         yield GatedDeltaProductMixer, "__init__", _rejected
+
+
+@around
+def _with_sparse(
+    constructor: Function, self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
+) -> None:
+    from cp_ring.megatron.layers.sparse import sparse_submodules
+
+    constructor(self, config, sparse_submodules(submodules), *args, **kwargs)
+
+
+@around
+def _with_any_type(check: Function, config: Any) -> None:
+    """Megatron's sparse attention knows all_gather alone; its check sees that in place of p2p."""
+    given = config.cp_comm_type
+    if getattr(config, "experimental_attention_variant", None) == "dsa":
+        seen = ["all_gather" if kind in ("p2p", None) else kind for kind in _listed(given)]
+        config.cp_comm_type = seen if isinstance(given, list) else seen[0]
+    try:
+        check(config)
+    finally:
+        config.cp_comm_type = given
+
+
+def _listed(kinds: Any) -> list[Any]:
+    return kinds if isinstance(kinds, list) else [kinds]
 
 
 def _rejected(*args: Any, **kwargs: Any) -> None:
@@ -47,7 +80,7 @@ def _with_ring(
     from cp_ring.megatron.layers import latent_tap, layer_offload
     from cp_ring.megatron.specs import ring_submodules
 
-    # Megatron's sparse attention is split by itself
+    # what its own constructor has changed
     sparse = type(self).__name__ == "AbsorbedMLASelfAttention"
     constructor(
         self, config, submodules if sparse else ring_submodules(submodules), *args, **kwargs

@@ -166,6 +166,9 @@ DEEPSEEK = {
 }  # fmt: skip
 
 
+SPARSE = {"experimental_attention_variant": "dsa", "num_layers": 2, "dsa_indexer_head_dim": 128}
+
+
 @pytest.mark.parametrize(
     ("changes", "settings", "chosen", "printed"),
     [
@@ -202,6 +205,13 @@ DEEPSEEK = {
             "int8",
             "int8: 41,984 bytes a token and layer travel, plain has 81,920; the bounds",
         ),
+        (
+            SPARSE,
+            {},
+            "plain",
+            "latents of 1,152 bytes a token and layer travel, and keys of the indexer of 260",
+        ),
+        (SPARSE | {"cp_comm_type": "all_gather"}, {}, "plain", "Megatron gathers the keys of all"),
         ({"context_parallel_size": 1}, {"wire": "latent"}, "plain", ""),
         ({"multi_latent_attention": False}, {}, "plain", ""),
     ],

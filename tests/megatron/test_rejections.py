@@ -146,6 +146,32 @@ def test_sparse_attention_takes_packed_documents_alone():
 
 
 @pytest.mark.parametrize(
+    ("more", "own", "found"),
+    [
+        ({}, {}, ""),
+        ({"cp_comm_type": ["p2p", "all_gather"]}, {}, ""),
+        ({"cp_comm_type": "a2a"}, {}, "does not support --cp-comm-type a2a"),
+        ({}, {"wire": "int8"}, "does not support --cp-ring-wire int8"),
+        ({}, {"wire": "latent"}, ""),
+        ({}, {"heads": 2}, "--cp-ring-heads 2: leave it out, or give --cp-comm-type all_gather"),
+        ({"dsa_kernel_backend": "cudnn"}, {}, "--dsa-kernel-backend cudnn: leave it out, or give"),
+        ({"dsa_kernel_backend": "cudnn", "cp_comm_type": "all_gather"}, {}, ""),
+        (
+            {"dsa_kernel_backend": "cudnn", "attention_backend": SimpleNamespace(name="unfused")},
+            {},
+            "",
+        ),
+        ({"dsa_kernel_backend": "cudnn", "context_parallel_size": 1}, {}, ""),
+    ],
+)
+def test_what_latents_of_sparse_attention_do_not_support_is_left_to_all_gather(more, own, found):
+    args = {"experimental_attention_variant": "dsa", "num_layers": 2, "context_parallel_size": 2}
+    job = Job(argparse.Namespace(**args | more), Options.make(enabled=True, **own))
+    line = problem(job, validate.attention_rules.ATTENTION)
+    assert found in line if found else not line, line
+
+
+@pytest.mark.parametrize(
     ("installed", "spec", "letters", "found"),
     [
         ((), None, "M*-", "TransformerEngine"),

@@ -55,14 +55,20 @@ MODELS = {
         True,
     ),
     "qwen3_next": (f"{QWEN} --mtp-num-layers 1", REFERENCE, "", False),
-    "sparse": (f"{SPARSE} --cp-comm-type all_gather --calculate-per-token-loss", "", "", False),
+    "sparse": (f"{SPARSE} --calculate-per-token-loss", "", "", False),
+    "sparse_gathered": (
+        f"{SPARSE} --cp-comm-type all_gather --calculate-per-token-loss",
+        "",
+        "",
+        False,
+    ),
 }
 
 
 def usual_flags(model, folder):
     """Multi-latent attention has no groups of heads; documents end within batch rows."""
     flags = " ".join(FLAGS)
-    if model in ("mla", "sparse"):
+    if model in ("mla", "sparse", "sparse_gathered"):
         flags = flags.replace("--group-query-attention --num-query-groups 2", "")
     if model == "documents":
         flags = flags.replace("--mock-data", f"--data-path {corpora.write(folder / model)}")

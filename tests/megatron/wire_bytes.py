@@ -2,8 +2,8 @@
 transport counts them.
 
 `python -m tests.megatron.wire_bytes [--heads 32] [--seq-length 1024]` trains two steps with each
-codec and prints a table. All sizes of the model but its layers and its width are a quarter of
-DeepSeek-V3's.
+codec and prints a table; with `--sparse`, of sparse attention on 2 and on 4 ranks. All sizes of
+the model but its layers and its width are a quarter of DeepSeek-V3's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ class Sent(NamedTuple):
     gradients: int
 
 
-def flags(heads: int, tokens: int) -> list[str]:
+INDEXER = 32
+SPARSE = f"""
+    --experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim {INDEXER} --dsa-indexer-topk 64
+    --dsa-indexer-loss-coeff 1e-2 --no-dsa-indexer-rotate-activation --calculate-per-token-loss
+    --spec tests.parity.recurrent linear_attention
+""".split()
+
+
+def flags(heads: int, tokens: int, cp: int = CP) -> list[str]:
     """Flags of the model and of its training, without the codec."""
     return f"""
         --cp-ring-cpu --num-layers {LAYERS} --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads {heads}
@@ -40,25 +48,56 @@ def flags(heads: int, tokens: int) -> list[str]:
         --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 8 --mock-data --split 90,5,5
         --dataloader-type single --num-workers 0 --lr 1e-3 --train-iters 2 --micro-batch-size 1 --global-batch-size 1
         --eval-iters 0 --eval-interval 10 --seq-length {tokens} --max-position-embeddings {tokens}
-        --cp-ring --context-parallel-size {CP}
+        --cp-ring --context-parallel-size {cp}
     """.split()
 
 
 def counted(folder: Path, heads: int, tokens: int) -> dict[str, Sent]:
     """What the transports of all ranks counted in the second step, by codec."""
     train(CP, {wire: ["--cp-ring-wire", wire] for wire in CODECS}, folder, flags(heads, tokens))
-    found = {}
-    for wire in CODECS:
-        steps = [
-            [line["sent"] for line in _lines(folder, wire) if line.get("step") == step]
-            for step in (1, 2)
-        ]
-        of_kind = [
+    return {wire: _sent(folder, wire) for wire in CODECS}
+
+
+def _sent(folder: Path, name: str) -> Sent:
+    steps = [
+        [line["sent"] for line in _lines(folder, name) if line.get("step") == step]
+        for step in (1, 2)
+    ]
+    return Sent(
+        *(
             sum(last[kind] for last in steps[1]) - sum(first[kind] for first in steps[0])
             for kind in ("keys", "gradients")
-        ]
-        found[wire] = Sent(*of_kind)
-    return found
+        )
+    )
+
+
+def counted_sparse(folder: Path, heads: int, tokens: int, cp: int) -> Sent:
+    """The same of sparse attention with a loss of the indexer."""
+    name = f"sparse on {cp}"
+    train(cp, {name: SPARSE}, folder, flags(heads, tokens, cp))
+    return _sent(folder, name)
+
+
+def planned_sparse(heads: int, tokens: int, cp: int) -> Sent:
+    """The indexer's keys with positions, and latents; both again in backward, and their
+    gradients.
+    """
+    report = Plan.build(Mask.causal(tokens), Layout.zigzag(tokens, cp)).verify()
+    sizes = AttentionSizes(
+        heads, heads, SIZES.nope + SIZES.rope, SIZES.value, "fp32", wire="latent", latent=SIZES
+    )
+    indexer, latents = sizes.sparse_on_wire(INDEXER)
+    back = latents + INDEXER * sizes.element
+    keys = int(report.keys_in.sum()) * (indexer + latents + back)
+    return Sent(LAYERS * keys, LAYERS * int(report.grads_in.sum()) * back)
+
+
+def gathered_sparse(tokens: int, cp: int) -> Sent:
+    """By Megatron's code: all-gathers of all latents and keys of the indexer in forward, and
+    reduce-scatters of their gradients, of which each rank gets those of all other ranks' tokens.
+    """
+    size = LAYERS * (cp - 1) * tokens * 4 * (SIZES.latent + SIZES.rope + INDEXER)
+    return Sent(size, size)
 
 
 def planned(wire: str, heads: int, tokens: int) -> Sent:
@@ -75,10 +114,23 @@ def planned(wire: str, heads: int, tokens: int) -> Sent:
 
 
 def main(
-    heads: Annotated[int, typer.Option(min=1)] = 32, seq_length: Annotated[int, typer.Option(min=8)] = 1024
-) -> None:  # fmt: skip
+    heads: Annotated[int, typer.Option(min=1)] = 32,
+    seq_length: Annotated[int, typer.Option(min=8)] = 1024,
+    sparse: Annotated[bool, typer.Option("--sparse", help="Of sparse attention.")] = False,
+) -> None:
     """Print the bytes that a step sends, by codec."""
     with tempfile.TemporaryDirectory() as folder:
+        if sparse:
+            print(
+                "| ranks | wire | keys, MB | gradients, MB | together, MB |\n|---|---|---|---|---|"
+            )
+            for cp in (2, 4):
+                found = counted_sparse(Path(folder), heads, seq_length, cp)
+                assert found == planned_sparse(heads, seq_length, cp), found
+                for name, sent in (("p2p", found), ("all_gather", gathered_sparse(seq_length, cp))):
+                    megabytes = " | ".join(f"{size / 1e6:.2f}" for size in (*sent, sum(sent)))
+                    print(f"| {cp} | `{name}` | {megabytes} |")
+            return
         found = counted(Path(folder), heads, seq_length)
     print(
         "| codec | keys and values, MB | gradients, MB | together, MB | of plain "

@@ -338,7 +338,44 @@ def _latent_not_summed(of_all_tokens: Any, tap: Any, latent: Any, config: Any) -
     )
 
 
+def _sparse() -> Any:
+    from cp_ring.comm import sparse_loop
+
+    return sparse_loop
+
+
+def _sparse_layer() -> Any:
+    from cp_ring.megatron.layers import sparse
+
+    return sparse
+
+
+def _latents_of_the_wrong_rank(attend: Any, call: Any, selection: Any, q: Any, latents: Any) -> Any:
+    rank, ranks = call.rank_plan.rank, call.rank_plan.cp
+    return attend(call, selection, q, latents.roll(1, 0) if rank == ranks - 1 else latents)
+
+
+def _hop_not_scored(seen: Any, hop: Any, size: int, device: Any) -> Any:
+    return iter(()) if hop.index == 1 else seen(hop, size, device)
+
+
+def _by_positions_of_the_rank(select: Any, call: Any, *tensors: Any) -> Any:
+    return select(call, *tensors[:-1], torch.arange(len(tensors[-1])))
+
+
 FAULTS = {
+    "latents of the wrong rank": lambda: (_sparse(), "_attend", _latents_of_the_wrong_rank),
+    "a hop is not scored": lambda: (_sparse(), "seen", _hop_not_scored),
+    "selection by positions of the rank": lambda: (
+        _sparse_layer(),
+        "select",
+        _by_positions_of_the_rank,
+    ),
+    "loss of the indexer by rank": lambda: (
+        _sparse_layer(),
+        "_over_heads",
+        lambda over_heads, group, x: None,
+    ),
     "weight gradient twice": lambda: (_gradients_of_latents(), "finish", _weight_gradient_twice),
     "rotated part not returned": lambda: (
         _gradients_of_latents(),

@@ -101,13 +101,30 @@ def linear_attention(config: Any) -> TransformerBlockSubmodules:
     """
     LocalSpecProvider.layer_norm = LocalProvider.layer_norm  # of the layers that predict
     if config.experimental_attention_variant == "dsa":
-        from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+        from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
 
         absorbed_mla.TELinear = Duplicated
+        dsa.fused_qk_topk_naive = _first_of_equal
     return variants.get_transformer_block_with_experimental_attention_variant_spec(config)
 
 
+def _first_of_equal(q: Tensor, k: Tensor, weights: Tensor, topk: int, **named: Any) -> Any:
+    """As Megatron's `fused_qk_topk_naive`, but of equal scores the earlier keys are selected:
+    relu makes many zeros, of which `torch.topk` takes any.
+    """
+    scores, _ = _TOPK(q, k, weights, topk, **named)
+    found = scores.sort(dim=-1, descending=True, stable=True)
+    selected = found.indices.masked_fill(found.values == float("-inf"), -1)
+    return scores, selected[..., : min(topk, len(k))]
+
+
 if variants is not None:
+    try:
+        from megatron.core.transformer.experimental_attention_variant.dsa import (
+            fused_qk_topk_naive as _TOPK,
+        )
+    except ImportError:  # before 0.19
+        _TOPK = None
     _DELTA_NET = variants.get_gated_delta_net_module_spec
     variants.get_gated_delta_net_module_spec = _local_delta_net
     variants._get_self_attention_module_spec = _local_attention

@@ -96,7 +96,9 @@ def uncovered_layers(args: argparse.Namespace) -> list[str]:
     return [
         f"{RECURRENT[letter]} layers ({_KERNELS[letter][2]} cannot be imported)"
         for letter in missing_kernels(args)
-    ] + ["which keys sparse attention selects"] * (SPARSE in letters_of(args))
+    ] + ["relu of sparse attention's scores"] * (
+        SPARSE in letters_of(args) and getattr(args, "dsa_indexer_scoring_relu", True)
+    )
 
 
 def _has_kernels(letter: str) -> bool:
@@ -115,6 +117,9 @@ def changes_of_layers(
     chosen = chosen_layers(args, config, kinds)
     experts = layers_with_experts(args)
     changes: dict[str, Any] = {"num_layers": len(chosen)}
+    if SPARSE in letters_of(args):
+        # fewer than a tiny batch row has; relu makes equal scores, of which Megatron selects any
+        changes |= {"dsa_indexer_topk": STATE, "dsa_indexer_scoring_relu": False}
     changes["moe_layer_freq"] = [experts[layer - 1] for layer in chosen] if experts else 1
     # Layers that predict further tokens count from 1 again, and Megatron looks them up in the same
     # lists.

@@ -203,12 +203,24 @@ ATTENTION = (
          "this version of Megatron's FSDP has no context parallelism"),
     Rule(lambda job: SPARSE in job.letters and (job.given(_DOCUMENTS_IN_ROWS)
          or (job.reorders and job["--cp-ring-layout"])
-         or (job.cp > 1 and {*job.comm_types} != {"all_gather"} and job["--cp-comm-type"])),
+         or (job.own.wire not in ("auto", "plain", "latent") and job["--cp-ring-wire"])
+         or (job.cp > 1 and {*job.comm_types} - {"all_gather", "p2p"} and job["--cp-comm-type"])),
          "{pattern}: sparse attention does not support {found}",
-         "Megatron splits it itself, with --cp-ring-layout zigzag and --cp-comm-type all_gather",
+         "it is split with --cp-ring-layout zigzag, and --cp-comm-type p2p or all_gather",
          example="--experimental-attention-variant dsa --cp-ring-layout balanced / "
                  "--experimental-attention-variant dsa --cp-ring-document-mask --sft / "
+                 "--experimental-attention-variant dsa --cp-ring-wire int8 / "
                  "--hybrid-layer-pattern D- --cp-ring-layout balanced"),
+    Rule(lambda job: SPARSE in job.letters and job.cp > 1 and "p2p" in job.comm_types
+         and ((str(job.own.heads) != "1" and job["--cp-ring-heads"]) or job.graphs_of_attention
+              or (getattr(job.attention_backend, "name", "") != "unfused"
+                  and job.dsa_kernel_backend not in (None, "none")
+                  and job["--dsa-kernel-backend"])),
+         "{pattern}: sparse attention whose latents travel from rank to rank does not support "
+         "{found}", "leave it out, or give --cp-comm-type all_gather",
+         example="--experimental-attention-variant dsa --context-parallel-size 2 "
+                 "--cp-ring-heads 2 / --experimental-attention-variant dsa "
+                 "--context-parallel-size 2 --dsa-kernel-backend tilelang"),
     Rule(lambda job: SPARSE in job.letters and job.cp > 1 and job.dsa_indexer_loss_coeff
          and not job.calculate_per_token_loss,
          "{pattern} with {--context-parallel-size} and a loss of the indexer needs "

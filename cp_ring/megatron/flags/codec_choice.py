@@ -10,6 +10,7 @@ from typing import Any
 from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import comm_types, rules
+from cp_ring.megatron.flags.layer_pattern import SPARSE, letters_of
 from cp_ring.megatron.flags.rule import Job, check_rules, problem
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.rejection import note
@@ -45,6 +46,17 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
     if cp == 1 or (config.wire == "auto" and not latent):
         return "plain"
     check_rules(Job(args, config), rules.DROPOUT_ON_THE_WIRE)
+    if latent and SPARSE in letters_of(args):
+        size = getattr(args, "dsa_indexer_head_dim", None) or 0
+        indexer, latents = _sizes(args, "latent").sparse_on_wire(size)
+        gathered = all(kind == "all_gather" for kind in comm_types.types_by_layer(args))
+        note(
+            "sparse attention: Megatron gathers the keys of all tokens"
+            if gathered
+            else f"sparse attention: latents of {latents:,} bytes a token and layer travel, and "
+            f"keys of the indexer of {indexer:,}, of tokens that queries see"
+        )
+        return "plain"
     ulysses = max(spec.ulysses for _, spec in comm_types.specs(args, config))
     check_latent(args, ulysses, config)
     chosen = config.wire

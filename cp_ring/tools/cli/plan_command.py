@@ -42,7 +42,9 @@ from cp_ring.tools.cli.plan_inputs import make_mask
 from cp_ring.tools.cli.plan_report import (
     exposed,
     print_plan,
+    print_sparse,
     shapes_of_plan,
+    sparse_bytes,
     speed,
     summary,
     times,
@@ -126,6 +128,13 @@ class PlanRequest:
         "heads; sizes by Megatron's names follow, as in gdn:linear_num_value_heads=32,layers=36, "
         "attention=12.",
         metavar="KIND[:NAME=VALUE,...]",
+        **_SIZES,
+    )
+    sparse: str | None = option(
+        None,
+        "With --mla: sparse attention that selects so many keys, by an indexer of this head size, "
+        "as 2048,128.",
+        metavar="TOPK,SIZE",
         **_SIZES,
     )
     chunks_per_rank: int | None = option(
@@ -362,11 +371,14 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed, st
         facts["recurrent"] = plan_recurrent.facts(
             request.recurrent, layout, np.unique(starts), assumed, flops.tolist()
         )
+    if request.sparse:
+        facts["sparse"] = sparse_bytes(report, layout, assumed.sizes, request.sparse)
     if request.as_json:
         typer.echo(json.dumps(facts))
     else:
         print_plan(ring, facts)
         plan_recurrent.show(facts["recurrent"]) if request.recurrent else None
+        print_sparse(facts["sparse"]) if request.sparse else None
     if request.draw and request.panel == "states":
         plan_recurrent.draw_chain(request.draw, layout, np.unique(starts), request.width)
         typer.echo(f"wrote {request.draw}", err=request.as_json)

@@ -5,6 +5,7 @@ configuration in place of options.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,17 @@ def options_of(job: JobConfig) -> dict[str, Any]:
         "wire": "plain" if settings.wire == AUTO else settings.wire,
         "head_parallel": AUTO if settings.heads == AUTO and kind == "p2p" else spec.ulysses,
         "recurrent": text_of_job(given, tp),
+        "sparse": _sparse(given),
         "ranks_per_node": settings.node_size or node_size(group, RANKS_OF_A_NODE),
     }
     return {name: str(value) for name, value in options.items() if value is not None}
+
+
+def _sparse(given: Mapping[str, Any]) -> str | None:
+    """`--sparse` of a job's section megatron; None without sparse attention."""
+    if given.get("experimental_attention_variant") != "dsa":
+        return None
+    return f"{given['dsa_indexer_topk']},{given['dsa_indexer_head_dim']}"
 
 
 def _left(window: Any) -> int:

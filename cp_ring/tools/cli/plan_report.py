@@ -10,6 +10,7 @@ from typing import Any, cast
 from rich.console import Console
 from rich.table import Table
 
+from cp_ring.errors import PlanError
 from cp_ring.plan.costs.cost import Cost, between_nodes, crossing
 from cp_ring.plan.costs.shapes import AUTO, Assumed, costed, planned, shapes_of
 from cp_ring.plan.costs.simulate import (
@@ -27,6 +28,7 @@ from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.schedule import NAMES, group_sizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates
 from cp_ring.plan.tables import PlanTables
 
@@ -221,6 +223,42 @@ def print_plan(plan: PlanTables, facts: dict[str, Any]) -> None:
     for name, size in facts["memory"].items():
         buffers.add_row(name, f"{size / 2**20:,.1f}")
     console.print(buffers)
+
+
+def sparse_bytes(
+    report: Report, layout: Layout, sizes: AttentionSizes, text: str
+) -> dict[str, float]:
+    """Bytes that sparse attention moves in forward of a layer, of all ranks: the indexer's keys,
+    latents, and latents of the tokens alone that the queries of a rank are expected to select,
+    with a request for each; `share` is that of these tokens.
+
+    text: the keys that a query selects, and the size of the indexer's key.
+    """
+    numbers = [int(x) if x.isdecimal() else 0 for x in text.split(",")]
+    if len(numbers) != 2 or min(numbers) < 1 or sizes.latent is None:
+        raise PlanError(f"--sparse {text}: it must be TOPK,SIZE, as 2048,128, beside --mla")
+    indexer, latent = sizes.sparse_on_wire(numbers[1])
+    arriving, queries = report.keys_in.sum(1), layout.tokens_per_rank
+    missed = (1 - min(1.0, numbers[0] / layout.n)) ** queries
+    selected = float((arriving * (1 - missed)).sum())
+    total = int(arriving.sum())
+    return {
+        "indexer": total * indexer, "latents": total * latent,
+        "selected": selected * (latent + 4), "share": selected / max(total, 1),
+    }  # fmt: skip
+
+
+def print_sparse(found: dict[str, float]) -> None:
+    """Prints which is less: all latents that queries see, or those selected."""
+    indexer, latents, selected = (
+        f"{found[name] / 2**20:,.1f} MiB" for name in ("indexer", "latents", "selected")
+    )
+    less = "more: all travel" if found["selected"] >= found["latents"] else "less, not built"
+    Console().print(
+        f"sparse attention, forward of all ranks: keys of the indexer {indexer}, latents {latents};"
+        f" those selected alone ({found['share']:.1%}, expected) with requests {selected}, {less}",
+        soft_wrap=True,
+    )
 
 
 def _print_verdict(console: Console, plan: PlanTables, facts: dict[str, Any]) -> None:

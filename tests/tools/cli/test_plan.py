@@ -93,9 +93,31 @@ def test_a_job_has_its_recurrent_layers() -> None:
     assert found["state_bytes"] == 32 * 128 * 128 * 4 and set(found["ways"]) == {"states", "heads"}
 
 
+def test_sparse_attention_moves_the_latents_of_all_tokens_that_queries_see(tmp_path: Path) -> None:
+    asked = ("--mla", "512,64,128,128", "--sparse", "2048,128")
+    found = json.loads(run(*asked, "--json").stdout)["sparse"]
+    arriving = 3 * 4096 * 3 // 4  # tokens of zigzag on 4 ranks
+    assert found["indexer"] == arriving * (128 * 2 + 4) and found["latents"] == arriving * 576 * 2
+    assert found["share"] > 0.99 and found["selected"] > found["latents"]
+    assert "with requests" in (shown := run(*asked).stdout) and "more: all travel" in shown
+    few = run(*asked[:3], "1,128", "--cp", "64").stdout
+    assert "less, not built" in few
+    known = Path("configs/deepseek-style-mla-moe.yaml").read_text()
+    more = (
+        "experimental_attention_variant: dsa\n  dsa_indexer_topk: 2048\n  dsa_indexer_head_dim: 128"
+    )
+    job = tmp_path / "sparse.yaml"
+    job.write_text(known.replace("megatron:\n", f"megatron:\n  {more}\n", 1))
+    of_job = CliRunner().invoke(app, ["plan", str(job), "--json"])
+    assert of_job.exit_code == 0, of_job.output
+    assert json.loads(of_job.stdout)["sparse"]["share"] > 0.99
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ("--sparse 2048,128", "--sparse 2048,128: it must be TOPK,SIZE, as 2048,128, beside --mla"),
+        ("--mla 512,64,128,128 --sparse 0,128", "--sparse 0,128: it must be TOPK,SIZE"),
         ("--recurrent rwkv", "--recurrent rwkv: write it as gdn or mamba"),
         ("--recurrent gdn:layers=x", "--recurrent gdn:layers=x: write it as"),
         ("--recurrent gdn:mamba_head_dim=8", "gdn layers have no mamba_head_dim"),
