@@ -19,11 +19,9 @@ from cp_ring.errors import PlanError, expect
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
-    check_all,
     digest,
     integer,
     integers,
-    overlaps,
     runs,
     segments_from,
     sort_index,
@@ -253,30 +251,6 @@ class MaskTable(Numbered):
         last = np.cumsum(seen)[:-1] == 0
         last[self._runs()[0][1:] - 1] = True
         return last
-
-    @property
-    def forks(self) -> Ints:
-        """First tokens of branches that continue another one, and the tokens that they follow:
-        int64 [2, forks]. A branch follows the last earlier token that its first one sees.
-
-        Raises `PlanError` where that is not the token of the position before.
-        """
-        start, position = self._runs()
-        start = start[position > 0]
-        piece, which = overlaps(self.pieces.q0, self.pieces.q1, start, start + 1)
-        p = self.pieces[piece]
-        key = np.minimum(p.k1, start[which] + np.minimum(p.hi, -1) + 1) - 1
-        seen, follows = key >= np.maximum(p.k0, start[which] + p.lo), np.full(len(start), -1)
-        np.maximum.at(follows, which[seen], key[seen])
-        positions = self.positions
-        check_all(
-            (follows >= 0) & (positions[follows] == positions[start] - 1),
-            lambda i: (
-                f"token {start[i]} at position {positions[start[i]]} follows none at position "
-                f"{positions[start[i]] - 1}: a state passes along branches of a tree alone"
-            ),
-        )
-        return np.stack([start, follows])
 
     def _runs(self, of_keys: bool = False) -> tuple[Ints, Ints]:
         """First token of each run of positions, of queries or of keys, and its position."""

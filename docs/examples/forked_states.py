@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from cp_ring import Layout, prefix_pack, shard
 from cp_ring.comm.states import StatePassing
 from cp_ring.plan.exchange.chains import Chains
+from cp_ring.plan.exchange.verify_chains import verify_chains
 from cp_ring.testing.delta_rule import causal_conv1d, gated_delta_rule
 from cp_ring.testing.local_ring import LocalRing
 
@@ -40,8 +41,8 @@ def main(cp=4):
     n, mask = pack.mask.n, pack.mask
     layout = Layout.balanced(mask, cp)
     # states begin anew at position 0, and fork where branches of the mask do
-    chains = Chains.build(layout, np.flatnonzero(mask.positions == 0), mask.forks)
-    chains.verify(WIDTH)
+    chains = Chains.of_mask(layout, mask)
+    verify_chains(chains, WIDTH)
 
     torch.manual_seed(0)
     weight = torch.randn(3 * HEADS * CHANNELS, WIDTH).double()

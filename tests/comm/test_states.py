@@ -16,7 +16,8 @@ from cp_ring import Layout, Mask, PlanError
 from cp_ring.comm import state_messages
 from cp_ring.comm.states import StatePassing
 from cp_ring.observe.counters import record
-from cp_ring.plan.exchange.chains import Chains
+from cp_ring.plan.exchange.chains import Chains, forks_of
+from cp_ring.plan.exchange.verify_chains import verify_chains
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.testing import delta_rule as chunked
 from cp_ring.testing.local_ring import LocalRing
@@ -115,7 +116,7 @@ def test_ranks_equal_one_scan(cp, kind, by_channel):
     for seed, way in enumerate(WAYS):
         layout, starts = drawn(seed + 10 * cp, cp, kind)
         chains, given = Chains.build(layout, starts), inputs(layout.n, by_channel)
-        chains.verify(WIDTH)
+        verify_chains(chains, WIDTH)
         assert off(on_ranks(given, chains, way), on_one(given, starts)) < 1e-6
 
 
@@ -148,17 +149,13 @@ def one_by_one(given: dict[str, Tensor], mask: Mask) -> dict[str, Tensor]:
     return results(given, convolved, ruled)
 
 
-def chains_of(layout: Layout, mask: Mask) -> Chains:
-    return Chains.build(layout, np.flatnonzero(mask.positions == 0), mask.forks)
-
-
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 def test_branches_equal_sequences_by_themselves(cp, kind):
     for seed in range(3):
         layout, mask = drawn_tree(seed + 10 * cp, cp, kind)
-        chains, given = chains_of(layout, mask), inputs(layout.n, bool(seed % 2))
-        chains.verify(WIDTH)
+        chains, given = Chains.of_mask(layout, mask), inputs(layout.n, bool(seed % 2))
+        verify_chains(chains, WIDTH)
         assert off(on_ranks(given, chains, "chain"), one_by_one(given, mask)) < 1e-6
 
 
@@ -205,7 +202,7 @@ def test_branches_of_mamba_equal_sequences_by_themselves(cp, kind):
     short = mamba_results(
         x.float(), [each.float() for each in params], lambda *given: alone(*given, **others)
     )
-    parts = mamba_on_ranks(chains_of(layout, mask), x, params, others, "chain")
+    parts = mamba_on_ranks(Chains.of_mask(layout, mask), x, params, others, "chain")
     for name, wanted in truth.items():
         each = [part[name] for part in parts]
         ours = layout.unshard(each, 0) if name in ("out", "d0") else sum(each)
@@ -293,8 +290,8 @@ def with_fault(chains: Chains, **changes) -> Wrong:
 @pytest.mark.parametrize("cp", [1, 3])
 def test_a_planted_fault_of_branches_shows(cp, fault, monkeypatch):
     mask = Mask.tree([-1, 0, 0, 0, 1], [9, 4, 5, 6, 3])
-    layout, forks = Layout.zigzag(mask.n, cp), mask.forks
-    chains, starts = chains_of(layout, mask), np.zeros(1, np.int64)
+    layout, forks = Layout.zigzag(mask.n, cp), forks_of(mask)
+    chains, starts = Chains.of_mask(layout, mask), np.zeros(1, np.int64)
     given = inputs(mask.n, False)
     if fault == "another parent":
         chains = Chains.build(layout, starts, np.stack([forks[0], [8, 12, 12, 12]]))
@@ -309,9 +306,9 @@ def test_a_planted_fault_of_branches_shows(cp, fault, monkeypatch):
     object.__setattr__(chains, "forks", forks)
     if fault and "gradient" not in fault:
         with pytest.raises(PlanError, match="rank"):
-            chains.verify(WIDTH)
+            verify_chains(chains, WIDTH)
     else:
-        chains.verify(WIDTH)
+        verify_chains(chains, WIDTH)
     apart = off(on_ranks(given, chains, "chain"), one_by_one(given, mask))
     assert apart > 1e-3 if fault else apart < 1e-6
 
@@ -327,9 +324,9 @@ def test_a_planted_fault_shows_in_the_proof_and_in_the_outputs(fault, way):
     object.__setattr__(chains, "starts", starts)
     if fault:
         with pytest.raises(PlanError, match="rank"):
-            chains.verify(WIDTH)
+            verify_chains(chains, WIDTH)
     else:
-        chains.verify(WIDTH)
+        verify_chains(chains, WIDTH)
     if way == "chain" and fault.startswith("gradient"):
         return  # no gather runs
     assert (off(on_ranks(given, chains, way), on_one(given, starts)) > 1e-3) is bool(fault)
@@ -351,7 +348,7 @@ def test_each_number_of_a_plan_is_proven(field):
         values[place] += -1 if field == "parent" and values[place] >= 0 else 1
         # of arrays that do not fit together, numpy says so first
         with pytest.raises((PlanError, ValueError, IndexError)):
-            dataclasses.replace(right, **{field: values}).verify(WIDTH)
+            verify_chains(dataclasses.replace(right, **{field: values}), WIDTH)
 
 
 @pytest.mark.parametrize("n", [64, 256])
@@ -374,7 +371,7 @@ def test_bytes_are_those_of_the_plan_whatever_the_tokens(n, way):
 
 def test_a_rank_gets_the_state_of_a_parent_once_for_all_branches():
     mask = Mask.shared_prefix([(16, [4] * 12)])
-    chains = chains_of(Layout.contiguous(mask.n, 4), mask)
+    chains = Chains.of_mask(Layout.contiguous(mask.n, 4), mask)
     given = inputs(mask.n, False)
     with record() as counted:
         on_ranks(given, chains, "chain")
@@ -398,6 +395,22 @@ def test_the_way_is_the_one_that_is_predicted_to_be_faster(heads, cp, near, gath
     # rank 0, which holds the first and the last tokens, needs all maps but its own
     assert gather == pytest.approx(RATES.call + (2 * cp - 3) * 2 * state / bandwidth)
     assert chains.gathers(state, 2 * state, RATES, near) is gathers
+
+
+def test_a_branch_follows_the_end_of_the_one_that_it_continues() -> None:
+    tree = Mask.tree([-1, 0, 0, 1, -1, 4, 4, 4], [5, 3, 2, 4, 3, 0, 2, 2], 30)
+    assert forks_of(tree).tolist() == [[5, 8, 10, 17, 19], [4, 4, 7, 16, 16]]
+    batch = Mask.batch(
+        [Mask.documents([0, 2, 5]), Mask.shared_prefix([(2, [3, 1])], window=(1, 0))]
+    )
+    assert forks_of(batch).tolist() == [[7, 10], [6, 6]]
+    assert not forks_of(Mask.causal(3)).size and not forks_of(Mask.block_diffusion(8, 2)).size
+    for other in (
+        Mask.from_pieces(5, [(0, 5, 0, 5)], positions=[0, 1, 1, 2, 2]),
+        Mask.shared_prefix([(2, [3, 1])], window=(0, 0)),
+    ):
+        with pytest.raises(PlanError, match=r"token 2 at position .* follows none at"):
+            forks_of(other)
 
 
 def test_starts_outside_of_the_stream_are_rejected():

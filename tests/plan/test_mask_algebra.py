@@ -243,22 +243,6 @@ def test_overlaps_are_found_and_named(data: st.DataObject, n: int) -> None:
     assert painted[int(words[-4]), int(words[-1])] > 1
 
 
-def test_a_branch_follows_the_end_of_the_one_that_it_continues() -> None:
-    tree = Mask.tree([-1, 0, 0, 1, -1, 4, 4, 4], [5, 3, 2, 4, 3, 0, 2, 2], 30)
-    assert tree.forks.tolist() == [[5, 8, 10, 17, 19], [4, 4, 7, 16, 16]]
-    batch = Mask.batch(
-        [Mask.documents([0, 2, 5]), Mask.shared_prefix([(2, [3, 1])], window=(1, 0))]
-    )
-    assert batch.forks.tolist() == [[7, 10], [6, 6]]
-    assert Mask.causal(3).forks.shape == Mask.block_diffusion(8, 2).forks.shape == (2, 0)
-    for other in (
-        Mask.from_pieces(5, [(0, 5, 0, 5)], positions=[0, 1, 1, 2, 2]),
-        Mask.shared_prefix([(2, [3, 1])], window=(0, 0)),
-    ):
-        with pytest.raises(PlanError, match=r"token 2 at position .* follows none at"):
-            assert other.forks
-
-
 def test_positions_that_are_given() -> None:
     mask = Mask.from_pieces(5, [(0, 5, 0, 5)], positions=[0, 1, 1, 2, 2])
     assert mask.positions.tolist() == [0, 1, 1, 2, 2] and mask.segments.tolist() == [

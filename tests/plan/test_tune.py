@@ -7,12 +7,12 @@ import pytest
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.costs.cost import blocked_pairs
+from cp_ring.plan.costs.model_sizes import Experts, ModelSizes
+from cp_ring.plan.costs.recurrent_costs import RecurrentLayers
 from cp_ring.plan.costs.search import AttentionCosts, Given, Search, possible_sizes, reasons
 from cp_ring.plan.costs.simulate import simulate
 from cp_ring.plan.costs.step_costs import (
     RECOMPUTE,
-    Experts,
-    ModelSizes,
     ParallelSizes,
     TrainingSetup,
     step_memory,
@@ -147,6 +147,17 @@ def test_parameters_of_known_models():
     assert lite.token_flops / 2 + lite.embedding_parameters == pytest.approx(2.4e9, rel=0.15), (
         "active, as published"
     )
+
+
+def test_parameters_of_a_known_hybrid_model():
+    """Nemotron-H 8B, as published."""
+    letters = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    sizes = {"hidden_size": 4096, "mamba_num_heads": 128}
+    model = ModelSizes(
+        52, 4096, 21504, 32, 8, 128, 128, 131072, (((-1, -1), 4),), gated=False,
+        recurrent=RecurrentLayers.of_model(sizes, letters), networks=letters.count("-"),
+    )  # fmt: skip
+    assert model.other_parameters + model.embedding_parameters == pytest.approx(8.1e9, rel=1e-3)
 
 
 def test_a_slow_network_makes_latents_and_heads_worth_it():

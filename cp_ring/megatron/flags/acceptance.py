@@ -20,10 +20,11 @@ from unittest import mock
 
 from cp_ring.errors import ConfigError, PlanError, one_line
 from cp_ring.megatron.compat import logits_without_te
-from cp_ring.megatron.flags.layer_pattern import letters_of
+from cp_ring.megatron.flags.layer_pattern import letters_of, main_layers, pattern_of
 from cp_ring.options import Options
+from cp_ring.plan.costs.model_sizes import Experts, ModelSizes
 from cp_ring.plan.costs.recurrent_costs import RecurrentLayers
-from cp_ring.plan.costs.step_costs import Experts, ModelSizes, ParallelSizes
+from cp_ring.plan.costs.step_costs import ParallelSizes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 
 _HOPPER = (9, 0)
@@ -124,20 +125,16 @@ def model_sizes(
 
     Raises `ConfigError` for a model of which times are not known.
     """
-    for name in (
-        "hybrid_layer_pattern",
-        "hybrid_override_pattern",
-        "heterogeneous_layers_config_path",
-    ):
-        if getattr(args, name, None):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"cp-ring tune knows models of attention layers alone: leave out {flag}"
-            )
+    if getattr(args, "heterogeneous_layers_config_path", None):
+        raise ConfigError(
+            "cp-ring tune knows models of equal blocks alone: leave out "
+            "--heterogeneous-layers-config-path"
+        )
+    pattern = main_layers(pattern_of(args))
     try:
         whole = AttentionSizes.from_megatron(args)
         return ModelSizes(
-            layers=args.num_layers,
+            layers=len(pattern) or args.num_layers,
             hidden=args.hidden_size,
             ffn=args.ffn_hidden_size or 4 * args.hidden_size,
             heads=whole.heads,
@@ -151,23 +148,25 @@ def model_sizes(
             gated=bool(args.swiglu),
             tied=not args.untie_embeddings_and_output_weights,
             dtype=whole.dtype,
-            experts=_experts(args),
+            experts=_experts(args, pattern),
             loss_chunk=Options.from_args(args).loss_chunk,
-            recurrent=RecurrentLayers.of_model(args, letters_of(args)),
+            recurrent=RecurrentLayers.of_model(args, main_layers(letters_of(args))),
+            networks=pattern.count("-") if pattern else None,
         )
     except PlanError as error:
         raise ConfigError(str(error)) from None
 
 
-def _experts(args: argparse.Namespace) -> Experts | None:
+def _experts(args: argparse.Namespace, pattern: str) -> Experts | None:
     if not args.num_experts:
         return None
     frequency = args.moe_layer_freq
-    with_experts = (
-        sum(frequency)
-        if isinstance(frequency, list)
-        else len(range(0, args.num_layers, frequency or 1))
-    )
+    if pattern:
+        with_experts = pattern.count("E")
+    elif isinstance(frequency, list):
+        with_experts = sum(frequency)
+    else:
+        with_experts = len(range(0, args.num_layers, frequency or 1))
     return Experts(
         number=args.num_experts,
         layers=with_experts,

@@ -32,8 +32,8 @@ from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows, packed_in_whole_rows
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.plan.exchange.chains import Chains
+from cp_ring.plan.exchange.verify_chains import verify_chains
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints
 from cp_ring.runtime import RUNTIME
 
 
@@ -92,7 +92,7 @@ def order_of(carried: MicrobatchMask, device: torch.device) -> TokenOrder:
     return found[device]
 
 
-def _starts(carried: MicrobatchMask) -> Ints:
+def _starts(carried: MicrobatchMask) -> np.ndarray:
     """Where the state begins anew in the stream of all batch rows."""
     n = carried.layout.n
     return np.union1d(carried.starts(), np.arange(carried.batch) * (n // carried.batch))
@@ -152,7 +152,7 @@ def _prove(passing: StatePassing, width: int) -> None:
     such a plan.
     """
     if (key := (*_kinds[passing], width)) not in _proven:
-        passing.chains.verify(width)
+        verify_chains(passing.chains, width)
         _proven.add(key)
 
 

@@ -28,8 +28,9 @@ class RecurrentSizes:
     state: heads, and a head's channels of keys and of values: what passes from rank to rank.
     columns: channels of A, by which a map is wider than a state. shared: heads that must divide
     among ranks that exchange tokens for heads. convolved: channels of the convolution over `width`
-    tokens. exchanged: channels of a token that are exchanged for heads, and back. again: columns
-    of values that states compute beside those of the layer.
+    tokens. exchanged: channels of a token that are exchanged for heads, and back. kept: channels
+    of a token that are kept for backward in both ways. again: columns of values that states compute
+    beside those of the layer.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class RecurrentSizes:
     convolved: int
     width: int
     exchanged: int
+    kept: int
     again: int
     dtype: str
 
@@ -61,7 +63,9 @@ class RecurrentSizes:
             heads = size("mamba_num_heads", 2 * size("hidden_size", p) // p) // tp
             inner, convolved = heads * p, heads * p + 2 * groups * s
             exchanged = 2 * inner + convolved + heads
-            return cls(kind, (heads, s, p), 0, heads, convolved, 4, exchanged, p, dtype)
+            # what enters the kernel, which computes the rest again, and what leaves it
+            sizes = 0, heads, convolved, 4, exchanged, exchanged, p
+            return cls(kind, (heads, s, p), *sizes, dtype)
         k, v = size("linear_key_head_dim", 128), size("linear_value_head_dim", 128)
         keys, heads = (
             size("linear_num_key_heads", 16) // tp,
@@ -69,7 +73,9 @@ class RecurrentSizes:
         )
         convolved, width = 2 * keys * k + heads * v, size("linear_conv_kernel_dim", 4)
         exchanged = convolved + 2 * heads * v + 2 * heads
-        return cls(kind, (heads, k, v), k, keys, convolved, width, exchanged, k, dtype)
+        # the convolution's outputs and the norm's inputs besides
+        sizes = k, keys, convolved, width, exchanged, exchanged + convolved + heads * v, k
+        return cls(kind, (heads, k, v), *sizes, dtype)
 
     @property
     def token_flops(self) -> float:
@@ -184,19 +190,21 @@ class RecurrentLayers:
         """The faster way, with one document in the tokens of `layout`."""
         sizes, cp = self.sizes(tp), layout.cp
         computed = self.count * layout.n / cp * sizes.token_flops / rates.flops
+        kept = layout.n / cp * sizes.kept * DTYPE_BYTES[sizes.dtype]
         if cp == 1:
-            return ChosenWay(self, "heads", computed, RecurrentCost(0, 0.0, 0))
+            return ChosenWay(self, "heads", computed, RecurrentCost(0, 0.0, 0), kept)
         chains = Chains.build(layout, np.zeros(1, np.int64))
         way, cost = next(iter(both_ways(sizes, chains, rates, near).items()))
-        return ChosenWay(self, way, computed, cost)
+        return ChosenWay(self, way, computed, cost, kept)
 
 
 class ChosenWay(NamedTuple):
-    """The way of some layers, the seconds that all of them compute in forward, and the cost of one
-    of them.
+    """The way of some layers, the seconds that all of them compute in forward, the cost of one of
+    them, and the bytes that this one keeps for backward in both ways.
     """
 
     layers: RecurrentLayers
     way: str
     computed: float
     cost: RecurrentCost
+    kept: float

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.costs.cost import memory
+from cp_ring.plan.costs.model_sizes import ModelSizes
 from cp_ring.plan.costs.recurrent_costs import ChosenWay
 from cp_ring.plan.costs.shapes import AUTO, planned, shapes_of
 from cp_ring.plan.costs.simulate import NO_UPDATES, RankUpdates, rank_updates, simulate
@@ -25,7 +26,6 @@ from cp_ring.plan.costs.step_costs import (
     EXPOSED,
     RECOMPUTE,
     AttentionCost,
-    ModelSizes,
     ParallelSizes,
     TrainingSetup,
     step_memory,

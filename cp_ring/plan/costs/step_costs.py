@@ -1,4 +1,4 @@
-"""Sizes of a GPT model, and the predicted time and memory of a training step, by item, for sizes of
+"""The predicted time and memory of a training step of a GPT or hybrid model, by item, for sizes of
 all parallel dimensions.
 
 The model of the time: pipeline stages work one microbatch after the other (1F1B), all with the same
@@ -14,156 +14,12 @@ from dataclasses import dataclass
 from math import log, sqrt
 from typing import NamedTuple
 
-from cp_ring.plan.costs.recurrent_costs import ChosenWay, RecurrentLayers
+from cp_ring.plan.costs.model_sizes import ModelSizes
+from cp_ring.plan.costs.recurrent_costs import ChosenWay
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.schedule import Schedule
-from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES, AttentionSizes, LatentSizes
 from cp_ring.plan.sizes.device_rates import Rates
-
-
-class Experts(NamedTuple):
-    """Experts of a model: so many in each of `layers` layers, of which a token takes `top_k`;
-    widths; parallel size.
-    """
-
-    number: int
-    layers: int
-    top_k: int
-    width: int
-    shared_width: int = 0
-    parallel: int = 1
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """A GPT model.
-
-    windows: each window (left, right) of the attention layers and the number of layers that have
-    it. latent, query_latent: of
-    multi-latent attention. gated: whether feed-forward networks have a gate (SwiGLU). loss_chunk:
-    tokens whose logits are made at a time, 0 for all.
-    recurrent: those of `layers` whose state runs along the sequence.
-    """
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    vocabulary: int
-    windows: tuple[tuple[tuple[int, int], int], ...]
-    latent: LatentSizes | None = None
-    query_latent: int = 0
-    gated: bool = True
-    tied: bool = False
-    dtype: str = "bf16"
-    experts: Experts | None = None
-    loss_chunk: int = 0
-    recurrent: tuple[RecurrentLayers, ...] = ()
-
-    def attention(self, tp: int, batch: int, wire: str = "plain") -> AttentionSizes:
-        """The attention of one layer on a tensor-parallel rank."""
-        groups = max(self.kv_heads // tp, 1)
-        sizes = (self.heads // tp, groups, self.head_dim, self.value_dim)
-        return AttentionSizes(*sizes, dtype=self.dtype, batch=batch, wire=wire, latent=self.latent)
-
-    @property
-    def element(self) -> int:
-        """Bytes of an element of weights and activations."""
-        return DTYPE_BYTES[self.dtype]
-
-    @property
-    def attention_parameters(self) -> int:
-        """Parameters of the projections of one attention layer."""
-        queries, values = self.heads * self.head_dim, self.heads * self.value_dim
-        if self.latent is None:
-            return self.hidden * (
-                queries + self.kv_heads * (self.head_dim + self.value_dim) + values
-            )
-        down, width = self.latent, self.heads * (self.latent.nope + self.latent.value)
-        of_queries = (
-            self.query_latent * (self.hidden + queries)
-            if self.query_latent
-            else self.hidden * queries
-        )
-        return (
-            of_queries
-            + self.hidden * (down.latent + down.rope)
-            + down.latent * width
-            + self.hidden * values
-        )
-
-    def _network(self, width: int) -> int:
-        """Parameters of a feed-forward network."""
-        return (3 if self.gated else 2) * self.hidden * width
-
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of all experts of all layers, without those that every token takes."""
-        return (
-            self.experts.layers * self.experts.number * self._network(self.experts.width)
-            if self.experts
-            else 0
-        )
-
-    @property
-    def other_parameters(self) -> int:
-        """Parameters of all layers that are no experts' own; norms and biases are left out."""
-        linear = sum(each.count for each in self.recurrent)
-        attention = (self.layers - linear) * self.attention_parameters
-        # what the projections of a recurrent layer make is what its ranks may exchange
-        attention += sum(x.count * self.hidden * x.sizes().exchanged for x in self.recurrent)
-        if self.experts is None:
-            return attention + self.layers * self._network(self.ffn)
-        dense = self.layers - self.experts.layers
-        shared = self._network(self.experts.shared_width) + self.hidden * self.experts.number
-        return attention + dense * self._network(self.ffn) + self.experts.layers * shared
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Parameters of the embedding, and of the output layer where it has its own."""
-        return (1 if self.tied else 2) * self.hidden * self.vocabulary
-
-    @property
-    def token_flops(self) -> float:
-        """FLOP of forward of all layers for a token, without attention's scores and without the
-        output layer.
-        """
-        active = self.other_parameters
-        if self.experts is not None:
-            active += self.experts.layers * self.experts.top_k * self._network(self.experts.width)
-        return 2.0 * active
-
-    @property
-    def logit_flops(self) -> float:
-        """FLOP of forward of the output layer for a token."""
-        return 2.0 * self.hidden * self.vocabulary
-
-    def activation_bytes(self, tp: int, shared: bool) -> float:
-        """Bytes of a token that all layers keep for backward on a rank, where nothing is
-        recomputed.
-
-        Those that attention keeps (q, k, v, out, lse) are not among them. shared: whether
-        tensor-parallel ranks share the activations of norms (sequence parallelism). The input and
-        the output of each norm are kept, the input of the gate and of the last product of a
-        feed-forward network, and the inputs of experts.
-        """
-        per_rank = tp if shared else 1
-        inner = 3 if self.gated else 2
-        latent = self.latent.latent + self.latent.rope + self.query_latent if self.latent else 0
-        elements = self.layers * (4 * self.hidden + latent) / per_rank
-        dense = self.layers - (self.experts.layers if self.experts else 0)
-        elements += dense * inner * self.ffn / tp
-        if self.experts is not None:
-            of_experts = (
-                self.experts.top_k * (2 * self.hidden + inner * self.experts.width) / per_rank
-            )
-            elements += self.experts.layers * (of_experts + inner * self.experts.shared_width / tp)
-        return elements * self.element
-
 
 RESERVED_BYTES = 6 << 30
 """Assumed for CUDA, NCCL's buffers and fragmentation."""
@@ -297,7 +153,7 @@ def step_seconds(
         "recurrent layers": sum(3 * x.computed for x in linear),
         "recurrent layers exchange": sum(x.layers.count * x.cost.seconds for x in linear)
         * (1.5 if again else 1),
-        "tensor-parallel messages": _tensor_parallel(setup, sizes, tokens) * (12 if again else 8),
+        "tensor-parallel messages": _tensor_parallel(setup, sizes, tokens) * (6 if again else 4),
         "expert-parallel messages": _expert_parallel(setup, sizes, tokens) * (6 if again else 4),
     }
     count = setup.microbatches(sizes, micro_batch)
@@ -324,9 +180,9 @@ EXPOSED = ("attention waits for messages", "recurrent layers exchange",
 
 
 def _tensor_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
-    """Seconds of one gather, or one sum, of a layer's activations, in all layers."""
+    """Seconds of one gather, or one sum, of the activations of all parts."""
     volume = (sizes.tp - 1) / sizes.tp * tokens * setup.model.hidden * setup.model.element
-    return setup.model.layers * volume / setup.link(sizes.tp)
+    return setup.model.parts * volume / setup.link(sizes.tp)
 
 
 def _expert_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
@@ -364,12 +220,20 @@ def parameters(setup: TrainingSetup, sizes: ParallelSizes) -> tuple[float, float
 
 
 def _optimizer(setup: TrainingSetup, sizes: ParallelSizes) -> float:
+    return _optimized(setup, sizes) * _OPTIMIZER_BYTES / setup.rates.memory
+
+
+def _optimized(setup: TrainingSetup, sizes: ParallelSizes) -> float:
+    """Parameters whose optimizer states a rank holds."""
     of_experts, others = parameters(setup, sizes)
-    replicas = sizes.dp * sizes.cp if setup.distributed else 1
-    held = others / replicas + of_experts / (
-        _expert_replicas(setup, sizes) if setup.distributed else 1
-    )
-    return held * _OPTIMIZER_BYTES / setup.rates.memory
+    if not setup.distributed:
+        return of_experts + others
+    return others / (sizes.dp * sizes.cp) + of_experts / _expert_replicas(setup, sizes)
+
+
+def weight_bytes(setup: TrainingSetup, sizes: ParallelSizes) -> float:
+    """Bytes of a rank's weights in 16 bits, gradients, and the optimizer's states in float32."""
+    return 6 * sum(parameters(setup, sizes)) + 12 * _optimized(setup, sizes)
 
 
 def _expert_replicas(setup: TrainingSetup, sizes: ParallelSizes) -> float:
@@ -423,8 +287,9 @@ def step_memory(
         else (0, 0, 0, 0)
     )
     of_layers = tokens * model.activation_bytes(sizes.tp, setup.shared_norms) / sizes.pp
-    states = [(x.layers.count, x.cost.memory) for x in setup.recurrent(sizes, micro_batch)]
-    attending = layers * (1 - sum(count for count, _ in states) / model.layers)
+    linear = setup.recurrent(sizes, micro_batch)
+    states = [(x.layers.count, x.cost.memory + x.kept) for x in linear]
+    attending = model.attending / sizes.pp
     if recompute == "none":
         of_layers += sum(count * memory for count, memory in states) / sizes.pp
         of_microbatch, working = of_layers + attending * kept, 0.0

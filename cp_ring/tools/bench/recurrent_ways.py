@@ -24,6 +24,7 @@ from cp_ring.comm.transport import Transport, exchange, transport_for
 from cp_ring.observe.counters import record
 from cp_ring.plan.costs.recurrent_costs import RecurrentSizes, heads_cost, states_cost
 from cp_ring.plan.exchange.chains import Chains
+from cp_ring.plan.exchange.verify_chains import verify_chains
 from cp_ring.plan.sizes.device_rates import HOST_RATES
 from cp_ring.testing.delta_rule import causal_conv1d, gated_delta_rule
 from cp_ring.testing.rank_pool import Ranks
@@ -137,7 +138,7 @@ def prepare(group: Any, way: str, layer: DeltaNet) -> tuple[Tensor, Tensor, dict
     x, weight = layer.draw()
     x = layout.shard(x, transport.rank, 0).clone().requires_grad_()
     chains = Chains.build(layout, np.zeros(1, np.int64))
-    chains.verify(layer.width)
+    verify_chains(chains, layer.width)
     passing = StatePassing(chains, transport, x.device)
 
     def one_round() -> tuple[Tensor, Tensor]:

@@ -298,7 +298,6 @@ def run_plan(request: PlanRequest) -> None:
                 mask,
                 _make_layout(request.layout, mask, offsets, request.cp, request.chunks_per_rank),
                 assumed,
-                np.zeros(1, np.int64) if offsets is None else offsets[:-1],
             )
 
 
@@ -313,9 +312,11 @@ def _check(request: PlanRequest) -> None:
 
         check_ending(request.draw)
         check_panel(request.panel, request.width)
-    if request.recurrent and (request.mask or request.full or request.prefix):
+    masked = request.mask and request.mask.partition(":")[0] not in plan_recurrent.FORKING
+    if request.recurrent and (masked or request.full or request.prefix):
         raise PlanError(
-            "--recurrent: a state runs along the sequence: leave out --mask, --full and --prefix"
+            "--recurrent: a state runs along the sequence and branches of trees: leave out --full, "
+            f"--prefix and --mask, but for {' and '.join(plan_recurrent.FORKING)}"
         )
     if request.panel == "states" and not request.recurrent:
         raise PlanError("--panel states needs --recurrent")
@@ -339,8 +340,8 @@ def _convert(request: PlanRequest, mask: Mask, offsets: Ints | None, element: in
     )
 
 
-def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed, starts: Ints) -> None:
-    """Makes and proves the plan; prints and draws it. starts: where documents begin."""
+def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) -> None:
+    """Makes and proves the plan; prints and draws it."""
     with _name_options(schedule="--schedule", slot_shards="--slot-shards", heads="--head-parallel"):
         shape, reason = _shape(request, mask, layout, assumed)
         if ROUTES[shape.route].own_schedule:
@@ -366,10 +367,11 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed, st
     facts |= {"predicted": times(plan, report, assumed), "shapes": shapes, "kernel": request.kernel}
     facts |= {"wire": request.wire, "predicted_exposed_seconds": exposed(plan, report, assumed)}
     if request.recurrent:
+        chains = plan_recurrent.Chains.of_mask(layout, mask)
         # a member of the ring is `ulysses` ranks, which share its work
         flops = np.repeat(facts["forward_flops_per_rank"], shape.ulysses) / shape.ulysses
         facts["recurrent"] = plan_recurrent.facts(
-            request.recurrent, layout, np.unique(starts), assumed, flops.tolist()
+            request.recurrent, chains, assumed, flops.tolist()
         )
     if request.sparse:
         facts["sparse"] = sparse_bytes(report, layout, assumed.sizes, request.sparse)
@@ -380,7 +382,7 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed, st
         plan_recurrent.show(facts["recurrent"]) if request.recurrent else None
         print_sparse(facts["sparse"]) if request.sparse else None
     if request.draw and request.panel == "states":
-        plan_recurrent.draw_chain(request.draw, layout, np.unique(starts), request.width)
+        plan_recurrent.draw_chain(request.draw, chains, request.width)
         typer.echo(f"wrote {request.draw}", err=request.as_json)
     elif request.draw:
         from cp_ring.tools.cli.drawing import Look, draw

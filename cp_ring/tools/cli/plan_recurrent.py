@@ -15,11 +15,11 @@ from rich.table import Table
 
 from cp_ring.errors import PlanError
 from cp_ring.megatron.flags.layer_pattern import letters_of, main_layers
+from cp_ring.options import FORKING as FORKING
 from cp_ring.plan.costs.recurrent_costs import RecurrentLayers, both_ways
 from cp_ring.plan.costs.shapes import Assumed
 from cp_ring.plan.exchange.chains import Chains
-from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints
+from cp_ring.plan.exchange.verify_chains import verify_chains
 from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES
 
 _FORM = "gdn or mamba, +, and sizes by Megatron's names, as in gdn:layers=36,attention=12"
@@ -60,21 +60,20 @@ def parse(text: str, dtype: str) -> list[tuple[RecurrentLayers, int, int]]:
     return found
 
 
-def facts(
-    text: str, layout: Layout, starts: Ints, assumed: Assumed, flops: list[float]
-) -> list[dict[str, Any]]:
+def facts(text: str, chains: Chains, assumed: Assumed, flops: list[float]) -> list[dict[str, Any]]:
     """Of each kind: its layers, both ways of one of them, and max over mean of the work of ranks in
-    forward, of these layers and those of attention.
+    forward, of all recurrent layers and those of attention.
 
-    starts: where documents begin. flops: of a rank, in forward of one attention layer.
+    flops: of a rank, in forward of one attention layer.
     """
-    chains, found = Chains.build(layout, starts), []
-    for layers, attention, tp in parse(text, assumed.sizes.dtype):
+    kinds, found = parse(text, assumed.sizes.dtype), []
+    work = max(attention for _, attention, _ in kinds) * np.array(flops)
+    for layers, _, tp in kinds:
+        work += layers.count * layers.sizes(tp).token_flops * chains.layout.tokens_per_rank
+    for layers, attention, tp in kinds:
         sizes = layers.sizes(tp)
-        chains.verify(sizes.width)
+        verify_chains(chains, sizes.width)
         ways = both_ways(sizes, chains, assumed.rates, assumed.ranks_per_node)
-        scanned = layout.tokens_per_rank * sizes.token_flops
-        work = attention * np.array(flops) + layers.count * scanned
         found.append({
             "kind": layers.kind, "layers": layers.count, "attention_layers": attention,
             "state_bytes": sizes.state_bytes, "borders": chains.links,
@@ -105,11 +104,11 @@ def show(found: list[dict[str, Any]]) -> None:
         )
 
 
-def draw_chain(path: str, layout: Layout, starts: Ints, width: float) -> None:
+def draw_chain(path: str, chains: Chains, width: float) -> None:
     """Writes a picture of the segments of ranks and of the states that pass between them."""
     from cp_ring.tools.cli.drawing import FAINT, INK, color, picture
 
-    chains = Chains.build(layout, starts)
+    layout = chains.layout
     with picture(path, width, 1.2 + 0.5 * layout.cp) as figure:
         axes = figure.subplots()
         for segment, (start, end, rank) in enumerate(
@@ -120,7 +119,7 @@ def draw_chain(path: str, layout: Layout, starts: Ints, width: float) -> None:
             if (parent := chains.parent[segment]) >= 0 and chains.owner[parent] != rank:
                 before = chains.owner[parent]
                 axes.annotate(
-                    "", (start, rank), (start, before),
+                    "", (start, rank), (chains.edges[parent + 1], before),
                     arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.5},
                 )  # fmt: skip
         for start in chains.starts[1:]:

@@ -16,7 +16,7 @@ import numpy as np
 from cp_ring.errors import ConfigError
 from cp_ring.plan.costs.search import Given, LayerMasks, Search, Tuned, reasons
 from cp_ring.plan.costs.shapes import AUTO
-from cp_ring.plan.costs.step_costs import RESERVED_BYTES, TrainingSetup
+from cp_ring.plan.costs.step_costs import RESERVED_BYTES, TrainingSetup, weight_bytes
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.routes import ROUTES
@@ -101,7 +101,11 @@ def tune(job: JobConfig, request: Request) -> TuneResult:
     search = Search(
         setup,
         draws,
-        lambda sizes: acceptance.weight_bytes(args, sizes, vocabulary),
+        lambda sizes: (
+            weight_bytes(setup, sizes)
+            if setup.model.networks is not None
+            else acceptance.weight_bytes(args, sizes, vocabulary)
+        ),
         request.given,
         layouts,
         request.lossy,
@@ -267,9 +271,11 @@ def _notes(setup: TrainingSetup, args: argparse.Namespace, request: Request) -> 
     )
     if request.documents:
         yield f"documents: {request.of_documents}"
+    counted = "Megatron's own report"
+    if setup.model.networks is not None:
+        counted = "their number, as Megatron has no report of hybrid models"
     yield (
-        "weights and optimizer by Megatron's own report, its states shared by data- and "
-        "context-parallel ranks"
+        f"weights and optimizer by {counted}, its states shared by data- and context-parallel ranks"
     )
     yield f"{RESERVED_BYTES / 1e9:.1f} GB of each device for CUDA, NCCL and fragmentation"
     yield "messages of tensor and expert parallelism are not hidden" + (

@@ -86,6 +86,19 @@ def test_recurrent_layers_are_beside_attention(tmp_path: Path) -> None:
     assert "3 gdn layers beside 1 of attention: balance" in shown
 
 
+def test_states_fork_at_branches(tmp_path: Path) -> None:
+    picture = tmp_path / "chain.svg"
+    asked = ("--recurrent", "gdn+mamba", "--mask", "shared-prefix:1024,256x12", "--cp", "4",
+             "--layout", "contiguous", "--panel", "states", "--draw", str(picture), "--json")  # fmt: skip
+    gdn, mamba = json.loads(run(*asked).stdout)["recurrent"]
+    # the prompt is the first rank's tokens: its state goes to three ranks
+    assert gdn["borders"] == 3 and gdn["balance"] == mamba["balance"]
+    assert "3 states pass, 1 after one another" in picture.read_text()
+    # one kind of recurrent layers is less work beside attention than two
+    (alone,) = json.loads(run("--recurrent", "gdn", *asked[2:]).stdout)["recurrent"]
+    assert 1 < gdn["balance"] < alone["balance"]
+
+
 def test_a_job_has_its_recurrent_layers() -> None:
     job = ["plan", "qwen3-next-style", "--seq-length", "16K", "--json"]
     (found,) = json.loads(CliRunner().invoke(app, job).stdout)["recurrent"]
@@ -122,6 +135,7 @@ def test_sparse_attention_moves_the_latents_of_all_tokens_that_queries_see(tmp_p
         ("--recurrent gdn:layers=x", "--recurrent gdn:layers=x: write it as"),
         ("--recurrent gdn:mamba_head_dim=8", "gdn layers have no mamba_head_dim"),
         ("--recurrent gdn --full", "--recurrent: a state runs along the sequence"),
+        ("--recurrent gdn --mask images:8-16", "--mask, but for shared-prefix and tree"),
         ("--panel states --draw x.png", "--panel states needs --recurrent"),
         (
             "--convert zigzag",

@@ -117,14 +117,30 @@ def test_recurrent_layers_have_the_faster_way():
     assert steps == pytest.approx(2 / way.micro_batch)  # microbatches of the global batch
 
 
-def test_models_of_other_layers_are_rejected():
-    job = config.load("llama3-8b-128k", ["preset=tiny", "megatron.hybrid_layer_pattern='M*M*'"])
-    with pytest.raises(
-        ConfigError,
-        match="cp-ring tune knows models of attention layers alone: leave out "
-        "--hybrid-layer-pattern",
-    ):
-        tune(job, Request(gpus=2, ranks_per_node=2))
+def test_hybrid_models_have_layers_of_several_kinds():
+    job = config.load("llama3-8b-128k", [
+        "preset=tiny", "megatron.hybrid_layer_pattern='M*-GM-'", "megatron.mamba_num_groups=4",
+        "megatron.mamba_head_dim=16", "megatron.mamba_num_heads=8", "launch.device=cuda",
+        "megatron.transformer_impl=transformer_engine",
+    ])  # fmt: skip
+    result = tune(job, Request(gpus=4, ranks_per_node=4, given=Given(2, 2, 1)))
+    model, (way, chosen) = result.setup.model, result.best[0]
+    assert (model.layers, model.attending, model.dense, model.parts) == (6, 1, 2, 6)
+    kinds = {x.layers.kind: x for x in way.recurrent}
+    assert {kind: x.layers.count for kind, x in kinds.items()} == {"mamba": 2, "gdn": 1}
+    assert chosen.cp_ring.recurrent == f"mamba={kinds['mamba'].way},gdn={kinds['gdn'].way}"
+    assert any("no report of hybrid models" in line for line in result.assumptions)
+    # of 16 bits; gradients and states of the optimizer are float32, these on two ranks each
+    weights = (model.other_parameters + model.embedding_parameters) / 2
+    assert way.memory["weights, gradients, optimizer"] == pytest.approx(weights * (6 + 12 / 2))
+    alone = tune(job, Request(gpus=1, ranks_per_node=1, given=Given(1, 1, 1))).best[0][0]
+    assert [x.cost.memory for x in alone.recurrent] == [0, 0] < [x.kept for x in alone.recurrent]
+
+
+def test_models_of_unequal_blocks_are_rejected():
+    asked = ["preset=tiny", "megatron.heterogeneous_layers_config_path=x.json"]
+    with pytest.raises(ConfigError, match="leave out --heterogeneous-layers-config-path"):
+        tune(config.load("llama3-8b-128k", asked), Request(gpus=2, ranks_per_node=2))
 
 
 def test_megatron_is_asked():
