@@ -38,6 +38,7 @@ REGISTRY = {
     "cudnn": "cp_ring.kernels.cudnn",
     "flash": "cp_ring.kernels.flash",
     "flash_aten": "cp_ring.kernels.flash_aten",
+    "efficient": "cp_ring.kernels.efficient",
     "cpu": "cp_ring.kernels.cpu",
     "reference": "cp_ring.kernels.reference",
 }
@@ -55,7 +56,7 @@ names that module as an entry point of the group `cp_ring.plugins`:
     mine = "my_package.register"
 """
 
-OF_CUDA = frozenset(("transformer_engine", "cudnn", "flash", "flash_aten"))
+OF_CUDA = frozenset(("transformer_engine", "cudnn", "flash", "flash_aten", "efficient"))
 """Kernels that take tensors on CUDA devices alone: "auto" asks them last about others."""
 
 NO_EXTRAS = Extras()

@@ -55,6 +55,7 @@ KERNELS = {
     "cudnn": Capabilities(),
     "flash": Capabilities(bands=True, varlen=True, deterministic=True),
     "flash_aten": Capabilities(bands=True, varlen=True, deterministic=True),
+    "efficient": Capabilities(deterministic=True),
     "cpu": Capabilities(deterministic=True),
     "reference": Capabilities(bands=True, varlen=True, deterministic=True, slow=True),
 }

@@ -40,6 +40,13 @@ CASES: dict[str, dict[str, Any]] = {
     "heads of 64": {"tile": (4096, 4096), "sizes": (32, 8, 64, 64)},
     "heads of 100": {"tile": (4096, 4096), "sizes": (32, 8, 100, 100)},
     "heads of 256": {"tile": (4096, 4096), "sizes": (16, 4, 256, 256)},
+    "heads of 512": {"tile": (4096, 4096), "sizes": (16, 4, 512, 512)},
+    "heads of 512, deterministic": {
+        "tile": (4001, 4097),
+        "hi": OPEN,
+        "sizes": (16, 4, 512, 512),
+        "deterministic": True,
+    },
     "heads of 192 and 128": {"tile": (4096, 4096), "sizes": (32, 32, 192, 128)},
     "packed, 192 and 128": {"documents": DOCUMENTS, "sizes": (32, 32, 192, 128)},
 }
@@ -97,7 +104,7 @@ def _call(
 
 def verdict(log: Log, kernel: str, case: str) -> str:
     """What runs, forward and backward, with the workspace of a call where it is 64 MiB or more:
-    "cuDNN", "flash", "products" of matrices; "no" where the kernel rejects the call.
+    "cuDNN", "flash", "efficient", "products" of matrices; "no" where the kernel rejects the call.
     """
     if any(event.part.startswith(f"{kernel} {case} rejected: ") for event in log.events):
         return "no"
@@ -106,8 +113,9 @@ def verdict(log: Log, kernel: str, case: str) -> str:
         names = [each.name for each in log.kernels(f"{kernel} {case} {way}")]
         used = [int(name.split("=")[1]) for name in names if name.startswith("cudnn")]
         space = max([space, *used])
-        flash = any("flash" in name for name in names)
-        kinds.append("cuDNN" if used else "flash" if flash else "products")
+        known = {"flash": "flash", "fmha_cutlass": "efficient"}
+        other = (kind for part, kind in known.items() if any(part in name for name in names))
+        kinds.append("cuDNN" if used else next(other, "products"))
     size = f" {space / 2**20:,.0f} MiB" if space >= 64 << 20 else ""
     return ", then ".join(dict.fromkeys(kinds)) + size
 

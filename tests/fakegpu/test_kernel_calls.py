@@ -32,3 +32,11 @@ def test_a_kernel_that_promises_too_much_is_seen(gpus):
     for planted, expected in ((False, "flash"), (True, "no")):
         (log,) = gpus.run(PROGRAM, 1, 100, planted=planted, **arguments)
         assert verdict(log, "auto", "heads of 256") == expected
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_wide_heads_have_a_kernel(gpus, sm):
+    cases = {name: case for name, case in CASES.items() if "512" in name}
+    (log,) = gpus.run(PROGRAM, 1, sm, kernels=["auto"], cases=cases)
+    assert {verdict(log, "auto", case) for case in cases} == {"efficient"}

@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cp_ring.kernels import REGISTRY, _chosen, cudnn, flash_aten
-from cp_ring.kernels.base import OPEN, Packing
+from cp_ring.kernels import REGISTRY, _chosen, cudnn, efficient, flash_aten
+from cp_ring.kernels.base import OPEN, Packing, deterministic
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from tests.kernels import emulated_te
 from tests.kernels.test_flash import stand_in
@@ -26,14 +26,18 @@ from tests.kernels.test_flash import stand_in
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-class Cudnn(cudnn.CudnnKernel):
-    def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
-        return super().rejection(CUDA if device.type == "cpu" else device, dtype, d, e)
+class _OnCpu:
+    def rejection(self, device: torch.device, *kind: Any) -> str | None:
+        return super().rejection(CUDA if device.type == "cpu" else device, *kind)  # type: ignore[misc, no-any-return]
 
 
-class FlashAten(flash_aten.FlashAtenKernel):
-    def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
-        return super().rejection(CUDA if device.type == "cpu" else device, dtype, d, e)
+class Cudnn(_OnCpu, cudnn.CudnnKernel): ...
+
+
+class FlashAten(_OnCpu, flash_aten.FlashAtenKernel): ...
+
+
+class Efficient(_OnCpu, efficient.EfficientKernel): ...
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, bias: None, compute_lse: bool, dropout: float, causal: bool, debug: bool,
@@ -91,6 +95,27 @@ def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     return [x.reshape(like.shape).to(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)]
 
 
+def _efficient_forward(
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float
+) -> tuple[Tensor, ...]:
+    """Tensors [b, s, heads, size] of as many heads; lse [b, h, a multiple of 32]."""
+    assert q.shape[2] == k.shape[2] and q.shape[3] % 8 == v.shape[3] % 8 == 0
+    assert rest[:6] == (None,) * 5 + (0.0,) and rest[7]
+    out, lse = REFERENCE.forward(q, k, v, lo=-OPEN, hi=0 if rest[6] else OPEN, scale=scale)
+    lse = torch.nn.functional.pad(lse.float(), (0, -lse.shape[2] % 32), value=torch.nan)
+    return out.to(q.dtype), lse
+
+
+def _efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, *rest: Any,
+                        scale: float, num_splits_key: int | None) -> tuple[Tensor | None, ...]:  # fmt: skip
+    (_, _, queries, keys, lse), causal = rest[:5], rest[8]
+    assert (queries, keys, lse.shape[2] % 32) == (q.shape[1], k.shape[1], 0)
+    assert num_splits_key == (1 if deterministic() else None)
+    band = {"lo": -OPEN, "hi": 0 if causal else OPEN, "scale": scale}
+    grads = REFERENCE.backward(dout, q, k, v, out, lse[..., :queries], **band)
+    return *(x.to(q.dtype) for x in grads), None
+
+
 @contextmanager
 def emulated() -> Iterator[None]:
     """In the block, the kernels of a GPU run on the CPU in float16 and bfloat16."""
@@ -98,6 +123,7 @@ def emulated() -> Iterator[None]:
         "cudnn": Cudnn(),
         "flash": stand_in("2: flash-attn 2.8.3"),
         "flash_aten": FlashAten(),
+        "efficient": Efficient(),
     }
     homes = {f"{__name__}.{name}": types.ModuleType(name) for name in kernels}
     for home, kernel in zip(homes.values(), kernels.values(), strict=True):
@@ -111,6 +137,7 @@ def emulated() -> Iterator[None]:
         for module, forward, backward in (
             (cudnn, _cudnn_forward, _cudnn_backward),
             (flash_aten, _flash_forward, _flash_backward),
+            (efficient, _efficient_forward, _efficient_backward),
         ):
             stack.enter_context(mock.patch.object(module, "_attention", forward))
             stack.enter_context(mock.patch.object(module, "_attention_backward", backward))

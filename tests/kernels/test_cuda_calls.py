@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cp_ring.errors import KernelError
 from cp_ring.kernels import choose, cudnn, determinism, flash_aten, versions
 from cp_ring.kernels.base import OPEN, Packing, no_random_state
+from cp_ring.testing import conformance
+from tests.gpu.emulated import CPU, emulated
 
 HEADS = [(4, 4, 64, 64), (8, 2, 60, 36), (8, 2, 192, 128), (4, 1, 128, 128)]
 
@@ -124,6 +126,15 @@ def test_cudnn_leaves_gradients_that_may_be_nan_to_flash_attention(monkeypatch):
     assert seen == ["flash_aten", "flash_aten", "cudnn", "cudnn", "cudnn", "cudnn"]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_efficient_attention_of_wide_heads(deterministic):
+    """Copies of key/value heads, sizes padded, and lse to a multiple of 32, as on a GPU."""
+    heads = [(4, 2, 512, 512), (2, 2, 20, 36)]
+    with emulated(), determinism(deterministic):
+        kernel = choose("efficient", device=CPU, dtype=torch.bfloat16, d=512, e=512)
+        conformance.check(kernel, CPU, torch.bfloat16, heads=heads)
+
+
 def test_cudnn_leaves_single_queries_and_keys_to_plain_products():
     with FakeTensorMode():
         for queries, keys in ((1, 32), (32, 1), (1, 1)):
@@ -154,3 +165,4 @@ def test_order_on_cuda_and_rejections():
     )
     assert choose("auto", device=cuda, dtype=torch.float32, d=64, e=64).name == "reference"
     assert choose("auto", device=cuda, dtype=torch.bfloat16, d=256, e=192).name == "flash_aten"
+    assert choose("auto", device=cuda, dtype=torch.bfloat16, d=512, e=512).name == "efficient"

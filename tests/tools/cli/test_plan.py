@@ -635,7 +635,7 @@ def test_a_window_is_costed_for_the_kernel_that_is_assumed() -> None:
 
 def test_kernels_of_plans_are_those_of_the_registry(monkeypatch) -> None:
     assert list(KERNELS) == list(kernels.REGISTRY)
-    for name in ("cpu", "reference", "cudnn", "flash_aten"):
+    for name in ("cpu", "reference", "cudnn", "flash_aten", "efficient"):
         assert (
             capabilities_of(name)
             == importlib.import_module(kernels.REGISTRY[name]).KERNEL.capabilities
