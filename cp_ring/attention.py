@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.agreement import EVERY, Fact, some_of
-from cp_ring.comm.codecs import CODECS, Plain
-from cp_ring.comm.latent import Latents
+from cp_ring.comm.codecs import CODECS, Codec, Plain
 from cp_ring.comm.transport import Group, Transport, rank_in_job, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.hop_loop import Ring, RingAttention, RingCall
@@ -46,11 +45,13 @@ from cp_ring.options import SETTINGS, Options, choices, either
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
+from cp_ring.plan.sizes.attention_sizes import WIRES
 from cp_ring.plan.sizes.head_split import split_heads
 from cp_ring.plan.tables import RankPlan
 from cp_ring.runtime import RUNTIME
 
 if TYPE_CHECKING:
+    from cp_ring.comm.latent import Latents
     from cp_ring.kernels.dropout import Dropout
     from cp_ring.kernels.logits import LogitKernel
     from cp_ring.offload import Offload, Waiting
@@ -95,8 +96,8 @@ class AttentionOptions:
             raise ConfigError(
                 f"num_slots={self.num_slots!r}: it must be a whole number from {least} to {most}"
             )
-        if self.wire not in CODECS:
-            raise ConfigError(f"wire={self.wire!r}: known are {', '.join(CODECS)}")
+        if self.wire not in WIRES:
+            raise ConfigError(f"wire={self.wire!r}: known are {', '.join(WIRES)}")
         if self.wire_dtype not in (dtypes := choices("wire_dtype")):
             raise ConfigError(f"wire_dtype={self.wire_dtype!r}: it must be {either(dtypes)}")
         if self.qkv_format not in ("bshd", "sbhd"):
@@ -129,7 +130,8 @@ class Inputs(NamedTuple):
     def alike(self) -> Inputs:
         """Under `torch.autocast`, tensors of different dtypes in one."""
         q, k, v, *more = in_one_dtype(self.q, self.k, self.v, *(self.latents or ()))
-        return Inputs(q, k, v, self.sink, Latents(*more) if more else None, self.dropout)
+        latents = None if self.latents is None else type(self.latents)(*more)
+        return Inputs(q, k, v, self.sink, latents, self.dropout)
 
     def kinds(self) -> tuple[object, ...]:
         """All that an `Attention` depends on, without the values of the tensors."""
@@ -248,6 +250,13 @@ def attention_of(
     return found
 
 
+def codec_of(wire: str) -> type[Codec]:
+    """The class of the codec of that name."""
+    if WIRES[wire].latent:
+        import cp_ring.comm.latent  # noqa: F401  (its codec is registered when it is needed)
+    return CODECS[wire]
+
+
 def rank_plan_of(plan: AnyPlan, transport: Transport | None) -> RankPlan:
     """The part of a plan that this rank of the transport runs. Raises `PlanError` where the two do
     not fit together.
@@ -297,7 +306,7 @@ class Attention:
             weakref.ref(transport) if transport is not None else lambda: None
         )
         split, alone = rank_plan.exchange, rank_plan.cp == 1
-        codec = CODECS[options.wire]
+        codec = codec_of(options.wire)
         if codec.needs_latents and latents is None:
             raise ConfigError(f"wire={options.wire!r} needs LatentKeys in place of k")
         if codec.needs_latents and split:

@@ -77,7 +77,7 @@ def _with_ring(
 ) -> None:
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-    from cp_ring.megatron.layers import latent_tap, layer_offload
+    from cp_ring.megatron.layers import layer_offload
     from cp_ring.megatron.specs import ring_submodules
 
     # what its own constructor has changed
@@ -86,6 +86,8 @@ def _with_ring(
         self, config, submodules if sparse else ring_submodules(submodules), *args, **kwargs
     )
     if isinstance(self, MultiLatentAttention):
+        from cp_ring.megatron.layers import latent_tap
+
         latent_tap.link(self)
     layer_offload.link(self)
     self.core_attention.positions_by_group = True

@@ -38,7 +38,6 @@ from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.flags.rules import SUBGROUP
 from cp_ring.megatron.layers import recomputation
 from cp_ring.megatron.layers.dropout_keys import dropout_of, number_of_prediction
-from cp_ring.megatron.layers.latent_tap import LatentTap
 from cp_ring.megatron.layers.layer_offload import offload, saving
 from cp_ring.megatron.plans import make_layout, make_plan, plan_of_last
 from cp_ring.megatron.settings import current, packed_in_whole_rows
@@ -48,6 +47,7 @@ from cp_ring.plan.sizes.attention_sizes import WIRES
 
 if TYPE_CHECKING:
     from cp_ring.kernels.dropout import Dropout
+    from cp_ring.megatron.layers.latent_tap import LatentTap
 
 # with the padding that packed documents tell
 _PADDED = {"padding_causal": "causal", "padding": "no_mask"}
@@ -249,6 +249,8 @@ class RingDotProductAttention(MegatronModule):
         if not WIRES[self.wire].latent:
             return None
         check_latent(self.config, self.spec.ulysses, self.settings)
+        from cp_ring.megatron.layers.latent_tap import LatentTap
+
         return LatentTap(self.tp_group)
 
     def plan_of(

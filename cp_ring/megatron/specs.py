@@ -20,7 +20,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.layers.latent_tap import linked
 from cp_ring.megatron.ring_core_attention import RingDotProductAttention
 
 try:
@@ -157,6 +156,8 @@ def with_ring_attention(spec: Any) -> Any:
             and isinstance(value, type)
             and issubclass(value, MultiLatentAttention)
         ):
+            from cp_ring.megatron.layers.latent_tap import linked
+
             changes[field.name] = linked(value)
         elif field.name not in ("params", "module"):
             changes[field.name] = with_ring_attention(value)

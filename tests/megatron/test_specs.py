@@ -280,9 +280,8 @@ def test_sparse_attention_in_a_hybrid_model_is_rejected_by_name():
 def test_a_cache_of_keys_is_rejected_where_the_ranks_share_the_tokens():
     from megatron.core.inference.contexts import StaticInferenceContext
 
-    model = gpt(
-        config(context_parallel_size=2), get_gpt_layer_local_spec(normalization="RMSNorm")
-    ).eval()
+    model = gpt(config(), get_gpt_layer_local_spec(normalization="RMSNorm")).eval()
+    model.config.context_parallel_size = 2
     tokens = torch.zeros(1, 8, dtype=torch.long)
     with pytest.raises(ConfigError, match="needs --context-parallel-size 1"):
         model(tokens, tokens, None, inference_context=StaticInferenceContext(1, 8))

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.megatron.certificate import latent_probe
 from cp_ring.megatron.certificate.dense_oracle import declared_mask
 from cp_ring.megatron.certificate.probe_batch import ProbeBatch
 from cp_ring.megatron.certificate.report import Probe
@@ -25,7 +24,10 @@ def mask_probes(subject: Subject, rounds: int) -> list[Probe]:
     of values, change? `rounds` limits the number of calls.
     """
     channels = subject.kind.groups * subject.kind.e
-    channels = min(channels, latent_probe.CHANNELS) if subject.of_latents else channels
+    if subject.of_latents:
+        from cp_ring.megatron.certificate.latent_probe import CHANNELS
+
+        channels = min(channels, CHANNELS)
     tokens = _chosen_tokens(subject.batch, rounds * channels)
     rounds_of_tokens = [tokens[at : at + channels] for at in range(0, len(tokens), channels)]
     probes = []

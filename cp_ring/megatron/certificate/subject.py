@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.comm.latent import Latents
-from cp_ring.megatron.certificate import latent_probe
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
 from cp_ring.megatron.certificate.probe_batch import ProbeBatch, SplitBatch, make_probe_batch
 from cp_ring.megatron.certificate.report import Probe
+
+if TYPE_CHECKING:
+    from cp_ring.comm.latent import Latents
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class Subject:
         """
         batch = self.batch
         if self.of_latents:
+            from cp_ring.megatron.certificate import latent_probe
+
             whole = latents or latent_probe.copies(k, v, self.layer.config.qk_head_dim)
             local = batch.local(whole.latent)
             local = local[0] if batch.thd else local.transpose(0, 1)

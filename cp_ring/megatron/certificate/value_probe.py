@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.comm.latent import Latents
-from cp_ring.megatron.certificate import latent_probe
 from cp_ring.megatron.certificate.dense_oracle import attend, declared_mask
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.subject import Subject
 from cp_ring.plan.sizes.attention_sizes import WIRES
+
+if TYPE_CHECKING:
+    from cp_ring.comm.latent import Latents
 
 # Largest norm of an error over the norm of the truth: three times what kernels leave that round
 # partial results to the input's precision and add them up in float32.
@@ -88,6 +90,8 @@ def draw(subject: Subject, samples: int | None = None) -> RandomTensors:
 
     q = normal(kind.heads, kind.d)
     if subject.of_latents:
+        from cp_ring.megatron.certificate import latent_probe
+
         of_keys = latent_probe.draw(subject.layer.config, kind.groups, normal, drawn)
     else:
         of_keys = {"k": normal(kind.groups, kind.d), "v": normal(kind.groups, kind.e)}
@@ -138,6 +142,8 @@ def _keys(subject: Subject, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]
     """Keys and values of `RandomTensors.of_keys`."""
     if not subject.of_latents:
         return tensors["k"], tensors["v"]
+    from cp_ring.megatron.certificate import latent_probe
+
     return latent_probe.keys(
         tensors["latent"], tensors["rope"], tensors["weight"], subject.layer.config.qk_head_dim
     )
@@ -146,6 +152,8 @@ def _keys(subject: Subject, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]
 def _latents(subject: Subject, tensors: dict[str, Tensor]) -> Latents | None:
     if not subject.of_latents:
         return None
+    from cp_ring.comm.latent import Latents
+
     weight, key_dim = tensors["weight"], subject.layer.config.qk_head_dim
     return Latents(tensors["latent"].squeeze(2), weight[:, :key_dim], weight[:, key_dim:])
 

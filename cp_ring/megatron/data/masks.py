@@ -24,7 +24,6 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.data.prefetch import worker
 from cp_ring.megatron.plans import layout_of_row
-from cp_ring.plan.exchange.chains import forks_of
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import PlanSpec
@@ -185,6 +184,8 @@ class DeclaredMask(MicrobatchMask):
         return np.zeros(0, np.int64) if segments is None else segments[0, segments[1] == 0]
 
     def forks(self) -> Ints:
+        from cp_ring.plan.exchange.chains import forks_of
+
         return forks_of(self.whole)
 
     def kind(self) -> str:
