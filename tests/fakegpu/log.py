@@ -97,7 +97,17 @@ class Log:
             if kind == "mark":
                 part = " ".join(words)
             # what has no stream first, or none
-            none = ("malloc", "hostmalloc", "free", "sync", "query", "mode", "group", "mark")
+            none = (
+                "malloc",
+                "hostmalloc",
+                "free",
+                "sync",
+                "query",
+                "mode",
+                "group",
+                "mark",
+                "label",
+            )
             stream = -1
             if kind not in (*none, "communicator", "stub"):
                 stream, *words = int(words[0]), *words[1:]

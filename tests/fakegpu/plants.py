@@ -11,8 +11,7 @@ from unittest import mock
 import torch
 from torch.distributed import new_group
 
-from cp_ring import attention
-from cp_ring.comm import transport
+from cp_ring.comm import heads, transport
 from cp_ring.comm.slots import Slots
 from cp_ring.kernels.flash_aten import FlashAtenKernel
 
@@ -105,7 +104,7 @@ def _two_communicators() -> Iterator[None]:
     )
     rank = torch.distributed.get_rank()
     mine = [transport.GroupTransport(group) for group in (near[rank // 2], far[rank % 2])]
-    with mock.patch.object(attention, "sub_transports", lambda *_: mine):
+    with mock.patch.object(heads, "sub_transports", lambda *_: mine):
         yield
 
 
@@ -134,5 +133,7 @@ PLANTS: dict[str, Plant] = {
     "fork in a hop": _fork,
     "two communicators": _two_communicators,
     "values before keys": _swapped,
+    "values for keys": _swapped,
+    "launch in a hop": _in_a_hop(torch.neg),
     "sends before receives": _sends_first,
 }

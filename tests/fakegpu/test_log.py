@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fakegpu.log import Log
-from tests.fakegpu.replay import hangs, in_flight_together, mismatches
+from tests.fakegpu.replay import hangs, in_flight_together, mismatches, read_by
 
 ARRIVES = ["nccl 1 recv a 0 1 64 1000", "group", "record 1 7"]
 READ = "access 0 add r:1000:1064 w:2000:2064"
@@ -109,3 +109,13 @@ def test_communicators_in_flight_together(tmp_path):
     second = ["nccl 2 send b 0 1 8 8", "group"]
     assert in_flight_together(log_of(tmp_path, [*first, *second]))
     assert not in_flight_together(log_of(tmp_path, [*first, "wait 2 7", *second]))
+
+
+def test_what_an_operator_reads_of_what_was_sent(tmp_path):
+    """Rank 0 sends its last 2 of 4 keys; rank 1 reads them behind 3 of its own."""
+    sends = ["communicator a 2 0", "label keys 1000:1040:4", "nccl 1 send a 0 1 20 1020", "group"]
+    reads = ["communicator a 2 1", "label keys 3000:3040:4", "nccl 1 recv a 1 0 20 3030", "group"]
+    reads += ["access 0 other r:3000:3050", "access 0 attend r:3000:3050 r:3040:3050 w:9000:9010"]
+    logs = [log_of(tmp_path, lines, rank) for rank, lines in enumerate((sends, reads))]
+    own, sent = [("keys", 1, 0, 3)], [("keys", 0, 2, 4)]
+    assert read_by(logs, "attend", "case") == [[], [[own + sent, [("keys", 0, 3, 4)]]]]

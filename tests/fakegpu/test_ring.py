@@ -6,15 +6,22 @@ Each assertion finds faults that are planted for it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from itertools import groupby
 
 import pytest
 
+from cp_ring.plan import Mask, PlanSpec
+from cp_ring.plan.costs.simulate import rank_updates
+from cp_ring.plan.lower import KERNELS, lower
+from cp_ring.plan.plan import plan
+from cp_ring.plan.tables import RankPlan
 from tests.fakegpu import te_build
 from tests.fakegpu.log import Log
 from tests.fakegpu.process import FakeGpus
-from tests.fakegpu.replay import hangs, in_flight_together, mismatches
+from tests.fakegpu.replay import Content, hangs, in_flight_together, mismatches, read_by
 
 RANKS = 4
 FLASH = {"causal": True, "kernel": "flash_aten"}
@@ -60,6 +67,100 @@ def capture_faults(log: Log, case: str = "") -> list[str]:
     return [fault for fault in log.capture_faults if f", in {case}" in fault]
 
 
+PLANS = {
+    "causal": (Mask.causal, "auto"),
+    "full": (Mask.full, "auto"),
+    "one source a hop": (Mask.causal, "ring"),
+    "gather": (Mask.causal, "gather"),
+}
+"""The cases of `ALL` whose kernel calls have one tile each: mask and schedule."""
+
+COUNTED = {
+    "flash_fwd_kernel": "forward",
+    "flash_fwd_splitkv_kernel": "forward",
+    "dq_dk_dv": "backward",
+    "_merge": "merge",
+    "_add": "sum",
+    "direct_copy": "lse",
+}
+OF_THE_OPERATOR = ("splitkv_combine", "dot_do_o", "convert_dq", "reduce_kernel")
+"""What torch launches besides in its operators for forward and backward."""
+
+
+def launches(log: Log, part: str) -> Counter[str]:
+    """Launches by what they are; what has no name here, by its own."""
+    names = [x.name for x in log.kernels(part)]
+    own = [x for x in names if not any(known in x for known in OF_THE_OPERATOR)]
+    return Counter(next((y for x, y in COUNTED.items() if x in name), name) for name in own)
+
+
+def rank_plans(case: str) -> list[RankPlan]:
+    mask, schedule = PLANS[case]
+    made = plan(mask(256 * RANKS), RANKS, PlanSpec(schedule=schedule))
+    return [made.rank_plan(rank) for rank in range(RANKS)]
+
+
+def planned_launches(part: RankPlan) -> Counter[str]:
+    """Those that the plan of a rank and the documentation promise, and no others."""
+    updates = rank_updates(part, KERNELS["flash_aten"])
+    keys = sum(not x.whole for of_hop in updates.keys.values() for x in of_hop)
+    queries = [(int(tiles.q0[0]), int(tiles.q1[0])) for tiles in updates.grids[1]]
+    return Counter(
+        forward=len(updates.grids[0]),
+        backward=len(updates.grids[1]),
+        merge=sum(not x.whole for x in updates.out),
+        sum=sum(not x.whole for x in updates.dq) + 2 * keys,
+        # a part of lse, for calls one after another that have the same queries
+        lse=sum(x != (0, part.num_tokens) for x, _ in groupby(queries)),
+    )
+
+
+def planned_keys(parts: list[RankPlan]) -> list[list[Content]]:
+    """What the keys of each kernel call of each rank are in forward, by what the ranks send."""
+    found = []
+    for part in parts:
+        calls = []
+        for hop in part.hops:
+            buffer = [(part.rank, x) for x in range(hop.num_keys)]
+            for transfer in hop.receives:
+                (of_peer,) = (x for x in parts[transfer.peer].hops if x.index == hop.index)
+                (sent,) = (x for x in of_peer.sends if x.peer == part.rank)
+                for (first, last), (start, end) in zip(transfer.ranges, sent.ranges, strict=True):
+                    buffer[first:last] = [(transfer.peer, x) for x in range(start, end)]
+            for tile in lower(hop.tiles, KERNELS["flash_aten"]).tiles:
+                seen = buffer[tile.k0 : tile.k1]
+                runs = groupby(enumerate(seen), lambda x: (x[1][0], x[1][1] - x[0]))
+                tokens = [[x[1] for x in run] for _, run in runs]
+                calls.append([("keys", run[0][0], run[0][1], run[-1][1] + 1) for run in tokens])
+        found.append(calls)
+    return found
+
+
+def misplaced(logs: list[Log], case: str, of_plan: str) -> list[str]:
+    """Kernel calls of forward whose keys or values are not those of the plan."""
+    wrong = []
+    read = read_by(logs, "_flash_attention_forward", f"{case} 2")
+    for rank, (calls, planned) in enumerate(
+        zip(read, planned_keys(rank_plans(of_plan)), strict=True)
+    ):
+        values = [[("values", *x[1:]) for x in keys] for keys in planned]
+        expected = sorted(zip(map(joined, planned), map(joined, values), strict=True))
+        found = sorted((joined(keys), joined(held)) for _, keys, held in calls)
+        if found != expected:
+            wrong.append(f"rank {rank}: {found}, planned {expected}")
+    return wrong
+
+
+def joined(content: Content) -> Content:
+    """With neighbors that follow one another as one."""
+    found = Content()
+    for name, rank, start, end in content:
+        if found and found[-1][:2] == (name, rank) and found[-1][3] == start:
+            start = found.pop()[2]
+        found.append((name, rank, start, end))
+    return found
+
+
 @pytest.fixture(scope="module")
 def clean(gpus: FakeGpus) -> Callable[[int], list[Log]]:
     """The logs of `CASES` on GPUs of a compute capability."""
@@ -94,6 +195,26 @@ def test_groups_of_messages_complete_whoever_comes_first(clean, sm):
     assert not any(map(in_flight_together, logs))
     for case in CASES[sm]:
         assert any(group.part == f"{case} 2" for group in logs[0].groups)
+
+
+@capabilities
+def test_a_step_launches_what_its_plan_says(clean, sm):
+    for case in PLANS.keys() & CASES[sm]:
+        parts = rank_plans(case)
+        for log, part in zip(clean(sm), parts, strict=True):
+            found, stages = launches(log, f"{case} 2"), len(part.backward)
+            assert found == planned_launches(part)
+            assert found["merge"] <= len(part.hops) - 1
+            assert found["sum"] <= 3 * stages and found["lse"] <= stages + 1
+    if sm == 90:
+        expected = {"forward": 4, "merge": 3, "backward": 5, "sum": 10, "lse": 3}
+        assert launches(clean(sm)[0], "one source a hop 2") == expected
+
+
+@capabilities
+def test_each_kernel_call_reads_the_keys_and_values_of_its_plan(clean, sm):
+    for case in PLANS.keys() & CASES[sm]:
+        assert not misplaced(clean(sm), case, case)
 
 
 @capabilities
@@ -161,6 +282,13 @@ FINDS = {
     "copy in a hop": slow,
     "memory in a hop": slow,
     "values before keys": lambda logs, case: bool(mismatches(logs, case)),
+    "values for keys": lambda logs, case: (
+        not mismatches(logs, case) and bool(misplaced(logs, case, "one source a hop"))
+    ),
+    "launch in a hop": lambda logs, case: all(
+        launches(log, f"{case} 2") != planned_launches(part)
+        for log, part in zip(logs, rank_plans("one source a hop"), strict=True)
+    ),
     "sends before receives": lambda logs, case: bool(hangs(logs, case)),
     "early free in a hop": racing,
     "fork in a hop": racing,
@@ -179,6 +307,8 @@ def planted(gpus: FakeGpus) -> Callable[[bool], list[Log]]:
         cases = dict.fromkeys(CAPTURED if captured else FINDS, options)
         if not captured:
             cases["two communicators"] = ALL["heads"]
+            of_equal_sizes = ("values for keys", "launch in a hop")
+            cases |= dict.fromkeys(of_equal_sizes, ALL["one source a hop"])
         program = "tests.fakegpu.programs:rings"
         return gpus.run(program, RANKS, 90, cases=cases, planted=True, captured=captured)
 
