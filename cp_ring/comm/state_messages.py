@@ -45,8 +45,11 @@ class StateLinks:
         self.gets = None if same else self.tensor(plan.gets)
         near = node_size(getattr(transport, "ranks", range(0)), ranks_per_node())
         rates = rates or (RATES if device.type == "cuda" else HOST_RATES)
-        self.gathers = lru_cache(lambda state, whole: chains.gathers(state, whole, rates, near))
+        self.way = lru_cache(lambda state, whole: chains.way(state, whole, rates, near))
         self.chain, self.gather = lru_cache(self._make_chain), lru_cache(self._make_gather)
+        self.doublings = lru_cache(
+            lambda back: list(map(self.trip, chains.doublings(transport.rank, back)))
+        )
 
     def __bool__(self) -> bool:
         """Whether any state passes here."""
@@ -84,8 +87,8 @@ class StateMessages:
         heads, k, v = state
         maps = like.new_empty(len(links.hands_on), heads, k, v + k, dtype=dtype)
         entry = heads * k * maps.element_size()
-        gathers = links.gathers(entry * v, entry * (v + k))
-        self._way = (_Gathered if gathers else _Chained)(links, maps, v)
+        ways = {"chain": _Chained, "gather": _Gathered, "doublings": _Doubled}
+        self._way = ways[links.way(entry * v, entry * (v + k))](links, maps, v)
         self._like = like
         self._sent: list[Tensor] = []
 
@@ -183,18 +186,46 @@ class _Gathered(_Chained):
         self._states = states.detach()
         return states
 
-    def send_back(self, gradient: Tensor) -> None:
+    def _payload(self, gradient: Tensor) -> Tensor:
+        """Maps of gradients: those of the states before segments, and A where these hand on."""
         self.grads, (given, gone, _) = None, self._links.both
         payload = self.maps.new_zeros(len(gradient), *self.maps.shape[1:])
         payload[..., : self.v] = gradient
         payload[given, ..., self.v :] = self.maps[gone, ..., self.v :].mT
-        trip = self._links.gather(True)[0][0]
+        return payload
+
+    def send_back(self, gradient: Tensor) -> None:
+        trip, payload = self._links.gather(True)[0][0], self._payload(gradient)
         self._sent = [trip.post(payload[trip.source], "states")]
 
     def gradients(self) -> Tensor:
         if self.grads is None:
             self.grads = self._with_grads_of_a(self._walked(True))
         return self.grads
+
+
+class _Doubled(_Gathered):
+    """Maps of twice as many segments at each step."""
+
+    def _walked(self, back: bool) -> Tensor:
+        (first, *others), landed = self._links.doublings(back), self._sent.pop()()
+        table = torch.empty_like(landed).index_copy_(0, first.target, landed)
+        for trip in others:
+            before = trip.post(table[trip.source], "states")()
+            own = table[trip.target]
+            whole = own[..., self.v :] @ before
+            whole[..., : self.v] += own[..., : self.v]
+            table[trip.target] = whole
+        return table[..., : self.v].contiguous()
+
+    def send(self, wave: int) -> None:
+        if wave == 1:  # all maps are known
+            trip = self._links.doublings(False)[0]
+            self._sent = [trip.post(self.maps[trip.source], "states")]
+
+    def send_back(self, gradient: Tensor) -> None:
+        trip, payload = self._links.doublings(True)[0], self._payload(gradient)
+        self._sent = [trip.post(payload[trip.source], "states")]
 
 
 def _added(total: Tensor, places: Tensor, parts: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib.util
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from cp_ring.comm.states import StatePassing
 from cp_ring.observe.counters import record
 from cp_ring.plan.exchange.chains import Chains, forks_of
 from cp_ring.plan.exchange.verify_chains import verify_chains
-from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.testing import delta_rule as chunked
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import error
@@ -26,8 +27,7 @@ from tests.recurrences import SIGNATURES, causal_conv1d, delta_rule, paths, scan
 
 HEADS, K, V, WIDTH = 2, 3, 4, 4
 CPU = torch.device("cpu")
-# whatever moves, or each message, takes the longest
-WAYS = {"chain": Rates(call=1e-12), "gather": Rates(call=1.0)}
+WAYS = ("chain", "gather", "doublings")
 LAYOUTS = {
     "zigzag": lambda n, cp, starts: Layout.zigzag(n, cp),
     "contiguous": lambda n, cp, starts: Layout.contiguous(n, cp),
@@ -82,13 +82,20 @@ def on_one(given: dict[str, Tensor], starts: np.ndarray) -> dict[str, Tensor]:
     )
 
 
+def in_ranks(chains: Chains, way: str, function) -> list:
+    """What `function(passing, group)` returns on each rank, where states pass in this way."""
+    with mock.patch.object(Chains, "way", lambda *_: way):
+        return LocalRing(chains.layout.cp).run(
+            lambda group: function(StatePassing(chains, group, CPU), group)
+        )
+
+
 def on_ranks(
     given: dict[str, Tensor], chains: Chains, way: str, kernel=delta_rule, width: int = WIDTH
 ):
     layout = chains.layout
 
-    def case(group):
-        passing = StatePassing(chains, group, CPU, WAYS[way])
+    def case(passing, group):
         mine = {
             name: x.float() if name == "weight" else layout.shard(x, group.rank, 0).float()
             for name, x in given.items()
@@ -99,7 +106,7 @@ def on_ranks(
             lambda function, **tokens: passing.delta_rule(kernel, **tokens),
         )
 
-    parts = LocalRing(layout.cp).run(case)
+    parts = in_ranks(chains, way, case)
     whole = {name: layout.unshard([part[name] for part in parts], 0) for name in parts[0]
              if name != "dweight"}  # fmt: skip
     return whole | {"dweight": sum(part["dweight"] for part in parts)}
@@ -179,12 +186,11 @@ def mamba_results(x: Tensor, params: list[Tensor], run) -> dict[str, Tensor]:
 
 
 def mamba_on_ranks(chains: Chains, x: Tensor, params: list[Tensor], named: dict, way: str):
-    def case(group):
-        passing = StatePassing(chains, group, CPU, WAYS[way])
+    def case(passing, group):
         mine, *own = (each.float() for each in (chains.layout.shard(x, group.rank, 0), *params))
         return mamba_results(mine, own, lambda *given: passing.mamba(scan, *given, **named))
 
-    return LocalRing(chains.layout.cp).run(case)
+    return in_ranks(chains, way, case)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -213,7 +219,7 @@ def test_branches_of_mamba_equal_sequences_by_themselves(cp, kind):
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_equal_one_scan_of_mamba(cp, kind, way):
-    layout, starts = drawn(list(WAYS).index(way) + 10 * cp, cp, kind)
+    layout, starts = drawn(WAYS.index(way) + 10 * cp, cp, kind)
     x, params, named = mamba_inputs(layout.n)
     numbers = torch.bucketize(torch.arange(layout.n), torch.tensor(starts), right=True) - 1
     truth = mamba_results(x, params, lambda *given: scan(*given, **named, seq_idx=numbers[None]))
@@ -260,6 +266,12 @@ class Wrong(Chains):
             first, *rest = plan.swaps
             first = dataclasses.replace(first, target=first.target[::-1].copy())
             return dataclasses.replace(plan, swaps=(first, *rest))
+        return plan
+
+    def doublings(self, rank, back=False):
+        plan = super().doublings(rank, back)
+        if self.fault == ("gradient" if back else "state") + " of another rank":
+            return (dataclasses.replace(plan[0], target=plan[0].target[::-1].copy()), *plan[1:])
         return plan
 
     def halo(self, rank, width):
@@ -328,7 +340,7 @@ def test_a_planted_fault_shows_in_the_proof_and_in_the_outputs(fault, way):
     else:
         verify_chains(chains, WIDTH)
     if way == "chain" and fault.startswith("gradient"):
-        return  # no gather runs
+        return  # gradients of a chain go back as the states came
     assert (off(on_ranks(given, chains, way), on_one(given, starts)) > 1e-3) is bool(fault)
 
 
@@ -365,7 +377,7 @@ def test_bytes_are_those_of_the_plan_whatever_the_tokens(n, way):
         state, whole, halo = HEADS * K * V * 4, HEADS * K * (K + V) * 4, (WIDTH - 1) * 5 * 4
         states = 2 * links * state if way == "chain" else maps * whole
         assert counted.bytes_by_kind == {"states": states, "halo": 2 * links * halo}
-        assert chains.bytes(state, whole, way == "gather") == states
+        assert chains.bytes(state, whole, way) == states
         assert chains.halo_tokens(WIDTH) == links * (WIDTH - 1)
 
 
@@ -378,23 +390,37 @@ def test_a_rank_gets_the_state_of_a_parent_once_for_all_branches():
     assert chains.links == 3 and int(chains.depth.max()) == 1
     state, halo = HEADS * K * V * 4, (WIDTH - 1) * 5 * 4
     assert counted.bytes_by_kind == {"states": 2 * 3 * state, "halo": 2 * 12 * halo}
-    assert chains.bytes(state, 2 * state, False) == 2 * 3 * state
+    assert chains.bytes(state, 2 * state, "chain") == 2 * 3 * state
     assert chains.halo_tokens(WIDTH) == 12 * (WIDTH - 1)
 
 
 @pytest.mark.parametrize(
-    ("heads", "cp", "near", "gathers"),
-    [(1, 4, 8, True), (32, 4, 8, False), (1, 2, 8, False), (1, 4, 1, True), (16, 4, 1, False)],
-)
-def test_the_way_is_the_one_that_is_predicted_to_be_faster(heads, cp, near, gathers):
-    """States of 64 KiB a head: small ones at once, large ones border by border."""
+    ("heads", "cp", "near", "way"),
+    [
+        (1, 4, 8, "gather"), (32, 4, 8, "chain"), (1, 2, 8, "chain"), (1, 4, 1, "gather"),
+        (16, 4, 1, "chain"), (4, 16, 8, "doublings"), (32, 64, 8, "doublings"),
+    ],
+)  # fmt: skip
+def test_the_way_is_the_one_that_is_predicted_to_be_faster(heads, cp, near, way):
+    """States of 64 KiB a head: small ones at once, large ones border by border, and by doublings
+    where there are many borders.
+    """
     chains, state = Chains.build(Layout.zigzag(4096, cp), np.zeros(1, np.int64)), heads << 16
-    chain, gather = chains.seconds(state, 2 * state, RATES, near)
-    bandwidth, steps = RATES.inside if near > 1 else RATES.between, 2 * cp - 2
-    assert chain == pytest.approx(steps * (RATES.call + state / bandwidth))
-    # rank 0, which holds the first and the last tokens, needs all maps but its own
-    assert gather == pytest.approx(RATES.call + (2 * cp - 3) * 2 * state / bandwidth)
-    assert chains.gathers(state, 2 * state, RATES, near) is gathers
+    found = chains.seconds(state, 2 * state, RATES, near)
+    if near >= cp or near == 1:
+        bandwidth, steps = RATES.inside if near > 1 else RATES.between, 2 * cp - 2
+        assert found["chain"] == pytest.approx(steps * (RATES.call + state / bandwidth))
+        # rank 0, which holds the first and the last tokens, needs all maps but its own
+        assert found["gather"] == pytest.approx(RATES.call + (2 * cp - 3) * 2 * state / bandwidth)
+    assert chains.way(state, 2 * state, RATES, near) == way
+
+
+def test_maps_double_the_segments_of_which_they_are():
+    chains = Chains.build(Layout.contiguous(800, 8), np.zeros(1, np.int64))
+    found = chains.seconds(1000, 2000, RATES, 8)
+    # 1, then 2, 4 and 7 segments; in each step a rank gets one map at most
+    assert found["doublings"] == pytest.approx(4 * (RATES.call + 2000 / RATES.inside))
+    assert chains.bytes(1000, 2000, "doublings") == 2 * 2000 * (7 + 6 + 5 + 3)
 
 
 def test_a_branch_follows_the_end_of_the_one_that_it_continues() -> None:

@@ -123,11 +123,10 @@ def heads_cost(
 
 
 def states_cost(sizes: RecurrentSizes, chains: Chains, rates: Rates, near: int) -> RecurrentCost:
-    """States, in a chain or a gather. near: neighboring ranks of a node."""
+    """States, in the way that `Chains` takes. near: neighboring ranks of a node."""
     state, whole, (heads, k, _) = sizes.state_bytes, sizes.map_bytes, sizes.state
     element = DTYPE_BYTES[sizes.dtype]
-    chain, gather = chains.seconds(state, whole, rates, near)
-    gathers = chains.gathers(state, whole, rates, near)
+    way = chains.way(state, whole, rates, near)
     halo = chains.halo_tokens(sizes.width) * sizes.convolved * element
     # tokens that share a document with those of another rank, of the rank with most of them
     shared = np.diff(chains.edges) * (chains.waves < 2)
@@ -137,10 +136,10 @@ def states_cost(sizes: RecurrentSizes, chains: Chains, rates: Rates, near: int) 
     moved = 3 * wide * element / rates.memory
     work = 3 * (flops / rates.flops + moved)
     held = np.bincount(chains.owner[chains.depth > 0], minlength=chains.layout.cp).max(initial=0)
-    table = len(chains.owner) if gathers else int(held)
+    table = len(chains.owner) if way == "gather" else int(held)
     return RecurrentCost(
-        chains.bytes(state, whole, gathers) + 2 * halo,
-        2 * (gather if gathers else chain) + work,
+        chains.bytes(state, whole, way) + 2 * halo,
+        2 * chains.seconds(state, whole, rates, near)[way] + work,
         int(held * state + table * whole + (2 * wide * element if sizes.columns else 0)),
     )
 

@@ -7,10 +7,11 @@ a branch of a tree the end of the branch that it continues. A causal convolution
 tokens before the segment besides, its halo. The bytes depend on neither the tokens nor the
 documents, but on the borders of ranks that lie inside of documents.
 
-States travel in one of two ways. In a chain, each segment sends the state after it, a border at a
+States travel in one of three ways. In a chain, each segment sends the state after it, a border at a
 time. In a gather, each sends its map, by which a state before it becomes one after it, to all ranks
-that hold later segments of its document, at once. States that fork pass in a chain, and a rank gets
-the state of a parent once for all branches there.
+that hold later segments of its document, at once. In doublings, each gets the map of the segment
+before it, and then that of all which the segment 1, 2, 4, ... before it has. States that fork pass
+in a chain, and a rank gets the state of a parent once for all branches there.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from cp_ring.plan.ranges import (
 from cp_ring.plan.sizes.device_rates import Rates
 
 NO_FORKS: Ints = np.zeros((2, 0), np.int64)
-GATHER_PAYS = 2.0
-"""A gather is taken where it takes less time than a chain by this factor. It moves more bytes,
-which other messages wait for.
+MAPS_PAY = 2.0
+"""Maps are sent where this takes less time than a chain by this factor. They are more bytes, which
+other messages wait for.
 """
 
 
@@ -283,8 +284,37 @@ class Chains:
         wanted = np.flatnonzero(wants & (self.owner == rank)) + next_to
         return Gather(tuple(swaps), tuple(walk), np.searchsorted(mine, wanted))
 
-    def seconds(self, state: int, whole: int, rates: Rates, near: int) -> tuple[float, float]:
-        """Predicted seconds in which states pass forward: in a chain, in a gather.
+    def _doubled(self, back: bool) -> list[tuple[Ints, Ints]]:
+        """Of each step of doublings, the segments that send and those that get. back: of the
+        gradients of states.
+        """
+        number = np.arange(len(self.parent))
+        end = np.searchsorted(self._above[1], self._above[1], "right") - 1
+        last = end - number if back else self.depth
+        far = number + 1 if back else number - 1
+        steps, distance = [(far[last > 0], number[last > 0])], 1
+        while (last > distance).any():
+            to = number[last > distance]
+            steps.append((to + distance if back else to - distance, to))
+            distance *= 2
+        return steps
+
+    def doublings(self, rank: int, back: bool = False) -> tuple[Swap, ...]:
+        """What a rank swaps at each step: first from places in `hands_on` to places in `goes_on`
+        (gradients: the other way), then among the latter.
+        """
+        goes, hands = self._linked
+        rows = [
+            starts_in_groups(each.astype(np.int64), self.owner, self.layout.cp)
+            for each in ((goes, hands) if back else (hands, goes))
+        ]
+        return tuple(
+            self._swap(rank, self.owner[far], self.owner[to], rows[step > 0][far], rows[1][to])
+            for step, (far, to) in enumerate(self._doubled(back))
+        )
+
+    def seconds(self, state: int, whole: int, rates: Rates, near: int) -> dict[str, float]:
+        """Predicted seconds in which states pass forward, by the way; of the ways that there are.
 
         state: bytes of a state. whole: bytes of a map. near: neighboring ranks of a node.
         """
@@ -298,27 +328,34 @@ class Chains:
             return rates.call + float(np.bincount(receivers, cost).max(initial=0.0))
 
         if not self.links:
-            return 0.0, 0.0
+            return {"chain": 0.0}
         to, segments, _ = self._arrivals
         owner, depth = self.owner[segments], self.depth[segments]
         steps = [np.flatnonzero(depth == step) for step in np.unique(depth[owner != to])]
-        chain = sum(of(owner[at], to[at], state) for at in steps)
-        if self.forks.size:
-            return chain, np.inf
-        ranks, segments = self._gathered(False)
-        return chain, of(self.owner[segments], ranks, whole)
+        found = {"chain": sum(of(owner[at], to[at], state) for at in steps)}
+        if not self.forks.size:
+            ranks, segments = self._gathered(False)
+            found["gather"] = of(self.owner[segments], ranks, whole)
+            found["doublings"] = sum(
+                of(self.owner[far], self.owner[to], whole) for far, to in self._doubled(False)
+            )
+        return found
 
-    def gathers(self, state: int, whole: int, rates: Rates, near: int) -> bool:
-        """Whether the gather is the way to take, by `seconds`: never where states fork."""
-        chain, gather = self.seconds(state, whole, rates, near)
-        return GATHER_PAYS * gather < chain
+    def way(self, state: int, whole: int, rates: Rates, near: int) -> str:
+        """The way to take, by `seconds`: a chain, unless maps are faster by `MAPS_PAY`."""
+        found = self.seconds(state, whole, rates, near)
+        return min(found, key=lambda way: found[way] * (1 if way == "chain" else MAPS_PAY))
 
-    def bytes(self, state: int, whole: int, gathers: bool) -> int:
+    def bytes(self, state: int, whole: int, way: str) -> int:
         """Bytes of states that all ranks send, forward and backward."""
-        if not gathers:
+        if way == "chain":
             return 2 * self.links * state
-        pairs = (self._gathered(back) for back in (False, True))
-        return whole * sum(int((self.owner[segments] != to).sum()) for to, segments in pairs)
+        both, owner = (False, True), self.owner
+        if way == "gather":
+            pairs = [(owner[segments], to) for to, segments in map(self._gathered, both)]
+        else:
+            pairs = [(owner[far], owner[to]) for back in both for far, to in self._doubled(back)]
+        return whole * sum(int(np.count_nonzero(far != to)) for far, to in pairs)
 
     def halo_tokens(self, width: int) -> int:
         """Tokens that all ranks send for a convolution over `width` tokens."""

@@ -80,6 +80,12 @@ def _verify_gather(chains: Chains, ranks: list[Steps], first: list[Ints], last: 
     returned = _played_gather(
         chains, True, [x[p.goes_on] for x, p in zip(spans, ranks, strict=True)]
     )
+    doubled = {
+        back: _played_doublings(
+            chains, back, [x[places] for x, places in zip(spans, own, strict=True)]
+        )
+        for back, own in ((False, [p.hands_on for p in ranks]), (True, [p.goes_on for p in ranks]))
+    }
     edges = np.append(chains.starts, chains.layout.n)
     for rank, plan in enumerate(ranks):
         place = np.searchsorted(chains.starts, first[rank], "right")
@@ -87,6 +93,27 @@ def _verify_gather(chains: Chains, ranks: list[Steps], first: list[Ints], last: 
         later = np.stack([last[rank] + 1, edges[place]], 1)
         _compare(rank, "states of a gather", plan.goes_on, gathered[rank], wanted)
         _compare(rank, "gradients", plan.hands_on, returned[rank], later)
+        _compare(rank, "states of doublings", plan.goes_on, doubled[False][rank], wanted)
+        _compare(rank, "gradients of doublings", plan.hands_on, doubled[True][rank], later)
+
+
+def _played_doublings(chains: Chains, back: bool, given: list[Ints]) -> list[Ints]:
+    """As `_played_gather`."""
+    plans = [chains.doublings(rank, back) for rank in range(chains.layout.cp)]
+    tables = [np.full((len(swaps[0].target), 2), -1) for swaps in plans]
+    here, there = (0, 1) if back else (1, 0)
+    for step, swaps in enumerate(zip(*plans, strict=True)):
+        come = _played(
+            list(swaps), tables if step else given, [np.full_like(x, -1) for x in tables]
+        )
+        for rank, swap in enumerate(swaps):
+            table, got = tables[rank], come[rank][swap.target]
+            if not step:
+                table[swap.target] = got
+            elif (table[swap.target, there] != got[:, here]).any():
+                raise PlanError(f"rank {rank}: maps that do not follow each other: {swap.target}")
+            table[swap.target, there] = got[:, there]
+    return tables
 
 
 def _played_gather(chains: Chains, back: bool, given: list[Ints]) -> list[Ints]:

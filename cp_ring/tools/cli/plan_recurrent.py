@@ -74,11 +74,13 @@ def facts(text: str, chains: Chains, assumed: Assumed, flops: list[float]) -> li
         sizes = layers.sizes(tp)
         verify_chains(chains, sizes.width)
         ways = both_ways(sizes, chains, assumed.rates, assumed.ranks_per_node)
+        passing = sizes.state_bytes, sizes.map_bytes, assumed.rates, assumed.ranks_per_node
         found.append({
             "kind": layers.kind, "layers": layers.count, "attention_layers": attention,
             "state_bytes": sizes.state_bytes, "borders": chains.links,
             "ways": {way: asdict(cost) for way, cost in ways.items()},
             "balance": float(work.max() / work.mean()),
+            "passing": chains.way(*passing), "passing_seconds": chains.seconds(*passing),
             "exchange_element_bytes": DTYPE_BYTES[sizes.dtype],
         })  # fmt: skip
     return found
@@ -99,7 +101,8 @@ def show(found: list[dict[str, Any]]) -> None:
         console.print(
             f"{kind['layers']} {kind['kind']} layers beside {kind['attention_layers']} of "
             f"attention: balance {kind['balance']:.3f} (max / mean work); a state of "
-            f"{kind['state_bytes'] / 2**20:,.2f} MiB passes {kind['borders']} borders of ranks",
+            f"{kind['state_bytes'] / 2**20:,.2f} MiB passes {kind['borders']} borders of ranks "
+            f"({kind['passing']})",
             soft_wrap=True,
         )
 

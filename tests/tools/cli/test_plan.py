@@ -75,6 +75,8 @@ def test_recurrent_layers_are_beside_attention(tmp_path: Path) -> None:
     states, heads = found["ways"]["states"], found["ways"]["heads"]
     # 6 borders; a state of 8 heads of 128 x 128; 3 tokens of q, k and v before each segment
     halo = 6 * 3 * (3 * 8 * 128) * 2
+    assert found["passing"] == min(found["passing_seconds"], key=found["passing_seconds"].get)
+    assert found["passing"] == "gather" and len(found["passing_seconds"]) == 3
     assert found["borders"] == 6 and found["state_bytes"] == 8 * 128 * 128 * 4
     # small states travel at once, each with its A, to those that need it: 15, and their gradients
     assert states["bytes"] == 2 * (15 * 2 * found["state_bytes"] + halo)
