@@ -1,9 +1,9 @@
 """Megatron Bridge as it is installed from the package index, on CPU ranks: one of its recipes, for
 the weights of a tiny model of Hugging Face.
 
-Run by torchrun with the folder of Bridge on PYTHONPATH: MODEL WORK FOLDER RING, where MODEL is
-qwen3 or gpt_oss, WORK is pretrain or packed, and RING is 0 for stock attention. FOLDER gets the
-weights, and what was found as outcome.json.
+Run by torchrun with the folder of Bridge on PYTHONPATH: MODEL WORK FOLDER RING STAGES, where MODEL
+is qwen3 or gpt_oss, WORK is pretrain or packed, RING is 0 for stock attention, and STAGES are
+pipeline stages. FOLDER gets the weights, and what was found as outcome.json.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def recipe(model: str, work: str, weights: Path, same: list[bool]) -> Any:
     return cfg
 
 
-def on_the_cpu(cfg: Any, cp: int) -> None:
+def on_the_cpu(cfg: Any, cp: int, pp: int) -> None:
     """Small steps of the recipe in float32, without what needs CUDA or the network."""
     from megatron.bridge.models.gpt_provider import local_layer_spec
 
@@ -107,7 +107,7 @@ def on_the_cpu(cfg: Any, cp: int) -> None:
     model.params_dtype = model.pipeline_dtype = torch.float32
     model.autocast_dtype, cfg.mixed_precision = None, None
     model.use_cpu_initialization, model.seq_length = True, SEQUENCE
-    model.tensor_model_parallel_size = model.pipeline_model_parallel_size = 1
+    model.tensor_model_parallel_size, model.pipeline_model_parallel_size = 1, pp
     model.expert_model_parallel_size, model.context_parallel_size = 1, cp
     model.cp_comm_type, model.calculate_per_token_loss = None, True
     cfg.ddp.overlap_grad_reduce = cfg.ddp.overlap_param_gather = False
@@ -137,9 +137,10 @@ def with_data(cfg: Any, work: str, weights: Path) -> None:
 
 
 def main() -> None:
-    model, work, folder, ring = sys.argv[1:]
+    model, work, folder, ring, stages = sys.argv[1:]
     stand_ins.install()
-    packed, cp = work == "packed", int(os.environ["WORLD_SIZE"])
+    packed, pp = work == "packed", int(stages)
+    cp = int(os.environ["WORLD_SIZE"]) // pp
     if ring == "1":
         cp_ring.megatron.enable(
             cpu=True, seq_length=SEQUENCE, micro_batch_size=1 if packed else 2, packed=packed
@@ -159,7 +160,7 @@ def main() -> None:
         tiny(model, weights)
     dist.barrier()
     cfg = recipe(model, work, weights, same)
-    on_the_cpu(cfg, cp)
+    on_the_cpu(cfg, cp, pp)
     with_data(cfg, work, weights)
     steps: list[list[float]] = []
     outcome: dict[str, Any] = {"steps": steps, "same": same}
@@ -186,8 +187,9 @@ def main() -> None:
                 outcome["probes"] = sorted({probe.name for probe in found.probes})
 
         def on_train_step_end(self, context: Any) -> None:
-            loss = float(context.loss_dict["lm loss"].flatten()[0])
-            steps.append([loss, float(context.grad_norm)])
+            if context.loss_dict:  # the last stage has it
+                loss = float(context.loss_dict["lm loss"].flatten()[0])
+                steps.append([loss, float(context.grad_norm)])
 
     # Of one tensor-parallel rank. Megatron adds biases of experts to it in place, which autograd
     # rejects for what a function returns as it was given.
@@ -196,7 +198,7 @@ def main() -> None:
         module.get_tensor_shapes_adjust_fn_for_distillation = lambda *_, **__: None
     setup.initialize_megatron = partial(setup.initialize_megatron, allow_no_cuda=True)
     pretrain(cfg, forward_step, callbacks=[Watch()])
-    if dist.get_rank() == 0:
+    if dist.get_rank() == dist.get_world_size() - 1:
         Path(folder, "outcome.json").write_text(json.dumps(outcome))
     dist.destroy_process_group()
 

@@ -20,22 +20,27 @@ pytestmark = [
 ]
 
 
-def run(folder: Path, model: str, work: str, cp: int, ring: bool) -> dict[str, Any]:
+def run(folder: Path, model: str, work: str, cp: int, ring: bool, pp: int = 1) -> dict[str, Any]:
     """What the ranks of a recipe found."""
-    job = ["-m", "tests.programs.bridge_worker", model, work, str(folder), str(int(ring))]
-    ended = launch(cp, job, python_path=os.pathsep.join([str(BRIDGE), str(ROOT)]))
+    job = ["-m", "tests.programs.bridge_worker", model, work, str(folder), str(int(ring)), str(pp)]
+    ended = launch(cp * pp, job, python_path=os.pathsep.join([str(BRIDGE), str(ROOT)]))
     assert ended.returncode == 0, ended.stdout[-8000:]
     found: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
     return found
 
 
-@pytest.mark.parametrize("work", ["pretrain", "packed"])
-@pytest.mark.parametrize("model", ["qwen3", "gpt_oss"])
-def test_a_recipe_trains_as_without_context_parallelism(tmp_path, monkeypatch, model, work):
+@pytest.mark.parametrize(
+    ("model", "work", "pp"),
+    [
+        ("qwen3", "pretrain", 1), ("qwen3", "packed", 1), ("gpt_oss", "pretrain", 1),
+        ("gpt_oss", "packed", 1), ("qwen3", "packed", 2), ("gpt_oss", "pretrain", 2),
+    ],
+)  # fmt: skip
+def test_a_recipe_trains_as_without_context_parallelism(tmp_path, monkeypatch, model, work, pp):
     """Against stock attention, which takes no packed documents on the CPU: there, against cp 1."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     wanted = run(tmp_path / "1", model, work, 1, ring=work == "packed")
-    found = run(tmp_path / "2", model, work, 2, ring=True)
+    found = run(tmp_path / "2", model, work, 2, ring=True, pp=pp)
     losses, norms = zip(*found["steps"], strict=True)
     expected_losses, expected_norms = zip(*wanted["steps"], strict=True)
     assert len(losses) == 3 and losses == pytest.approx(expected_losses, rel=1e-6)
