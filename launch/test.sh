@@ -4,7 +4,7 @@
 #
 #   test.sh [OPTION...]                  for example: test.sh -m slow; test.sh -x -k layout; test.sh -m "not slow" (as .ci/run)
 #   test.sh --compat [VERSION...]        only the tests marked compat, with other versions of megatron-core (default: all)
-#   test.sh --checkout PATH...           the same with checkouts of Megatron-LM, and the certificate of their own pretrain_gpt.py
+#   test.sh --checkout PATH...           the same with checkouts of Megatron-LM: their own scripts, also those that cannot run, and the certificate
 #   test.sh --fake-gpu [full] [OPTION...]  only the tests on a fake GPU, those marked ci too; full: also with the real TransformerEngine
 #   test.sh --bridge                     recipes of Megatron Bridge, of its newest release in .compat/
 #   test.sh --torch VERSION [OPTION...]  only the tests that depend on torch, with another version of it
@@ -88,7 +88,8 @@ case "${1:-}" in
     installed=$cpu
     for path in "$@"; do
         stage "$path" compat "" "$(realpath "$path")"
-        stage "$path: pretrain_gpt.py" "$VENV/bin/python" -m pytest -m slow tests/megatron/test_user_scripts.py -k of_megatron_lm --megatron-lm "$path"
+        stage "$path: scripts" "$VENV/bin/python" -m pytest -m slow tests/megatron/test_user_scripts.py tests/megatron/test_rejections.py \
+            -k "of_megatron_lm or of_checkouts" --megatron-lm "$path"
         stage "$path: certificate" "$VENV/bin/python" -m tests.certificate.checkouts "$path" --splits cp2
     done
     ;;

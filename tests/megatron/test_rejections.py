@@ -136,6 +136,14 @@ def test_such_scripts_of_checkouts_end_in_one_line(megatron_lm, tmp_path, name):
         assert done.stdout.index(lines[0]) < done.stdout.index("Traceback")  # torch's launcher's
 
 
+def test_a_variant_of_attention_that_is_not_known():
+    args = {"experimental_attention_variant": "dsv4_hybrid", "num_layers": 2}
+    line = problem(Job(argparse.Namespace(**args)), validate.attention_rules.ATTENTION)
+    assert line.startswith(
+        "--cp-ring does not support --experimental-attention-variant dsv4_hybrid: leave it out"
+    )
+
+
 def test_sparse_attention_takes_packed_documents_alone():
     args = {"experimental_attention_variant": "dsa", "num_layers": 2, "cp_comm_type": "all_gather"}
     args |= {"context_parallel_size": 2, "seq_length": 64, "sft": True}

@@ -2,6 +2,7 @@
 it is given.
 """
 
+import functools
 import os
 import re
 import shlex
@@ -29,11 +30,11 @@ CP = "--context-parallel-size"
 BY_SPEC = ["--spec", "cp_ring.megatron.specs", "gpt_local"]
 
 
-def losses(flags, ranks, checkout, usual=FLAGS):
+def losses(flags, ranks, checkout, usual=FLAGS, script="pretrain_gpt.py"):
     own = [path for path in sys.path if "site-packages" not in path]
     done = launch(
         ranks,
-        ["-m", "tests.megatron.run_with_tests", f"{checkout}/pretrain_gpt.py", *usual, *flags],
+        ["-m", "tests.megatron.run_with_tests", f"{checkout}/{script}", *usual, *flags],
         python_path=os.pathsep.join([*own, checkout]),
     )
     assert done.returncode == 0, done.stdout[-6000:]
@@ -95,6 +96,25 @@ def test_pretrain_gpt_of_megatron_lm(megatron_lm, tmp_path, model):
         for ring, ranks in jobs:
             found = losses([*flags, *ring, *own.split()], ranks, checkout, usual)
             assert found == pytest.approx(stock, rel=1e-6), (checkout, ring)
+
+
+VLM = """
+    --img-h 28 --img-w 28 --patch-dim 14 --ckpt-format torch --calculate-per-token-loss
+    --dataloader-seq-length 64
+"""
+
+
+@pytest.mark.slow
+def test_pretrain_vlm_of_megatron_lm(megatron_lm):
+    """Images before text: the losses of two ranks, that share the text, are those of one rank of
+    stock Megatron.
+    """
+    if not megatron_lm:
+        pytest.skip("--megatron-lm names no checkout")
+    for checkout in megatron_lm:
+        run = functools.partial(losses, checkout=checkout, script="pretrain_vlm.py")
+        stock, found = run(VLM.split(), 1), run([*VLM.split(), *RING, CP, "2"], 2)
+        assert found == pytest.approx(stock, rel=1e-6), checkout
 
 
 SHAPES = [

@@ -64,6 +64,10 @@ SPARSE = f"""
     --dsa-indexer-topk 24 --dsa-indexer-loss-coeff 1e-2 --no-dsa-indexer-rotate-activation
     --sequence-parallel --spec tests.parity.recurrent linear_attention
 """
+SPARSE_HYBRID = f"""
+    {SPARSE.replace("linear_attention", "sparse_hybrid").replace("--sequence-parallel", "")}
+    --hybrid-layer-pattern D-D-
+"""
 ALONE = dict.fromkeys(("a2a", "a2a+p2p"), "sparse attention does not support --cp-comm-type")
 EXPERTS_ON_TP = {
     "tp2cp2": "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"
@@ -494,6 +498,7 @@ MODELS = (
     Model("sparse_loss_of_selected", f"{SPARSE} --dsa-indexer-use-sparse-loss --dsa-indexer-loss-coeff 1",
         "loss of the indexer by rank", "--recompute-granularity selective",
         splits=("tp2cp2", "cp2"), tolerance=1e-6, drawn_by_tp=True),
+    Model("sparse_hybrid", SPARSE_HYBRID, "latents of the wrong rank", splits=("cp2", "cp4"), layers=4, tolerance=1e-6),
     Model("sparse_gathered", SPARSE, "positions of another split", ring="--cp-comm-type all_gather", splits=OF_LATENTS, tolerance=1e-4, drawn_by_tp=True,
         rejected={"ring": "--cp-ring-schedule gather", "relay": "exclude one another"} | ALONE),
     Model("sparse_gathered_index_share", f"{SPARSE} --dsa-indexer-topk-freq 2", "positions of another split",

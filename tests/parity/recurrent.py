@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from tests.parity.specs import Norm, hybrid  # noqa: F401
+from tests.parity.specs import Norm, hybrid
 from tests.recurrences import causal_conv1d, delta_rule, l2norm, scan
 
 try:
@@ -101,11 +102,29 @@ def linear_attention(config: Any) -> TransformerBlockSubmodules:
     """
     LocalSpecProvider.layer_norm = LocalProvider.layer_norm  # of the layers that predict
     if config.experimental_attention_variant == "dsa":
-        from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
-
-        absorbed_mla.TELinear = Duplicated
-        dsa.fused_qk_topk_naive = _first_of_equal
+        _stand_in_for_sparse()
     return variants.get_transformer_block_with_experimental_attention_variant_spec(config)
+
+
+def _stand_in_for_sparse() -> None:
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
+
+    absorbed_mla.TELinear = Duplicated
+    dsa.fused_qk_topk_naive = _first_of_equal
+
+
+def _sparse_hybrid() -> ModuleSpec:
+    """`hybrid`, whose layers of letter D are made as in Megatron's own hybrid models."""
+    _stand_in_for_sparse()
+    config = SimpleNamespace(
+        multi_latent_attention=True, qk_l2_norm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
+    attention = variants.get_dsa_module_spec_for_backend(config, LocalProvider())
+    layer = hybrid.submodules.dsa_layer
+    parts = dataclasses.replace(layer.submodules, self_attention=attention)
+    layer = dataclasses.replace(layer, submodules=parts)
+    parts = dataclasses.replace(hybrid.submodules, dsa_layer=layer)
+    return dataclasses.replace(hybrid, submodules=parts)
 
 
 def _first_of_equal(q: Tensor, k: Tensor, weights: Tensor, topk: int, **named: Any) -> Any:
@@ -125,6 +144,8 @@ if variants is not None:
         )
     except ImportError:  # before 0.19
         _TOPK = None
+    else:
+        sparse_hybrid = _sparse_hybrid()
     _DELTA_NET = variants.get_gated_delta_net_module_spec
     variants.get_gated_delta_net_module_spec = _local_delta_net
     variants._get_self_attention_module_spec = _local_attention
