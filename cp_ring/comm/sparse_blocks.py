@@ -27,12 +27,14 @@ class Selection(NamedTuple):
     `first`, and its place in the hop's buffer. What lacks to `topk` has numbers above all keys'.
     widths: of each hop, the most keys that a query selects of it.
     lse: of the indexer's scores [b, s], over the keys of the loss.
+    held: keys of the indexer that have arrived, by hop; None where they are not held.
     """
 
     numbers: Tensor
     first: Mapping[int, int]
     widths: Mapping[int, int]
     lse: Tensor
+    held: dict[int, Tensor] | None = None
 
 
 class Block(NamedTuple):

@@ -7,7 +7,7 @@ Two passes over the hops in forward, one in backward, with the streams of `hop_l
    best of them so far. Of equal scores the earlier position wins, whatever the number of ranks.
 2. Latents arrive, and each query attends to those that it has selected.
 3. In backward latents arrive again, with the indexer's keys if it has a loss, and their gradients
-   go home.
+   go home. What arrives in a recomputation is held for its backward, which follows at once.
 
 Every tile of the plan is scored once, so the proof of the plan is that of the selection. Nothing of
 other ranks is kept but the number of each selected key, in the order in which keys arrive.
@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,9 @@ class IndexerLoss:
 
 @dataclass(frozen=True, eq=False)
 class SparseCall:
-    """What the passes of one call share. value_size: c. relu: of the indexer's scores, by head."""
+    """What the passes of one call share. value_size: c. relu: of the indexer's scores, by head.
+    hold: what arrives is held for backward.
+    """
 
     rank_plan: RankPlan
     transport: Transport | None
@@ -92,6 +95,7 @@ class SparseCall:
     relu: bool
     num_slots: int
     wire_dtype: torch.dtype
+    hold: bool
     loss: IndexerLoss | None
 
     @property
@@ -102,6 +106,17 @@ class SparseCall:
         """The hops, with the tensors of their keys."""
         plan = self.rank_plan
         return KeyStream(plan, self.hops, self.transport, own, self.num_slots, backward)
+
+    def again(
+        self, own: tuple[Tensor, ...], held: Sequence[dict[int, Tensor] | None]
+    ) -> Iterator[tuple[Any, ...]]:
+        """The same in backward, of what is held where the call holds it."""
+        if not self.hold:
+            yield from self.keys(own, backward=True)
+            return
+        kept = [each or {} for each in held[: len(own)]]
+        for hop in self.hops:
+            yield hop, *(each.get(hop.index, x) for each, x in zip(kept, own, strict=True))
 
     def updates(self) -> Mapping[int, Sequence[Segments]]:
         """Those of the sums of keys' gradients: one part for each hop, in the order of its keys."""
@@ -151,10 +166,13 @@ def select(call: SparseCall, q: Tensor, weights: Tensor, k: Tensor, positions: T
     best = torch.full((b, s, most), NONE, device=device)
     lse = q.new_full((b, s), -math.inf)
     first, number = dict[int, int](), torch.zeros(n, dtype=torch.int64, device=device)
+    held: dict[int, Tensor] | None = {} if call.hold and call.loss is not None else None
     total = 0
     WATCH.place, WATCH.backward = call.place, False
     with on_device(q), timed(call.rank, call.place, "forward", device):
         for hop, keys, where in call.keys((k.contiguous(), positions.int())):
+            if held is not None and hop.receives:
+                held[hop.index] = keys.clone()
             first[hop.index], where = total, where[: hop.num_keys]  # own keys, if it has none
             number[where.long()] = torch.arange(total, total + len(where), device=device)
             total += len(where)
@@ -180,6 +198,7 @@ def select(call: SparseCall, q: Tensor, weights: Tensor, k: Tensor, positions: T
         first,
         dict(zip(first, widths.tolist(), strict=True)),
         lse if whole else scores.to(dtype).logsumexp(-1),
+        held,
     )
 
 
@@ -203,10 +222,11 @@ class SparseAttention(torch.autograd.Function):
             on_device(q),
             timed(call.rank, call.place, "forward", q.device),
         ):
-            out, lse, whole = _attend(call, selection, q, latents.contiguous())
+            held = dict[int, Tensor]()
+            out, lse, whole = _attend(call, selection, q, latents.contiguous(), held)
         out = out.transpose(0, 1).to(q.dtype)
         ctx.save_for_backward(q, latents, out, lse, whole, *selection[::3], *indexer)
-        ctx.call, ctx.selection = call, selection[1:3]
+        ctx.call, ctx.selection, ctx.held = call, selection[1:3], (held, selection.held)
         return out, q.new_zeros(())
 
     @staticmethod
@@ -223,20 +243,22 @@ class SparseAttention(torch.autograd.Function):
             timed(call.rank, call.place, "backward", q.device),
         ):
             passed = _Backward(call, selection, (q, out, dout), (lse, whole), indexer, dloss)
-            return None, None, *passed.run(latents.contiguous())
+            return None, None, *passed.run(latents.contiguous(), ctx.held)
 
 
 def _attend(
-    call: SparseCall, selection: Selection, q: Tensor, latents: Tensor
+    call: SparseCall, selection: Selection, q: Tensor, latents: Tensor, held: dict[int, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Out [b, s, h, c] and lse [b, s, h] over the selected keys, and lse over all keys where the
-    loss wants it.
+    loss wants it. `held` gets the latents that have arrived, where the call holds them.
     """
     dtype, (s, b, h, d) = sum_dtype(q.dtype), q.shape
     q = q.transpose(0, 1).to(dtype)
     out, lse = q.new_zeros(b, s, h, call.value_size), q.new_full((b, s, h), -math.inf)
     whole = lse.clone() if call.loss is not None and call.loss.whole else None
     for hop, keys in call.keys((latents,)):
+        if call.hold and hop.receives:
+            held[hop.index] = keys.clone()
         with span("forward", hop):
             for block in chosen(selection, hop, max(h, d)):
                 mine, k = block.mine, block.take(keys, dtype)
@@ -284,14 +306,16 @@ class _Backward:
             self._dqi, self._dweights = map(torch.zeros_like, (self._qi, self._weights))
             self._scale, self._kl = dloss * call.loss.coeff, dloss.new_zeros((), dtype=dtype)
 
-    def run(self, latents: Tensor) -> tuple[Tensor | None, ...]:
+    def run(
+        self, latents: Tensor, held: Sequence[dict[int, Tensor] | None]
+    ) -> tuple[Tensor | None, ...]:
         """The gradients of q, latents, and q, weights and k of the indexer."""
         call, loss, (b, _, h, d) = self._call, self._call.loss, self._q.shape
         own = (latents,) if loss is None else (latents, self._inputs[2].contiguous())
         home = tuple(x[:, :, None] for x in own)
         grads = GradStream(call.rank_plan, call.updates(), call.transport, home, call.wire_dtype)
         size = max(h, d, 0 if loss is None else self._qi.shape[2])
-        for hop, *keys in call.keys(own, backward=True):
+        for hop, *keys in call.again(own, held):
             grads.start(hop)
             if len(hop.tiles):
                 sums = [torch.zeros_like(x, dtype=self._dtype) for x in keys]

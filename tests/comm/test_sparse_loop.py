@@ -11,7 +11,7 @@ import torch
 from cp_ring import Layout, Mask
 from cp_ring.comm import sparse_blocks, sparse_loop
 from cp_ring.comm.sparse_loop import IndexerLoss, SparseAttention, SparseCall, select
-from cp_ring.observe import debug
+from cp_ring.observe import counters, debug
 from cp_ring.observe.watchdog import Place
 from cp_ring.plan.plan import PlanSpec, plan
 from cp_ring.testing.local_ring import LocalRing
@@ -62,7 +62,7 @@ def dense(mask, loss, relu, tensors, counted=None):
     return out, COEFF * gap.sum(), chosen
 
 
-def ring(mask, cp, spec, loss, relu, tensors, dout, counted=None):
+def ring(mask, cp, spec, loss, relu, tensors, dout, counted=None, hold=False):
     """The same on `cp` ranks: out, gradients of the five inputs, the loss."""
     layout = Layout.zigzag(N, cp) if isinstance(spec.layout, str) else spec.layout
     made = plan(mask, cp, PlanSpec(layout, spec.route, spec.schedule))
@@ -77,7 +77,7 @@ def ring(mask, cp, spec, loss, relu, tensors, dout, counted=None):
         )  # fmt: skip
         call = SparseCall(
             made.rank_plan(group.rank), group if cp > 1 else None, Place(), group.rank, TOPK, SCALE,
-            C, relu, 2, tensors[0].dtype, of_loss or None,
+            C, relu, 2, tensors[0].dtype, hold, of_loss or None,
         )  # fmt: skip
         q, latents, *indexer = mine
         selection = select(call, indexer[0], indexer[1], indexer[2], positions)
@@ -138,6 +138,24 @@ def test_in_blocks_of_queries_with_buffers_of_nan(monkeypatch, block):
             assert worst("documents", 2, PlanSpec(), loss, relu=True) < BOUND[loss]
 
 
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("loss", BOUND)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_bytes_are_those_of_the_plan_and_what_is_held_does_not_come_again(cp, loss, hold):
+    tensors, dout, out, grads, _ = truth("documents", loss, True)
+    report = plan(MASKS["documents"], cp, PlanSpec(Layout.zigzag(N, cp))).verify()
+    with counters.record() as sent:
+        found, of_found, _ = ring(
+            MASKS["documents"], cp, PlanSpec(), loss, True, tensors, dout, hold=hold
+        )
+    again = 8 * B * (D + (E if loss else 0))
+    keys, leaving = int(report.keys_in.sum()), int(report.grads_in.sum())
+    arriving = 4 + 8 * B * (E + D) + again * (not hold)
+    assert sent.bytes_by_kind == {"keys": keys * arriving, "gradients": leaving * again}
+    errors = [error(found, out), *(error(a, b) for a, b in zip(of_found, grads, strict=True))]
+    assert max(errors) < BOUND[loss]
+
+
 def test_queries_that_do_not_count_have_no_loss():
     tensors, dout = inputs(), torch.ones(N, B, H, C, dtype=torch.float64)
     counted = torch.arange(N).expand(B, N) % 3 > 0
@@ -176,8 +194,8 @@ def test_scores_keep_their_order_as_whole_numbers_and_come_back():
     assert again.tolist() == scores.tolist() and places.tolist() == list(range(8))
 
 
-def _of_the_wrong_rank(attend, call, selection, q, latents):
-    return attend(call, selection, q, latents.flip(0))
+def _of_the_wrong_rank(attend, call, selection, q, latents, held):
+    return attend(call, selection, q, latents.flip(0), held)
 
 
 def _without_the_last_hop(chosen, selection, hop, size):

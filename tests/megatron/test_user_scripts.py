@@ -56,7 +56,13 @@ MODELS = {
         True,
     ),
     "qwen3_next": (f"{QWEN} --mtp-num-layers 1", REFERENCE, "", False),
-    "sparse": (f"{SPARSE} --calculate-per-token-loss", "", "", False),
+    # with relu, scores near 0 are many, and rounding would decide between some
+    "sparse": (
+        f"{SPARSE} --no-dsa-indexer-scoring-relu --calculate-per-token-loss",
+        "",
+        "",
+        False,
+    ),
     "sparse_gathered": (
         f"{SPARSE} --cp-comm-type all_gather --calculate-per-token-loss",
         "",

@@ -8,6 +8,7 @@ the model but its layers and its width are a quarter of DeepSeek-V3's.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -16,7 +17,7 @@ import typer
 
 from cp_ring import Layout, Mask, Plan
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes, LatentSizes
-from tests.megatron.launch import _lines, train
+from tests.megatron.launch import FULL, _lines, train
 
 CODECS = ("plain", "latent", "int8", "fp8")
 CP, LAYERS = 4, 2
@@ -71,16 +72,16 @@ def _sent(folder: Path, name: str) -> Sent:
     )
 
 
-def counted_sparse(folder: Path, heads: int, tokens: int, cp: int) -> Sent:
-    """The same of sparse attention with a loss of the indexer."""
-    name = f"sparse on {cp}"
-    train(cp, {name: SPARSE}, folder, flags(heads, tokens, cp))
+def counted_sparse(folder: Path, heads: int, tokens: int, cp: int, again: bool) -> Sent:
+    """The same of sparse attention with a loss of the indexer; `again`: layers are recomputed."""
+    name = f"sparse on {cp}{' again' * again}"
+    train(cp, {name: SPARSE + FULL * again}, folder, flags(heads, tokens, cp))
     return _sent(folder, name)
 
 
-def planned_sparse(heads: int, tokens: int, cp: int) -> Sent:
-    """The indexer's keys with positions, and latents; both again in backward, and their
-    gradients.
+def planned_sparse(heads: int, tokens: int, cp: int, again: bool) -> Sent:
+    """The indexer's keys with positions, and latents; both once more in backward or in the
+    recomputation before it, and their gradients.
     """
     report = Plan.build(Mask.causal(tokens), Layout.zigzag(tokens, cp)).verify()
     sizes = AttentionSizes(
@@ -88,16 +89,17 @@ def planned_sparse(heads: int, tokens: int, cp: int) -> Sent:
     )
     indexer, latents = sizes.sparse_on_wire(INDEXER)
     back = latents + INDEXER * sizes.element
-    keys = int(report.keys_in.sum()) * (indexer + latents + back)
+    forward = indexer + latents
+    keys = int(report.keys_in.sum()) * (forward + (forward if again else back))
     return Sent(LAYERS * keys, LAYERS * int(report.grads_in.sum()) * back)
 
 
-def gathered_sparse(tokens: int, cp: int) -> Sent:
+def gathered_sparse(tokens: int, cp: int, again: bool) -> Sent:
     """By Megatron's code: all-gathers of all latents and keys of the indexer in forward, and
     reduce-scatters of their gradients, of which each rank gets those of all other ranks' tokens.
     """
     size = LAYERS * (cp - 1) * tokens * 4 * (SIZES.latent + SIZES.rope + INDEXER)
-    return Sent(size, size)
+    return Sent(size * (1 + again), size)
 
 
 def planned(wire: str, heads: int, tokens: int) -> Sent:
@@ -121,15 +123,15 @@ def main(
     """Print the bytes that a step sends, by codec."""
     with tempfile.TemporaryDirectory() as folder:
         if sparse:
-            print(
-                "| ranks | wire | keys, MB | gradients, MB | together, MB |\n|---|---|---|---|---|"
-            )
-            for cp in (2, 4):
-                found = counted_sparse(Path(folder), heads, seq_length, cp)
-                assert found == planned_sparse(heads, seq_length, cp), found
-                for name, sent in (("p2p", found), ("all_gather", gathered_sparse(seq_length, cp))):
+            names = "ranks", "recomputed", "wire", "keys, MB", "gradients, MB", "together, MB"
+            print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
+            for cp, again in itertools.product((2, 4), (False, True)):
+                found = counted_sparse(Path(folder), heads, seq_length, cp, again)
+                assert found == planned_sparse(heads, seq_length, cp, again), found
+                gathered = gathered_sparse(seq_length, cp, again)
+                for name, sent in (("p2p", found), ("all_gather", gathered)):
                     megabytes = " | ".join(f"{size / 1e6:.2f}" for size in (*sent, sum(sent)))
-                    print(f"| {cp} | `{name}` | {megabytes} |")
+                    print(f"| {cp} | {'layers' if again else ''} | `{name}` | {megabytes} |")
             return
         found = counted(Path(folder), heads, seq_length)
     print(

@@ -350,9 +350,10 @@ def _sparse_layer() -> Any:
     return sparse
 
 
-def _latents_of_the_wrong_rank(attend: Any, call: Any, selection: Any, q: Any, latents: Any) -> Any:
-    rank, ranks = call.rank_plan.rank, call.rank_plan.cp
-    return attend(call, selection, q, latents.roll(1, 0) if rank == ranks - 1 else latents)
+def _latents_of_the_wrong_rank(attend: Any, call: Any, selection: Any, *tensors: Any) -> Any:
+    q, latents, held = tensors
+    last = call.rank_plan.rank == call.rank_plan.cp - 1
+    return attend(call, selection, q, latents.roll(1, 0) if last else latents, held)
 
 
 def _hop_not_scored(seen: Any, hop: Any, size: int, device: Any) -> Any:

@@ -12,7 +12,7 @@ from tests.parity.matrix import Cell, Verdict
 from tests.parity.models import MODELS, SPLITS, Model
 
 PART = {
-    "cp4": "mtp_uneven_loss_mask,mtp_uneven_loss_mask_mean,qwen3_next_states_two_heads",
+    "cp4": "sparse_index_share,mtp_uneven_loss_mask,mtp_uneven_loss_mask_mean,qwen3_next_states_two_heads",
     "a2a+p2p": "packed_thd,mrope_images_packed_thd",
     "tp2cp2": "moe_sequence_parallel,mla,fsdp2_mamba",
     "pp2cp2": "mla_latent_wire,dropout_mtp",

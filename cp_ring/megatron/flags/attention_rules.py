@@ -221,6 +221,16 @@ ATTENTION = (
          example="--experimental-attention-variant dsa --context-parallel-size 2 "
                  "--cp-ring-heads 2 / --experimental-attention-variant dsa "
                  "--context-parallel-size 2 --dsa-kernel-backend tilelang"),
+    Rule(lambda job: SPARSE in job.letters
+         and job.given("--dsa-indexer-topk-freq>1 --pipeline-model-parallel-size>1")
+         and (job.recomputes_attention or job.recompute_granularity == "full"),
+         "{--dsa-indexer-topk-freq} with {--pipeline-model-parallel-size} and "
+         "{--recompute-granularity}: a recomputed layer would share the selection of a later "
+         "microbatch", "leave out one of them",
+         "Megatron keeps one selection for each layer, that of the last microbatch",
+         "--experimental-attention-variant dsa --dsa-indexer-topk-freq 2 --num-layers 4 "
+         "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+         "--recompute-num-layers 1"),
     Rule(lambda job: SPARSE in job.letters and job.cp > 1 and job.dsa_indexer_loss_coeff
          and not job.calculate_per_token_loss,
          "{pattern} with {--context-parallel-size} and a loss of the indexer needs "

@@ -46,7 +46,7 @@ def saving(keep: Iterable[Tensor | None], config: Any = None) -> AbstractContext
     kept = [x for x in keep if x is not None]
     for x in kept:
         x._TE_do_not_offload = True  # type: ignore[attr-defined]
-    if not torch.is_grad_enabled() or _in_backward():
+    if not torch.is_grad_enabled() or in_backward():
         return nullcontext()
     context = getattr(config, "_cpu_offloading_context", None)
     if hasattr(context, "on_save_for_backward"):
@@ -91,7 +91,7 @@ def _share(projection: torch.nn.Module) -> None:
     entered: list[Any] = []
 
     def enter(*_: Any) -> None:
-        if torch.is_grad_enabled() and not _in_backward():
+        if torch.is_grad_enabled() and not in_backward():
             entered.append(offload().sharing())
             entered[-1].__enter__()
 
@@ -103,5 +103,6 @@ def _share(projection: torch.nn.Module) -> None:
     projection.register_forward_hook(leave, always_call=True)
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether activations are recomputed."""
     return torch._C._current_graph_task_id() != -1

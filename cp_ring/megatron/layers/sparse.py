@@ -29,10 +29,10 @@ from cp_ring.megatron import compat
 from cp_ring.megatron.data.documents import DocumentParams, documents_of, without_whole_rows
 from cp_ring.megatron.data.prefetch import wait_for
 from cp_ring.megatron.flags.comm_types import spec_of_layer
+from cp_ring.megatron.layers.layer_offload import in_backward
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.observe import debug, timing, watchdog
-from cp_ring.plan.plan import Plan
 
 
 class RingSparseAttention(DSAttention):
@@ -117,9 +117,9 @@ class RingSparseAttention(DSAttention):
         group, (s, b, heads, _) = self.cp_group, query.shape
         rank, cp, counted = group.rank(), group.size(), None
         if packed is None:
-            plan: Any = make_plan("causal", s * cp, cp, spec=self.spec)
-            assert isinstance(plan, Plan)
-            positions = torch.from_numpy(plan.layout.positions(rank))
+            whole = make_plan("causal", s * cp, cp, spec=self.spec)
+            plan: Any = whole
+            positions = torch.from_numpy(whole.layout.positions(rank))
         else:
             if isinstance(packed, DocumentParams) or getattr(packed, "local_cp_size", None):
                 raise ConfigError(
@@ -146,7 +146,7 @@ class RingSparseAttention(DSAttention):
             rank_plan_of(plan, transport), transport, place, rank_in_job(transport),
             self.index_topk, self.softmax_scale, config.kv_lora_rank,
             config.dsa_indexer_scoring_relu, self.settings.num_slots,
-            wire.get(self.settings.wire_dtype, torch.float32), loss,
+            wire.get(self.settings.wire_dtype, torch.float32), in_backward(), loss,
         ), positions.to(query.device)  # fmt: skip
 
     def _select(
