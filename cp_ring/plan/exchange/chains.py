@@ -304,12 +304,12 @@ class Chains:
         (gradients: the other way), then among the latter.
         """
         goes, hands = self._linked
-        rows = [
+        places = [
             starts_in_groups(each.astype(np.int64), self.owner, self.layout.cp)
             for each in ((goes, hands) if back else (hands, goes))
         ]
         return tuple(
-            self._swap(rank, self.owner[far], self.owner[to], rows[step > 0][far], rows[1][to])
+            self._swap(rank, self.owner[far], self.owner[to], places[step > 0][far], places[1][to])
             for step, (far, to) in enumerate(self._doubled(back))
         )
 
