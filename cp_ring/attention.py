@@ -252,9 +252,11 @@ def attention_of(
 
 def codec_of(wire: str) -> type[Codec]:
     """The class of the codec of that name."""
-    if WIRES[wire].latent:
-        import cp_ring.comm.latent  # noqa: F401  (its codec is registered when it is needed)
-    return CODECS[wire]
+    if wire in CODECS:
+        return CODECS[wire]
+    from cp_ring.comm.latent import LatentCodec
+
+    return LatentCodec
 
 
 def rank_plan_of(plan: AnyPlan, transport: Transport | None) -> RankPlan:

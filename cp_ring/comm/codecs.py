@@ -260,7 +260,7 @@ class Fp8(Quantized):
 
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Int8, Fp8)}
-"""Classes of codecs by name, those that are imported; see `cp_ring.attention.codec_of`."""
+"""Classes of codecs by name, but for that of latents; see `cp_ring.attention.codec_of`."""
 
 
 def register(codec: type[Codec], wire: Wire) -> None:

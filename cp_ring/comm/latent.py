@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_ring.comm.codecs import CODECS, Decoding, KeyUpdates
+from cp_ring.comm.codecs import Decoding, KeyUpdates
 from cp_ring.comm.slots import Buffer
 from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
 from cp_ring.errors import PlanError
@@ -304,6 +304,3 @@ class LatentGradients:
         ):
             placed[start + shift : end + shift] = latent[start:end]
         return placed
-
-
-CODECS[LatentCodec.name] = LatentCodec
