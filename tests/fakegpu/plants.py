@@ -14,6 +14,7 @@ from torch.distributed import new_group
 from cp_ring.comm import heads, transport
 from cp_ring.comm.slots import Slots
 from cp_ring.kernels.flash_aten import FlashAtenKernel
+from cp_ring.kernels.transformer_engine import TransformerEngineKernel
 
 Plant = Callable[[], AbstractContextManager[Any]]
 
@@ -121,6 +122,26 @@ def _sends_first() -> Iterator[None]:
         yield
 
 
+def _other_layout() -> AbstractContextManager[Any]:
+    """TransformerEngine is told of a layout that its calls do not have."""
+    call = TransformerEngineKernel._call
+
+    def other(*inputs: Any) -> Any:
+        return call(*inputs)._replace(layout="sb3hd")
+
+    return mock.patch.object(TransformerEngineKernel, "_call", other)
+
+
+def _other_dtype() -> AbstractContextManager[Any]:
+    """TransformerEngine gets queries in another dtype than keys."""
+    forward = TransformerEngineKernel.forward
+
+    def other(self: Any, q: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        return forward(self, q.half(), *rest, **more)
+
+    return mock.patch.object(TransformerEngineKernel, "forward", other)
+
+
 PLANTS: dict[str, Plant] = {
     "lost wait for keys": _lost_wait("keys"),
     "lost wait for gradients": _lost_wait("gradients"),
@@ -136,4 +157,6 @@ PLANTS: dict[str, Plant] = {
     "values for keys": _swapped,
     "launch in a hop": _in_a_hop(torch.neg),
     "sends before receives": _sends_first,
+    "layout of TransformerEngine": _other_layout,
+    "dtype of TransformerEngine": _other_dtype,
 }

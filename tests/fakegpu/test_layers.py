@@ -11,7 +11,7 @@ import pytest
 from tests import needs
 from tests.fakegpu import te_build
 from tests.fakegpu.build import Missing
-from tests.fakegpu.process import FakeGpus
+from tests.fakegpu.process import FakeGpus, ProgramError
 from tests.fakegpu.replay import hangs, in_flight_together, mismatches
 from tests.fakegpu.test_ring import races, slow_steps
 
@@ -93,3 +93,11 @@ def test_layers_of_transformer_engine(with_te, sm):
     checked(logs, cases)
     for log in logs:
         assert any(x.name.startswith("cudnn") for x in log.kernels("causal 2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["layout of TransformerEngine", "dtype of TransformerEngine"])
+def test_what_transformer_engine_rejects_ends_the_program(with_te, fault):
+    cases = {fault: {"options": {"kernel": "transformer_engine"}}}
+    with pytest.raises(ProgramError, match="sb3hd" if "layout" in fault else "type"):
+        with_te.run("tests.fakegpu.layers:blocks", 2, 90, cases=cases, planted=True)
