@@ -244,6 +244,9 @@ class _Routes(dict[str, Route]):
         super().__setitem__(name, route)
 
 
+AUTO = "auto"
+"""The name by which settings ask for the fastest route, schedule or Ulysses degree."""
+
 DEFAULT = "direct"
 
 ROUTES = _Routes({

@@ -17,10 +17,8 @@ from cp_ring.megatron.settings import LayerWindows
 from cp_ring.options import Options
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import PlanSpec
-from cp_ring.plan.routes import DEFAULT
+from cp_ring.plan.routes import AUTO, DEFAULT
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-
-AUTO = "auto"
 
 
 def settle(

@@ -19,13 +19,10 @@ from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
-from cp_ring.plan.routes import DEFAULT, ROUTES
+from cp_ring.plan.routes import AUTO, DEFAULT, ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, auto, parse
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
-
-AUTO = "auto"
-"""The name by which settings ask for the fastest route, or number of ranks that exchange heads."""
 
 CHOSEN_BY = 64
 """With more ranks than this, the shape is chosen for so many, with as many tokens each."""
