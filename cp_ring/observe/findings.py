@@ -141,13 +141,11 @@ class Findings:
         """The share of attention time that is waiting."""
         return self.exposed / self.attention if self.attention else 0.0
 
-    def _of_possible(self, name: str) -> str:
-        return f" of {self.possible[name] / 1e9:.3g}" if name in self.possible else ""
-
     def line(self) -> str:
         """One line for people."""
+        possible = {name: f" of {rate / 1e9:.3g}" for name, rate in self.possible.items()}
         wire = ", ".join(
-            f"{'at least ' * low}{rate / 1e9:.3g}{self._of_possible(name)} GB/s {name}"
+            f"{'at least ' * low}{rate / 1e9:.3g}{possible.get(name, '')} GB/s {name}"
             for name, (rate, low) in self.wire.items()
         )
         parts = [

@@ -42,9 +42,12 @@ def chrome(steps: Mapping[int, Sequence[RankTimes]], clock_error: float) -> dict
     ids = count(1)  # Perfetto drops arrows whose identifiers are not whole numbers
     # a sender may be in the next step when the receiver is not
     free: defaultdict[tuple[int, int], float] = defaultdict(float)
-    events = [
-        event for _, ranks in sorted(steps.items()) for event in _events(ranks, first, ids, free)
-    ]
+    events: list[dict[str, Any]] = []
+    for _, ranks in sorted(steps.items()):
+        for each in ranks:
+            for call in each.calls:
+                events += _of_call(each.rank, call, each.clock + first)
+        events += _of_messages(ranks, first, ids, free)
     names = {each.rank: each.host for each in every}
     peers = {(event["pid"], event["tid"]) for event in events if event["tid"] != ATTENTION}
     labels = [
@@ -100,18 +103,6 @@ def _slice(
         "dur": round(end_us - begin_us, 3),
     }
     return {**event, "args": args}
-
-
-def _events(
-    ranks: Sequence[RankTimes],
-    first: float,
-    ids: Iterator[int],
-    free: dict[tuple[int, int], float],
-) -> Iterator[dict[str, Any]]:
-    for each in ranks:
-        for call in each.calls:
-            yield from _of_call(each.rank, call, each.clock + first)
-    yield from _of_messages(ranks, first, ids, free)
 
 
 def _of_call(rank: int, call: CallTimes, zero: float) -> Iterator[dict[str, Any]]:

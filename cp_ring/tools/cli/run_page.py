@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -125,10 +125,11 @@ def _curves(run_dir: Path, steps: list[dict[str, Any]], save: Path) -> str:
         ],
         "memory of a rank, GiB": memory,
     }
+    checkpoints = [os.stat(folder).st_mtime for folder in save.glob("iter_*")]
     marks: list[tuple[float, dict[str, Any]]] = [
         (when, {"color": _ORANGE, "lw": 1, "ls": "--"}) for when in restarts(run_dir, timed)
     ]
-    marks += [(when, {"color": "#999999", "lw": 0.6}) for when in _checkpoints(save)]
+    marks += [(when, {"color": "#999999", "lw": 0.6}) for when in checkpoints]
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cp_ring"}):
         figure = Figure(figsize=(10.5, 8), layout="constrained")
         for axes, (name, points) in zip(
@@ -149,12 +150,8 @@ def _curves(run_dir: Path, steps: list[dict[str, Any]], save: Path) -> str:
             for when, look in marks:
                 axes.axvline((when - zero) / 60, **look)
         axes.set_xlabel("minutes since the first logged step; dashed: restarts, gray: checkpoints")
-        return _svg(figure)
-
-
-def _svg(figure: Figure) -> str:
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
@@ -170,11 +167,6 @@ def restarts(run_dir: Path, steps: Sequence[dict[str, Any]]) -> list[float]:
     return by_slurm + [
         now["time"] for before, now in pairwise(steps) if now["step"] <= before["step"]
     ]
-
-
-def _checkpoints(save: Path) -> Iterator[float]:
-    for folder in save.glob("iter_*"):
-        yield os.stat(folder).st_mtime
 
 
 def _times(steps: list[dict[str, Any]]) -> str:

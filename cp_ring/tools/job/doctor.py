@@ -59,7 +59,6 @@ def _limit(name: str, found: str, advice: str = "") -> Finding:
 def examine() -> list[Finding]:
     """All findings, in the order of the report."""
     parts: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _python,
         _requirements,
         _megatron,
         _torch_libraries,
@@ -94,12 +93,9 @@ def main() -> int:
     return int(bool(lines))
 
 
-def _python() -> Iterator[Finding]:
-    yield _version("python", "good", platform.python_version())
-
-
 def _requirements() -> Iterator[Finding]:
-    """The required packages: installed or not, and in a supported version or not."""
+    """Python and the required packages: installed or not, and in a supported version or not."""
+    yield _version("python", "good", platform.python_version())
     yield _version("cp-ring", "good", version_of("cp-ring") or "not installed: run from its source")
     texts = importlib.metadata.requires("cp-ring") or [] if version_of("cp-ring") else []
     for text in sorted({text.partition(";")[0].strip() for text in filter(_concerns_jobs, texts)}):

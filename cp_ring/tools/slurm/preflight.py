@@ -59,7 +59,8 @@ class World:
         port = _variable(("MASTER_PORT",), 0)
         nodes = os.environ.get("SLURM_STEP_NODELIST")
         if size > 1 and nodes is not None:  # a task of srun; the shell of a batch script is no rank
-            address, port = address or _first_host(nodes), port or _slurm_port()
+            hosts = output_of("scontrol", "show", "hostnames", nodes)  # n[1-4] is their short form
+            address, port = address or hosts.partition("\n")[0], port or _slurm_port()
         if size > 1 and not (address and port):
             raise ConfigError(
                 f"cp-ring preflight: {size} ranks need MASTER_ADDR and MASTER_PORT, the host of "
@@ -79,11 +80,6 @@ def _variable(names: tuple[str, ...], default: int) -> int:
             "number of at least 0"
         )
     return int(os.environ[name])
-
-
-def _first_host(nodes: str) -> str:
-    """The first host of a list in Slurm's short form, n[1-4]; "" if scontrol does not answer."""
-    return next(iter(output_of("scontrol", "show", "hostnames", nodes).split()), "")
 
 
 def _slurm_port() -> int:
