@@ -177,12 +177,10 @@ class Agreement:
         the line, else "".
         """
         with self._lock:
-            base, calls, meeting, current = (
-                f"{_KEY}{self._number}",
-                self._calls,
-                self._meeting,
-                self._current,
-            )
+            base = f"{_KEY}{self._number}"
+            calls = self._calls
+            meeting = self._meeting
+            current = self._current
         if meeting or not self._store.check([base]):
             return ""
         first = json.loads(self._store.get(base))

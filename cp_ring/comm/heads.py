@@ -422,10 +422,8 @@ class _OwnKeysKept(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, exchange: HeadExchange, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor):
         place, split = exchange.place, exchange.split
         # Contiguous, because a view would keep the tensor that it is a part of.
-        kept, pointers = (
-            [x.detach().contiguous() for x in (k, v)],
-            (_storage(own_k), _storage(own_v)),
-        )
+        kept = [x.detach().contiguous() for x in (k, v)]
+        pointers = (_storage(own_k), _storage(own_v))
         again: dict[int, Tensor] = {}
 
         def pack(x: Tensor) -> Any:

@@ -159,10 +159,8 @@ class StatePassing:
         flight = self._flight((heads, k, v), tensors["v"], dtype)
         waves = []
         for number, wave in enumerate(self._waves):
-            out, maps = (
-                tensors["v"].new_empty(1, 0, heads, k + v),
-                eye.new_empty(0, heads, k, k + v),
-            )
+            out = tensors["v"].new_empty(1, 0, heads, k + v)
+            maps = eye.new_empty(0, heads, k, k + v)
             given = {name: wave.take(x) for name, x in tensors.items()} if wave.sizes else {}
             if number == 2:
                 rest = function(**given, cu_seqlens=wave.offsets)[0] if given else out[..., :v]

@@ -303,11 +303,9 @@ def _longest_first(work: Work, groups: int) -> Ints:
     least loaded group with room.
     """
     room = len(work) // groups
-    members, count, load = (
-        np.zeros((groups, room), np.int64),
-        np.zeros(groups, np.int64),
-        np.zeros(groups),
-    )
+    members = np.zeros((groups, room), np.int64)
+    count = np.zeros(groups, np.int64)
+    load = np.zeros(groups)
     for item in np.argsort(-work, kind="stable"):
         group = int(np.argmin(np.where(count < room, load, np.inf)))
         members[group, count[group]] = item

@@ -144,13 +144,11 @@ def relay(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     node, place = np.divmod(order.distance(need.rank, need.owner), size)
     near, far, last = node == 0, node > 0, size - 1
     own, own_back = direct(_part(need, near), cp)
-    owner, node, place, start, end = (
-        need.owner[far],
-        node[far],
-        place[far],
-        need.start[far],
-        need.end[far],
-    )
+    owner = need.owner[far]
+    node = node[far]
+    place = place[far]
+    start = need.start[far]
+    end = need.end[far]
     via = 1 if size > 2 else 0
 
     def held(*places: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:

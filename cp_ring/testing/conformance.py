@@ -187,10 +187,8 @@ def _check_merged(case: KernelCase, queries: int, more: int) -> None:
     causal = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
     allowed = torch.cat([causal, causal.new_ones(queries, more)], 1)
     truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, case)
-    out, lse = (
-        truth.out.to(case.dtype),
-        truth.lse.to(torch.promote_types(case.dtype, torch.float32)),
-    )
+    out = truth.out.to(case.dtype)
+    lse = truth.lse.to(torch.promote_types(case.dtype, torch.float32))
     options: dict[str, Any] = {"lo": -OPEN, "scale": case.scale}
     first = case.kernel.backward(dout, q, k, v, out, lse, hi=0, **options)
     second = case.kernel.backward(dout, q, more_k, more_v, out, lse, hi=OPEN, **options)

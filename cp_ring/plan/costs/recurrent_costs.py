@@ -67,10 +67,8 @@ class RecurrentSizes:
             sizes = 0, heads, convolved, 4, exchanged, exchanged, p
             return cls(kind, (heads, s, p), *sizes, dtype)
         k, v = size("linear_key_head_dim", 128), size("linear_value_head_dim", 128)
-        keys, heads = (
-            size("linear_num_key_heads", 16) // tp,
-            size("linear_num_value_heads", 32) // tp,
-        )
+        keys = size("linear_num_key_heads", 16) // tp
+        heads = size("linear_num_value_heads", 32) // tp
         convolved, width = 2 * keys * k + heads * v, size("linear_conv_kernel_dim", 4)
         exchanged = convolved + 2 * heads * v + 2 * heads
         # the convolution's outputs and the norm's inputs besides

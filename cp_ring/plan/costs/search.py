@@ -135,10 +135,8 @@ class AttentionCosts:
             if left is None:
                 yield cost
             else:
-                exact, number = (
-                    self._cost(left, cost.shape, cost.wire, cost.layout, None),
-                    number + 1,
-                )
+                exact = self._cost(left, cost.shape, cost.wire, cost.layout, None)
+                number = number + 1
                 heapq.heappush(waiting, (exact.both, number, exact, None))
 
     def _wires(self, heads: int) -> Iterator[str]:
