@@ -67,15 +67,15 @@ def attention_of(
     """
     transport = transport_for(group, inputs.q.device)
     rank_plan = rank_plan_of(plan, transport)
-    made = _made.setdefault(rank_plan, {})
+    of_plan = _made.setdefault(rank_plan, {})
     exact = deterministic() if options.deterministic is None else options.deterministic
     key = id(transport), options, exact, tuple(REGISTRY.items()), inputs.kinds()
-    found = made.get(key)
-    if found is None or found.transport() is not transport:
-        if len(made) >= _MAX_KINDS:
-            made.clear()
-        found = made[key] = Attention(rank_plan, transport, options, inputs)
-    return found
+    attention = of_plan.get(key)
+    if attention is None or attention.transport() is not transport:
+        if len(of_plan) >= _MAX_KINDS:
+            of_plan.clear()
+        attention = of_plan[key] = Attention(rank_plan, transport, options, inputs)
+    return attention
 
 
 def codec_of(wire: str) -> type[Codec]:

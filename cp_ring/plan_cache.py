@@ -141,13 +141,13 @@ class PlanOptions:
         else:
             spec = replace(spec, ulysses=int(self.heads))
         proven = plan(mask, cp, spec)
-        for layout, of, has, given in (
+        for layout, of, has, ends in (
             (proven.layout, "q", tokens, self.cu_seqlens),
             (proven.key_layout, "k", key_tokens, self.cu_seqlens_k),
         ):
             held = int(layout.tokens_per_rank[rank])
             if layout.rows == 1 and held != has:
-                name = "the sequence has" if given is None else "cu_seqlens ends at"
+                name = "the sequence has" if ends is None else "cu_seqlens ends at"
                 raise ConfigError(
                     f"{name} {layout.n} tokens, of which rank {rank} of {cp} holds {held}, but "
                     f"{of} has {has} tokens of each batch row"
@@ -199,14 +199,14 @@ def zigzag(n: int, cp: int) -> Layout:
 
 
 def _edges(
-    name: str, given: Offsets | None, layout: Layout | str, tokens: int, cp: int
+    name: str, ends: Offsets | None, layout: Layout | str, tokens: int, cp: int
 ) -> tuple[int, ...]:
     """The offsets of documents, of which a rank holds so many tokens; of one document where none
     are given.
     """
     end = layout.n if isinstance(layout, Layout) else None
-    if given is not None:
-        return tuple(offsets(given, name, end).tolist())
+    if ends is not None:
+        return tuple(offsets(ends, name, end).tolist())
     return (
         0,
         length_of(tokens, 1 if layout == REPLICATED else cp, str(layout)) if end is None else end,

@@ -172,8 +172,8 @@ def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, sh
     key = (name, layout.digest, x.dtype, tuple(x.shape[1:]), shift)
 
     def facts() -> list[Fact]:
-        told = zip(("call", "dtype", "size of a token", "shift"), (name, *key[2:]), strict=True)
-        return [Fact("layout", key[1], repr(layout)), *(Fact.of(*fact) for fact in told)]
+        named = zip(("call", "dtype", "size of a token", "shift"), (name, *key[2:]), strict=True)
+        return [Fact("layout", key[1], repr(layout)), *(Fact.of(*fact) for fact in named)]
 
     agree(key, facts)
 
@@ -350,11 +350,11 @@ def _layout_of_part(
         if isinstance(layout, Layout | Plan)
         else length_of(x.shape[dim], size, layout or "zigzag")
     )
-    found = _layout(layout, n, size)
-    held = int(found.tokens_per_rank[rank])
+    of_whole = _layout(layout, n, size)
+    held = int(of_whole.tokens_per_rank[rank])
     if x.shape[dim] != held:
         raise PlanError(
             f"rank {rank} holds {held} tokens of the layout, but dimension {dim} of the tensor has "
             f"{x.shape[dim]}"
         )
-    return found
+    return of_whole

@@ -76,9 +76,9 @@ class _WithBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dq: Tensor) -> tuple[Tensor, Tensor, None]:
         bias: Bias = ctx.bias
-        found, bias.gradient = bias.gradient, None
-        found = torch.zeros_like(bias.values) if found is None else found
-        return dq, found.to(bias.values.dtype), None
+        gradient, bias.gradient = bias.gradient, None
+        gradient = torch.zeros_like(bias.values) if gradient is None else gradient
+        return dq, gradient.to(bias.values.dtype), None
 
 
 @dataclass(frozen=True)

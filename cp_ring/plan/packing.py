@@ -284,14 +284,14 @@ def _with_room(
     tokens; without those for which none has.
     """
     load, room = np.zeros(groups), np.full(groups, capacity)
-    found: list[list[int]] = [[] for _ in range(groups)]
+    sequences: list[list[int]] = [[] for _ in range(groups)]
     for document in map(int, documents):
         least = int(np.argmin(np.where(room >= size[document], load, np.inf)))
         if room[least] >= size[document]:
-            found[least].append(document)
+            sequences[least].append(document)
             load[least] += work[document]
             room[least] -= size[document]
-    return found
+    return sequences
 
 
 def _longest(work: Work) -> tuple[float, float]:

@@ -87,15 +87,15 @@ class PlanSpec:
                 )
             layout = self.layout_of(mask, cp)
             return mask, layout, layout
-        given = self.key_layout
-        if given is None:
-            given = "contiguous" if copies else self.layout
-        if given is self.layout and not isinstance(given, str):
+        of_keys = self.key_layout
+        if of_keys is None:
+            of_keys = "contiguous" if copies else self.layout
+        if of_keys is self.layout and not isinstance(of_keys, str):
             raise PlanError(
                 "key_layout is missing: layout is that of the queries, and the mask has keys of "
                 "their own"
             )
-        key_layout = _layout_of("key_layout", given, Mask.full(mask.num_keys), cp)
+        key_layout = _layout_of("key_layout", of_keys, Mask.full(mask.num_keys), cp)
         if not copies:
             return mask, self.layout_of(mask, cp), key_layout
         if self.ulysses != 1:
@@ -265,8 +265,8 @@ class Plan(Numbered):
             if layout is not members:
                 check_members(layout, members, self.ulysses)
                 for rank in range(self.cp):
-                    made = getattr(self.rank_plan(rank), name) if rank_plans else None
-                    check_exchange(layout, members, rank, made)
+                    exchange = getattr(self.rank_plan(rank), name) if rank_plans else None
+                    check_exchange(layout, members, rank, exchange)
         proven = verify(self.ring, num_slots)
         if rank_plans:
             from cp_ring.plan.proof.verify_ranks import verify_rank_plans
@@ -282,12 +282,12 @@ def _ranks_of(spec: PlanSpec) -> int:
     return expect("layout", held, Layout).cp
 
 
-def _layout_of(what: str, given: Layout | str, mask: Mask, cp: int) -> Layout:
-    if not isinstance(given, str):
-        return expect(what, given, Layout, str)
-    if given not in LAYOUTS:
-        raise PlanError(f"{what}={given!r}: unknown; known are {', '.join(LAYOUTS)}")
-    return LAYOUTS[given](mask, cp)
+def _layout_of(what: str, layout: Layout | str, mask: Mask, cp: int) -> Layout:
+    if not isinstance(layout, str):
+        return expect(what, layout, Layout, str)
+    if layout not in LAYOUTS:
+        raise PlanError(f"{what}={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
+    return LAYOUTS[layout](mask, cp)
 
 
 REPLICATED = "replicated"

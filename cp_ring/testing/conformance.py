@@ -301,7 +301,7 @@ def _check_packed(case: KernelCase, sizes: list[tuple[int, int]], left: int, rig
             offset <= right if right >= 0 else offset <= OPEN
         )
         truth = _truth(*part, allowed, case)
-        got = (
+        results = (
             out[None, q0:q1],
             lse[None, :, q0:q1],
             dq[None, q0:q1],
@@ -309,7 +309,10 @@ def _check_packed(case: KernelCase, sizes: list[tuple[int, int]], left: int, rig
             dv[None, k0:k1],
         )
         _compare(
-            f"{queries} x {keys} tile of a varlen batch, window ({left}, {right})", got, truth, one
+            f"{queries} x {keys} tile of a varlen batch, window ({left}, {right})",
+            results,
+            truth,
+            one,
         )
 
 
@@ -346,11 +349,11 @@ def _truth(
     )
 
 
-def _compare(what: str, got: Sequence[Tensor], truth: _Truth, case: KernelCase) -> None:
-    out, lse, *grads = got
+def _compare(what: str, results: Sequence[Tensor], truth: _Truth, case: KernelCase) -> None:
+    out, lse, *grads = results
     assert lse.dtype in (torch.float32, torch.float64), f"lse of a {what} is {lse.dtype}"
     for name, x, true in zip(
-        ("out", "lse", "dq", "dk", "dv"), got, vars(truth).values(), strict=True
+        ("out", "lse", "dq", "dk", "dv"), results, vars(truth).values(), strict=True
     ):
         assert x.shape == true.shape, (
             f"{name} of a {what} has shape {tuple(x.shape)} instead of {tuple(true.shape)}"

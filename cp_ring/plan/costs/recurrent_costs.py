@@ -168,14 +168,14 @@ class RecurrentLayers:
     @classmethod
     def of_model(cls, source: Any, letters: str) -> tuple[RecurrentLayers, ...]:
         """Those of a model with these letters, by Megatron's arguments or settings."""
-        given: Mapping[str, Any] = source if isinstance(source, Mapping) else vars(source)
+        values: Mapping[str, Any] = source if isinstance(source, Mapping) else vars(source)
         names = (
             "bf16", "fp16", "hidden_size", "linear_conv_kernel_dim",
             *(f"mamba_{name}" for name in ("head_dim", "state_dim", "num_groups", "num_heads")),
             *(f"linear_{name}_head_dim" for name in ("key", "value")),
             *(f"linear_num_{name}_heads" for name in ("key", "value")),
         )  # fmt: skip
-        settings = tuple((name, given[name]) for name in names if given.get(name) is not None)
+        settings = tuple((name, values[name]) for name in names if values.get(name) is not None)
         kinds = {"mamba": letters.count("M"), "gdn": letters.count("G")}
         return tuple(cls(kind, count, settings) for kind, count in kinds.items() if count)
 

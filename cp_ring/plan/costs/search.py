@@ -92,7 +92,7 @@ class Search:
         setup: TrainingSetup,
         draws: Sequence[LayerMasks],
         weights: Callable[[ParallelSizes], float],
-        given: Given | None = None,
+        fixed: Given | None = None,
         layouts: Sequence[str] = ("zigzag",),
         lossy: bool = False,
     ):
@@ -105,18 +105,18 @@ class Search:
         self._weights: dict[ParallelSizes, float] = {}
         self._of_weights = weights
         self._found: dict[tuple[ParallelSizes, int], Tuned | None] = {}
-        sizes = possible_sizes(setup, given or Given())
+        sizes = possible_sizes(setup, fixed or Given())
         combinations = [
-            (one, micro) for one in sizes for micro in self._micro_batches(one, given or Given())
+            (one, micro) for one in sizes for micro in self._micro_batches(one, fixed or Given())
         ]
         self._bounds = sorted((self._bound(*one), *one) for one in combinations)
         self.least_bytes = {one.cp: float("inf") for one in sizes}
         """The least memory of any combination, by context-parallel size, whether it fits or not."""
 
-    def _micro_batches(self, sizes: ParallelSizes, given: Given) -> list[int]:
+    def _micro_batches(self, sizes: ParallelSizes, fixed: Given) -> list[int]:
         share = self.setup.global_batch // sizes.dp
-        if given.micro_batch is not None:
-            return [given.micro_batch] if share % given.micro_batch == 0 else []
+        if fixed.micro_batch is not None:
+            return [fixed.micro_batch] if share % fixed.micro_batch == 0 else []
         tried = (1, 2, 4, 8)
         return [
             m
@@ -195,17 +195,17 @@ class Search:
         return self._costs[key]
 
 
-def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
+def possible_sizes(setup: TrainingSetup, fixed: Given) -> list[ParallelSizes]:
     """The sizes whose product is the number of GPUs, and that divide heads, layers, sequence and
     global batch.
 
     Tensor-parallel ranks share a node. Raises `PlanError` where there are none.
     """
-    for option, size in (("--tp", given.tp), ("--cp", given.cp), ("--pp", given.pp)):
+    for option, size in (("--tp", fixed.tp), ("--cp", fixed.cp), ("--pp", fixed.pp)):
         if size is not None and (size < 1 or setup.gpus % size):
             raise PlanError(f"{option} {size}: it does not divide the {setup.gpus} GPUs of --gpus")
     divisors = [size for size in range(1, setup.gpus + 1) if setup.gpus % size == 0]
-    tried = [divisors if size is None else [size] for size in given[:3]]
+    tried = [divisors if size is None else [size] for size in fixed[:3]]
     model, parallel = setup.model, setup.model.experts.parallel if setup.model.experts else 1
     possible = []
     for tp, cp, pp in product(*tried):
@@ -227,7 +227,7 @@ def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
             possible.append(ParallelSizes(tp, cp, pp, dp))
     if not possible:
         kinds = ", ".join(
-            f"{name} {size}" for name, size in given._asdict().items() if size is not None
+            f"{name} {size}" for name, size in fixed._asdict().items() if size is not None
         )
         raise PlanError(
             f"--gpus {setup.gpus}: no sizes of tp, cp, pp and "
@@ -255,13 +255,13 @@ def reasons(
     cps = sorted(by_cp)
     place = cps.index(best.sizes.cp)
     for cp in [*cps[max(place - 1, 0) : place], *cps[place + 1 : place + 2]]:
-        found = by_cp[cp]
-        if isinstance(found, float):
+        at_best = by_cp[cp]
+        if isinstance(at_best, float):
             lines.append(
-                f"cp {cp} does not fit: at least {found / 1e9:.0f} of {limit / 1e9:.0f} GB"
+                f"cp {cp} does not fit: at least {at_best / 1e9:.0f} of {limit / 1e9:.0f} GB"
             )
-        elif not others or found is not others[0]:
-            lines.append(f"cp {cp} at best, {found.sizes.name}: {_difference(best, found)}")
+        elif not others or at_best is not others[0]:
+            lines.append(f"cp {cp} at best, {at_best.sizes.name}: {_difference(best, at_best)}")
     without = best.recompute != "none"
     lines += ["without recomputation it does not fit"] if without else []
     close = sum(other.step < (1 + SURE) * best.step for other in others)
