@@ -17,19 +17,15 @@ from torch._compile import _disable_dynamo
 
 from cp_ring.attention import AnyPlan, Attention, attention_of
 from cp_ring.comm.latent import LatentKeys
-from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.comm.transport import Group, check_local, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.kernels.positional import of_positions
 from cp_ring.observe import watchdog
 from cp_ring.ops import graph_op
-from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
+from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import Plan
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.plan_cache import PlanOptions
-from cp_ring.runtime import RUNTIME
+from cp_ring.plan_cache import PlanOptions, layout_of_layers, weighs
 
 
 class CallOptions(TypedDict, total=False):
@@ -278,10 +274,10 @@ def _by_heads(tensors: tuple[Any, ...], group: Group, return_lse: bool, options:
             f"{h} query heads, each with whole key/value heads, of which there are {g}"
         )
     of_heads = dict(options)
-    if (name := options.get("layout")) in LAYOUTS and NamedLayout.named(str(name)).weighs:
+    if weighs(name := options.get("layout")):
         transport = transport_for(group, q.device)
         layers = tuple((mask, count) for count, mask in masks)
-        of_heads["layout"] = _of_layers(str(name), layers, transport.size if transport else 1)
+        of_heads["layout"] = layout_of_layers(name, layers, transport.size if transport else 1)
     results, first = [], 0
     for count, mask in masks:
         mine, keys = slice(first, first + count), slice(first * g // h, (first + count) * g // h)
@@ -297,11 +293,6 @@ def _by_heads(tensors: tuple[Any, ...], group: Group, return_lse: bool, options:
     if not return_lse:
         return torch.cat(results, 2)
     return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
-
-
-@RUNTIME.cache(maxsize=16)
-def _of_layers(name: str, layers: tuple[tuple[Mask, int], ...], cp: int) -> Layout:
-    return NamedLayout.named(name).of_layers(layers, cp)
 
 
 # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
@@ -338,12 +329,11 @@ def _resolved(
     for name, x in {"q": q, "k": k, "v": v, **optional}.items():
         if x is not None or name not in optional:
             check_local(name, x)
-    plan = of_plan.get("plan")
+    plan, transport = of_plan.get("plan"), transport_for(group, q.device)
     if plan is None or len(of_plan) > 1:
         asked = PlanOptions(**of_plan)
         if plan is None:
-            plan = _plan_of(asked, group, q, (k, v), of_call.get("qkv_format"))
-    transport = transport_for(group, q.device)
+            plan = asked.find(transport, (q, k, v), of_call.get("qkv_format") == "sbhd")
     dropout = of_positions(plan, transport.rank if transport else 0, q, of_call)
     inputs = Inputs(q, k, v, sink, latents, dropout).alike()
     plain = latents is None or plan.ulysses > 1 or dropout is not None
@@ -359,38 +349,3 @@ def _watch(timeout: float) -> None:
         raise ConfigError(f"timeout={timeout!r}: it must be a number of seconds above 0, or None")
     watchdog.start(timeout)
     watchdog.enter("ring_attention", watchdog.WATCH.place.step)
-
-
-def _plan_of(
-    asked: PlanOptions,
-    group: Group,
-    q: Tensor,
-    others: tuple[Tensor, Tensor],
-    qkv_format: str | None,
-) -> Plan:
-    """The plan of a call. Raises `PlanError` where q has not 4 dimensions."""
-    transport = transport_for(group, q.device)
-    if q.dim() != 4:
-        raise PlanError(
-            "q must have 4 dimensions, batch, tokens, heads and head size, not the shape "
-            f"{tuple(q.shape)}"
-        )
-    of_tokens, of_batch = (0, 1) if qkv_format == "sbhd" else (1, 0)
-    batch, of_keys = q.shape[of_batch], others[0].shape
-    shape = q.shape[of_tokens], of_keys[of_tokens] if len(of_keys) > 1 else 0, batch
-    rank, cp = (transport.rank, transport.size) if transport else (0, 1)
-    near = node_size(getattr(transport, "ranks", ()), ranks_per_node())
-    return asked.find(shape, rank, cp, near, _sizes(q, *others, batch))
-
-
-def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes | None:
-    """Sizes for predicted times; None for tensors that are about to be rejected."""
-    if (
-        k.dim() != 4
-        or v.dim() != 4
-        or 0 in (*q.shape, *k.shape, *v.shape)
-        or q.shape[2] % k.shape[2]
-    ):
-        return None
-    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(q.dtype, "fp32")
-    return AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype=dtype, batch=batch)
