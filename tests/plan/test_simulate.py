@@ -22,7 +22,7 @@ from cp_ring.plan.costs.simulate import (
 from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates
-from cp_ring.tools.cli.trace_drawing import predicted_bars
+from cp_ring.tools.cli.trace_command import predicted_bars
 from tests.plan.test_tune import MODEL
 
 SLOW = Rates(between=2e9)
