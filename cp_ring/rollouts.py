@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_ring.comm.transport import Group, GroupTransport, check_local, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
-from cp_ring.ops.dtypes import finite
+from cp_ring.ops.dtypes import finite, sum_dtype
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, check_all, integer, integers
 
@@ -113,7 +113,7 @@ def logprobs(
         logits = hidden
         if weight is not None:
             logits = F.linear(_Sum.apply(hidden, None, group), weight.to(hidden.dtype))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        logits = logits.to(sum_dtype(logits.dtype)) / temperature
         return _of_logits(logits, labels, group, first, entropy)
 
     chunks = zip(hidden.flatten(0, -2).split(chunk), labels.flatten().split(chunk), strict=True)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from cp_ring.comm.agreement import Fact
 from cp_ring.comm.transport import Group, Transport, check_local, exchange, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
+from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.exchange.conversion import Conversion, conversion
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout, dimension
 from cp_ring.plan.mask import Mask
@@ -203,7 +204,7 @@ class _Unshard(torch.autograd.Function):
             mine if rank == transport.rank else torch.empty_like(mine) for rank in range(layout.cp)
         ]
         exchange(transport, leaving, arriving, "unshard gradients")
-        total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
+        total = torch.zeros_like(mine, dtype=sum_dtype(mine.dtype))
         for part in arriving:  # in the order of ranks: the same bits in every run
             total += part
         return total.mul_(ctx.share).to(gradient.dtype), None, None, None

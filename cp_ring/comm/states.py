@@ -29,6 +29,7 @@ from torch import Tensor
 
 from cp_ring.comm.state_messages import HaloMessages, StateLinks, StateMessages, Trip
 from cp_ring.comm.transport import Transport
+from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.exchange.chains import Chains
 from cp_ring.plan.ranges import Ints, expand, starts_of
 from cp_ring.plan.sizes.device_rates import Rates
@@ -154,7 +155,7 @@ class StatePassing:
         and gates.
         """
         k, v = (tensors[name].shape[-1] for name in "kv")
-        heads, dtype = tensors["v"].shape[2], torch.promote_types(tensors["v"].dtype, torch.float32)
+        heads, dtype = tensors["v"].shape[2], sum_dtype(tensors["v"].dtype)
         eye = torch.eye(k, k + v, dtype=dtype, device=self.device).roll(v, 1)
         flight = self._flight((heads, k, v), tensors["v"], dtype)
         waves = []
@@ -200,7 +201,7 @@ class StatePassing:
             tokens = tokens.index_select(0, index.flatten()).unflatten(0, index.shape)
             return function(tokens, weight, *params, **named | more, seq_idx=numbers)
 
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = sum_dtype(x.dtype)
         sizes = z // heads, (channels - z) // 2 // named["ngroups"]
         flight = self._flight((heads, 1, sizes[0] * sizes[1]), x, dtype)
         nothing = F.pad(x.new_zeros(1, x.shape[2] - heads), (0, heads), value=_INERT)
@@ -256,7 +257,7 @@ class StatePassing:
             segments, [segments, h, k, v].
         state: h, k and v. A state whose elements only decay is h vectors, with k = 1.
         """
-        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        dtype = sum_dtype(tensors[0].dtype)
         heads, k, v = state
         none = tensors[0].new_zeros(0, heads, k, v + k, dtype=dtype)
         states = none.new_zeros(self.segments, heads, k, v)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, VarlenKernel, determinism
 from cp_ring.kernels.dropout import with_softcap
+from cp_ring.ops.dtypes import sum_dtype
 
 HEADS = ((4, 4, 16, 16), (8, 1, 32, 32), (6, 2, 24, 40), (4, 2, 40, 24), (2, 2, 64, 64))
 """(query heads, key/value heads, d, e); those that a kernel rejects are left out."""
@@ -188,7 +189,7 @@ def _check_merged(case: KernelCase, queries: int, more: int) -> None:
     allowed = torch.cat([causal, causal.new_ones(queries, more)], 1)
     truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, case)
     out = truth.out.to(case.dtype)
-    lse = truth.lse.to(torch.promote_types(case.dtype, torch.float32))
+    lse = truth.lse.to(sum_dtype(case.dtype))
     options: dict[str, Any] = {"lo": -OPEN, "scale": case.scale}
     first = case.kernel.backward(dout, q, k, v, out, lse, hi=0, **options)
     second = case.kernel.backward(dout, q, more_k, more_v, out, lse, hi=OPEN, **options)
