@@ -303,15 +303,15 @@ def _lines(plan: PlanTables, facts: dict[str, Any]) -> Iterator[str]:
 
 def _print_shapes(shapes: list[dict[str, Any]], timed: bool) -> None:
     columns = ("GiB a card", "ms", "with backward", "waits", "of one call") if timed else ()
-    rows = []
+    lines = []
     for shape in shapes:
-        rows.append([shape["name"], f"{shape['bytes_between_nodes'] / 2**30:,.2f}"])
+        lines.append([shape["name"], f"{shape['bytes_between_nodes'] / 2**30:,.2f}"])
         if timed:
             ms = (1e3 * shape[name] for name in ("forward_s", "both_s", "exposed_both_s"))
             numbers = (shape["bytes_per_card"] / 2**30, *ms, shape["efficiency_both"])
-            rows[-1] += [f"{number:,.2f}" for number in numbers]
+            lines[-1] += [f"{number:,.2f}" for number in numbers]
     title = "one layer; bytes of forward, predicted times"
-    show_table(title, "shape", ["GiB between nodes", *columns], rows)
+    show_table(title, "shape", ["GiB between nodes", *columns], lines)
 
 
 def _sparse_line(sizes: dict[str, float]) -> str:

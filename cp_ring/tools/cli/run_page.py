@@ -74,10 +74,11 @@ def page(run_dir: Path) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
     cells = "".join(f"<th>{escape(word)}</th>" for word in head)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in line) + "</tr>"
+        for line in lines
     )
     return f"<table>{f'<tr>{cells}</tr>' if head else ''}{body}</table>"
 

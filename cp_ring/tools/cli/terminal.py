@@ -31,7 +31,7 @@ def emit(facts: Any, as_json: bool, show: Callable[[], object], indent: int | No
 
 
 def show_table(
-    title: str, words: str, numbers: Sequence[str], rows: Iterable[Sequence[str]]
+    title: str, words: str, numbers: Sequence[str], lines: Iterable[Sequence[str]]
 ) -> None:
     """Prints a table: `words` names a first column of words, if any, before those of numbers."""
     table = Table(title=title)
@@ -39,8 +39,8 @@ def show_table(
         table.add_column(words, no_wrap=True)
     for name in numbers:
         table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
+    for line in lines:
+        table.add_row(*line)
     Console().print(table)
 
 
