@@ -134,8 +134,8 @@ class RingDotProductAttention(MegatronModule):
         )
         self.options = AttentionOptions(
             softmax_scale=self.softmax_scale, kernel=self.settings.kernel,
-            num_slots=self.settings.num_slots, wire=self.wire,
-            wire_dtype=self.settings.wire_dtype, qkv_format="sbhd",
+            num_slots=self.settings.num_slots, compute_streams=self.settings.compute_streams,
+            wire=self.wire, wire_dtype=self.settings.wire_dtype, qkv_format="sbhd",
             compare_every=self.settings.compare_every,
             max_logit=bool(getattr(config, "qk_clip", False) or getattr(config,
             "log_max_attention_logit", False)),

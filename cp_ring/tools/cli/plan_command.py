@@ -221,6 +221,9 @@ class PlanRequest:
         min=0,
         **_RATES,
     )
+    compute_streams: int = option(
+        RATES.streams, "CUDA streams of kernel calls.", min=1, max=2, **_RATES
+    )
     compare: bool = option(
         False,
         "Compare splits of --lengths: padded, hybrid, zigzag, balanced.",
@@ -254,6 +257,7 @@ class PlanRequest:
             self.ranks_per_card,
             self.processors,
         )
+        rates = replace(rates, streams=self.compute_streams)
         return Assumed(_sizes(self), rates, self.ranks_per_node, capabilities_of(self.kernel))
 
 
@@ -350,9 +354,10 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) ->
     report, verify_ms = _timed(lambda: plan.verify(request.num_slots))
     shapes = shapes_of_plan(mask, replace(shape, slot_shards=request.slot_shards), assumed)
     ring, sizes = plan.ring, assumed.sizes.of_rank(plan.ulysses)
+    streams = request.compute_streams if assumed.kernel.concurrent else 1
     near, costs = (
         members_of_node(request.ranks_per_node, shape.ulysses),
-        cost(report, sizes, request.num_slots),
+        cost(report, sizes, request.num_slots, streams),
     )
     facts = summary(ring, report, costs, near, assumed.kernel) | speed(plan, report, assumed)
     facts |= {

@@ -100,6 +100,7 @@ def speed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any]:
             [updates[rank].grids for rank in sampled_ranks(plan.ring.cp)],
             sizes.batch * sizes.of_rank(plan.ulysses).heads,
             rates.processors,
+            updates[0].streams(rates),
         )
         if rates.processors
         else None,

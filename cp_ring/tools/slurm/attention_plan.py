@@ -86,4 +86,5 @@ def predict(job: JobConfig, rates: Rates, per_node: int) -> Timeline:
     whole = plan_of(job, per_node)
     tp, cp = job.parallel.tensor_model_parallel_size, job.parallel.context_parallel_size
     near = node_size(context_groups(tp, cp, tp * cp)[0].tolist(), per_node)
+    rates = replace(rates, streams=job.cp_ring.compute_streams)
     return simulate(whole, whole.verify(job.cp_ring.num_slots), sizes_of(job), rates, near)
