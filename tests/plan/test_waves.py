@@ -69,6 +69,8 @@ def test_calls_on_streams_in_turn_by_hand(streams):
     time = {1: 4, 2: 3}[streams] * (10 + waves.BEGIN)
     found = waves.share(calls, 1, processors=3, streams=streams)
     assert found == pytest.approx(7 * 10 / (3 * time))
+    slow = waves.share(calls, 1, processors=3, least=100, streams=streams)
+    assert slow == pytest.approx(7 * 10 / (3 * 300))
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3])

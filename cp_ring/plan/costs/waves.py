@@ -60,9 +60,9 @@ def share(
     least: float = 0.0,
     streams: int = 1,
 ) -> float:
-    """Of the calls, on so many streams in turn, each of which takes at least the time of `least`
-    products. Without `processors`: of one block after another, where no processor is ever without
-    one.
+    """Of the calls, on so many streams in turn, each of which ends at least the time of `least`
+    products after the one before. Without `processors`: of one block after another, where no
+    processor is ever without one.
     """
     work, blocks = 0.0, 0
     free, ends = np.zeros(processors or 0), deque([0.0] * streams, streams)
@@ -73,8 +73,7 @@ def share(
         blocks += int(durations @ counts)
         if processors is not None:
             np.maximum(free, ends[0], out=free)
-            begin = float(free.min())
-            ends.append(max(_hand_out(durations, counts, free), begin + least))
+            ends.append(max(_hand_out(durations, counts, free), ends[-1] + least))
     time = blocks if processors is None else processors * max(ends)
     return work / time if work else 1.0
 
