@@ -173,7 +173,7 @@ def _run_forward(
                     streams.after(
                         total.add, *kernel_call.attend(call.kernel, q, k_hop, v_hop, ring.scale)
                     )
-    streams.drain()
+    streams.finish()
     return total.finish()
 
 
@@ -217,7 +217,7 @@ def _run_backward(
                     streams.after(total.add, dq)
                     streams.after(grads.add, dk, dv)
         streams.after(grads.send, hop)
-    streams.drain()
+    streams.finish()
     return *total.finish(), *grads.finish()
 
 

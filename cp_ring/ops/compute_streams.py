@@ -10,6 +10,7 @@ held.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,19 +24,27 @@ from cp_ring.runtime import RUNTIME
 _of_pass: ContextVar[torch.cuda.Stream | None] = ContextVar("stream of the pass", default=None)
 
 
-@RUNTIME.cache()
-def _streams(device: torch.device, count: int) -> tuple[torch.cuda.Stream, ...]:
-    return tuple(torch.cuda.Stream(device) for _ in range(count))
+_free: defaultdict[torch.cuda.Stream, list[list[torch.cuda.Stream]]] = RUNTIME.keep(
+    defaultdict(list)
+)
+"""Streams that no pass has now, by the stream of the passes that had them: their memory may be used
+again where that one is waited for. Passes of several threads have streams of their own.
+"""
 
 
 class ComputeStreams:
     """Those of one pass; beside the current stream, if there are at least two of a CUDA device."""
 
     def __init__(self, device: torch.device, count: int = 1):
-        several = count > 1 and device.type == "cuda"
-        self._main = torch.cuda.current_stream(device) if several else None
-        self._in_turn = cycle(_streams(device, count) if several else ())
+        self._main: torch.cuda.Stream | None = None
         self._later: list[Callable[[], object]] = []
+        if count > 1 and device.type == "cuda":
+            self._main = torch.cuda.current_stream(device)
+            try:
+                self._sides = _free[self._main].pop()
+            except IndexError:
+                self._sides = [torch.cuda.Stream(device) for _ in range(count)]
+            self._in_turn = cycle(self._sides)
 
     @contextmanager
     def next(self) -> Iterator[None]:
@@ -73,6 +82,12 @@ class ComputeStreams:
         later, self._later = self._later, []
         for action in later:
             action()
+
+    def finish(self) -> None:
+        """Drains; there are no more calls."""
+        self.drain()
+        if self._main is not None:
+            _free[self._main].append(self._sides)
 
 
 def shared[T](make: Callable[[], T]) -> T:

@@ -58,7 +58,7 @@ def replay(
     sizes: RankSizes,
     *,
     kernel: str = "auto",
-    num_slots: int = 2,
+    compute_streams: int = 2,
     repeats: int = 5,
     bandwidth: float | None = None,
 ) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def replay(
             transport,
             plan=rank_plan,
             kernel=kernel,
-            num_slots=num_slots,
+            compute_streams=compute_streams,
             qkv_format="sbhd",
         )
 
