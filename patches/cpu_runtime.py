@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.compat import has_training_loop, megatron_version, within
+from cp_ring.megatron.wrapping import replaced
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 CPU = torch.device("cpu")
@@ -243,11 +244,8 @@ def functions_uncompiled() -> Iterator[None]:
             return functools.partial(uncompiled, **options)
         return model if inspect.isfunction(model) else compile_with_torch(model, **options)
 
-    torch.compile = uncompiled
-    try:
+    with replaced((torch, "compile", uncompiled)):
         yield
-    finally:
-        torch.compile = compile_with_torch
 
 
 def _megatron_replacements() -> Iterator[Replacement]:

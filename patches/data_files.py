@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.rejection import first_line
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.patches.patch import Patch, Replacement
 
@@ -48,10 +49,7 @@ def load_index(path: Any, *_: Any, mmap_mode: Any = None, **__: Any) -> Any:
     except FileNotFoundError:
         raise
     except Exception as error:  # a forged header raises nearly anything
-        raise BadCache(
-            str(path),
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200],
-        ) from None
+        raise BadCache(str(path), f"{type(error).__name__}: {first_line(error)}"[:200]) from None
     name = os.path.basename(str(path))
     wanted = 2 if name.endswith("-sample_index.npy") else 1
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != wanted:

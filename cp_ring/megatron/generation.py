@@ -22,6 +22,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 
 from cp_ring.megatron.batches import split_batch
+from cp_ring.megatron.flags.layer_pattern import is_recurrent
 from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.flags.rules import GENERATION
 from cp_ring.megatron.layers.rotary import positions_in_force
@@ -145,7 +146,7 @@ def _language(model: Any) -> Any:
     others = [
         type(part).__name__
         for part in language.modules()
-        if type(part).__name__ in ("MambaMixer", "GatedDeltaNet", "GatedDeltaNet2")
+        if is_recurrent(part)
         or not isinstance(getattr(part, "core_attention", None), RingDotProductAttention | None)
     ]
     found = {**vars(language.config), "other_layers": ", ".join(sorted({*others}))}

@@ -334,7 +334,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     )
     wanted |= {name: getattr(args, name) for name in same_name if hasattr(args, name)}
     wanted["sequence_parallel_size"] = args.tensor_model_parallel_size * args.sequence_parallel
-    return GPTDatasetConfig(**compat.known_fields(GPTDatasetConfig, wanted))
+    return GPTDatasetConfig(**compat.known_arguments(GPTDatasetConfig, wanted))
 
 
 def _kind_of_dataset(args: argparse.Namespace) -> type:

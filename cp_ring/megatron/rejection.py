@@ -72,6 +72,11 @@ def rejecting() -> Iterator[None]:
         reject(str(ours))
 
 
+def first_line(error: object) -> str:
+    """The first line of the text of an error, "" where it has none."""
+    return next(iter(str(error).strip().splitlines()), "")
+
+
 def error_within(error: Any) -> ConfigError | None:
     """The `ConfigError` that torch's `CheckpointException` wraps, or None."""
     failures = getattr(error, "failures", None)

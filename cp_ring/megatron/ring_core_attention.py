@@ -19,8 +19,9 @@ from torch._compile import _disable_dynamo
 from torch.distributed import get_process_group_ranks
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from cp_ring.attention import AnyPlan, AttentionOptions, Inputs, attention_of
+from cp_ring.attention import AnyPlan, attention_of
 from cp_ring.errors import ConfigError, KernelError
+from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.megatron import compat
 from cp_ring.megatron.data.batch_mask import accept_causal
 from cp_ring.megatron.data.documents import (

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.wrapping import replaced
 from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
 
@@ -74,6 +76,11 @@ def configure(
         _in_force.whole_rows = whole_rows
     if layers is not None:
         _in_force.layers = layers
+
+
+def in_force(config: Options) -> AbstractContextManager[None]:
+    """Within the context `config` is in force."""
+    return replaced((_in_force, "config", config))
 
 
 def flags(argv: Sequence[str]) -> Options:

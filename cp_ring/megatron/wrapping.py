@@ -5,9 +5,10 @@ and attributes that are replaced for a while.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 Function = Callable[..., Any]
@@ -37,12 +38,17 @@ def loaded_modules(prefix: str) -> list[Any]:
 
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Sets attributes, given as (owner, name, value), and afterwards sets them back."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    try:
+    """Sets attributes, given as (owner, name, value), and afterwards restores exactly what was
+    there: an owner that had none of its own has none again.
+    """
+    with ExitStack() as stack:
         for owner, name, value in changes:
+            own = getattr(owner, "__dict__", {})
+            if name in own:
+                stack.callback(setattr, owner, name, own[name])
+            elif inspect.isdatadescriptor(getattr(type(owner), name, None)):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+            else:
+                stack.callback(delattr, owner, name)
             setattr(owner, name, value)
         yield
-    finally:
-        for owner, name, value in reversed(before):
-            setattr(owner, name, value)

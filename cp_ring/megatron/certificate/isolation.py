@@ -28,6 +28,8 @@ import torch.distributed as dist
 from cp_ring.comm.transport import forget
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import settings
+from cp_ring.megatron.certificate.report import Failure
+from cp_ring.megatron.rejection import first_line
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.observe import watchdog
 from cp_ring.runtime import RUNTIME
@@ -54,23 +56,12 @@ def attempting(what: str) -> Iterator[None]:
     except (NotProbed, ConfigError, PlanError, KernelError):
         raise
     except Exception as error:
-        first, *_ = str(error).strip().splitlines() or [""]
-        raise NotProbed(f"{what}: {f'{type(error).__name__}: {first}'.rstrip(': ')}") from error
+        raise NotProbed(f"{what}: {_shown(error)}") from error
 
 
-@dataclass
-class Failure:
-    """Why the probes of a rank ended early. `order` counts the failures of all ranks from 1: the
-    first causes the others.
-    """
-
-    rank: int
-    order: int
-    message: str
-    fatal: bool  # an error of cp_ring itself, with which the job cannot train
-
-    def __str__(self) -> str:
-        return f"{self.message} (rank {self.rank})"
+def _shown(error: BaseException) -> str:
+    """The kind of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
 
 
 @dataclass
@@ -120,13 +111,8 @@ class ProbeGroups:
     def fail(self, error: BaseException, fatal: bool) -> Failure:
         """Tells all ranks that the probes of this one have failed."""
         order = int(self.store.add(self.key + "failed", 1))
-        text = str(error).strip().splitlines()
-        message = (
-            text[0]
-            if (fatal or isinstance(error, NotProbed)) and text
-            else f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
-        )
-        return Failure(dist.get_rank(), order, message, fatal)
+        text = first_line(error) if fatal or isinstance(error, NotProbed) else ""
+        return Failure(dist.get_rank(), order, text or _shown(error), fatal)
 
     def watch(self, store: Any) -> None:
         """Waits until the probes end, or a rank fails: then NCCL's waits are aborted, and a rank

@@ -228,6 +228,17 @@ def build(args: argparse.Namespace) -> Any:
     return model.to(own_device())
 
 
+def without_groups(model: Any) -> None:
+    """Takes the process groups from a model that is done: Megatron's caches keep some of its
+    modules, and groups must close.
+    """
+    for module in model.modules():
+        for name in [
+            name for name, value in vars(module).items() if isinstance(value, dist.ProcessGroup)
+        ]:
+            delattr(module, name)
+
+
 @contextmanager
 def arguments_in_force(args: argparse.Namespace, groups: dict[str, Any]) -> Iterator[None]:
     """Replaces Megatron's global arguments, timers and process groups, and afterwards restores

@@ -52,6 +52,7 @@ from cp_ring.megatron.checkpoints.allowed import (
     tuple_of,
 )
 from cp_ring.megatron.checkpoints.allowed_arrays import NUMPY, TORCH
+from cp_ring.megatron.rejection import first_line
 
 # Classes of packages, which are imported where a pickle names them.
 
@@ -371,12 +372,10 @@ def _one_line() -> Iterator[None]:
     except (ConfigError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a forged archive raises nearly anything
-        why = (str(error).strip().splitlines() or [""])[0]
-        text = (
+        raise Rejected(
             f"the checkpoint holds an archive that cannot be loaded ({type(error).__name__}: "
-            f"{why:.200}): {ADVICE}"
-        )
-        raise Rejected(text) from None
+            f"{first_line(error):.200}): {ADVICE}"
+        ) from None
 
 
 # The index, and extra states.

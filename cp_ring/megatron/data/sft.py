@@ -28,6 +28,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.training import get_args, print_rank_0
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron.rejection import first_line
 from cp_ring.megatron.settings import current
 from cp_ring.plan.packing import PackedRows, pack
 from cp_ring.plan.ranges import Ints
@@ -115,9 +116,7 @@ class Tokens:
                         conversation, return_target=True, add_generation_prompt=False
                     )
                 except (ValueError, AssertionError, TypeError) as error:
-                    reason = (
-                        str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-                    )
+                    reason = first_line(error)[:200] or type(error).__name__
                     raise ConfigError(
                         f"{where}: the tokenizer does not take this conversation: {reason}"
                     ) from None

@@ -16,6 +16,9 @@ RECURRENT = {"M": "Mamba", "G": "gated delta net"}
 RECURRENT_KINDS = {"M": "mamba", "G": "gdn"}
 """Their names in --cp-ring-recurrent."""
 
+_RECURRENT_CLASSES = {"MambaMixer", "GatedDeltaNet", "GatedDeltaNet2"}
+"""Megatron's, by name."""
+
 _ATTENTION = "*+"
 SPARSE = "D"
 """The letter of sparse attention (--experimental-attention-variant dsa), which is split by itself.
@@ -108,3 +111,8 @@ def config_of_layer(config: Any, layer: int) -> Any:
     key/value heads.
     """
     return config.get_config_for_layer(layer) if hasattr(config, "per_block_parameters") else config
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a module is a layer whose state runs along the sequence."""
+    return any(each.__name__ in _RECURRENT_CLASSES for each in type(layer).__mro__)

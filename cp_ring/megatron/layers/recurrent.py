@@ -30,7 +30,7 @@ from cp_ring.megatron.data.documents import ALONE, DocumentParams, documents_of
 from cp_ring.megatron.data.masks import MicrobatchMask
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows, packed_in_whole_rows
-from cp_ring.megatron.wrapping import Function, around
+from cp_ring.megatron.wrapping import Function, around, replaced
 from cp_ring.plan.exchange.chains import Chains
 from cp_ring.plan.exchange.verify_chains import verify_chains
 from cp_ring.plan.layout import Layout
@@ -240,11 +240,9 @@ def checked_for_states(check: Function, config: Any) -> None:
         return check(config)
     names = ("linear_num_key_heads", "linear_num_value_heads")
     heads = {name: getattr(config, name) for name in names if getattr(config, name, None)}
-    vars(config).update({name: x * config.context_parallel_size for name, x in heads.items()})
-    try:
+    cp = config.context_parallel_size
+    with replaced(*((config, name, count * cp) for name, count in heads.items())):
         check(config)
-    finally:
-        vars(config).update(heads)
 
 
 @contextmanager
