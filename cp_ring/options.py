@@ -166,6 +166,13 @@ class Options:
         least=2,
         most=8,
     )
+    compute_streams: int = _setting(
+        2,
+        "CUDA streams of kernel calls: with 2, a call begins on processors that the one before "
+        "leaves idle, and the results and workspaces of two calls are in memory at a time.",
+        least=1,
+        most=2,
+    )
     wire: str = _setting(
         "auto",
         "How keys and values are encoded on the wire: plain, unchanged; latent, the MLA "
