@@ -118,7 +118,7 @@ class GradMessages:
         self._pending, self._posted = self._transport.post(batch), hop.index
 
     def _arrived(self) -> list[tuple[Transfer, Transfer]]:
-        """Waits for what was posted last: the transfers that have arrived, and where in `buffer`."""
+        """Waits for what was posted last: transfers that have arrived, and where in `buffer`."""
         with waiting("gradients", self._posted):
             self._pending.wait()
         arrived, self._arriving = self._arriving, []
