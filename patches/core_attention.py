@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.wrapping import Function, around
+from cp_ring.megatron.wrapping import Function, around, replaced
 from cp_ring.patches.patch import Patch, Replacement
 
 
@@ -53,18 +53,13 @@ def _with_sparse(
 @around
 def _with_any_type(check: Function, config: Any) -> None:
     """Megatron's sparse attention knows all_gather alone; its check sees that in place of p2p."""
-    given = config.cp_comm_type
+    kinds = config.cp_comm_type
     if getattr(config, "experimental_attention_variant", None) == "dsa":
-        seen = ["all_gather" if kind in ("p2p", None) else kind for kind in _listed(given)]
-        config.cp_comm_type = seen if isinstance(given, list) else seen[0]
-    try:
+        several = kinds if isinstance(kinds, list) else [kinds]
+        seen = ["all_gather" if kind in ("p2p", None) else kind for kind in several]
+        kinds = seen if isinstance(kinds, list) else seen[0]
+    with replaced((config, "cp_comm_type", kinds)):
         check(config)
-    finally:
-        config.cp_comm_type = given
-
-
-def _listed(kinds: Any) -> list[Any]:
-    return kinds if isinstance(kinds, list) else [kinds]
 
 
 def _rejected(*args: Any, **kwargs: Any) -> None:
@@ -100,15 +95,13 @@ def _on_its_group(
     """Rotary embeddings of packed documents are those of the ranks that share the microbatch."""
     from cp_ring.megatron.data.documents import group_of_microbatch
 
-    whole = self.pg_collection
-    group = group_of_microbatch(packed_seq_params, whole.cp)
-    if group is not whole.cp:
-        self.pg_collection = copy.copy(whole)
-        self.pg_collection.cp = group
-    try:
+    groups = self.pg_collection
+    group = group_of_microbatch(packed_seq_params, groups.cp)
+    if group is not groups.cp:
+        groups = copy.copy(groups)
+        groups.cp = group
+    with replaced((self, "pg_collection", groups)):
         return forward(self, *args, packed_seq_params=packed_seq_params, **kwargs)
-    finally:
-        self.pg_collection = whole
 
 
 @around

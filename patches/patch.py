@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.compat import SUPPORTED, megatron_version, within
+from cp_ring.megatron.wrapping import replaced
 
 Replacement = tuple[Any, str, Any]  # owner, attribute, new value
-
-_MISSING = object()
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,7 @@ class Patch:
     enter: Callable[[], None] = lambda: None
     leave: Callable[[], None] = lambda: None
     applied: bool = field(default=False, init=False)
-    _saved: list[Replacement] = field(default_factory=list, init=False)
+    _undo: ExitStack = field(default_factory=ExitStack, init=False)
 
     def __post_init__(self) -> None:
         self.name = self.name or self.replacements.__module__.rpartition(".")[2]
@@ -65,8 +65,7 @@ class Patch:
         """
         if self.applied or self.unneeded():
             return
-        problem = self.rejection()
-        if problem:
+        if problem := self.rejection():
             raise ConfigError(problem)
         wanted = list(self.replacements())
         for owner, name, _ in wanted:
@@ -75,9 +74,7 @@ class Patch:
                     f"patch {self.name}: {self.package} {_version(self.package)} has no "
                     f"{_label(owner)}.{name}"
                 )
-        for owner, name, value in wanted:
-            self._saved.append((owner, name, vars(owner).get(name, _MISSING)))
-            setattr(owner, name, value)
+        self._undo.enter_context(replaced(*wanted))
         self.applied = True
         self.enter()
 
@@ -86,12 +83,7 @@ class Patch:
         if not self.applied:
             return
         self.leave()
-        while self._saved:
-            owner, name, value = self._saved.pop()
-            if value is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        self._undo.close()
         self.applied = False
 
     def rejection(self) -> str:
@@ -110,8 +102,7 @@ class Patch:
         """One word or line: applied, not applied, not needed (why), or rejected (why)."""
         if self.applied:
             return "applied"
-        reason = self.unneeded()
-        if reason:
+        if reason := self.unneeded():
             return f"not needed: {reason}"
         problem = self.rejection()
         return f"rejected: {problem}" if problem else "not applied"

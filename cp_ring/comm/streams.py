@@ -15,6 +15,7 @@ from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
 from cp_ring.observe import debug
 from cp_ring.observe.counters import recording
 from cp_ring.observe.spans import waiting
+from cp_ring.ops.compute_streams import ComputeStreams
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.segments import Segments
 from cp_ring.ops.totals import Sum
@@ -28,7 +29,7 @@ class KeyStream:
     of `own`, which are those of this rank's tokens: keys and values, or what a codec
     (`cp_ring.comm.codecs`) makes of them. What later hops read is received while a hop is computed,
     as far ahead as there are free buffers. Where a hop receives nothing, the yielded tensors are
-    `own`.
+    `own`. `streams` are those of the kernel calls that read the tensors.
     """
 
     def __init__(
@@ -39,32 +40,40 @@ class KeyStream:
         own: Buffer,
         num_slots: int,
         backward: bool = False,
+        streams: ComputeStreams | None = None,
     ):
         self._hops, self._transport, self._backward = hops, transport, backward
         self._slots = Slots(num_slots, rank_plan.max_keys, own)
+        self._ahead = 1 if rank_plan.forwards else num_slots - 1
         self._buffers: dict[int, Buffer] = {0: own}
         self._pending: list[Pending] = []
+        self._streams = streams or ComputeStreams(own[0].device)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         for place, hop in enumerate(self._hops):
             if place == len(self._pending):
+                self._streams.drain()
+            if place == len(self._pending):
                 self._post(hop)
             with waiting("keys", hop.index):
                 self._pending[place].wait()
-            self._post_ahead(hop)
+            self._streams.after(self._post_ahead, hop)
             for counters in recording():
                 counters.hops += bool(len(hop.tiles))
             yield hop, *self._buffers.get(hop.index, self._buffers[0])
-            if hop.index and hop.index in self._buffers:
-                del self._buffers[hop.index]
-                self._slots.give(hop.index)
+            self._streams.after(self._release, hop)
+
+    def _release(self, hop: Hop) -> None:
+        if hop.index and hop.index in self._buffers:
+            del self._buffers[hop.index]
+            self._slots.give(hop.index)
 
     def _post_ahead(self, now: Hop) -> None:
         while len(self._pending) < len(self._hops):
             hop = self._hops[len(self._pending)]
             # In backward, all ranks post their batches in one order: the keys of hop t after the
-            # gradients of hop t - 2, of which hop 0 has none.
-            early = self._backward and hop.index > max(now.index, 1) + 1
+            # gradients of hop t - 1 - ahead, of which hop 0 has none.
+            early = self._backward and hop.index > max(now.index, 1) + self._ahead
             absent = any(send.buffer > now.index for send in hop.sends)
             if early or absent or (hop.receives and not self._slots.free):
                 return
@@ -81,14 +90,44 @@ class KeyStream:
         self._pending.append(self._transport.post(MessageBatch(sends, receives, "keys", hop.index)))
 
 
-class GradStream:
-    """Gradients of keys and values: summed for each hop, sent to other ranks, and added to the sums
-    of the receiver.
+class GradMessages:
+    """The messages of gradients, which arrive in the tensors of `buffer`.
 
     A hop's messages travel while the next hop is computed, and are complete before the messages of
     the next hop leave. So at most three sets of gradients exist at a time, for any number of ranks:
-    those of a hop, those that leave, and those that arrive. `updates` are the updates of each hop's
-    sums, by the index of the hop.
+    those of a hop, those that leave, and those that arrive.
+    """
+
+    def __init__(self, transport: Transport | None, buffer: Buffer):
+        self._transport, self._in = transport, buffer
+        self._pending: Pending = Done()
+        self._posted = 0
+        self._arriving: list[tuple[Transfer, Transfer]] = []
+
+    def _post(self, hop: Hop, leaving: Buffer) -> None:
+        """Posts the messages of a hop, once those of the hop before have been collected."""
+        assert self._transport is not None, "one rank sends no gradients"
+        start = 0
+        for transfer in hop.grad_receives:
+            self._arriving.append((transfer, transfer.packed(start)))
+            start += transfer.tokens
+        debug.fill(*self._in)
+        sends = [(transfer, leaving) for transfer in hop.grad_sends]
+        receives = [(packed, self._in) for _, packed in self._arriving]
+        batch = MessageBatch(sends, receives, "gradients", hop.index)
+        self._pending, self._posted = self._transport.post(batch), hop.index
+
+    def _arrived(self) -> list[tuple[Transfer, Transfer]]:
+        """Waits for what was posted last: transfers that have arrived, and where in `buffer`."""
+        with waiting("gradients", self._posted):
+            self._pending.wait()
+        arrived, self._arriving = self._arriving, []
+        return arrived
+
+
+class GradStream(GradMessages):
+    """Gradients of keys and values: summed for each hop, sent to other ranks, and added to the sums
+    of the receiver. `updates` are the updates of each hop's sums, by the index of the hop.
     """
 
     def __init__(
@@ -96,22 +135,14 @@ class GradStream:
         transport: Transport | None, own: Buffer,
         wire_dtype: torch.dtype,
     ):  # fmt: skip
-        self._updates, self._transport, self._like, self._wire_dtype = (
-            updates,
-            transport,
-            own,
-            wire_dtype,
-        )
+        self._updates, self._like, self._wire_dtype = updates, own, wire_dtype
+        super().__init__(transport, self._buffer(rank_plan.max_grad_receives, wire_dtype))
         self._home = self._now = Sum(updates[0], [x.shape for x in own], own[0], own[0].dtype)
-        self._in = self._buffer(rank_plan.max_grad_receives, wire_dtype)
         # Only hops of many kernel calls need sums in a wider dtype than the one that travels.
         several = any(
             segments.stays for index, of_hop in updates.items() if index for segments in of_hop
         )
         self._running = self._buffer(rank_plan.max_grads, sum_dtype(wire_dtype)) if several else ()
-        self._pending: Pending = Done()
-        self._posted = 0
-        self._arriving: list[tuple[Transfer, Transfer]] = []
 
     def start(self, hop: Hop) -> None:
         """Gradients that are added from now on are those of the keys of `hop`."""
@@ -129,19 +160,8 @@ class GradStream:
     def send(self, hop: Hop) -> None:
         """Adds the gradients that arrived during this hop, then posts the messages of this hop."""
         self._collect()
-        if self._transport is None:
-            return
-        sends = [(transfer, self._now.finish()) for transfer in hop.grad_sends]
-        start = 0
-        for transfer in hop.grad_receives:
-            self._arriving.append((transfer, transfer.packed(start)))
-            start += transfer.tokens
-        receives = [(packed, self._in) for _, packed in self._arriving]
-        debug.fill(*self._in)
-        self._pending, self._posted = (
-            self._transport.post(MessageBatch(sends, receives, "gradients", hop.index)),
-            hop.index,
-        )
+        if self._transport is not None:
+            self._post(hop, tuple(self._now.finish()) if hop.grad_sends else ())
 
     def finish(self) -> Sequence[Tensor]:
         """The gradients of this rank's own keys and values, summed over all ranks: [s, b, g, d] and
@@ -154,11 +174,8 @@ class GradStream:
         """Adds what has arrived, as `gradient_updates` of the plan expects it: a part for each
         transfer, in their order.
         """
-        with waiting("gradients", self._posted):
-            self._pending.wait()
-        for transfer, _ in self._arriving:
+        for transfer, _ in self._arrived():
             (self._now if transfer.buffer else self._home).add(*self._in)
-        self._arriving = []
 
     def _buffer(self, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return tuple(x.new_empty((num_tokens, *x.shape[1:]), dtype=dtype) for x in self._like)

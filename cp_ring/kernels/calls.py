@@ -12,6 +12,7 @@ hop's key buffer.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +28,7 @@ from cp_ring.errors import PlanError
 from cp_ring.kernels import sizes
 from cp_ring.kernels.base import OPEN, AttentionKernel, Capabilities, Packing, VarlenKernel
 from cp_ring.ops.capture import capturing
+from cp_ring.ops.compute_streams import shared
 from cp_ring.ops.segments import Segments
 from cp_ring.plan.lower import Lowered, call_groups, lower
 from cp_ring.plan.ranges import Ints
@@ -38,18 +40,18 @@ from cp_ring.runtime import RUNTIME
 
 class Statistics:
     """The lse [b, h, s] of all queries in backward. Consecutive calls with the same queries share
-    one contiguous copy.
+    one contiguous copy. The one before is kept, because a call on another stream may still read it.
     """
 
     def __init__(self, lse: Tensor):
         self.whole = lse
-        self._part: tuple[slice, Tensor] | None = None
+        self._parts = deque[tuple[slice, Tensor]](maxlen=2)
 
     def of(self, queries: slice) -> Tensor:
         """The lse of these queries, [b, h, queries], contiguous."""
-        if self._part is None or self._part[0] != queries:
-            self._part = queries, self.whole[..., queries].contiguous()
-        return self._part[1]
+        if not self._parts or self._parts[-1][0] != queries:
+            self._parts.append((queries, shared(self.whole[..., queries].contiguous)))
+        return self._parts[-1][1]
 
 
 class KernelCall(Protocol):
@@ -109,6 +111,10 @@ class Work:
     queries: Sequence[Segments]
     keys: Mapping[int, Sequence[Segments]]
     num_keys: int
+
+    @property
+    def num_calls(self) -> int:
+        return sum(map(len, self.calls.values()))
 
     @cached_property
     def own_keys(self) -> Mapping[int, Sequence[Segments]]:
@@ -202,11 +208,9 @@ def _make_calls(
     Only kernels with `capabilities.varlen` get packed calls. With `shard`, the number of the rank's
     tokens, they have few sizes.
     """
-    tiles, reverse, shift = (
-        list(lowered.tiles),
-        lowered.reverse.tolist(),
-        grad_shift[lowered.parent].tolist(),
-    )
+    tiles = list(lowered.tiles)
+    reverse = lowered.reverse.tolist()
+    shift = grad_shift[lowered.parent].tolist()
     for group in call_groups(lowered, varlen):
         if len(group) == 1 and not filled[group[0]]:
             yield _single(tiles[group[0]], shift[group[0]], reverse[group[0]])

@@ -31,7 +31,10 @@ class LogitKernel:
 
     def __init__(self, kernel: AttentionKernel, columns: int = 0):
         self._kernel, self._columns = kernel, columns
-        self.name, self.capabilities = kernel.name, replace(kernel.capabilities, varlen=False)
+        self.name, self.capabilities = (
+            kernel.name,
+            replace(kernel.capabilities, varlen=False, concurrent=False),
+        )
         self.largest: Tensor | None = None
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.util
 import inspect
 import runpy
@@ -21,6 +20,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.wrapping import replaced
 from cp_ring.runtime import RUNTIME
 
 SUPPORTED = ">=0.16.1,<0.21"
@@ -112,12 +112,9 @@ def apex() -> str:
 def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
     """Within the block `args` ask for no attention logits: Megatron checks for TransformerEngine,
     which ring attention does not need for them."""
-    wanted = {name: getattr(args, name, False) for name in ("qk_clip", "log_max_attention_logit")}
-    vars(args).update(dict.fromkeys(wanted, False))
-    try:
+    names = ("qk_clip", "log_max_attention_logit")
+    with replaced(*((args, name, False) for name in names)):
         yield
-    finally:
-        vars(args).update(wanted)
 
 
 def missing_features(version: str | None = None) -> list[tuple[str, str]]:
@@ -152,28 +149,27 @@ def within(versions: str, version: str | None = None) -> bool:
 
 
 def known_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The `values` that this version's `function` has parameters for."""
-    return {
-        name: value
-        for name, value in values.items()
-        if name in inspect.signature(function).parameters
-    }
+    """The `values` that this version's `function`, or the constructor of a class, has parameters
+    for.
+    """
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in values.items() if name in known}
+
+
+def unwrapped(model: Any) -> Any:
+    """A model without its wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
 
 
 def takes(model: Any, name: str) -> bool:
     """Whether the forward of a model, in any wrappers, takes `name`: a hybrid model of 0.16 has no
     `loss_mask`.
     """
-    while hasattr(model, "module"):
-        model = model.module
+    model = unwrapped(model)
     known = inspect.signature(getattr(model, "forward", model)).parameters
     return name in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
-
-
-def known_fields(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
-    """The `values` that this version's `config_class` (a dataclass) has fields for."""
-    names = {field.name for field in dataclasses.fields(config_class)}
-    return {name: value for name, value in values.items() if name in names}
 
 
 def tokenizer(args: argparse.Namespace) -> Any:
@@ -204,12 +200,8 @@ def pretrain(
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
     }
-    if (
-        known.get(
-            "model_provider", inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, default=None)
-        ).default
-        is not None
-    ):
+    provider = known.get("model_provider")
+    if provider is not None and provider.default is not None:
         wanted["model_provider"] = build
     if "cfg_container" not in known:
         training.pretrain(datasets, **wanted)  # until 0.17 it parses the command line itself
@@ -226,10 +218,14 @@ def pretrain(
     )
 
 
+def arguments() -> Any:
+    """Megatron's global arguments as they are now; None in a program that has never parsed any."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
 def training_step() -> int:
     """The step that Megatron's training loop is in, from 1; 0 outside of it."""
-    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    return int(getattr(args, "curr_iteration", -1)) + 1
+    return int(getattr(arguments(), "curr_iteration", -1)) + 1
 
 
 def has_window(config: Any, layer_number: int) -> bool:

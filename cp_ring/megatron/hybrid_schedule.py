@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.rejection import first_line
 
 
 def hybrid_groups(lengths: np.ndarray, ranks: int, tokens_per_rank: int) -> list[list[list[int]]]:
@@ -29,7 +30,7 @@ def hybrid_groups(lengths: np.ndarray, ranks: int, tokens_per_rank: int) -> list
     try:
         _, ids = scheduler.get_groups_and_subsamples(samples, None)
     except (AssertionError, IndexError, ValueError, ZeroDivisionError, RecursionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error) or type(error).__name__
         raise ConfigError(
             f"Megatron's hybrid scheduler fails for these lengths: {reason}"
         ) from None

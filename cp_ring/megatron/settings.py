@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.wrapping import replaced
 from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
-
-# flags of Megatron on which patches and entries depend
-INTER_DOCUMENT = "--dataloader-inter-document-masking"
-SFT = "--sft"
-PER_TOKEN_LOSS = "--calculate-per-token-loss"
 
 LayerWindows = tuple[tuple[tuple[int, int], int], ...]
 """Each window (left, right) of a model's attention layers, -1 for any number of keys, and how many
@@ -74,6 +71,11 @@ def configure(
         _in_force.whole_rows = whole_rows
     if layers is not None:
         _in_force.layers = layers
+
+
+def in_force(config: Options) -> AbstractContextManager[None]:
+    """Within the context `config` is in force."""
+    return replaced((_in_force, "config", config))
 
 
 def flags(argv: Sequence[str]) -> Options:

@@ -11,7 +11,7 @@ it. So a rank that posts late is not taken for a slow link, nor a slow link for 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
@@ -245,8 +245,8 @@ def combined(groups: Sequence[Findings]) -> Findings:
 
 
 def _by_hop(ranks: Sequence[RankTimes]) -> dict[tuple[str, int], tuple[float, float]]:
-    computed: Counter[tuple[str, int]] = Counter()
-    waited: Counter[tuple[str, int]] = Counter()
+    computed: dict[tuple[str, int], float] = defaultdict(float)
+    waited: dict[tuple[str, int], float] = defaultdict(float)
     for call in (call for each in ranks for call in each.calls):
         for hop in call.hops:
             computed[call.direction, hop.hop] += hop.seconds / len(ranks)

@@ -10,7 +10,7 @@ but not required.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ class Capabilities:
         documents. Packed calls of a new size are slow at first, so they are filled up to few sizes.
         0: any size is as good as another.
     deterministic: the same bits in every run, if the caller asks for it. It changes no tile.
+    concurrent: on CUDA, calls on several streams may run at the same time.
     slow: made to compare others with; `auto` takes it last, and for dropout it must be named.
     """
 
@@ -47,15 +48,18 @@ class Capabilities:
     varlen: bool = False
     block: int = 0
     deterministic: bool = False
+    concurrent: bool = False
     slow: bool = False
 
 
+_FLASH = Capabilities(bands=True, varlen=True, deterministic=True, concurrent=True)
+
 KERNELS = {
-    "transformer_engine": Capabilities(varlen=True, block=BLOCK, deterministic=True),
-    "cudnn": Capabilities(),
-    "flash": Capabilities(bands=True, varlen=True, deterministic=True),
-    "flash_aten": Capabilities(bands=True, varlen=True, deterministic=True),
-    "efficient": Capabilities(deterministic=True),
+    "transformer_engine": replace(_FLASH, bands=False, block=BLOCK),
+    "cudnn": Capabilities(concurrent=True),
+    "flash": _FLASH,
+    "flash_aten": _FLASH,
+    "efficient": Capabilities(deterministic=True, concurrent=True),
     "cpu": Capabilities(deterministic=True),
     "reference": Capabilities(bands=True, varlen=True, deterministic=True, slow=True),
 }

@@ -78,7 +78,10 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
         )
 
     hops, pieces = Hops(make, _numbers(*every).tolist()), len(plan.mask.pieces)
-    own = RankPlan(rank, cp, num_tokens, hops, plan.layout.rows, identity(plan), pieces)
+    own = RankPlan(
+        rank, cp, num_tokens, hops, plan.layout.rows, identity(plan), pieces,
+        forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
+    )  # fmt: skip
     if plan.key_layout is plan.layout:
         return own
     return replace(own, keys=num_keys, replicated=plan.layout.name == "replicated")

@@ -276,8 +276,9 @@ class RankPlan(Numbered):
     where the rank is its own member. `keys` are the tokens of the member's shard of keys, and
     `key_exchange` their exchange, where they are not those of the queries. With `replicated`, every
     rank has all queries, and each of them keys of its own: what they computed is merged over the
-    ranks. `identity` is that of the whole plan (`cp_ring.plan.rank_plan`), by which ranks find out
-    whether they run the same plan; () is not compared.
+    ranks. `forwards` says that some ranks pass on keys of others. `identity` is that of the whole
+    plan (`cp_ring.plan.rank_plan`), by which ranks find out whether they run the same plan; () is
+    not compared.
     """
 
     rank: int
@@ -291,6 +292,7 @@ class RankPlan(Numbered):
     keys: int | None = None
     key_exchange: Exchange | None = None
     replicated: bool = False
+    forwards: bool = False
 
     def last(self, queries: int) -> RankPlan:
         """Of a rank alone: its last queries, with the keys of all tokens. Without backward."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import pytest
 
@@ -18,7 +18,6 @@ from cp_ring.plan.costs.simulate import rank_updates
 from cp_ring.plan.lower import KERNELS, lower
 from cp_ring.plan.plan import plan
 from cp_ring.plan.tables import RankPlan
-from tests.fakegpu import te_build
 from tests.fakegpu.log import Log
 from tests.fakegpu.process import FakeGpus
 from tests.fakegpu.replay import Content, hangs, in_flight_together, mismatches, read_by
@@ -34,6 +33,7 @@ ALL = FEW | {
     "full": {"kernel": "flash_aten"},
     "one source a hop": FLASH | {"schedule": "ring"},
     "gather": FLASH | {"schedule": "gather"},
+    "one stream": FLASH | {"compute_streams": 1},
     "relay": FLASH | {"route": "relay", "node_size": 2},
     "window": FLASH | {"window_size": (100, 0), "layout": "contiguous"},
     "sink": FLASH | {"sink": True},
@@ -161,6 +161,12 @@ def joined(content: Content) -> Content:
     return found
 
 
+def streams_of_calls(log: Log, part: str) -> list[list[int]]:
+    """The streams of the kernel calls of forward, and of backward, in their order."""
+    calls = [x for x in log.kernels(part) if not any(y in x.name for y in OF_THE_OPERATOR)]
+    return [[x.stream for x in calls if name in x.name] for name in ("flash_fwd", "dq_dk_dv")]
+
+
 @pytest.fixture(scope="module")
 def clean(gpus: FakeGpus) -> Callable[[int], list[Log]]:
     """The logs of `CASES` on GPUs of a compute capability."""
@@ -230,6 +236,32 @@ def test_nothing_of_the_libraries_that_was_called_is_a_stub(clean, sm):
     assert not set().union(*(log.stubs() for log in clean(sm)))
 
 
+@capabilities
+def test_consecutive_kernel_calls_run_on_two_streams(clean, sm):
+    for log in clean(sm):
+        of_pass = {x.stream for x in log.kernels("causal 2") if "_merge" in x.name}
+        for case in (x for x in CASES[sm] if "heads" not in ALL[x]):  # each group is a pass
+            for calls in streams_of_calls(log, f"{case} 2"):
+                one = case in ("relay", "one stream") or len(calls) == 1
+                assert (set(calls) == of_pass) if one else (len(set(calls) - of_pass) == 2)
+                assert one or all(x != y for x, y in pairwise(calls))
+
+
+def test_a_slot_is_used_again_when_both_streams_have_read_it(gpus):
+    """Of six ranks, which have more hops than slots; and with a fault that is planted."""
+    right, plant = ALL["one source a hop"], "early release of a slot"
+    program = "tests.fakegpu.programs:rings"
+    logs = gpus.run(program, 6, 90, cases={"right": right, "slots": right | {"num_slots": 3}})
+    assert not hangs(logs) and not mismatches(logs)
+    for log in logs:
+        assert not races(log)
+        for case in ("right", "slots"):
+            assert not slow_steps(log, case)
+            assert all(len(set(calls)) == 2 for calls in streams_of_calls(log, f"{case} 2"))
+    faulty = gpus.run(program, 6, 90, cases={plant: right}, planted=True)
+    assert racing(faulty, plant)
+
+
 @pytest.mark.ci
 @capabilities
 def test_cudnn(gpus, sm):
@@ -241,25 +273,21 @@ def test_cudnn(gpus, sm):
         assert [x for x in log.kernels("causal 2") if x.name.startswith("cudnn")]
 
 
-# Of TransformerEngine 2.20 with cuDNN 9.20; other kernels run them.
-LACKS = {80: ("packed", "sizes"), 90: ("deterministic",)}
+# Of TransformerEngine with cuDNN 9.20; other kernels run them.
+LACKS = {80: ("packed", "sizes", "deterministic"), 90: ("deterministic",)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", te_build.VERSIONS)
 @pytest.mark.parametrize("sm", [80, 90, 100])
-def test_transformer_engine(version, sm):
+def test_transformer_engine(with_te, sm):
     """Its own library and extension, with plans of the real cuDNN for each device."""
+    lacks = LACKS.get(sm, ("deterministic",) * (with_te.transformer_engine == "2.9.0"))
     cases = {
         name: {"sizes": (4, 2, 128, 128), "tokens": 512} | case | {"kernel": "transformer_engine"}
         for name, case in ALL.items()
-        if name not in ("relay", "all heads", *LACKS.get(sm, ()))
+        if name not in ("relay", "all heads", *lacks)
     }
-    gpus = FakeGpus(version)
-    try:
-        logs = gpus.run("tests.fakegpu.programs:rings", 2, sm, cases=cases, steps=3)
-    finally:
-        gpus.close()
+    logs = with_te.run("tests.fakegpu.programs:rings", 2, sm, cases=cases, steps=3)
     assert not hangs(logs) and not mismatches(logs)
     for log in logs:
         assert not races(log) and not log.unknown() and not log.stubs()
@@ -277,6 +305,8 @@ FINDS = {
     "lost wait for keys": racing,
     "lost wait for gradients": racing,
     "early reuse of a slot": racing,
+    "lost wait for a kernel call": racing,
+    "lost wait of a kernel call": racing,
     "sync in a hop": slow,
     "value in a hop": slow,
     "copy in a hop": slow,

@@ -74,7 +74,7 @@ def configuration(cp: int, tp: int = 1) -> Any:
     return TransformerConfig(
         num_layers=2, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True,
         context_parallel_size=cp, tensor_model_parallel_size=tp,
-        add_bias_linear=False, activation_func=torch.nn.functional.silu, **compat.known_fields(TransformerConfig, sizes),
+        add_bias_linear=False, activation_func=torch.nn.functional.silu, **compat.known_arguments(TransformerConfig, sizes),
     )  # fmt: skip
 
 

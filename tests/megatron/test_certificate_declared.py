@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from cp_ring.megatron.certificate.declared import PREFIX, sample
-from cp_ring.megatron.certificate.dense_oracle import declared_mask
 from cp_ring.options import MASK_KINDS
 
 
@@ -16,7 +15,7 @@ def test_rules_and_masks_agree(kind, window):
         mask, rule = sample(PREFIX + kind, 64, seed)
         place = torch.arange(64)
         seen = mask & (window[0], -1) if window[0] >= 0 else mask
-        assert np.array_equal(declared_mask(place, place, rule, window).numpy(), seen.dense()), seed
+        assert np.array_equal(rule.allowed(place, place, window).numpy(), seen.dense()), seed
         assert rule.positions.tolist() == mask.positions.tolist()
         assert rule.last().tolist() == mask.last.tolist()
         assert kind == "any" or mask.name.replace("_", "-") == kind

@@ -8,16 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring.megatron.certificate.dense_oracle import attend, declared_mask
+from cp_ring.megatron.certificate.declared import document_rule
+from cp_ring.megatron.certificate.dense_oracle import attend
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.certificate.report import Certificate, Probe
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (0, 0), (3, 0)])
-def test_declared_mask(window):
+def test_the_rule_of_documents(window):
     spans = [(0, 5), (6, 9)]  # token 5 and those behind 8 are padding
     queries = torch.tensor([8, 0, 5, 3, 6, 10])
-    found = declared_mask(queries, torch.arange(11), spans, window)
+    found = document_rule(11, spans).allowed(queries, torch.arange(11), window)
     for row, i in enumerate(queries.tolist()):
         for j in range(11):
             together = any(start <= i < end and start <= j < end for start, end in spans)
@@ -84,12 +85,12 @@ def test_a_probe_shows_the_edge_of_its_window():
 
 
 def test_the_worst_rank_counts_and_nan_is_worst():
-    def of(error):
-        return [Probe("out", "layer 1", "causal", error, 1.0)]
+    def of(error, where=""):
+        return [Probe("out", "layer 1", "causal", error, 1.0, where)]
 
     certificate = Certificate()
     certificate.merge([of(0.1), of(0.5)])
-    assert certificate.probes == of(0.5) and certificate.failures == []
+    assert certificate.probes == of(0.5, "rank 1") and certificate.failures == []
     certificate.merge([of(2.0), of(float("nan")), of(0.5)])
     (failure,) = certificate.failures
     assert failure.error != failure.error

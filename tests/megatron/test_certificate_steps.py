@@ -16,6 +16,7 @@ import torch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import rejection
 from cp_ring.megatron.certificate import certify as module
+from cp_ring.megatron.certificate import layer_probe
 from cp_ring.megatron.certificate.attention_probe import longest_in_time
 from cp_ring.megatron.certificate.record import versions
 from cp_ring.megatron.certificate.report import Certificate, Probe
@@ -121,7 +122,7 @@ def test_length_grows_as_far_as_time_allows(monkeypatch):
     from cp_ring.megatron.certificate import attention_probe
 
     monkeypatch.setattr(
-        attention_probe, "_forward_seconds", lambda subject, clock: (subject.tokens / 1000) ** 2
+        attention_probe, "_forward_seconds", lambda subject: (subject.tokens / 1000) ** 2
     )
     monkeypatch.setattr(attention_probe, "at_length", lambda subject, n: SimpleNamespace(tokens=n))
     monkeypatch.setattr(attention_probe, "_bytes", lambda kind, n, dtype: 0)
@@ -140,7 +141,7 @@ def test_the_least_reach_of_all_ranks_counts():
     args = SimpleNamespace(seq_length=4096, micro_batch_size=40)
     kind = SimpleNamespace(layer_name="layer 1 (no window)", mask="causal", batch_size=32)
     limits = functools.partial(
-        module._limits, SimpleNamespace(**vars(args), context_parallel_size=2)
+        layer_probe._limits, SimpleNamespace(**vars(args), context_parallel_size=2)
     )
     of_ranks = [limits(kind, tokens) for tokens in (1024, 512, 4096)]
     found = module.least_reach([*of_ranks, {}], args)

@@ -9,7 +9,7 @@ import pytest
 
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.costs import splits
-from cp_ring.plan.costs.search import AttentionCosts
+from cp_ring.plan.costs.attention_costs import AttentionCosts
 from cp_ring.plan.costs.simulate import (
     NO_UPDATES,
     Pass,

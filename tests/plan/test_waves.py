@@ -45,7 +45,7 @@ def test_products_are_those_of_blocks_with_a_pair(backward, band):
 
 
 def test_the_longest_blocks_come_first():
-    assert waves._makespan(np.array([1, 4]), np.array([4, 1]), 2) == 4
+    assert waves._hand_out(np.array([1, 4]), np.array([4, 1]), np.zeros(2)) == 4
 
 
 @pytest.mark.parametrize("processors", [1, 2, 7, 132])
@@ -57,7 +57,39 @@ def test_many_blocks_are_handed_out_as_one_by_one(processors):
         free = [0] * processors
         for duration in np.repeat(durations, counts)[::-1].tolist():
             heapq.heapreplace(free, free[0] + duration)
-        assert waves._makespan(durations, counts, processors) == max(free)
+        assert waves._hand_out(durations, counts, np.zeros(processors)) == max(free)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_calls_on_streams_in_turn_by_hand(streams):
+    """Of 4 blocks on 3 processors, then 1, then 2, each of 10 products and a beginning. On two
+    streams the second call begins at once, the third when the first one ends.
+    """
+    calls = [tile(count * BLOCK, 10 * BLOCK) for count in (4, 1, 2)]
+    time = {1: 4, 2: 3}[streams] * (10 + waves.BEGIN)
+    found = waves.share(calls, 1, processors=3, streams=streams)
+    assert found == pytest.approx(7 * 10 / (3 * time))
+    slow = waves.share(calls, 1, processors=3, least=100, streams=streams)
+    assert slow == pytest.approx(7 * 10 / (3 * 300))
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_blocks_of_calls_are_handed_out_as_one_by_one(streams):
+    draw = np.random.default_rng(streams)
+    for _ in range(20):
+        sizes = draw.integers(1, 30, (6, 2))
+        free, ends = [0] * 7, [0] * streams
+        for rows, keys in sizes.tolist():
+            free, end = [max(x, ends[-streams]) for x in free], 0
+            heapq.heapify(free)
+            for _ in range(3 * rows):
+                end = max(end, free[0] + keys + waves.BEGIN)
+                heapq.heapreplace(free, free[0] + keys + waves.BEGIN)
+            ends.append(end)
+        calls = [tile(rows * BLOCK, keys * BLOCK) for rows, keys in sizes.tolist()]
+        work = 3 * int(sizes.prod(1).sum())
+        found = waves.share(calls, 3, processors=7, streams=streams)
+        assert found == pytest.approx(work / (7 * max(ends)))
 
 
 def test_more_calls_fill_less_than_one():

@@ -13,36 +13,36 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cp_ring.megatron import compat, settings
 from cp_ring.megatron.certificate.report import Probe
+from cp_ring.megatron.wrapping import replaced
 
 # relative difference of two weights; the weights that are drawn differ by a tenth or more
 SAME = 1e-4
 TOKENS = ("input_ids", "tokens")
 BATCH = "by the batch itself"
-NAMES = {"labels": "label", "position_ids": "position id", "loss_mask": "loss mask", "next":
-    "label of the further prediction",
-         "weights": "weight in the loss"}  # fmt: skip
+NAMES = {
+    "tokens": "token",
+    "labels": "label",
+    "position_ids": "position id",
+    "loss_mask": "loss mask",
+    "next": "label of the further prediction",
+    "weights": "weight in the loss",
+}
 WHOLE = {"embedded": "embedding", "rotary": "rotary embedding"}
 
+Seen = dict[str, Tensor]
+"""What the forward step gave the model, tensors [b, s] by the names of `NAMES`; those of `WHOLE`
+are [s, b or 1, ...].
 
-@dataclass
-class Seen:
-    """What the forward step gave the model, tensors [b, s] by the names of `NAMES`; those of
-    `WHOLE` are [s, b or 1, ...].
-
-    `weights` are the derivatives of the loss by the losses of tokens; they are missing where the
-    step gave the model no labels.
-    """
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+`weights` are the derivatives of the loss by the losses of tokens; they are missing where the step
+gave the model no labels.
+"""
 
 
 class _LayersBegin(BaseException):
@@ -55,32 +55,19 @@ def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabula
     """Runs the forward step `step` and its loss on `data`, without the layers of `model`, which has
     `vocabulary` tokens.
     """
-    seen = Seen()
+    seen: Seen = {}
     with _recording(model, seen, vocabulary), suppress(_LayersBegin):
         output, loss = step(iter([data]), model)
         if (
             isinstance(output, Tensor)
             and output.requires_grad
-            and output.numel() == seen.tensors["labels"].numel()
+            and output.numel() == seen["labels"].numel()
         ):
             (weights,) = torch.autograd.grad(
                 loss(output)[0], output, allow_unused=True, materialize_grads=True
             )
-            seen.tensors["weights"] = weights.detach().double().view(seen.tensors["labels"].shape)
+            seen["weights"] = weights.detach().double().view(seen["labels"].shape)
     return seen
-
-
-@contextmanager
-def _replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within the block a call of `module` is one of `forward`."""
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 @contextmanager
@@ -96,30 +83,25 @@ def _recording(model: Any, seen: Seen, vocabulary: int) -> Iterator[None]:
     @functools.wraps(forward)
     def record(*args: Any, **kwargs: Any) -> Tensor:
         bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
-        tokens = next((name for name in TOKENS if isinstance(given.get(name), Tensor)), None)
-        if tokens is None:
+        inputs = bound.arguments
+        name = next((name for name in TOKENS if isinstance(inputs.get(name), Tensor)), None)
+        if name is None:
             raise _LayersBegin
-        seen.tensors |= {
-            name: given[name].detach() for name in NAMES if isinstance(given.get(name), Tensor)
-        }
-        seen.tensors["tokens"] = given[tokens].detach()
-        if "labels" in seen.tensors and getattr(model.config, "mtp_num_layers", None):
-            seen.tensors["next"] = _next_labels(
-                seen.tensors["labels"], given.get("packed_seq_params")
-            )
-        seen.tensors |= _rotary_of_layers(
-            model, given.get("packed_seq_params"), seen.tensors["tokens"].shape[1]
-        )
-        given[tokens] = given[tokens] % vocabulary
+        tokens, packed = inputs[name], inputs.get("packed_seq_params")
+        for each in NAMES:
+            if isinstance(inputs.get(each), Tensor):
+                seen[each] = inputs[each].detach()
+        seen["tokens"] = tokens.detach()
+        if "labels" in seen and getattr(model.config, "mtp_num_layers", None):
+            seen["next"] = _next_labels(seen["labels"], packed)
+        seen.update(_rotary_of_layers(model, packed, tokens.shape[1]))
+        inputs[name] = tokens % vocabulary
         _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
-        if "labels" not in seen.tensors:
+        if "labels" not in seen:
             raise _LayersBegin
-        return torch.ones(
-            seen.tensors["labels"].shape, device=given[tokens].device, requires_grad=True
-        )
+        return torch.ones(seen["labels"].shape, device=tokens.device, requires_grad=True)
 
-    with _replaced_forward(model, record):
+    with replaced((model, "forward", record)):
         yield
 
 
@@ -132,14 +114,9 @@ def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
         return
 
     def begin(hidden_states: Any = None, *args: Any, **kwargs: Any) -> None:
-        rotary = kwargs.get("rotary_pos_emb")
-        found = {
-            "embedded": hidden_states,
-            "rotary": rotary[0] if isinstance(rotary, tuple) else rotary,
-        }
-        seen.tensors.update(
-            {name: x.detach() for name, x in found.items() if isinstance(x, Tensor)}
-        )
+        for name, x in ("embedded", hidden_states), ("rotary", kwargs.get("rotary_pos_emb")):
+            if isinstance(x := _first(x), Tensor):
+                seen[name] = x.detach()
         raise _LayersBegin
 
     def empty(input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -152,9 +129,9 @@ def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
     with ExitStack() as stack:
         stack.enter_context(suppress(_LayersBegin))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_replaced_forward(layers, begin))
+        stack.enter_context(replaced((layers, "forward", begin)))
         if not getattr(embedding, "add_position_embedding", True):
-            stack.enter_context(_replaced_forward(embedding, empty))
+            stack.enter_context(replaced((embedding, "forward", empty)))
         forward()
 
 
@@ -168,19 +145,16 @@ def _rotary_of_layers(model: Any, packed: Any, s: int) -> dict[str, Tensor]:
         or not getattr(model.config, "multi_latent_attention", False)
     ):
         return {}
-    attention = [module for module in model.modules() if hasattr(module, "core_attention")]
-    make = next(
-        (
-            module.rotary_pos_emb
-            for module in attention
-            if getattr(module, "rotary_pos_emb", None) is not None
-        ),
-        None,
-    )
-    if make is None:
-        return {}
-    rotary = make(s * compat.group_of(None, "cp").size())
-    return {"rotary": rotary[0] if isinstance(rotary, tuple) else rotary}
+    for module in model.modules():
+        make = getattr(module, "rotary_pos_emb", None)
+        if hasattr(module, "core_attention") and make is not None:
+            return {"rotary": _first(make(s * compat.group_of(None, "cp").size()))}
+    return {}
+
+
+def _first(rotary: Any) -> Any:
+    """Of yarn's embeddings and their scale the former; others as they are."""
+    return rotary[0] if isinstance(rotary, tuple) else rotary
 
 
 def _next_labels(labels: Tensor, packed: Any) -> Tensor:
@@ -199,20 +173,12 @@ def compare(ours: Seen, truth: Seen, positions: Tensor, mask: str) -> list[Probe
     """What this rank saw against whole batch rows; `positions` [b, s] are the places of this rank's
     tokens in them.
     """
-    if "tokens" not in ours.tensors or "tokens" not in truth.tensors:
+    if "tokens" not in ours or "tokens" not in truth:
         return []
-    layer = f"microbatch of {'x'.join(map(str, truth.tensors['tokens'].shape))} tokens"
-    probes = [
-        _probe(
-            "token",
-            ours.tensors["tokens"],
-            truth.tensors["tokens"].gather(1, positions),
-            positions,
-            (layer, mask),
-        )
-    ]
+    about = _name_of(truth["tokens"]), mask
+    probes = []
     for name, shown in NAMES.items():
-        mine, whole = ours.tensors.get(name), truth.tensors.get(name)
+        mine, whole = ours.get(name), truth.get(name)
         if mine is None or whole is None or mine.shape != positions.shape or whole.dim() != 2:
             # a model gets whole positions where it splits them by itself, as those of several axes
             continue
@@ -221,16 +187,20 @@ def compare(ours: Seen, truth: Seen, positions: Tensor, mask: str) -> list[Probe
             # Megatron, or the loss function, divides by numbers of tokens: the tiny model shows
             # whether by the right ones.
             mine, expected = (x / x.sum() if x.sum() else x for x in (mine, expected))
-        probes.append(_probe(shown, mine, expected, positions, (layer, mask)))
+        probes.append(_probe(shown, mine, expected, positions, about))
     for name, shown in WHOLE.items():
-        mine, whole = ours.tensors.get(name), truth.tensors.get(name)
+        mine, whole = ours.get(name), truth.get(name)
         if mine is None or whole is None or len(whole) <= int(positions.max()):
             # a table of packed documents ends with the longest; the loss tells where only one side
             # has documents
             continue
         if len(mine) == positions.shape[1]:
-            probes.append(_probe_of_embeddings(shown, mine, whole, positions, (layer, mask)))
+            probes.append(_probe_of_embeddings(shown, mine, whole, positions, about))
     return probes
+
+
+def _name_of(tokens: Tensor) -> str:
+    return f"microbatch of {'x'.join(map(str, tokens.shape))} tokens"
 
 
 def compare_declared(truth: Seen, data: dict[str, Any], mask: str) -> list[Probe]:
@@ -238,10 +208,10 @@ def compare_declared(truth: Seen, data: dict[str, Any], mask: str) -> list[Probe
     the forward step is the same at any size. Tokens whose loss mask is 0 have no weight; the step
     may leave out more. Those with a weight have their own label.
     """
-    labels, weights = (truth.tensors.get(name) for name in ("labels", "weights"))
+    labels, weights = (truth.get(name) for name in ("labels", "weights"))
     if labels is None or weights is None or labels.shape != data["labels"].shape:
         return []
-    about = f"microbatch of {'x'.join(map(str, labels.shape))} tokens", mask
+    about = _name_of(labels), mask
     hidden, declared = (data[name].to(labels.device) for name in ("loss_mask", "labels"))
     places = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
     unseen = torch.where(hidden == 0, 0.0, weights)
@@ -262,14 +232,11 @@ def _probe(
 ) -> Probe:
     """Tokens [b, s] whose value is not the expected one, that of `source`."""
     tolerance = SAME * torch.maximum(mine.abs(), expected.abs()) if mine.is_floating_point() else 0
-    wrong = ~((mine - expected).abs() <= tolerance)
-    where = ""
-    if wrong.any():
-        batch_row, token = (int(x) for x in wrong.nonzero()[0])
-        place = f"token {int(positions[batch_row, token])} of batch row {batch_row}"
-        values = f"{mine[batch_row, token]:.6g}, {source} {expected[batch_row, token]:.6g}"
-        where = f"rank {dist.get_rank()}: {place} has {values}"
-    return Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens")
+
+    def shown(*place: int) -> str:
+        return f"{mine[place]:.6g}, {source} {expected[place]:.6g}"
+
+    return _of_tokens(name, ~((mine - expected).abs() <= tolerance), positions, about, shown)
 
 
 def _probe_of_embeddings(
@@ -278,37 +245,33 @@ def _probe_of_embeddings(
     """Tokens whose embedding, of this rank [s, b or 1, ...] and of whole batch rows [n, b or 1,
     ...], differs.
     """
-    places = positions.T.to(whole.device)  # [s, b]
-    mine, whole = (x.flatten(2) for x in (mine, whole))
     batch_rows = max(mine.shape[1], whole.shape[1])
-    wrong = torch.zeros(len(mine), batch_rows, dtype=torch.bool, device=mine.device)
-    for batch_row in range(batch_rows):
-        expected = whole[places[:, batch_row], batch_row if whole.shape[1] > 1 else 0]
-        wrong[:, batch_row] = (mine[:, batch_row if mine.shape[1] > 1 else 0] != expected).any(1)
+    places = positions.T[:, :batch_rows].to(whole.device)
+    which = torch.arange(batch_rows, device=whole.device) if whole.shape[1] > 1 else 0
+    wrong = (mine.flatten(2) != whole.flatten(2)[places, which]).any(2).T
+    return _of_tokens(name, wrong, positions, about, lambda *place: "another than at cp 1")
+
+
+def _of_tokens(
+    name: str,
+    wrong: Tensor,
+    positions: Tensor,
+    about: tuple[str, str],
+    shown: Callable[[int, int], str],
+) -> Probe:
+    """Which tokens [b, s] are wrong; `shown` tells what one of them has, by batch row and place."""
     where = ""
-    if wrong.any():
-        token, batch_row = (int(x) for x in wrong.nonzero()[0])
-        where = (
-            f"rank {dist.get_rank()}: token {int(places[token, batch_row])} of batch row "
-            f"{batch_row} has another than at cp 1"
-        )
+    for batch_row, place in wrong.nonzero()[:1].tolist():
+        token = int(positions[batch_row, place])
+        where = f"token {token} of batch row {batch_row} has {shown(batch_row, place)}"
     return Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens")
 
 
 def uncovered(seen: Seen) -> list[str]:
     """What the observed microbatch does not show, in words."""
-    if "tokens" not in seen.tensors:
+    if "tokens" not in seen:
         return ["the microbatch at the job's own length (the model takes no input_ids)"]
-    missing = [
-        what
-        for name, what in (("labels", "labels"), ("weights", "weights of tokens"))
-        if name not in seen.tensors
-    ]
-    return (
-        [
-            f"{' and '.join(missing)} at the job's own length (the forward step does not pass them "
-            "on)"
-        ]
-        if missing
-        else []
-    )
+    names = (("labels", "labels"), ("weights", "weights of tokens"))
+    missing = " and ".join(words for name, words in names if name not in seen)
+    why = "at the job's own length (the forward step does not pass them on)"
+    return [f"{missing} {why}"] if missing else []

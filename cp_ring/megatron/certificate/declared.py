@@ -6,7 +6,7 @@ The rules are made from first principles, token by token. They share no code wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +19,9 @@ from cp_ring.plan.ranges import Ints
 
 PREFIX = "declared "
 """How the names of such masks begin in the certificate, as in `declared shared-prefix`."""
+
+Spans = Sequence[tuple[int, int]]
+"""Documents [start, end) of a batch row, ascending."""
 
 
 def sample(name: str, n: int, seed: int) -> tuple[Mask, MaskRule]:
@@ -49,7 +52,7 @@ def _tree(
     position[edges[-1] :] = torch.arange(n - int(edges[-1]))
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        of_query, of_key = branch.to(query.device)[query], branch.to(key.device)[key]
+        of_query, of_key = _at(branch, query, key)
         above = ancestors.to(query.device)[of_query.clamp(min=0), of_key.clamp(min=0)]
         return (of_query >= 0) & (of_key >= 0) & (above | ((of_query == of_key) & (key <= query)))
 
@@ -71,7 +74,7 @@ def _images(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
         image[start:end] = number
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        of_query, of_key = image.to(query.device)[query], image.to(key.device)[key]
+        of_query, of_key = _at(image, query, key)
         return (key <= query) | ((of_query == of_key) & (of_query >= 0))
 
     return Mask.images(n, spans), _plain(sees, n, [edge for span in spans for edge in span])
@@ -85,8 +88,8 @@ def _global(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
         everywhere[first:end] = True
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        reaches = everywhere.to(query.device)[query] | everywhere.to(key.device)[key]
-        return (key <= query) & ((query - key <= window) | reaches)
+        of_query, of_key = _at(everywhere, query, key)
+        return (key <= query) & ((query - key <= window) | of_query | of_key)
 
     return Mask.with_global(n, spans, (window, 0)), _plain(sees, n, [0, 1, start, start + 2])
 
@@ -114,27 +117,33 @@ def _diffusion(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
     return Mask.block_diffusion(n, block), MaskRule(sees, positions, torch.arange(n) // half, edges)
 
 
+def document_rule(n: int, spans: Spans, prefixes: Sequence[int] = ()) -> MaskRule:
+    """Tokens see the earlier ones of their own document [start, end), and those of its prefix, of
+    the length in `prefixes`. Tokens outside all documents are padding, which neither sees nor is
+    seen.
+    """
+    document, start, prefix = torch.full((n,), -1), *torch.zeros(2, n, dtype=torch.int64)
+    for number, (first, end) in enumerate(spans):
+        document[first:end], start[first:end] = number, first
+        prefix[first:end] = first + (prefixes[number] if prefixes else 0)
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        of_query, of_key = _at(document, query, key)
+        (border,) = _at(prefix, query)
+        return (of_query >= 0) & (of_query == of_key) & ((key <= query) | (key < border))
+
+    edges = tuple(edge for span in spans for edge in span)
+    return MaskRule(sees, torch.arange(n) - start, document, edges)
+
+
 def _documents(
     n: int, random: np.random.Generator, prefixes: bool = False
 ) -> tuple[Mask, MaskRule]:
     edges = [0, *_cuts(n, 3, random).tolist(), n]
-    lengths = [
-        int(random.integers(0, end - start + 1)) * prefixes for start, end in pairwise(edges)
-    ]
-    document, start, prefix = (torch.zeros(n, dtype=torch.int64) for _ in range(3))
-    for number, (first, end) in enumerate(pairwise(edges)):
-        document[first:end], start[first:end], prefix[first:end] = (
-            number,
-            first,
-            first + lengths[number],
-        )
-
-    def sees(query: Tensor, key: Tensor) -> Tensor:
-        same = document.to(query.device)[query] == document.to(key.device)[key]
-        return same & ((key <= query) | (key < prefix.to(query.device)[query]))
-
-    rule = MaskRule(sees, torch.arange(n) - start, document, tuple(edges))
-    return (Mask.prefix(n, lengths, edges) if prefixes else Mask.documents(edges)), rule
+    spans = [*pairwise(edges)]
+    lengths = [int(random.integers(0, end - start + 1)) * prefixes for start, end in spans]
+    mask = Mask.prefix(n, lengths, edges) if prefixes else Mask.documents(edges)
+    return mask, document_rule(n, spans, lengths)
 
 
 def _pieces(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
@@ -158,6 +167,11 @@ def _pieces(n: int, random: np.random.Generator) -> tuple[Mask, MaskRule]:
         return allowed
 
     return Mask.from_pieces(n, pieces), _plain(sees, n, [edge for side in edges for edge in side])
+
+
+def _at(values: Tensor, *places: Tensor) -> list[Tensor]:
+    """The values of tokens at some places, on the device of these."""
+    return [values.to(each.device)[each] for each in places]
 
 
 def _cuts(n: int, count: int, random: np.random.Generator) -> Ints:

@@ -32,7 +32,12 @@ class MaskRule:
     edges: tuple[int, ...]
 
     def allowed(self, queries: Tensor, keys: Tensor, window: tuple[int, int]) -> Tensor:
-        """As `declared_mask`; a window counts positions, and limits earlier keys."""
+        """Which keys each query may see, bool [s, n]; queries [s] and keys [n] are places in the
+        batch row.
+
+        window: how many earlier positions a query sees, and later ones; -1 is any number. It limits
+            earlier keys alone.
+        """
         allowed = self.sees(queries[:, None], keys[None])
         if window[0] < 0:
             return allowed
@@ -44,39 +49,6 @@ class MaskRule:
         place = torch.arange(len(self.part) - 1)
         continued = (self.part[1:] == self.part[:-1]) & self.sees(place + 1, place)
         return torch.cat([~continued, torch.ones(1, dtype=torch.bool)])
-
-
-Spans = Sequence[tuple[int, int]]
-"""The documents [start, end) of a batch row, ascending. Positions outside all of them are padding.
-"""
-
-
-def declared_mask(
-    queries: Tensor, keys: Tensor, spans: Spans | MaskRule, window: tuple[int, int]
-) -> Tensor:
-    """Which keys each query may see, bool [s, n]; queries [s] and keys [n] are positions in one
-    batch row.
-
-    A query sees the keys of its own document that are not after it, and at most window[0] before it
-    (-1: any number). Padding neither sees nor is seen. The mask of a batch row may also be given as
-    a `MaskRule`.
-    """
-    if isinstance(spans, MaskRule):
-        return spans.allowed(queries, keys, window)
-    query_document, key_document = (_document_of(positions, spans) for positions in (queries, keys))
-    distance = queries[:, None] - keys
-    allowed = (
-        (distance >= 0) & (query_document[:, None] == key_document) & (query_document[:, None] >= 0)
-    )
-    return allowed & (distance <= window[0]) if window[0] >= 0 else allowed
-
-
-def _document_of(positions: Tensor, spans: Spans) -> Tensor:
-    """The number of the document that each position is in, -1 for padding."""
-    start, end = torch.tensor(spans, dtype=torch.int64, device=positions.device).T.contiguous()
-    document = torch.searchsorted(start, positions.contiguous(), right=True) - 1
-    inside = (document >= 0) & (positions < end[document.clamp(min=0)])
-    return torch.where(inside, document, -1)
 
 
 def attend(
@@ -111,8 +83,8 @@ class DenseAttention(torch.nn.Module):
     """Core attention of a whole sequence in float64. Takes the arguments that Megatron gives to
     core attention.
 
-    Replaces `ring`, a layer's RingDotProductAttention, and shares its parameter. `spans` are the
-    documents of each batch row, or the rule of its mask.
+    Replaces `ring`, a layer's RingDotProductAttention, and shares its parameter. `rules` are those
+    of the batch rows.
     """
 
     softmax_offset: Tensor | None
@@ -122,11 +94,11 @@ class DenseAttention(torch.nn.Module):
         ring: torch.nn.Module,
         window: tuple[int, int],
         scale: float | None,
-        spans: Sequence[Spans | MaskRule],
+        rules: Sequence[MaskRule],
     ):
         super().__init__()
         self.softmax_offset = getattr(ring, "softmax_offset", None)
-        self.window, self.spans = window, spans
+        self.window, self.rules = window, rules
         self.scale = scale
 
     def forward(
@@ -140,8 +112,8 @@ class DenseAttention(torch.nn.Module):
         positions = torch.arange(query.shape[0], device=query.device)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         outputs = []
-        for batch_row, spans in enumerate(self.spans):
-            allowed = declared_mask(positions, positions, spans, self.window)
+        for batch_row, rule in enumerate(self.rules):
+            allowed = rule.allowed(positions, positions, self.window)
             q, k, v = (x[:, batch_row] for x in (query, key, value))
             outputs.append(attend(q, k, v, allowed, scale, self.softmax_offset))
         return torch.stack(outputs, 1).flatten(2).to(query.dtype)

@@ -1,9 +1,7 @@
-"""What probes of attention need where latents travel: a layer that is given its latents, and
-tensors from which keys are made.
+"""What probes of attention need where latents travel: tensors from which keys are made.
 
 Shapes: b batch rows, n tokens of a batch row, g heads, c size of a latent, r of the rotated part of
-a key, k of a head's own part
-of it, e of a value.
+a key, k of a head's own part of it, e of a value.
 """
 
 from __future__ import annotations
@@ -22,19 +20,6 @@ CHANNELS = 512
 """Channels of values that a mask probe with latents uses at most: the weight of the probe grows
 with them.
 """
-
-
-class GivenLatents:
-    """In place of the tap of a layer: latents that a probe made, [s, b, c] or [s, c] of packed
-    documents, for one call.
-    """
-
-    def __init__(self, latents: Latents) -> None:
-        self._latents = latents
-
-    def take(self, key_dim: int, value_dim: int) -> Latents:
-        """Follows `LatentTap.take`."""
-        return self._latents
 
 
 def copies(k: Tensor, v: Tensor, key_dim: int) -> Latents:

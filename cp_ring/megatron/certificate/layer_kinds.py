@@ -9,6 +9,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from cp_ring.errors import ConfigError, KernelError
 from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.declared import PREFIX
 from cp_ring.megatron.flags import comm_types
@@ -98,20 +101,32 @@ def find_layer_kinds(
     sink = getattr(config, "softmax_type", "vanilla")
     batch_size = min(args.micro_batch_size, MAX_ROWS)
     scores = MAX_SCORES // heads // batch_size * (1 if whole_rows else cp)
-    found = []
+    kinds = []
     for (window, comm_type, key_heads), numbers in alike.items():
         tokens, probed = _size_of_probe(window, cp, scores)
         groups = (
             heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
         )
-        kind = LayerKind(numbers[0], tuple(numbers), "", window, probed, scale, sink, heads, groups,
-                         d, e, tokens,
-                         comm_type=comm_type)  # fmt: skip
-        found += [
+        kind = LayerKind(
+            numbers[0],
+            tuple(numbers),
+            "",
+            window,
+            probed,
+            scale,
+            sink,
+            heads,
+            groups,
+            d,
+            e,
+            tokens,
+            comm_type=comm_type,
+        )
+        kinds += [
             replace(kind, mask=mask, batch_size=1 if mask == "packed" else batch_size)
             for mask in masks
         ]
-    return found
+    return kinds
 
 
 def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
@@ -139,9 +154,9 @@ def declared_window(config: Any, layer: int) -> tuple[int, int]:
 
 def declared_scale(config: Any) -> tuple[float, int, int]:
     """Factor of the scores, and head sizes of keys and values, by Megatron's own rules."""
-    given = getattr(config, "softmax_scale", None)
+    asked = getattr(config, "softmax_scale", None)
     if not getattr(config, "multi_latent_attention", False):
-        return given or config.kv_channels**-0.5, config.kv_channels, config.kv_channels
+        return asked or config.kv_channels**-0.5, config.kv_channels, config.kv_channels
     d = config.qk_head_dim + config.qk_pos_emb_head_dim
     factor, mscale = config.rotary_scaling_factor, config.mscale_all_dim
     stretch = 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -158,3 +173,15 @@ def _size_of_probe(window: tuple[int, int], cp: int, scores: int) -> tuple[int, 
     if wanted <= most:
         return max(unit, wanted), window
     return most, (most // 3, window[1])
+
+
+def kernel_in_float32(name: str, kind: LayerKind, device: torch.device) -> str:
+    """The kernel `name` if it can compute in float32 on `device`, else the reference."""
+    from cp_ring.kernels import choose  # finds out which kernels are installed
+
+    packed = kind.mask != "causal"
+    try:
+        choose(name, device=device, dtype=torch.float32, d=kind.d, e=kind.e, packed=packed)
+    except (ConfigError, KernelError):
+        return "reference"
+    return name

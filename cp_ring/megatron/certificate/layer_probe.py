@@ -1,4 +1,4 @@
-"""Probes of every layer of a kind: each must be built as the flags declare, and compute what the
+"""Probes of every layer of the job: each must be built as the flags declare, and compute what the
 declared layer computes.
 
 The first layer of a kind is probed completely, see `attention_probe`. The others run once, forward
@@ -8,15 +8,109 @@ long microbatches as the first one does.
 
 from __future__ import annotations
 
+import argparse
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
+import torch
 
-from cp_ring.megatron.certificate import value_probe
-from cp_ring.megatron.certificate.report import Probe
+from cp_ring.megatron.certificate import attention_probe, value_probe
+from cp_ring.megatron.certificate.layer_kinds import (
+    GRAIN,
+    LayerKind,
+    find_layer_kinds,
+    kernel_in_float32,
+    masks_of,
+)
+from cp_ring.megatron.certificate.report import Probe, ProbesOfRank
 from cp_ring.megatron.certificate.subject import Subject
+from cp_ring.megatron.certificate.tiny_model import own_device, transformer_config
+from cp_ring.megatron.flags.layer_pattern import config_of_layer
+
+
+def probe_layers(
+    args: argparse.Namespace, results: ProbesOfRank, seed: int, seconds: float
+) -> None:
+    """Probes every kind of layer of the job, over the context-parallel group in force. `seconds`
+    limits the time of the probes at the job's own sequence length.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    config = transformer_config(args)
+    if isinstance(config.window_size, int):
+        results.not_covered.append("windows that core attention classes set by layer")
+        config = copy.copy(config)
+        config.window_size = None
+    groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
+    kinds = find_layer_kinds(args, config, masks_of(args))
+    for kind in kinds:
+        layers = {
+            number: _make_layer(config, replace(kind, layer=number), groups)
+            for number in kind.numbers
+        }
+        layer = layers[kind.layer]
+        subject = Subject(kind, layer, groups.cp, args.params_dtype, own_device(), seed)
+        results.attention.append(probe_built(subject, layers))
+        others = {number: each for number, each in reversed(layers.items()) if number != kind.layer}
+        results.attention += probe_others(subject, others)
+        layer.window = kind.probed
+        results.attention += attention_probe.probe(subject, rounds=4)
+        results.attention += attention_probe.probe_dropout(subject) if layer.dropout else []
+        layer.window = kind.window
+        tokens = attention_probe.longest_in_time(subject, args.seq_length, seconds / len(kinds))
+        long = attention_probe.at_length(subject, tokens)
+        if tokens > kind.tokens or kind.probed != kind.window:
+            results.attention += attention_probe.probe_long(long)
+        results.attention.append(probe_plans(long, others))
+        results.up_to |= _limits(args, kind, tokens)
+        if args.params_dtype in (torch.float16, torch.bfloat16):
+            layer.window = kind.probed
+            results.attention += _probe_sums(subject)
+
+
+def _probe_sums(subject: Subject) -> list[Probe]:
+    """The probes of values again in float32, which show sums that are kept in too few bits."""
+    layer = subject.layer.float()
+    kernel = kernel_in_float32(layer.options.kernel, subject.kind, subject.device)
+    layer.options = replace(layer.options, kernel=kernel)
+    return value_probe.value_probes(replace(subject, dtype=torch.float32, note=" in float32"))
+
+
+def _limits(args: argparse.Namespace, kind: LayerKind, tokens: int) -> dict[str, tuple[int, int]]:
+    """How far the probes of a kind went, (tokens, batch rows) by layer and mask, where the job goes
+    further.
+    """
+    short = tokens + 2 * args.context_parallel_size * GRAIN <= args.seq_length
+    short |= kind.mask == "causal" and tokens < args.seq_length
+    few = kind.batch_size < args.micro_batch_size and kind.mask != "packed"
+    reach = tokens if short else args.seq_length, kind.batch_size if few else args.micro_batch_size
+    return {f"{kind.layer_name} under {kind.mask}": reach} if short or few else {}
+
+
+def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
+    """The job's core attention of this kind of layer, as its attention layer builds it."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from cp_ring.megatron.ring_core_attention import RingDotProductAttention  # imports Megatron
+
+    sizes: dict[str, Any] = {}
+    if config.multi_latent_attention:
+        sizes = {"softmax_scale": kind.scale, "k_channels": kind.d, "v_channels": kind.e}
+    elif config.softmax_scale:
+        sizes = {"softmax_scale": config.softmax_scale}
+    config = config_of_layer(config, kind.layer)
+    layer = RingDotProductAttention(
+        config,
+        kind.layer,
+        AttnMaskType.causal,
+        "self",
+        cp_comm_type=kind.comm_type,
+        pg_collection=groups,
+        **sizes,
+    )
+    return layer.eval()  # without dropout, which has a probe of its own
 
 
 def probe_built(subject: Subject, layers: Mapping[int, Any]) -> Probe:
@@ -49,7 +143,7 @@ def probe_plans(subject: Subject, layers: Mapping[int, Any]) -> Probe:
 
 
 def _of_layers(subject: Subject, name: str, wrong: Mapping[int, str]) -> Probe:
-    where = [f"rank {dist.get_rank()}: layer {number} has {wrong[number]}" for number in wrong]
+    where = [f"layer {number} has {wrong[number]}" for number in wrong]
     return replace(subject.probe(name, len(wrong), 0.0, min(where, default="")), unit="layers")
 
 

@@ -10,11 +10,8 @@ Shapes: as in `subject`.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.megatron.certificate.dense_oracle import declared_mask
-from cp_ring.megatron.certificate.probe_batch import ProbeBatch
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.subject import Subject
 
@@ -28,7 +25,7 @@ def mask_probes(subject: Subject, rounds: int) -> list[Probe]:
         from cp_ring.megatron.certificate.latent_probe import CHANNELS
 
         channels = min(channels, CHANNELS)
-    tokens = _chosen_tokens(subject.batch, rounds * channels)
+    tokens = _chosen_tokens(subject, rounds * channels)
     rounds_of_tokens = [tokens[at : at + channels] for at in range(0, len(tokens), channels)]
     probes = []
     for name, changed, of_keys in (
@@ -44,12 +41,13 @@ def mask_probes(subject: Subject, rounds: int) -> list[Probe]:
     return probes
 
 
-def _chosen_tokens(batch: ProbeBatch, most: int) -> list[int]:
+def _chosen_tokens(subject: Subject, most: int) -> list[int]:
     """Positions to probe, at most `most`: half of them edges, or all if there are fewer, and others
     evenly between them.
     """
-    edges = _evenly(list(batch.edges), max(most // 2, most - batch.n + len(batch.edges)))
-    others = _evenly(sorted(set(range(batch.n)) - set(edges)), most - len(edges))
+    n, edges = subject.kind.tokens, list(subject.batch.edges)
+    edges = _evenly(edges, max(most // 2, most - n + len(edges)))
+    others = _evenly(sorted(set(range(n)) - set(edges)), most - len(edges))
     return sorted([*edges, *others])
 
 
@@ -91,7 +89,7 @@ def _smallest_weight(subject: Subject) -> float:
     """A quarter of the smallest weight that a visible token can have."""
     sink = subject.layer.softmax_offset
     extra = 0.0 if sink is None else float(sink.detach().double().exp().max())
-    return 0.25 / (subject.batch.n + extra)
+    return 0.25 / (subject.kind.tokens + extra)
 
 
 def _wrong_pairs(
@@ -103,9 +101,9 @@ def _wrong_pairs(
     seen = changed.flatten(2)[..., : len(picked)].abs() > _smallest_weight(subject)
     others, batch = torch.tensor(picked, device=seen.device), subject.batch
     count, where = 0, ""
-    for batch_row, (mine, spans) in enumerate(zip(batch.positions, batch.spans, strict=True)):
+    for batch_row, (mine, rule) in enumerate(zip(batch.positions, batch.rules, strict=True)):
         queries, keys = (mine, others) if of_keys else (others, mine)
-        allowed = declared_mask(queries, keys, spans, subject.kind.probed)
+        allowed = rule.allowed(queries, keys, subject.kind.probed)
         wrong = (seen[batch_row] != (allowed if of_keys else allowed.T)).nonzero()
         if len(wrong) and not where:
             local, other = wrong[0].tolist()
@@ -114,8 +112,8 @@ def _wrong_pairs(
                 ("sees", "hidden") if seen[batch_row, local, other] else ("does not see", "visible")
             )
             where = (
-                f"rank {dist.get_rank()}: query {query} {sees} key {key} of batch row {batch_row}, "
-                f"which is declared {declared}"
+                f"query {query} {sees} key {key} of batch row {batch_row}, which is declared "
+                f"{declared}"
             )
         count += len(wrong)
     return count, where

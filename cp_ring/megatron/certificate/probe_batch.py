@@ -1,169 +1,155 @@
-"""The microbatch of a probe: which tokens this rank holds, and the documents they are in, split as
-the job splits its own.
+"""The batch rows of a probe: who sees whom in them, and which tokens each rank holds, split as the
+job splits its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring.megatron.certificate.declared import sample
-from cp_ring.megatron.certificate.dense_oracle import MaskRule, Spans
+from cp_ring.megatron.certificate.declared import PREFIX, document_rule, sample
+from cp_ring.megatron.certificate.dense_oracle import MaskRule
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.ranges import Ints
 
-SplitBatch = Callable[[dict[str, Tensor], int, int], dict[str, Tensor]]
-"""(tensors [b, n] by name, rank, cp) to the parts [b, s] of that rank."""
+
+@dataclass(frozen=True)
+class BatchRows:
+    """The batch rows of a microbatch of `kind`, and how the job splits them over its ranks.
+
+    Attributes:
+        rules: who sees whom in each batch row.
+        masks: what each declares; [] where the job's masks are not declared.
+        offsets: of documents in the stream of all batch rows, with their padding: int64
+        [documents + 1].
+        lengths: of these documents, without padding: int64 [documents].
+    """
+
+    kind: LayerKind
+    rules: list[MaskRule]
+    masks: list[Mask]
+    offsets: Ints
+    lengths: Ints
+
+    @classmethod
+    def draw(cls, kind: LayerKind, cp: int, padded: bool = False) -> BatchRows:
+        """Batch rows for `cp` ranks. `padded`: packed documents have padding, where the job may."""
+        n, seeds = kind.tokens, range(1, kind.batch_size + 1)
+        nothing = np.zeros(0, np.int64)
+        if kind.mask.startswith(PREFIX):
+            samples = [sample(kind.mask, n, seed) for seed in seeds]
+            masks, rules = map(list, zip(*samples, strict=True))
+            return cls(kind, rules, masks, nothing, nothing)
+        cuts, unit = 0 if kind.mask == "causal" else 3, 1
+        if kind.mask == "packed" and not packed_in_whole_rows():
+            unit = 4 * cp  # each document is split by itself
+        edges = [_random_offsets(n // unit, cuts, seed) * unit for seed in seeds]
+        lengths = [np.diff(of_row) for of_row in edges]
+        if padded and unit > 1:
+            lengths = [each - np.arange(1, len(each) + 1) % 3 - 1 for each in lengths]
+        spans = [
+            np.stack([of_row[:-1], of_row[:-1] + each], 1).tolist()
+            for of_row, each in zip(edges, lengths, strict=True)
+        ]
+        ends = [of_row[1:] + n * batch_row for batch_row, of_row in enumerate(edges)]
+        rules = [document_rule(n, of_row) for of_row in spans]
+        return cls(kind, rules, [], np.concatenate([[0], *ends]), np.concatenate(lengths))
+
+    def carried(self, cp: int) -> Any:
+        """The documents or masks that travel beside tensors [b, n], split as the settings in force
+        say; None without.
+        """
+        # both import Megatron
+        from cp_ring.megatron.data.documents import Documents
+        from cp_ring.megatron.data.masks import DeclaredMask
+
+        if self.masks:
+            return DeclaredMask.of_rows(self.masks, current().layout, cp)
+        if self.kind.mask == "documents":
+            return Documents.in_rows(self.offsets, len(self.rules), current().layout, cp)
+        return None
+
+    def positions(self, rank: int, cp: int) -> Tensor:
+        """Where the tokens of a rank are in their batch rows, int64 [b, s]."""
+        from cp_ring.megatron.batches import on_this_cp_rank  # imports Megatron
+
+        if self.kind.mask == "packed":
+            return _packed_positions(self.offsets, rank, cp)[None]
+        whole = torch.arange(self.kind.tokens).expand(len(self.rules), -1)
+        carried = self.carried(cp)
+        mine: Tensor = (
+            on_this_cp_rank({"tokens": whole}, rank, cp)["tokens"]
+            if carried is None
+            else carried.shard(whole, rank)
+        )
+        return mine
+
+    def params(self, cp: int) -> Any:
+        """What a layer gets as `packed_seq_params`."""
+        # heavy, and installed with Megatron only
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        from cp_ring.megatron.data.documents import DocumentParams
+
+        if self.kind.mask == "packed":
+            ends = np.append(0, np.cumsum(self.lengths)), self.offsets
+            real, padded = (torch.from_numpy(edges).to(torch.int32) for edges in ends)
+            longest = int(np.diff(self.offsets).max())
+            return PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real,
+                cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
+                max_seqlen_q=longest, max_seqlen_kv=longest,
+            )  # fmt: skip
+        carried = self.carried(cp)
+        return None if carried is None else DocumentParams.carry(carried)
 
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """Batch rows of `n` tokens each, split over the context-parallel ranks.
+    """The batch rows of a probe of one layer, on one rank.
 
     Attributes:
         positions: where this rank's tokens are in their batch rows, int64 [b, s].
-        spans: the documents of each batch row, or the rule of its mask.
+        rules: who sees whom in each batch row.
         packed: what the layer gets as `packed_seq_params`.
-        thd: whether the layer's tensors lack the batch dimension.
         edges: positions at which a mask is most likely wrong: beside edges of chunks, documents and
         windows.
     """
 
-    n: int
     positions: Tensor
-    spans: list[Spans | MaskRule]
-    packed: Any = None
-    thd: bool = False
-    edges: tuple[int, ...] = ()
+    rules: list[MaskRule]
+    packed: Any
+    edges: tuple[int, ...]
+
+    @classmethod
+    def make(cls, kind: LayerKind, group: Any, device: torch.device) -> ProbeBatch:
+        """That of this rank of `group`."""
+        cp = group.size()
+        batch_rows = BatchRows.draw(kind, cp, padded=True)
+        chunks = [kind.tokens * i // (2 * cp) for i in range(2 * cp)]
+        bounds = [edge for rule in batch_rows.rules for edge in rule.edges]
+        windows = [edge + kind.probed[0] for edge in chunks] if kind.probed[0] >= 0 else []
+        near = {
+            min(max(edge + side, 0), kind.tokens - 1)
+            for edge in (*chunks, *bounds, *windows)
+            for side in (-1, 0, 1)
+        }
+        positions = batch_rows.positions(group.rank(), cp).to(device)
+        return cls(positions, batch_rows.rules, batch_rows.params(cp), tuple(sorted(near)))
 
     def local(self, whole: Tensor) -> Tensor:
         """This rank's tokens of whole batch rows: [b, n, ...] to [b, s, ...]."""
-        return torch.stack(
-            [
-                batch_row.index_select(0, mine)
-                for batch_row, mine in zip(whole, self.positions, strict=True)
-            ]
-        )
+        of_each = zip(whole, self.positions, strict=True)
+        return torch.stack([batch_row.index_select(0, mine) for batch_row, mine in of_each])
 
 
-def make_probe_batch(
-    kind: LayerKind, rank: int, cp: int, split: SplitBatch, device: torch.device
-) -> ProbeBatch:
-    """The microbatch of a probe of `kind` on rank `rank` of `cp`."""
-    make = {"causal": _causal, "documents": _documents, "packed": _packed}.get(kind.mask, _declared)
-    made = make(kind, rank, cp, split)
-    chunks = [kind.tokens * i // (2 * cp) for i in range(2 * cp)]
-    bounds = [edge for spans in made.spans for edge in _edges(spans)]
-    windows = [edge + kind.probed[0] for edge in chunks] if kind.probed[0] >= 0 else []
-    near = {
-        min(max(edge + side, 0), kind.tokens - 1)
-        for edge in (*chunks, *bounds, *windows)
-        for side in (-1, 0, 1)
-    }
-    return replace(made, positions=made.positions.to(device), edges=tuple(sorted(near)))
-
-
-def _causal(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
-    whole = torch.arange(kind.tokens).expand(kind.batch_size, -1)
-    return ProbeBatch(
-        kind.tokens,
-        split({"tokens": whole}, rank, cp)["tokens"],
-        [[(0, kind.tokens)]] * kind.batch_size,
-    )
-
-
-def _documents(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
-    from cp_ring.megatron.data.documents import DocumentParams  # imports Megatron
-
-    spans = [
-        spans_between(random_offsets(kind.tokens, 3, seed))
-        for seed in range(1, kind.batch_size + 1)
-    ]
-    documents = documents_of_rows(spans, kind.tokens, cp)
-    positions = documents.shard(torch.arange(kind.tokens).expand(kind.batch_size, -1), rank)
-    return ProbeBatch(kind.tokens, positions, list(spans), DocumentParams.carry(documents))
-
-
-def _declared(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
-    from cp_ring.megatron.data.documents import DocumentParams  # imports Megatron
-
-    masks, rules = samples_of_rows(kind)
-    declared = declared_of_rows(masks, cp)
-    positions = declared.shard(torch.arange(kind.tokens).expand(kind.batch_size, -1), rank)
-    return ProbeBatch(kind.tokens, positions, list(rules), DocumentParams.carry(declared))
-
-
-def samples_of_rows(kind: LayerKind) -> tuple[list[Mask], list[MaskRule]]:
-    """A sample of the declared mask of `kind` for each batch row, and the rules of these masks."""
-    made = [sample(kind.mask, kind.tokens, seed) for seed in range(1, kind.batch_size + 1)]
-    return [mask for mask, _ in made], [rule for _, rule in made]
-
-
-def declared_of_rows(masks: list[Mask], cp: int) -> Any:
-    """The declared masks of batch rows, split as the settings in force say."""
-    from cp_ring.megatron.data.masks import DeclaredMask  # imports Megatron
-
-    return DeclaredMask.of_rows(masks, current().layout, cp)
-
-
-def _edges(spans: Spans | MaskRule) -> tuple[int, ...]:
-    return (
-        spans.edges
-        if isinstance(spans, MaskRule)
-        else tuple(edge for span in spans for edge in span)
-    )
-
-
-def documents_of_rows(spans: list[Spans], n: int, cp: int) -> Any:
-    """The documents of batch rows of `n` tokens, which `spans` fill, split as the settings in force
-    say.
-    """
-    from cp_ring.megatron.data.documents import Documents  # imports Megatron
-
-    ends = [end + batch_row * n for batch_row, of_row in enumerate(spans) for _, end in of_row]
-    return Documents.in_rows(np.array([0, *ends], dtype=np.int64), len(spans), current().layout, cp)
-
-
-def _packed(kind: LayerKind, rank: int, cp: int, split: SplitBatch) -> ProbeBatch:
-    # heavy, and installed with Megatron only
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    padded = packed_offsets(kind.tokens, cp)
-    length = np.diff(padded)
-    if not packed_in_whole_rows():
-        length = length - np.arange(1, len(padded)) % 3 - 1  # one to three tokens of padding
-    real = np.append(0, np.cumsum(length))
-    spans = [
-        (int(start), int(start + size)) for start, size in zip(padded[:-1], length, strict=True)
-    ]
-    offsets = [torch.from_numpy(edges).to(torch.int32) for edges in (real, padded)]
-    longest = int(np.diff(padded).max())
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[0],
-        cu_seqlens_q_padded=offsets[1],
-        cu_seqlens_kv_padded=offsets[1], max_seqlen_q=longest, max_seqlen_kv=longest,
-    )  # fmt: skip
-    return ProbeBatch(
-        kind.tokens, packed_positions(padded, rank, cp)[None], [spans], packed, thd=True
-    )
-
-
-def packed_offsets(n: int, cp: int) -> np.ndarray:
-    """Offsets, int64, of packed documents that fill n tokens, of such lengths as the job's split
-    needs.
-    """
-    if packed_in_whole_rows():
-        return random_offsets(n, 3, 1)
-    return random_offsets(n // (4 * cp), 3, 1) * (4 * cp)
-
-
-def packed_positions(offsets: np.ndarray, rank: int, cp: int) -> Tensor:
+def _packed_positions(offsets: Ints, rank: int, cp: int) -> Tensor:
     """Where the tokens of a rank are in a batch row of packed documents, int64 [s]."""
     if packed_in_whole_rows():
         if not current().named_layout.weighs:
@@ -186,13 +172,8 @@ def _zigzag(start: int, end: int, rank: int, cp: int) -> Tensor:
     return torch.cat([torch.arange(first, first + chunk) for first in ends])
 
 
-def random_offsets(n: int, cuts: int, seed: int) -> np.ndarray:
+def _random_offsets(n: int, cuts: int, seed: int) -> Ints:
     """Offsets, int64 [cuts + 2], of documents of uneven length that fill n tokens."""
     random = np.random.default_rng(seed)
     inner = np.sort(random.choice(np.arange(1, n), size=min(cuts, n - 1), replace=False))
     return np.array([0, *inner, n], dtype=np.int64)
-
-
-def spans_between(offsets: np.ndarray) -> Spans:
-    """The documents [start, end) between offsets."""
-    return list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))

@@ -5,7 +5,7 @@ checkpoints.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -14,8 +14,9 @@ class Probe:
     """The result of one probe of one kind of layer, on one rank or, once merged, the worst of all
     ranks.
 
-    `error` must not exceed `bound`; `where` names the worst place: rank, and the positions of a
-    query and a key. Where `bound` is 0, `error` counts what is wrong, in the `unit` given.
+    `error` must not exceed `bound`; `where` names the worst place, the positions of a query and a
+    key, and once merged its rank too. Where `bound` is 0, `error` counts what is wrong, in the
+    `unit` given.
     """
 
     name: str
@@ -38,6 +39,12 @@ class Probe:
             return math.inf
         return self.error / self.bound if self.bound else self.error
 
+    def of_rank(self, rank: int) -> Probe:
+        """The same, with the rank in `where`, if there is a worst place."""
+        if not self.bound and not self.where:
+            return self
+        return replace(self, where=f"rank {rank}{': ' * bool(self.where)}{self.where}")
+
     def rejection(self) -> str:
         """One line for a probe that failed."""
         amount = (
@@ -46,6 +53,21 @@ class Probe:
             else f"wrong in {self.error:.0f} {self.unit}"
         )
         return f"--cp-ring-certify: {self.layer}, {self.mask}: {self.name} {amount}, {self.where}"
+
+
+@dataclass
+class Failure:
+    """Why the probes of a rank ended early. `order` counts the failures of all ranks from 1: the
+    first causes the others.
+    """
+
+    rank: int
+    order: int
+    message: str
+    fatal: bool  # an error of cp_ring itself, with which the job cannot train
+
+    def __str__(self) -> str:
+        return f"{self.message} (rank {self.rank})"
 
 
 @dataclass
@@ -70,9 +92,10 @@ class Certificate:
     def merge(self, of_ranks: list[list[Probe]]) -> None:
         """Keeps the worst of all ranks for each probe."""
         worst: dict[tuple[str, str, str], Probe] = {}
-        for probe in (probe for of_rank in of_ranks for probe in of_rank):
-            key = (probe.name, probe.layer, probe.mask)
-            worst[key] = max(worst.get(key, probe), probe, key=lambda each: each.badness)
+        for rank, probes in enumerate(of_ranks):
+            for probe in (each.of_rank(rank) for each in probes):
+                key = (probe.name, probe.layer, probe.mask)
+                worst[key] = max(worst.get(key, probe), probe, key=lambda each: each.badness)
         self.probes = list(worst.values())
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,3 +105,18 @@ class Certificate:
             "seconds": round(self.seconds, 3),
             "probes": [asdict(p) | {"passed": p.passed} for p in self.probes],
         }
+
+
+@dataclass
+class ProbesOfRank:
+    """What the probes of one rank found.
+
+    `up_to` tells, by layer and mask, how far the probes went (tokens, batch rows) where the job
+    goes further; `failure` why they ended early.
+    """
+
+    attention: list[Probe] = field(default_factory=list)
+    loss: list[Probe] = field(default_factory=list)
+    not_covered: list[str] = field(default_factory=list)
+    up_to: dict[str, tuple[int, int]] = field(default_factory=dict)
+    failure: Failure | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
-from cp_ring.megatron.certificate.probe_batch import ProbeBatch, SplitBatch, make_probe_batch
+from cp_ring.megatron.certificate.probe_batch import ProbeBatch
 from cp_ring.megatron.certificate.report import Probe
 
 if TYPE_CHECKING:
@@ -33,16 +34,13 @@ class Subject:
     group: Any
     dtype: torch.dtype
     device: torch.device
-    split: SplitBatch
     seed: int
     note: str = ""  # appended to the names of its probes
 
     @cached_property
     def batch(self) -> ProbeBatch:
         """The microbatch of this rank."""
-        return make_probe_batch(
-            self.kind, self.group.rank(), self.group.size(), self.split, self.device
-        )
+        return ProbeBatch.make(self.kind, self.group, self.device)
 
     def with_layer(self, number: int, layer: Any) -> Subject:
         """Layer `number` of the same kind, on the same microbatch."""
@@ -61,7 +59,7 @@ class Subject:
 
     def zeros(self, heads: int, size: int) -> Tensor:
         """Zeros [b, n, heads, size] of whole batch rows."""
-        shape = len(self.batch.spans), self.batch.n, heads, size
+        shape = len(self.batch.rules), self.kind.tokens, heads, size
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def equal_scores(self) -> tuple[Tensor, Tensor]:
@@ -98,17 +96,19 @@ class Subject:
         `latents` [b, n, c] are those that keys and values were made from; by default ones that make
         the values.
         """
-        batch = self.batch
+        thd = self.kind.mask == "packed"
+
+        def local(x: Tensor) -> Tensor:
+            mine = self.batch.local(x)
+            return mine[0] if thd else mine.transpose(0, 1).contiguous()
+
         if self.of_latents:
             from cp_ring.megatron.certificate import latent_probe
 
             whole = latents or latent_probe.copies(k, v, self.layer.config.qk_head_dim)
-            local = batch.local(whole.latent)
-            local = local[0] if batch.thd else local.transpose(0, 1)
-            self.layer.tap = latent_probe.GivenLatents(whole._replace(latent=local))
-        mine = [batch.local(x) for x in (q, k, v)]
-        mine = [x[0] if batch.thd else x.transpose(0, 1).contiguous() for x in mine]
-        out = self.layer(*mine, None, packed_seq_params=batch.packed)
-        out = out[:, None] if batch.thd else out
+            mine = whole._replace(latent=local(whole.latent))
+            self.layer.tap = SimpleNamespace(take=lambda *sizes: mine)  # in place of a LatentTap
+        out = self.layer(*map(local, (q, k, v)), None, packed_seq_params=self.batch.packed)
+        out = out[:, None] if thd else out
         heads: Tensor = out.unflatten(-1, (self.kind.heads, -1)).transpose(0, 1)
         return heads

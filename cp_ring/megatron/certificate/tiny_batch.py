@@ -2,100 +2,91 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring.megatron.certificate.declared import PREFIX
-from cp_ring.megatron.certificate.dense_oracle import MaskRule, Spans
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
-from cp_ring.megatron.certificate.probe_batch import (
-    SplitBatch,
-    declared_of_rows,
-    documents_of_rows,
-    packed_offsets,
-    packed_positions,
-    random_offsets,
-    samples_of_rows,
-    spans_between,
-)
+from cp_ring.megatron.certificate.probe_batch import BatchRows
 from cp_ring.megatron.certificate.tiny_model import VOCABULARY
 from cp_ring.megatron.data.masks import KEY
+from cp_ring.megatron.settings import packed_in_whole_rows
+
+MOST_TOKENS = 1 << 20  # of a microbatch of the job's own length
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Whole batch rows [b, n] as a data set gives them, and the documents of each, or the rule of
-    the mask that it declares.
+    """Whole batch rows [b, n] as a data set gives them, and what they are.
+
+    positions: where the tokens of each context-parallel rank are in them, int64 [b, s].
     """
 
     data: dict[str, Any]
-    spans: list[Spans | MaskRule]
+    batch_rows: BatchRows
+    positions: list[Tensor]
 
     @classmethod
-    def draw(cls, kind: LayerKind, seed: int, cp: int, distinct: bool = False) -> Microbatch:
-        """Random tokens, in documents where the mask of `kind` has them; the loss mask differs
-        between ranks, and has fractions.
+    def draw(
+        cls, args: argparse.Namespace, kind: LayerKind, seed: int, distinct: bool = False
+    ) -> Microbatch:
+        """Random tokens for the job of `args`, in documents where the mask of `kind` has them; the
+        loss mask differs between ranks, and has fractions.
 
         With `distinct` each token is another, beyond any vocabulary.
         """
-        random, n = torch.Generator().manual_seed(seed), kind.tokens
-        spans: list[Spans | MaskRule] = []
-        more: dict[str, Any] = {}
-        if kind.mask.startswith(PREFIX):
-            more[KEY], rules = samples_of_rows(kind)
-            spans += rules
-        elif kind.mask == "packed":  # as the data sets of Megatron's scripts have it
-            offsets = packed_offsets(n, cp)
-            spans += [spans_between(offsets)]
-            more["cu_seqlens"] = torch.from_numpy(offsets)[None].to(torch.int32)
-            more["max_seqlen"] = torch.tensor([int(np.diff(offsets).max())], dtype=torch.int32)
-        else:
-            cuts = 0 if kind.mask == "causal" else 3
-            numbers = range(1, kind.batch_size + 1)
-            spans += [spans_between(random_offsets(n, cuts, number)) for number in numbers]
-        shape = len(spans), n + 1
+        cp = args.context_parallel_size
+        random, batch_rows = torch.Generator().manual_seed(seed), BatchRows.draw(kind, cp)
+        shape = len(batch_rows.rules), kind.tokens + 1
         tokens = (
             torch.arange(shape[0] * shape[1]).view(shape)
             if distinct
             else torch.randint(VOCABULARY, shape, generator=random)
         )
-        data = {
+        data: dict[str, Any] = {
             "tokens": tokens[:, :-1].contiguous(),
             "labels": tokens[:, 1:].contiguous(),
-            "position_ids": torch.stack([_positions_of_row(of_row) for of_row in spans]),
-            "loss_mask": _loss_mask(len(spans), n, random),
+            "position_ids": torch.stack([rule.positions for rule in batch_rows.rules]),
+            "loss_mask": _loss_mask(shape[0], kind.tokens, random),
         }
-        batch = cls(data | more, spans)
+        if batch_rows.masks:
+            data[KEY] = batch_rows.masks
+        if kind.mask == "packed":  # as the data sets of Megatron's scripts have it
+            data["cu_seqlens"] = torch.from_numpy(batch_rows.offsets)[None].to(torch.int32)
+            data["max_seqlen"] = torch.tensor([int(batch_rows.lengths.max())], dtype=torch.int32)
+        batch = cls(data, batch_rows, [batch_rows.positions(rank, cp) for rank in range(cp)])
         if kind.mask in ("documents", "packed"):
             data["loss_mask"][batch.last()] = 0
+        for of_rank in batch.positions:
+            _count(data["loss_mask"], of_rank)
         return batch
 
-    def counted(self, positions: list[Tensor]) -> None:
-        """Makes the loss mask of each rank, whose tokens are at `positions`, add up to a whole
-        number.
-
-        Loss functions of Megatron's scripts cut off fractions of this number, with and without
-        context parallelism.
+    @classmethod
+    def draw_long(cls, args: argparse.Namespace, kind: LayerKind, seed: int) -> Microbatch:
+        """That of the job's own length, with distinct tokens: as many batch rows as the job has, or
+        as `MOST_TOKENS` allow.
         """
-        mask = self.data["loss_mask"]
-        for of_rank in positions:
-            part = mask.gather(1, of_rank)
-            places = part.nonzero()
-            if len(places):
-                batch_row, token = (int(x) for x in places[-1])
-                mask[batch_row, of_rank[batch_row, token]] += (
-                    -float(part.sum(dtype=torch.float64)) % 1
-                )
+        n = args.seq_length or kind.tokens
+        if kind.mask == "packed" and not packed_in_whole_rows():
+            n -= n % (4 * args.context_parallel_size)
+        most = 1 if kind.mask == "packed" else max(1, min(args.micro_batch_size, MOST_TOKENS // n))
+        return cls.draw(args, replace(kind, tokens=n, batch_size=most), seed, distinct=True)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The arguments that say how large it is."""
+        kind = self.batch_rows.kind
+        lengths = dict.fromkeys(("seq_length", "max_position_embeddings"), kind.tokens)
+        return lengths | {"micro_batch_size": kind.batch_size}
 
     def blind(self) -> Microbatch:
         """The same with other labels where the loss mask is 0."""
         labels, hidden = self.data["labels"], self.data["loss_mask"] == 0
         others = torch.where(hidden, (labels + 1) % VOCABULARY, labels)
-        return Microbatch(self.data | {"labels": others}, self.spans)
+        return replace(self, data=self.data | {"labels": others})
 
     def fresh(self) -> dict[str, Any]:
         """A copy of the data: a script may write into the dictionary and its tensors."""
@@ -108,28 +99,14 @@ class Microbatch:
         """Positions and places of the tokens of whole batch rows [n, b], where positions are
         declared.
         """
-        rules = [rule for rule in self.spans if isinstance(rule, MaskRule)]
-        if not rules:
+        if not self.batch_rows.masks:
             return None
-        positions = torch.stack([rule.positions for rule in rules], 1)
+        positions = torch.stack([rule.positions for rule in self.batch_rows.rules], 1)
         return positions, torch.arange(len(positions))[:, None].expand_as(positions)
 
     def last(self) -> Tensor:
         """True for the last token of each document or declared sequence, bool [b, n]."""
-        last = torch.zeros(self.data["tokens"].shape, dtype=torch.bool)
-        for batch_row, spans in enumerate(self.spans):
-            if isinstance(spans, MaskRule):
-                last[batch_row] = spans.last()
-            else:
-                last[batch_row, [end - 1 for _, end in spans]] = True
-        return last
-
-
-def _positions_of_row(spans: Spans | MaskRule) -> Tensor:
-    """The positions of the tokens in their documents, int64 [n]."""
-    if isinstance(spans, MaskRule):
-        return spans.positions
-    return torch.cat([torch.arange(end - start) for start, end in spans])
+        return torch.stack([rule.last() for rule in self.batch_rows.rules])
 
 
 def _loss_mask(batch: int, n: int, random: torch.Generator) -> Tensor:
@@ -140,19 +117,13 @@ def _loss_mask(batch: int, n: int, random: torch.Generator) -> Tensor:
     return some * torch.randint(1, 8, (batch, n), generator=random) / 4
 
 
-def rank_positions(
-    batch: Microbatch, kind: LayerKind, rank: int, cp: int, split: SplitBatch
-) -> Tensor:
-    """Where the tokens of a rank are in their batch rows, int64 [b, s], as the job's own split has
-    them.
+def _count(mask: Tensor, of_rank: Tensor) -> None:
+    """Makes the loss mask of a rank, whose tokens are at `of_rank`, add up to a whole number.
+
+    Loss functions of Megatron's scripts cut off fractions of this number, with and without context
+    parallelism.
     """
-    whole = torch.arange(kind.tokens).expand(len(batch.spans), -1)
-    if kind.mask == "packed":
-        offsets = batch.data["cu_seqlens"][0].numpy().astype(np.int64)
-        return packed_positions(offsets, rank, cp)[None]
-    if kind.mask == "documents":
-        spans = [spans for spans in batch.spans if not isinstance(spans, MaskRule)]
-        return torch.as_tensor(documents_of_rows(spans, kind.tokens, cp).shard(whole, rank))
-    if kind.mask.startswith(PREFIX):
-        return torch.as_tensor(declared_of_rows(batch.data[KEY], cp).shard(whole, rank))
-    return split({"tokens": whole}, rank, cp)["tokens"]
+    part = mask.gather(1, of_rank)
+    for batch_row, token in part.nonzero()[-1:].tolist():
+        missing = -float(part.sum(dtype=torch.float64)) % 1
+        mask[batch_row, of_rank[batch_row, token]] += missing

@@ -63,7 +63,7 @@ def train(
         "average_in_collective": getattr(args, "ddp_average_in_collective", False),
     }
     config = DistributedDataParallelConfig(
-        **compat.known_fields(DistributedDataParallelConfig, known)
+        **compat.known_arguments(DistributedDataParallelConfig, known)
     )
     wrapped = DistributedDataParallel(model.config, config, model)
     model.config.finalize_model_grads_func = finalize_model_grads
@@ -127,18 +127,18 @@ def _train_once(
 
 def compare(
     ours: Outcome,
-    twins: tuple[Outcome, Outcome],
+    twins: list[Outcome],
     own: bool,
     positions: Tensor,
     about: tuple[str, str],
 ) -> list[Probe]:
     """The job's outcome against its twin's, of which the first has the gradients of one mean, the
-    second those of averaged means.
+    last those of averaged means.
 
     A script may average either way, so that its gradients are compared with both. `about` names the
     model and its mask.
     """
-    plain, weighted = twins
+    plain, weighted = twins[0], twins[-1]
     bound = BOUND["cuda" if ours.losses.is_cuda else "cpu"] + widening(settings.current().wire)
     truth = plain.losses.gather(1, positions)
     difference = ours.losses - truth
@@ -158,10 +158,7 @@ def compare(
         ("gradient norm", abs(ratio - 1), bound, f"{ratio:.6g} of that at cp 1"),
         ("gradients", error, 10 * bound, f"worst in {worst}"),
     )
-    return [
-        Probe(name, *about, measured, limit, f"rank {dist.get_rank()}: {where}")
-        for name, measured, limit, where in probes
-    ]
+    return [Probe(name, *about, measured, limit, where) for name, measured, limit, where in probes]
 
 
 def compare_blind(ours: Outcome, blind: Outcome, about: tuple[str, str]) -> Probe:
@@ -170,7 +167,7 @@ def compare_blind(ours: Outcome, blind: Outcome, about: tuple[str, str]) -> Prob
     """
     worst, error, _ = _compare_gradients(blind, ours)
     bound = BOUND["cuda" if ours.losses.is_cuda else "cpu"]
-    where = f"rank {dist.get_rank()}: labels that the loss mask hides change {worst}"
+    where = f"labels that the loss mask hides change {worst}"
     return Probe("gradients of hidden labels", *about, error, bound, where)
 
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.megatron.certificate.dense_oracle import attend, declared_mask
+from cp_ring.megatron.certificate.dense_oracle import attend
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.subject import Subject
 from cp_ring.plan.sizes.attention_sizes import WIRES
@@ -86,7 +85,7 @@ def draw(subject: Subject, samples: int | None = None) -> RandomTensors:
         return subject.of_first_rank(x.to(subject.dtype)).to(subject.device)
 
     def normal(heads: int, size: int) -> Tensor:
-        return drawn(batch_size, batch.n, heads, size)
+        return drawn(batch_size, kind.tokens, heads, size)
 
     q = normal(kind.heads, kind.d)
     if subject.of_latents:
@@ -165,7 +164,7 @@ def reference(
     gradients of keys are summed over the group.
     """
     kind, batch, sink = subject.kind, subject.batch, subject.layer.softmax_offset
-    keys = torch.arange(batch.n, device=subject.device)
+    keys = torch.arange(kind.tokens, device=subject.device)
     parameters = {name: x for name, x in inputs.of_keys.items() if name in PARAMETERS}
     parameters |= {} if sink is None else {"sink": sink}
     by_row: dict[str, list[Tensor]] = {}
@@ -174,7 +173,7 @@ def reference(
         for name, x in parameters.items()
         if name != "sink" or kind.sink == "learnable"
     }
-    for batch_row, (positions, spans) in enumerate(zip(batch.positions, batch.spans, strict=True)):
+    for batch_row, (positions, rule) in enumerate(zip(batch.positions, batch.rules, strict=True)):
         mine = positions[inputs.sampled]
         of_keys = {
             name: x[batch_row : batch_row + 1]
@@ -185,7 +184,7 @@ def reference(
         leaves = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
         with torch.enable_grad():
             k, v = _keys(subject, leaves)
-            allowed = declared_mask(mine, keys, spans, kind.probed)
+            allowed = rule.allowed(mine, keys, kind.probed)
             kept = None if factor is None else factor(batch_row, mine, keys)
             out = attend(leaves["q"], k[0], v[0], allowed, kind.scale, leaves.get("sink"), kept)
             grads = torch.autograd.grad(
@@ -211,14 +210,14 @@ def _probe(subject: Subject, name: str, computed: Tensor, truth: Tensor, sampled
         bound *= SINK_FACTOR
     elif subject.of_latents and subject.dtype.itemsize == 2:
         bound *= LATENT_FACTOR
-    where = f"rank {dist.get_rank()}"
+    where = ""
     if computed.dim() == 4:
         worst = int(difference.abs().amax((2, 3)).nan_to_num(torch.inf).argmax())
         batch_row, token = divmod(worst, computed.shape[1])
         what, positions = "key", subject.batch.positions[batch_row]
         if name in ("out", "dq"):
             what, positions = "query", positions[sampled]
-        where += f": worst at {what} {int(positions[token])} of batch row {batch_row}"
+        where = f"worst at {what} {int(positions[token])} of batch row {batch_row}"
     return subject.probe(
         name, float(difference.norm()) / (float(truth.norm()) or 1.0), bound, where
     )

@@ -16,6 +16,9 @@ RECURRENT = {"M": "Mamba", "G": "gated delta net"}
 RECURRENT_KINDS = {"M": "mamba", "G": "gdn"}
 """Their names in --cp-ring-recurrent."""
 
+_RECURRENT_CLASSES = {"MambaMixer", "GatedDeltaNet", "GatedDeltaNet2"}
+"""Megatron's, by name."""
+
 _ATTENTION = "*+"
 SPARSE = "D"
 """The letter of sparse attention (--experimental-attention-variant dsa), which is split by itself.
@@ -83,6 +86,14 @@ def attention_layers(args: argparse.Namespace, config: Any = None) -> list[int]:
     return [number for number, block in enumerate(blocks, 1) if attends(block)]
 
 
+def expert_layers(args: argparse.Namespace) -> list[int]:
+    """Of each layer of a GPT model with experts 1 if it has them by `--moe-layer-freq`, else 0."""
+    every = getattr(args, "moe_layer_freq", None) or 1
+    if isinstance(every, int):
+        return [int(layer % every == 0) for layer in range(args.num_layers)]
+    return list(every)
+
+
 def predicting_layers(args: argparse.Namespace) -> list[int]:
     """The numbers, from 1 in each part, of the attention layers of `letters_of` that predict
     further tokens. In a GPT model each of these is like the last one of the others.
@@ -108,3 +119,8 @@ def config_of_layer(config: Any, layer: int) -> Any:
     key/value heads.
     """
     return config.get_config_for_layer(layer) if hasattr(config, "per_block_parameters") else config
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a module is a layer whose state runs along the sequence."""
+    return any(each.__name__ in _RECURRENT_CLASSES for each in type(layer).__mro__)

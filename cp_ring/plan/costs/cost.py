@@ -43,7 +43,7 @@ class Cost:
     decode_flops: tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
-def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
+def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2, streams: int = 1) -> Cost:
     """The cost of a proven plan for tensors of these sizes."""
     work = report.work.astype(np.float64)
     keys, gradients = sizes.on_wire()
@@ -57,15 +57,19 @@ def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
         bytes_out=report.keys_out * keys,
         gradient_bytes_in=report.grads_in * gradients,
         gradient_bytes_out=report.grads_out * gradients,
-        memory=memory(report, sizes, num_slots),
+        memory=memory(report, sizes, num_slots, streams),
         decode_flops=(arriving * decode_forward, arriving * decode_backward),
     )
 
 
-def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[str, int]:
+def memory(
+    report: Report, sizes: AttentionSizes, num_slots: int = 2, streams: int = 1
+) -> dict[str, int]:
     """Bytes of every buffer on the rank where it is largest. Only the first two are kept from
-    forward to backward.
+    forward to backward. With kernel calls on two `streams`, there is one slot more, and the results
+    of one call.
     """
+    num_slots, parts = num_slots + streams - 1, MAX_PARTS + streams - 1
     tokens = int(report.tokens_per_rank.max())
     width, element, wire, float32 = sizes.key_width, sizes.element, sizes.wire_element, 4
     heads = sizes.batch * sizes.heads
@@ -75,11 +79,11 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
     return {
         "kept: q, k, v, out": tokens * (sizes.query_width + sizes.out_width + width) * element,
         "kept: lse": tokens * heads * float32,
-        "forward: partial results of out": MAX_PARTS * tokens * sizes.out_width * element,
+        "forward: partial results of out": parts * tokens * sizes.out_width * element,
         "forward: out in float32": tokens * sizes.out_width * float32,
         "both: key and value slots": num_slots * arriving * sizes.wire_key_bytes,
         **({} if sizes.codec.plain else _codec_memory(sizes, tokens, arriving, leaving)),
-        "backward: partial results of dq": MAX_PARTS * tokens * sizes.query_width * element,
+        "backward: partial results of dq": parts * tokens * sizes.query_width * element,
         "backward: dq in float32": tokens * sizes.query_width * float32,
         "backward: dk, dv in float32": tokens * width * float32,
         "backward: a hop's dk, dv in float32": leaving * width * float32,
@@ -211,3 +215,24 @@ def blocked_pairs(plan: PlanTables, block: int, padded: bool = True) -> NDArray[
     if not padded:
         area = np.minimum(area, (tiles.q1 - tiles.q0) * (tiles.k1 - tiles.k0))
     return np.bincount(place, area, plan.cp * plan.cp).reshape(plan.cp, plan.cp)
+
+
+def amounts(report: Report, sizes: AttentionSizes) -> tuple[int, int, int, int]:
+    """Bytes that are kept, of these out and lse, of receive buffers, and of the other buffers at
+    the time they are most.
+    """
+    buffers = memory(report, sizes)
+
+    def together(begin: str) -> int:
+        return sum(size for name, size in buffers.items() if name.startswith(begin))
+
+    slots = buffers["both: key and value slots"]
+    results = (
+        int(report.tokens_per_rank.max()) * sizes.out_width * sizes.element + buffers["kept: lse"]
+    )
+    return (
+        together("kept"),
+        results,
+        slots,
+        together("both") - slots + max(together("forward"), together("backward")),
+    )

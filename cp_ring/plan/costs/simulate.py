@@ -376,18 +376,23 @@ class RankUpdates:
     """The updates of one rank's totals (`cp_ring.plan.updates`): of out, of dq, and of dk and dv of
     each hop, by its index.
 
-    grids: the tiles of its kernel calls.
+    grids: the tiles of its kernel calls. overlapping: these run on `Rates.streams`, else on one.
     """
 
     out: tuple[Update, ...]
     dq: tuple[Update, ...]
     keys: Mapping[int, tuple[Update, ...]]
     grids: Grids = ((), ())
+    overlapping: bool = False
 
     @property
     def calls(self) -> int:
         """Kernel calls in forward."""
         return len(self.grids[0])
+
+    def streams(self, rates: Rates) -> int:
+        """On how many its calls run."""
+        return rates.streams if self.overlapping else 1
 
     def slower(
         self, sizes: AttentionSizes, groups: int, rates: Rates, *, whole: bool = False
@@ -408,7 +413,8 @@ class RankUpdates:
             product = sizes.pair_flops[which] / heads * BLOCK**2  # of one head
             least = rates.call * rates.flops / known / rates.processors / product
             of_calls = (heads // groups, bool(which))
-            filled = share(calls, *of_calls, *(() if whole else (rates.processors, least)))
+            waves = () if whole else (rates.processors, least, self.streams(rates))
+            filled = share(calls, *of_calls, *waves)
             found.append(known / filled)
         return np.array(found)
 
@@ -432,7 +438,8 @@ def rank_updates(rank_plan: RankPlan, kernel: Capabilities) -> RankUpdates:
         rank_plan.num_keys,
     )
     of_calls = [[tiles for hop in hops for *_, tiles in hop] for hops in (forward, backward)]
-    return RankUpdates(out, dq, keys, (of_calls[0], of_calls[1]))
+    overlapping = kernel.concurrent and not rank_plan.forwards
+    return RankUpdates(out, dq, keys, (of_calls[0], of_calls[1]), overlapping)
 
 
 def _calls(hop: Hop, kernel: Capabilities) -> list[tuple[Partial, Partial, Tiles]]:

@@ -2,14 +2,17 @@
 
 A call is a grid of blocks, one for each head and 128 queries, in backward for each query head and
 128 keys. A processor works on a block from its beginning to its end, and the call lasts until the
-last one ends, so a grid that is no multiple of the processors leaves some without work.
+last one ends, so a grid that is no multiple of the processors leaves some without work. On two
+streams these go on with the blocks of the next call.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cp_ring.plan.lower import BLOCK
 from cp_ring.plan.ranges import Ints, expand
@@ -25,7 +28,9 @@ Grids = tuple[Sequence[Tiles], Sequence[Tiles]]
 """The tiles of each kernel call of a rank, in forward and in backward."""
 
 
-def filled(ranks: Iterable[Grids], heads: int, processors: int) -> dict[str, float]:
+def filled(
+    ranks: Iterable[Grids], heads: int, processors: int, streams: int = 1
+) -> dict[str, float]:
     """The share of the processors' time in which they compute allowed pairs, 0 to 1: of `forward`
     and of `backward` of the worst of some ranks, and of `one` causal forward call of as many pairs.
 
@@ -37,7 +42,8 @@ def filled(ranks: Iterable[Grids], heads: int, processors: int) -> dict[str, flo
         side = max(round((2 * pairs) ** 0.5 / BLOCK), 1) * BLOCK
         calls = {"forward": grids[0], "backward": grids[1], "one": [square(side, 0)]}
         for name, tiles in calls.items():
-            least[name] = min(least[name], share(tiles, heads, name == "backward", processors))
+            filled = share(tiles, heads, name == "backward", processors, streams=streams)
+            least[name] = min(least[name], filled)
     return least
 
 
@@ -52,20 +58,23 @@ def share(
     backward: bool = False,
     processors: int | None = None,
     least: float = 0.0,
+    streams: int = 1,
 ) -> float:
-    """Of the calls, one after the other, each of which takes at least the time of `least` products.
-    Without `processors`: of one block after another, where no processor is ever without one.
+    """Of the calls, on so many streams in turn, each of which ends at least the time of `least`
+    products after the one before. Without `processors`: of one block after another, where no
+    processor is ever without one.
     """
-    work, time = 0.0, 0.0
+    work, blocks = 0.0, 0
+    free, ends = np.zeros(processors or 0), deque([0.0] * streams, streams)
     for tiles in calls:
         work += float(tiles.area().sum()) * heads / BLOCK**2
         durations, counts = np.unique(_products(tiles, backward) + BEGIN, return_counts=True)
         counts *= heads
-        time += (
-            int(durations @ counts)
-            if processors is None
-            else processors * max(_makespan(durations, counts, processors), least)
-        )
+        blocks += int(durations @ counts)
+        if processors is not None:
+            np.maximum(free, ends[0], out=free)
+            ends.append(max(_hand_out(durations, counts, free), ends[-1] + least))
+    time = blocks if processors is None else processors * max(ends)
     return work / time if work else 1.0
 
 
@@ -82,11 +91,12 @@ def _products(tiles: Tiles, backward: bool) -> Ints:
     return np.maximum(-(-(end - start) // BLOCK), 0)
 
 
-def _makespan(durations: Ints, counts: Ints, processors: int) -> int:
+def _hand_out(durations: Ints, counts: Ints, free: NDArray[np.float64]) -> float:
     """When the last block ends, where each goes to the processor that is free first, the longest
-    blocks before the others. `durations` ascend; there are `counts` blocks of each.
+    blocks before the others. `durations` ascend; there are `counts` blocks of each. `free`, when
+    each processor is free, is changed.
     """
-    free = np.zeros(processors, np.int64)
+    processors, end = len(free), 0.0
     for duration, left in zip(durations[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while left:
             free.sort()
@@ -96,4 +106,5 @@ def _makespan(durations: Ints, counts: Ints, processors: int) -> int:
             wave = processors if rounds else min(wave, left)
             free[:wave] += duration * max(rounds, 1)
             left -= wave * max(rounds, 1)
-    return int(free.max())
+            end = max(end, float(free[wave - 1]))
+    return end

@@ -54,6 +54,7 @@ class Rates:
     processors: streaming multiprocessors, whose blocks are counted (`cp_ring.plan.costs.waves`):
     `flops` is then the speed of the call `REFERENCE` there, and `call` is what a kernel call takes
     at least. 0 counts none.
+    streams: those of kernel calls, of which so many may then run at a time.
 
     Raises `PlanError` unless all other numbers are above 0, and `processors` is a whole number.
     """
@@ -68,11 +69,12 @@ class Rates:
     block: int = 1
     padded: bool = False
     processors: int = 0
+    streams: int = 2
 
     def __post_init__(self) -> None:
         if not isinstance(self.processors, int) or self.processors < 0:
             raise PlanError(f"processors={self.processors}: it must be a whole number, or 0")
-        for field in fields(self)[:-2]:
+        for field in fields(self)[:-3]:
             if not 0 < getattr(self, field.name) < float("inf"):
                 raise PlanError(
                     f"{field.name}={getattr(self, field.name)}: a rate must be a number above 0"
@@ -155,5 +157,5 @@ def read(path: str) -> Rates:
             or not 0 < value < float("inf")
         ):
             raise PlanError(f"--rates {path}: {key} {value!r}: it must be a number above 0")
-    given = {_IN_FILE[key][0]: value * _IN_FILE[key][1] for key, value in rates.items()}
-    return replace(Rates() if "tflops" in rates else RATES, **given)
+    values = {_IN_FILE[key][0]: value * _IN_FILE[key][1] for key, value in rates.items()}
+    return replace(Rates() if "tflops" in rates else RATES, **values)

@@ -59,7 +59,7 @@ def replay(
     sizes: RankSizes,
     *,
     kernel: str = "auto",
-    num_slots: int = 2,
+    compute_streams: int = 2,
     repeats: int = 5,
     bandwidth: float | None = None,
 ) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def replay(
     q, k, v, dout = sizes.draw(rank_plan.num_tokens)
 
     def forward() -> Tensor:
-        options: dict[str, Any] = {"num_slots": num_slots, "qkv_format": "sbhd"}
+        options: dict[str, Any] = {"compute_streams": compute_streams, "qkv_format": "sbhd"}
         return ring_attention(q, k, v, transport, plan=rank_plan, kernel=kernel, **options)
 
     inputs = [x.requires_grad_() for x in (q, k, v)]

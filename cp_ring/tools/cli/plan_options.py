@@ -171,6 +171,7 @@ class PlanRequest:
         f"call instead; default {RATES.processors}.",
         min=0,
     )
+    compute_streams: int = _rate(RATES.streams, "CUDA streams of kernel calls.", min=1, max=2)
     compare: bool = _output(
         False, "Compare splits of --lengths: padded, hybrid, zigzag, balanced.", "--compare"
     )
@@ -217,7 +218,7 @@ class PlanRequest:
         """The rates of a file, or those that all predictions assume, with the ones of the options
         in their place.
         """
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {"streams": self.compute_streams}
         for name, flag, value, unit in (
             ("flops", "--tflops", self.tflops, 1e12),
             ("inside", "--node-bandwidth", self.node_bandwidth, 1e9),

@@ -56,7 +56,8 @@ _BY_RANK = (
 def summary(whole: Plan, report: Report, assumed: Assumed, num_slots: int) -> dict[str, Any]:
     """The numbers of a plan, ready for JSON. Bytes are keys and values of one forward pass."""
     plan, near = whole.ring, members_of_node(assumed.ranks_per_node, whole.ulysses)
-    costs = cost(report, assumed.sizes.of_rank(whole.ulysses), num_slots)
+    streams = assumed.rates.streams if assumed.kernel.concurrent else 1
+    costs = cost(report, assumed.sizes.of_rank(whole.ulysses), num_slots, streams)
     return {
         "mask": plan.mask.name,
         "layout": plan.layout.name,
@@ -107,7 +108,9 @@ def _speed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, Any]:
             sum(accumulator_bytes(of_rank, own)) for of_rank in updates.values()
         ],
         "predicted_efficiency": predicted,
-        "filled": filled(grids, sizes.batch * own.heads, rates.processors)
+        "filled": filled(
+            grids, sizes.batch * own.heads, rates.processors, updates[0].streams(rates)
+        )
         if rates.processors
         else None,
     }

@@ -104,4 +104,5 @@ def predict(job: JobConfig, rates: Rates, per_node: int) -> Timeline:
     """
     whole = plan_of(job, per_node)
     near = node_size(_first_group(job), per_node)
+    rates = replace(rates, streams=job.cp_ring.compute_streams)
     return simulate(whole, whole.verify(job.cp_ring.num_slots), sizes_of(job), rates, near)
