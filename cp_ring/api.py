@@ -15,20 +15,17 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from cp_ring import graph_op
-from cp_ring.attention import AnyPlan, Attention, AttentionOptions, Inputs, attention_of
+from cp_ring.attention import AnyPlan, Attention, attention_of
 from cp_ring.comm.latent import LatentKeys
-from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.comm.transport import Group, check_local, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
+from cp_ring.inputs import AttentionOptions, Inputs
+from cp_ring.kernels.positional import of_positions
 from cp_ring.observe import watchdog
-from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
+from cp_ring.ops import graph_op
+from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import Plan
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.plan_cache import PlanOptions
-from cp_ring.positional import of_positions
-from cp_ring.runtime import RUNTIME
+from cp_ring.plan_cache import PlanOptions, layout_of_layers, weighs
 
 
 class CallOptions(TypedDict, total=False):
@@ -229,8 +226,8 @@ def ring_attention(
     if torch.compiler.is_compiling():
         if not graph_op.supports(q, k, v, group, options):
             return _out_of_graph(q, k, v, group, return_lse=return_lse, **options)
-        found = graph_op.call(_resolved, (q, k, v), group, options)
-        return found if return_lse else found[0]
+        results = graph_op.call(_resolved, (q, k, v), group, options)
+        return results if return_lse else results[0]
     attention, inputs = _resolved(q, k, v, group, return_lse, options)
     out, lse, *_ = attention(inputs)
     if not return_lse:
@@ -249,16 +246,16 @@ def _in_format(
     """`ring_attention` for tensors of such a format."""
     for of, x in zip("qkv", tensors, strict=True):
         if not isinstance(x, Tensor) or x.dim() != _DIMENSIONS[name]:
-            found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            shape = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise PlanError(
                 f"qkv_format={name!r}: {of} must be a tensor of {_DIMENSIONS[name]} dimensions, "
-                f"not {found}"
+                f"not {shape}"
             )
     packed = name == "thd"
     views: list[Any] = [x[None] if packed else x.transpose(1, 2) for x in tensors]
     call: Any = ring_attention
-    found = call(*views, group, **{**options, "return_lse": return_lse, "qkv_format": "bshd"})
-    out, *lse = found if return_lse else (found,)
+    results = call(*views, group, **{**options, "return_lse": return_lse, "qkv_format": "bshd"})
+    out, *lse = results if return_lse else (results,)
     out = out[0] if packed else out.transpose(1, 2)
     return (out, lse[0][0] if packed else lse[0]) if return_lse else out
 
@@ -276,31 +273,26 @@ def _by_heads(tensors: tuple[Any, ...], group: Group, return_lse: bool, options:
             f"mask is for groups of {', '.join(map(str, counts))} heads: they must add up to the "
             f"{h} query heads, each with whole key/value heads, of which there are {g}"
         )
-    given = dict(options)
-    if (name := given.get("layout")) in LAYOUTS and NamedLayout.named(str(name)).weighs:
+    of_heads = dict(options)
+    if weighs(name := options.get("layout")):
         transport = transport_for(group, q.device)
         layers = tuple((mask, count) for count, mask in masks)
-        given["layout"] = _of_layers(str(name), layers, transport.size if transport else 1)
-    found, first = [], 0
+        of_heads["layout"] = layout_of_layers(name, layers, transport.size if transport else 1)
+    results, first = [], 0
     for count, mask in masks:
         mine, keys = slice(first, first + count), slice(first * g // h, (first + count) * g // h)
         for name in ("sink", "alibi_slopes"):
             if options.get(name) is not None:
-                given[name] = options[name][mine]
+                of_heads[name] = options[name][mine]
         if (bias := options.get("bias")) is not None and bias.shape[1:2] != (1,):
-            given["bias"] = bias[:, mine]
+            of_heads["bias"] = bias[:, mine]
         parts = q[:, :, mine], k[:, :, keys], v[:, :, keys]
         call: Any = ring_attention
-        found.append(call(*parts, group, **given | {"mask": mask, "return_lse": return_lse}))
+        results.append(call(*parts, group, **of_heads | {"mask": mask, "return_lse": return_lse}))
         first += count
     if not return_lse:
-        return torch.cat(found, 2)
-    return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 1)
-
-
-@RUNTIME.cache(maxsize=16)
-def _of_layers(name: str, layers: tuple[tuple[Mask, int], ...], cp: int) -> Layout:
-    return NamedLayout.named(name).of_layers(layers, cp)
+        return torch.cat(results, 2)
+    return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
 
 
 # `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
@@ -318,34 +310,35 @@ def _resolved(
     options: CallOptions,
 ) -> tuple[Attention, Inputs]:
     """What `ring_attention` calls, and with what."""
-    given: dict[str, Any] = dict(options)
-    of_plan = {name: given.pop(name) for name in options if name in _OF_PLAN}
-    for name in sorted(given.keys() - _OF_CALL):
+    of_call: dict[str, Any] = dict(options)
+    of_plan = {name: of_call.pop(name) for name in options if name in _OF_PLAN}
+    for name in sorted(of_call.keys() - _OF_CALL):
         near = difflib.get_close_matches(name, _OF_CALL | _OF_PLAN, 1, 0.4)
         raise TypeError(
             f"ring_attention() got an unexpected keyword argument {name!r}"
             + f"; did you mean {''.join(near)}?" * bool(near)
         )
-    if (timeout := given.pop("timeout", None)) is not None:
+    if (timeout := of_call.pop("timeout", None)) is not None:
         _watch(timeout)
-    latents, sink = None, given.pop("sink", None)
+    latents, sink = None, of_call.pop("sink", None)
     if isinstance(k, LatentKeys):
         latents, (k, v) = k.latents(), k.expand()
     elif v is None:
         raise PlanError("v is missing: only LatentKeys in place of k need none")
-    for name, x in (("q", q), ("k", k), ("v", v), *[("sink", sink)] * (sink is not None)):
-        check_local(name, x)
-    plan = of_plan.get("plan")
+    optional = {"sink": sink, "bias": of_call.get("bias")}
+    for name, x in {"q": q, "k": k, "v": v, **optional}.items():
+        if x is not None or name not in optional:
+            check_local(name, x)
+    plan, transport = of_plan.get("plan"), transport_for(group, q.device)
     if plan is None or len(of_plan) > 1:
         asked = PlanOptions(**of_plan)
         if plan is None:
-            plan = _plan_of(asked, group, q, (k, v), given.get("qkv_format"))
-    dropout = of_positions(plan, group, q, given)
+            plan = asked.find(transport, (q, k, v), of_call.get("qkv_format") == "sbhd")
+    dropout = of_positions(plan, transport.rank if transport else 0, q, of_call)
     inputs = Inputs(q, k, v, sink, latents, dropout).alike()
     plain = latents is None or plan.ulysses > 1 or dropout is not None
-    given["wire"] = given.get("wire") or ("plain" if plain else "latent")
-    found = AttentionOptions(**given, lse=return_lse)
-    return attention_of(plan, group, found, inputs), inputs
+    of_call["wire"] = of_call.get("wire") or ("plain" if plain else "latent")
+    return attention_of(plan, group, AttentionOptions(**of_call, lse=return_lse), inputs), inputs
 
 
 def _watch(timeout: float) -> None:
@@ -356,38 +349,3 @@ def _watch(timeout: float) -> None:
         raise ConfigError(f"timeout={timeout!r}: it must be a number of seconds above 0, or None")
     watchdog.start(timeout)
     watchdog.enter("ring_attention", watchdog.WATCH.place.step)
-
-
-def _plan_of(
-    asked: PlanOptions,
-    group: Group,
-    q: Tensor,
-    others: tuple[Tensor, Tensor],
-    qkv_format: str | None,
-) -> Plan:
-    """The plan of a call. Raises `PlanError` where q has not 4 dimensions."""
-    transport = transport_for(group, q.device)
-    if q.dim() != 4:
-        raise PlanError(
-            "q must have 4 dimensions, batch, tokens, heads and head size, not the shape "
-            f"{tuple(q.shape)}"
-        )
-    of_tokens, of_batch = (0, 1) if qkv_format == "sbhd" else (1, 0)
-    batch, of_keys = q.shape[of_batch], others[0].shape
-    shape = q.shape[of_tokens], of_keys[of_tokens] if len(of_keys) > 1 else 0, batch
-    rank, cp = (transport.rank, transport.size) if transport else (0, 1)
-    near = node_size(getattr(transport, "ranks", ()), ranks_per_node())
-    return asked.find(shape, rank, cp, near, _sizes(q, *others, batch))
-
-
-def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes | None:
-    """Sizes for predicted times; None for tensors that are about to be rejected."""
-    if (
-        k.dim() != 4
-        or v.dim() != 4
-        or 0 in (*q.shape, *k.shape, *v.shape)
-        or q.shape[2] % k.shape[2]
-    ):
-        return None
-    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(q.dtype, "fp32")
-    return AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype=dtype, batch=batch)

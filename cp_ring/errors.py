@@ -65,8 +65,8 @@ def expect(what: str, value: Any, *kinds: type[Any]) -> Any:
         return value
     wanted = " or ".join(_WORDS.get(kind, f"a {kind.__name__}") for kind in kinds)
     plain = isinstance(value, str | Real | None)
-    found = f"={value!r}" if plain else f" is of type {type(value).__name__}"
-    raise ConfigError(f"{what}{found}: it must be {wanted}")
+    shown = f"={value!r}" if plain else f" is of type {type(value).__name__}"
+    raise ConfigError(f"{what}{shown}: it must be {wanted}")
 
 
 def one_line(message: object) -> str:

@@ -129,10 +129,8 @@ class Offload:
         if copy.device.type != "cuda":
             copy.fetched = copy.host.clone()
         else:
-            current, stream = (
-                torch.cuda.current_stream(copy.device),
-                self._stream(copy.device, "to device"),
-            )
+            current = torch.cuda.current_stream(copy.device)
+            stream = self._stream(copy.device, "to device")
             copy.fetched = torch.empty(copy.host.shape, dtype=copy.host.dtype, device=copy.device)
             # work that was enqueued before may still use the memory that was just allocated
             stream.wait_stream(current)

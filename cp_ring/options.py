@@ -7,46 +7,40 @@ that are settings too, and the tables of flags are all made of this one dataclas
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import re
-from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.option_values import (
+    KINDS,
+    choices_of,
+    joined,
+    on_or_off,
+    only_known,
+    parse_trace,
+    read,
+    schedule_text,
+    ways_of,
+)
 from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.layout import LAYOUTS, MAX_RANKS, NamedLayout
 from cp_ring.plan.routes import DEFAULT, ROUTES
-from cp_ring.plan.schedule import SLOT_SHARDS, parse, resolve, text
+from cp_ring.plan.schedule import SLOT_SHARDS, resolve
 from cp_ring.plan.sizes.attention_sizes import WIRES
-from cp_ring.runtime import RUNTIME
 
 MASK_KINDS = (
     "shared-prefix", "images", "global", "tree", "block-causal", "block-diffusion", "documents",
-    "prefix",
-    "causal",
-    "full",
-    "any",
+    "prefix", "causal", "full", "any",
 )  # fmt: skip
 """Kinds of masks that batches may declare: names of constructors of `Mask`, and `any`."""
 
 FORKING = ("shared-prefix", "tree")
 """Those in which branches continue one another, and so do the states of recurrent layers."""
 
-RECURRENT_KINDS = ("mamba", "gdn")
-"""Kinds of recurrent layers: Mamba, and gated delta net."""
-
 UNTRIED = ("cuda-graphs", "moe-overlap")
 """Features of Megatron for which ring attention is written, and which no GPU run has shown yet:
 rejected unless allowed.
-"""
-
-PLUGINS = "cp_ring.plugins"
-"""Entry point group of packages that add kernels, layouts or routes: each entry names a module that
-registers them.
-
-A script that imports such a module itself before it parses its arguments needs no entry point.
 """
 
 
@@ -61,119 +55,11 @@ class OptionError(ConfigError):
         return f"{Options.flag(self.name)} {self.value!r}: {self.problem}"
 
 
-@RUNTIME.cache()
-def load_plugins() -> None:
-    """Imports the modules of the entry point group `PLUGINS`, once."""
-    for plugin in importlib.metadata.entry_points(group=PLUGINS):
-        try:
-            plugin.load()
-        except Exception as error:  # whatever the import of another's module raises
-            raise ConfigError(
-                f"plugin {plugin.name} ({plugin.value}) cannot be imported: {error}"
-            ) from None
-
-
-def parse_trace(text: str) -> range:
-    """The steps that STEP[:COUNT] asks for; none for "". Raises `ConfigError`."""
-    if not text:
-        return range(0)
-    if not re.fullmatch(r"[1-9][0-9]*(:[1-9][0-9]*)?", text):
-        raise ConfigError("it is not STEP or STEP:COUNT, numbers from 1 on")
-    first, _, count = text.partition(":")
-    return range(int(first), int(first) + int(count or "1"))
-
-
 def _kernels() -> tuple[str, ...]:
     # loads torch, which a command line that names no kernel does without
     from cp_ring.kernels import REGISTRY
 
     return ("auto", *REGISTRY)
-
-
-def _joined(value: Any) -> Any:
-    """Names as text; reads a list too, as YAML has it."""
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
-
-
-def _known(what: str, known: Sequence[str], value: str) -> None:
-    for name in value.split(",") if value else ():
-        if name not in known:
-            raise ConfigError(f"{name} is no {what}; known are {', '.join(known)}")
-
-
-def _recurrent_ways(text: str) -> dict[str, str]:
-    """The way of each kind of recurrent layers. Raises `ConfigError`."""
-    ways = ("heads", "states", "auto")
-    if text in ways:
-        return dict.fromkeys(RECURRENT_KINDS, text)
-    pairs = [each.partition("=")[::2] for each in text.split(",")]
-    for kind, way in pairs:
-        if kind not in RECURRENT_KINDS or way not in ways or len(dict(pairs)) < len(pairs):
-            raise ConfigError(
-                f"it must be {', '.join(ways)}, or one of these for each of "
-                f"{', '.join(RECURRENT_KINDS)}, as in mamba=states,gdn=heads"
-            )
-    return dict.fromkeys(RECURRENT_KINDS, "heads") | dict(pairs)
-
-
-def _schedule_text(value: Any) -> Any:
-    """Reads a list too, as YAML has it: [0, 1, 2, 2] is 0,1,2,2."""
-    if not isinstance(value, str | list | tuple):
-        return value
-    try:
-        return text(parse(text(value)))
-    except PlanError as error:
-        raise ConfigError(str(error).partition(": ")[2]) from None
-
-
-def _on_or_off(value: Any) -> Any:
-    """Reads a boolean too: `certify: true` in a YAML file is on."""
-    return ("on" if value else "off") if isinstance(value, bool) else value
-
-
-_ON, _OFF = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off", "0")
-
-
-def _switch(value: Any) -> bool:
-    word = str(value).lower()
-    if not isinstance(value, bool | int | str):
-        raise ConfigError("input should be a valid boolean")
-    if word not in (*_ON, *_OFF):
-        raise ConfigError("input should be a valid boolean, unable to interpret input")
-    return word in _ON
-
-
-def _number(kind: type[int] | type[float], article: str, noun: str, value: Any) -> float:
-    try:
-        number = kind(str(value) if isinstance(value, bool) else value)
-    except (TypeError, ValueError, OverflowError):
-        reason = f", unable to parse string as {article} {noun}" if isinstance(value, str) else ""
-        raise ConfigError(f"input should be a valid {noun}{reason}") from None
-    if kind is int and isinstance(value, float) and number != value:
-        raise ConfigError("input should be a valid integer, got a number with a fractional part")
-    return number
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ConfigError("input should be a valid string")
-    return value
-
-
-# by the annotation of a field: how a value is read, and what the table of flags calls it
-_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "bool": (_switch, "switch"),
-    "int": (partial(_number, int, "an", "integer"), "whole number"),
-    "float": (partial(_number, float, "a", "number"), "number"),
-    "int | str": (partial(_number, int, "an", "integer"), "text"),
-    "str": (_text, "text"),
-}
-
-
-def either(names: Sequence[str]) -> str:
-    """The names as in a sentence: 'a', 'b' or 'c'."""
-    *others, last = map(repr, names)
-    return f"{', '.join(others)} or {last}"
 
 
 def _setting(default: Any, text: str, **limits: Any) -> Any:
@@ -222,8 +108,8 @@ class Options:
         "Kinds of the masks that batches carry as cp_ring_mask, separated by commas, "
         f"which the certificate then probes: {', '.join(MASK_KINDS)}; any is every "
         "mask.",
-        convert=_joined,
-        check=partial(_known, "kind of mask", MASK_KINDS),
+        convert=joined,
+        check=partial(only_known, "kind of mask", MASK_KINDS),
     )
     pack: str = _setting(
         "first-fit",
@@ -252,7 +138,7 @@ class Options:
         "auto",
         "At which hop a rank uses the keys of each other rank: auto; ring, one source a hop; "
         "gather, all in one hop; or the hop of each ring distance, as in 0,1,2,2.",
-        convert=_schedule_text,
+        convert=schedule_text,
     )
     slot_shards: int = _setting(
         SLOT_SHARDS,
@@ -297,8 +183,8 @@ class Options:
         "What ranks exchange for recurrent layers: heads, an all-to-all as in Megatron; states, "
         "where each rank scans its own tokens and passes its final state on; auto, the faster "
         "one by predicted time; or one of these per kind, as in mamba=states,gdn=heads.",
-        convert=_joined,
-        check=_recurrent_ways,
+        convert=joined,
+        check=ways_of,
     )
     recompute: str = _setting(
         "keep",
@@ -327,8 +213,8 @@ class Options:
         "",
         "Features of Megatron, comma separated, to accept although no GPU run has tested them "
         "with ring attention: cuda-graphs, moe-overlap.",
-        convert=_joined,
-        check=partial(_known, "untried feature", UNTRIED),
+        convert=joined,
+        check=partial(only_known, "untried feature", UNTRIED),
     )
     run_dir: str = _setting(
         "",
@@ -387,7 +273,7 @@ class Options:
         "and stop the job if they are not what its flags declare; writes a certificate beside "
         "the checkpoints. strict also stops a job of which a part cannot be probed.",
         choices=("on", "off", "strict"),
-        convert=_on_or_off,
+        convert=on_or_off,
     )
 
     def __post_init__(self) -> None:
@@ -396,7 +282,7 @@ class Options:
             if type(value) is type(default) and value == default:
                 continue  # and the names of kernels, which need torch, are not asked for
             try:
-                object.__setattr__(self, setting.name, _read(setting, value))
+                object.__setattr__(self, setting.name, read(setting, value))
             except ConfigError as error:
                 raise OptionError(setting.name, value, str(error)) from None
 
@@ -431,7 +317,7 @@ class Options:
     @property
     def recurrent_ways(self) -> dict[str, str]:
         """What ranks exchange, heads, states or auto, for each of `RECURRENT_KINDS`."""
-        return _recurrent_ways(self.recurrent)
+        return ways_of(self.recurrent)
 
     def without_auto(self) -> Options:
         """With the simplest shape in place of `auto`: what runs with it runs with any."""
@@ -526,7 +412,7 @@ class Options:
             {
                 "flag": cls.flag(name),
                 "default": "off" if setting.default is False else str(setting.default) or "none",
-                "values": ", ".join(choices(name)) or _KINDS[str(setting.type)][1],
+                "values": ", ".join(choices(name)) or KINDS[str(setting.type)][1],
                 "what it does": setting.metadata["text"],
             }
             for name, setting in SETTINGS.items()
@@ -557,30 +443,7 @@ def choices(name: str) -> tuple[str, ...]:
     """The names that a setting accepts, () if it is not a choice. Kernels, layouts and routes are
     those registered by now.
     """
-    known = SETTINGS[name].metadata.get("choices", ())
-    return known() if callable(known) else known
-
-
-def _read(setting: Field[Any], value: Any) -> Any:
-    """The value as the setting has it. Raises `ConfigError` that says what it accepts."""
-    limits = setting.metadata
-    if "convert" in limits:
-        value = limits["convert"](value)
-    if limits.get("choices"):
-        if value not in choices(setting.name):
-            load_plugins()
-        if value not in choices(setting.name):
-            raise ConfigError(f"input should be {either(choices(setting.name))}")
-    if value in limits.get("words", ()):
-        return value
-    value = _KINDS[str(setting.type)][0](value)
-    if not value >= limits.get("least", value):
-        raise ConfigError(f"input should be greater than or equal to {limits['least']}")
-    if not value <= limits.get("most", value):
-        raise ConfigError(f"input should be less than or equal to {limits['most']}")
-    if "check" in limits:
-        limits["check"](value)
-    return value
+    return choices_of(SETTINGS[name])
 
 
 def _dest(name: str) -> str:

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from types import NoneType
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from cp_ring.errors import ConfigError, expect
+from cp_ring.comm.nodes import node_size, ranks_per_node
+from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.options import Options
 from cp_ring.plan.costs.shapes import AUTO, Assumed, choose
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
@@ -21,8 +24,11 @@ from cp_ring.plan.ranges import offsets, window_of
 from cp_ring.plan.routes import DEFAULT
 from cp_ring.plan.schedule import text
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.plan.tables import RankPlan
 from cp_ring.runtime import RUNTIME
+
+if TYPE_CHECKING:
+    from cp_ring.comm.transport import Transport
+    from cp_ring.plan.tables import RankPlan
 
 MAX_CHOICES = 64
 """How many choices of `auto` are kept: those that were used last."""
@@ -99,19 +105,26 @@ class PlanOptions:
 
     def find(
         self,
-        shape: tuple[int, int, int],
-        rank: int,
-        cp: int,
-        node_size: int,
-        sizes: AttentionSizes | None,
+        transport: Transport | None,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        tokens_first: bool,
     ) -> Plan:
-        """The plan of a call in which rank `rank` of `cp` passes tensors of `shape`, tokens of q
-        and of k, and batch rows, with these sizes.
+        """The plan of a call in which the rank of the transport passes q, k and v, [batch, tokens,
+        ...], or tokens first.
 
-        `node_size` is what the launcher says. Raises `ConfigError` or `PlanError` with a line that
-        names the argument.
+        Raises `ConfigError` or `PlanError` with a line that names the argument.
         """
-        layout, (tokens, key_tokens, batch) = self.layout, shape
+        q, k, _ = tensors
+        if q.dim() != 4:
+            raise PlanError(
+                "q must have 4 dimensions, batch, tokens, heads and head size, not the shape "
+                f"{tuple(q.shape)}"
+            )
+        of_tokens, batch = int(not tokens_first), q.shape[int(tokens_first)]
+        tokens = q.shape[of_tokens]
+        key_tokens = k.shape[of_tokens] if k.dim() > 1 else 0
+        rank, cp = (transport.rank, transport.size) if transport else (0, 1)
+        layout = self.layout
         if isinstance(layout, Layout) and layout.cp != cp:
             raise ConfigError(f"layout is for {layout.cp} ranks, but the group has {cp}")
         mask = self.mask
@@ -127,27 +140,26 @@ class PlanOptions:
                 split = self.key_layout or (named if named != REPLICATED else "contiguous")
                 of_keys = _edges("cu_seqlens_k", self.cu_seqlens_k, split, key_tokens, cp)
             mask = _mask(edges, of_keys, self.causal, window_of(self.window_size))
+        near = self.node_size
+        if near is None:
+            near = node_size(getattr(transport, "ranks", ()), ranks_per_node())
         spec = PlanSpec(
-            layout,
-            self.route,
-            self.schedule,
-            node_size=self.node_size if self.node_size is not None else node_size,
-            key_layout=self.key_layout,
+            layout, self.route, self.schedule, node_size=near, key_layout=self.key_layout
         )
         if AUTO in (self.route, self.heads) and layout == REPLICATED:
             spec = replace(spec, route=DEFAULT)  # no key travels, and no head
         elif AUTO in (self.route, self.heads):
-            spec = _fastest(mask, cp, spec, self.heads, sizes or AttentionSizes())
+            spec = _fastest(mask, cp, spec, self.heads, _sizes(*tensors, batch))
         else:
             spec = replace(spec, ulysses=int(self.heads))
         proven = plan(mask, cp, spec)
-        for layout, of, has, given in (
+        for layout, of, has, ends in (
             (proven.layout, "q", tokens, self.cu_seqlens),
             (proven.key_layout, "k", key_tokens, self.cu_seqlens_k),
         ):
             held = int(layout.tokens_per_rank[rank])
             if layout.rows == 1 and held != has:
-                name = "the sequence has" if given is None else "cu_seqlens ends at"
+                name = "the sequence has" if ends is None else "cu_seqlens ends at"
                 raise ConfigError(
                     f"{name} {layout.n} tokens, of which rank {rank} of {cp} holds {held}, but "
                     f"{of} has {has} tokens of each batch row"
@@ -155,6 +167,19 @@ class PlanOptions:
         if proven.layout.rows not in (1, batch):
             raise ConfigError(f"layout is for {proven.layout.rows} batch rows, but q has {batch}")
         return proven
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes:
+    """Sizes for predicted times; any for tensors that are about to be rejected."""
+    if (
+        k.dim() != 4
+        or v.dim() != 4
+        or 0 in (*q.shape, *k.shape, *v.shape)
+        or q.shape[2] % k.shape[2]
+    ):
+        return AttentionSizes()
+    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(q.dtype, "fp32")
+    return AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype=dtype, batch=batch)
 
 
 def _fastest(
@@ -198,15 +223,26 @@ def zigzag(n: int, cp: int) -> Layout:
     return Layout.zigzag(n, cp)
 
 
+def weighs(name: object) -> bool:
+    """Whether it names a layout that depends on the work of the masks."""
+    return name in LAYOUTS and NamedLayout.named(str(name)).weighs
+
+
+@RUNTIME.cache(maxsize=16)
+def layout_of_layers(name: str, layers: tuple[tuple[Mask, int], ...], cp: int) -> Layout:
+    """The layout of that name for masks, with the number of layers or heads that have each."""
+    return NamedLayout.named(name).of_layers(layers, cp)
+
+
 def _edges(
-    name: str, given: Offsets | None, layout: Layout | str, tokens: int, cp: int
+    name: str, ends: Offsets | None, layout: Layout | str, tokens: int, cp: int
 ) -> tuple[int, ...]:
     """The offsets of documents, of which a rank holds so many tokens; of one document where none
     are given.
     """
     end = layout.n if isinstance(layout, Layout) else None
-    if given is not None:
-        return tuple(offsets(given, name, end).tolist())
+    if ends is not None:
+        return tuple(offsets(ends, name, end).tolist())
     return (
         0,
         length_of(tokens, 1 if layout == REPLICATED else cp, str(layout)) if end is None else end,

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_ring.comm.transport import Group, GroupTransport, check_local, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
-from cp_ring.ops.dtypes import finite
+from cp_ring.ops.dtypes import finite, sum_dtype
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, check_all, integer, integers
 
@@ -113,12 +113,12 @@ def logprobs(
         logits = hidden
         if weight is not None:
             logits = F.linear(_Sum.apply(hidden, None, group), weight.to(hidden.dtype))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        logits = logits.to(sum_dtype(logits.dtype)) / temperature
         return _of_logits(logits, labels, group, first, entropy)
 
     chunks = zip(hidden.flatten(0, -2).split(chunk), labels.flatten().split(chunk), strict=True)
-    found = in_chunks(of_chunk, chunks, 1).unflatten(1, labels.shape)
-    return found if entropy else found[0]
+    values = in_chunks(of_chunk, chunks, 1).unflatten(1, labels.shape)
+    return values if entropy else values[0]
 
 
 def _part_of_vocabulary(
@@ -152,16 +152,16 @@ def _of_logits(
     if group is not None:
         dist.all_reduce(top, dist.ReduceOp.MAX, group)
     share, inner = (lse - top).exp(), labels - first
-    here = (inner >= 0) & (inner < logits.shape[-1])
-    label = logits.gather(-1, inner.where(here, 0)[:, None])[:, 0].where(here, 0)
+    of_rank = (inner >= 0) & (inner < logits.shape[-1])
+    label = logits.gather(-1, inner.where(of_rank, 0)[:, None])[:, 0].where(of_rank, 0)
     parts = [share, label]
     if entropy:
         finite = logits.masked_fill(logits == -math.inf, 0)
         parts.append(share * (logits.softmax(-1) * finite).sum(-1))
     share, label, *means = _Sum.apply(torch.stack(parts), group, None)
     lse = top + share.log()
-    found = torch.stack([label - lse, *(lse - mean / share for mean in means)])
-    return found.masked_fill(labels == NO_LABEL, 0)
+    columns = torch.stack([label - lse, *(lse - mean / share for mean in means)])
+    return columns.masked_fill(labels == NO_LABEL, 0)
 
 
 class _Sum(torch.autograd.Function):
@@ -242,18 +242,20 @@ def prefix_pack(
         and weights that do not fit the sequences.
     """
     expect("sequences", sequences, Iterable)
-    found = [integers(x, f"sequence {i}") for i, x in enumerate(sequences)]
-    lengths = np.array([sequence.size for sequence in found])
-    if not found or not lengths.all() or any(sequence.ndim != 1 for sequence in found):
+    arrays = [integers(x, f"sequence {i}") for i, x in enumerate(sequences)]
+    lengths = np.array([sequence.size for sequence in arrays])
+    if not arrays or not lengths.all() or any(sequence.ndim != 1 for sequence in arrays):
         raise PlanError(
             "prefix_pack needs at least one sequence, each a list of at least one token"
         )
     if integer(multiple, "multiple") < 1:
         raise PlanError(f"multiple={multiple}: it must be at least 1 token")
     prompt, weight = integers(prompts, "prompts"), finite(weights, "weights")
-    for name, given in (("prompts", prompt), ("weights", weight)):
-        if given.ndim and given.shape != lengths.shape:
-            raise PlanError(f"{name} of shape {list(given.shape)} for {len(found)} sequences")
+    for name, tokens_of_prompt in (("prompts", prompt), ("weights", weight)):
+        if tokens_of_prompt.ndim and tokens_of_prompt.shape != lengths.shape:
+            raise PlanError(
+                f"{name} of shape {list(tokens_of_prompt.shape)} for {len(arrays)} sequences"
+            )
     check_all(
         (prompt >= 0) & (prompt <= lengths),
         lambda i: (
@@ -261,15 +263,15 @@ def prefix_pack(
             f"{np.broadcast_to(prompt, lengths.shape)[i]}"
         ),
     )
-    paths, parents, parts = _trie(found)
+    paths, parents, parts = _trie(arrays)
     stored = np.concatenate(parts)
     n = -(-len(stored) // multiple) * multiple
     tokens, labels, total = np.zeros(n, np.int64), np.full(n, NO_LABEL), np.zeros(n)
     tokens[: len(stored)] = stored
-    per_sequence = np.broadcast_to(prompt, len(found)), weight.expand(len(found)).tolist()
-    for path, sequence, given, factor in zip(paths, found, *per_sequence, strict=True):
+    per_sequence = np.broadcast_to(prompt, len(arrays)), weight.expand(len(arrays)).tolist()
+    for path, sequence, tokens_of_prompt, factor in zip(paths, arrays, *per_sequence, strict=True):
         labels[path[:-1]] = sequence[1:]
-        total[path[max(given, 1) - 1 : -1]] += factor
+        total[path[max(tokens_of_prompt, 1) - 1 : -1]] += factor
     return PrefixPack(
         torch.from_numpy(tokens),
         torch.from_numpy(labels),

@@ -76,10 +76,10 @@ class Numbered:
     number: int
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        made = super().__new__(cls)
-        object.__setattr__(made, "number", next(_numbers))
-        _numbered[made.number] = made
-        return made
+        numbered = super().__new__(cls)
+        object.__setattr__(numbered, "number", next(_numbers))
+        _numbered[numbered.number] = numbered
+        return numbered
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies get numbers of their own."""

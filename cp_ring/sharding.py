@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from cp_ring.comm.agreement import Fact
 from cp_ring.comm.transport import Group, Transport, check_local, exchange, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
+from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.exchange.conversion import Conversion, conversion
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout, dimension
 from cp_ring.plan.mask import Mask
@@ -172,8 +173,8 @@ def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, sh
     key = (name, layout.digest, x.dtype, tuple(x.shape[1:]), shift)
 
     def facts() -> list[Fact]:
-        told = zip(("call", "dtype", "size of a token", "shift"), (name, *key[2:]), strict=True)
-        return [Fact("layout", key[1], repr(layout)), *(Fact.of(*fact) for fact in told)]
+        named = zip(("call", "dtype", "size of a token", "shift"), (name, *key[2:]), strict=True)
+        return [Fact("layout", key[1], repr(layout)), *(Fact.of(*fact) for fact in named)]
 
     agree(key, facts)
 
@@ -203,7 +204,7 @@ class _Unshard(torch.autograd.Function):
             mine if rank == transport.rank else torch.empty_like(mine) for rank in range(layout.cp)
         ]
         exchange(transport, leaving, arriving, "unshard gradients")
-        total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
+        total = torch.zeros_like(mine, dtype=sum_dtype(mine.dtype))
         for part in arriving:  # in the order of ranks: the same bits in every run
             total += part
         return total.mul_(ctx.share).to(gradient.dtype), None, None, None
@@ -350,11 +351,11 @@ def _layout_of_part(
         if isinstance(layout, Layout | Plan)
         else length_of(x.shape[dim], size, layout or "zigzag")
     )
-    found = _layout(layout, n, size)
-    held = int(found.tokens_per_rank[rank])
+    of_whole = _layout(layout, n, size)
+    held = int(of_whole.tokens_per_rank[rank])
     if x.shape[dim] != held:
         raise PlanError(
             f"rank {rank} holds {held} tokens of the layout, but dimension {dim} of the tensor has "
             f"{x.shape[dim]}"
         )
-    return found
+    return of_whole

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cp_ring import LatentKeys, Layout, Mask, Plan, PlanError, ring_attention, shard
-from cp_ring.attention import AttentionOptions, Inputs, attention_of
+from cp_ring.attention import attention_of
+from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
 

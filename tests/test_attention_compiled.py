@@ -15,7 +15,8 @@ from torch.utils.checkpoint import (
 )
 
 from cp_ring import ConfigError, Layout, Mask, Plan, ring_attention, roll, shard, unshard
-from cp_ring.attention import AttentionOptions, Inputs, KeptOutput, attention_of
+from cp_ring.attention import attention_of
+from cp_ring.inputs import AttentionOptions, Inputs, KeptOutput
 from cp_ring.testing.local_ring import LocalRing
 
 

@@ -25,7 +25,8 @@ from cp_ring import (
     ring_attention,
 )
 from cp_ring.api import CallOptions
-from cp_ring.attention import Attention, AttentionOptions
+from cp_ring.attention import Attention
+from cp_ring.inputs import AttentionOptions
 from cp_ring.kernels import calls
 from cp_ring.plan import plan as maker
 from cp_ring.plan_cache import PlanOptions

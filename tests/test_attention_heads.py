@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention
-from cp_ring.attention import AttentionOptions, Inputs, KeptOutput, attention_of
+from cp_ring.attention import attention_of
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.inputs import AttentionOptions, Inputs, KeptOutput
 from cp_ring.observe.counters import record
 from cp_ring.plan import split_heads
 from cp_ring.plan.costs.cost import crossing

@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cp_ring import ConfigError, Options, options, ring_attention
+from cp_ring import ConfigError, Options, option_values, ring_attention
 from cp_ring.comm.codecs import CODECS, Plain
 from cp_ring.comm.codecs import register as register_codec
 from cp_ring.kernels import REGISTRY
@@ -58,7 +58,7 @@ def registries(monkeypatch):
     for registry, before in kept:
         registry.clear()
         registry.update(before)
-    options.load_plugins.cache_clear()
+    option_values.load_plugins.cache_clear()
 
 
 def test_selected_by_setting_and_by_call(registries):
@@ -81,13 +81,13 @@ def test_selected_by_setting_and_by_call(registries):
 
 
 def test_plugins_are_loaded_when_a_name_is_unknown(registries, monkeypatch):
-    entry = importlib.metadata.EntryPoint("probe", "tests_probe_plugin", options.PLUGINS)
-    wanted = {"group": options.PLUGINS}
+    entry = importlib.metadata.EntryPoint("probe", "tests_probe_plugin", option_values.PLUGINS)
+    wanted = {"group": option_values.PLUGINS}
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda **query: [entry] if query == wanted else []
     )
 
-    options.load_plugins.cache_clear()
+    option_values.load_plugins.cache_clear()
     with pytest.raises(
         ConfigError, match=r"plugin probe .tests_probe_plugin. cannot be imported: No module named"
     ):

@@ -177,12 +177,10 @@ class Agreement:
         the line, else "".
         """
         with self._lock:
-            base, calls, meeting, current = (
-                f"{_KEY}{self._number}",
-                self._calls,
-                self._meeting,
-                self._current,
-            )
+            base = f"{_KEY}{self._number}"
+            calls = self._calls
+            meeting = self._meeting
+            current = self._current
         if meeting or not self._store.check([base]):
             return ""
         first = json.loads(self._store.get(base))
@@ -255,8 +253,8 @@ def some_of(x: torch.Tensor) -> str:
     """Some values of x; "" where they are equal, or cannot be read while a graph is captured."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return ""
-    found = x.detach().flatten()[:: max(1, x.numel() // 64)].tolist()
-    return str(found) if len({*found}) > 1 else ""
+    values = x.detach().flatten()[:: max(1, x.numel() // 64)].tolist()
+    return str(values) if len({*values}) > 1 else ""
 
 
 def warn_of_same(ranks: int) -> None:
@@ -278,13 +276,13 @@ def differences(rank: int, facts: Sequence[Fact], other: int, others: Sequence[F
         (name, mine.get(name, nothing), theirs.get(name, nothing))
         for name in dict.fromkeys([*mine, *theirs])
     ]
-    told = [
+    lines = [
         f"{name} is {a.words} on rank {rank} and "
         f"{b.words}{' with other contents' * (a.words == b.words)} on rank {other}"
         for name, a, b in pairs
         if a.content != b.content
     ]
-    return f"ranks of the group make different calls: {'; '.join(told)}" if told else ""
+    return f"ranks of the group make different calls: {'; '.join(lines)}" if lines else ""
 
 
 def _differences(first: list[Any], mine: list[Any]) -> str:
@@ -306,29 +304,29 @@ def _look_out(agreement: weakref.ref[Agreement]) -> None:
     It prints in what the calls differ, and tells the other rank, which ends. It asks the store only
     while no call is made.
     """
-    calls, told = -1, ""
+    calls, printed = -1, ""
     while threads.sleep(_TICK_S):
-        here = agreement()
-        if here is None:
+        alive = agreement()
+        if alive is None:
             return
-        if here._calls == calls:
+        if alive._calls == calls:
             try:
-                line = here._tell_of_known_call()
+                line = alive._tell_of_known_call()
             except RuntimeError:  # the store is gone, and with it the job
                 return
             if line:
-                _print(here._rank, line)
+                _print(alive._rank, line)
                 return
         try:
-            line = here._compare_past()
+            line = alive._compare_past()
         except RuntimeError:
             return
-        if line and line == told and here._calls == calls:
-            here.end(EXIT_CODE)  # it waits for messages that never come
-        if line and line != told:
-            _print(here._rank, line)
-        told, calls = line, here._calls
-        del here
+        if line and line == printed and alive._calls == calls:
+            alive.end(EXIT_CODE)  # it waits for messages that never come
+        if line and line != printed:
+            _print(alive._rank, line)
+        printed, calls = line, alive._calls
+        del alive
 
 
 def _print(rank: int, line: str) -> None:

@@ -63,13 +63,13 @@ def on_dtensors(
             f"group is not that of dimension {tokens[0]} of the mesh, over which tokens are "
             "sharded: leave group out"
         )
-    given, (q, k, v) = dict(options), tensors
+    of_shards, (q, k, v) = dict(options), tensors
     cp, (n, keys) = mesh.size(tokens[0]), (x.shape[places["s"]] for x in (q, k))
-    if not {"layout", "plan"} & given.keys():
-        given["layout"] = _in_order(n, cp)
+    if not {"layout", "plan"} & of_shards.keys():
+        of_shards["layout"] = _in_order(n, cp)
         if keys != n:
-            given.setdefault("key_layout", _in_order(keys, cp))
-    out, lse = call(*(x.to_local() for x in tensors), of_mesh, return_lse=True, **given)
+            of_shards.setdefault("key_layout", _in_order(keys, cp))
+    out, lse = call(*(x.to_local() for x in tensors), of_mesh, return_lse=True, **of_shards)
     whole = DTensor.from_local(
         out, mesh, placements, run_check=False, shape=torch.Size((*q.shape[:-1], v.shape[-1])),
         stride=_strides((*q.shape[:-1], v.shape[-1])),

@@ -39,6 +39,7 @@ from torch.profiler import record_function
 
 from cp_ring.comm.transport import MessageBatch, Pending, Transport
 from cp_ring.observe.spans import waiting
+from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.sizes.head_split import HeadSplit
 from cp_ring.plan.tables import Exchange, Transfer
 from cp_ring.runtime import RUNTIME
@@ -271,7 +272,7 @@ class _Repeat(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
         total = gradient.new_zeros(
-            (*gradient.shape[:2], ctx.count, gradient.shape[3]), dtype=_sum_dtype(gradient)
+            (*gradient.shape[:2], ctx.count, gradient.shape[3]), dtype=sum_dtype(gradient.dtype)
         )
         for place, head in enumerate(ctx.heads):
             total[:, :, head] += gradient[:, :, place]
@@ -398,14 +399,10 @@ def _add_up(
     """The sum, in float32, of the gradients of key/value heads `heads[p]` from each rank p, as
     `shape` [s, b, g, d].
     """
-    total = parts[0].new_zeros(tuple(shape), dtype=_sum_dtype(parts[0]))
+    total = parts[0].new_zeros(tuple(shape), dtype=sum_dtype(parts[0].dtype))
     for part, (first, last) in zip(parts, heads, strict=True):
         total[:, :, first:last] += part
     return total.to(parts[0].dtype)
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _repeated(x: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -422,10 +419,8 @@ class _OwnKeysKept(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, exchange: HeadExchange, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor):
         place, split = exchange.place, exchange.split
         # Contiguous, because a view would keep the tensor that it is a part of.
-        kept, pointers = (
-            [x.detach().contiguous() for x in (k, v)],
-            (_storage(own_k), _storage(own_v)),
-        )
+        kept = [x.detach().contiguous() for x in (k, v)]
+        pointers = (_storage(own_k), _storage(own_v))
         again: dict[int, Tensor] = {}
 
         def pack(x: Tensor) -> Any:

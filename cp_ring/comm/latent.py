@@ -111,8 +111,8 @@ class LatentKeys:
                 "head in weight"
             )
         if len({x.dtype for x in in_one_dtype(self.latent, self.rope, self.weight)}) > 1:
-            found = f"{self.latent.dtype}, {self.rope.dtype}, {self.weight.dtype}"
-            raise PlanError(f"latent, rope and weight must share one dtype; here {found}")
+            dtypes = f"{self.latent.dtype}, {self.rope.dtype}, {self.weight.dtype}"
+            raise PlanError(f"latent, rope and weight must share one dtype; here {dtypes}")
 
     def expand(self) -> tuple[Tensor, Tensor]:
         """Keys [b, s, heads, key_dim + r] and values [b, s, heads, e]; differentiable."""

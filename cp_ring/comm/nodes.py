@@ -16,8 +16,8 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
     """
     if "LOCAL_WORLD_SIZE" in environment:
         return int(environment["LOCAL_WORLD_SIZE"])
-    found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return int(found[1]) if found else None
+    tasks = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return int(tasks[1]) if tasks else None
 
 
 def node_size(ranks: Sequence[int], per_node: int | None) -> int:

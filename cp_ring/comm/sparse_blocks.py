@@ -119,8 +119,8 @@ def ordered(scores: Tensor, positions: Tensor) -> Tensor:
     return ((bits ^ ((bits >> 31) & _LOW)) << 32) | (_LOW - positions)
 
 
-def read(found: Tensor) -> tuple[Tensor, Tensor]:
+def read(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """The scores and positions of `ordered`."""
-    bits = found >> 32
+    bits = numbers >> 32
     scores = (bits ^ ((bits >> 31) & _LOW)).int().view(torch.float32)
-    return scores.where(found != NONE, -math.inf), _LOW - (found & 0xFFFFFFFF)
+    return scores.where(numbers != NONE, -math.inf), _LOW - (numbers & 0xFFFFFFFF)

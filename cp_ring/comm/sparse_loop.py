@@ -127,10 +127,10 @@ class SparseCall:
                 else []
                 for hop in self.hops
             ]
-            found = gradient_updates(self.hops, parts, self.rank_plan.num_keys)
+            of_hops = gradient_updates(self.hops, parts, self.rank_plan.num_keys)
             _made[self.rank_plan] = {
                 index: tuple(Segments(each.segments, each.whole) for each in of_hop)
-                for index, of_hop in found.items()
+                for index, of_hop in of_hops.items()
             }
         return _made[self.rank_plan]
 
@@ -179,14 +179,16 @@ def select(call: SparseCall, q: Tensor, weights: Tensor, k: Tensor, positions: T
             with span("select", hop):
                 for block in seen(hop, b * heads, device):
                     mine = block.mine
-                    found = _index_scores(
+                    scores_of_block = _index_scores(
                         call, q[:, mine], weights[:, mine], block.take(keys, dtype)
                     )
-                    as_keys = ordered(found, where[block.at].long()).where(block.allowed, NONE)
+                    as_keys = ordered(scores_of_block, where[block.at].long()).where(
+                        block.allowed, NONE
+                    )
                     best[:, mine] = torch.cat([best[:, mine], as_keys], -1).topk(most).values
                     if whole:
-                        found = found.masked_fill(~block.allowed, -math.inf)
-                        lse[:, mine] = lse[:, mine].logaddexp(found.logsumexp(-1))
+                        scores_of_block = scores_of_block.masked_fill(~block.allowed, -math.inf)
+                        lse[:, mine] = lse[:, mine].logaddexp(scores_of_block.logsumexp(-1))
     scores, place = read(best)
     numbers = number[place.clamp(0, n - 1)].masked_fill(best == NONE, total).sort(-1).values
     edges = torch.tensor([*first.values(), total], device=device).expand(b, s, -1)
@@ -365,8 +367,8 @@ class _Backward:
         loss.over_heads(target)
         target /= loss.heads
         q, weights = self._qi[:, mine], self._weights[:, mine, :, None]
-        found = products(q, k)
-        acts = found.relu() if call.relu else found
+        raw = products(q, k)
+        acts = raw.relu() if call.relu else raw
         log = (acts * weights).sum(2) - self._selection.lse[:, mine, None]
         counts = block.allowed
         if loss.counted is not None:
@@ -376,6 +378,6 @@ class _Backward:
         dscores = ((log.exp() - target) * self._scale).masked_fill(~counts, 0.0)[:, :, None]
         self._dweights[:, mine] += (dscores * acts).sum(-1)
         dscores = dscores * weights
-        dscores = dscores * (found > 0) if call.relu else dscores
+        dscores = dscores * (raw > 0) if call.relu else dscores
         self._dqi[:, mine] += of_queries(dscores, k)
         block.give(dk, of_keys(dscores, q, len(k)))

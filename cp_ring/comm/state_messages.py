@@ -37,9 +37,9 @@ class StateLinks:
         self.plan = chains.steps(transport.rank)
         plan = self.plan
         self.goes_on, self.hands_on = map(self.tensor, (plan.goes_on, plan.hands_on))
-        _, given, gone = np.intersect1d(plan.goes_on, plan.hands_on, return_indices=True)
+        _, into, out = np.intersect1d(plan.goes_on, plan.hands_on, return_indices=True)
         # of those that are in both: places in goes_on and in hands_on, and the states that they get
-        self.both = tuple(map(self.tensor, (given, gone, plan.gets[given])))
+        self.both = tuple(map(self.tensor, (into, out, plan.gets[into])))
         self.arrivals = int(plan.gets.max(initial=-1)) + 1
         same = np.array_equal(plan.gets, np.arange(self.arrivals))
         self.gets = None if same else self.tensor(plan.gets)
@@ -64,8 +64,8 @@ class StateLinks:
 
     def _make_chain(self) -> list[tuple[Trip, Tensor, Tensor]]:
         steps = [
-            (self.trip(swap), self.tensor(given), self.tensor(gone))
-            for swap, given, gone in self.plan.steps
+            (self.trip(swap), self.tensor(into), self.tensor(out))
+            for swap, into, out in self.plan.steps
         ]
         return [step for step in steps if step[0]]
 
@@ -130,11 +130,11 @@ class _Chained:
 
     def states(self) -> Tensor:
         states, outs = self._empty(self._links.arrivals), self._outs
-        for number, (trip, given, gone) in enumerate(self._steps):
+        for number, (trip, into, out) in enumerate(self._steps):
             if number:
                 self._landed = trip.post(outs[trip.source], "states")
             states[trip.target] = self._landed()
-            outs[gone] += self.maps[gone, ..., self.v :] @ states[given]
+            outs[out] += self.maps[out, ..., self.v :] @ states[into]
         del self._outs
         self._states = states.detach()
         return states if self._links.gets is None else states[self._links.gets]
@@ -149,9 +149,9 @@ class _Chained:
     def gradients(self) -> Tensor:
         if self.grads is None:
             total, owed = self._total, self._empty(len(self.maps))
-            for number, (trip, given, gone) in enumerate(reversed(self._steps)):
+            for number, (trip, into, out) in enumerate(reversed(self._steps)):
                 if number:
-                    _added(total, given, self.maps[gone, ..., self.v :].mT @ owed[gone])
+                    _added(total, into, self.maps[out, ..., self.v :].mT @ owed[out])
                     self._landed = trip.post(total[trip.target], "states", back=True)
                 _added(owed, trip.source, self._landed())
             del self._total
@@ -188,10 +188,10 @@ class _Gathered(_Chained):
 
     def _payload(self, gradient: Tensor) -> Tensor:
         """Maps of gradients: those of the states before segments, and A where these hand on."""
-        self.grads, (given, gone, _) = None, self._links.both
+        self.grads, (into, out, _) = None, self._links.both
         payload = self.maps.new_zeros(len(gradient), *self.maps.shape[1:])
         payload[..., : self.v] = gradient
-        payload[given, ..., self.v :] = self.maps[gone, ..., self.v :].mT
+        payload[into, ..., self.v :] = self.maps[out, ..., self.v :].mT
         return payload
 
     def send_back(self, gradient: Tensor) -> None:
@@ -292,8 +292,8 @@ class Trip:
             leaving, arriving = arriving, leaving
         arrived = x.new_empty(sum(arriving), *x.shape[1:])
         parts, places = x.split(leaving), arrived.split(arriving)
-        here = self._transport.rank
-        places[here].copy_(parts[here])
+        rank = self._transport.rank
+        places[rank].copy_(parts[rank])
         pending = post_exchange(self._transport, parts, places, kind)
 
         def landed() -> Tensor:

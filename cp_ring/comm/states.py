@@ -29,6 +29,7 @@ from torch import Tensor
 
 from cp_ring.comm.state_messages import HaloMessages, StateLinks, StateMessages, Trip
 from cp_ring.comm.transport import Transport
+from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.exchange.chains import Chains
 from cp_ring.plan.ranges import Ints, expand, starts_of
 from cp_ring.plan.sizes.device_rates import Rates
@@ -77,8 +78,8 @@ class StatePassing:
         order = order - held
         order[own] = len(halo.order) - held + np.arange(len(own))
         offsets = np.append(starts_of(count[count > 0]), len(order))
-        made = map(self._tensor, (places, order, offsets.astype(np.int32), own))
-        return self._links.trip(halo.swap), tuple(made)
+        tensors = map(self._tensor, (places, order, offsets.astype(np.int32), own))
+        return self._links.trip(halo.swap), tuple(tensors)
 
     def _make_parts(self, width: int) -> tuple[list[list[tuple[Tensor, ...]]], Tensor]:
         """For a kernel that convolves and scans batch rows, which take one state and end with one:
@@ -111,9 +112,9 @@ class StatePassing:
             groups[4 if goes else 3 - 3 * hands].append(part)
         batches = [list(self._together(parts, held)) for parts in groups]
         index = [batch[2][:, width - 1 :].flatten() for i in (0, 3, 4) for batch in batches[i]]
-        found = torch.cat(index)
-        real = (found < held).nonzero()[:, 0]
-        return batches, real[found[real].argsort()]
+        tokens_of_outputs = torch.cat(index)
+        real = (tokens_of_outputs < held).nonzero()[:, 0]
+        return batches, real[tokens_of_outputs[real].argsort()]
 
     def _together(self, parts: list[Any], nothing: int) -> Iterator[tuple[Tensor, ...]]:
         """Parts of similar lengths as one batch; tokens of nothing make them as long as the longest
@@ -154,23 +155,23 @@ class StatePassing:
         and gates.
         """
         k, v = (tensors[name].shape[-1] for name in "kv")
-        heads, dtype = tensors["v"].shape[2], torch.promote_types(tensors["v"].dtype, torch.float32)
+        heads, dtype = tensors["v"].shape[2], sum_dtype(tensors["v"].dtype)
         eye = torch.eye(k, k + v, dtype=dtype, device=self.device).roll(v, 1)
         flight = self._flight((heads, k, v), tensors["v"], dtype)
         waves = []
         for number, wave in enumerate(self._waves):
-            out, maps = (
-                tensors["v"].new_empty(1, 0, heads, k + v),
-                eye.new_empty(0, heads, k, k + v),
-            )
-            given = {name: wave.take(x) for name, x in tensors.items()} if wave.sizes else {}
+            out = tensors["v"].new_empty(1, 0, heads, k + v)
+            maps = eye.new_empty(0, heads, k, k + v)
+            of_wave = {name: wave.take(x) for name, x in tensors.items()} if wave.sizes else {}
             if number == 2:
-                rest = function(**given, cu_seqlens=wave.offsets)[0] if given else out[..., :v]
+                rest = function(**of_wave, cu_seqlens=wave.offsets)[0] if of_wave else out[..., :v]
                 break
-            if given:
-                given |= {name: F.pad(given[name], (0, k)) for name in _BY_VALUE if name in given}
+            if of_wave:
+                of_wave |= {
+                    name: F.pad(of_wave[name], (0, k)) for name in _BY_VALUE if name in of_wave
+                }
                 out, maps = function(
-                    **given, initial_state=eye.repeat(len(wave.sizes), heads, 1, 1),
+                    **of_wave, initial_state=eye.repeat(len(wave.sizes), heads, 1, 1),
                     output_final_state=True, cu_seqlens=wave.offsets,
                 )  # fmt: skip
             if flight:
@@ -200,15 +201,15 @@ class StatePassing:
             tokens = tokens.index_select(0, index.flatten()).unflatten(0, index.shape)
             return function(tokens, weight, *params, **named | more, seq_idx=numbers)
 
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = sum_dtype(x.dtype)
         sizes = z // heads, (channels - z) // 2 // named["ngroups"]
         flight = self._flight((heads, 1, sizes[0] * sizes[1]), x, dtype)
         nothing = F.pad(x.new_zeros(1, x.shape[2] - heads), (0, heads), value=_INERT)
         tokens = whole = torch.cat([x[0], nothing])
         decay = self._decay(x[0, :, -heads:].to(dtype), *params[1:])
-        found = [run(tokens, batch, return_final_states=True) for batch in begin]
-        outs = [out for out, _ in found]
-        ends = [(batch, end) for batch, (_, end) in zip(begin, found, strict=True)]
+        begun = [run(tokens, batch, return_final_states=True) for batch in begin]
+        outs = [out for out, _ in begun]
+        ends = [(batch, end) for batch, (_, end) in zip(begin, begun, strict=True)]
         near = halo.arrived() if halo else x[0, :0]
         if halo:
             near = F.pad(F.pad(near, (z, 0)), (0, heads), value=_INERT)
@@ -256,17 +257,17 @@ class StatePassing:
             segments, [segments, h, k, v].
         state: h, k and v. A state whose elements only decay is h vectors, with k = 1.
         """
-        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        dtype = sum_dtype(tensors[0].dtype)
         heads, k, v = state
-        found = tensors[0].new_zeros(0, heads, k, v + k, dtype=dtype)
-        states = found.new_zeros(self.segments, heads, k, v)
+        none = tensors[0].new_zeros(0, heads, k, v + k, dtype=dtype)
+        states = none.new_zeros(self.segments, heads, k, v)
         if flight := self._flight(state, tensors[0], dtype):
             for number, wave in enumerate(self._waves[:2]):
-                made = found
+                of_wave = none
                 if len(wave.entries):
-                    given = (wave.take(x[None])[0] for x in tensors)
-                    made = maps(*given, wave.offsets).index_select(0, wave.handing)
-                flight.send(number, wave.entries, made)
+                    parts = (wave.take(x[None])[0] for x in tensors)
+                    of_wave = maps(*parts, wave.offsets).index_select(0, wave.handing)
+                flight.send(number, wave.entries, of_wave)
             states = states.index_copy(0, self._links.goes_on, flight.states())
         return apply(*tensors, states, self.cu_seqlens)
 
@@ -289,8 +290,8 @@ class _Wave:
         self._ranges = _joined(ends)
         _, handing, entries = np.intersect1d(segments, plan.hands_on, return_indices=True)
         self.handing, self.entries = links.tensor(handing), links.tensor(entries)
-        _, here, given = np.intersect1d(segments, plan.goes_on, return_indices=True)
-        self._goes = dict(zip(here.tolist(), given.tolist(), strict=True))
+        _, places, entries = np.intersect1d(segments, plan.goes_on, return_indices=True)
+        self._goes = dict(zip(places.tolist(), entries.tolist(), strict=True))
 
     def take(self, x: Tensor) -> Tensor:
         """The tokens of the segments, of x [1, T, ...]."""

@@ -174,8 +174,8 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
         if group is None or all(hasattr(group, name) for name in ("rank", "size", "post")):
             return group
         raise ConfigError(_not_a_group(group))
-    made = _transports.setdefault(group, {})
-    if device.type not in made:
+    of_group = _transports.setdefault(group, {})
+    if device.type not in of_group:
         if dist.get_rank(group) < 0:
             raise ConfigError(
                 f"group does not contain this process, which is rank {dist.get_rank()} of "
@@ -189,8 +189,8 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
             )
         staged = device.type == "cuda" and backend == "gloo"
         dist.all_reduce(torch.zeros(1, device="cpu" if staged else device), group=group)
-        made[device.type] = (StagedTransport if staged else GroupTransport)(group)
-    return made[device.type]
+        of_group[device.type] = (StagedTransport if staged else GroupTransport)(group)
+    return of_group[device.type]
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:

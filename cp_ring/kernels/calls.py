@@ -202,11 +202,9 @@ def _make_calls(
     Only kernels with `capabilities.varlen` get packed calls. With `shard`, the number of the rank's
     tokens, they have few sizes.
     """
-    tiles, reverse, shift = (
-        list(lowered.tiles),
-        lowered.reverse.tolist(),
-        grad_shift[lowered.parent].tolist(),
-    )
+    tiles = list(lowered.tiles)
+    reverse = lowered.reverse.tolist()
+    shift = grad_shift[lowered.parent].tolist()
     for group in call_groups(lowered, varlen):
         if len(group) == 1 and not filled[group[0]]:
             yield _single(tiles[group[0]], shift[group[0]], reverse[group[0]])

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.lower import KERNELS
 
 _attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -64,7 +65,7 @@ def _prepared(x: Tensor, width: int) -> Tensor:
     """x in float32 or 64, with zeros added up to head size `width`. They change neither scores nor
     the kept outputs.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = x.to(sum_dtype(x.dtype))
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 

@@ -76,9 +76,9 @@ class _WithBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dq: Tensor) -> tuple[Tensor, Tensor, None]:
         bias: Bias = ctx.bias
-        found, bias.gradient = bias.gradient, None
-        found = torch.zeros_like(bias.values) if found is None else found
-        return dq, found.to(bias.values.dtype), None
+        gradient, bias.gradient = bias.gradient, None
+        gradient = torch.zeros_like(bias.values) if gradient is None else gradient
+        return dq, gradient.to(bias.values.dtype), None
 
 
 @dataclass(frozen=True)
@@ -216,10 +216,8 @@ class DropoutKernel:
             q_heads = self._heads(self._unmarked(q[:, queries]), heads)
             dout_heads, out_heads = (self._heads(x[:, queries], heads) for x in (dout, out))
             scores, slope = self._scores(q[:, queries], k, lo, hi, scale, queries.start)
-            p, kept = (
-                _probabilities(scores, lse[:, :, queries].to(scores.dtype)),
-                self._kept(q[:, queries], k),
-            )
+            p = _probabilities(scores, lse[:, :, queries].to(scores.dtype))
+            kept = self._kept(q[:, queries], k)
             dp = dout_heads @ v_heads.mT * kept
             ds = p * (dp - (dout_heads * out_heads).sum(-1, keepdim=True))
             if self.bias is not None:
@@ -324,12 +322,10 @@ def philox(
     for _ in range(rounds):
         # the 64 bits of a product are right, whatever their sign
         first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
-        a, b, c, d = (
-            (second >> 32 & _WORD) ^ b ^ low,
-            second & _WORD,
-            (first >> 32 & _WORD) ^ d ^ high,
-            first & _WORD,
-        )
+        a = (second >> 32 & _WORD) ^ b ^ low
+        b = second & _WORD
+        c = (first >> 32 & _WORD) ^ d ^ high
+        d = first & _WORD
         low, high = low + _WEYL[0] & _WORD, high + _WEYL[1] & _WORD
     a, b, c, d = torch.broadcast_tensors(a, b, c, d)
     return a, b, c, d

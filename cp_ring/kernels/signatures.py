@@ -34,8 +34,8 @@ def bind(
     `KernelError` if it is missing there too: the installed version needs something that the adapter
     of `kernel` does not know.
     """
-    given, absent = _names(kernel, function, tuple(values), tuple(defaults))
-    return {name: values[name] for name in given} | {name: defaults[name] for name in absent}
+    passed, absent = _names(kernel, function, tuple(values), tuple(defaults))
+    return {name: values[name] for name in passed} | {name: defaults[name] for name in absent}
 
 
 @RUNTIME.cache(maxsize=256)
@@ -46,9 +46,9 @@ def _names(
     and set of names.
     """
     parameters = parameters_of(function)
-    given = tuple(name for name in parameters if name in known)
+    passed = tuple(name for name in parameters if name in known)
     absent = tuple(
-        name for name, p in parameters.items() if p.default is p.empty and name not in given
+        name for name, p in parameters.items() if p.default is p.empty and name not in passed
     )
     unknown = [name for name in absent if name not in defaults]
     if unknown:
@@ -56,7 +56,7 @@ def _names(
             f"kernel={kernel!r}: {name_of(function)} of the installed version wants "
             f"{', '.join(unknown)}, unknown here"
         )
-    return given, absent
+    return passed, absent
 
 
 def name_of(function: Callable[..., Any]) -> str:

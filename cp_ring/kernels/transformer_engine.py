@@ -8,19 +8,22 @@ of the installed version. TransformerEngine itself says which backend supports a
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from cp_ring.errors import KernelError, one_line
 from cp_ring.kernels.base import Packing, deterministic, no_random_state
 from cp_ring.kernels.flash_aten import KERNEL as FLASH
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.signatures import bind, parameters_of
-from cp_ring.kernels.versions import cudnn_name, dense_backward_may_be_nan, on_hopper
+from cp_ring.kernels.versions import compute_capability, cudnn_name, dense_backward_may_be_nan
 from cp_ring.kernels.window import pad
 from cp_ring.ops.capture import capturing
 from cp_ring.plan.lower import KERNELS
@@ -36,9 +39,11 @@ _CUDNN_THD = 91800
 (https://github.com/NVIDIA/TransformerEngine/issues/2186)."""
 
 _CUDNN_EXACT = 92500
-"""On Hopper, the deterministic backward of older versions of cuDNN needs a workspace of batch *
-heads * queries * keys * 2 bytes, and for packed tiles the batch counts all tokens: hundreds of GiB.
-"""
+_LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"
+"""On Hopper, cuDNN's deterministic backward wants a workspace of batch * heads * queries * keys * 2
+bytes, and for packed tiles the batch counts tokens: 128 GiB for 8,192 tokens and 32 heads. These
+versions need 1 MiB where this variable of the environment is a number, from which bytes on they
+must (https://github.com/NVIDIA/cudnn-frontend/pull/398)."""
 
 
 # Names of the values that calls pass: in both passes, in forward only, in backward only.
@@ -85,6 +90,7 @@ class Library(NamedTuple):
     """
     cudnn: int
     """cuDNN's version, 92500 for 9.25.0."""
+    version: str
 
 
 @RUNTIME.cache()
@@ -107,7 +113,7 @@ def _library() -> Library | str:
         )
     if "return_max_logit" not in parameters_of(fused.fused_attn_fwd):
         return "needs TransformerEngine 2.9 or later"
-    version = getattr(extension, "get_cudnn_version", torch.backends.cudnn.version)
+    cudnn = getattr(extension, "get_cudnn_version", torch.backends.cudnn.version)
     library = Library(
         fused.fused_attn_fwd,
         fused.fused_attn_bwd,
@@ -116,7 +122,8 @@ def _library() -> Library | str:
         extension,
         dtypes,
         getattr(utils, "FusedAttentionParams", None),
-        version() or 0,
+        cudnn() or 0,
+        importlib.import_module("transformer_engine").__version__,
     )
     return _mismatch(library) or library
 
@@ -200,9 +207,9 @@ class TransformerEngineKernel:
             return library
         if dtype not in (torch.float16, torch.bfloat16):
             return f"knows float16 and bfloat16, not {dtype}"
-        fault = _fault_of_cudnn(library.cudnn) if on_hopper(device) else None
+        fault = _fault(library, compute_capability(device)[0])
         if fault:
-            return f"{fault}; {cudnn_name(library.cudnn)} is installed"
+            return f"{fault}; {library.version} and cuDNN {cudnn_name(library.cudnn)} are installed"
         exact = " under deterministic algorithms" if deterministic() else ""
         return (
             None
@@ -480,21 +487,33 @@ class TransformerEngineKernel:
         return self._backends[call]
 
 
-def _fault_of_cudnn(version: int) -> str | None:
-    """Why this version of cuDNN cannot be used on Hopper, or not for deterministic gradients; 0 is
-    an unknown version.
+def _fault(library: Library, generation: int) -> str | None:
+    """Why these versions cannot be used on GPUs of this compute capability, or not for
+    deterministic gradients; 0 is an unknown version of cuDNN.
     """
-    if 0 < version < _CUDNN_THD:
-        return (
-            f"needs cuDNN {cudnn_name(_CUDNN_THD)} or later on Hopper, where gradients of packed "
-            "tiles could be NaN before"
-        )
-    if deterministic() and 0 < version < _CUDNN_EXACT:
-        return (
-            f"needs cuDNN {cudnn_name(_CUDNN_EXACT)} or later for deterministic gradients on "
-            "Hopper, whose workspace grew with queries * keys before"
-        )
-    return None
+    cudnn, version = library.cudnn or sys.maxsize, TorchVersion(library.version)
+    hopper, exact = generation == 9, deterministic()
+    huge = (
+        "for deterministic gradients on Hopper, whose workspace is 128 GiB for 8,192 packed tokens "
+        "of 32 heads without"
+    )
+    # fmt: off
+    faults = (
+        (hopper and cudnn < _CUDNN_THD,
+         f"needs cuDNN {cudnn_name(_CUDNN_THD)} or later on Hopper, where gradients of packed tiles "
+         "could be NaN before"),
+        (exact and generation < 9, "has deterministic gradients on Hopper and later"),
+        (exact and generation > 9 and version < "2.12",
+         "needs TransformerEngine 2.12 or later for deterministic gradients on Blackwell"),
+        (exact and hopper and cudnn < _CUDNN_EXACT,
+         f"needs cuDNN {cudnn_name(_CUDNN_EXACT)} or later {huge}"),
+        (exact and hopper and version < "2.18",
+         f"needs TransformerEngine 2.18 or later {huge}"),
+        (exact and hopper and not os.environ.get(_LIMIT, "").isdecimal(),
+         f"needs {_LIMIT}=268435456 in the environment {huge}"),
+    )
+    # fmt: on
+    return next((fault for holds, fault in faults if holds), None)
 
 
 @RUNTIME.cache(maxsize=16)

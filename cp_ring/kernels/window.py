@@ -95,10 +95,8 @@ class WindowKernel(ABC):
         live = live_part(queries, k.shape[1], lo, hi)
         if live and live.q == slice(0, queries):
             return self._attend_padded(q, k[:, live.k], v[:, live.k], live.window(scale))
-        out, lse = (
-            q.new_zeros((b, queries, h, v.shape[-1])),
-            q.new_full((b, h, queries), -math.inf, dtype=torch.float32),
-        )
+        out = q.new_zeros((b, queries, h, v.shape[-1]))
+        lse = q.new_full((b, h, queries), -math.inf, dtype=torch.float32)
         if live:
             part = self._attend_padded(q[:, live.q], k[:, live.k], v[:, live.k], live.window(scale))
             out[:, live.q], lse[:, :, live.q] = part

@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from cp_ring.megatron import compat
 from cp_ring.observe import clocks, links, progress, timing
-from cp_ring.observe.findings import Alarms, Findings, RankTimes, combined, group_findings
+from cp_ring.observe.alarms import Alarms
+from cp_ring.observe.findings import Findings, combined, group_findings
+from cp_ring.observe.timed_messages import RankTimes
 from cp_ring.options import Options
 
 

@@ -12,61 +12,17 @@ it. So a rank that posts late is not taken for a slow link, nor a slow link for 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 from cp_ring.observe.links import BETWEEN, INSIDE, class_of
-from cp_ring.observe.timing import CallTimes, PostTime, WaitTime
+from cp_ring.observe.timed_messages import RankTimes, TimedMessage, messages
+from cp_ring.observe.timing import CallTimes
 
-SLOW_RANK, NOTABLE = 1.10, 1.05
-"""A rank this many times slower than the median of the others is slow."""
-SLOW_LINK, LINK_MATTERS = 3.0, 0.05
-"""A link is slow whose messages take this many times longer than on others of its class, and for
-which at least this share of the receiver's attention time is waited. A link of a slow rank is not
-to blame."""
-MASKED = 2e-5
-"""Seconds of waiting that are taken for none."""
-SURE = 0.6
-"""Share of the calls, or messages, in which it must have been so."""
-SAMPLES = 3
-"""Consecutive samples after which a slow rank or link is named."""
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """The times of one rank in a sampled step. `clock` seconds on its host are 0 on that of the
-    group's first rank.
-    """
-
-    rank: int
-    host: str
-    calls: Sequence[CallTimes]
-    plan_seconds: float = 0.0
-    clock: float = 0.0
-
-
-class TimedMessage(NamedTuple):
-    """The messages of one batch from a rank to another; times in seconds of the clock of the
-    group's first rank.
-
-    `start`: both have posted it. `end`: the receiver has it. `waited`: how long the receiver waited
-    for it. `known`: the receiver
-    did not wait for another message first, while this one may have arrived.
-    """
-
-    kind: str
-    hop: int
-    direction: str
-    sender: int
-    receiver: int
-    size: int
-    sent: float
-    start: float
-    end: float
-    waited: float
-    known: bool
+NOTABLE = 1.05
+"""A call is notable in which a rank is this many times slower than the median of the others."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +115,14 @@ class Findings:
             "balance_planned": round(self.balance_planned, 4),
             "balance_timed": round(self.balance_timed, 4),
             "plans_ms": _ms(self.plans),
-            "slowest_rank": None if self.slowest_rank is None else asdict(self.slowest_rank),
-            "slowest_link": None if self.slowest_link is None else asdict(self.slowest_link),
+            "slowest_rank": self.slowest_rank and asdict(self.slowest_rank),
+            "slowest_link": self.slowest_link and asdict(self.slowest_link),
             "clock_error_ms": _ms(self.clock_error),
         }
 
     def scalars(self) -> dict[str, float]:
         """Numbers for TensorBoard, by name."""
-        found = {
+        numbers = {
             "attention (ms)": self.attention * 1e3,
             "exposed communication (ms)": self.exposed * 1e3,
             "exposed communication (%)": self.exposed_share * 1e2,
@@ -174,13 +130,11 @@ class Findings:
             "balance, timed": self.balance_timed,
             "waiting for plans (ms)": self.plans * 1e3,
         }
-        found |= {f"wire {name} (GB per s)": rate / 1e9 for name, (rate, _) in self.wire.items()}
+        numbers |= {f"wire {name} (GB per s)": rate / 1e9 for name, (rate, _) in self.wire.items()}
         if self.slowest_rank is not None:
-            found["slowest rank"], found["slowest rank (times the median)"] = (
-                self.slowest_rank.rank,
-                self.slowest_rank.slower,
-            )
-        return found
+            numbers["slowest rank"] = self.slowest_rank.rank
+            numbers["slowest rank (times the median)"] = self.slowest_rank.slower
+        return numbers
 
     @property
     def exposed_share(self) -> float:
@@ -221,15 +175,16 @@ def group_findings(step: int, ranks: Sequence[RankTimes], clock_error: float = 0
     """The findings of a context-parallel group."""
     calls = [[call for call in each.calls if call.hops] for each in ranks]
     attention = [
-        sum(call.end - call.begin for call in each) + _exchanging(each)
-        for each in (rank.calls for rank in ranks)
+        sum(
+            call.waited if call.direction == "exchange" else call.end - call.begin
+            for call in each.calls
+        )
+        for each in ranks
     ]
-    exposed = [
-        sum(wait.end - wait.begin for call in each.calls for wait in call.waits) for each in ranks
-    ]
-    found = list(messages(ranks))
-    busy = [sum(hop.end - hop.begin for call in each for hop in call.hops) for each in calls]
-    pairs = [float(sum(hop.pairs for call in each for hop in call.hops)) for each in calls]
+    exposed = [sum(call.waited for call in each.calls) for each in ranks]
+    timed = list(messages(ranks))
+    busy = [sum(call.computed for call in each) for each in calls]
+    pairs = [float(sum(call.pairs for call in each)) for each in calls]
     hosts = {each.rank: each.host for each in ranks}
     return Findings(
         step=step,
@@ -240,15 +195,15 @@ def group_findings(step: int, ranks: Sequence[RankTimes], clock_error: float = 0
         exposed_max=max(exposed),
         hops=_by_hop(ranks),
         waits={
-            name: seconds / len(ranks) for name, seconds in _waits_by_class(found, hosts).items()
+            name: seconds / len(ranks) for name, seconds in _waits_by_class(timed, hosts).items()
         },
-        wire=_wire(found, hosts),
+        wire=_wire(timed, hosts),
         balance_planned=max(pairs) / fmean(pairs) if any(pairs) else 1.0,
         balance_timed=max(busy) / fmean(busy) if any(busy) else 1.0,
         plans=max(each.plan_seconds for each in ranks),
         slowest_rank=_slowest_rank(ranks, calls),
         slowest_link=_slowest_link(
-            found,
+            timed,
             hosts,
             {each.rank: seconds for each, seconds in zip(ranks, attention, strict=True)},
         ),
@@ -284,126 +239,41 @@ def combined(groups: Sequence[Findings]) -> Findings:
         exposed=mean(*(each.exposed for each in groups)),
         hops={key: (mean_of_hop(key, 0), mean_of_hop(key, 1)) for key in keys},
         waits={name: mean(*(each.waits.get(name, 0.0) for each in groups)) for name in classes},
-        wire={name: _median_rate(found) for name, found in rates.items()},
+        wire={name: _median_rate(of_class) for name, of_class in rates.items()},
         slowest_rank=max(ranks, key=lambda rank: rank.slower, default=None),
         slowest_link=max(links, key=lambda link: link.slower, default=None),
         **{name: max(getattr(each, name) for each in groups) for name in LARGEST},
     )
 
 
-def messages(ranks: Sequence[RankTimes]) -> Iterator[TimedMessage]:
-    """The messages between these ranks. Both ends of a link post its messages in the same order."""
-    sends: defaultdict[tuple[int, int], list[tuple[PostTime, int, float]]] = defaultdict(list)
-    receives: defaultdict[
-        tuple[int, int], list[tuple[PostTime, int, float, str, WaitTime | None]]
-    ] = defaultdict(list)
-    clocks = {each.rank: each.clock for each in ranks}
-    for each in ranks:
-        posts = [
-            (post.at, index, post, call)
-            for index, call in enumerate(each.calls)
-            for post in call.posts
-        ]
-        awaited = {id(post): wait for call in each.calls for post, wait in _pairs(call)}
-        for at, _, post, call in sorted(posts, key=lambda entry: entry[:2]):
-            for peer, size in post.sends:
-                sends[each.rank, peer].append((post, size, at - each.clock))
-            for peer, size in post.receives:
-                receives[peer, each.rank].append(
-                    (post, size, at - each.clock, call.direction, awaited.get(id(post)))
-                )
-    for (sender, receiver), leaving in sends.items():
-        for (post, size, sent), (_, _, expected, direction, wait) in zip(
-            leaving, receives[sender, receiver], strict=False
-        ):
-            if wait is not None:
-                end, waited, before = _arrival(wait, sender)
-                start, end = max(sent, expected), end - clocks[receiver]
-                yield TimedMessage(
-                    post.kind,
-                    post.hop,
-                    direction,
-                    sender,
-                    receiver,
-                    size,
-                    sent,
-                    start,
-                    max(end, start),
-                    waited,
-                    before < MASKED,
-                )
-
-
-def _pairs(call: CallTimes) -> Iterator[tuple[PostTime, WaitTime]]:
-    """The messages of a call with the wait for them. Those of the exchange of heads are waited for
-    in their order.
-    """
-    if call.direction == "exchange":
-        yield from zip(call.posts, call.waits, strict=False)
-        return
-    waits = {
-        (wait.kind, wait.hop): wait for wait in call.waits if wait.hop or wait.kind == "gradients"
-    }
-    for post in call.posts:
-        if (wait := waits.get((post.kind, post.hop))) is not None and post.receives:
-            yield post, wait
-
-
-def _arrival(wait: WaitTime, sender: int) -> tuple[float, float, float]:
-    """When the last message of the sender was there, how long it was waited for, and how long for
-    others before it.
-    """
-    previous, waited, end, before = wait.begin, 0.0, wait.end, 0.0
-    for peer, at in wait.arrivals:
-        if peer == sender:
-            waited, end, before = waited + at - previous, at, previous - wait.begin - waited
-        previous = at
-    return (end, waited, before) if wait.arrivals else (wait.end, wait.end - wait.begin, 0.0)
-
-
-def _exchanging(calls: Sequence[CallTimes]) -> float:
-    return sum(
-        wait.end - wait.begin
-        for call in calls
-        if call.direction == "exchange"
-        for wait in call.waits
-    )
-
-
 def _by_hop(ranks: Sequence[RankTimes]) -> dict[tuple[str, int], tuple[float, float]]:
-    found: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    computed: dict[tuple[str, int], float] = defaultdict(float)
+    waited: dict[tuple[str, int], float] = defaultdict(float)
     for call in (call for each in ranks for call in each.calls):
         for hop in call.hops:
-            found[call.direction, hop.hop][0] += hop.end - hop.begin
+            computed[call.direction, hop.hop] += hop.seconds / len(ranks)
         for wait in call.waits:
-            found[call.direction, wait.hop][1] += wait.end - wait.begin
-    return {
-        key: (compute / len(ranks), wait / len(ranks)) for key, (compute, wait) in found.items()
-    }
+            waited[call.direction, wait.hop] += wait.seconds / len(ranks)
+    return {key: (computed[key], waited[key]) for key in computed | waited}
 
 
 def _class_of(message: TimedMessage, hosts: dict[int, str]) -> str:
     return class_of(hosts, message.sender, message.receiver)
 
 
-def _waits_by_class(found: Sequence[TimedMessage], hosts: dict[int, str]) -> dict[str, float]:
+def _waits_by_class(timed: Sequence[TimedMessage], hosts: dict[int, str]) -> dict[str, float]:
     seconds: defaultdict[str, float] = defaultdict(float)
-    for message in found:
+    for message in timed:
         seconds[_class_of(message, hosts)] += message.waited
     return dict(seconds)
 
 
-def _exposed(message: TimedMessage) -> bool:
-    """Whether the receiver waited long enough for the message to know when it arrived."""
-    return message.waited > max(MASKED, 0.02 * (message.end - message.start))
-
-
-def _wire(found: Sequence[TimedMessage], hosts: dict[int, str]) -> dict[str, tuple[float, bool]]:
+def _wire(timed: Sequence[TimedMessage], hosts: dict[int, str]) -> dict[str, tuple[float, bool]]:
     rates: defaultdict[str, list[tuple[float, bool]]] = defaultdict(list)
-    for message in found:
-        seconds = message.end - message.start
-        if message.size and seconds > 0:
-            rates[_class_of(message, hosts)].append((message.size / seconds, not _exposed(message)))
+    for message in timed:
+        if message.size and message.seconds > 0:
+            rate = message.size / message.seconds
+            rates[_class_of(message, hosts)].append((rate, not message.exposed))
     return {name: _median_rate(rates[name]) for name in (INSIDE, BETWEEN) if name in rates}
 
 
@@ -419,8 +289,7 @@ def _slowest_rank(
     """The rank that takes longest, call by call, also for a pair of query and key."""
     slower: list[list[float]] = [[] for _ in ranks]
     for same in zip(*calls, strict=False):
-        seconds = [sum(hop.end - hop.begin for hop in call.hops) for call in same]
-        pairs = [sum(hop.pairs for hop in call.hops) for call in same]
+        seconds, pairs = [call.computed for call in same], [call.pairs for call in same]
         if len(same) < 2 or not all(pairs) or min(seconds) <= 0:
             continue
         each_pair = [time / count for time, count in zip(seconds, pairs, strict=True)]
@@ -440,15 +309,15 @@ def _slowest_rank(
 
 
 def _slowest_link(
-    found: Sequence[TimedMessage], hosts: dict[int, str], attention: dict[int, float]
+    timed: Sequence[TimedMessage], hosts: dict[int, str], attention: dict[int, float]
 ) -> SlowLink | None:
     """The link whose messages take longest, compared with other links of its class."""
     links: defaultdict[tuple[int, int], list[TimedMessage]] = defaultdict(list)
-    for message in found:
-        if message.known or _exposed(message):
+    for message in timed:
+        if message.known or message.exposed:
             links[message.sender, message.receiver].append(message)
     typical = {
-        pair: (median(m.end - m.start for m in of), median(m.size for m in of))
+        pair: (median(message.seconds for message in of), median(message.size for message in of))
         for pair, of in links.items()
     }
     slow = []
@@ -456,95 +325,17 @@ def _slowest_link(
         seconds, size = typical[sender, receiver]
         kind = _class_of(of[0], hosts)
         others = [
-            time * max(1.0, size / max(bytes_, 1))  # a smaller message need not be faster
-            for pair, (time, bytes_) in typical.items()
-            if pair != (sender, receiver) and _class_of(links[pair][0], hosts) == kind
+            time * max(1.0, size / max(other_size, 1))  # a smaller message need not be faster
+            for pair, (time, other_size) in typical.items()
+            if pair != (sender, receiver) and class_of(hosts, *pair) == kind
         ]
-        share = sum(map(_exposed, of)) / len(of)
+        share = fmean(message.exposed for message in of)
         waited = sum(message.waited for message in of) / (attention[receiver] or 1.0)
         if others and share > 0.5:
             ratio = seconds / max(median(others), 1e-9)
-            slow.append(
-                SlowLink(sender, receiver, (hosts[sender], hosts[receiver]), ratio, share, waited)
-            )
+            both = hosts[sender], hosts[receiver]
+            slow.append(SlowLink(sender, receiver, both, ratio, share, waited))
     return max(slow, key=lambda link: link.slower, default=None)
-
-
-@dataclass
-class _Streak:
-    """Consecutive samples that blame the same."""
-
-    who: object = None
-    samples: list[Any] = field(default_factory=list)
-    named: bool = False
-
-    def add(self, who: object, sample: Any, doubt: bool = False) -> bool:
-        """Adds a sample that blames `who`, or nobody (None). True once, when it is sure; with
-        `doubt` it is not yet.
-        """
-        if who != self.who:
-            self.who, self.samples, self.named = who, [], False
-        if who is not None:
-            self.samples.append(sample)
-        sure = (
-            not doubt
-            and len(self.samples) >= SAMPLES
-            and fmean(one.share for one in self.samples) >= SURE
-        )
-        first, self.named = sure and not self.named, sure or self.named
-        return first
-
-
-class Alarms:
-    """Remembers samples, and names a rank or a link that was slow in `SAMPLES` consecutive ones."""
-
-    def __init__(self) -> None:
-        self._rank, self._link = _Streak(), _Streak()
-
-    def lines(self, found: Findings) -> list[str]:
-        """The warnings that a sample gives: one when a rank or link has been slow for `SAMPLES`
-        samples.
-        """
-        rank, link = found.slowest_rank, found.slowest_link
-        slow_rank = rank.rank if rank is not None and rank.slower >= SLOW_RANK else None
-        lines = [_rank_line(self._rank.samples)] if self._rank.add(slow_rank, rank) else []
-        slow_link = None
-        if link is not None and link.slower >= SLOW_LINK and link.waited >= LINK_MATTERS:
-            slow_link = link.sender, link.receiver
-        # In one sample a rank may seem slow by chance. One that seems so twice may be what makes
-        # its link slow.
-        doubt = slow_link is not None and slow_rank in slow_link and len(self._rank.samples) >= 2
-        return (
-            [*lines, _link_line(self._link.samples)]
-            if self._link.add(slow_link, link, doubt)
-            else lines
-        )
-
-
-def _rank_line(samples: Sequence[SlowRank]) -> str:
-    last, slower, share = (
-        samples[-1],
-        median(s.slower for s in samples),
-        fmean(s.share for s in samples),
-    )
-    return (
-        f"slow rank: rank {last.rank} on host {last.host} computes {slower - 1:.0%} longer than "
-        f"the median of the others, in {len(samples)} consecutive samples; in {share:.0%} of their "
-        f"calls more than {NOTABLE - 1:.0%}"
-    )
-
-
-def _link_line(samples: Sequence[SlowLink]) -> str:
-    last, slower, waited = (
-        samples[-1],
-        median(s.slower for s in samples),
-        fmean(s.waited for s in samples),
-    )
-    return (
-        f"slow link: messages from rank {last.sender} on {last.hosts[0]} to rank {last.receiver} "
-        f"on {last.hosts[1]} take {slower:.1f} times as long as on other links, in {len(samples)} "
-        f"consecutive samples; the receiver waits for them {waited:.1%} of its attention time"
-    )
 
 
 def _ms(seconds: float) -> float:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,11 @@ def read(folder: Path) -> list[dict[str, Any]]:
         if isinstance(step, dict) and isinstance(step.get("step"), int):
             steps.append(step)
     return steps
+
+
+def timings(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the sampled ones of these steps say of their times."""
+    return [step["timing"] for step in steps if isinstance(step.get("timing"), dict)]
 
 
 def begin(folder: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -47,6 +48,11 @@ class TimedBlock:
     hop: int
     begin: Mark = None
     end: Mark = None
+
+    @property
+    def seconds(self) -> float:
+        """What it takes, once the marks are seconds."""
+        return float(self.end - self.begin)
 
 
 @dataclass(slots=True)
@@ -125,11 +131,26 @@ class CallTimes:
         self.waits.append(WaitTime(hop, kind=kind))
         return _Block(self.waits[-1], self.now)
 
+    @property
+    def computed(self) -> float:
+        """Seconds of its hops' computation."""
+        return sum(hop.seconds for hop in self.hops)
+
+    @property
+    def waited(self) -> float:
+        """Seconds of waiting for messages."""
+        return sum(wait.seconds for wait in self.waits)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of queries and keys."""
+        return sum(hop.pairs for hop in self.hops)
+
     def resolve(self, seconds: Callable[[Mark], float]) -> None:
         """Replaces marks by seconds."""
         blocks: list[TimedBlock] = [*self.hops, *self.waits]
-        for one in blocks:
-            one.begin, one.end = seconds(one.begin), seconds(one.end)
+        for block in blocks:
+            block.begin, block.end = seconds(block.begin), seconds(block.end)
         if self.end is not None:
             self.begin, self.end = seconds(self.begin), seconds(self.end)
         for hop in self.hops:
@@ -155,17 +176,16 @@ class Recording:
         self.calls: list[CallTimes] = []
         self.plan_seconds = 0.0
         self._exchanges: dict[int, CallTimes] = {}
-        self._count: dict[int, int] = {}
+        self._count: Counter[int] = Counter()
         self._last: tuple[int, Callable[[], Mark]] = (0, clock)
 
     @contextmanager
     def call(self, rank: int, place: Any, direction: str, device: torch.device) -> Iterator[None]:
         """The block is forward or backward of a call; `place` has step, layer and microbatch."""
-        taken = self._count.get(rank, 0)
-        if taken >= MAX_CALLS or self.step not in (None, place.step):
+        if self._count[rank] >= MAX_CALLS or self.step not in (None, place.step):
             yield
             return
-        self._count[rank] = taken + 1
+        self._count[rank] += 1
         now = self.note(rank, device)
         call = CallTimes(rank, place.step, place.layer, place.microbatch, direction, now, now())
         _thread.call = call
@@ -206,7 +226,7 @@ class Recording:
         call = current() if self.kernels else None
         if call is None:
             return kernel_calls
-        return [_TimedCall(one, call) for one in kernel_calls]  # type: ignore[misc]
+        return [_TimedCall(each, call) for each in kernel_calls]  # type: ignore[misc]
 
     @contextmanager
     def waiting_for_plan(self) -> Iterator[None]:
@@ -245,9 +265,8 @@ class Recording:
         for call in (*self.calls, *self._exchanges.values()):
             call.resolve(seconds)
         for exchange in self._exchanges.values():
-            marks = [mark for wait in exchange.waits for mark in (wait.begin, wait.end)] + [
-                post.at for post in exchange.posts
-            ]
+            marks = [mark for wait in exchange.waits for mark in (wait.begin, wait.end)]
+            marks += [post.at for post in exchange.posts]
             exchange.begin, exchange.end = min(marks), max(marks)
             self.calls.append(exchange)
         self._exchanges = {}
@@ -274,9 +293,9 @@ class _TimedCall:
 
 
 def _by_peer(messages: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    total: dict[int, int] = {}
+    total: Counter[int] = Counter()
     for peer, size in messages:
-        total[peer] = total.get(peer, 0) + size
+        total[peer] += size
     return list(total.items())
 
 
@@ -346,9 +365,7 @@ class Sampler:
         """Ends a step; returns what was recorded in it."""
         self._closed, recording = step, ACTIVE.value
         ACTIVE.value = None
-        return (
-            recording if recording is not None else (Recording(step) if self.wants(step) else None)
-        )
+        return recording or (Recording(step) if self.wants(step) else None)
 
 
 SAMPLER: Cell[Sampler | None] = RUNTIME.cell(None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cp_ring.errors import ConfigError
-from cp_ring.observe.findings import RankTimes, TimedMessage, messages
+from cp_ring.observe.timed_messages import RankTimes, TimedMessage, messages
 from cp_ring.observe.timing import CallTimes
 
 FORMAT = "cp_ring trace 1"

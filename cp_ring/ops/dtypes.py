@@ -16,12 +16,12 @@ def finite(values: Any, what: str) -> Tensor:
     and infinities.
     """
     try:
-        found = torch.as_tensor(values).detach().double().cpu()
+        numbers = torch.as_tensor(values).detach().double().cpu()
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"{what} cannot be read as numbers: {one_line(error)}") from None
-    if not bool(found.isfinite().all()):
-        raise ConfigError(f"{what} must be finite numbers, not {found.flatten().tolist()[:8]}")
-    return found
+    if not bool(numbers.isfinite().all()):
+        raise ConfigError(f"{what} must be finite numbers, not {numbers.flatten().tolist()[:8]}")
+    return numbers
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -154,10 +154,8 @@ class Mask(MaskTable):
         lo = np.where(left == -OPEN, -OPEN, left + slide)
         hi = np.where(right == OPEN, OPEN, right + slide)
         pieces = Tiles.columns(start, end, first, last, lo, hi).trimmed()
-        segments, more = (
-            segments_of(start, end, n, position),
-            segments_of(first, last, keys, of_keys),
-        )
+        segments = segments_of(start, end, n, position)
+        more = segments_of(first, last, keys, of_keys)
         return cls(n, pieces, "documents", "", segments, keys, more)
 
     @classmethod

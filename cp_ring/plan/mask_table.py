@@ -181,14 +181,14 @@ class MaskTable(Numbered):
         tiles = Tiles.concatenate(*(mask.pieces.shifted(*begin) for mask, *begin in masks))
         words = f"{len(rows)} rows ({'; '.join(_different(rows))})"
         runs = [np.add(mask._runs(), [[start], [0]]) for mask, start, _ in masks]
-        found = cls(
+        whole = cls(
             stream_length(int(starts[-1])), tiles, "batch", words, np.concatenate(runs, axis=1)
         )
         if False in own:
-            return found
+            return whole
         runs = [np.add(mask._runs(of_keys=True), [[start], [0]]) for mask, _, start in masks]
         return replace(
-            found,
+            whole,
             keys=stream_length(int(of_keys[-1]), "keys"),
             key_segments=np.concatenate(runs, axis=1),
         )
@@ -254,8 +254,8 @@ class MaskTable(Numbered):
 
     def _runs(self, of_keys: bool = False) -> tuple[Ints, Ints]:
         """First token of each run of positions, of queries or of keys, and its position."""
-        found = self.key_segments if of_keys and self.keys is not None else self.segments
-        return (np.zeros(1, np.int64),) * 2 if found is None else (found[0], found[1])
+        segments = self.key_segments if of_keys and self.keys is not None else self.segments
+        return (np.zeros(1, np.int64),) * 2 if segments is None else (segments[0], segments[1])
 
     def to_dict(self) -> dict[str, Any]:
         """The mask in plain numbers, lists and strings, as JSON has them: `from_dict` makes an

@@ -284,14 +284,14 @@ def _with_room(
     tokens; without those for which none has.
     """
     load, room = np.zeros(groups), np.full(groups, capacity)
-    found: list[list[int]] = [[] for _ in range(groups)]
+    sequences: list[list[int]] = [[] for _ in range(groups)]
     for document in map(int, documents):
         least = int(np.argmin(np.where(room >= size[document], load, np.inf)))
         if room[least] >= size[document]:
-            found[least].append(document)
+            sequences[least].append(document)
             load[least] += work[document]
             room[least] -= size[document]
-    return found
+    return sequences
 
 
 def _longest(work: Work) -> tuple[float, float]:
@@ -303,11 +303,9 @@ def _longest_first(work: Work, groups: int) -> Ints:
     least loaded group with room.
     """
     room = len(work) // groups
-    members, count, load = (
-        np.zeros((groups, room), np.int64),
-        np.zeros(groups, np.int64),
-        np.zeros(groups),
-    )
+    members = np.zeros((groups, room), np.int64)
+    count = np.zeros(groups, np.int64)
+    load = np.zeros(groups)
     for item in np.argsort(-work, kind="stable"):
         group = int(np.argmin(np.where(count < room, load, np.inf)))
         members[group, count[group]] = item

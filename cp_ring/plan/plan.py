@@ -30,12 +30,11 @@ from cp_ring.plan.exchange.members import (
 from cp_ring.plan.layout import LAYOUTS, Layout, check_rank
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.proof.verify import Report, verify
-from cp_ring.plan.ranges import Ints, integer, union
+from cp_ring.plan.ranges import integer
 from cp_ring.plan.rank_plan import rank_plan
-from cp_ring.plan.routes import DEFAULT, ROUTES
-from cp_ring.plan.schedule import Order, Schedule, text
-from cp_ring.plan.tables import Need, PlanTables, RankPlan
-from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
+from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
+from cp_ring.plan.schedule import Schedule, text
+from cp_ring.plan.tables import PlanTables, RankPlan
 from cp_ring.runtime import RUNTIME, Numbered
 
 
@@ -88,15 +87,15 @@ class PlanSpec:
                 )
             layout = self.layout_of(mask, cp)
             return mask, layout, layout
-        given = self.key_layout
-        if given is None:
-            given = "contiguous" if copies else self.layout
-        if given is self.layout and not isinstance(given, str):
+        of_keys = self.key_layout
+        if of_keys is None:
+            of_keys = "contiguous" if copies else self.layout
+        if of_keys is self.layout and not isinstance(of_keys, str):
             raise PlanError(
                 "key_layout is missing: layout is that of the queries, and the mask has keys of "
                 "their own"
             )
-        key_layout = _layout_of("key_layout", given, Mask.full(mask.num_keys), cp)
+        key_layout = _layout_of("key_layout", of_keys, Mask.full(mask.num_keys), cp)
         if not copies:
             return mask, self.layout_of(mask, cp), key_layout
         if self.ulysses != 1:
@@ -138,9 +137,8 @@ class PlanSpec:
             raise PlanError(f"node_size={near}: it must divide the {members.cp} ranks")
         near = near if route.node_aware else 1
         hops = route.schedule(self.schedule, members, self.slot_shards, near)
-        split = members, of_keys
         mine = None if rank is None or not route.local else rank // self.ulysses
-        tables = _tables(mask, split, self.route, hops, _cut(mask, split, mine), near)
+        tables = tables_of(mask, (members, of_keys), self.route, hops, near, mine)
         return Plan(tables, layout, key_layout, self.ulysses)
 
     def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:
@@ -267,8 +265,8 @@ class Plan(Numbered):
             if layout is not members:
                 check_members(layout, members, self.ulysses)
                 for rank in range(self.cp):
-                    made = getattr(self.rank_plan(rank), name) if rank_plans else None
-                    check_exchange(layout, members, rank, made)
+                    exchange = getattr(self.rank_plan(rank), name) if rank_plans else None
+                    check_exchange(layout, members, rank, exchange)
         proven = verify(self.ring, num_slots)
         if rank_plans:
             from cp_ring.plan.proof.verify_ranks import verify_rank_plans
@@ -284,64 +282,12 @@ def _ranks_of(spec: PlanSpec) -> int:
     return expect("layout", held, Layout).cp
 
 
-def _layout_of(what: str, given: Layout | str, mask: Mask, cp: int) -> Layout:
-    if not isinstance(given, str):
-        return expect(what, given, Layout, str)
-    if given not in LAYOUTS:
-        raise PlanError(f"{what}={given!r}: unknown; known are {', '.join(LAYOUTS)}")
-    return LAYOUTS[given](mask, cp)
-
-
-def _cut(
-    mask: Mask, split: tuple[Layout, Layout], member: int | None = None
-) -> tuple[Tiles, Ints, Ints]:
-    """Pieces cut at the edges of chunks, and the chunks of their queries and keys. `split` are the
-    layouts of both. With `member`, only the pieces whose queries or keys are this member's.
-    """
-    edges, of_keys = (layout.edges for layout in split)
-    if member is None:
-        return split_at_edges(mask.pieces, edges, of_keys)
-    queries, keys = (layout.owner == member for layout in split)
-    keep = (queries, ~keys), (~queries, keys), (queries, keys)
-    tiles, *chunks = zip(
-        *(split_at_edges(mask.pieces, edges, of_keys, each) for each in keep), strict=True
-    )
-    query_chunk, key_chunk = map(np.concatenate, chunks)
-    return Tiles.concatenate(*tiles), query_chunk, key_chunk
-
-
-def _tables(
-    mask: Mask,
-    split: tuple[Layout, Layout],
-    route: str,
-    hops: Schedule,
-    parts: tuple[Tiles, Ints, Ints],
-    node_size: int,
-) -> PlanTables:
-    """The tables of the members of the ring, from the pieces of the mask cut at the edges of their
-    chunks.
-    """
-    (tiles, *chunks), cp, order = parts, split[0].cp, Order(split[0].cp, node_size)
-    sides = list(zip(split, chunks, strict=True))
-    rank, source = (layout.owner[chunk] for layout, chunk in sides)
-    tiles = tiles.shifted(*(layout.starts[chunk] - layout.edges[chunk] for layout, chunk in sides))
-    tiles, group = coalesce(tiles, rank * cp + order.distance(rank, source))
-    rank, distance = np.divmod(group, cp)
-    transfers, gradients = ROUTES[route].transfers(_need(tiles, rank, distance, hops, order), cp)
-    transfers = transfers.in_buffer_order("receiver", order)
-    gradients = gradients.in_buffer_order("sender", order)
-    hop, source = np.array(hops)[distance], order.owner(rank, distance)
-    return PlanTables(
-        mask, *split, route, hops, tiles, rank, hop, source, transfers, gradients, node_size
-    )
-
-
-def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule, order: Order) -> Need:
-    """What each rank reads of the other ranks' keys at each hop."""
-    cp, away = len(hops), np.flatnonzero(distance > 0)
-    group, start, end = union(rank[away] * cp + distance[away], tiles.k0[away], tiles.k1[away])
-    reader, far = np.divmod(group, cp)
-    return Need(reader, np.array(hops)[far], order.owner(reader, far), start, end, hops, order)
+def _layout_of(what: str, layout: Layout | str, mask: Mask, cp: int) -> Layout:
+    if not isinstance(layout, str):
+        return expect(what, layout, Layout, str)
+    if layout not in LAYOUTS:
+        raise PlanError(f"{what}={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
+    return LAYOUTS[layout](mask, cp)
 
 
 REPLICATED = "replicated"

@@ -30,9 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.plan.layout import Layout
+from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, sort_index, starts_of, union
-from cp_ring.plan.schedule import Schedule, relay_schedule, resolve
-from cp_ring.plan.tables import Need, Transfers
+from cp_ring.plan.schedule import Order, Schedule, relay_schedule, resolve
+from cp_ring.plan.tables import Need, PlanTables, Transfers
+from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
 
 
 def direct(need: Need, cp: int) -> tuple[Transfers, Transfers]:
@@ -144,13 +146,11 @@ def relay(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     node, place = np.divmod(order.distance(need.rank, need.owner), size)
     near, far, last = node == 0, node > 0, size - 1
     own, own_back = direct(_part(need, near), cp)
-    owner, node, place, start, end = (
-        need.owner[far],
-        node[far],
-        place[far],
-        need.start[far],
-        need.end[far],
-    )
+    owner = need.owner[far]
+    node = node[far]
+    place = place[far]
+    start = need.start[far]
+    end = need.end[far]
     via = 1 if size > 2 else 0
 
     def held(*places: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
@@ -255,3 +255,55 @@ ROUTES = _Routes({
     "relay": Route(relay, node_aware=True, own_schedule=relay_schedule),
 })  # fmt: skip
 """Routes that flags and settings can name."""
+
+
+def tables_of(
+    mask: Mask,
+    split: tuple[Layout, Layout],
+    route: str,
+    hops: Schedule,
+    node_size: int,
+    member: int | None = None,
+) -> PlanTables:
+    """The tables of the members of the ring, from the pieces of the mask cut at the edges of their
+    chunks. `split` are the layouts of queries and keys. With `member`, all that this member's part
+    needs of them.
+    """
+    (tiles, *chunks), cp = _cut(mask, split, member), split[0].cp
+    order = Order(cp, node_size)
+    sides = list(zip(split, chunks, strict=True))
+    rank, source = (layout.owner[chunk] for layout, chunk in sides)
+    tiles = tiles.shifted(*(layout.starts[chunk] - layout.edges[chunk] for layout, chunk in sides))
+    tiles, group = coalesce(tiles, rank * cp + order.distance(rank, source))
+    rank, distance = np.divmod(group, cp)
+    transfers, gradients = ROUTES[route].transfers(_need(tiles, rank, distance, hops, order), cp)
+    transfers = transfers.in_buffer_order("receiver", order)
+    gradients = gradients.in_buffer_order("sender", order)
+    hop, source = np.array(hops)[distance], order.owner(rank, distance)
+    return PlanTables(
+        mask, *split, route, hops, tiles, rank, hop, source, transfers, gradients, node_size
+    )
+
+
+def _cut(mask: Mask, split: tuple[Layout, Layout], member: int | None) -> tuple[Tiles, Ints, Ints]:
+    """Pieces cut at the edges of chunks, and the chunks of their queries and keys. With `member`,
+    only the pieces whose queries or keys are this member's.
+    """
+    edges, of_keys = (layout.edges for layout in split)
+    if member is None:
+        return split_at_edges(mask.pieces, edges, of_keys)
+    queries, keys = (layout.owner == member for layout in split)
+    keep = (queries, ~keys), (~queries, keys), (queries, keys)
+    tiles, *chunks = zip(
+        *(split_at_edges(mask.pieces, edges, of_keys, each) for each in keep), strict=True
+    )
+    query_chunk, key_chunk = map(np.concatenate, chunks)
+    return Tiles.concatenate(*tiles), query_chunk, key_chunk
+
+
+def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule, order: Order) -> Need:
+    """What each rank reads of the other ranks' keys at each hop."""
+    cp, away = len(hops), np.flatnonzero(distance > 0)
+    group, start, end = union(rank[away] * cp + distance[away], tiles.k0[away], tiles.k1[away])
+    reader, far = np.divmod(group, cp)
+    return Need(reader, np.array(hops)[far], order.owner(reader, far), start, end, hops, order)

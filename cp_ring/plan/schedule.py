@@ -292,12 +292,10 @@ def _fastest(
     distance, full, place = 1, 0, (0, 0)
     while distance < cp:
         b = int(chosen[distance, full][place])
-        sizes, distance, full, place = (
-            [*sizes, b],
-            distance + b,
-            int(full or b == most),
-            (place[1], b),
-        )
+        sizes = [*sizes, b]
+        distance = distance + b
+        full = int(full or b == most)
+        place = (place[1], b)
     return sizes
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, VarlenKernel, determinism
 from cp_ring.kernels.dropout import with_softcap
+from cp_ring.ops.dtypes import sum_dtype
 
 HEADS = ((4, 4, 16, 16), (8, 1, 32, 32), (6, 2, 24, 40), (4, 2, 40, 24), (2, 2, 64, 64))
 """(query heads, key/value heads, d, e); those that a kernel rejects are left out."""
@@ -187,10 +188,8 @@ def _check_merged(case: KernelCase, queries: int, more: int) -> None:
     causal = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
     allowed = torch.cat([causal, causal.new_ones(queries, more)], 1)
     truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, case)
-    out, lse = (
-        truth.out.to(case.dtype),
-        truth.lse.to(torch.promote_types(case.dtype, torch.float32)),
-    )
+    out = truth.out.to(case.dtype)
+    lse = truth.lse.to(sum_dtype(case.dtype))
     options: dict[str, Any] = {"lo": -OPEN, "scale": case.scale}
     first = case.kernel.backward(dout, q, k, v, out, lse, hi=0, **options)
     second = case.kernel.backward(dout, q, more_k, more_v, out, lse, hi=OPEN, **options)
@@ -303,7 +302,7 @@ def _check_packed(case: KernelCase, sizes: list[tuple[int, int]], left: int, rig
             offset <= right if right >= 0 else offset <= OPEN
         )
         truth = _truth(*part, allowed, case)
-        got = (
+        results = (
             out[None, q0:q1],
             lse[None, :, q0:q1],
             dq[None, q0:q1],
@@ -311,7 +310,10 @@ def _check_packed(case: KernelCase, sizes: list[tuple[int, int]], left: int, rig
             dv[None, k0:k1],
         )
         _compare(
-            f"{queries} x {keys} tile of a varlen batch, window ({left}, {right})", got, truth, one
+            f"{queries} x {keys} tile of a varlen batch, window ({left}, {right})",
+            results,
+            truth,
+            one,
         )
 
 
@@ -348,11 +350,11 @@ def _truth(
     )
 
 
-def _compare(what: str, got: Sequence[Tensor], truth: _Truth, case: KernelCase) -> None:
-    out, lse, *grads = got
+def _compare(what: str, results: Sequence[Tensor], truth: _Truth, case: KernelCase) -> None:
+    out, lse, *grads = results
     assert lse.dtype in (torch.float32, torch.float64), f"lse of a {what} is {lse.dtype}"
     for name, x, true in zip(
-        ("out", "lse", "dq", "dk", "dv"), got, vars(truth).values(), strict=True
+        ("out", "lse", "dq", "dk", "dv"), results, vars(truth).values(), strict=True
     ):
         assert x.shape == true.shape, (
             f"{name} of a {what} has shape {tuple(x.shape)} instead of {tuple(true.shape)}"

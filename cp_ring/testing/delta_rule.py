@@ -38,8 +38,8 @@ def gated_delta_rule(
     outs, ends = [], []
     for number, tensors in enumerate(documents):
         state = v.new_zeros(v.shape[2], k.shape[-1], v.shape[-1])
-        if (given := states.get("initial_state")) is not None:
-            state = given[number]
+        if (initial := states.get("initial_state")) is not None:
+            state = initial[number]
         out, end = _document(state, *tensors)
         outs.append(out)
         ends.append(end)

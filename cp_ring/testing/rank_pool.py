@@ -71,10 +71,8 @@ class Ranks:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            network, store = (
-                networks[rank] if networks else None,
-                f"file://{self._folder.name}/store",
-            )
+            network = networks[rank] if networks else None
+            store = f"file://{self._folder.name}/store"
             process = context.Process(
                 target=_run_cases, args=(rank, size, store, theirs, network, backend), daemon=True
             )

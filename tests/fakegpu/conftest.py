@@ -7,8 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 from tests import needs
+from tests.fakegpu import te_build
 from tests.fakegpu.build import Missing
 from tests.fakegpu.process import FakeGpus
+
+
+def _started(*versions: str) -> Iterator[FakeGpus]:
+    try:
+        gpus = FakeGpus(*versions)
+    except Missing as missing:
+        needs.skip_or_fail(str(missing))
+    yield gpus
+    gpus.close()
 
 
 @pytest.fixture(scope="module")
@@ -16,9 +26,16 @@ def gpus() -> Iterator[FakeGpus]:
     """Runs programs on fake GPUs. Skips the test where torch has no CUDA, or headers are missing;
     in CI it fails.
     """
-    try:
-        made = FakeGpus()
-    except Missing as missing:
-        needs.skip_or_fail(str(missing))
-    yield made
-    made.close()
+    yield from _started()
+
+
+@pytest.fixture(scope="module", params=te_build.VERSIONS)
+def with_te(request: pytest.FixtureRequest) -> Iterator[FakeGpus]:
+    """The same with TransformerEngine, each version."""
+    yield from _started(request.param)
+
+
+@pytest.fixture(scope="module")
+def newest() -> Iterator[FakeGpus]:
+    """With the newest TransformerEngine and the newest cuDNN."""
+    yield from _started(te_build.VERSIONS[0], te_build.CUDNN)

@@ -1,12 +1,13 @@
 """Which calls of real plans the kernels support on which GPU, forward and backward, by the real
 libraries: a row a call, a column a device.
 
-python -m tests.fakegpu.kernel_calls [VERSION]     with TransformerEngine of this version; prints the
-table of docs/kernels.md
+python -m tests.fakegpu.kernel_calls [VERSION [CUDNN]]     with these versions of TransformerEngine
+and cuDNN; prints the table of docs/kernels.md
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from itertools import accumulate
@@ -14,8 +15,8 @@ from typing import Any
 
 import torch
 
-from cp_ring.errors import KernelError, one_line
-from cp_ring.kernels import choose
+from cp_ring.errors import one_line
+from cp_ring.kernels import choose, transformer_engine
 from cp_ring.kernels.base import OPEN, Packing, determinism
 from cp_ring.kernels.cudnn import CudnnKernel
 from tests.fakegpu.accesses import mark
@@ -40,6 +41,12 @@ CASES: dict[str, dict[str, Any]] = {
     "heads of 64": {"tile": (4096, 4096), "sizes": (32, 8, 64, 64)},
     "heads of 100": {"tile": (4096, 4096), "sizes": (32, 8, 100, 100)},
     "heads of 256": {"tile": (4096, 4096), "sizes": (16, 4, 256, 256)},
+    "heads of 256, deterministic": {
+        "tile": (4096, 4096),
+        "sizes": (16, 4, 256, 256),
+        "deterministic": True,
+    },
+    "packed, heads of 256": {"documents": DOCUMENTS, "sizes": (16, 4, 256, 256)},
     "heads of 512": {"tile": (4096, 4096), "sizes": (16, 4, 512, 512)},
     "heads of 512, deterministic": {
         "tile": (4001, 4097),
@@ -47,18 +54,27 @@ CASES: dict[str, dict[str, Any]] = {
         "sizes": (16, 4, 512, 512),
         "deterministic": True,
     },
+    "packed, heads of 512": {"documents": DOCUMENTS, "sizes": (16, 4, 512, 512)},
     "heads of 192 and 128": {"tile": (4096, 4096), "sizes": (32, 32, 192, 128)},
     "packed, 192 and 128": {"documents": DOCUMENTS, "sizes": (32, 32, 192, 128)},
 }
 
 
-def calls(kernels: list[str], cases: dict[str, dict[str, Any]], planted: bool = False) -> None:
+def calls(
+    kernels: list[str],
+    cases: dict[str, dict[str, Any]],
+    planted: bool = False,
+    variables: dict[str, str] | None = None,
+) -> None:
     """Runs on a fake GPU. Of each kernel and case, forward and backward are the parts "<kernel>
     <case> forward" and "... backward" of the log; where the kernel rejects the case or fails, "<kernel>
-    <case> rejected: <why>" comes last. planted: the kernel `cudnn` rejects nothing.
+    <case> rejected: <why>" comes last. planted: the kernel `cudnn` rejects nothing, and
+    `transformer_engine` has no faulty versions. variables: of the environment.
     """
+    os.environ.update(variables or {})
     if planted:
         CudnnKernel.rejection = lambda *_: None  # type: ignore[method-assign]
+        transformer_engine._fault = lambda *_: None
     for name, case in cases.items():
         for kernel in kernels:
             try:
@@ -82,9 +98,7 @@ def _call(
     device, dtype = torch.device("cuda"), torch.bfloat16
     kernel: Any = choose(name, device=device, dtype=dtype, d=d, e=e, packed=documents is not None)
     make = partial(torch.empty, device=device, dtype=dtype)
-    if documents is not None:
-        if not kernel.capabilities.varlen:
-            raise KernelError(f"kernel={name!r}: takes documents one by one")
+    if documents is not None and kernel.capabilities.varlen:
         ends = torch.tensor([0, *accumulate(documents)], dtype=torch.int32).to(device)
         packing = Packing(ends, ends, max(documents), max(documents), -1, 0)
         q, k, v = (make(sum(documents), *shape) for shape in ((h, d), (g, d), (g, e)))
@@ -92,8 +106,9 @@ def _call(
         out, lse = kernel.forward_varlen(q, k, v, packing, 0.1)
         mark(f"{part} backward")
         kernel.backward_varlen(torch.empty_like(out), q, k, v, out, lse, packing, 0.1)
-    else:
-        shapes = ((tile[0], h, d), (tile[1], g, d), (tile[1], g, e))
+        return
+    for queries, keys in [tile] if documents is None else zip(documents, documents, strict=True):
+        shapes = ((queries, h, d), (keys, g, d), (keys, g, e))
         q, k, v = (make(1, *shape) for shape in shapes)
         band: dict[str, Any] = {"lo": -OPEN, "hi": hi, "scale": 0.1}
         mark(f"{part} forward")
@@ -102,8 +117,8 @@ def _call(
         kernel.backward(torch.empty_like(out), q, k, v, out, lse, **band)
 
 
-def verdict(log: Log, kernel: str, case: str) -> str:
-    """What runs, forward and backward, with the workspace of a call where it is 64 MiB or more:
+def verdict(log: Log, kernel: str, case: str, least: int = 64 << 20) -> str:
+    """What runs, forward and backward, with the workspace of a call from `least` bytes on:
     "cuDNN", "flash", "efficient", "products" of matrices; "no" where the kernel rejects the call.
     """
     if any(event.part.startswith(f"{kernel} {case} rejected: ") for event in log.events):
@@ -116,12 +131,12 @@ def verdict(log: Log, kernel: str, case: str) -> str:
         known = {"flash": "flash", "fmha_cutlass": "efficient"}
         other = (kind for part, kind in known.items() if any(part in name for name in names))
         kinds.append("cuDNN" if used else next(other, "products"))
-    size = f" {space / 2**20:,.0f} MiB" if space >= 64 << 20 else ""
+    size = f" {space / 2**20:,.0f} MiB" if space >= least else ""
     return ", then ".join(dict.fromkeys(kinds)) + size
 
 
-def main(version: str) -> None:
-    gpus = FakeGpus(version)
+def main(version: str = VERSIONS[0], cudnn: str | None = None) -> None:
+    gpus = FakeGpus(version, cudnn)
     arguments = {"kernels": KERNELS, "cases": CASES}
     logs = {
         sm: gpus.run("tests.fakegpu.kernel_calls:calls", 1, sm, **arguments)[0] for sm in DEVICES
@@ -139,4 +154,4 @@ def main(version: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*(sys.argv[1:] or VERSIONS[:1]))
+    main(*sys.argv[1:])

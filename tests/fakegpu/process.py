@@ -22,14 +22,20 @@ class ProgramError(AssertionError):
     """A rank failed. The message is what it printed."""
 
 
-def environment() -> dict[str, str]:
-    """Variables with which a process has the fake libraries. Raises `Missing`."""
+def environment(cudnn: str | None = None) -> dict[str, str]:
+    """Variables with which a process has the fake libraries, and cuDNN of this version in place of
+    torch's. Raises `Missing`.
+    """
     libraries, nvidia = build(), wheels()
-    folders = [libraries, *(nvidia / name / "lib" for name in ("cudnn", "cu13", "nccl"))]
+    of_cudnn = te_build.cudnn(cudnn) if cudnn else nvidia / "cudnn" / "lib"
+    folders = [libraries, of_cudnn, *(nvidia / name / "lib" for name in ("cu13", "nccl"))]
+    preloaded = [*(libraries / name for name in LIBRARIES), of_cudnn / "libcudnn.so.9"]
     return {
-        "LD_PRELOAD": ":".join(str(libraries / name) for name in LIBRARIES),
+        "LD_PRELOAD": ":".join(map(str, preloaded)),
         "LD_LIBRARY_PATH": ":".join(map(str, folders)),
-        "FAKEGPU_CUDNN": str(nvidia / "cudnn" / "lib" / "libcudnn.so.9"),
+        "FAKEGPU_CUDNN": str(preloaded[-1]),
+        "CUDNN_HOME": str(of_cudnn),
+        "CUDA_HOME": str(nvidia / "cu13"),  # where TransformerEngine 2.9 looks for libraries
         "TRITON_CACHE_DIR": str(libraries.parent / "triton"),
         "GLOO_SOCKET_IFNAME": "lo",
     }
@@ -39,14 +45,18 @@ class FakeGpus:
     """A server that forks ranks; it starts with the first program. Raises `Missing` where the
     libraries cannot be built.
 
-    transformer_engine: the version of TransformerEngine that ranks can import; None is none.
+    transformer_engine: the version of TransformerEngine that ranks can import; None is none. cudnn:
+    that of cuDNN; None is torch's.
     """
 
-    def __init__(self, transformer_engine: str | None = None) -> None:
+    def __init__(self, transformer_engine: str | None = None, cudnn: str | None = None) -> None:
+        self.transformer_engine = transformer_engine
         paths = [ROOT, *sys.path]
         if transformer_engine is not None:
             paths.append(te_build.build(transformer_engine))
-        self._environment = os.environ | environment() | {"PYTHONPATH": ":".join(map(str, paths))}
+        self._environment = (
+            os.environ | environment(cudnn) | {"PYTHONPATH": ":".join(map(str, paths))}
+        )
         self._server: subprocess.Popen[str] | None = None
 
     def run(self, program: str, size: int = 1, capability: int = 90, **arguments: Any) -> list[Log]:

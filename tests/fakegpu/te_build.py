@@ -22,7 +22,8 @@ import torch
 
 from tests.fakegpu.build import CACHE, Missing, includes, run, wheels
 
-VERSIONS = ("2.20.2",)
+VERSIONS = ("2.20.2", "2.9.0")  # the newest, and the oldest that cp_ring supports
+CUDNN = "9.28.1.4"  # the newest
 # What its import needs, and what no package of the tests brings.
 IMPORTED = ("onnxscript", "onnx", "onnx_ir", "ml_dtypes", "nvidia-cudnn-frontend")
 CCCL = "nvidia-cuda-cccl==13.0.*"  # headers of CUDA's that no wheel of torch's brings
@@ -62,6 +63,17 @@ def build(version: str) -> Path:
         if not found.exists():  # another process may have been faster
             site.rename(found)
     return found
+
+
+def cudnn(version: str) -> Path:
+    """The folder of cuDNN's libraries of a version from the package index, got once."""
+    place = CACHE / f"cudnn-{version}"
+    if not place.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            _pip("install", "--target", f"{folder}/site", f"nvidia-cudnn-cu13=={version}")
+            Path(folder, "site").rename(place)
+    return place / "nvidia" / "cudnn" / "lib"
 
 
 def _pip(command: str, *arguments: str) -> None:

@@ -4,26 +4,52 @@ from __future__ import annotations
 
 import pytest
 
+from cp_ring.kernels import transformer_engine
 from tests.fakegpu.kernel_calls import CASES, KERNELS, verdict
-from tests.fakegpu.process import FakeGpus
-from tests.fakegpu.te_build import VERSIONS
 
 PROGRAM = "tests.fakegpu.kernel_calls:calls"
 
 
+HUGE = {name: case for name, case in CASES.items() if name.endswith(", deterministic")}
+
+
+def workspaces(log, cases, kernel="auto"):
+    """What runs each case, without the size of a workspace below a GiB."""
+    return {name: verdict(log, kernel, name, 1 << 30) for name in cases}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("sm", [80, 90, 100])
-def test_auto_runs_every_call(version, sm):
-    gpus = FakeGpus(version)
-    try:
-        (log,) = gpus.run(PROGRAM, 1, sm, kernels=KERNELS[-1:], cases=CASES)
-    finally:
-        gpus.close()
-    found = {case: verdict(log, "auto", case) for case in CASES}
-    assert "no" not in found.values(), found
+def test_auto_runs_every_call(with_te, sm):
+    (log,) = with_te.run(PROGRAM, 1, sm, kernels=KERNELS[-1:], cases=CASES)
+    runs = workspaces(log, CASES)
+    assert set(runs.values()) <= {"cuDNN", "flash", "efficient", "products"}, runs
     # the kernels of the library that comes first, where it has them
-    assert sm == 80 or found["packed"] == "cuDNN"
+    assert sm == 80 or runs["packed"] == "cuDNN"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sm", "expected"),
+    [(80, {"cuDNN 1,088 MiB"}), (90, {"cuDNN 131,072 MiB"}), (100, {"cuDNN", "no"})],
+)
+def test_deterministic_calls_that_no_fault_keeps_away_are_seen(with_te, sm, expected):
+    (log,) = with_te.run(PROGRAM, 1, sm, kernels=KERNELS[-1:], cases=HUGE, planted=True)
+    assert expected & set(workspaces(log, HUGE).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("planted", "limit", "expected"),
+    [(False, "", "flash"), (True, "", "cuDNN 131,072 MiB"), (False, "268435456", "cuDNN")],
+)
+def test_the_newest_cudnn_needs_a_variable_on_hopper(newest, planted, limit, expected):
+    variables = {transformer_engine._LIMIT: limit}
+    case = "packed, deterministic"
+    (log,) = newest.run(
+        PROGRAM, kernels=["auto"], cases={case: CASES[case]}, planted=planted, variables=variables
+    )
+    assert workspaces(log, [case]) == {case: expected}
 
 
 @pytest.mark.ci

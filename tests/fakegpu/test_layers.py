@@ -4,14 +4,9 @@ modules on PyTorch's kernels, and those of TransformerEngine with its real libra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests import needs
-from tests.fakegpu import te_build
-from tests.fakegpu.build import Missing
-from tests.fakegpu.process import FakeGpus, ProgramError
+from tests.fakegpu.process import ProgramError
 from tests.fakegpu.replay import hangs, in_flight_together, mismatches
 from tests.fakegpu.test_ring import races, slow_steps
 
@@ -71,16 +66,6 @@ def test_faults_in_layers_are_found(gpus):
     assert all(slow_steps(log, "sync in a hop") for log in logs)
     assert all(races(log, "lost wait for keys") for log in logs)
     assert mismatches(logs, "values before keys")
-
-
-@pytest.fixture(scope="module", params=te_build.VERSIONS)
-def with_te(request) -> Iterator[FakeGpus]:
-    try:
-        made = FakeGpus(request.param)
-    except Missing as missing:
-        needs.skip_or_fail(str(missing))
-    yield made
-    made.close()
 
 
 @pytest.mark.slow

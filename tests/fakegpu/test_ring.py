@@ -18,7 +18,6 @@ from cp_ring.plan.costs.simulate import rank_updates
 from cp_ring.plan.lower import KERNELS, lower
 from cp_ring.plan.plan import plan
 from cp_ring.plan.tables import RankPlan
-from tests.fakegpu import te_build
 from tests.fakegpu.log import Log
 from tests.fakegpu.process import FakeGpus
 from tests.fakegpu.replay import Content, hangs, in_flight_together, mismatches, read_by
@@ -241,25 +240,21 @@ def test_cudnn(gpus, sm):
         assert [x for x in log.kernels("causal 2") if x.name.startswith("cudnn")]
 
 
-# Of TransformerEngine 2.20 with cuDNN 9.20; other kernels run them.
-LACKS = {80: ("packed", "sizes"), 90: ("deterministic",)}
+# Of TransformerEngine with cuDNN 9.20; other kernels run them.
+LACKS = {80: ("packed", "sizes", "deterministic"), 90: ("deterministic",)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", te_build.VERSIONS)
 @pytest.mark.parametrize("sm", [80, 90, 100])
-def test_transformer_engine(version, sm):
+def test_transformer_engine(with_te, sm):
     """Its own library and extension, with plans of the real cuDNN for each device."""
+    lacks = LACKS.get(sm, ("deterministic",) * (with_te.transformer_engine == "2.9.0"))
     cases = {
         name: {"sizes": (4, 2, 128, 128), "tokens": 512} | case | {"kernel": "transformer_engine"}
         for name, case in ALL.items()
-        if name not in ("relay", "all heads", *LACKS.get(sm, ()))
+        if name not in ("relay", "all heads", *lacks)
     }
-    gpus = FakeGpus(version)
-    try:
-        logs = gpus.run("tests.fakegpu.programs:rings", 2, sm, cases=cases, steps=3)
-    finally:
-        gpus.close()
+    logs = with_te.run("tests.fakegpu.programs:rings", 2, sm, cases=cases, steps=3)
     assert not hangs(logs) and not mismatches(logs)
     for log in logs:
         assert not races(log) and not log.unknown() and not log.stubs()

@@ -93,6 +93,7 @@ def installed(version: str, packed_stats: bool = True, cudnn: int = 92600) -> It
         f"transformer_engine{name}": types.ModuleType(f"transformer_engine{name}")
         for name in folders
     }
+    parents["transformer_engine"].__version__ = version if version[0].isdigit() else "2.19"
     modules = parents | {module.__name__: module for module in (fused, constants, extension, utils)}
     before = {name: sys.modules.get(name) for name in modules}
     home, library = REGISTRY["transformer_engine"], adapter._library

@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_ring import Layout, Mask, Plan
-from cp_ring.attention import AttentionOptions, Inputs, attention_of
+from cp_ring.attention import attention_of
+from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.kernels import logits
 from cp_ring.kernels.base import OPEN
 from cp_ring.kernels.cpu import KERNEL as CPU_KERNEL

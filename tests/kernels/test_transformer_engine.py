@@ -148,24 +148,34 @@ def test_conformance_takes_the_dense_path():
         }
 
 
-def test_versions_of_cudnn(monkeypatch):
-    """NaN in gradients of packed tiles before 9.18, a huge deterministic workspace before 9.25; on
-    Hopper only.
+@pytest.mark.parametrize(
+    ("generation", "version", "cudnn", "exact", "limit", "reason"),
+    [
+        (9, "2.20.2", 91701, False, "", "needs cuDNN 9.18.0 or later on Hopper, where"),
+        (9, "2.20.2", 91800, False, "", None),
+        (9, "2.20.2", 92400, True, "0", "needs cuDNN 9.25.0 or later for deterministic"),
+        (9, "2.17.1", 92500, True, "0", "needs TransformerEngine 2.18 or later for deterministic"),
+        (9, "2.20.2", 92500, True, "", "needs CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=268435456 in"),
+        (9, "2.20.2", 92500, True, "-1", "needs CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT="),
+        (9, "2.18", 92500, True, "0", None),
+        (8, "2.20.2", 92801, True, "0", "has deterministic gradients on Hopper and later"),
+        (8, "2.9", 92000, False, "", None),
+        (10, "2.11", 92801, True, "", "needs TransformerEngine 2.12 or later for deterministic"),
+        (10, "2.12", 91701, True, "", None),
+    ],
+)
+def test_versions(monkeypatch, generation, version, cudnn, exact, limit, reason):
+    """NaN in gradients of packed tiles, and deterministic gradients that need hundreds of GiB, are
+    wrong or missing.
     """
-
-    def rejection(cudnn: int, exact: bool) -> str | None:
-        with installed("2.20.2", cudnn=cudnn), determinism(exact):
-            return KERNEL.rejection(CPU, torch.bfloat16, 64, 64)
-
-    assert rejection(91701, False).startswith("needs cuDNN 9.18.0 or later on Hopper")
-    assert rejection(91701, False).endswith("; 9.17.1 is installed")
-    assert rejection(91800, False) is None
-    assert rejection(92400, True).startswith(
-        "needs cuDNN 9.25.0 or later for deterministic gradients on Hopper"
-    )
-    assert rejection(92400, False) is rejection(92500, True) is None
-    monkeypatch.setattr(versions, "compute_capability", lambda device: (10, 0))
-    assert rejection(91701, False) is rejection(91701, True) is None
+    monkeypatch.setattr(adapter, "compute_capability", lambda device: (generation, 0))
+    monkeypatch.setenv(adapter._LIMIT, limit)
+    with installed(version, cudnn=cudnn), determinism(exact):
+        line = KERNEL.rejection(CPU, torch.bfloat16, 64, 64)
+    if reason is None:
+        assert line is None
+    else:
+        assert line.startswith(reason) and f"; {version} and cuDNN " in line
 
 
 def test_dense_gradients_that_may_be_nan(monkeypatch):

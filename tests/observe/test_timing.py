@@ -12,7 +12,9 @@ import torch
 from cp_ring import ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.observe import clocks, timing, trace
-from cp_ring.observe.findings import INSIDE, Alarms, RankTimes, combined, group_findings, messages
+from cp_ring.observe.alarms import Alarms
+from cp_ring.observe.findings import INSIDE, combined, group_findings
+from cp_ring.observe.timed_messages import RankTimes, messages
 from cp_ring.observe.watchdog import Place
 from cp_ring.options import Options
 from cp_ring.testing.local_ring import LocalRing

@@ -16,8 +16,8 @@ from cp_ring.comm.transport import messages
 from cp_ring.kernels.base import OPEN
 from cp_ring.kernels.cpu import KERNEL
 from cp_ring.observe import timing
-from cp_ring.observe.findings import RankTimes
 from cp_ring.observe.spans import arrived
+from cp_ring.observe.timed_messages import RankTimes
 from cp_ring.testing.local_ring import LocalRing
 
 PAIR_S = 1e-6  # seconds a pair of query and key takes

@@ -9,7 +9,7 @@ import pytest
 
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.costs import splits
-from cp_ring.plan.costs.search import AttentionCosts
+from cp_ring.plan.costs.attention_costs import AttentionCosts
 from cp_ring.plan.costs.simulate import (
     NO_UPDATES,
     Pass,
@@ -22,7 +22,7 @@ from cp_ring.plan.costs.simulate import (
 from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates
-from cp_ring.tools.cli.trace_drawing import predicted_bars
+from cp_ring.tools.cli.trace_command import predicted_bars
 from tests.plan.test_tune import MODEL
 
 SLOW = Rates(between=2e9)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from cp_ring.errors import PlanError
+from cp_ring.plan.costs.attention_costs import AttentionCosts
 from cp_ring.plan.costs.cost import blocked_pairs
 from cp_ring.plan.costs.model_sizes import Experts, ModelSizes
 from cp_ring.plan.costs.recurrent_costs import RecurrentLayers
-from cp_ring.plan.costs.search import AttentionCosts, Given, Search, possible_sizes, reasons
+from cp_ring.plan.costs.search import Given, Search, possible_sizes, reasons
 from cp_ring.plan.costs.simulate import simulate
 from cp_ring.plan.costs.step_costs import (
     RECOMPUTE,

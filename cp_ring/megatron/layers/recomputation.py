@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cp_ring.attention import KeptOutput, Output
+from cp_ring.inputs import KeptOutput, Output
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.runtime import RUNTIME
 

@@ -211,3 +211,24 @@ def blocked_pairs(plan: PlanTables, block: int, padded: bool = True) -> NDArray[
     if not padded:
         area = np.minimum(area, (tiles.q1 - tiles.q0) * (tiles.k1 - tiles.k0))
     return np.bincount(place, area, plan.cp * plan.cp).reshape(plan.cp, plan.cp)
+
+
+def amounts(report: Report, sizes: AttentionSizes) -> tuple[int, int, int, int]:
+    """Bytes that are kept, of these out and lse, of receive buffers, and of the other buffers at
+    the time they are most.
+    """
+    buffers = memory(report, sizes)
+
+    def together(begin: str) -> int:
+        return sum(size for name, size in buffers.items() if name.startswith(begin))
+
+    slots = buffers["both: key and value slots"]
+    results = (
+        int(report.tokens_per_rank.max()) * sizes.out_width * sizes.element + buffers["kept: lse"]
+    )
+    return (
+        together("kept"),
+        results,
+        slots,
+        together("both") - slots + max(together("forward"), together("backward")),
+    )

@@ -67,10 +67,8 @@ class RecurrentSizes:
             sizes = 0, heads, convolved, 4, exchanged, exchanged, p
             return cls(kind, (heads, s, p), *sizes, dtype)
         k, v = size("linear_key_head_dim", 128), size("linear_value_head_dim", 128)
-        keys, heads = (
-            size("linear_num_key_heads", 16) // tp,
-            size("linear_num_value_heads", 32) // tp,
-        )
+        keys = size("linear_num_key_heads", 16) // tp
+        heads = size("linear_num_value_heads", 32) // tp
         convolved, width = 2 * keys * k + heads * v, size("linear_conv_kernel_dim", 4)
         exchanged = convolved + 2 * heads * v + 2 * heads
         # the convolution's outputs and the norm's inputs besides
@@ -170,14 +168,14 @@ class RecurrentLayers:
     @classmethod
     def of_model(cls, source: Any, letters: str) -> tuple[RecurrentLayers, ...]:
         """Those of a model with these letters, by Megatron's arguments or settings."""
-        given: Mapping[str, Any] = source if isinstance(source, Mapping) else vars(source)
+        values: Mapping[str, Any] = source if isinstance(source, Mapping) else vars(source)
         names = (
             "bf16", "fp16", "hidden_size", "linear_conv_kernel_dim",
             *(f"mamba_{name}" for name in ("head_dim", "state_dim", "num_groups", "num_heads")),
             *(f"linear_{name}_head_dim" for name in ("key", "value")),
             *(f"linear_num_{name}_heads" for name in ("key", "value")),
         )  # fmt: skip
-        settings = tuple((name, given[name]) for name in names if given.get(name) is not None)
+        settings = tuple((name, values[name]) for name in names if values.get(name) is not None)
         kinds = {"mamba": letters.count("M"), "gdn": letters.count("G")}
         return tuple(cls(kind, count, settings) for kind, count in kinds.items() if count)
 

@@ -9,19 +9,13 @@ wanted. So the result is exact in this model, and few plans are made.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from math import gcd
 from typing import NamedTuple
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.costs.cost import memory
-from cp_ring.plan.costs.model_sizes import ModelSizes
+from cp_ring.plan.costs.attention_costs import AttentionCosts, KnownPlans, LayerMasks
 from cp_ring.plan.costs.recurrent_costs import ChosenWay
-from cp_ring.plan.costs.shapes import AUTO, planned, shapes_of
-from cp_ring.plan.costs.simulate import NO_UPDATES, RankUpdates, rank_updates, simulate
 from cp_ring.plan.costs.step_costs import (
     EXPOSED,
     RECOMPUTE,
@@ -31,14 +25,6 @@ from cp_ring.plan.costs.step_costs import (
     step_memory,
     step_seconds,
 )
-from cp_ring.plan.layout import NamedLayout
-from cp_ring.plan.lower import ASSUMED, KERNELS
-from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import Plan, PlanSpec
-from cp_ring.plan.proof.verify import Report
-from cp_ring.plan.schedule import SLOT_SHARDS
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.plan.sizes.device_rates import Rates
 
 MAX_RANKS = 256
 """Context-parallel ranks at most: plans of more take seconds to predict."""
@@ -50,166 +36,6 @@ is.
 
 SURE = 0.05
 """Predicted steps that differ by less may be in another order when they are measured."""
-
-
-LayerMasks = Sequence[tuple[Mask, int]]
-"""The masks of a batch row, and the number of layers that have each."""
-
-_LOSSY = ("int8", "fp8")
-
-
-@dataclass(frozen=True, eq=False)
-class ProvenPlan:
-    """A plan of `count` layers, for one of the draws."""
-
-    plan: Plan
-    report: Report
-    count: float
-
-    @cached_property
-    def merges(self) -> dict[int, RankUpdates]:
-        """Number of merges on rank 0."""
-        return {0: rank_updates(self.plan.rank_plan(0), KERNELS[ASSUMED])}
-
-
-KnownPlans = dict[tuple[int, str, PlanSpec], list[ProvenPlan]]
-"""Plans by context-parallel size, layout and shape: they are the same for any
-micro batch.
-"""
-
-
-@dataclass(eq=False)
-class AttentionCosts:
-    """The costs for one split of tokens and heads, the least time first; each is found out when it
-    is asked for.
-
-    Of equals the simplest comes first: the ring alone, `direct`, no codec.
-
-    draws: masks of batch rows, over which times are averaged. Ranks of a node are neighbors:
-    tensor-parallel ones first.
-    lossy: try the codecs too that cost accuracy. known: plans that were made before, to which new
-    ones are added.
-    """
-
-    model: ModelSizes
-    draws: Sequence[LayerMasks]
-    tp: int
-    cp: int
-    batch: int
-    ranks_per_node: int
-    rates: Rates
-    layouts: Sequence[str] = ("zigzag",)
-    lossy: bool = False
-    known: KnownPlans = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._near = gcd(self.cp, max(1, self.ranks_per_node // self.tp))
-        self._ready: list[AttentionCost] = []
-        self._rest = self._in_order()
-
-    def __iter__(self) -> Iterator[AttentionCost]:
-        yield from self._ready
-        for cost in self._rest:
-            self._ready.append(cost)
-            yield cost
-
-    def _in_order(self) -> Iterator[AttentionCost]:
-        """Bounds first: times without merges and sums, which take long to count. Then the costs
-        whose bounds are least.
-        """
-        asked = PlanSpec(route=AUTO, node_size=self._near, slot_shards=SLOT_SHARDS)
-        shapes = [*shapes_of(self.cp, self.model.attention(self.tp, self.batch), asked)]
-        gather = PlanSpec(schedule="gather", node_size=self._near)
-        shapes += [gather] if self.cp > SLOT_SHARDS + 1 else []
-        waiting: list[tuple[float, int, AttentionCost, list[ProvenPlan] | None]] = []
-        for name in self.layouts:
-            self._add_plans(name, shapes)
-            for shape in shapes:
-                plans = self.known[self.cp, name, shape]
-                for wire in self._wires(shape.ulysses):
-                    bound = self._cost(plans, shape, wire, name, NO_UPDATES)
-                    heapq.heappush(waiting, (bound.both, len(waiting), bound, plans))
-        number = len(waiting)
-        while waiting:
-            _, _, cost, left = heapq.heappop(waiting)
-            if left is None:
-                yield cost
-            else:
-                exact, number = (
-                    self._cost(left, cost.shape, cost.wire, cost.layout, None),
-                    number + 1,
-                )
-                heapq.heappush(waiting, (exact.both, number, exact, None))
-
-    def _wires(self, heads: int) -> Iterator[str]:
-        """The codecs that a shape allows; the MLA latent has no head dimension to split."""
-        yield "plain"
-        if self.cp > heads:
-            yield from ("latent",) if self.model.latent is not None and heads == 1 else ()
-            yield from _LOSSY if self.lossy else ()
-
-    def _add_plans(self, name: str, shapes: Sequence[PlanSpec]) -> None:
-        """Makes and proves the plans of a layout that are not known yet."""
-        missing = [shape for shape in shapes if (self.cp, name, shape) not in self.known]
-        named = NamedLayout.named(name)
-        split = [(named.of_layers(masks, self.cp), masks) for masks in self.draws if missing]
-        for shape in missing:
-            plans = self.known[self.cp, name, shape] = []
-            for layout, masks in split:
-                for mask, count in masks:
-                    plan = planned(mask, self.cp, replace(shape, layout=layout), self.rates)
-                    plans.append(ProvenPlan(plan, plan.verify(), count / len(self.draws)))
-
-    def _cost(
-        self,
-        plans: Sequence[ProvenPlan],
-        shape: PlanSpec,
-        wire: str,
-        layout: str,
-        merges: Mapping[int, RankUpdates] | None,
-    ) -> AttentionCost:
-        """The cost of a shape. merges: those of some ranks, None to count those of rank 0."""
-        sizes = self.model.attention(self.tp, self.batch, wire)
-        times, buffers = [0.0] * 4, []
-        for one in plans:
-            timeline = simulate(
-                one.plan, one.report, sizes, self.rates, self._near, updates=merges or one.merges
-            )
-            seconds = (
-                timeline.forward,
-                timeline.both,
-                timeline.exposed_forward,
-                timeline.exposed_both,
-            )
-            times = [total + one.count * more for total, more in zip(times, seconds, strict=True)]
-            buffers.append(_amounts(one.report, sizes.of_rank(shape.ulysses)))
-        schedule = plans[0].plan.schedule
-        sources = max((schedule.count(hop) for hop in set(schedule) - {0}), default=0)
-        most = (max(amounts) for amounts in zip(*buffers, strict=True))
-        forward, both, exposed, exposed_both = times
-        seconds = forward, both, exposed, exposed_both
-        return AttentionCost(shape, wire, layout, schedule, sources, *seconds, *most)
-
-
-def _amounts(report: Report, sizes: AttentionSizes) -> tuple[int, int, int, int]:
-    """Bytes that are kept, of these out and lse, of receive buffers, and of the other buffers at
-    the time they are most.
-    """
-    buffers = memory(report, sizes)
-
-    def together(begin: str) -> int:
-        return sum(size for name, size in buffers.items() if name.startswith(begin))
-
-    slots = buffers["both: key and value slots"]
-    results = (
-        int(report.tokens_per_rank.max()) * sizes.out_width * sizes.element + buffers["kept: lse"]
-    )
-    return (
-        together("kept"),
-        results,
-        slots,
-        together("both") - slots + max(together("forward"), together("backward")),
-    )
 
 
 class Tuned(NamedTuple):
@@ -266,7 +92,7 @@ class Search:
         setup: TrainingSetup,
         draws: Sequence[LayerMasks],
         weights: Callable[[ParallelSizes], float],
-        given: Given | None = None,
+        fixed: Given | None = None,
         layouts: Sequence[str] = ("zigzag",),
         lossy: bool = False,
     ):
@@ -279,18 +105,18 @@ class Search:
         self._weights: dict[ParallelSizes, float] = {}
         self._of_weights = weights
         self._found: dict[tuple[ParallelSizes, int], Tuned | None] = {}
-        sizes = possible_sizes(setup, given or Given())
+        sizes = possible_sizes(setup, fixed or Given())
         combinations = [
-            (one, micro) for one in sizes for micro in self._micro_batches(one, given or Given())
+            (one, micro) for one in sizes for micro in self._micro_batches(one, fixed or Given())
         ]
         self._bounds = sorted((self._bound(*one), *one) for one in combinations)
         self.least_bytes = {one.cp: float("inf") for one in sizes}
         """The least memory of any combination, by context-parallel size, whether it fits or not."""
 
-    def _micro_batches(self, sizes: ParallelSizes, given: Given) -> list[int]:
+    def _micro_batches(self, sizes: ParallelSizes, fixed: Given) -> list[int]:
         share = self.setup.global_batch // sizes.dp
-        if given.micro_batch is not None:
-            return [given.micro_batch] if share % given.micro_batch == 0 else []
+        if fixed.micro_batch is not None:
+            return [fixed.micro_batch] if share % fixed.micro_batch == 0 else []
         tried = (1, 2, 4, 8)
         return [
             m
@@ -369,17 +195,17 @@ class Search:
         return self._costs[key]
 
 
-def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
+def possible_sizes(setup: TrainingSetup, fixed: Given) -> list[ParallelSizes]:
     """The sizes whose product is the number of GPUs, and that divide heads, layers, sequence and
     global batch.
 
     Tensor-parallel ranks share a node. Raises `PlanError` where there are none.
     """
-    for option, size in (("--tp", given.tp), ("--cp", given.cp), ("--pp", given.pp)):
+    for option, size in (("--tp", fixed.tp), ("--cp", fixed.cp), ("--pp", fixed.pp)):
         if size is not None and (size < 1 or setup.gpus % size):
             raise PlanError(f"{option} {size}: it does not divide the {setup.gpus} GPUs of --gpus")
     divisors = [size for size in range(1, setup.gpus + 1) if setup.gpus % size == 0]
-    tried = [divisors if size is None else [size] for size in given[:3]]
+    tried = [divisors if size is None else [size] for size in fixed[:3]]
     model, parallel = setup.model, setup.model.experts.parallel if setup.model.experts else 1
     possible = []
     for tp, cp, pp in product(*tried):
@@ -401,7 +227,7 @@ def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
             possible.append(ParallelSizes(tp, cp, pp, dp))
     if not possible:
         kinds = ", ".join(
-            f"{name} {size}" for name, size in given._asdict().items() if size is not None
+            f"{name} {size}" for name, size in fixed._asdict().items() if size is not None
         )
         raise PlanError(
             f"--gpus {setup.gpus}: no sizes of tp, cp, pp and "
@@ -429,13 +255,13 @@ def reasons(
     cps = sorted(by_cp)
     place = cps.index(best.sizes.cp)
     for cp in [*cps[max(place - 1, 0) : place], *cps[place + 1 : place + 2]]:
-        found = by_cp[cp]
-        if isinstance(found, float):
+        at_best = by_cp[cp]
+        if isinstance(at_best, float):
             lines.append(
-                f"cp {cp} does not fit: at least {found / 1e9:.0f} of {limit / 1e9:.0f} GB"
+                f"cp {cp} does not fit: at least {at_best / 1e9:.0f} of {limit / 1e9:.0f} GB"
             )
-        elif not others or found is not others[0]:
-            lines.append(f"cp {cp} at best, {found.sizes.name}: {_difference(best, found)}")
+        elif not others or at_best is not others[0]:
+            lines.append(f"cp {cp} at best, {at_best.sizes.name}: {_difference(best, at_best)}")
     without = best.recompute != "none"
     lines += ["without recomputation it does not fit"] if without else []
     close = sum(other.step < (1 + SURE) * best.step for other in others)

@@ -205,9 +205,9 @@ class Chains:
         is. And which of them each segment gets.
         """
         goes, count = self.parent >= 0, len(self.parent)
-        each, found = np.unique((self.owner * count + self.parent)[goes], return_inverse=True)
+        each, numbers = np.unique((self.owner * count + self.parent)[goes], return_inverse=True)
         gets = np.full(count, -1)
-        gets[goes] = found
+        gets[goes] = numbers
         return each // count, each % count, gets
 
     @property
@@ -266,7 +266,7 @@ class Chains:
         """In backward (`back`), the gradients of states pass from the last segment to the first."""
         goes, hands = self._linked
         wants, gives = (hands, goes) if back else (goes, hands)
-        given = starts_in_groups(gives.astype(np.int64), self.owner, self.layout.cp)
+        places = starts_in_groups(gives.astype(np.int64), self.owner, self.layout.cp)
         ranks, segments = self._gathered(back)
         entry = starts_in_groups(np.ones(len(ranks), np.int64), ranks, self.layout.cp)
         wave = np.zeros_like(segments) if back else self.waves[segments]
@@ -274,7 +274,7 @@ class Chains:
         for number in range(1 if back else 2):
             to = np.flatnonzero(wave == number)
             peers = self.owner[segments[to]], ranks[to]
-            swaps.append(self._swap(rank, *peers, given[segments[to]], entry[to]))
+            swaps.append(self._swap(rank, *peers, places[segments[to]], entry[to]))
         mine = segments[ranks == rank]
         follows, next_to = (hands[mine], 1) if back else (goes[mine], -1)
         walk, order = [], self.depth[mine]
@@ -332,19 +332,19 @@ class Chains:
         to, segments, _ = self._arrivals
         owner, depth = self.owner[segments], self.depth[segments]
         steps = [np.flatnonzero(depth == step) for step in np.unique(depth[owner != to])]
-        found = {"chain": sum(of(owner[at], to[at], state) for at in steps)}
+        times = {"chain": sum(of(owner[at], to[at], state) for at in steps)}
         if not self.forks.size:
             ranks, segments = self._gathered(False)
-            found["gather"] = of(self.owner[segments], ranks, whole)
-            found["doublings"] = sum(
+            times["gather"] = of(self.owner[segments], ranks, whole)
+            times["doublings"] = sum(
                 of(self.owner[far], self.owner[to], whole) for far, to in self._doubled(False)
             )
-        return found
+        return times
 
     def way(self, state: int, whole: int, rates: Rates, near: int) -> str:
         """The way to take, by `seconds`: a chain, unless maps are faster by `MAPS_PAY`."""
-        found = self.seconds(state, whole, rates, near)
-        return min(found, key=lambda way: found[way] * (1 if way == "chain" else MAPS_PAY))
+        times = self.seconds(state, whole, rates, near)
+        return min(times, key=lambda way: times[way] * (1 if way == "chain" else MAPS_PAY))
 
     def bytes(self, state: int, whole: int, way: str) -> int:
         """Bytes of states that all ranks send, forward and backward."""
@@ -375,9 +375,9 @@ class Chains:
             count = np.minimum(size[near], wanted)
             parts.append(np.stack([to, near, end[near] - count, count]))
             near, wanted = self.parent[near], wanted - count
-        found = np.concatenate(parts[::-1], axis=1)
-        found = found[:, np.argsort(found[0], kind="stable")]
-        return found[0], found[1], found[2], found[3]
+        tokens = np.concatenate(parts[::-1], axis=1)
+        tokens = tokens[:, np.argsort(tokens[0], kind="stable")]
+        return tokens[0], tokens[1], tokens[2], tokens[3]
 
     def halo(self, rank: int, width: int) -> Halo:
         """For a convolution over `width` tokens, its own among them."""

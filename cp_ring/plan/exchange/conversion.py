@@ -50,10 +50,8 @@ class Conversion:
         old, new = overlaps(before.edges[:-1], before.edges[1:], after.edges[:-1], after.edges[1:])
         start = np.maximum(before.edges[old], after.edges[new])
         end = np.minimum(before.edges[old + 1], after.edges[new + 1])
-        source, target = (
-            before.starts[old] + start - before.edges[old],
-            after.starts[new] + start - after.edges[new],
-        )
+        source = before.starts[old] + start - before.edges[old]
+        target = after.starts[new] + start - after.edges[new]
         ranges = cls(
             before, after, before.owner[old], after.owner[new], source, target, end - start
         )

@@ -44,13 +44,13 @@ def with_exchange(
     """
     cp, of_members = (layout.cp for layout in layouts[0])
     ulysses = cp // of_members
-    first, parts, made = rank - rank % ulysses, [Part("heads", str(ulysses), str(ulysses))], []
+    first, parts, exchanges = rank - rank % ulysses, [Part("heads", str(ulysses), str(ulysses))], []
     for layout, members in layouts:
         parts.append(Part("shards", layout.digest, repr(layout)))
         ranks = range(first, first + ulysses)
         ranges = tuple(_places(layout, members, other) for other in ranks)
-        made.append(Exchange(rank - first, ranges))
-    exchange, of_keys = (*made, None)[:2]
+        exchanges.append(Exchange(rank - first, ranges))
+    exchange, of_keys = (*exchanges, None)[:2]
     identity = (*of_member.identity, *parts)
     whole = replace(of_member, rank=rank, cp=cp, identity=identity)
     return replace(whole, exchange=exchange, key_exchange=of_keys)

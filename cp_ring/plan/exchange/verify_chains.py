@@ -55,13 +55,13 @@ def verify_chains(chains: Chains, width: int) -> None:
         outs[rank][begins] = np.stack([first[rank][segments], last[rank][segments] + 1], 1)
     for step in zip(*(plan.steps for plan in ranks), strict=True):
         states = _played([swap for swap, _, _ in step], outs, states)
-        for rank, (_, given, gone) in enumerate(step):
+        for rank, (_, into, out) in enumerate(step):
             plan = ranks[rank]
-            entry = np.searchsorted(plan.goes_on, plan.hands_on[gone])
-            if not np.array_equal(plan.gets[entry], given):
-                raise PlanError(f"rank {rank}: states {given} are not those that it hands on")
-            outs[rank][gone] = np.stack(
-                [states[rank][given, 0], last[rank][plan.hands_on[gone]] + 1], 1
+            entry = np.searchsorted(plan.goes_on, plan.hands_on[out])
+            if not np.array_equal(plan.gets[entry], into):
+                raise PlanError(f"rank {rank}: states {into} are not those that it hands on")
+            outs[rank][out] = np.stack(
+                [states[rank][into, 0], last[rank][plan.hands_on[out]] + 1], 1
             )
     for rank, plan in enumerate(ranks):
         wanted = np.stack([anew[first[rank]], before[first[rank]] + 1], 1)
@@ -97,49 +97,49 @@ def _verify_gather(chains: Chains, ranks: list[Steps], first: list[Ints], last: 
         _compare(rank, "gradients of doublings", plan.hands_on, doubled[True][rank], later)
 
 
-def _played_doublings(chains: Chains, back: bool, given: list[Ints]) -> list[Ints]:
+def _played_doublings(chains: Chains, back: bool, first: list[Ints]) -> list[Ints]:
     """As `_played_gather`."""
     plans = [chains.doublings(rank, back) for rank in range(chains.layout.cp)]
     tables = [np.full((len(swaps[0].target), 2), -1) for swaps in plans]
-    here, there = (0, 1) if back else (1, 0)
+    near, far = (0, 1) if back else (1, 0)
     for step, swaps in enumerate(zip(*plans, strict=True)):
         come = _played(
-            list(swaps), tables if step else given, [np.full_like(x, -1) for x in tables]
+            list(swaps), tables if step else first, [np.full_like(x, -1) for x in tables]
         )
         for rank, swap in enumerate(swaps):
-            table, got = tables[rank], come[rank][swap.target]
+            table, arrived = tables[rank], come[rank][swap.target]
             if not step:
-                table[swap.target] = got
-            elif (table[swap.target, there] != got[:, here]).any():
+                table[swap.target] = arrived
+            elif (table[swap.target, far] != arrived[:, near]).any():
                 raise PlanError(f"rank {rank}: maps that do not follow each other: {swap.target}")
-            table[swap.target, there] = got[:, there]
+            table[swap.target, far] = arrived[:, far]
     return tables
 
 
-def _played_gather(chains: Chains, back: bool, given: list[Ints]) -> list[Ints]:
+def _played_gather(chains: Chains, back: bool, first: list[Ints]) -> list[Ints]:
     """The tokens (first, one past the last) of which the composed maps are that each rank ends
     with, from those of the maps that it gives.
     """
     plans = [chains.gather(rank, back) for rank in range(chains.layout.cp)]
     tables = [np.full((sum(len(x.target) for x in p.swaps), 2), -1) for p in plans]
     for wave in zip(*(p.swaps for p in plans), strict=True):
-        tables = _played(list(wave), given, tables)
-    here, there = (0, 1) if back else (1, 0)
+        tables = _played(list(wave), first, tables)
+    near, far = (0, 1) if back else (1, 0)
     for rank, plan in enumerate(plans):
         for entries, others in plan.walk:
-            if (tables[rank][entries, here ^ 1] != tables[rank][others, here]).any():
+            if (tables[rank][entries, near ^ 1] != tables[rank][others, near]).any():
                 raise PlanError(f"rank {rank}: maps that do not follow each other: {entries}")
-            tables[rank][entries, there] = tables[rank][others, there]
+            tables[rank][entries, far] = tables[rank][others, far]
     return [table[plan.ends] for table, plan in zip(tables, plans, strict=True)]
 
 
-def _compare(rank: int, what: str, places: Ints, found: Ints, wanted: Ints) -> None:
+def _compare(rank: int, what: str, places: Ints, tokens: Ints, wanted: Ints) -> None:
     """Raises `PlanError` unless the ranges `found` at `places` are all of `wanted` that are not
     empty.
     """
     some = np.flatnonzero(wanted[:, 0] != wanted[:, 1])
-    if not np.array_equal(some, places) or not np.array_equal(found, wanted[some]):
-        raise PlanError(f"rank {rank}: {what} of the tokens {found.tolist()}, not {wanted[some]}")
+    if not np.array_equal(some, places) or not np.array_equal(tokens, wanted[some]):
+        raise PlanError(f"rank {rank}: {what} of the tokens {tokens.tolist()}, not {wanted[some]}")
 
 
 def _played(swaps: list[Swap], held: list[Ints], before: list[Ints]) -> list[Ints]:

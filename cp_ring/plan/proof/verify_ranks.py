@@ -212,10 +212,10 @@ class _Contents:
 def _check_rank_plan(part: RankPlan, plan: PlanTables) -> None:
     """The sizes of the shards are right, hops ascend, and hop 0 moves nothing."""
     for layout, held in ((plan.layout, part.num_tokens), (plan.key_layout, part.num_keys)):
-        given = int(layout.tokens_per_rank[part.member])
-        if held != given:
+        wanted = int(layout.tokens_per_rank[part.member])
+        if held != wanted:
             raise PlanError(
-                f"rank {part.member} has {held} tokens, but the layout gives it {given}"
+                f"rank {part.member} has {held} tokens, but the layout gives it {wanted}"
             )
     for before, after in pairwise(part.hops):
         if before.index >= after.index:

@@ -236,10 +236,8 @@ class AttentionSizes:
         """Bytes of a token in the ring, of all key/value heads or of so many: (keys and values,
         their gradients).
         """
-        heads, size = (
-            self.kv_heads if kv_heads is None else kv_heads,
-            self.head_dim + (self.value_dim or self.head_dim),
-        )
+        heads = self.kv_heads if kv_heads is None else kv_heads
+        size = self.head_dim + (self.value_dim or self.head_dim)
         keys = self.codec.key_bytes(heads, size, self.element, self.latent)
         return self.batch * keys, self.batch * self.codec.elements(
             heads, size, self.latent

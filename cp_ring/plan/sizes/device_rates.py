@@ -155,5 +155,5 @@ def read(path: str) -> Rates:
             or not 0 < value < float("inf")
         ):
             raise PlanError(f"--rates {path}: {key} {value!r}: it must be a number above 0")
-    given = {_IN_FILE[key][0]: value * _IN_FILE[key][1] for key, value in rates.items()}
-    return replace(Rates() if "tflops" in rates else RATES, **given)
+    values = {_IN_FILE[key][0]: value * _IN_FILE[key][1] for key, value in rates.items()}
+    return replace(Rates() if "tflops" in rates else RATES, **values)

@@ -177,6 +177,7 @@ def _install(clock: _Clock) -> None:
         {torch.bfloat16: "bf16", torch.float16: "fp16"},
         None,
         92600,
+        "2.20.2",
     )
     library = transformer_engine.Library(*parts[: len(transformer_engine.Library._fields)])
     transformer_engine._library = lambda: library  # type: ignore[assignment]

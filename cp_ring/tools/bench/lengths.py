@@ -21,9 +21,10 @@ from torch import Tensor
 
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.plan.costs.splits import padded
+from cp_ring.plan.layout import LAYOUTS as PLAN_LAYOUTS
 from cp_ring.plan.ranges import Ints
 from cp_ring.testing.rank_pool import Ranks
-from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement
+from cp_ring.tools.job.speeds import PREPARED, in_turn
 
 LAYOUTS = ("balanced", "zigzag", "per_document_zigzag", "independent", "dynamic")
 
@@ -64,10 +65,7 @@ def plan(work: PackedWork, name: str) -> Plan:
     mask = Mask.documents(offsets)
     if name == "per_document_zigzag":
         return Plan.build(mask, Layout.per_document_zigzag(offsets, work.cp))
-    return Plan.build(
-        mask,
-        Layout.balanced(mask, work.cp) if name == "balanced" else Layout.zigzag(mask.n, work.cp),
-    )
+    return Plan.build(mask, PLAN_LAYOUTS[name](mask, work.cp))
 
 
 def greedy(work: PackedWork) -> list[list[int]]:
@@ -96,15 +94,15 @@ def shares(work: PackedWork, name: str) -> Shares:
     from cp_ring.megatron.hybrid_schedule import hybrid_groups  # imports Megatron
 
     lengths = padded(np.array(work.lengths, np.int64), work.cp)
-    found: Shares = []
+    groups: Shares = []
     for group in hybrid_groups(lengths, work.cp, -(-int(lengths.sum()) // work.cp)):
         ranks = {i: [r for r, mine in enumerate(group) if i in mine] for i in {*chain(*group)}}
-        made = {
+        plans = {
             i: (of[0], Plan.build(Mask.causal(int(lengths[i])), Layout.zigzag(lengths[i], len(of))))
             for i, of in ranks.items()
         }
-        found.append([[made[i] for i in mine] for mine in group])
-    return found
+        groups.append([[plans[i] for i in mine] for mine in group])
+    return groups
 
 
 def about(work: PackedWork, name: str) -> dict[str, Any]:
@@ -132,10 +130,10 @@ def about(work: PackedWork, name: str) -> dict[str, Any]:
 
 def prepare(group: Any, name: str, work: PackedWork) -> None:
     """On a rank: makes a split's tensors and runs it once."""
-    generator = torch.Generator().manual_seed(group.rank())
+    generator, width = torch.Generator().manual_seed(group.rank()), work.width
     weights = [
         torch.randn(*shape, generator=generator).mul_(0.02).requires_grad_()
-        for shape in _shapes(work.width)
+        for shape in ((width, 3 * width), (width, 4 * width), (4 * width, width))
     ]
     split = shares(work, name)
     sharing = {(first, each.cp) for of in split for mine in of for first, each in mine}
@@ -148,7 +146,7 @@ def prepare(group: Any, name: str, work: PackedWork) -> None:
 
     def draw(first: int, of: Plan) -> Tensor:
         tokens = int(of.layout.tokens_per_rank[group.rank() - first])
-        return torch.randn(1, tokens, work.width, generator=generator).requires_grad_()
+        return torch.randn(1, tokens, width, generator=generator).requires_grad_()
 
     mine = [[(draw(*share), *share) for share in of[group.rank()]] for of in split]
 
@@ -166,10 +164,6 @@ def prepare(group: Any, name: str, work: PackedWork) -> None:
     PREPARED[name] = one_round
 
 
-def _shapes(width: int) -> list[tuple[int, int]]:
-    return [(width, 3 * width), (width, 4 * width), (4 * width, width)]
-
-
 def run(work: PackedWork, names: list[str], repeats: int) -> list[dict[str, Any]]:
     """Results {layout, median_s, cpu_s, tokens, balance, bytes, times} of each split, by one
     forward and backward.
@@ -185,12 +179,7 @@ def run(work: PackedWork, names: list[str], repeats: int) -> list[dict[str, Any]
         measured = in_turn({name: (ranks, work.cp, name) for name in names}, repeats)
     finally:
         ranks.close()
-    results = []
-    for name, times in measured.items():
-        clock, process = (list(column) for column in zip(*times, strict=True))
-        medians = {"median_s": measurement(clock).median, "cpu_s": measurement(process).median}
-        results.append(about(work, name) | {"times": clock, "cpu_times": process} | medians)
-    return results
+    return [about(work, name) | times for name, times in measured.items()]
 
 
 def long_tail(n: int, seed: int) -> Ints:

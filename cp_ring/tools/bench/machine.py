@@ -9,7 +9,6 @@ where each sends and receives at the same time.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cp_ring.tools.job.doctor import version_of
 from cp_ring.tools.job.speeds import exchange, kernel_rates
 
 PACKAGES = (
@@ -34,12 +34,7 @@ PACKAGES = (
 
 def facts() -> dict[str, Any]:
     """Date, machine, load, and the versions of the installed packages among `PACKAGES`."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {name: version for name in PACKAGES if (version := version_of(name))}
     return {
         "date": datetime.date.today().isoformat(),
         "machine": (

@@ -19,9 +19,8 @@ from cp_ring import Layout, Mask, Plan
 from cp_ring.kernels import choose
 from cp_ring.kernels.calls import kernel_calls
 from cp_ring.testing.rank_pool import Ranks
-from cp_ring.tools.bench.contest import Contest
-from cp_ring.tools.bench.contestants import prepare_contestant
-from cp_ring.tools.job.speeds import exchange, in_turn, spread, throttled_link, timed
+from cp_ring.tools.bench.contestants import Contest, prepare_contestant
+from cp_ring.tools.job.speeds import exchange, in_turn, throttled_link, timed
 
 
 def hop_seconds(group: Any, contest: Contest, repeats: int) -> float:
@@ -38,7 +37,7 @@ def hop_seconds(group: Any, contest: Contest, repeats: int) -> float:
         for call in kernel_calls(hop, kernel.capabilities):
             call.attend(kernel, q, k, v, contest.head_dim**-0.5)
 
-    return float(min(timed(compute, repeats, group=group, clock=time.thread_time).times))
+    return min(timed(compute, repeats, group=group, clock=time.thread_time))
 
 
 def transfer_seconds(group: Any, size: int) -> float:
@@ -80,7 +79,6 @@ def _measure_wires(
     pools = dict.fromkeys(range(len(results)), (ranks, 2, "cp_ring"))
     measured = in_turn(pools, repeats, lambda number: throttle(results[number].get("bytes_per_s")))
     for number, result in enumerate(results):
-        result["times"] = [clock for clock, _ in measured[number]]
-        result |= spread(result["times"])
+        result |= measured[number]
         result["exposed"] = result["median_s"] / results[0]["median_s"] - 1
     return results

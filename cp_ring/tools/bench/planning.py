@@ -5,16 +5,16 @@ balance of their work.
 from __future__ import annotations
 
 import resource
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.balance import balance
+from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import DEFAULT
 from cp_ring.tools.bench import samples
+from cp_ring.tools.job.speeds import timed
 
 
 class Result(NamedTuple):
@@ -27,6 +27,7 @@ class Result(NamedTuple):
 
 
 DRAWS = 20
+ROUTES = "direct", "ring"
 
 
 def run(repeats: int) -> list[Result]:
@@ -40,10 +41,16 @@ def packed(repeats: int) -> list[Result]:
     cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, n), 4095, replace=False))
     mask = Mask.documents([0, *cuts.tolist(), n])
     layout = Layout.zigzag(n, cp)
-    plan, build = best_time(lambda: Plan.build(mask, layout), repeats)
-    _, verify = best_time(plan.verify, repeats)
-    even, balanced = best_time(lambda: Layout.balanced(mask, cp), repeats)
-    _, alone = best_time(lambda: Plan.build_rank_plan(mask, even, 5), repeats)
+    plan, even = Plan.build(mask, layout), Layout.balanced(mask, cp)
+    build, verify, balanced, alone = (
+        1e3 * min(timed(work, repeats))
+        for work in (
+            lambda: Plan.build(mask, layout),
+            plan.verify,
+            lambda: Layout.balanced(mask, cp),
+            lambda: Plan.build_rank_plan(mask, even, 5),
+        )
+    )
     what = "1M tokens, 4,096 documents, cp 64"
     return [
         Result(f"{what}: build", build, "ms", 5),
@@ -59,19 +66,16 @@ def huge(repeats: int) -> list[Result]:
     """
     mask = Mask.causal(1 << 24)
     layout = Layout.zigzag(1 << 24, 1024)
-    _, alone = best_time(lambda: Plan.build_rank_plan(mask, layout, 500), repeats)
-    _, whole = best_time(lambda: Plan.build(mask, layout).verify(), min(repeats, 3))
-    _, relayed = best_time(
-        lambda: Plan.build(mask, layout, "relay", node_size=8).verify(), min(repeats, 3)
-    )
+    few = min(repeats, 3)
+    alone = 1e3 * min(timed(lambda: Plan.build_rank_plan(mask, layout, 500), repeats))
+    whole = min(timed(lambda: Plan.build(mask, layout).verify(), few))
+    relayed = min(timed(lambda: Plan.build(mask, layout, "relay", node_size=8).verify(), few))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     what = "16M causal tokens, cp 1,024"
     return [
         Result(f"{what}: one rank's plan", alone, "ms", 5),
-        Result(f"{what}: all ranks, built and verified", whole / 1e3, "s", 3),
-        Result(
-            f"{what}, relay in nodes of 8: all ranks, built and verified", relayed / 1e3, "s", 5
-        ),
+        Result(f"{what}: all ranks, built and verified", whole, "s", 3),
+        Result(f"{what}, relay in nodes of 8: all ranks, built and verified", relayed, "s", 5),
         Result(f"{what}: peak memory of the process", peak, "GB", 2),
     ]
 
@@ -84,29 +88,24 @@ def shares() -> list[Result]:
         ("window 4,096, 64K tokens, cp 8", Mask.causal(n, (4096, 0)), Layout.zigzag(n, 8), 0.13),
     ]
     results = [
-        Result(
-            f"share of full ring, {name}, {route}",
-            full_ring_share(mask, layout, route),
-            "",
-            goal if route == DEFAULT else 0.0,
-        )
+        _share(f"{name}, {route}", [(mask, layout)], route, goal)
         for name, mask, layout, goal in cases
-        for route in ("direct", "ring")
+        for route in ROUTES
     ]
     masks = [Mask.documents(samples.exponential(n, 2000, seed)) for seed in range(DRAWS)]
-    layouts = {
-        "zigzag": (lambda mask: Layout.zigzag(n, 8), 0.10),
-        "balanced": (lambda mask: Layout.balanced(mask, 8), 0.20),
-    }
-    for name, (make, goal) in layouts.items():
-        for route in ("direct", "ring"):
-            worst = max(full_ring_share(mask, make(mask), route) for mask in masks)
-            what = (
-                f"share of full ring, documents of 2,000 tokens, cp 8, {name}, {route}, worst of "
-                f"{DRAWS}"
-            )
-            results.append(Result(what, worst, "", goal if route == DEFAULT else 0.0))
+    for name, goal in (("zigzag", 0.10), ("balanced", 0.20)):
+        split = [(mask, LAYOUTS[name](mask, 8)) for mask in masks]
+        for route in ROUTES:
+            what = f"documents of 2,000 tokens, cp 8, {name}, {route}, worst of {DRAWS}"
+            results.append(_share(what, split, route, goal))
     return results
+
+
+def _share(what: str, cases: list[tuple[Mask, Layout]], route: str, goal: float) -> Result:
+    worst = max(
+        Plan.build(mask, layout, route).verify().share_of_full_ring for mask, layout in cases
+    )
+    return Result(f"share of full ring, {what}", worst, "", goal if route == DEFAULT else 0.0)
 
 
 def balances() -> list[Result]:
@@ -118,29 +117,8 @@ def balances() -> list[Result]:
         ("one long, many short", samples.one_long),
     ):
         masks = [Mask.documents(sample(n, 1000, seed)) for seed in range(DRAWS)]
-        worst = max(balance([(mask, 1)], Layout.balanced(mask, cp)) for mask in masks)
-        plain = max(balance([(mask, 1)], Layout.zigzag(n, cp)) for mask in masks)
-        results.append(
-            Result(f"balance, {name} documents, cp 8, balanced, worst of {DRAWS}", worst, "", 1.05)
-        )
-        results.append(
-            Result(f"balance, {name} documents, cp 8, zigzag, worst of {DRAWS}", plain, "", 0.0)
-        )
+        for layout, goal in (("balanced", 1.05), ("zigzag", 0.0)):
+            worst = max(balance([(mask, 1)], LAYOUTS[layout](mask, cp)) for mask in masks)
+            what = f"balance, {name} documents, cp {cp}, {layout}, worst of {DRAWS}"
+            results.append(Result(what, worst, "", goal))
     return results
-
-
-def full_ring_share(mask: Mask, layout: Layout, route: str) -> float:
-    return Plan.build(mask, layout, route).verify().share_of_full_ring
-
-
-def best_time(make: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """What `make` returns, and the best of `repeats` times in milliseconds. One call before them is
-    not timed.
-    """
-    made = make()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        made = make()
-        times.append((time.perf_counter() - start) * 1e3)
-    return made, min(times)

@@ -28,7 +28,7 @@ from cp_ring.plan.exchange.verify_chains import verify_chains
 from cp_ring.plan.sizes.device_rates import HOST_RATES
 from cp_ring.testing.delta_rule import causal_conv1d, gated_delta_rule
 from cp_ring.testing.rank_pool import Ranks
-from cp_ring.tools.job.speeds import PREPARED, in_turn, spread
+from cp_ring.tools.job.speeds import PREPARED, in_turn
 
 WAYS = ("heads", "states")
 
@@ -55,21 +55,23 @@ class DeltaNet:
     @property
     def sizes(self) -> RecurrentSizes:
         """As predictions take them."""
-        given = {
-            "linear_key_head_dim": self.key, "linear_value_head_dim": self.value,
-            "linear_num_key_heads": self.heads, "linear_num_value_heads": self.heads,
+        settings = {
+            "linear_key_head_dim": self.key,
+            "linear_value_head_dim": self.value,
+            "linear_num_key_heads": self.heads,
+            "linear_num_value_heads": self.heads,
             "linear_conv_kernel_dim": self.width,
-        }  # fmt: skip
-        return RecurrentSizes.from_megatron(given, "gdn")
+        }
+        return RecurrentSizes.from_megatron(settings, "gdn")
 
     def draw(self) -> tuple[Tensor, Tensor]:
         """What the first projection makes, [n, heads, channels], and the weights of the
         convolution, [heads, channels, width]; the same on every rank.
         """
         generator = torch.Generator().manual_seed(0)
-        made = torch.randn(self.n, self.heads, sum(self.parts), generator=generator)
+        projected = torch.randn(self.n, self.heads, sum(self.parts), generator=generator)
         channels = sum(self.parts[:3])
-        return made, 0.5 * torch.randn(self.heads, channels, self.width, generator=generator)
+        return projected, 0.5 * torch.randn(self.heads, channels, self.width, generator=generator)
 
     def compute(
         self,
@@ -82,15 +84,20 @@ class DeltaNet:
         heads, channels = x.shape[1], sum(self.parts[:3])
         mixed = convolve(
             lambda x, offsets: causal_conv1d(x, weight.flatten(0, 1), offsets),
-            x[None, ..., :channels].flatten(2), self.width,
-        ).unflatten(2, (heads, channels))  # fmt: skip
+            x[None, ..., :channels].flatten(2),
+            self.width,
+        ).unflatten(2, (heads, channels))
         q, k, v = mixed.split(self.parts[:3], -1)
         gate, decay, beta = x[None, ..., channels:].split(self.parts[3:], -1)
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         out = rule(
-            gated_delta_rule, q=q, k=k, v=v,
-            g=-F.softplus(decay[..., 0]), beta=beta[..., 0].sigmoid(),
-        )  # fmt: skip
+            gated_delta_rule,
+            q=q,
+            k=k,
+            v=v,
+            g=-F.softplus(decay[..., 0]),
+            beta=beta[..., 0].sigmoid(),
+        )
         return (out * F.silu(gate))[0]
 
 
@@ -118,12 +125,13 @@ def _by_heads(
     cp, rank = transport.size, transport.rank
     order = torch.from_numpy(np.concatenate([layout.positions(each) for each in range(cp)]))
     offsets = torch.tensor([0, layer.n], dtype=torch.int32)
-    here = _Exchanged.apply(x.unflatten(1, (cp, -1)).transpose(0, 1), transport).flatten(0, 1)
+    own = _Exchanged.apply(x.unflatten(1, (cp, -1)).transpose(0, 1), transport).flatten(0, 1)
     out = layer.compute(
-        here.index_select(0, order.argsort()), weight.chunk(cp)[rank],
+        own.index_select(0, order.argsort()),
+        weight.chunk(cp)[rank],
         lambda function, x, width: function(x, offsets),
         lambda function, **tensors: function(**tensors, cu_seqlens=offsets)[0],
-    )  # fmt: skip
+    )
     parts = out.index_select(0, order).unflatten(0, (cp, -1))
     return _Exchanged.apply(parts, transport).transpose(0, 1).flatten(1, 2)
 
@@ -169,18 +177,21 @@ def run(layers: list[DeltaNet], repeats: int, ranks: Ranks | None = None) -> lis
             "heads": heads_cost(layer.sizes, layer.n, layer.cp, HOST_RATES, 1),
             "states": states_cost(layer.sizes, chains, HOST_RATES, 1),
         }
-        found = {way: pool.run(prepare, layer.cp, way, layer) for way in WAYS}
-        truth = torch.cat([torch.cat(part[:2], -1) for part in found["heads"]])
+        parts = {way: pool.run(prepare, layer.cp, way, layer) for way in WAYS}
+        whole = {way: torch.cat([torch.cat(part[:2], -1) for part in parts[way]]) for way in WAYS}
         times = in_turn({way: (pool, layer.cp, way) for way in WAYS}, repeats)
         for way in WAYS:
-            clocks = [clock for clock, _ in times[way]]
-            whole = torch.cat([torch.cat(part[:2], -1) for part in found[way]])
-            results.append({
-                "way": way, "cp": layer.cp, "times": clocks, **spread(clocks),
-                "bytes": sum(sum(part[2].values()) for part in found[way]),
-                "planned_bytes": planned[way].bytes,
-                "difference": float((whole - truth).norm() / truth.norm()),
-            })  # fmt: skip
+            difference = (whole[way] - whole["heads"]).norm() / whole["heads"].norm()
+            results.append(
+                {
+                    "way": way,
+                    "cp": layer.cp,
+                    **times[way],
+                    "bytes": sum(sum(part[2].values()) for part in parts[way]),
+                    "planned_bytes": planned[way].bytes,
+                    "difference": float(difference),
+                }
+            )
     if ranks is None:
         pool.close()
     return results

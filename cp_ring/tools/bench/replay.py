@@ -12,6 +12,8 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,7 +25,6 @@ from cp_ring.kernels import REGISTRY, AttentionKernel, choose
 from cp_ring.kernels.calls import KernelCall, Statistics, kernel_calls
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.testing.loopback import LoopbackTransport
-from cp_ring.tools.job.speeds import measurement
 
 _LEAD_CYCLES = 10_000_000  # of the device's clock, about 5 ms
 
@@ -77,55 +78,37 @@ def replay(
     q, k, v, dout = sizes.draw(rank_plan.num_tokens)
 
     def forward() -> Tensor:
-        return ring_attention(
-            q,
-            k,
-            v,
-            transport,
-            plan=rank_plan,
-            kernel=kernel,
-            num_slots=num_slots,
-            qkv_format="sbhd",
-        )
+        options: dict[str, Any] = {"num_slots": num_slots, "qkv_format": "sbhd"}
+        return ring_attention(q, k, v, transport, plan=rank_plan, kernel=kernel, **options)
 
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    times = time_both_ways(forward, inputs, dout, repeats)
+
+    def both() -> None:
+        torch.autograd.grad(forward(), inputs, dout)
+
+    times = _both_ways(torch.no_grad()(forward), both, device, repeats)
     if transport:
         transport.bytes_received = 0
-    extra = _peak_bytes(lambda: torch.autograd.grad(forward(), inputs, dout), device)
-    received = transport.bytes_received if transport else 0
+    extra = _peak_bytes(both, device)
     return {
         "rank": rank,
         "kernel": kernel,
         **times,
         "peak_extra_bytes": extra,
-        "bytes_received": received,
+        "bytes_received": transport.bytes_received if transport else 0,
     }
 
 
-def time_both_ways(
-    forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, repeats: int
+def _both_ways(
+    forward: Callable[[], object], both: Callable[[], object], device: torch.device, repeats: int
 ) -> dict[str, float]:
     """Median seconds of forward alone, and of forward and backward; two warm-up rounds are not
     counted.
     """
-    device = dout.device
-
-    def both() -> None:
-        torch.autograd.grad(forward(), inputs, dout)
-
-    def alone() -> None:
-        with torch.no_grad():
-            forward()
-
     return {
-        name: _median(work, device, repeats)
-        for name, work in (("forward_s", alone), ("both_s", both))
+        name: median([_seconds(work, device) for _ in range(repeats + 2)][2:])
+        for name, work in (("forward_s", forward), ("both_s", both))
     }
-
-
-def _median(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    return float(measurement([_seconds(work, device) for _ in range(repeats + 2)][2:]).median)
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -185,7 +168,7 @@ def single_call(
     device = torch.device(sizes.device)
     rank_plan = plan.rank_plan(0)
     q, k, v, dout = sizes.draw(mask.n)
-    found = []
+    scale, results = sizes.d**-0.5, []
     for name in names or REGISTRY:
         try:
             kernel = choose(name, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e)
@@ -195,31 +178,22 @@ def single_call(
             continue
         calls = kernel_calls(rank_plan.hops[0], kernel.capabilities, rank_plan)
         if len(calls) == 1:
-            times = _time_kernel_call(calls[0], kernel, (q, k, v, dout), sizes.d**-0.5, repeats)
-            found.append({"kernel": name, **times})
-    if not found:
+            forward = partial(calls[0].attend, kernel, q, k, v, scale)
+
+            def both(
+                call: KernelCall = calls[0],
+                kernel: AttentionKernel = kernel,
+                forward: Callable[[], tuple[Tensor, Tensor]] = forward,
+            ) -> None:
+                out, lse = forward()
+                call.gradients(kernel, dout, q, k, v, out, Statistics(lse), scale)
+
+            results.append({"kernel": name, **_both_ways(forward, both, device, repeats)})
+    if not results:
         raise KernelError(
             f"no kernel attends to {mask.n} tokens with this mask in one call on {device}"
         )
-    return {**min(found, key=lambda x: x["both_s"]), "all": found}
-
-
-def _time_kernel_call(
-    call: KernelCall,
-    kernel: AttentionKernel,
-    inputs: tuple[Tensor, ...],
-    scale: float,
-    repeats: int,
-) -> dict[str, float]:
-    """Median seconds of one kernel call: forward alone, and forward and backward."""
-    q, k, v, dout = inputs
-
-    def both() -> None:
-        out, lse = call.attend(kernel, q, k, v, scale)
-        call.gradients(kernel, dout, q, k, v, out, Statistics(lse), scale)
-
-    works = {"forward_s": lambda: call.attend(kernel, q, k, v, scale), "both_s": both}
-    return {name: _median(work, q.device, repeats) for name, work in works.items()}
+    return {**min(results, key=lambda result: result["both_s"]), "all": results}
 
 
 def efficiency(

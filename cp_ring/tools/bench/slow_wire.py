@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from cp_ring import LatentKeys, Layout, Mask, Plan, ring_attention
 from cp_ring.testing.rank_pool import Ranks
-from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement, spread, throttled_link
+from cp_ring.tools.job.speeds import PREPARED, in_turn, throttled_link
 
 
 @dataclass(frozen=True)
@@ -62,29 +63,25 @@ def prepare(group: Any, case: WireCase) -> None:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).requires_grad_()
 
-    q, dout = (
-        normal(1, size, case.heads, case.key + case.rope),
-        normal(1, size, case.heads, case.value).detach(),
-    )
+    q = normal(1, size, case.heads, case.key + case.rope)
+    dout = normal(1, size, case.heads, case.value).detach()
     if case.latent:
-        weight = (
-            normal(case.heads * (case.key + case.value), case.latent).detach() / case.latent**0.5
-        ).requires_grad_()
-        leaves = [q, normal(1, size, case.latent), normal(1, size, case.rope), weight]
+        outputs = case.heads * (case.key + case.value)
+        weight = (normal(outputs, case.latent).detach() / case.latent**0.5).requires_grad_()
+        leaves = [normal(1, size, case.latent), normal(1, size, case.rope), weight]
     else:
-        leaves = [q, normal(1, size, case.heads, case.key), normal(1, size, case.heads, case.value)]
+        leaves = [normal(1, size, case.heads, case.key), normal(1, size, case.heads, case.value)]
 
     def one_round(wire: str) -> None:
+        k: Any = leaves[0]
+        v: Tensor | None = leaves[1]
         if case.latent:
-            k = LatentKeys(leaves[1], leaves[2], leaves[3], case.heads, case.key)
-            v = None
-            out = ring_attention(q, k, v, group, plan=plan, wire=wire)
-        else:
-            out = ring_attention(q, leaves[1], leaves[2], group, plan=plan, wire=wire)
-        torch.autograd.grad(out, leaves, dout)
+            k, v = LatentKeys(k, leaves[1], leaves[2], case.heads, case.key), None
+        out = ring_attention(q, k, v, group, plan=plan, wire=wire)
+        torch.autograd.grad(out, [q, *leaves], dout)
 
     for wire in case.wires:
-        PREPARED[wire] = lambda wire=wire: one_round(wire)  # type: ignore[misc]
+        PREPARED[wire] = partial(one_round, wire)
         PREPARED[wire]()
 
 
@@ -112,14 +109,11 @@ def _measure(
     """Each round runs every codec once; a time is that of the slower rank."""
     throttle(None)
     ranks.run(prepare, 2, case)
-    free = measurement(
-        [clock for clock, _ in in_turn({"plain": (ranks, 2, "plain")}, repeats)["plain"]]
-    ).median
+    free = in_turn({"plain": (ranks, 2, "plain")}, repeats)["plain"]["median_s"]
     # Keys travel in forward and in backward, and their gradients in backward.
     speed = 3 * case.shard_bytes / (ratio * free)
     throttle(speed)
     measured = in_turn({wire: (ranks, 2, wire) for wire in case.wires}, repeats)
-    spreads = {wire: spread([clock for clock, _ in times]) for wire, times in measured.items()}
     return [
         {
             "case": case.name,
@@ -127,8 +121,8 @@ def _measure(
             "ratio": ratio,
             "free_s": free,
             "bytes_per_s": speed,
-            **found,
-            "faster": spreads["plain"]["median_s"] / found["median_s"],
+            **times,
+            "faster": measured["plain"]["median_s"] / times["median_s"],
         }
-        for wire, found in spreads.items()
+        for wire, times in measured.items()
     ]

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.functional import linear
 
 from cp_ring import Layout, Mask, ring_attention
 from cp_ring.plan.costs.shapes import AUTO, planned, shapes_of
@@ -98,19 +99,16 @@ class CheckResult:
 
 def checked_shapes(model: SmallModel) -> list[CheckedShape]:
     """All that differ: context parallel sizes 1, 2 and 4, heads, the routes and the schedules."""
-    found = []
-    seen = set()
+    shapes: dict[Any, CheckedShape] = {}
     for cp in (1, 2, 4):
         names = ("ring", "gather") if cp > 2 else ()
         several = [PlanSpec(schedule=name, node_size=cp) for name in names]
         every = PlanSpec(route=AUTO, node_size=cp)
         for shape in [*shapes_of(cp, model.sizes, every), *several]:
-            plan = _plan(model, CheckedShape(cp, shape), RATES)
-            what = (cp, shape.route if cp > 2 else "", shape.ulysses, plan.schedule)
-            if what not in seen:
-                found.append(CheckedShape(cp, shape))
-            seen.add(what)
-    return found
+            checked = CheckedShape(cp, shape)
+            schedule = _plan(model, checked, RATES).schedule
+            shapes.setdefault((cp, shape.route * (cp > 2), shape.ulysses, schedule), checked)
+    return [*shapes.values()]
 
 
 def _plan(model: SmallModel, checked: CheckedShape, rates: Rates) -> Plan:
@@ -136,16 +134,12 @@ def run(repeats: int, model: SmallModel | None = None, cpu: bool = False) -> Che
             speeds.append({name: median(rank[name] for rank in of_ranks) for name in of_ranks[0]})
             for shape in shapes[number % len(shapes) :] + shapes[: number % len(shapes)]:
                 times = ranks.run(one_step, RANKS, model, shape, cpu)
-                steps[shape].append(
-                    (
-                        sum(step for step, _ in times) / RANKS,
-                        sum(attention for _, attention in times) / RANKS,
-                    )
-                )
+                step, attention = (fmean(column) for column in zip(*times, strict=True))
+                steps[shape].append((step, attention))
     finally:
         ranks.close()
-    found = {name: median(one[name] for one in speeds) for name in speeds[0]}
-    return judge(model, steps, found, len(os.sched_getaffinity(0)), cpu)
+    typical = {name: median(one[name] for one in speeds) for name in speeds[0]}
+    return judge(model, steps, typical, len(os.sched_getaffinity(0)), cpu)
 
 
 def judge(
@@ -166,11 +160,11 @@ def judge(
         block=_BLOCK,
     )
     result = CheckResult(cores, cpu, rates)
+    # The other layers of the whole batch, which the ranks share evenly.
+    others = 6 * model.parameters * model.layers * model.tokens / speeds["products"]
     for shape, times in steps.items():
         attention = predict_attention(model, shape, rates, turns=cpu or cores < RANKS)
         step, of_attention = (median(column) for column in zip(*times, strict=True))
-        # The other layers of the whole batch, which the ranks share evenly.
-        others = 3 * 2 * model.parameters * model.layers * model.tokens / speeds["products"]
         result.times.append(
             {
                 "name": shape.name,
@@ -196,16 +190,15 @@ def predict_attention(model: SmallModel, checked: CheckedShape, rates: Rates, tu
     plan = _plan(model, checked, RATES)
     calls = checked.cp * model.layers  # microbatches x layers
     report = plan.verify(num_slots=plan.cp)
-    cpu = KERNELS["cpu"]
+
+    def seconds(rates: Rates) -> float:
+        return calls * simulate(plan, report, model.sizes, rates, RANKS, KERNELS["cpu"]).both
+
     if not turns:
-        return calls * simulate(plan, report, model.sizes, rates, RANKS, cpu).both
-    computed = simulate(
-        plan, report, model.sizes, replace(rates, inside=1e30, between=1e30), RANKS, cpu
-    )
-    moved = simulate(
-        plan, report, model.sizes, replace(rates, flops=1e30, memory=1e30, call=1e-30), RANKS, cpu
-    )
-    return calls * (computed.both + moved.both)
+        return seconds(rates)
+    computed = replace(rates, inside=1e30, between=1e30)
+    moved = replace(rates, flops=1e30, memory=1e30, call=1e-30)
+    return seconds(computed) + seconds(moved)
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -218,18 +211,10 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 # On a rank
 
 
-_groups: dict[int, Any] = RUNTIME.of_process({})
-_steps: dict[CheckedShape, Callable[[], float]] = RUNTIME.of_process({})
-
-
+@RUNTIME.cache()
 def _group(cp: int) -> Any:
     """This rank's group of `cp` neighboring ranks. All ranks call it together."""
-    if not _groups:
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        _groups.update(
-            {1: None, 2: pairs[dist.get_rank() // 2], 4: dist.new_group(list(range(RANKS)))}
-        )
-    return _groups[cp]
+    return dist.new_subgroups(cp)[0] if cp > 1 else None
 
 
 def _clock(cpu: bool) -> Callable[[], float]:
@@ -240,64 +225,43 @@ def one_step(
     group: Any, model: SmallModel, checked: CheckedShape, cpu: bool = False
 ) -> tuple[float, float]:
     """Seconds of a step of this rank, and of attention in it."""
-    now = _clock(cpu)
-    if checked not in _steps:
-        _steps[checked] = _make_step(model, checked, _group(checked.cp), now)
+    now, step = _clock(cpu), _make_step(model, checked, cpu)
     dist.barrier(group)
     begin = now()
-    attention = _steps[checked]()
+    attention = step()
     dist.barrier(group)
     return now() - begin, attention
 
 
-def _make_step(
-    model: SmallModel, checked: CheckedShape, group: Any, now: Callable[[], float]
-) -> Callable[[], float]:
+@RUNTIME.cache()
+def _make_step(model: SmallModel, checked: CheckedShape, cpu: bool) -> Callable[[], float]:
     """A step of `cp` microbatches, which returns the seconds of attention."""
     torch.manual_seed(0)
     hidden, tokens = model.hidden, model.tokens // checked.cp
-    plan = _plan(model, checked, RATES)
+    plan, group, now = _plan(model, checked, RATES), _group(checked.cp), _clock(cpu)
+    shapes = (3 * hidden, hidden), (hidden, hidden), (model.ffn, hidden), (hidden, model.ffn)
     weights = [
-        [
-            torch.randn(*shape).mul_(shape[1] ** -0.5).requires_grad_()
-            for shape in (
-                (3 * hidden, hidden),
-                (hidden, hidden),
-                (model.ffn, hidden),
-                (hidden, model.ffn),
-            )
-        ]
+        [torch.randn(*shape).mul_(shape[1] ** -0.5).requires_grad_() for shape in shapes]
         for _ in range(model.layers)
     ]
     inputs = torch.randn(1, tokens, hidden)
 
-    def microbatch() -> Iterator[float]:
-        x, layers = inputs, []
+    def microbatch() -> float:
+        begins, ends, x = [], [], inputs
         for wide, out, up, down in weights:
-            qkv = (
-                torch.nn.functional.linear(x, wide)
-                .view(1, tokens, 3, model.heads, model.head_dim)
-                .unbind(2)
-            )
-            q, k, v = cut = [part.detach().requires_grad_() for part in qkv]
-            begin = now()
+            q, k, v = linear(x, wide).view(1, tokens, 3, model.heads, -1).unbind(2)
+            begins.append(now())
             attended = ring_attention(q, k, v, group, plan=plan)
-            yield now() - begin
-            rest = attended.detach().requires_grad_()
-            y = torch.nn.functional.linear(rest.reshape(1, tokens, hidden), out)
-            y = torch.nn.functional.linear(torch.relu(torch.nn.functional.linear(y, up)), down)
-            layers.append((x, qkv, cut, attended, rest, y))
-            x = y.detach().requires_grad_()
-        gradient = torch.ones_like(x)
-        for entered, qkv, cut, attended, rest, y in reversed(layers):
-            y.backward(gradient)
-            begin = now()
-            attended.backward(rest.grad)
-            yield now() - begin
-            torch.autograd.backward(qkv, [part.grad for part in cut])
-            gradient = entered.grad if entered.grad is not None else torch.ones_like(entered)
+            ends.append(now())
+            # backward of attention runs between the gradients of its output and of its inputs
+            attended.register_hook(lambda _: begins.append(now()))
+            v.register_hook(lambda _: ends.append(now()))
+            x = linear(attended.flatten(2), out)
+            x = linear(torch.relu(linear(x, up)), down)
+        x.sum().backward()
+        return sum(ends) - sum(begins)
 
-    return lambda: sum(sum(microbatch()) for _ in range(checked.cp))
+    return lambda: sum(microbatch() for _ in range(checked.cp))
 
 
 def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str, float]:
@@ -311,18 +275,17 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
     whole = Plan.build(Mask.full(tokens), Layout.contiguous(tokens, 1))
 
     def seconds(work: Callable[[], object]) -> float:
-        return float(timed(work, 3, group=group, clock=now).median)
+        return median(timed(work, 3, group=group, clock=now))
 
     # seven products of matrices, forward and backward
     flops = sizes.heads * d * tokens * tokens * 14.0
-    x, weight = (
-        torch.randn(tokens, model.hidden, requires_grad=True),
-        torch.randn(model.ffn, model.hidden, requires_grad=True),
-    )
+    x = torch.randn(tokens, model.hidden, requires_grad=True)
+    weight = torch.randn(model.ffn, model.hidden, requires_grad=True)
     gradient = torch.ones(tokens, model.ffn)
-    tiny = Plan.build(
-        Mask.full(_TINY * RANKS), Layout.contiguous(_TINY * RANKS, RANKS), schedule="ring"
-    )
+    products = 6.0 * tokens * model.hidden * model.ffn
+    few = _TINY * RANKS
+    tiny = Plan.build(Mask.full(few), Layout.contiguous(few, RANKS), schedule="ring")
+    calls = 2 * int(kernel_calls(tiny.ring, KERNELS["cpu"]).max())
     data = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     rank = dist.get_rank(group)
     link = [
@@ -331,25 +294,17 @@ def measure_speeds(group: Any, model: SmallModel, cpu: bool = False) -> dict[str
     ][1:]
     return {
         "flops": flops / seconds(_attention(model, whole, None)),
-        "products": 6.0
-        * tokens
-        * model.hidden
-        * model.ffn
-        / seconds(lambda: torch.nn.functional.linear(x, weight).backward(gradient)),
+        "products": products / seconds(lambda: linear(x, weight).backward(gradient)),
         "memory": memory_rate(x.device, 3, 1 << 22, group, now),
         "link": _MESSAGE_BYTES / median(link),
-        "call": seconds(_attention(model, tiny, group))
-        / 2
-        / int(kernel_calls(tiny.ring, KERNELS["cpu"]).max()),
+        "call": seconds(_attention(model, tiny, group)) / calls,
     }
 
 
 def _attention(model: SmallModel, plan: Plan, group: Any) -> Callable[[], object]:
-    tokens = plan.n // plan.cp
-    q, k, v = (
-        torch.randn(1, tokens, model.heads, model.head_dim, requires_grad=True) for _ in range(3)
-    )
-    gradient = torch.ones(1, tokens, model.heads, model.head_dim)
+    shape = 1, plan.n // plan.cp, model.heads, model.head_dim
+    q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
+    gradient = torch.ones(shape)
     return lambda: torch.autograd.grad(
         ring_attention(q, k, v, group, plan=plan), (q, k, v), gradient
     )

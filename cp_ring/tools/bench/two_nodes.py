@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from cp_ring import Mask, ring_attention
+from cp_ring import Mask
 from cp_ring.observe.counters import record
 from cp_ring.plan.costs.cost import crossing
 from cp_ring.plan.costs.shapes import planned
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.tools.bench.contest import Contest, forward_and_backward
-from cp_ring.tools.job.speeds import PREPARED, in_turn, measurement, spread, throttled_link
+from cp_ring.tools.bench.contestants import Contest
+from cp_ring.tools.job.speeds import PREPARED, in_turn, throttled_link
 
 NODES, NODE_SIZE = 2, 2
 SHAPES = {
@@ -41,11 +41,7 @@ def prepare_shape(group: Any, name: str, contest: Contest, full: bool) -> int:
     """On a rank: makes a shape's round and runs it once; returns the bytes that this rank sent to
     the other node.
     """
-    plan = plan_of(name, contest, full)
-    parts = [plan.layout.shard(x, group.rank(), 1) for x in contest.draw()]
-    PREPARED[name] = forward_and_backward(
-        lambda q, k, v: ring_attention(q, k, v, group, plan=plan), parts
-    )
+    PREPARED[name] = contest.round_of(plan_of(name, contest, full), group)
     with record() as counters:
         PREPARED[name]()
     return sum(
@@ -82,17 +78,12 @@ def run(contest: Contest, repeats: int, share: float, full: bool) -> list[dict[s
             result["bytes_between_nodes"] = sum(sent)
         pools = {name: (ranks, contest.cp, name) for name in SHAPES}
         free = in_turn(pools, repeats)
-        needed = results[0]["bytes_between_nodes"] / NODES / _median(free["direct"])
+        needed = results[0]["bytes_between_nodes"] / NODES / free["direct"]["median_s"]
         throttle(share * needed)
         slow = in_turn(pools, repeats)
     for result in results:
         name = result["shape"]
-        result |= spread([clock for clock, _ in slow[name]])
-        result |= {"free_s": _median(free[name]), "bytes_per_s": share * needed}
-        result["over_direct"] = _median(slow["direct"]) / result["median_s"]
+        result |= slow[name]
+        result |= {"free_s": free[name]["median_s"], "bytes_per_s": share * needed}
+        result["over_direct"] = slow["direct"]["median_s"] / result["median_s"]
     return results
-
-
-def _median(times: list[tuple[float, float]]) -> float:
-    """The median by the clock."""
-    return float(measurement([clock for clock, _ in times]).median)

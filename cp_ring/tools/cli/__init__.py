@@ -12,23 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
-from cp_ring.tools.cli import bench
-from cp_ring.tools.cli.job_commands import (
-    certify_command,
-    compare_command,
-    doctor_command,
-    train_command,
-)
+from cp_ring.tools.cli import bench, job_commands, rank_benches, terminal
 from cp_ring.tools.cli.option_models import QuietCommand, QuietGroup, command
-from cp_ring.tools.cli.plan_command import PlanRequest, run_plan
-from cp_ring.tools.cli.slurm_commands import (
-    SubmitOptions,
-    follow,
-    preflight_command,
-    run_submit,
-    status_command,
-)
-from cp_ring.tools.cli.terminal import flags_command, patches_command
+from cp_ring.tools.cli.plan_command import run_plan
+from cp_ring.tools.cli.plan_options import PlanRequest
 from cp_ring.tools.cli.trace_command import trace_command
 from cp_ring.tools.cli.tune_command import TuneOptions, run_tune
 
@@ -39,36 +26,53 @@ app = typer.Typer(
     name="cp-ring", cls=QuietGroup, no_args_is_help=True, pretty_exceptions_enable=False
 )
 
-SUBMIT = command(SubmitOptions, run_submit)
+_SUBMIT = command(job_commands.SubmitOptions, job_commands.run_submit)
 _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Run a job": {
-        "train": train_command,
-        "certify": certify_command,
-        "compare": compare_command,
-        "submit": SUBMIT,
-        "preflight": preflight_command,
+        "train": job_commands.train_command,
+        "certify": job_commands.certify_command,
+        "compare": job_commands.compare_command,
+        "submit": _SUBMIT,
+        "preflight": job_commands.preflight_command,
     },
-    "Look at a run": {"status": status_command, "watch": follow, "trace": trace_command},
+    "Look at a run": {
+        "status": job_commands.status_command,
+        "watch": job_commands.follow,
+        "trace": trace_command,
+    },
     "Plan and measure": {
         "plan": command(PlanRequest, run_plan),
         "tune": command(TuneOptions, run_tune),
     },
     "This installation": {
-        "doctor": doctor_command,
-        "flags": flags_command,
-        "patches": patches_command,
+        "doctor": terminal.doctor_command,
+        "flags": terminal.flags_command,
+        "patches": terminal.patches_command,
     },
+}
+_BENCHES = {
+    "plan": bench.PlanBench,
+    "attention": rank_benches.AttentionBench,
+    "accuracy": bench.AccuracyBench,
+    "replay": bench.ReplayBench,
+    "overlap": rank_benches.OverlapBench,
+    "wire": rank_benches.WireBench,
+    "host": bench.HostBench,
+    "rates": bench.RatesBench,
+    "lengths": rank_benches.LengthsBench,
+    "nodes": rank_benches.NodesBench,
+    "recurrent": rank_benches.RecurrentBench,
+    "timing-cost": bench.TimingCostBench,
 }
 for _panel, _commands in _COMMANDS.items():
     for _name, _run in _commands.items():
         app.command(_name, cls=QuietCommand, help=one_line(_run.__doc__), rich_help_panel=_panel)(
             _run
         )
-app.add_typer(bench.commands(), name="bench", rich_help_panel="Plan and measure")
+app.add_typer(bench.commands(_BENCHES), name="bench", rich_help_panel="Plan and measure")
 slurm = typer.Typer(no_args_is_help=True)  # as they were grouped
-slurm.command("submit")(SUBMIT)
-slurm.command("status")(status_command)
-slurm.command("preflight")(preflight_command)
+for _name in ("submit", "status", "preflight"):
+    slurm.command(_name)({**_COMMANDS["Run a job"], **_COMMANDS["Look at a run"]}[_name])
 app.add_typer(slurm, name="slurm", hidden=True)
 
 

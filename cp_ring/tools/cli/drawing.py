@@ -25,7 +25,7 @@ try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable
     from matplotlib.collections import PolyCollection
-    from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgb
+    from matplotlib.colors import ListedColormap, Normalize, to_rgb
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter, MultipleLocator
@@ -90,8 +90,8 @@ def draw(plan: Plan, path: str, look: Look | None = None, report: Report | None 
     """
     look = look or Look()
     check_panel(look.panel, look.width)
-    report, ring, wide = report or plan.verify(num_slots=plan.cp), plan.ring, look.panel == "both"
-    hops = ring.schedule[-1]
+    report = report or plan.verify(num_slots=plan.cp)
+    ring, wide = plan.ring, look.panel == "both"
     with picture(path, look.width, look.width * (0.52 if wide else 0.85)) as figure:
         panels = figure.subplots(1, 2, width_ratios=(1, 1.15)) if wide else [figure.subplots()] * 2
         if look.panel != "right":
@@ -102,28 +102,25 @@ def draw(plan: Plan, path: str, look: Look | None = None, report: Report | None 
             panels[1].set_xlabel(f"time of one layer's forward pass (ms)\n{_caption(look)}")
         figure.suptitle(_title(ring, report, look.sizes, wide), fontsize=13, color=INK)
         if ring.cp <= MAX_LEGEND:
-            handles = [
-                Patch(color=color(rank, 0, ring.cp, 1), label=f"rank {rank}")
-                for rank in range(ring.cp)
-            ]
-            columns = min(ring.cp, 8)
             figure.legend(
-                handles=handles,
+                handles=[
+                    Patch(color=color(rank, 0, ring.cp, 1), label=f"rank {rank}")
+                    for rank in range(ring.cp)
+                ],
                 loc="outside lower center",
-                ncols=columns,
+                ncols=min(ring.cp, 8),
                 frameon=False,
                 fontsize=10,
             )
-        else:
-            for panel, last, name in (("left", ring.cp - 1, "rank"), ("right", hops, "hop")):
-                if look.panel in (panel, "both"):
-                    names = {"rank": _RANKS, "hop": _HOPS}
-                    cut = LinearSegmentedColormap.from_list(
-                        name, [_scaled(names[name], step / 255) for step in range(256)]
-                    )
-                    axes = panels[0 if panel == "left" else -1]
-                    scale = ScalarMappable(Normalize(0, last), cut)
-                    figure.colorbar(scale, ax=axes, label=name, shrink=0.6, pad=0.01)
+            return
+        for panel, axes, label, last, scale in (
+            ("left", panels[0], "rank", ring.cp - 1, _RANKS),
+            ("right", panels[-1], "hop", ring.schedule[-1], _HOPS),
+        ):
+            if look.panel in (panel, "both"):
+                shades = ListedColormap([_scaled(scale, step / 255) for step in range(256)])
+                mappable = ScalarMappable(Normalize(0, last), shades)
+                figure.colorbar(mappable, ax=axes, label=label, shrink=0.6, pad=0.01)
 
 
 def check_panel(panel: str, width: float) -> None:
@@ -207,12 +204,11 @@ def _draw_scores(axes: Axes, plan: PlanTables) -> None:
     )
     if (region := zoomed(plan.mask)) is not None:
         _draw_inset(axes, shapes, colors, region)
-    for shape, one, area, fill in zip(
-        shapes, hop.tolist(), tiles.area().tolist(), colors, strict=True
-    ):
+    areas = tiles.area().tolist()
+    for shape, number, area, fill in zip(shapes, hop.tolist(), areas, colors, strict=True):
         if 1 < plan.cp <= MAX_LEGEND and area**0.5 > plan.n / 40:
-            x, y = _center(np.array(shape))
-            axes.text(x, y, str(one), ha="center", va="center", fontsize=8, color=_ink(fill))
+            x, y = np.unique(shape, axis=0).mean(0)
+            axes.text(x, y, str(number), ha="center", va="center", fontsize=8, color=_ink(fill))
     axes.set(
         xlim=(0, plan.n),
         ylim=(plan.n, 0),
@@ -253,13 +249,9 @@ def _draw_inset(
 
     near = [pair for pair in zip(shapes, colors, strict=True) if is_near(pair[0])]
     inset = axes.inset_axes((0.53, 0.53, 0.45, 0.45))
+    near_shapes, near_colors = zip(*near, strict=True)
     inset.add_collection(
-        PolyCollection(
-            [shape for shape, _ in near],
-            facecolors=[fill for _, fill in near],
-            edgecolors="white",
-            linewidths=0.6,
-        )
+        PolyCollection(near_shapes, facecolors=near_colors, edgecolors="white", linewidths=0.6)
     )
     inset.set(xlim=region, ylim=(end, begin), aspect="equal")
     inset.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
@@ -268,17 +260,6 @@ def _draw_inset(
         0.97, 0.97, label, transform=inset.transAxes, ha="right", va="top", fontsize=9, color=INK
     )
     axes.indicate_inset_zoom(inset, edgecolor=FAINT)
-
-
-def _center(shape: np.ndarray) -> tuple[float, float]:
-    """Center of gravity of a polygon [points, 2]."""
-    following = np.roll(shape, -1, 0)
-    cross = shape[:, 0] * following[:, 1] - following[:, 0] * shape[:, 1]
-    if abs(cross.sum()) < 2e-9:
-        x, y = shape.mean(0)
-    else:
-        x, y = ((shape + following) * cross[:, None]).sum(0) / (3 * cross.sum())
-    return float(x), float(y)
 
 
 def _outline(tile: Tile) -> list[tuple[int, int]]:
@@ -304,18 +285,12 @@ def _draw_timeline(
         (compute, -0.38, 0.5, None),
         (transfers, 0.16, 0.2, "////" if few else None),
     ):
-        # A transfer has the color of the computation that waits for it.
-        bars = [
-            (
-                span.start * 1e3,
-                span.end * 1e3,
-                span.rank + offset,
-                color(span.rank, span.hop, plan.cp, hops)
-                if few
-                else _scaled(_HOPS, span.hop / max(hops - 1, 1)),
-            )
-            for span in blocks
-        ]
+        bars = []
+        for span in blocks:  # a transfer has the color of the computation that waits for it
+            fill = color(span.rank, span.hop, plan.cp, hops)
+            if not few:
+                fill = _scaled(_HOPS, span.hop / max(hops - 1, 1))
+            bars.append((span.start * 1e3, span.end * 1e3, span.rank + offset, fill))
         add_bars(axes, bars, height, edgecolors="white", linewidths=0.5 * few, hatch=hatch)
     _label_hops(axes, compute, plan.cp, hops)
     end = max((span.end for span in compute + transfers), default=0.0) * 1e3
@@ -419,14 +394,13 @@ def _draw_ways(axes: Axes, result: TuneResult) -> None:
             )
         else:
             ways.append((place, way))
-    below = [0.0] * len(ways)
-    for (name, items), color in zip(_PARTS.items(), _PART_COLORS, strict=True):
-        heights = [sum(way.seconds.get(item, 0.0) for item in items) for _, way in ways]
-        if any(heights):
-            axes.bar(
-                [place for place, _ in ways], heights, 0.7, bottom=below, color=color, label=name
-            )
-            below = [low + height for low, height in zip(below, heights, strict=True)]
+    below = np.zeros(len(ways))
+    places = [place for place, _ in ways]
+    for (name, items), fill in zip(_PARTS.items(), _PART_COLORS, strict=True):
+        heights = np.array([sum(way.seconds.get(item, 0.0) for item in items) for _, way in ways])
+        if heights.any():
+            axes.bar(places, heights, 0.7, bottom=below, color=fill, label=name)
+            below = below + heights
     best = result.best[0][0]
     for place, way in ways:
         sizes = way.sizes

@@ -1,14 +1,13 @@
-"""`cp-ring train`, `compare`, `certify` and `doctor`."""
+"""The commands of jobs: `cp-ring train`, `compare`, `certify`, `submit`, `preflight`, `status` and
+`watch`. Those of Slurm are also `cp-ring slurm submit` and so on.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+import time
+from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,17 +16,32 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_ring.tools.cli.option_models import AsJson, Job, Overrides, Verbose
-
-_COLORS = {"good": "green", "absent": "yellow", "problem": "red"}
+from cp_ring.observe import progress
+from cp_ring.tools.cli.option_models import (
+    JOB,
+    SET,
+    WRITTEN,
+    AsJson,
+    Job,
+    Overrides,
+    Verbose,
+    argument,
+    option,
+)
+from cp_ring.tools.cli.terminal import (
+    closing_line,
+    emit,
+    print_entries,
+    probe_table,
+    stdout_to,
+)
 
 
 def _list_configurations(wanted: bool) -> None:
     if wanted:
-        from cp_ring.tools.cli.terminal import print_table
-        from cp_ring.tools.job.job_config import summaries
+        from cp_ring.tools.job import job_config
 
-        print_table(summaries())
+        print_entries(job_config.summaries())
         raise typer.Exit
 
 
@@ -52,9 +66,9 @@ def train_command(
     """Train the job of a configuration, or resume it, on this machine's GPUs, or on its CPU if it
     has no GPU.
     """
-    from cp_ring.tools.job.train import train
+    from cp_ring.tools.job import train
 
-    raise typer.Exit(train(config, set_ or [], dry_run, verbose, again))
+    raise typer.Exit(train.train(config, set_ or [], dry_run, verbose, again))
 
 
 def compare_command(
@@ -76,35 +90,21 @@ def compare_command(
     Without cp_ring is stock context parallelism of the same size on GPUs with TransformerEngine,
     else context parallel size 1.
     """
-    from cp_ring.tools.job.compare_jobs import compare, train
+    from cp_ring.tools.job import compare_jobs
 
-    facts = compare(config, set_ or [], steps, out, train)
-    if as_json:
-        typer.echo(json.dumps(facts))
-    else:
-        _show_comparison(facts)
+    facts = compare_jobs.compare(config, set_ or [], steps, out, compare_jobs.train)
+    emit(facts, as_json, lambda: _show_comparison(facts))
 
 
 def _show_comparison(facts: dict[str, Any]) -> None:
-    from cp_ring.observe import progress
     from cp_ring.tools.job.compare_jobs import BASELINE, RING
 
     sides = [facts[RING], facts[BASELINE]]
     title = f"{facts['job']}: {facts['steps']} steps each"
     table = Table("", *(side["name"] for side in sides), title=title)
-
-    def add(name: str, form: str, value: Callable[[dict[str, Any]], float | None]) -> None:
-        values = map(value, sides)
-        table.add_row(name, *("-" if each is None else format(each, form) for each in values))
-
-    add("ranks", "", lambda side: side["ranks"])
-    for name in ("lm loss", progress.GRADIENT_NORM, progress.LEARNING_RATE):
-        add(f"{name}, first step", ".6g", partial(_value_of_step, 0, name))
-        add(f"{name}, last step", ".6g", partial(_value_of_step, -1, name))
-    add("tokens/s, median", ",.0f", lambda side: side["tokens_per_s"])
-    add("memory of a rank, GiB", ".2f", lambda side: side["memory_bytes"] / 2**30)
-    add("waiting in attention, ms a step", ".1f", lambda side: side["exposed_ms"])
-    add("share of attention", ".1%", lambda side: side["exposed_share"])
+    ours, theirs = map(_values, sides)
+    for name in ours:
+        table.add_row(name, ours[name], theirs[name])
     console = Console()
     console.print(table)
     for name, value in facts["difference"].items():
@@ -118,9 +118,22 @@ def _show_comparison(facts: dict[str, Any]) -> None:
     )
 
 
-def _value_of_step(place: int, name: str, side: dict[str, Any]) -> float | None:
-    value: float | None = side["trace"][place][name]
-    return value
+def _values(side: dict[str, Any]) -> dict[str, str]:
+    """What the table shows of one of the jobs."""
+    values = {"ranks": (side["ranks"], "")}
+    for name in ("lm loss", progress.GRADIENT_NORM, progress.LEARNING_RATE):
+        for place, step in (("first", side["trace"][0]), ("last", side["trace"][-1])):
+            values[f"{name}, {place} step"] = step[name], ".6g"
+    values |= {
+        "tokens/s, median": (side["tokens_per_s"], ",.0f"),
+        "memory of a rank, GiB": (side["memory_bytes"] / 2**30, ".2f"),
+        "waiting in attention, ms a step": (side["exposed_ms"], ".1f"),
+        "share of attention": (side["exposed_share"], ".1%"),
+    }
+    return {
+        name: "-" if value is None else format(value, form)
+        for name, (value, form) in values.items()
+    }
 
 
 def certify_command(
@@ -129,85 +142,176 @@ def certify_command(
     """Probe a job's attention, loss and gradients on its ranks, and print the results. Trains
     nothing.
     """
-    from cp_ring.tools.job.certify_job import certify
+    from cp_ring.tools.job import certify_job
 
-    with _stdout_to(2):  # so that stdout holds only the result
-        code, record = certify(config, set_ or [], verbose)
+    with stdout_to(2):  # so that stdout holds only the result
+        code, record = certify_job.certify(config, set_ or [], verbose)
     if record is not None:
-        if as_json:
-            print(json.dumps(record, indent=2))
-        else:
-            Console(width=None if sys.stdout.isatty() else 160).print(probe_table(record))
-            print(f"cp_ring: {closing_line(record)}")
+        emit(record, as_json, lambda: _show_certificate(record), indent=2)
     raise typer.Exit(code)
 
 
-@contextlib.contextmanager
-def _stdout_to(file: int) -> Iterator[None]:
-    """Sends what this process and its ranks print to another open file."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(file, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+def _show_certificate(record: dict[str, Any]) -> None:
+    Console(width=None if sys.stdout.isatty() else 160).print(probe_table(record))
+    print(f"cp_ring: {closing_line(record)}")
 
 
-def probe_table(record: dict[str, Any]) -> Table:
-    """The probes, one per line."""
-    shown = Table()
-    for column in ("probe", "layer", "mask", "error", "bound", "result"):
-        shown.add_column(column, justify="right" if column in ("error", "bound") else "left")
-    for probe in record["probes"]:
-        form = ".1e" if probe["bound"] else ".0f"
-        shown.add_row(
-            probe["name"],
-            probe["layer"],
-            probe["mask"],
-            format(probe["error"], form),
-            format(probe["bound"], form),
-            "passed" if probe["passed"] else f"FAILED {probe['where']}",
-        )
-    return shown
+_RESOURCES, _RANKS = "What to ask Slurm for", "How ranks are started"
+_resource, _start = (partial(option, panel=name) for name in (_RESOURCES, _RANKS))
+SECONDS = 2.0
+"""Between two looks of `watch`."""
+RUN_DIR = "The launch.run_dir of a job, or the --cp-ring-run-dir of a script."
 
 
-def closing_line(record: dict[str, Any]) -> str:
-    """How many probes passed, in how many seconds, and what they do not cover."""
-    probes, missing = record["probes"], record["about"]["not_covered"]
-    passed = sum(probe["passed"] for probe in probes)
-    left_out = f"; not covered: {', '.join(missing)}" if missing else ""
-    return f"{passed} of {len(probes)} probes passed in {record['seconds']:.1f} s{left_out}"
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions:
+    """The options of `cp-ring submit`."""
+
+    config: str = argument(JOB, MISSING, metavar="JOB")
+    nodes: int = _resource(MISSING, "Nodes.")
+    gpus_per_node: int | None = _resource(None, "GPUs of each node, with one rank on each.")
+    ranks_per_node: int | None = _resource(None, "Ranks of each node, for jobs on the CPU.")
+    set_: list[str] | None = option(None, SET, "--set", metavar="A.B=C")
+    partition: str | None = _resource(None, "Slurm partition.")
+    account: str | None = _resource(None, "Slurm account.")
+    qos: str | None = _resource(None, "Slurm quality of service.")
+    time: str | None = _resource(
+        None, "Time limit of each attempt: minutes, H:MM:SS or D-HH:MM:SS."
+    )
+    name: str = _resource("cp_ring", "Name of the job.")
+    cpus_per_rank: int | None = _resource(None, "Cores of each rank.")
+    slurm: list[str] | None = option(
+        None,
+        "Another sbatch option: --slurm=--exclusive. Repeatable.",
+        metavar="OPTION",
+        panel=_RESOURCES,
+    )
+    warn_seconds: int = _resource(120, "Save this many seconds before the time limit.")
+    launcher: str = _start("srun", "srun starts a task per rank, torchrun a task per node.")
+    rank_order: Path | None = option(
+        None, "File of host names in the order of their ranks.", panel=_RANKS
+    )
+    env_file: Path | None = option(None, "Your site's copy of launch/slurm/env.sh.", panel=_RANKS)
+    container_image: str | None = _start(None, "Run in this image (pyxis and enroot).")
+    container_mounts: str | None = _start(
+        None, "SRC:DST,... (the run directory is always mounted)."
+    )
+    python: str | None = _start(
+        None, "Python of the ranks; default: this one, or the image's python3."
+    )
+    preflight: bool = option(True, "Check nodes and links before training.")
+    dry_run: bool = option(
+        False, "Print the batch script and the placement, and stop.", "--dry-run"
+    )
 
 
-def doctor_command(as_json: AsJson = False) -> None:
-    """Show what this installation can do, what it cannot do, and what is wrong with it. The exit
-    code is 1 for a problem.
+def run_submit(options: SubmitOptions) -> None:
+    """Submit a job to Slurm. It saves before the time limit, resumes after failures and preemption,
+    and stops when it is done.
     """
-    from cp_ring.tools.job import doctor
+    from cp_ring.errors import ConfigError
+    from cp_ring.tools.slurm.batch_script import Resources
+    from cp_ring.tools.slurm.submit import Site, submit
 
-    # what packages print when they are imported would break the report and its JSON
-    with open(os.devnull, "w") as nowhere, _stdout_to(nowhere.fileno()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with contextlib.redirect_stdout(nowhere):
-            findings = doctor.examine()
-    wrong = doctor.problems(findings)
-    if as_json:
-        facts = {"ok": not wrong, "problems": wrong, "findings": [*map(asdict, findings)]}
-        typer.echo(json.dumps(facts, indent=2))
-        raise typer.Exit(1 if wrong else 0)
-    for section in dict.fromkeys(finding.section for finding in findings):
-        table = Table(title=section, title_justify="left", title_style="bold", show_header=False)
-        these = [finding for finding in findings if finding.section == section]
-        for finding in these:
-            state = f"[{_COLORS[finding.state]}]{finding.state}"
-            advice = [finding.advice] if any(each.advice for each in these) else []
-            table.add_row(finding.name, state, finding.found, *advice)
-        Console().print(table)
-    for line in wrong:
-        typer.echo(f"cp_ring: problem: {line}", err=True)
-    count = f"{len(wrong)} problem(s), see above" if wrong else "no problem found"
-    typer.echo(f"cp_ring: {count}")
-    raise typer.Exit(1 if wrong else 0)
+    gpus, ranks = options.gpus_per_node, options.ranks_per_node
+    if (gpus is None) == (ranks is None):
+        raise ConfigError(
+            "cp-ring submit: give either --gpus-per-node or, for a job on the CPU, --ranks-per-node"
+        )
+    computed = {
+        "ranks_per_node": ranks if gpus is None else gpus,
+        "gpus": gpus is not None,
+        "options": tuple(options.slurm or ()),
+    }
+    values = vars(options) | computed
+    resources = _select(Resources, values)
+    site = _select(Site, values)
+    submit(options.config, resources, site, options.set_ or [], options.dry_run)
+
+
+def _select[T](kind: type[T], values: dict[str, Any]) -> T:
+    """An instance with those of the values that are its fields."""
+    return kind(**{one.name: values[one.name] for one in fields(kind)})  # type: ignore[arg-type]
+
+
+def preflight_command(
+    config: Annotated[
+        str,
+        typer.Argument(
+            help="A YAML file, the name of a packaged one, or the job.yaml of a run.", metavar="JOB"
+        ),
+    ],
+    set_: Overrides = None,
+) -> None:
+    """Check hosts, software, run directory, GPUs and links before training. Runs alone, or on all
+    ranks by srun or torchrun.
+    """
+    from cp_ring.tools.slurm import preflight
+
+    raise typer.Exit(preflight.main(config, set_ or []))
+
+
+def status_command(
+    run_dir: Annotated[Path, typer.Argument(help=RUN_DIR, metavar="RUN_DIR")],
+    as_json: AsJson = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page of the run, one file that needs no network.", **WRITTEN),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="The same as cp-ring watch.")] = False,
+) -> None:
+    """Show the state of a run: its last step, its newest whole checkpoint, its restarts, and why it
+    stopped the last time.
+    """
+    from cp_ring.tools.slurm.status import show, status
+
+    if html is not None:
+        from cp_ring.tools.cli import run_page
+
+        run_page.write(run_dir, html)
+        typer.echo(f"wrote {html}", err=as_json)
+    if watch:
+        follow(run_dir)
+        return
+    facts = status(run_dir)
+    emit(facts, as_json, lambda: typer.echo(show(facts)))
+
+
+def follow(run_dir: Annotated[Path, typer.Argument(help=RUN_DIR, metavar="RUN_DIR")]) -> None:
+    """Show the state and the last steps of a run until it is done, or Ctrl-C."""
+    from rich.live import Live
+
+    from cp_ring.tools.slurm.status import status
+
+    with contextlib.suppress(KeyboardInterrupt), Live(refresh_per_second=1) as live:
+        while True:
+            facts = status(run_dir)
+            live.update(state_and_steps(facts, progress.read(run_dir)))
+            if facts["state"] == "DONE":
+                return
+            time.sleep(SECONDS)
+
+
+def state_and_steps(facts: dict[str, Any], steps: list[dict[str, Any]]) -> Any:
+    """What the terminal shows: the state, the last steps, and where the time of the last sampled
+    step went.
+    """
+    from rich.text import Text
+
+    from cp_ring.tools.slurm.status import show
+
+    lines = [show(facts)]
+    for step in steps[-5:]:
+        loss, rate = step.get("lm loss"), step.get("tokens per second")
+        lines.append(
+            f"step {step['step']}"
+            + (f" | loss {loss:.4f}" if isinstance(loss, float) else "")
+            + (f" | {rate:,.0f} tokens/s" if isinstance(rate, float) else "")
+        )
+    for last in progress.timings(steps)[-1:]:
+        slow = ""
+        if rank := last.get("slowest_rank"):
+            slow = f", slowest rank {rank['rank']} ({rank['host']}) {rank['slower'] - 1:+.0%}"
+        waiting = f"{last['exposed_share']:.1%} of attention is waiting"
+        lines.append(f"step {last['step']}: {waiting}{slow}")
+    return Text("\n".join(lines))

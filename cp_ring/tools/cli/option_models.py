@@ -31,12 +31,12 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", h
 def _writable(param: typer.CallbackParam, path: Any) -> Any:
     """Callback: a file can be written there, which is asked before any work."""
     if path is not None:
-        there = Path(path).exists()
+        existed = Path(path).exists()
         try:
             Path(path).open("ab").close()
         except OSError as error:
             raise ConfigError(f"{param.opts[0]} {path}: cannot write: {error.strerror}") from None
-        if not there:
+        if not existed:
             Path(path).unlink()
     return path
 
@@ -63,11 +63,12 @@ class QuietGroup(_Quiet, TyperGroup):
     """A group of commands."""
 
 
-def option(default: Any, text: str, *names: str, **more: Any) -> Any:
-    """A field of a dataclass of options, with its help; `names` and `more` are as in
-    `typer.Option`. MISSING: it is required.
+def option(default: Any, text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """A field of a dataclass of options, with its help, and the panel that has it there; `names`
+    and `more` are as in `typer.Option`. MISSING: it is required.
     """
-    return field(default=default, metadata={"typer": typer.Option(*names, help=text, **more)})
+    info = typer.Option(*names, help=text, rich_help_panel=panel, **more)
+    return field(default=default, metadata={"typer": info})
 
 
 def argument(text: str, default: Any = None, **more: Any) -> Any:
@@ -85,7 +86,11 @@ def command[T](options: type[T], run: Callable[[T], None]) -> Callable[..., None
 
     hints = get_type_hints(options)
     parameters = []
-    for one in fields(options):  # type: ignore[arg-type]
+    of_all_last = sorted(
+        fields(options),  # type: ignore[arg-type]
+        key=lambda one: one.name == "as_json",
+    )
+    for one in of_all_last:
         default = inspect.Parameter.empty if one.default is MISSING else one.default
         hint: Any = operator.getitem(Annotated, (hints[one.name], one.metadata["typer"]))
         parameters.append(
@@ -125,3 +130,9 @@ def parse_mean_tokens(text: str | float) -> float:
         return float(text)
     except ValueError:
         return float(parse_tokens(str(text)))
+
+
+def parse_numbers(text: str, count: int) -> list[int] | None:
+    """So many whole numbers of at least 1, with commas between; None for another text."""
+    numbers = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
+    return numbers if len(numbers) == count and min(numbers) > 0 else None

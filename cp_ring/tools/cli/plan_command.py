@@ -2,259 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import typer
 from rich.console import Console
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.costs.cost import cost
 from cp_ring.plan.costs.shapes import AUTO, Assumed, choose, planned
-from cp_ring.plan.costs.splits import Layer
 from cp_ring.plan.exchange.members import members_of_node
-from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
-from cp_ring.plan.lower import ASSUMED, KERNELS, Capabilities
-from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import PlanSpec
-from cp_ring.plan.ranges import Ints
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.schedule import NAMES, SLOT_SHARDS
-from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes, LatentSizes
-from cp_ring.plan.sizes.device_rates import NAMED, RATES, Rates, named_or_read
 from cp_ring.tools.bench import samples
-from cp_ring.tools.cli import plan_inputs, plan_recurrent
-from cp_ring.tools.cli.option_models import (
-    WRITTEN,
-    argument,
-    option,
-    parse_mean_tokens,
-    parse_tokens,
-)
-from cp_ring.tools.cli.plan_inputs import make_mask
-from cp_ring.tools.cli.plan_report import (
-    exposed,
-    print_plan,
-    print_sparse,
-    shapes_of_plan,
-    sparse_bytes,
-    speed,
-    summary,
-    times,
-)
-from cp_ring.tools.cli.plan_variants import convert_command, names_of
+from cp_ring.tools.cli import plan_inputs, plan_recurrent, plan_report, plan_variants
+from cp_ring.tools.cli.plan_options import PlanRequest
+from cp_ring.tools.cli.terminal import emit
 
-# needs the documents' offsets; the layouts of LAYOUTS get only the mask
-PER_DOCUMENT = "per_document_zigzag"
-MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
-
-_MASK, _LAYOUT, _SIZES = (
-    {"rich_help_panel": name} for name in ("Mask", "Layout and route", "Sizes")
-)
-_RATES, _OUTPUT = ({"rich_help_panel": name} for name in ("Rates", "Output"))
-_TOKENS: dict[str, Any] = {"parser": parse_tokens, "metavar": "TOKENS", **_MASK}
-_MEAN_TOKENS: dict[str, Any] = {"parser": parse_mean_tokens, "metavar": "TOKENS", **_MASK}
-_JOB: dict[str, Any] = {"is_eager": True, "callback": plan_inputs.take}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """The options of `cp-ring plan`."""
-
-    cp: int = option(0, "Context-parallel ranks; a JOB has its own.", show_default=False, **_LAYOUT)
-    job: str | None = argument(
-        "A job's YAML file, or the name of a packaged one: options that are not given are those "
-        "of its first attention layer.",
-        metavar="JOB",
-        **_JOB,
-    )
-    set_: list[str] | None = option(
-        None, "Override a key of JOB, or preset=NAME. Repeatable.", "--set", metavar="A.B=C", **_JOB
-    )
-    seq_length: int | None = option(
-        None,
-        "Tokens of the sequence, or of the stream of packed documents; 64K and 1M work too. "
-        "Some masks of --mask need none.",
-        **_TOKENS,
-    )
-    mask: str | None = option(
-        None,
-        "shared-prefix:4096,1024x8 (a prompt, 8 responses; + begins the next group), "
-        "images:100-356,1000-1256, global:0-16, tree:FILE.json, block-causal:512 or "
-        "block-diffusion:512.",
-        metavar="KIND:...",
-        **_MASK,
-    )
-    window: int = option(
-        -1, "A query sees itself and this many keys before it; -1 for all.", **_TOKENS
-    )
-    full: bool = option(False, "No causal mask: a query sees later keys too.", "--full", **_MASK)
-    prefix: int = option(
-        0, "Every query sees this many keys at the start of its document.", **_TOKENS
-    )
-    lengths: str | None = option(
-        None,
-        "Documents of these lengths: a file, lognormal:MEAN,SIGMA, or preset:NAME of "
-        f"{', '.join(samples.PRESETS)}.",
-        "--lengths",
-        "--documents",
-        metavar="SPEC",
-        **_MASK,
-    )
-    documents_mean: float = option(
-        0, "Random documents, exponential lengths of this mean; 0 for none.", **_MEAN_TOKENS
-    )
-    seed: int = option(0, "Seed of the random documents.", min=0, **_MASK)
-    layout: str = option(
-        "zigzag", f"{', '.join(LAYOUTS)} or {PER_DOCUMENT}.", metavar="NAME", **_LAYOUT
-    )
-    convert: str | None = option(
-        None,
-        "In place of attention: bring hidden states (--heads x --head-dim numbers a token) "
-        "from one layout into another, as in zigzag:contiguous.",
-        metavar="BEFORE:AFTER",
-        **_LAYOUT,
-    )
-    recurrent: str | None = option(
-        None,
-        "Beside attention: recurrent layers, gdn or mamba, whose ranks pass states or exchange "
-        "heads; sizes by Megatron's names follow, as in gdn:linear_num_value_heads=32,layers=36, "
-        "attention=12.",
-        metavar="KIND[:NAME=VALUE,...]",
-        **_SIZES,
-    )
-    sparse: str | None = option(
-        None,
-        "With --mla: sparse attention that selects so many keys, by an indexer of this head size, "
-        "as 2048,128.",
-        metavar="TOPK,SIZE",
-        **_SIZES,
-    )
-    chunks_per_rank: int | None = option(
-        None, "Chunks per rank of the balanced layout.", min=1, **_LAYOUT
-    )
-    route: str = option(
-        "direct",
-        f"{', '.join(ROUTES)}, or auto: the fastest one that --slot-shards allows.",
-        metavar="NAME",
-        **_LAYOUT,
-    )
-    schedule: str = option(
-        "auto",
-        f"{', '.join(NAMES)}, or the hop of each ring distance as in 0,1,2,2.",
-        metavar="NAME",
-        **_LAYOUT,
-    )
-    slot_shards: int = option(
-        SLOT_SHARDS,
-        "Maximum number of source ranks per hop (KV shards per receive buffer).",
-        **_LAYOUT,
-    )
-    num_slots: int = option(2, "Receive buffers for keys and values.", min=1, **_LAYOUT)
-    heads: int = option(32, "Query heads.", min=1, **_SIZES)
-    kv_heads: int = option(8, "Key/value heads; only these travel.", min=1, **_SIZES)
-    head_dim: int = option(128, "Size of a head.", min=1, **_SIZES)
-    dtype: str = option("bf16", "bf16, fp16 or fp32.", metavar="NAME", **_SIZES)
-    mla: str | None = option(
-        None,
-        "Multi-latent attention: sizes of the latent, the rotated key, a head's own part of "
-        "the key, its value, as 512,64,128,128. It replaces --kv-heads, --head-dim.",
-        metavar="LATENT,ROPE,NOPE,VALUE",
-        **_SIZES,
-    )
-    wire: str = option("plain", f"How keys travel: {', '.join(WIRES)}.", metavar="NAME", **_LAYOUT)
-    ranks_per_node: int = option(
-        8, "Neighboring ranks on one node: node_size of a job.", min=1, **_SIZES
-    )
-    head_parallel: str = option(
-        "1",
-        "Neighboring ranks that exchange tokens for heads: heads of a job. 1 is the ring alone, "
-        "auto the fastest.",
-        metavar="RANKS",
-        **_LAYOUT,
-    )
-    kernel: str = option(
-        ASSUMED,
-        f"The kernel whose calls are predicted: {', '.join(KERNELS)}, or a registered one.",
-        metavar="NAME",
-        **_RATES,
-    )
-    rates: str | None = option(
-        None,
-        f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight "
-        "(links.json) has written; what it lacks is assumed.",
-        "--rates",
-        metavar="NAME|FILE",
-        **_RATES,
-    )
-    tflops: float | None = option(
-        None, f"TFLOP per second of an attention kernel; default {RATES.flops / 1e12:g}.", **_RATES
-    )
-    node_bandwidth: float | None = option(
-        None,
-        "GB per second that a rank receives from ranks of its node; default "
-        f"{RATES.inside / 1e9:g}.",
-        **_RATES,
-    )
-    network_bandwidth: float | None = option(
-        None,
-        "GB per second that a network card receives from other nodes; default "
-        f"{RATES.between / 1e9:g}.",
-        **_RATES,
-    )
-    ranks_per_card: int | None = option(
-        None,
-        f"Neighboring ranks that share a network card; default {RATES.ranks_per_card}.",
-        **_RATES,
-    )
-    processors: int | None = option(
-        None,
-        "Streaming multiprocessors that kernel calls fill in waves; 0 takes a fixed time for each "
-        f"call instead; default {RATES.processors}.",
-        min=0,
-        **_RATES,
-    )
-    compare: bool = option(
-        False,
-        "Compare splits of --lengths: padded, hybrid, zigzag, balanced.",
-        "--compare",
-        **_OUTPUT,
-    )
-    draw: str | None = option(
-        None, "Write the picture to a .png, .svg or .pdf file.", **WRITTEN, **_OUTPUT
-    )
-    panel: str = option(
-        "both",
-        "What to draw: left (which rank computes what), right (when), both, or states (of "
-        "--recurrent).",
-        **_OUTPUT,
-    )
-    width: float = option(15.0, "Width of the picture in inches.", **_OUTPUT)
-    as_json: bool = option(False, "Print JSON instead of the table.", "--json", **_OUTPUT)
-
-    @property
-    def node_size(self) -> int:
-        """Ranks of a node, by which hops are ordered: 1 where the ranks are no whole nodes."""
-        return self.ranks_per_node if self.cp % self.ranks_per_node == 0 else 1
-
-    def assumed(self) -> Assumed:
-        """What the predictions assume. Raises `PlanError` that names the option."""
-        rates = make_rates(
-            self.rates,
-            self.tflops,
-            self.node_bandwidth,
-            self.network_bandwidth,
-            self.ranks_per_card,
-            self.processors,
-        )
-        return Assumed(_sizes(self), rates, self.ranks_per_node, capabilities_of(self.kernel))
+if TYPE_CHECKING:
+    from cp_ring.plan.layout import Layout
+    from cp_ring.plan.mask import Mask
+    from cp_ring.plan.plan import Plan
+    from cp_ring.plan.proof.verify import Report
+    from cp_ring.plan.ranges import Ints
 
 
 def run_plan(request: PlanRequest) -> None:
@@ -265,15 +38,14 @@ def run_plan(request: PlanRequest) -> None:
     with _name_options(**{"unknown dtype": "--dtype"}):
         assumed = request.assumed()
     if request.compare:
-        from cp_ring.tools.cli.plan_variants import compare_command
-
         if request.lengths is None:
             raise PlanError(
                 "--compare needs --lengths: a file, lognormal:MEAN,SIGMA or preset:NAME"
             )
-        layer = Layer(assumed.sizes, ranks_per_node=request.ranks_per_node, rates=assumed.rates)
-        drawn = samples.lengths(request.lengths, request.seq_length, request.seed)
-        compare_command(request.lengths, drawn, request.cp, layer, request.as_json)
+        lengths = samples.lengths(request.lengths, request.seq_length, request.seed)
+        plan_variants.compare_command(
+            request.lengths, lengths, request.cp, assumed, request.as_json
+        )
         return
     n, drawn_offsets = request.seq_length, None
     if request.lengths is not None:
@@ -286,19 +58,16 @@ def run_plan(request: PlanRequest) -> None:
         Console(stderr=True).status(f"planning {request.cp} ranks"),
     ):
         with _name_options(documents="--documents-mean: documents"):
-            offsets = _document_offsets(n, request)
+            offsets = plan_inputs.document_offsets(n, request.documents_mean, request.seed)
         offsets = offsets if drawn_offsets is None else drawn_offsets
         mask = _make_mask(request, n, offsets)
         if request.convert:
             with _name_options(**{"--layout": "--convert"}):
                 _convert(request, mask, offsets, assumed.sizes.element)
         else:
-            _show(
-                request,
-                mask,
-                _make_layout(request.layout, mask, offsets, request.cp, request.chunks_per_rank),
-                assumed,
-            )
+            chunks = request.chunks_per_rank
+            layout = plan_inputs.make_layout(request.layout, mask, offsets, request.cp, chunks)
+            _show(request, mask, layout, assumed)
 
 
 def _check(request: PlanRequest) -> None:
@@ -327,15 +96,28 @@ def _check(request: PlanRequest) -> None:
         raise PlanError(f"--convert {request.convert} names both layouts: leave out {other}")
 
 
+def _make_mask(request: PlanRequest, n: int | None, offsets: Ints | None) -> Mask:
+    text, window, full, prefix = request.mask, request.window, request.full, request.prefix
+    if text is None:
+        return plan_inputs.plain_mask(n, offsets, window, full, prefix)
+    if full or prefix:
+        raise PlanError(f"--mask {text} is a mask by itself: leave out --full and --prefix")
+    return plan_inputs.make_mask(text, n, window, offsets)
+
+
 def _convert(request: PlanRequest, mask: Mask, offsets: Ints | None, element: int) -> None:
     before, after = (
-        _make_layout(
-            name, mask, offsets, request.cp, request.chunks_per_rank if _weighs(name) else None
+        plan_inputs.make_layout(
+            name,
+            mask,
+            offsets,
+            request.cp,
+            request.chunks_per_rank if plan_inputs.weighs(name) else None,
         )
-        for name in names_of(str(request.convert))
+        for name in plan_variants.names_of(str(request.convert))
     )
     token_bytes = request.heads * request.head_dim * element
-    convert_command(
+    plan_variants.convert_command(
         before, after, token_bytes, request.ranks_per_node, request.as_json, request.draw
     )
 
@@ -348,48 +130,45 @@ def _show(request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed) ->
             shape = replace(shape, slot_shards=max(request.slot_shards, request.ranks_per_node))
         plan, build_ms = _timed(lambda: planned(mask, request.cp, shape, assumed.rates))
     report, verify_ms = _timed(lambda: plan.verify(request.num_slots))
-    shapes = shapes_of_plan(mask, replace(shape, slot_shards=request.slot_shards), assumed)
-    ring, sizes = plan.ring, assumed.sizes.of_rank(plan.ulysses)
-    near, costs = (
-        members_of_node(request.ranks_per_node, shape.ulysses),
-        cost(report, sizes, request.num_slots),
+    shapes = plan_report.shapes_of_plan(
+        mask, request.cp, replace(shape, slot_shards=request.slot_shards), assumed
     )
-    facts = summary(ring, report, costs, near, assumed.kernel) | speed(plan, report, assumed)
-    facts |= {
+    facts = plan_report.summary(plan, report, assumed, request.num_slots) | {
         "build_ms": build_ms,
         "verify_ms": verify_ms,
         "head_parallel": shape.ulysses,
         "chosen": reason,
+        "bytes_between_nodes": {each["name"]: each["bytes_between_nodes"] for each in shapes},
+        "predicted": plan_report.times(plan, report, assumed),
+        "shapes": shapes,
+        "kernel": request.kernel,
+        "wire": request.wire,
+        "predicted_exposed_seconds": plan_report.exposed(plan, report, assumed),
     }
-    facts |= {
-        "bytes_between_nodes": {found["name"]: found["bytes_between_nodes"] for found in shapes}
-    }
-    facts |= {"predicted": times(plan, report, assumed), "shapes": shapes, "kernel": request.kernel}
-    facts |= {"wire": request.wire, "predicted_exposed_seconds": exposed(plan, report, assumed)}
-    if request.recurrent:
-        chains = plan_recurrent.Chains.of_mask(layout, mask)
+    chains = plan_recurrent.Chains.of_mask(layout, mask) if request.recurrent else None
+    if chains:
         # a member of the ring is `ulysses` ranks, which share its work
         flops = np.repeat(facts["forward_flops_per_rank"], shape.ulysses) / shape.ulysses
         facts["recurrent"] = plan_recurrent.facts(
-            request.recurrent, chains, assumed, flops.tolist()
+            str(request.recurrent), chains, assumed, flops.tolist()
         )
     if request.sparse:
-        facts["sparse"] = sparse_bytes(report, layout, assumed.sizes, request.sparse)
-    if request.as_json:
-        typer.echo(json.dumps(facts))
-    else:
-        print_plan(ring, facts)
-        plan_recurrent.show(facts["recurrent"]) if request.recurrent else None
-        print_sparse(facts["sparse"]) if request.sparse else None
-    if request.draw and request.panel == "states":
-        plan_recurrent.draw_chain(request.draw, chains, request.width)
+        facts["sparse"] = plan_report.sparse_bytes(report, layout, assumed.sizes, request.sparse)
+    emit(facts, request.as_json, lambda: plan_report.print_plan(plan.ring, facts))
+    if request.draw:
+        if request.panel == "states" and chains:
+            plan_recurrent.draw_chain(request.draw, chains, request.width)
+        else:
+            _draw(request, request.draw, plan, report, assumed)
         typer.echo(f"wrote {request.draw}", err=request.as_json)
-    elif request.draw:
-        from cp_ring.tools.cli.drawing import Look, draw
 
-        look = Look(sizes, assumed.rates, near, request.panel, request.width)
-        draw(plan, request.draw, look, report)
-        typer.echo(f"wrote {request.draw}", err=request.as_json)
+
+def _draw(request: PlanRequest, path: str, plan: Plan, report: Report, assumed: Assumed) -> None:
+    from cp_ring.tools.cli.drawing import Look, draw
+
+    near = members_of_node(request.ranks_per_node, plan.ulysses)
+    sizes = assumed.sizes.of_rank(plan.ulysses)
+    draw(plan, path, Look(sizes, assumed.rates, near, request.panel, request.width), report)
 
 
 def _shape(
@@ -412,124 +191,6 @@ def _shape(
         return replace(asked, ulysses=heads), None
     near = assumed._replace(ranks_per_node=request.node_size)
     return choose([(mask, 1)], request.cp, asked, near, heads)
-
-
-def _sizes(request: PlanRequest) -> AttentionSizes:
-    """The sizes of a layer; those of `mla` are Megatron's kv_lora_rank, qk_pos_emb_head_dim,
-    qk_head_dim, v_head_dim.
-    """
-    heads, dtype, wire, mla = request.heads, request.dtype, request.wire, request.mla
-    if wire not in WIRES:
-        raise PlanError(f"--wire {wire!r}: known are {', '.join(WIRES)}")
-    if mla is None:
-        if WIRES[wire].latent:
-            raise PlanError(f"--wire {wire} needs --mla LATENT,ROPE,NOPE,VALUE, as 512,64,128,128")
-        return AttentionSizes(heads, request.kv_heads, request.head_dim, dtype=dtype, wire=wire)
-    numbers = [int(x) if x.isdecimal() else 0 for x in mla.split(",")]
-    if len(numbers) != 4 or min(numbers) < 1:
-        raise PlanError(
-            f"--mla {mla}: it must be 4 numbers of at least 1, LATENT,ROPE,NOPE,VALUE, as "
-            "512,64,128,128"
-        )
-    latent = LatentSizes(*numbers)
-    width = latent.nope + latent.rope
-    return AttentionSizes(heads, heads, width, latent.value, dtype=dtype, wire=wire, latent=latent)
-
-
-def capabilities_of(kernel: str) -> Capabilities:
-    """What a kernel can do: one of cp_ring, or one that another package has registered.
-
-    Raises `PlanError` that names the option.
-    """
-    if kernel in KERNELS:
-        return KERNELS[kernel]
-    known = dict.fromkeys(KERNELS, "")
-    with suppress(ImportError):  # without torch
-        from cp_ring.kernels import REGISTRY
-
-        known |= REGISTRY
-    if kernel not in known:
-        raise PlanError(f"--kernel {kernel!r}: known are {', '.join(known)}")
-    found: Capabilities = importlib.import_module(known[kernel]).KERNEL.capabilities
-    return found
-
-
-def make_rates(
-    path: str | None,
-    tflops: float | None = None,
-    node_bandwidth: float | None = None,
-    network_bandwidth: float | None = None,
-    ranks_per_card: int | None = None,
-    processors: int | None = None,
-) -> Rates:
-    """The rates of a file, or those that all predictions assume, with the ones of the options in
-    their place.
-
-    Raises `PlanError` that names the option.
-    """
-    options = {
-        "flops": ("--tflops", tflops, 1e12),
-        "inside": ("--node-bandwidth", node_bandwidth, 1e9),
-        "between": ("--network-bandwidth", network_bandwidth, 1e9),
-        "ranks_per_card": ("--ranks-per-card", ranks_per_card, 1),
-    }
-    for name, value, _ in options.values():
-        if value is not None and not 0 < value < math.inf:
-            raise PlanError(f"{name} {value:g}: it must be a number above 0")
-    given: dict[str, Any] = {
-        name: value * unit for name, (_, value, unit) in options.items() if value is not None
-    } | ({} if processors is None else {"processors": processors})
-    return replace(RATES if path is None else named_or_read(path), **given)
-
-
-def _document_offsets(n: int | None, request: PlanRequest) -> Ints | None:
-    """Offsets of the documents, int64 [documents + 1]; None for one sequence."""
-    mean, seed = request.documents_mean, request.seed
-    if n is None:
-        if mean:
-            raise PlanError("--documents-mean needs --seq-length, the tokens of the stream")
-        return None
-    if not 1 <= n <= MAX_TOKENS:
-        raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
-    return samples.exponential(n, mean, seed) if mean else None
-
-
-def _make_mask(request: PlanRequest, n: int | None, offsets: Ints | None) -> Mask:
-    text, window, full, prefix = request.mask, request.window, request.full, request.prefix
-    if text is not None:
-        if full or prefix:
-            raise PlanError(f"--mask {text} is a mask by itself: leave out --full and --prefix")
-        return make_mask(text, n, window, offsets)
-    if n is None:
-        raise PlanError(
-            "--seq-length: give the tokens of the sequence, or a --mask whose parts have lengths"
-        )
-    if prefix:
-        lengths = prefix if offsets is None else (offsets[1:] - offsets[:-1]).clip(max=prefix)
-        return Mask.prefix(n, lengths, offsets, (window, -1 if full else 0))
-    if offsets is None:
-        return Mask.full(n, (window, window)) if full else Mask.causal(n, (window, 0))
-    return Mask.documents(offsets, causal=not full, window=(window, window if full else 0), n=n)
-
-
-def _weighs(name: str) -> bool:
-    return name in LAYOUTS and NamedLayout.named(name).weighs
-
-
-def _make_layout(
-    name: str, mask: Mask, offsets: Ints | None, cp: int, chunks_per_rank: int | None
-) -> Layout:
-    if name not in (*LAYOUTS, PER_DOCUMENT):
-        raise PlanError(f"--layout {name!r}: known are {', '.join((*LAYOUTS, PER_DOCUMENT))}")
-    if chunks_per_rank is not None and not _weighs(name):
-        raise PlanError(f"--chunks-per-rank {chunks_per_rank} is for --layout balanced, not {name}")
-    if name == PER_DOCUMENT:
-        return Layout.per_document_zigzag([0, mask.n] if offsets is None else offsets, cp)
-    return (
-        LAYOUTS[name](mask, cp)
-        if chunks_per_rank is None
-        else Layout.balanced(mask, cp, chunks_per_rank)
-    )
 
 
 @contextmanager
@@ -562,5 +223,5 @@ def _name_options(**options: str) -> Iterator[None]:
 def _timed[T](make: Callable[[], T]) -> tuple[T, float]:
     """What `make` returns, and the milliseconds that it takes."""
     start = time.perf_counter()
-    made = make()
-    return made, (time.perf_counter() - start) * 1e3
+    result = make()
+    return result, (time.perf_counter() - start) * 1e3

@@ -1,28 +1,30 @@
-"""What `cp-ring plan` reads: `--mask KIND:VALUES`, as in `shared-prefix:4096,1024x8`, and a job's
-configuration in place of options.
+"""What `cp-ring plan` makes of its options: the mask, as of `--mask shared-prefix:4096,1024x8`, the
+layout, and a job's configuration in place of options.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from cp_ring.comm.nodes import node_size
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.flags.comm_types import spec_of_layer
-from cp_ring.plan.costs.shapes import AUTO
+from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.routes import AUTO
+from cp_ring.tools.bench import samples
 from cp_ring.tools.cli.option_models import parse_tokens
 from cp_ring.tools.cli.plan_recurrent import text_of_job
 from cp_ring.tools.job.command_line import as_keys
 from cp_ring.tools.job.job_config import JobConfig, load
-from cp_ring.tools.slurm.placement import context_groups
+from cp_ring.tools.slurm import attention_plan
+
+# needs the documents' offsets; the layouts of LAYOUTS get only the mask
+PER_DOCUMENT = "per_document_zigzag"
+MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 
 FORMS = {
     "shared-prefix": "PROMPT,RESPONSE[xCOUNT],...[+PROMPT,...]",
@@ -65,7 +67,7 @@ def _mask(kind: str, values: str, n: int | None, window: int, offsets: Ints | No
         return Mask.tree(tree["parents"], tree["lengths"], n)
     length = n or 0
     if kind == "images":
-        return Mask.images(length, _spans(values), None if offsets is None else offsets)
+        return Mask.images(length, _spans(values), offsets)
     if kind == "global":
         return Mask.with_global(length, _spans(values), (window, 0))
     return (Mask.block_causal if kind == "block-causal" else Mask.block_diffusion)(
@@ -99,6 +101,53 @@ def _reason(error: Exception, form: str) -> str:
     return f"write it as {form}"
 
 
+def document_offsets(n: int | None, mean: float, seed: int) -> Ints | None:
+    """Offsets of random documents, int64 [documents + 1]; None for one sequence."""
+    if n is None:
+        if mean:
+            raise PlanError("--documents-mean needs --seq-length, the tokens of the stream")
+        return None
+    if not 1 <= n <= MAX_TOKENS:
+        raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
+    return samples.exponential(n, mean, seed) if mean else None
+
+
+def plain_mask(n: int | None, offsets: Ints | None, window: int, full: bool, prefix: int) -> Mask:
+    """The mask of one sequence or of documents without --mask."""
+    if n is None:
+        raise PlanError(
+            "--seq-length: give the tokens of the sequence, or a --mask whose parts have lengths"
+        )
+    if prefix:
+        lengths = prefix if offsets is None else (offsets[1:] - offsets[:-1]).clip(max=prefix)
+        return Mask.prefix(n, lengths, offsets, (window, -1 if full else 0))
+    if offsets is None:
+        return Mask.full(n, (window, window)) if full else Mask.causal(n, (window, 0))
+    return Mask.documents(offsets, causal=not full, window=(window, window if full else 0), n=n)
+
+
+def weighs(name: str) -> bool:
+    """Whether a layout has chunks of different work, whose number can be chosen."""
+    return name in LAYOUTS and NamedLayout.named(name).weighs
+
+
+def make_layout(
+    name: str, mask: Mask, offsets: Ints | None, cp: int, chunks_per_rank: int | None
+) -> Layout:
+    """The layout of a name. Raises `PlanError` that names the option."""
+    if name not in (*LAYOUTS, PER_DOCUMENT):
+        raise PlanError(f"--layout {name!r}: known are {', '.join((*LAYOUTS, PER_DOCUMENT))}")
+    if chunks_per_rank is not None:
+        if not weighs(name):
+            raise PlanError(
+                f"--chunks-per-rank {chunks_per_rank} is for --layout balanced, not {name}"
+            )
+        return Layout.balanced(mask, cp, chunks_per_rank)
+    if name == PER_DOCUMENT:
+        return Layout.per_document_zigzag([0, mask.n] if offsets is None else offsets, cp)
+    return LAYOUTS[name](mask, cp)
+
+
 RANKS_OF_A_NODE = 8
 """Ranks of a job on each node, of all its parallel dimensions together, where neither the job nor
 an option says otherwise.
@@ -109,17 +158,17 @@ def take(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
     """Callback of JOB and of `--set`: once both are known, the job's options are the defaults of
     those that were not given.
     """
-    given: dict[str, Any] = ctx.meta.setdefault(__name__, {})
-    given[str(param.name)] = value
-    if len(given) == 2:
-        job, overrides = given["job"], given["set_"] or ()
+    values: dict[str, Any] = ctx.meta.setdefault(__name__, {})
+    values[str(param.name)] = value
+    if len(values) == 2:
+        job, overrides = values["job"], values["set_"] or ()
         if job is not None:
             loaded = load(job, overrides)
             try:
                 ctx.default_map = options_of(loaded)
             except (TypeError, ValueError) as error:
-                said = str(error).replace("invalid literal for int() with base 10", "no number")
-                raise ConfigError(f"{loaded.source}: {as_keys(said)}") from None
+                text = str(error).replace("invalid literal for int() with base 10", "no number")
+                raise ConfigError(f"{loaded.source}: {as_keys(text)}") from None
         elif overrides:
             raise ConfigError(
                 f"--set {overrides[0]} changes a job: name one, as in cp-ring plan quickstart "
@@ -135,31 +184,23 @@ def options_of(job: JobConfig) -> dict[str, Any]:
     Raises `ConfigError` where the job has no sequence length, or its settings contradict each
     other.
     """
-    given, settings, tp, cp = (
-        job.megatron,
-        job.cp_ring,
-        job.parallel.tensor_model_parallel_size,
-        job.parallel.context_parallel_size,
-    )
-    if not given.get("seq_length"):
+    megatron, settings, cp = job.megatron, job.cp_ring, job.parallel.context_parallel_size
+    n, window = megatron.get("seq_length"), megatron.get("window_size") or (-1, 0)
+    if not n:
         raise ConfigError("megatron.seq_length is missing: a plan needs the tokens of a sequence")
-    n = given["seq_length"]
     if isinstance(n, int) and settings.enabled and n % (2 * cp):
         raise ConfigError(f"megatron.seq_length {n} does not divide by 2 x {cp} ranks = {2 * cp}")
-    sizes = AttentionSizes.from_megatron(given, tp)
-    kinds = given.get("cp_comm_type") or "p2p"
-    kind = kinds if isinstance(kinds, str) else kinds[0]
-    spec = spec_of_layer(
-        kind,
-        settings.without_auto(),
-        cp,
-        given.get("hierarchical_context_parallel_sizes"),
-    )
-    group = context_groups(tp, cp, tp * cp)[0].tolist()
+    if isinstance(window, str):
+        window = window.strip("()[] ").split(",")
+    sizes = attention_plan.sizes_of(job)
+    spec, kind = attention_plan.first_layer(job, settings.without_auto())
+    sparse = None
+    if megatron.get("experimental_attention_variant") == "dsa":
+        sparse = f"{megatron['dsa_indexer_topk']},{megatron['dsa_indexer_head_dim']}"
     options = {
         "cp": cp,
-        "seq_length": given["seq_length"],
-        "window": _left(given.get("window_size")),
+        "seq_length": n,
+        "window": int(window[0]),
         "layout": settings.layout,
         "route": settings.route,
         "schedule": spec.schedule,
@@ -172,23 +213,8 @@ def options_of(job: JobConfig) -> dict[str, Any]:
         "mla": ",".join(map(str, sizes.latent)) if sizes.latent else None,
         "wire": "plain" if settings.wire == AUTO else settings.wire,
         "head_parallel": AUTO if settings.heads == AUTO and kind == "p2p" else spec.ulysses,
-        "recurrent": text_of_job(given, tp),
-        "sparse": _sparse(given),
-        "ranks_per_node": settings.node_size or node_size(group, RANKS_OF_A_NODE),
+        "recurrent": text_of_job(megatron, job.parallel.tensor_model_parallel_size),
+        "sparse": sparse,
+        "ranks_per_node": attention_plan.node_size_of(job, settings, RANKS_OF_A_NODE),
     }
     return {name: str(value) for name, value in options.items() if value is not None}
-
-
-def _sparse(given: Mapping[str, Any]) -> str | None:
-    """`--sparse` of a job's section megatron; None without sparse attention."""
-    if given.get("experimental_attention_variant") != "dsa":
-        return None
-    return f"{given['dsa_indexer_topk']},{given['dsa_indexer_head_dim']}"
-
-
-def _left(window: Any) -> int:
-    """Keys before a query, from Megatron's `window_size`: a pair, or its text."""
-    if not window:
-        return -1
-    pair = window.strip("()[] ").split(",") if isinstance(window, str) else window
-    return int(pair[0])

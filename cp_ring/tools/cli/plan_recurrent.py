@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from cp_ring.errors import PlanError
 from cp_ring.megatron.flags.layer_pattern import letters_of, main_layers
@@ -21,6 +20,7 @@ from cp_ring.plan.costs.shapes import Assumed
 from cp_ring.plan.exchange.chains import Chains
 from cp_ring.plan.exchange.verify_chains import verify_chains
 from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES
+from cp_ring.tools.cli.terminal import mib, show_table
 
 _FORM = "gdn or mamba, +, and sizes by Megatron's names, as in gdn:layers=36,attention=12"
 
@@ -30,12 +30,12 @@ def text_of_job(given: Mapping[str, Any], tp: int) -> str | None:
     names = ("experimental_attention_variant", "linear_attention_freq", "num_layers")
     source = argparse.Namespace(**dict.fromkeys(names) | dict(given))
     letters = main_layers(letters_of(source))
-    attention, found = sum(letter not in "MG-E" for letter in letters), []
+    attention, kinds = sum(letter not in "MG-E" for letter in letters), []
     for each in RecurrentLayers.of_model(given, letters):
         sizes = [f"{name}={value}" for name, value in each.settings if name not in ("bf16", "fp16")]
         counts = [f"layers={each.count}", f"attention={attention}", f"tp={tp}"]
-        found.append(f"{each.kind}:{','.join([*counts, *sizes])}")
-    return "+".join(found) or None
+        kinds.append(f"{each.kind}:{','.join([*counts, *sizes])}")
+    return "+".join(kinds) or None
 
 
 def parse(text: str, dtype: str) -> list[tuple[RecurrentLayers, int, int]]:
@@ -43,7 +43,7 @@ def parse(text: str, dtype: str) -> list[tuple[RecurrentLayers, int, int]]:
 
     Raises `PlanError` that names the option.
     """
-    found = []
+    kinds = []
     for each in text.split("+"):
         kind, _, rest = each.partition(":")
         pairs = [pair.partition("=")[::2] for pair in rest.split(",") if rest]
@@ -55,9 +55,9 @@ def parse(text: str, dtype: str) -> list[tuple[RecurrentLayers, int, int]]:
         for name in sizes:
             if not name.startswith(prefix) and name != "hidden_size":
                 raise PlanError(f"--recurrent {text}: {kind} layers have no {name}")
-        made = RecurrentLayers(kind, layers, (*sizes.items(), (dtype, True)))
-        found.append((made, attention, tp))
-    return found
+        settings = (*sizes.items(), (dtype, True))
+        kinds.append((RecurrentLayers(kind, layers, settings), attention, tp))
+    return kinds
 
 
 def facts(text: str, chains: Chains, assumed: Assumed, flops: list[float]) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def facts(text: str, chains: Chains, assumed: Assumed, flops: list[float]) -> li
 
     flops: of a rank, in forward of one attention layer.
     """
-    kinds, found = parse(text, assumed.sizes.dtype), []
+    kinds, entries = parse(text, assumed.sizes.dtype), []
     work = max(attention for _, attention, _ in kinds) * np.array(flops)
     for layers, _, tp in kinds:
         work += layers.count * layers.sizes(tp).token_flops * chains.layout.tokens_per_rank
@@ -75,30 +75,43 @@ def facts(text: str, chains: Chains, assumed: Assumed, flops: list[float]) -> li
         verify_chains(chains, sizes.width)
         ways = both_ways(sizes, chains, assumed.rates, assumed.ranks_per_node)
         passing = sizes.state_bytes, sizes.map_bytes, assumed.rates, assumed.ranks_per_node
-        found.append({
-            "kind": layers.kind, "layers": layers.count, "attention_layers": attention,
-            "state_bytes": sizes.state_bytes, "borders": chains.links,
-            "ways": {way: asdict(cost) for way, cost in ways.items()},
-            "balance": float(work.max() / work.mean()),
-            "passing": chains.way(*passing), "passing_seconds": chains.seconds(*passing),
-            "exchange_element_bytes": DTYPE_BYTES[sizes.dtype],
-        })  # fmt: skip
-    return found
+        entries.append(
+            {
+                "kind": layers.kind,
+                "layers": layers.count,
+                "attention_layers": attention,
+                "state_bytes": sizes.state_bytes,
+                "borders": chains.links,
+                "ways": {way: asdict(cost) for way, cost in ways.items()},
+                "balance": float(work.max() / work.mean()),
+                "passing": chains.way(*passing),
+                "passing_seconds": chains.seconds(*passing),
+                "exchange_element_bytes": DTYPE_BYTES[sizes.dtype],
+            }
+        )
+    return entries
 
 
-def show(found: list[dict[str, Any]]) -> None:
+def show(kinds: list[dict[str, Any]]) -> None:
     """Prints both ways of each kind of layers."""
-    console = Console()
-    table = Table(title="one recurrent layer, forward and backward; predicted times")
-    for name in ("layer", "exchanges", "MiB of all ranks", "ms", "MiB of a rank"):
-        table.add_column(name, justify="right")
-    for kind in found:
-        for way, cost in kind["ways"].items():
-            cells = [f"{cost[name] / 2**20:,.1f}" for name in ("bytes", "memory")]
-            table.add_row(kind["kind"], way, cells[0], f"{1e3 * cost['seconds']:.3g}", cells[1])
-    console.print(table)
-    for kind in found:
-        console.print(
+    ways = [(kind["kind"], *way) for kind in kinds for way in kind["ways"].items()]
+    show_table(
+        "one recurrent layer, forward and backward; predicted times",
+        "",
+        [
+            "layer",
+            "exchanges",
+            "MiB of all ranks",
+            "ms",
+            "MiB of a rank",
+        ],
+        (
+            [kind, way, mib(cost["bytes"]), f"{1e3 * cost['seconds']:.3g}", mib(cost["memory"])]
+            for kind, way, cost in ways
+        ),
+    )
+    for kind in kinds:
+        Console().print(
             f"{kind['layers']} {kind['kind']} layers beside {kind['attention_layers']} of "
             f"attention: balance {kind['balance']:.3f} (max / mean work); a state of "
             f"{kind['state_bytes'] / 2**20:,.2f} MiB passes {kind['borders']} borders of ranks "
@@ -122,9 +135,11 @@ def draw_chain(path: str, chains: Chains, width: float) -> None:
             if (parent := chains.parent[segment]) >= 0 and chains.owner[parent] != rank:
                 before = chains.owner[parent]
                 axes.annotate(
-                    "", (start, rank), (chains.edges[parent + 1], before),
+                    "",
+                    (start, rank),
+                    (chains.edges[parent + 1], before),
                     arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.5},
-                )  # fmt: skip
+                )
         for start in chains.starts[1:]:
             axes.axvline(start, color=FAINT, linestyle=":", linewidth=1)
         axes.set_yticks(range(layout.cp), [f"rank {rank}" for rank in range(layout.cp)])
@@ -134,5 +149,6 @@ def draw_chain(path: str, chains: Chains, width: float) -> None:
         axes.set_title(
             f"{layout.n:,} tokens on {layout.cp} ranks, {layout.name} layout: "
             f"{chains.links} states pass, {int(chains.depth.max())} after one another",
-            fontsize=12, color=INK,
-        )  # fmt: skip
+            fontsize=12,
+            color=INK,
+        )

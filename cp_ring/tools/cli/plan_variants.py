@@ -4,7 +4,6 @@ one layout to another (--convert).
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from typing import Any
@@ -12,43 +11,74 @@ from typing import Any
 import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.costs.shapes import Assumed
 from cp_ring.plan.costs.splits import Groups, Layer, SplitCost, compare, padded
 from cp_ring.plan.exchange.conversion import Conversion
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints
 from cp_ring.tools.bench.samples import PRESETS
+from cp_ring.tools.cli.plan_report import MAX_RANKS_SHOWN
+from cp_ring.tools.cli.terminal import emit, mib, show_table
 
 SLOW_SCHEDULE = 20_000  # documents, for which Megatron's scheduler takes minutes
 
 
-def compare_command(text: str, lengths: Ints, cp: int, layer: Layer, as_json: bool) -> None:
+def compare_command(text: str, lengths: Ints, cp: int, assumed: Assumed, as_json: bool) -> None:
     """Prints what the splits of documents of these lengths over `cp` ranks cost; `text` says where
     the lengths come from.
     """
+    layer = Layer(assumed.sizes, ranks_per_node=assumed.ranks_per_node, rates=assumed.rates)
     groups, missing = _hybrid_schedule(lengths, cp)
     splits = compare(lengths, cp, layer, groups)
     best = min(split.total for split in splits)
-    if as_json:
-        about = {
-            "lengths": text,
-            "cp": cp,
-            "documents": len(lengths),
-            "tokens": int(lengths.sum()),
-            "longest": int(lengths.max()),
-        }
-        found = [asdict(split) | {"ratio": split.total / best} for split in splits]
-        typer.echo(
-            json.dumps(about | {"layer": asdict(layer), "hybrid_missing": missing, "splits": found})
-        )
-        return
-    console = Console()
-    console.print(_table(text, lengths, cp, splits, best))
-    if missing:
-        console.print(missing)
-    rates = layer.rates
+    facts = {
+        "lengths": text,
+        "cp": cp,
+        "documents": len(lengths),
+        "tokens": int(lengths.sum()),
+        "longest": int(lengths.max()),
+        "layer": asdict(layer),
+        "hybrid_missing": missing,
+        "splits": [asdict(split) | {"ratio": split.total / best} for split in splits],
+    }
+    emit(facts, as_json, lambda: _show_splits(facts, splits, layer))
+
+
+def _show_splits(facts: dict[str, Any], splits: list[SplitCost], layer: Layer) -> None:
+    best = min(split.total for split in splits)
+    text, n = facts["lengths"], facts["tokens"]
+    show_table(
+        f"{text}: {facts['documents']:,} documents, {n:,} tokens, the longest "
+        f"{facts['longest']:,}; {facts['cp']} ranks",
+        "split",
+        [
+            "padding",
+            "balance",
+            "MiB in",
+            "GiB to nodes",
+            "forward ms",
+            "back ms",
+            "ratio",
+        ],
+        (
+            [
+                split.name,
+                f"{split.padding / n:.1%}",
+                f"{split.balance:.2f}",
+                f"{split.bytes_in / 2**20:,.0f}",
+                f"{split.between_nodes / 2**30:,.2f}",
+                f"{split.forward * 1e3:,.1f}",
+                f"{split.backward * 1e3:,.1f}",
+                f"{split.total / best:.2f}",
+            ]
+            for split in splits
+        ),
+    )
+    console, rates = Console(), layer.rates
+    if facts["hybrid_missing"]:
+        console.print(facts["hybrid_missing"])
     console.print(
         f"One layer: {layer.sizes.heads} query and {layer.sizes.kv_heads} key/value heads of "
         f"{layer.sizes.head_dim}, feed-forward {layer.ffn:,}, {layer.sizes.dtype}. Rates: "
@@ -59,30 +89,6 @@ def compare_command(text: str, lengths: Ints, cp: int, layer: Layer, as_json: bo
     kind, _, name = text.partition(":")
     if kind == "preset":
         console.print(f"Published: {PRESETS[name].published}. Assumed: {PRESETS[name].assumed}.")
-
-
-def _table(text: str, lengths: Ints, cp: int, splits: list[SplitCost], best: float) -> Table:
-    n = int(lengths.sum())
-    title = (
-        f"{text}: {len(lengths):,} documents, {n:,} tokens, the longest {lengths.max():,}; "
-        f"{cp} ranks"
-    )
-    table = Table(title=title)
-    table.add_column("split", no_wrap=True)
-    for name in ("padding", "balance", "MiB in", "GiB to nodes", "forward ms", "back ms", "ratio"):
-        table.add_column(name, justify="right")
-    for split in splits:
-        table.add_row(
-            split.name,
-            f"{split.padding / n:.1%}",
-            f"{split.balance:.2f}",
-            f"{split.bytes_in / 2**20:,.0f}",
-            f"{split.between_nodes / 2**30:,.2f}",
-            f"{split.forward * 1e3:,.1f}",
-            f"{split.backward * 1e3:,.1f}",
-            f"{split.total / best:.2f}",
-        )
-    return table
 
 
 def _hybrid_schedule(lengths: Ints, cp: int) -> tuple[Groups | None, str]:
@@ -99,9 +105,6 @@ def _hybrid_schedule(lengths: Ints, cp: int) -> tuple[Groups | None, str]:
         return hybrid_groups(full, cp, -(-int(full.sum()) // cp)), ""
     except ConfigError as error:
         return None, f"hybrid is left out: {error}"
-
-
-MAX_RANKS_SHOWN = 32
 
 
 def names_of(text: str) -> tuple[str, str]:
@@ -131,10 +134,7 @@ def convert_command(
     plan.verify()
     facts = summary(plan, token_bytes, ranks_per_node)
     facts |= {"build_ms": 1e3 * (built - begun), "verify_ms": 1e3 * (time.perf_counter() - built)}
-    if as_json:
-        typer.echo(json.dumps(facts))
-    else:
-        _print(facts)
+    emit(facts, as_json, lambda: _print(facts))
     if draw:
         _draw(plan, draw)
         typer.echo(f"wrote {draw}", err=as_json)
@@ -167,26 +167,32 @@ def summary(plan: Conversion, token_bytes: int, ranks_per_node: int) -> dict[str
 
 
 def _print(facts: dict[str, Any]) -> None:
-    console = Console()
-    cp = facts["cp"]
-    table = Table(
-        title=f"{facts['before']} to {facts['after']}: {facts['n']:,} tokens of "
-        f"{facts['bytes_per_token']:,} bytes, {cp} ranks"
+    console, cp = Console(), facts["cp"]
+    names = "tokens_before", "tokens_after", "bytes_out", "bytes_in", "messages_out"
+    ranks = [*enumerate(zip(*(facts[f"{name}_per_rank"] for name in names), strict=True))]
+    show_table(
+        f"{facts['before']} to {facts['after']}: {facts['n']:,} tokens of "
+        f"{facts['bytes_per_token']:,} bytes, {cp} ranks",
+        "",
+        [
+            "rank",
+            "tokens before",
+            "tokens after",
+            "MiB out",
+            "MiB in",
+            "messages out",
+        ],
+        (
+            [str(rank), f"{before:,}", f"{after:,}", mib(out), mib(into), str(messages)]
+            for rank, (before, after, out, into, messages) in ranks[:MAX_RANKS_SHOWN]
+        ),
     )
-    for name in ("rank", "tokens before", "tokens after", "MiB out", "MiB in", "messages out"):
-        table.add_column(name, justify="right")
-    for rank in range(cp)[:MAX_RANKS_SHOWN]:
-        tokens = [f"{facts[f'tokens_{when}_per_rank'][rank]:,}" for when in ("before", "after")]
-        moved = [f"{facts[f'bytes_{way}_per_rank'][rank] / 2**20:,.1f}" for way in ("out", "in")]
-        table.add_row(str(rank), *tokens, *moved, str(facts["messages_out_per_rank"][rank]))
-    console.print(table)
     if cp > MAX_RANKS_SHOWN:
         console.print(f"... and {cp - MAX_RANKS_SHOWN} more ranks (--json has all)")
-    between = facts["bytes_between_nodes"] / 2**20
     console.print(
-        f"{facts['share_of_tokens_that_travel']:.1%} of the tokens travel, {between:,.1f} MiB "
-        f"between nodes; gradients go the way back; proven: built in {facts['build_ms']:.1f} ms, "
-        f"verified in {facts['verify_ms']:.1f} ms"
+        f"{facts['share_of_tokens_that_travel']:.1%} of the tokens travel, "
+        f"{mib(facts['bytes_between_nodes'])} MiB between nodes; gradients go the way back; "
+        f"proven: built in {facts['build_ms']:.1f} ms, verified in {facts['verify_ms']:.1f} ms"
     )
 
 

@@ -18,14 +18,13 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
-from cp_ring.tools.cli.job_commands import closing_line, probe_table
+from cp_ring.tools.cli.terminal import closing_line, probe_table
 from cp_ring.tools.job import job_config as configs
 from cp_ring.tools.slurm import attempts
-from cp_ring.tools.slurm.status import status
+from cp_ring.tools.slurm.status import lines, status
 
 try:
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 except ModuleNotFoundError:
     raise ConfigError("the page of a run needs matplotlib: pip install 'cp-ring[draw]'") from None
@@ -52,32 +51,25 @@ def page(run_dir: Path) -> str:
     """The page as HTML."""
     facts = status(run_dir)
     steps = progress.read(run_dir)
-    wanted = f" of {facts['train_iters']}" if facts["train_iters"] else ""
-    state = {
-        "state": facts["state"],
-        "last step": f"{facts['step']}{wanted}",
-        "checkpoint": facts["checkpoint"] or "none yet",
-        "restarts": facts["restarts"],
-        "last stop": facts["last_stop"] or "none",
+    save = Path(facts["save"])
+    sections: dict[str, Callable[[], str]] = {
+        "state": lambda: _table([], [*lines(facts).items()]),
+        "curves": lambda: _curves(run_dir, steps, save),
+        "where the time goes": lambda: _times(steps),
+        "plan": lambda: _plan(run_dir),
+        "certificate and versions": lambda: _certificate(save),
     }
-    sections: list[tuple[str, Callable[[], str]]] = [
-        ("state", lambda: _table([], list(state.items()))),
-        ("curves", lambda: _curves(run_dir, steps, Path(facts["save"]))),
-        ("where the time goes", lambda: _times(steps)),
-        ("plan", lambda: _plan(run_dir)),
-        ("certificate and versions", lambda: _certificate(Path(facts["save"]))),
-    ]
     body = "".join(
         f'<section id="{name.replace(" ", "-")}">'
-        f"<h2>{name.capitalize()}</h2>{_made(make)}</section>"
-        for name, make in sections
+        f"<h2>{name.capitalize()}</h2>{_section(make)}</section>"
+        for name, make in sections.items()
     )
-    made = time.strftime("%Y-%m-%d %H:%M:%S")
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
         f"<title>{escape(str(run_dir))}</title><style>{_STYLE}</style>"
-        f"</head><body><h1>{escape(str(run_dir.resolve()))}</h1><p>as of {made}</p>{body}"
+        f"</head><body><h1>{escape(str(run_dir.resolve()))}</h1><p>as of {now}</p>{body}"
         "</body></html>\n"
     )
 
@@ -91,7 +83,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
     return f"<table>{f'<tr>{cells}</tr>' if head else ''}{body}</table>"
 
 
-def _made(make: Callable[[], str]) -> str:
+def _section(make: Callable[[], str]) -> str:
     """A section, or what is wrong with the file that it is made from: any program may have written
     it, or a part of it.
     """
@@ -113,7 +105,8 @@ def _curves(run_dir: Path, steps: list[dict[str, Any]], save: Path) -> str:
     if not timed:
         return _none("no step is logged yet")
     zero = timed[0]["time"]
-    sampled = [step for step in timed if isinstance(step.get("timing"), dict)]
+    memory = [(step["time"], step["memory"] / 2**30) for step in timed if "memory" in step]
+    sampled = [step for step in timed if progress.timings([step])]
     curves = {
         "loss": [
             (step["time"], step["lm loss"])
@@ -130,13 +123,14 @@ def _curves(run_dir: Path, steps: list[dict[str, Any]], save: Path) -> str:
             for step in sampled
             if "exposed_share" in step["timing"]
         ],
-        "memory of a rank, GiB": [
-            (step["time"], step["memory"] / 2**30) for step in timed if "memory" in step
-        ],
+        "memory of a rank, GiB": memory,
     }
+    marks: list[tuple[float, dict[str, Any]]] = [
+        (when, {"color": _ORANGE, "lw": 1, "ls": "--"}) for when in restarts(run_dir, timed)
+    ]
+    marks += [(when, {"color": "#999999", "lw": 0.6}) for when in _checkpoints(save)]
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cp_ring"}):
         figure = Figure(figsize=(10.5, 8), layout="constrained")
-        FigureCanvasSVG(figure)
         for axes, (name, points) in zip(
             figure.subplots(4, 1, sharex=True), curves.items(), strict=True
         ):
@@ -152,10 +146,8 @@ def _curves(run_dir: Path, steps: list[dict[str, Any]], save: Path) -> str:
                 axes.set_yticks([])
                 axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center")
             axes.spines[["top", "right"]].set_visible(False)
-            for when in restarts(run_dir, timed):
-                axes.axvline((when - zero) / 60, color=_ORANGE, lw=1, ls="--")
-            for when in _checkpoints(save):
-                axes.axvline((when - zero) / 60, color="#999999", lw=0.6)
+            for when, look in marks:
+                axes.axvline((when - zero) / 60, **look)
         axes.set_xlabel("minutes since the first logged step; dashed: restarts, gray: checkpoints")
         return _svg(figure)
 
@@ -170,12 +162,14 @@ def restarts(run_dir: Path, steps: Sequence[dict[str, Any]]) -> list[float]:
     """When the job started again: Slurm's restarts, and logged steps that are no later than the one
     before them.
     """
-    found = [
+    by_slurm = [
         float(event.time)
         for event in attempts.read(run_dir)
         if event.kind == "start" and event.restart > 0
     ]
-    return found + [now["time"] for before, now in pairwise(steps) if now["step"] <= before["step"]]
+    return by_slurm + [
+        now["time"] for before, now in pairwise(steps) if now["step"] <= before["step"]
+    ]
 
 
 def _checkpoints(save: Path) -> Iterator[float]:
@@ -185,7 +179,7 @@ def _checkpoints(save: Path) -> Iterator[float]:
 
 def _times(steps: list[dict[str, Any]]) -> str:
     """The newest sampled step, and the slowest ranks and links of the last ones."""
-    sampled = [step["timing"] for step in steps if isinstance(step.get("timing"), dict)]
+    sampled = progress.timings(steps)
     if not sampled:
         return _none("no step was sampled: give --cp-ring-timing fewer than the job has steps")
     last = sampled[-1]
@@ -198,19 +192,17 @@ def _times(steps: list[dict[str, Any]]) -> str:
         "balance_timed",
         "plans_ms",
     )
-    lines = [(name.replace("_", " "), last.get(name, "")) for name in names]
-    lines += [(f"wire {name}, GB/s", rate) for name, rate in last.get("wire_gb_s", {}).items()]
+    values = [(name.replace("_", " "), last.get(name, "")) for name in names]
+    values += [(f"wire {name}, GB/s", rate) for name, rate in last.get("wire_gb_s", {}).items()]
     slow = []
     for each in sampled[-10:]:
-        rank = each.get("slowest_rank") or {}
-        link = each.get("slowest_link") or {}
         slow_rank = slow_link = ""
-        if rank:
+        if rank := each.get("slowest_rank"):
             slow_rank = (
                 f"{rank['rank']} ({rank['host']}): {rank['slower'] - 1:+.0%}, in "
                 f"{rank['share']:.0%} of the calls"
             )
-        if link:
+        if link := each.get("slowest_link"):
             slow_link = f"{link['sender']} -> {link['receiver']}: {link['slower']:.1f} x"
         slow.append((each.get("step", ""), slow_rank, slow_link))
     hops = [
@@ -218,7 +210,7 @@ def _times(steps: list[dict[str, Any]]) -> str:
         for hop in last.get("hops", ())
     ]
     return (
-        _table([], lines)
+        _table([], values)
         + _table(("direction", "hop", "computing, ms", "waiting, ms"), hops)
         + _table(("step", "slowest rank", "slowest link"), slow)
     )

@@ -188,7 +188,7 @@ def summary(folder: Path) -> dict[str, Any]:
     if not steps:
         raise ConfigError(f"compare: {folder} has no steps: the job logged none")
     later = steps[1:] or steps
-    sampled = [step["timing"] for step in steps if isinstance(step.get("timing"), dict)]
+    sampled = progress.timings(steps)
     return {
         "tokens_per_s": median(step["tokens per second"] for step in later),
         "memory_bytes": max(step["memory"] for step in steps),

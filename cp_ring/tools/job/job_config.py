@@ -348,20 +348,31 @@ def validate(settings: dict[str, Any], source: str) -> JobConfig:
         raise ConfigError(*(f"{source}: {line}" for line in lines)) from None
     launch, ranks = job.launch, job.parallel.ranks
     if lines := [
-        *(f"megatron.{key} belongs in its own section: set parallel.{key}"
-          for key in job.megatron if key in ParallelConfig.model_fields),
-        *(f"megatron.{key} belongs in the section cp_ring"
-          for key in job.megatron if key.startswith("cp_ring")),
-        *(f"cp_ring.{key} follows from {place}: set that"
-          for key, place in (("run_dir", "launch.run_dir"), ("cpu", "launch.device"))
-          if getattr(job.cp_ring, key)),
+        *(
+            f"megatron.{key} belongs in its own section: set parallel.{key}"
+            for key in job.megatron
+            if key in ParallelConfig.model_fields
+        ),
+        *(
+            f"megatron.{key} belongs in the section cp_ring"
+            for key in job.megatron
+            if key.startswith("cp_ring")
+        ),
+        *(
+            f"cp_ring.{key} follows from {place}: set that"
+            for key, place in (("run_dir", "launch.run_dir"), ("cpu", "launch.device"))
+            if getattr(job.cp_ring, key)
+        ),
         *[f"launch.node_rank {launch.node_rank} must be below launch.nnodes {launch.nnodes}"]
         * (launch.node_rank >= launch.nnodes),
         *[f"launch.nnodes {launch.nnodes} needs launch.master_addr, the address of node 0"]
         * (launch.nnodes > 1 and launch.master_addr is None),
-        *[f"{ranks} ranks (the product of the sizes in section parallel) do not divide by "
-          f"launch.nnodes {launch.nnodes}"] * (ranks % launch.nnodes > 0),
-    ]:  # fmt: skip
+        *[
+            f"{ranks} ranks (the product of the sizes in section parallel) do not divide by "
+            f"launch.nnodes {launch.nnodes}"
+        ]
+        * (ranks % launch.nnodes > 0),
+    ]:
         raise ConfigError(*(f"{source}: {line}" for line in lines))
     return job
 
@@ -405,8 +416,11 @@ def _describe(error: Any) -> str:
     near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
     prefix = ".".join(location[:-1])
     if not near and not prefix:  # perhaps without its section
-        homes = {name: getattr(of.annotation, "model_fields", SETTINGS) for name, of in
-                 JobConfig.model_fields.items() if name != "megatron"}  # fmt: skip
+        homes = {
+            name: getattr(of.annotation, "model_fields", SETTINGS)
+            for name, of in JobConfig.model_fields.items()
+            if name != "megatron"
+        }
         home = next((name for name, keys in homes.items() if key in keys), "megatron")
         near = [f"{home}.{key}"] * isinstance(error["input"], str | int | float)
     if near:

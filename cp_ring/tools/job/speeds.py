@@ -5,14 +5,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.benchmark import Measurement, TaskSpec
 
 from cp_ring.kernels import choose
 from cp_ring.kernels.base import OPEN
@@ -25,16 +26,6 @@ Clock = Callable[[], float]
 _FEW = 128  # tokens of the call whose time is mostly what every call loses
 
 
-def measurement(times: Sequence[float]) -> Measurement:
-    """Times in seconds, for their median and other quantiles."""
-    return Measurement(1, list(times), TaskSpec("", ""))
-
-
-def spread(times: Sequence[float]) -> dict[str, float]:
-    """{median_s, min_s, max_s} of times in seconds."""
-    return {"median_s": measurement(times).median, "min_s": min(times), "max_s": max(times)}
-
-
 def timed(
     work: Callable[[], object],
     repeats: int,
@@ -42,7 +33,7 @@ def timed(
     group: Any = None,
     clock: Clock = time.perf_counter,
     cuda: bool = False,
-) -> Measurement:
+) -> list[float]:
     """The seconds of `repeats` calls; one before them does not count. The ranks of `group` begin
     each call together.
     """
@@ -55,12 +46,7 @@ def timed(
         if cuda:
             torch.cuda.synchronize()
         times.append(clock() - begin)
-    return measurement(times[1:])
-
-
-def best(work: Callable[[], object], repeats: int, cuda: bool = False) -> float:
-    """The least seconds of `repeats` calls."""
-    return float(min(timed(work, repeats, cuda=cuda).times))
+    return times[1:]
 
 
 def kernel_rates(device: torch.device, repeats: int = 5, megabytes: int = 32) -> dict[str, Any]:
@@ -79,9 +65,8 @@ def kernel_rates(device: torch.device, repeats: int = 5, megabytes: int = 32) ->
         q, k, v = (
             torch.randn(1, tokens, heads, size, dtype=dtype, device=device) for _ in range(3)
         )
-        return best(
-            lambda: kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=size**-0.5), repeats, cuda
-        )
+        call = partial(kernel.forward, q, k, v, lo=-OPEN, hi=OPEN, scale=size**-0.5)
+        return min(timed(call, repeats, cuda=cuda))
 
     flops = 4.0 * tokens * tokens * heads * size / seconds(tokens)
     return {
@@ -107,10 +92,10 @@ def memory_rate(
     """
     source = torch.zeros(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    found = timed(
+    times = timed(
         lambda: target.copy_(source), repeats, group=group, clock=clock, cuda=device.type == "cuda"
     )
-    return 2 * source.nbytes / (min(found.times) if group is None else found.median)
+    return 2 * source.nbytes / (min(times) if group is None else median(times))
 
 
 def product_rate(device: torch.device, repeats: int = 3) -> float:
@@ -120,7 +105,7 @@ def product_rate(device: torch.device, repeats: int = 3) -> float:
     cuda = device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
     left = torch.ones(size, size, dtype=dtype, device=device)
-    return 2 * size**3 / best(lambda: left @ left, repeats, cuda)
+    return 2 * size**3 / min(timed(lambda: left @ left, repeats, cuda=cuda))
 
 
 def exchange(
@@ -167,32 +152,41 @@ def time_prepared(group: Any, name: str) -> tuple[float, float]:
     if group is not None:
         dist.barrier(group)
     start = time.perf_counter(), time.process_time()
-    made = PREPARED[name]()
-    if isinstance(made, Tensor) and made.is_cuda:
+    result = PREPARED[name]()
+    if isinstance(result, Tensor) and result.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def in_turn[K](
     pools: Mapping[K, tuple[Any, int, str]], repeats: int, before: Callable[[K], None] | None = None
-) -> dict[K, list[tuple[float, float]]]:
-    """The times of each contestant, of its slowest rank: (seconds by the clock, of a process). Each
-    round calls every one once.
+) -> dict[K, dict[str, Any]]:
+    """Results {median_s, min_s, max_s, times, cpu_s, cpu_times} of each contestant, of its slowest
+    rank: seconds by the clock, and those of a process, which depend little on other programs.
 
-    So a slow minute of a shared machine slows all alike. pools: of each contestant its ranks, their
-    number, and the name under which it is prepared there. before: called before each call of each
-    of them.
+    Each round calls every one once. So a slow minute of a shared machine slows all alike. pools: of
+    each contestant its ranks, their number, and the name under which it is prepared there. before:
+    called before each call of each of them.
     """
-    times: dict[K, list[tuple[float, float]]] = {key: [] for key in pools}
+    rounds: dict[K, list[list[float]]] = {key: [] for key in pools}
     for _ in range(repeats):
         for key, (ranks, size, name) in pools.items():
             if before is not None:
                 before(key)
             of_ranks = ranks.run(time_prepared, size, name, timeout=600)
-            times[key].append(
-                (max(clock for clock, _ in of_ranks), max(process for _, process in of_ranks))
-            )
-    return times
+            rounds[key].append([max(column) for column in zip(*of_ranks, strict=True)])
+    results = {}
+    for key, times in rounds.items():
+        clock, process = (list(column) for column in zip(*times, strict=True))
+        results[key] = {
+            "times": clock,
+            "median_s": median(clock),
+            "min_s": min(clock),
+            "max_s": max(clock),
+            "cpu_times": process,
+            "cpu_s": median(process),
+        }
+    return results
 
 
 @contextmanager

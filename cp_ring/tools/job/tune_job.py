@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from cp_ring.errors import ConfigError
-from cp_ring.plan.costs.search import Given, LayerMasks, Search, Tuned, reasons
+from cp_ring.plan.costs.attention_costs import LayerMasks
+from cp_ring.plan.costs.search import Given, Search, Tuned, reasons
 from cp_ring.plan.costs.shapes import AUTO
 from cp_ring.plan.costs.step_costs import RESERVED_BYTES, TrainingSetup, weight_bytes
 from cp_ring.plan.mask import Mask

@@ -9,7 +9,6 @@ import numpy as np
 
 from cp_ring.errors import ConfigError
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.tables import PlanTables
 
 
@@ -142,11 +141,6 @@ def describe(placement: Placement, groups: Ints, hops: Sequence[HopTraffic]) -> 
             )
     local = [str(hop.hop) for hop in hops if not hop.between]
     return [*lines, *[f"inside nodes alone: hops {', '.join(local)}"] * bool(local)]
-
-
-def token_bytes(sizes: AttentionSizes) -> int:
-    """Bytes of a token's keys and values."""
-    return sizes.on_wire()[0]
 
 
 def _range(numbers: Sequence[int]) -> str:

@@ -44,21 +44,24 @@ def status(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def show(facts: dict[str, Any]) -> str:
-    """The facts as text, one per line."""
+def lines(facts: dict[str, Any]) -> dict[str, str]:
+    """What people see of the facts, by name."""
     wanted = f" of {facts['train_iters']}" if facts["train_iters"] else ""
-    loss = "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"
-    since = (
-        "" if facts["seconds_since_step"] is None else f", {facts['seconds_since_step']:.0f} s ago"
-    )
-    lines = {
+    return {
         "state": facts["state"],
-        "last step": f"{facts['step']}{wanted}{loss}{since}",
+        "last step": f"{facts['step']}{wanted}",
         "checkpoint": facts["checkpoint"] or "none yet",
-        "restarts": facts["restarts"],
+        "restarts": str(facts["restarts"]),
         "last stop": facts["last_stop"] or "none",
     }
-    return "\n".join(f"{name + ':':12}{value}" for name, value in lines.items())
+
+
+def show(facts: dict[str, Any]) -> str:
+    """The facts as text, one per line."""
+    shown, since = lines(facts), facts["seconds_since_step"]
+    shown["last step"] += "" if facts["loss"] is None else f", loss {facts['loss']:.4f}"
+    shown["last step"] += "" if since is None else f", {since:.0f} s ago"
+    return "\n".join(f"{name + ':':12}{value}" for name, value in shown.items())
 
 
 def _read_megatron(run_dir: Path) -> dict[str, Any]:

@@ -95,9 +95,12 @@ def submit(
     other = "; or give the ranks another Python with --python or --container-image"
     theirs = site.container_image or site.python  # else the ranks run this Python
     corpus, flags = commands.checked_flags(
-        job, "cuda" if resources.gpus else "cpu", reasons,
-        None if theirs else Reasons() if dry_run else reasons, other,
-    )  # fmt: skip
+        job,
+        "cuda" if resources.gpus else "cpu",
+        reasons,
+        None if theirs else Reasons() if dry_run else reasons,
+        other,
+    )
     script, line = build_script(job, resources, site, flags)
     text = script.render((_launch_folder() / "train.sbatch").read_text())
     batch_script.lint(text)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from cp_ring.errors import ConfigError
 from cp_ring.testing import network as links
 from cp_ring.tools.bench import two_nodes as nodes
-from cp_ring.tools.bench.contest import Contest
+from cp_ring.tools.bench.contestants import Contest
 from cp_ring.tools.cli import app
 from tests import needs
 

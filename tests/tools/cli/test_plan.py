@@ -27,7 +27,7 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import NAMED, NETWORK_BYTES_PER_SECOND
 from cp_ring.tools.cli import app, main
 from cp_ring.tools.cli.drawing import Look, color, draw, idle_times, tokens_of, zoomed
-from cp_ring.tools.cli.plan_command import capabilities_of
+from cp_ring.tools.cli.plan_options import capabilities_of
 
 
 def run(*args: str):

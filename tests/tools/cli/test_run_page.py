@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
-from cp_ring.tools.cli import app, run_page, slurm_commands
+from cp_ring.tools.cli import app, job_commands, run_page
 from cp_ring.tools.slurm.status import status
 from tests import browser
 
@@ -202,7 +202,7 @@ def test_watch_ends_when_the_run_is_done(run_dir):
     result = CliRunner().invoke(app, ["status", str(run_dir), "--watch"])
     assert result.exit_code == 0, result.exception
     console = Console(record=True, width=120)
-    console.print(slurm_commands.state_and_steps(status(run_dir), progress.read(run_dir)))
+    console.print(job_commands.state_and_steps(status(run_dir), progress.read(run_dir)))
     shown = console.export_text()
     assert (
         "step 4 | loss 1.0000 | 100 tokens/s" in shown

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from cp_ring.errors import ConfigError
 from cp_ring.observe import trace
 from cp_ring.tools.cli import app
-from cp_ring.tools.cli.trace_drawing import measured_bars, predicted_bars
+from cp_ring.tools.cli.trace_command import measured_bars, predicted_bars
 from tests.observe.virtual_time import LINK_S, PAIR_S, VirtualRing
 
 

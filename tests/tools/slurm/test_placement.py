@@ -18,7 +18,6 @@ from cp_ring.tools.slurm.placement import (
     Placement,
     context_groups,
     describe,
-    token_bytes,
     traffic,
 )
 
@@ -109,7 +108,7 @@ def test_hosts_are_named_once():
 def test_nodes_and_bytes():
     assert np.array_equal(Placement(("a", "b"), 2).nodes, [0, 0, 1, 1])
     assert (
-        token_bytes(AttentionSizes(heads=8, kv_heads=2, head_dim=64, dtype="bf16"))
+        AttentionSizes(heads=8, kv_heads=2, head_dim=64, dtype="bf16").on_wire()[0]
         == 2 * 2 * 64 * 2
     )
     with pytest.raises(ConfigError):
@@ -149,7 +148,7 @@ def test_token_bytes_of_a_job_are_those_of_its_keys_and_values(megatron, tp, ele
     job = config.validate(
         {"megatron": HEADS | megatron, "parallel": {"tensor_model_parallel_size": tp}}, "job"
     )
-    assert token_bytes(sizes_of(job)) == elements * 2
+    assert sizes_of(job).on_wire()[0] == elements * 2
 
 
 def test_plan_of_a_job_goes_by_its_flags_and_nodes():

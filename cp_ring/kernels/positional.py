@@ -10,20 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring.attention import AnyPlan
-from cp_ring.comm.transport import Group, check_local, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.kernels.dropout import Bias, Dropout, mixed
 from cp_ring.ops.dtypes import finite
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.tables import RankPlan
 
 
-def of_positions(plan: AnyPlan, group: Group, q: Tensor, given: dict[str, Any]) -> Dropout | None:
-    """Takes `dropout_p`, `dropout_seed`, `alibi_slopes` and `bias` out of the keywords `given` of a
-    call whose plan knows all tokens' positions; None without them.
+def of_positions(
+    plan: Plan | RankPlan, rank: int, q: Tensor, options: dict[str, Any]
+) -> Dropout | None:
+    """Takes `dropout_p`, `dropout_seed`, `alibi_slopes` and `bias` out of the keywords of a call of
+    this rank, whose plan knows all tokens' positions; None without them.
     """
-    p, seed = given.pop("dropout_p", 0.0), given.pop("dropout_seed", None)
-    slopes, bias = given.pop("alibi_slopes", None), given.pop("bias", None)
+    p, seed = options.pop("dropout_p", 0.0), options.pop("dropout_seed", None)
+    slopes, bias = options.pop("alibi_slopes", None), options.pop("bias", None)
     if not 0 <= expect("dropout_p", p, Real) < 1:
         raise ConfigError(f"dropout_p={p}: it must be from 0 to below 1")
     if not p and slopes is None and bias is None:
@@ -39,9 +40,8 @@ def of_positions(plan: AnyPlan, group: Group, q: Tensor, given: dict[str, Any]) 
             f"{name}: give the plan of all ranks, which has the positions of tokens, not that of "
             "one rank"
         )
-    transport = transport_for(group, q.device)
-    rank, batch = transport.rank if transport else 0, plan.layout.rows
-    mine, of_keys = plan.layout.positions(rank), None
+    batch, of_keys = plan.layout.rows, None
+    mine = plan.layout.positions(rank)
     if plan.key_layout is plan.layout:
         mine %= plan.n // batch
     else:
@@ -55,7 +55,7 @@ def of_positions(plan: AnyPlan, group: Group, q: Tensor, given: dict[str, Any]) 
                 "bias: heads are not exchanged, batch rows have one mask, and keys are those of "
                 "the queries' tokens"
             )
-        tokens_first = given.get("qkv_format") == "sbhd"
+        tokens_first = options.get("qkv_format") == "sbhd"
         sizes = (*(q.shape[1::-1] if tokens_first else q.shape[:2]), q.shape[2])
         added = Bias(_checked(bias, sizes, plan.n), position.to(q.device))
     return Dropout(p, key, position, 0, _slopes(slopes, q), of_keys, added)
@@ -63,15 +63,14 @@ def of_positions(plan: AnyPlan, group: Group, q: Tensor, given: dict[str, Any]) 
 
 def _checked(bias: Any, sizes: tuple[int, ...], n: int) -> Tensor:
     """The bias of b batch rows, s queries of this rank and h heads."""
-    check_local("bias", bias)
     b, s, h = sizes
-    found = list(bias.shape)
+    shape = list(bias.shape)
     fits = bias.dim() == 4 and all(
-        has in (1, size) for has, size in zip(found, (b, h, s), strict=False)
+        has in (1, size) for has, size in zip(shape, (b, h, s), strict=False)
     )
-    if not fits or found[3] != n or not bias.is_floating_point():
+    if not fits or shape[3] != n or not bias.is_floating_point():
         raise PlanError(
-            f"bias is {found} of {bias.dtype}: it must be numbers of [{b} or 1, {h} or 1, {s} or "
+            f"bias is {shape} of {bias.dtype}: it must be numbers of [{b} or 1, {h} or 1, {s} or "
             f"1, {n}], batch rows, heads, queries of this rank and all keys"
         )
     return bias
@@ -79,8 +78,8 @@ def _checked(bias: Any, sizes: tuple[int, ...], n: int) -> Tensor:
 
 def _of_batch(positions: np.ndarray, batch: int) -> Tensor:
     """[s], or [s, batch]."""
-    found = torch.from_numpy(positions)
-    return found.view(batch, -1).T if batch > 1 else found
+    tensor = torch.from_numpy(positions)
+    return tensor.view(batch, -1).T if batch > 1 else tensor
 
 
 def _slopes(slopes: Tensor | Sequence[float] | None, q: Tensor) -> tuple[float, ...]:
@@ -88,9 +87,9 @@ def _slopes(slopes: Tensor | Sequence[float] | None, q: Tensor) -> tuple[float, 
         return ()
     if isinstance(slopes, Tensor) and slopes.requires_grad:
         raise ConfigError("alibi_slopes are constants: detach them, there is no gradient of them")
-    found = finite(slopes, "alibi_slopes")
-    if found.shape != q.shape[2:3]:
+    numbers = finite(slopes, "alibi_slopes")
+    if numbers.shape != q.shape[2:3]:
         raise PlanError(
             f"alibi_slopes must hold one finite number for each of {q.shape[2]} query heads"
         )
-    return tuple(found.tolist())
+    return tuple(numbers.tolist())

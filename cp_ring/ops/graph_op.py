@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.attention import Attention, Inputs
-from cp_ring.comm.transport import Group
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.runtime import RUNTIME, Numbered
 
-Resolve = Callable[..., tuple[Attention, Inputs]]
+# the group is a process group or None; what it makes are an `Attention` and its inputs
+Resolve = Callable[..., tuple[Any, Any]]
 _Static = tuple[tuple[str, Any], ...]
 
 _SEED = "dropout_seed"
@@ -31,7 +30,7 @@ _NUMBERS = str | int | float | tuple | Numbered
 _calls: list[tuple[Any, _Static, Resolve]] = RUNTIME.of_process([])
 
 
-def supports(q: Tensor, k: Any, v: Any, group: Group, options: Mapping[str, Any]) -> bool:
+def supports(q: Tensor, k: Any, v: Any, group: Any, options: Mapping[str, Any]) -> bool:
     """Whether the call can be an operator: without latents, numbers in tensors, casts of autocast,
     and transports of tests.
     """
@@ -48,7 +47,7 @@ def supports(q: Tensor, k: Any, v: Any, group: Group, options: Mapping[str, Any]
 
 
 def call(
-    resolve: Resolve, tensors: tuple[Any, ...], group: Group, options: Mapping[str, Any]
+    resolve: Resolve, tensors: tuple[Any, ...], group: Any, options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of `ring_attention`, while torch traces it. `resolve` makes an `Attention` and
     its inputs of the arguments of `ring_attention`.
@@ -73,10 +72,10 @@ def call(
 
 def number_of(group: Any, static: _Static, resolve: Resolve) -> int:
     """The place of these arguments among those of all calls. group: its name."""
-    found = group, static, resolve
-    if found not in _calls:
-        _calls.append(found)
-    return _calls.index(found)
+    arguments = group, static, resolve
+    if arguments not in _calls:
+        _calls.append(arguments)
+    return _calls.index(arguments)
 
 
 number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -84,7 +83,7 @@ number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, number: int, numbers: Sequence[int]
-) -> tuple[Attention, Inputs]:
+) -> tuple[Any, Any]:
     name, static, resolve = _calls[number]
     group = None if name is None else dist.distributed_c10d._resolve_process_group(name)
     options = {name: _value(value, numbers) for name, value in static}
@@ -104,8 +103,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, number: int, numbers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Out and lse. number: of the call. numbers: the seed of dropout, and those of its objects."""
-    found, inputs = _attention(q, k, v, sink, number, numbers)
-    out, lse, *_ = found(inputs)
+    attend, inputs = _attention(q, k, v, sink, number, numbers)
+    out, lse, *_ = attend(inputs)
     assert lse is not None, "an lse that was asked for is missing"
     return _dense(out, number), lse.contiguous()
 
@@ -129,8 +128,8 @@ def _gradients(
     with _above_autograd(), torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in tensors]
         q, k, v, *sink = leaves
-        found, inputs = _attention(q, k, v, sink[0] if sink else None, number, numbers)
-        results = found(inputs, found.kept(out, lse))[:2]
+        attend, inputs = _attention(q, k, v, sink[0] if sink else None, number, numbers)
+        results = attend(inputs, attend.kept(out, lse))[:2]
         pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None]
         outputs, of_outputs = zip(*pairs, strict=True)
         of_leaves = torch.autograd.grad(outputs, leaves, of_outputs)
@@ -169,8 +168,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     saved = [x for x in ctx.saved_tensors if x is not None]
-    found = _gradients(grads, saved, ctx.number, ctx.numbers)
-    return *(*found, None)[:4], None, None
+    gradients = _gradients(grads, saved, ctx.number, ctx.numbers)
+    return *(*gradients, None)[:4], None, None
 
 
 attention.register_autograd(_backward, setup_context=_save)

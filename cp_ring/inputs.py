@@ -1,0 +1,196 @@
+"""What a call of attention gets and gives back: its options, its tensors and their checks, and what
+is kept of it for a recomputation.
+
+Shapes: s tokens of this rank's shard, b batch, h query heads, g key/value heads, d head size of
+queries and keys, e head size of values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from types import NoneType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_ring.comm.agreement import EVERY
+from cp_ring.errors import ConfigError, PlanError, expect
+from cp_ring.observe.watchdog import WATCH, Place
+from cp_ring.ops.dtypes import in_one_dtype
+from cp_ring.option_values import either
+from cp_ring.options import SETTINGS, Options, choices
+from cp_ring.plan.sizes.attention_sizes import WIRES
+
+if TYPE_CHECKING:
+    from cp_ring.comm.latent import Latents
+    from cp_ring.kernels.dropout import Dropout
+    from cp_ring.offload import Offload, Waiting
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What calls have in common beside their plan and group; see `ring_attention` for those that it
+    has too.
+
+    lse: `Output.lse` is wanted. max_logit: `Output.max_logit` is.
+    compare_every: `every` of `Agreement.check`.
+
+    Raises `ConfigError` for a value that no call can have.
+    """
+
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    deterministic: bool | None = None
+    kernel: str = Options.kernel
+    num_slots: int = Options.num_slots
+    wire: str = "plain"
+    wire_dtype: str = Options.wire_dtype
+    qkv_format: str = "bshd"
+    lse: bool = False
+    max_logit: bool = False
+    compare_every: int = EVERY
+
+    def __post_init__(self) -> None:
+        expect("softmax_scale", self.softmax_scale, Real, NoneType)
+        expect("softcap", self.softcap, Real)
+        expect("deterministic", self.deterministic, bool, NoneType)
+        expect("return_lse", self.lse, bool)
+        least, most = (SETTINGS["num_slots"].metadata[end] for end in ("least", "most"))
+        if not isinstance(self.num_slots, int) or not least <= self.num_slots <= most:
+            raise ConfigError(
+                f"num_slots={self.num_slots!r}: it must be a whole number from {least} to {most}"
+            )
+        if self.wire not in WIRES:
+            raise ConfigError(f"wire={self.wire!r}: known are {', '.join(WIRES)}")
+        if self.wire_dtype not in (dtypes := choices("wire_dtype")):
+            raise ConfigError(f"wire_dtype={self.wire_dtype!r}: it must be {either(dtypes)}")
+        if self.qkv_format not in ("bshd", "sbhd"):
+            raise ConfigError(f"qkv_format={self.qkv_format!r}: it must be bshd, sbhd, bhsd or thd")
+        if self.softmax_scale is not None and not 0 < self.softmax_scale < math.inf:
+            raise ConfigError(
+                f"softmax_scale={self.softmax_scale}: it must be a finite number above 0"
+            )
+        if not 0 <= self.softcap < math.inf:
+            raise ConfigError(
+                f"softcap={self.softcap}: it must be a finite number above 0, or 0 for none"
+            )
+
+
+class Inputs(NamedTuple):
+    """What a call gets: q [b, s, h, d], k [b, s, g, d] and v [b, s, g, e], or tokens first as
+    `qkv_format` says; sink [h].
+
+    latents: what k and v were made from, and what travels with `wire="latent"`. dropout: dropout
+    and ALiBi by positions.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None = None
+    latents: Latents | None = None
+    dropout: Dropout | None = None
+
+    def alike(self) -> Inputs:
+        """Under `torch.autocast`, tensors of different dtypes in one."""
+        q, k, v, *more = in_one_dtype(self.q, self.k, self.v, *(self.latents or ()))
+        latents = None if self.latents is None else type(self.latents)(*more)
+        return Inputs(q, k, v, self.sink, latents, self.dropout)
+
+    def kinds(self) -> tuple[object, ...]:
+        """All that an `Attention` depends on, without the values of the tensors."""
+        tensors = (self.q, self.k, self.v, self.sink, *(self.latents or ()))
+        return self.dropout is None, *(
+            x is not None and (type(x), x.shape, x.dtype, x.device) for x in tensors
+        )
+
+    def check(self, own_keys: bool, tokens: int) -> None:
+        """Raises `PlanError` for tensors that do not fit together. own_keys: keys are not those of
+        the queries' tokens. tokens: their dimension.
+        """
+        q, k, v = self[:3]
+        sink = self.sink
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+            raise PlanError(
+                "q, k and v must have 4 dimensions, batch, tokens, heads and head size; here "
+                f"{shapes}"
+            )
+        if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+            dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
+            raise PlanError(
+                f"q, k and v must share one floating-point dtype of 16 to 64 bits; here {dtypes}"
+            )
+        if not q.device == k.device == v.device:
+            raise PlanError(
+                f"q, k and v must be on one device; here {q.device}, {k.device}, {v.device}"
+            )
+        if 0 in (*q.shape[2:], *k.shape[2:], v.shape[3]):
+            raise PlanError(f"q, k and v need at least one head, of size at least 1; here {shapes}")
+        if (
+            k.shape[:3] != v.shape[:3]
+            or k.shape[1 - tokens] != q.shape[1 - tokens]
+            or not (own_keys or k.shape[tokens] == q.shape[tokens])
+            or q.shape[3] != k.shape[3]
+            or q.shape[2] % k.shape[2]
+        ):
+            raise PlanError(
+                "batch sizes and tokens must agree, q and k must share a head size, key/value "
+                f"heads must divide query heads; here {shapes}"
+            )
+        if sink is not None and (
+            sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device
+        ):
+            raise PlanError(
+                f"sink must hold one number for each of {q.shape[2]} query heads on {q.device}, "
+                f"not {tuple(sink.shape)} of {sink.dtype} on {sink.device}"
+            )
+
+
+class Output(NamedTuple):
+    """Out [b, s, h, e] in the dtype of q and in its format; lse [b, h, s], None where it was to be
+    sent and is not wanted.
+
+    max_logit: the largest logit of each query head in the tiles of this rank, float32 [h], where
+        they were computed; with the exchange of heads, -inf for the heads of other ranks. None if
+        it is not wanted.
+    parts: out and lse of the rings of each group of heads, before their exchange: what a
+    recomputation needs.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    max_logit: Tensor | None
+    parts: Sequence[tuple[Tensor, Tensor]]
+
+
+class KeptOutput(NamedTuple):
+    """`Output.parts` of a call, kept for its recomputation, and the place of that call, which is
+    also that of the second one.
+
+    A later call with the same inputs on every rank takes out and lse from it instead of computing
+    and sending; its backward is the usual one.
+    """
+
+    parts: Sequence[tuple[Tensor | Waiting, ...]]
+    place: Place
+
+    @classmethod
+    def of(cls, output: Output, offload: Offload | None = None) -> KeptOutput:
+        """What is kept of an output. With `offload` it waits in host memory."""
+        # Copies: the caller owns the tensors of the first run and may change them in place.
+        copies = [tuple(x.detach().clone() for x in part) for part in output.parts]
+        return cls(
+            [part if offload is None else offload.put(*part) for part in copies], WATCH.place
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(x.nbytes for part in self.parts for x in part)

@@ -1,0 +1,163 @@
+"""How the value of a setting is read, from a command line, a YAML file or a keyword.
+
+Each function raises `ConfigError` that says what it accepts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import Field
+from functools import partial
+from typing import Any
+
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.schedule import parse, text
+from cp_ring.runtime import RUNTIME
+
+RECURRENT_KINDS = ("mamba", "gdn")
+"""Kinds of recurrent layers: Mamba, and gated delta net."""
+
+PLUGINS = "cp_ring.plugins"
+"""Entry point group of packages that add kernels, layouts or routes: each entry names a module that
+registers them.
+
+A script that imports such a module itself before it parses its arguments needs no entry point.
+"""
+
+
+def parse_trace(text: str) -> range:
+    """The steps that STEP[:COUNT] asks for; none for "". Raises `ConfigError`."""
+    if not text:
+        return range(0)
+    if not re.fullmatch(r"[1-9][0-9]*(:[1-9][0-9]*)?", text):
+        raise ConfigError("it is not STEP or STEP:COUNT, numbers from 1 on")
+    first, _, count = text.partition(":")
+    return range(int(first), int(first) + int(count or "1"))
+
+
+def joined(value: Any) -> Any:
+    """Names as text; reads a list too, as YAML has it."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def only_known(what: str, known: Sequence[str], value: str) -> None:
+    for name in value.split(",") if value else ():
+        if name not in known:
+            raise ConfigError(f"{name} is no {what}; known are {', '.join(known)}")
+
+
+def ways_of(text: str) -> dict[str, str]:
+    """The way of each kind of recurrent layers. Raises `ConfigError`."""
+    ways = ("heads", "states", "auto")
+    if text in ways:
+        return dict.fromkeys(RECURRENT_KINDS, text)
+    pairs = [each.partition("=")[::2] for each in text.split(",")]
+    for kind, way in pairs:
+        if kind not in RECURRENT_KINDS or way not in ways or len(dict(pairs)) < len(pairs):
+            raise ConfigError(
+                f"it must be {', '.join(ways)}, or one of these for each of "
+                f"{', '.join(RECURRENT_KINDS)}, as in mamba=states,gdn=heads"
+            )
+    return dict.fromkeys(RECURRENT_KINDS, "heads") | dict(pairs)
+
+
+def schedule_text(value: Any) -> Any:
+    """Reads a list too, as YAML has it: [0, 1, 2, 2] is 0,1,2,2."""
+    if not isinstance(value, str | list | tuple):
+        return value
+    try:
+        return text(parse(text(value)))
+    except PlanError as error:
+        raise ConfigError(str(error).partition(": ")[2]) from None
+
+
+def on_or_off(value: Any) -> Any:
+    """Reads a boolean too: `certify: true` in a YAML file is on."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+_ON, _OFF = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off", "0")
+
+
+def _switch(value: Any) -> bool:
+    word = str(value).lower()
+    if not isinstance(value, bool | int | str):
+        raise ConfigError("input should be a valid boolean")
+    if word not in (*_ON, *_OFF):
+        raise ConfigError("input should be a valid boolean, unable to interpret input")
+    return word in _ON
+
+
+def _number(kind: type[int] | type[float], article: str, noun: str, value: Any) -> float:
+    try:
+        number = kind(str(value) if isinstance(value, bool) else value)
+    except (TypeError, ValueError, OverflowError):
+        reason = f", unable to parse string as {article} {noun}" if isinstance(value, str) else ""
+        raise ConfigError(f"input should be a valid {noun}{reason}") from None
+    if kind is int and isinstance(value, float) and number != value:
+        raise ConfigError("input should be a valid integer, got a number with a fractional part")
+    return number
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError("input should be a valid string")
+    return value
+
+
+# by the annotation of a field: how a value is read, and what the table of flags calls it
+KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "bool": (_switch, "switch"),
+    "int": (partial(_number, int, "an", "integer"), "whole number"),
+    "float": (partial(_number, float, "a", "number"), "number"),
+    "int | str": (partial(_number, int, "an", "integer"), "text"),
+    "str": (_text, "text"),
+}
+
+
+def either(names: Sequence[str]) -> str:
+    """The names as in a sentence: 'a', 'b' or 'c'."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}"
+
+
+@RUNTIME.cache()
+def load_plugins() -> None:
+    """Imports the modules of the entry point group `PLUGINS`, once."""
+    for plugin in importlib.metadata.entry_points(group=PLUGINS):
+        try:
+            plugin.load()
+        except Exception as error:  # whatever the import of another's module raises
+            raise ConfigError(
+                f"plugin {plugin.name} ({plugin.value}) cannot be imported: {error}"
+            ) from None
+
+
+def choices_of(setting: Field[Any]) -> tuple[str, ...]:
+    """The names that a setting accepts, () if it is not a choice."""
+    known = setting.metadata.get("choices", ())
+    return known() if callable(known) else known
+
+
+def read(setting: Field[Any], value: Any) -> Any:
+    """The value as the setting has it. Raises `ConfigError` that says what it accepts."""
+    limits = setting.metadata
+    if "convert" in limits:
+        value = limits["convert"](value)
+    if limits.get("choices"):
+        if value not in choices_of(setting):
+            load_plugins()
+        if value not in choices_of(setting):
+            raise ConfigError(f"input should be {either(choices_of(setting))}")
+    if value in limits.get("words", ()):
+        return value
+    value = KINDS[str(setting.type)][0](value)
+    if not value >= limits.get("least", value):
+        raise ConfigError(f"input should be greater than or equal to {limits['least']}")
+    if not value <= limits.get("most", value):
+        raise ConfigError(f"input should be less than or equal to {limits['most']}")
+    if "check" in limits:
+        limits["check"](value)
+    return value
