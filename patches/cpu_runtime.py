@@ -272,9 +272,13 @@ def _megatron_replacements() -> Iterator[Replacement]:
         yield utils, "tex", split
         # which wants TransformerEngine's class in layers of a language model that is split;
         # Megatron's own one takes no split without --cp-ring
-        stand_ins = {"HAVE_TE": True, "HAVE_TEX": True, "tex": split,
-                     "TEDotProductAttention": DotProductAttention,
-                     "is_te_min_version": lambda *_: True}  # fmt: skip
+        stand_ins = {
+            "HAVE_TE": True,
+            "HAVE_TEX": True,
+            "tex": split,
+            "TEDotProductAttention": DotProductAttention,
+            "is_te_min_version": lambda *_: True,
+        }
         for name in stand_ins.keys() & vars(llava_model).keys():
             yield llava_model, name, stand_ins[name]
     if clip_vit_model.NORM_IMPL is torch.nn.LayerNorm:  # which takes no configuration

@@ -76,9 +76,10 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
                 modules, name, recurrent.fla_with_documents(getattr(package, name))
             )
     yield (
-        TransformerConfig, "__post_init__",
+        TransformerConfig,
+        "__post_init__",
         recurrent.checked_for_states(TransformerConfig.__post_init__),
-    )  # fmt: skip
+    )
     layers = _of_variant(gpt_layer_specs.get_gpt_decoder_layer_specs)
     yield from replace_everywhere(loaded_modules("megatron"), layers.__name__, layers)
 

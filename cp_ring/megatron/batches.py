@@ -114,11 +114,15 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
     padded = real if batch.get(PADDED) is None else _offsets(batch[PADDED], PADDED)
     longest = int(padded.diff().max())
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded,
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=padded,
         cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
         cp_group=None if batch.get(SIZE) is None else group,
-    )  # fmt: skip
+    )
     whole = {
         name: value
         for name, value in batch.items()

@@ -122,9 +122,11 @@ def generate(
             cache.places, cache.prompt = mine["position_ids"][0], n
             with replaced((language, "post_process", False)):  # no logits of the prompt
                 model(
-                    mine["tokens"], mine["position_ids"], None,
+                    mine["tokens"],
+                    mine["position_ids"],
+                    None,
                     packed_seq_params=mine["packed_seq_params"],
-                )  # fmt: skip
+                )
         for cache.position in range(n, n + count):
             place = torch.full_like(tokens[:, :1], cache.position)
             with positions_in_force((place, place)):  # which `_place` replaces

@@ -108,10 +108,17 @@ def accept_model(config: Any) -> argparse.Namespace:
 
 
 _KIND = (
-    "context_parallel_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "multi_latent_attention", "window_size", "window_attn_skip_freq", "softmax_type",
-    "experimental_attention_variant", "is_hybrid_model",
-)  # fmt: skip
+    "context_parallel_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "multi_latent_attention",
+    "window_size",
+    "window_attn_skip_freq",
+    "softmax_type",
+    "experimental_attention_variant",
+    "is_hybrid_model",
+)
 
 
 def _kind_of(args: argparse.Namespace) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ from cp_ring.errors import ConfigError, KernelError
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.megatron import compat
 from cp_ring.megatron.flags import graphs
-from cp_ring.megatron.flags.codec_choice import check_latent
 from cp_ring.megatron.layers import recomputation
 from cp_ring.megatron.layers.dropout_keys import dropout_of, number_of_prediction
 from cp_ring.megatron.layers.layer_offload import offload, saving
@@ -209,10 +208,9 @@ class RingDotProductAttention(PlannedAttention):
         """
         if not WIRES[self.wire].latent:
             return None
-        check_latent(self.config, self.spec.ulysses, self.settings)
-        from cp_ring.megatron.layers.latent_tap import LatentTap
+        from cp_ring.megatron.layers.latent_tap import make_tap
 
-        return LatentTap(self.tp_group)
+        return make_tap(self.config, self.spec.ulysses, self.settings, self.tp_group)
 
     def _make_softmax_offset(self) -> None:
         """Sets `softmax_offset` [h]: None, a constant, or a parameter."""

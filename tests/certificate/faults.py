@@ -413,8 +413,12 @@ OF_ONE_LAYER: dict[str, Any] = {
     "window of one layer in long rows": _layer(
         "plan_of", _in_one_layer("window", lambda window: (window[0] + 1, window[1]), beyond=100)
     ),
-    "window of one layer": known._core("_window", _window_of_one_layer),
-    "window of the last layer": known._core("_window", _window_of_the_last_layer),
+    "window of one layer": known._at(
+        "cp_ring.megatron.layers.planned._window", _window_of_one_layer
+    ),
+    "window of the last layer": known._at(
+        "cp_ring.megatron.layers.planned._window", _window_of_the_last_layer
+    ),
     "scale of one layer": _layer(
         "forward",
         _in_one_layer("options", lambda x: replace(x, softmax_scale=x.softmax_scale * 1.05)),
@@ -461,14 +465,22 @@ OF_SEED: dict[str, Any] = {"dropout by a seed of the rank": _seed_of_the_rank}
 ATTENTION: dict[str, Any] = {
     name: known.FAULTS[name] for name in known.FAULTS if name not in (*SPLITS, *LOSSES)
 } | {
-    "window too small by one": known._core("make_plan", _window_narrowed),
+    "window too small by one": known._at(
+        "cp_ring.megatron.layers.planned.make_plan", _window_narrowed
+    ),
     "mask widened": known._parity("mask widened"),
-    "group permuted": known._core("make_plan", _group_permuted),
-    "stale slot at four ranks": known._streams("KeyStream", "__iter__", _stale_at_four),
-    "key heads rolled": known._core("Inputs", _heads_rolled),
-    "softmax scale of one rank": known._core("attention_of", _one_rank_scaled),
-    "last key of a hop lost": known._streams("KeyStream", "__iter__", _last_key_lost),
-    "gradients of one hop twice": known._streams("GradStream", "send", _gradients_twice),
+    "group permuted": known._at("cp_ring.megatron.layers.planned.make_plan", _group_permuted),
+    "stale slot at four ranks": known._at(
+        "cp_ring.comm.streams.KeyStream.__iter__", _stale_at_four
+    ),
+    "key heads rolled": known._at("cp_ring.megatron.ring_core_attention.Inputs", _heads_rolled),
+    "softmax scale of one rank": known._at(
+        "cp_ring.megatron.ring_core_attention.attention_of", _one_rank_scaled
+    ),
+    "last key of a hop lost": known._at("cp_ring.comm.streams.KeyStream.__iter__", _last_key_lost),
+    "gradients of one hop twice": known._at(
+        "cp_ring.comm.streams.GradStream.send", _gradients_twice
+    ),
     "rotary positions of one rank shifted": _pos_emb(_positions_shifted),
     **OF_ONE_LAYER,
     **OF_LENGTH,

@@ -38,26 +38,8 @@ def _parity(name: str) -> Any:
     return lambda: [parity.FAULTS[name]()]
 
 
-def _core(attribute: str, faulty: Any) -> Any:
-    return lambda: [parity.of_core_attention(attribute, faulty)()]
-
-
-def _gpt(attribute: str, faulty: Any) -> Any:
-    def found() -> list[Any]:
-        from cp_ring.megatron import gpt
-
-        return [(gpt, attribute, faulty)]
-
-    return found
-
-
-def _streams(owner: str, attribute: str, faulty: Any) -> Any:
-    def found() -> list[Any]:
-        from cp_ring.comm import streams
-
-        return [(getattr(streams, owner), attribute, faulty)]
-
-    return found
+def _at(name: str, faulty: Any) -> Any:
+    return lambda: [parity.at(name, faulty)()]
 
 
 def _plain_causal(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
@@ -118,12 +100,7 @@ def _totals(operation: str, rounded: Any) -> Any:
             if total is not None:
                 total.copy_(total.bfloat16())
 
-    def found() -> list[Any]:
-        from cp_ring.ops import totals
-
-        return [(totals, operation, faulty)]
-
-    return found
+    return _at(f"cp_ring.ops.totals.{operation}", faulty)
 
 
 def _loss_divided(loss: Any, mask: Any, losses: Any, **more: Any) -> Any:
@@ -138,20 +115,15 @@ def _reported_loss_divided(loss: Any, mask: Any, losses: Any, **more: Any) -> An
     return total, count, {name: value * torch.tensor([0.5, 1.0]) for name, value in report.items()}
 
 
-def _padding() -> list[Any]:
-    from cp_ring.megatron.data.documents import Documents
-
-    def attended(in_thd: Any, packed: Any, *args: Any) -> Any:
-        return in_thd(
-            dataclasses.replace(
-                packed,
-                cu_seqlens_q=packed.cu_seqlens_q_padded,
-                cu_seqlens_kv=packed.cu_seqlens_kv_padded,
-            ),
-            *args,
-        )
-
-    return [(Documents, "in_thd", attended)]
+def _padding_attended(in_thd: Any, packed: Any, *args: Any) -> Any:
+    return in_thd(
+        dataclasses.replace(
+            packed,
+            cu_seqlens_q=packed.cu_seqlens_q_padded,
+            cu_seqlens_kv=packed.cu_seqlens_kv_padded,
+        ),
+        *args,
+    )
 
 
 def _wrong_beyond_256(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
@@ -191,27 +163,21 @@ def _aux_loss_twice(
     return attach(self, activation, coefficient, loss * twice, *args, **kwargs)
 
 
-def _router() -> list[Any]:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    return [(TopKRouter, "attach_and_log_load_balancing_loss", _aux_loss_twice)]
-
-
 # Names of faults: what they replace, and by what.
 FAULTS: dict[str, Any] = {
-    "mask dropped to plain causal": _core("make_plan", _plain_causal),
+    "mask dropped to plain causal": _at("cp_ring.megatron.layers.planned.make_plan", _plain_causal),
     "window off by one": _parity("window widened"),
     "window on every layer": _parity("window on every layer"),
     "documents merged": _parity("documents merged"),
     "boundary shifted by one": _parity("boundary shifted by one"),
-    "chunk order swapped": _gpt("on_this_cp_rank", _chunks_swapped),
-    "rank order reversed": _gpt("on_this_cp_rank", _ranks_reversed),
+    "chunk order swapped": _at("cp_ring.megatron.gpt.on_this_cp_rank", _chunks_swapped),
+    "rank order reversed": _at("cp_ring.megatron.gpt.on_this_cp_rank", _ranks_reversed),
     "rotary positions contiguous": _rotary,
-    "stale slot": _streams("KeyStream", "__iter__", _stale),
-    "gradients of one hop lost": _streams("GradStream", "start", _hop_lost),
+    "stale slot": _at("cp_ring.comm.streams.KeyStream.__iter__", _stale),
+    "gradients of one hop lost": _at("cp_ring.comm.streams.GradStream.start", _hop_lost),
     "sink ignored": _parity("sink dropped"),
     "sink gradient dropped": _parity("sink gradient dropped"),
-    "softmax scale": _core("attention_of", _scaled),
+    "softmax scale": _at("cp_ring.megatron.ring_core_attention.attention_of", _scaled),
     "softmax denominators accumulated in bf16": _totals(
         "merge", lambda outs, lses, running, lse, out: [lse]
     ),
@@ -219,13 +185,17 @@ FAULTS: dict[str, Any] = {
         "merge", lambda outs, lses, running, lse, out: [running, out]
     ),
     "gradients accumulated in bf16": _totals("add", lambda parts, running, total: [running, total]),
-    "loss divided by cp twice": _gpt("loss_function", _loss_divided),
-    "reported loss halved": _gpt("loss_function", _reported_loss_divided),
-    "padding attended": _padding,
-    "window beyond 256 tokens": _core("make_plan", _wrong_beyond_256),
-    "second batch row like the first": _core("Inputs", _second_row_like_the_first),
-    "loss mask not split": _gpt("on_this_cp_rank", _loss_mask_not_split),
-    "gradients of keys summed in bf16": _streams("GradStream", "finish", _key_gradients_in_bf16),
+    "loss divided by cp twice": _at("cp_ring.megatron.gpt.loss_function", _loss_divided),
+    "reported loss halved": _at("cp_ring.megatron.gpt.loss_function", _reported_loss_divided),
+    "padding attended": _at("cp_ring.megatron.data.documents.Documents.in_thd", _padding_attended),
+    "window beyond 256 tokens": _at("cp_ring.megatron.layers.planned.make_plan", _wrong_beyond_256),
+    "second batch row like the first": _at(
+        "cp_ring.megatron.ring_core_attention.Inputs", _second_row_like_the_first
+    ),
+    "loss mask not split": _at("cp_ring.megatron.gpt.on_this_cp_rank", _loss_mask_not_split),
+    "gradients of keys summed in bf16": _at(
+        "cp_ring.comm.streams.GradStream.finish", _key_gradients_in_bf16
+    ),
     "weight gradient twice": _parity("weight gradient twice"),
     "rotated part not returned": _parity("rotated part not returned"),
     "latent not summed over tp": _parity("latent not summed over tp"),
@@ -238,6 +208,9 @@ FAULTS: dict[str, Any] = {
     "global tokens hidden": _parity("global tokens hidden"),
     "positions not continued": _parity("positions not continued"),
     "roll across documents": _parity("roll across documents"),
-    "aux loss weighed twice": _router,
+    "aux loss weighed twice": _at(
+        "megatron.core.transformer.moe.router.TopKRouter.attach_and_log_load_balancing_loss",
+        _aux_loss_twice,
+    ),
     "dropout by places on the rank": _parity("dropout by places on the rank"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,15 +34,12 @@ def planted(name: str) -> Iterator[None]:
         setattr(owner, attribute, right)
 
 
-def of_core_attention(attribute: str, faulty: Any) -> Any:
-    """A fault of a name that core attention, or what it attends to, imports."""
+def at(name: str, faulty: Any) -> Any:
+    """A fault in place of the function or method `name`, as in `cp_ring.megatron.gpt.get_batch`."""
 
     def found() -> Any:
-        from cp_ring.megatron import ring_core_attention
-        from cp_ring.megatron.layers import planned
-
-        owner = planned if hasattr(planned, attribute) else ring_core_attention
-        return owner, attribute, faulty
+        owner, _, attribute = name.rpartition(".")
+        return pkgutil.resolve_name(owner), attribute, faulty
 
     return found
 
@@ -78,18 +76,6 @@ def _positions_of_another_split(shard: Any, batch: Any, rank: int, cp: int) -> A
     return {name: tensor.chunk(cp, 1)[rank] for name, tensor in batch.items()}
 
 
-def _batches() -> Any:
-    from cp_ring.megatron import gpt
-
-    return gpt, "on_this_cp_rank"
-
-
-def _documents() -> Any:
-    from cp_ring.megatron.data.documents import Documents
-
-    return Documents
-
-
 def _shifted(mask: Any, documents: Any, *args: Any, **kwargs: Any) -> Any:
     start, end = documents.start.copy(), documents.end.copy()
     start[1:] += 1
@@ -113,20 +99,8 @@ def _positions_of_zigzag(positions: Any, documents: Any, rank: int) -> Any:
     return zigzag[:, None].expand(-1, documents.batch)
 
 
-def _gpt() -> Any:
-    from cp_ring.megatron import gpt
-
-    return gpt
-
-
 def _one_section(positions: Any, batch: Any) -> Any:
     return {name: ids[:1].expand(3, -1, -1) for name, ids in positions(batch).items()}
-
-
-def _chunks() -> Any:
-    from cp_ring.patches.loss_chunks import Logits
-
-    return Logits, "chunks"
 
 
 def _labels_of_another_chunk(chunks: Any, logits: Any, labels: Any, *more: Any) -> Any:
@@ -139,22 +113,10 @@ def _in_order(by_document: Any, padded: Any, cp: int) -> Any:
     return Layout.contiguous(int(padded[-1]), cp)
 
 
-def _layouts() -> Any:
-    from cp_ring import Layout
-
-    return Layout, "per_document_zigzag"
-
-
 def _boundary_missed(boundaries: Any, position_ids: Any) -> Any:
     """The second document of a microbatch is taken for a part of the first."""
     edges = boundaries(position_ids)
     return edges if len(edges) < 3 else edges[[0, *range(2, len(edges))]]
-
-
-def _declared() -> Any:
-    from cp_ring.megatron.data.masks import DeclaredMask
-
-    return DeclaredMask
 
 
 def _siblings_seen(mask: Any, declared: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,12 +152,6 @@ def _roll_across(last: Any, documents: Any) -> Any:
     return torch.arange(documents.layout.n) == documents.layout.n - 2
 
 
-def _recurrent() -> Any:
-    from cp_ring.megatron.layers import recurrent
-
-    return recurrent
-
-
 def _in_another_layout(without_documents: Any, batch: int, n: int, cp: int) -> Any:
     """Batch rows as another layout would split them."""
     from cp_ring.megatron.data.documents import Documents
@@ -224,18 +180,6 @@ def _nothing_handed_on(states: Any, *args: Any) -> Any:
     return states(*args) * 0
 
 
-def _state_messages() -> Any:
-    from cp_ring.comm.state_messages import StateMessages
-
-    return StateMessages
-
-
-def _rotary() -> Any:
-    from cp_ring.patches import rotary_documents
-
-    return rotary_documents, "_positions"
-
-
 def _rotary_by_zigzag(positions: Any, cu_seqlens: Any, rank: int, cp: int) -> Any:
     """The rotary embeddings of a packed batch are those of another layout than its tokens."""
     from cp_ring import Layout
@@ -245,41 +189,17 @@ def _rotary_by_zigzag(positions: Any, cu_seqlens: Any, rank: int, cp: int) -> An
     return in_sequence, in_sequence - cu_seqlens.long()[document]
 
 
-def _loss() -> Any:
-    from cp_ring.megatron import gpt
-
-    return gpt, "loss_function"
-
-
 def _averaged_by_rank(loss_function: Any, loss_mask: Any, losses: Any, **more: Any) -> Any:
     loss, tokens, report = loss_function(loss_mask, losses, **more)
     return loss / tokens.clamp(min=1), torch.ones_like(tokens), report
-
-
-def _means() -> Any:
-    from cp_ring.patches import loss_average
-
-    return loss_average, "average"
 
 
 def _of_the_rank(average: Any, outputs: Any, group: Any, divide: bool) -> Any:
     return outputs
 
 
-def _masks() -> Any:
-    from cp_ring.patches.mtp_roll import MaskOfAllRanks
-
-    return MaskOfAllRanks, "of"
-
-
 def _counted_by_rank(of: Any, part: Any, mean: Any) -> Any:
     return of(part, torch.Tensor.sum(part))
-
-
-def _predictions() -> Any:
-    from megatron.core.transformer import multi_token_prediction
-
-    return multi_token_prediction, "roll_tensor"
 
 
 def _rolled_by_rank(roll: Any, tensor: Any, **more: Any) -> Any:
@@ -298,24 +218,6 @@ def _predictions_as_the_decoder(
     has both.
     """
     return dropout_of(p, layer if layer < 1 << 20 else layer >> 20, positions, *more)
-
-
-def _windows() -> Any:
-    from cp_ring.megatron import compat
-
-    return compat, "has_window"
-
-
-def _gradients_of_latents() -> Any:
-    from cp_ring.comm.latent import LatentGradients
-
-    return LatentGradients
-
-
-def _latents() -> Any:
-    from cp_ring.megatron.layers.latent_tap import LatentTap
-
-    return LatentTap
 
 
 def _weight_gradient_twice(finish: Any, gradients: Any) -> Any:
@@ -340,18 +242,6 @@ def _latent_not_summed(of_all_tokens: Any, tap: Any, latent: Any, config: Any) -
     )
 
 
-def _sparse() -> Any:
-    from cp_ring.comm import sparse_loop
-
-    return sparse_loop
-
-
-def _sparse_layer() -> Any:
-    from cp_ring.megatron.layers import sparse
-
-    return sparse
-
-
 def _latents_of_the_wrong_rank(attend: Any, call: Any, selection: Any, *tensors: Any) -> Any:
     q, latents, held = tensors
     last = call.rank_plan.rank == call.rank_plan.cp - 1
@@ -367,66 +257,82 @@ def _by_positions_of_the_rank(select: Any, call: Any, *tensors: Any) -> Any:
 
 
 FAULTS = {
-    "latents of the wrong rank": lambda: (_sparse(), "_attend", _latents_of_the_wrong_rank),
-    "a hop is not scored": lambda: (_sparse(), "seen", _hop_not_scored),
-    "selection by positions of the rank": lambda: (
-        _sparse_layer(),
-        "select",
-        _by_positions_of_the_rank,
+    "latents of the wrong rank": at("cp_ring.comm.sparse_loop._attend", _latents_of_the_wrong_rank),
+    "a hop is not scored": at("cp_ring.comm.sparse_loop.seen", _hop_not_scored),
+    "selection by positions of the rank": at(
+        "cp_ring.megatron.layers.sparse.select", _by_positions_of_the_rank
     ),
-    "loss of the indexer by rank": lambda: (
-        _sparse_layer(),
-        "_over_heads",
-        lambda over_heads, group, x: None,
+    "loss of the indexer by rank": at(
+        "cp_ring.megatron.layers.sparse._over_heads", lambda over_heads, group, x: None
     ),
-    "weight gradient twice": lambda: (_gradients_of_latents(), "finish", _weight_gradient_twice),
-    "rotated part not returned": lambda: (
-        _gradients_of_latents(),
-        "_of_latents",
-        _rotated_part_not_returned,
+    "weight gradient twice": at(
+        "cp_ring.comm.latent.LatentGradients.finish", _weight_gradient_twice
     ),
-    "latent not summed over tp": lambda: (_latents(), "_of_all_tokens", _latent_not_summed),
-    "loss averaged by rank": lambda: (*_loss(), _averaged_by_rank),
-    "tokens of the loss counted by rank": lambda: (*_means(), _of_the_rank),
-    "tokens of predictions counted by rank": lambda: (*_predictions(), _rolled_by_rank),
-    "tokens counted by rank": lambda: (*_masks(), _counted_by_rank),
-    "boundary shifted by one": lambda: (_documents(), "mask", _shifted),
-    "boundary missed": lambda: (_gpt(), "boundaries", _boundary_missed),
-    "documents merged": lambda: (_documents(), "mask", _merged),
-    "state in the order of another layout": lambda: (
-        _recurrent(),
-        "without_documents",
-        _in_another_layout,
+    "rotated part not returned": at(
+        "cp_ring.comm.latent.LatentGradients._of_latents", _rotated_part_not_returned
     ),
-    "state passed by another layout": lambda: (
-        _recurrent(),
-        "without_documents",
-        _in_another_layout,
+    "latent not summed over tp": at(
+        "cp_ring.megatron.layers.latent_tap.LatentTap._of_all_tokens", _latent_not_summed
     ),
-    "state not handed on": lambda: (_state_messages(), "states", _nothing_handed_on),
-    "state across documents": lambda: (_recurrent(), "_starts", _across_documents),
-    "state begins anew too late": lambda: (_recurrent(), "_starts", _anew_too_late),
-    "rotary positions of zigzag": lambda: (*_rotary(), _rotary_by_zigzag),
-    "positions of zigzag": lambda: (_documents(), "positions", _positions_of_zigzag),
-    "branches follow one another": lambda: (_declared(), "forks", _one_after_another),
-    "siblings seen": lambda: (_declared(), "mask", _siblings_seen),
-    "spans cut at borders": lambda: (_declared(), "mask", _cut_at_borders),
-    "global tokens hidden": lambda: (_declared(), "mask", _globals_hidden),
-    "positions not continued": lambda: (_declared(), "positions", _positions_not_continued),
-    "roll in one sequence": lambda: (_declared(), "last", _roll_across),
-    "roll across documents": lambda: (_documents(), "last", _roll_across),
-    "dropout by places on the rank": of_core_attention("dropout_of", _places_on_the_rank),
-    "dropout of predictions by the decoder's numbers": of_core_attention(
-        "dropout_of", _predictions_as_the_decoder
+    "loss averaged by rank": at("cp_ring.megatron.gpt.loss_function", _averaged_by_rank),
+    "tokens of the loss counted by rank": at("cp_ring.patches.loss_average.average", _of_the_rank),
+    "tokens of predictions counted by rank": at(
+        "megatron.core.transformer.multi_token_prediction.roll_tensor", _rolled_by_rank
     ),
-    "labels of another chunk": lambda: (*_chunks(), _labels_of_another_chunk),
-    "packed documents in order": lambda: (*_layouts(), _in_order),
-    "one position in all sections": lambda: (_gpt(), "_mrope_positions", _one_section),
-    "mask widened": of_core_attention("make_plan", _mask_widened),
-    "window widened": of_core_attention("make_plan", _window_widened),
-    "window on every layer": lambda: (*_windows(), _window_everywhere),
-    "sink dropped": of_core_attention("Inputs", _sink_dropped),
-    "sink gradient dropped": of_core_attention("Inputs", _sink_gradient_dropped),
-    "scale of the head size": of_core_attention("attention_of", _scale_of_head_size),
-    "positions of another split": lambda: (*_batches(), _positions_of_another_split),
+    "tokens counted by rank": at("cp_ring.patches.mtp_roll.MaskOfAllRanks.of", _counted_by_rank),
+    "boundary shifted by one": at("cp_ring.megatron.data.documents.Documents.mask", _shifted),
+    "boundary missed": at("cp_ring.megatron.gpt.boundaries", _boundary_missed),
+    "documents merged": at("cp_ring.megatron.data.documents.Documents.mask", _merged),
+    "state in the order of another layout": at(
+        "cp_ring.megatron.layers.recurrent.without_documents", _in_another_layout
+    ),
+    "state passed by another layout": at(
+        "cp_ring.megatron.layers.recurrent.without_documents", _in_another_layout
+    ),
+    "state not handed on": at(
+        "cp_ring.comm.state_messages.StateMessages.states", _nothing_handed_on
+    ),
+    "state across documents": at("cp_ring.megatron.layers.recurrent._starts", _across_documents),
+    "state begins anew too late": at("cp_ring.megatron.layers.recurrent._starts", _anew_too_late),
+    "rotary positions of zigzag": at(
+        "cp_ring.patches.rotary_documents._positions", _rotary_by_zigzag
+    ),
+    "positions of zigzag": at(
+        "cp_ring.megatron.data.documents.Documents.positions", _positions_of_zigzag
+    ),
+    "branches follow one another": at(
+        "cp_ring.megatron.data.masks.DeclaredMask.forks", _one_after_another
+    ),
+    "siblings seen": at("cp_ring.megatron.data.masks.DeclaredMask.mask", _siblings_seen),
+    "spans cut at borders": at("cp_ring.megatron.data.masks.DeclaredMask.mask", _cut_at_borders),
+    "global tokens hidden": at("cp_ring.megatron.data.masks.DeclaredMask.mask", _globals_hidden),
+    "positions not continued": at(
+        "cp_ring.megatron.data.masks.DeclaredMask.positions", _positions_not_continued
+    ),
+    "roll in one sequence": at("cp_ring.megatron.data.masks.DeclaredMask.last", _roll_across),
+    "roll across documents": at("cp_ring.megatron.data.documents.Documents.last", _roll_across),
+    "dropout by places on the rank": at(
+        "cp_ring.megatron.ring_core_attention.dropout_of", _places_on_the_rank
+    ),
+    "dropout of predictions by the decoder's numbers": at(
+        "cp_ring.megatron.ring_core_attention.dropout_of", _predictions_as_the_decoder
+    ),
+    "labels of another chunk": at(
+        "cp_ring.patches.loss_chunks.Logits.chunks", _labels_of_another_chunk
+    ),
+    "packed documents in order": at("cp_ring.Layout.per_document_zigzag", _in_order),
+    "one position in all sections": at("cp_ring.megatron.gpt._mrope_positions", _one_section),
+    "mask widened": at("cp_ring.megatron.layers.planned.make_plan", _mask_widened),
+    "window widened": at("cp_ring.megatron.layers.planned.make_plan", _window_widened),
+    "window on every layer": at("cp_ring.megatron.compat.has_window", _window_everywhere),
+    "sink dropped": at("cp_ring.megatron.ring_core_attention.Inputs", _sink_dropped),
+    "sink gradient dropped": at(
+        "cp_ring.megatron.ring_core_attention.Inputs", _sink_gradient_dropped
+    ),
+    "scale of the head size": at(
+        "cp_ring.megatron.ring_core_attention.attention_of", _scale_of_head_size
+    ),
+    "positions of another split": at(
+        "cp_ring.megatron.gpt.on_this_cp_rank", _positions_of_another_split
+    ),
 }

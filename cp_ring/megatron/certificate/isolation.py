@@ -130,8 +130,9 @@ class ProbeGroups:
                     "cp_ring: error: --cp-ring-certify: a rank failed in the probe, and rank "
                     f"{rank} still waits for it; give --no-cp-ring-certify to train without the "
                     "probe",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                    file=sys.stderr,
+                    flush=True,
+                )
                 os._exit(2)
             return
 

@@ -102,10 +102,14 @@ class BatchRows:
             real, padded = (torch.from_numpy(edges).to(torch.int32) for edges in ends)
             longest = int(np.diff(self.offsets).max())
             return PackedSeqParams(
-                qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real,
-                cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded,
-                max_seqlen_q=longest, max_seqlen_kv=longest,
-            )  # fmt: skip
+                qkv_format="thd",
+                cu_seqlens_q=real,
+                cu_seqlens_kv=real,
+                cu_seqlens_q_padded=padded,
+                cu_seqlens_kv_padded=padded,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            )
         carried = self.carried(cp)
         return None if carried is None else DocumentParams.carry(carried)
 

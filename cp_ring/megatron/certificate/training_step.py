@@ -105,10 +105,14 @@ def _train_once(
     wrapped.zero_grad_buffer()
     batch_size, n = batch.data["tokens"].shape
     reports = forward_backward_no_pipelining(
-        forward_step_func=observed, data_iterator=iter([batch.fresh()]), model=[wrapped],
-        num_microbatches=1, seq_length=n,
-        micro_batch_size=batch_size, forward_only=False,
-    )  # fmt: skip
+        forward_step_func=observed,
+        data_iterator=iter([batch.fresh()]),
+        model=[wrapped],
+        num_microbatches=1,
+        seq_length=n,
+        micro_batch_size=batch_size,
+        forward_only=False,
+    )
     report = next(iter(reports[0].values())).detach().clone().double().reshape(-1)
     sums = report.numel() == 2
     report = report if sums else torch.stack([report[0], torch.ones_like(report[0])])

@@ -46,8 +46,11 @@ def hold_attention(args: Any) -> bool:
 
 def flags_of(args: Any) -> str:
     """The flags that ask for graphs, as they were given."""
-    old = [f"--{name}-cuda-graph" for name in ("enable", "external")
-           if getattr(args, f"{name}_cuda_graph", False)]  # fmt: skip
+    old = [
+        f"--{name}-cuda-graph"
+        for name in ("enable", "external")
+        if getattr(args, f"{name}_cuda_graph", False)
+    ]
     shown = old[0] if old else f"--cuda-graph-impl {getattr(args, 'cuda_graph_impl', 'none')}"
     names = " ".join(sorted(_modules(args)))
     flag = "--cuda-graph-modules" if hasattr(args, "cuda_graph_modules") else "--cuda-graph-scope"

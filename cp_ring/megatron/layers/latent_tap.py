@@ -18,7 +18,9 @@ from torch import Tensor
 
 from cp_ring.comm.latent import Latents
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.flags.codec_choice import check_latent
 from cp_ring.megatron.wrapping import around, before_first_call
+from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
 
 _PLAIN = ("ColumnParallelLinear", "TEColumnParallelLinear")
@@ -79,6 +81,14 @@ class LatentTap:
             return gathered
         shared: Tensor = mappings.copy_to_tensor_model_parallel_region(latent, group=self._tp_group)
         return shared
+
+
+def make_tap(config: Any, ulysses: int, settings: Options, tp_group: Any) -> LatentTap:
+    """The tap of a layer, of which `ulysses` ranks exchange heads. Raises `ConfigError` where
+    latents cannot travel.
+    """
+    check_latent(config, ulysses, settings)
+    return LatentTap(tp_group)
 
 
 def link(attention: Any) -> None:
