@@ -30,6 +30,7 @@ from cp_ring.plan.sizes.attention_sizes import WIRES
 
 if TYPE_CHECKING:
     from cp_ring.comm.latent import Latents
+    from cp_ring.kernels.dropout import Dropout
     from cp_ring.megatron.layers.latent_tap import LatentTap
 
 
@@ -174,11 +175,7 @@ class RingDotProductAttention(PlannedAttention):
         step = compat.training_step()
         timing.at_step(step)
         plan = self.plan_of(query, mask, packed_seq_params, cached)
-        dropout = None
-        if self.dropout and self.training:
-            places, first = self.places_of(query, packed_seq_params), query.shape[2]
-            first *= self.tp_group.rank()
-            dropout = dropout_of(self.dropout, self.dropout_number, places, first, self.calls)
+        dropout = self._dropout(query, packed_seq_params)
         inputs = Inputs(query, key, value, self.softmax_offset, latents, dropout).alike()
         kept = recomputation.take(self)
         if kept is None:  # else the watchdog knows the call as the one whose output was kept
@@ -193,6 +190,14 @@ class RingDotProductAttention(PlannedAttention):
         self._keep_largest(output.max_logit)
         out = output.out.flatten(2)
         return out.squeeze(1) if packed else out
+
+    def _dropout(self, query: torch.Tensor, packed_seq_params: Any) -> Dropout | None:
+        """The dropout of this microbatch, for queries [s, b, h, d]; None without."""
+        if not self.dropout or not self.training:
+            return None
+        places, first = self.places_of(query, packed_seq_params), self.tp_group.rank()
+        first *= query.shape[2]
+        return dropout_of(self.dropout, self.dropout_number, places, first, self.calls)
 
     def _keep_largest(self, max_logit: torch.Tensor | None) -> None:
         """Keeps the largest logits [h], which Megatron's clipping and log read."""
