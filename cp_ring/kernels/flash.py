@@ -50,7 +50,8 @@ _HOMES = (
         ),
     ),
 )
-_GENERATIONS_OF_4 = range(9, 13)  # compute capabilities, major
+_GENERATIONS = {"4": range(9, 13), "3": range(8, 10), "2": range(8, 99)}
+"""Compute capabilities, major, that a version has kernels for."""
 _NOT_EXACT_IN_4 = 12
 _FORWARD = ("q", "k", "v", "return_lse")
 _BACKWARD = ("dout", "q", "k", "v", "out", "softmax_lse", "lse", "deterministic", "dq", "dk", "dv")
@@ -89,8 +90,11 @@ def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str,
     attention depends on.
     """
     bound = bind("flash", function, values, _ABSENT)
-    for wanted in ({"softmax_scale"}, {"causal", "is_causal"}, {"window_size", "window_size_left"}):
-        if not wanted & bound.keys():
+    for wanted in (
+        {"softmax_scale"}, {"causal", "is_causal"}, {"window_size", "window_size_left"},
+        {"cu_seqlens_q"},
+    ):  # fmt: skip
+        if wanted & values.keys() and not wanted & bound.keys():
             raise KernelError(
                 f"kernel='flash': {name_of(function)} of the installed version has no "
                 f"{' or '.join(sorted(wanted))}"
@@ -138,9 +142,11 @@ def _installed() -> Functions | str:
         except Exception as error:  # an incomplete installation can raise any exception
             reasons.append(f"cannot load flash-attn {version}: {one_line(error)[:200]}")
         else:
-            if version != "4" or _generation() in _GENERATIONS_OF_4:
+            if _generation() in _GENERATIONS[version]:
                 return functions
-            reasons.append(f"4 has no backward for GPUs of compute capability {_generation()}")
+            reasons.append(
+                f"{version} has no backward for GPUs of compute capability {_generation()}"
+            )
     return "; ".join(reasons) or "needs flash-attn, which is not installed"
 
 

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,17 @@ class FakeGpus:
     libraries cannot be built.
 
     transformer_engine: the version of TransformerEngine that ranks can import; None is none. cudnn:
-    that of cuDNN; None is torch's.
+    that of cuDNN; None is torch's. more: other folders for PYTHONPATH.
     """
 
-    def __init__(self, transformer_engine: str | None = None, cudnn: str | None = None) -> None:
+    def __init__(
+        self,
+        transformer_engine: str | None = None,
+        cudnn: str | None = None,
+        more: Iterable[Path] = (),
+    ) -> None:
         self.transformer_engine = transformer_engine
-        paths = [ROOT, *sys.path]
+        paths = [ROOT, *sys.path, *more]
         if transformer_engine is not None:
             paths.append(te_build.build(transformer_engine))
         self._environment = (

@@ -13,35 +13,25 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.fakegpu.build import Missing
 
 TABLES = Path(__file__).resolve().parents[1] / "kernels"
 OF_TE = "pytorch/cpp_extensions/fused_attn.py"
+FLASH = {"2": "flash_attn/flash_attn_interface.py", "3": "hopper/flash_attn_interface.py"}
 PUBLISHED = {
     **{
         f"2.{minor}": ("transformer_engine", f"transformer_engine==2.{minor}.*", OF_TE)
         for minor in range(9, 21)
     },
-    "2: flash-attn 2.7.0": (
-        "flash_attn",
-        "flash-attn==2.7.0.*",
-        "flash_attn/flash_attn_interface.py",
-    ),
-    "2: flash-attn 2.7.4": (
-        "flash_attn",
-        "flash-attn==2.7.4.*",
-        "flash_attn/flash_attn_interface.py",
-    ),
-    "3: flash-attn 2.7.4": ("flash_attn", "flash-attn==2.7.4.*", "hopper/flash_attn_interface.py"),
-    "2: flash-attn 2.8.3": (
-        "flash_attn",
-        "flash-attn==2.8.3.*",
-        "flash_attn/flash_attn_interface.py",
-    ),
-    "3: flash-attn 2.8.3": ("flash_attn", "flash-attn==2.8.3.*", "hopper/flash_attn_interface.py"),
+    **{
+        f"{kind}: flash-attn {version}": ("flash_attn", f"flash-attn=={version}.*", path)
+        for version in ("2.7.0", "2.7.4", "2.8.3")
+        for kind, path in FLASH.items()
+    },
     "4: flash-attn 4.0.0b36": (
         "flash_attn",
         "flash-attn-4==4.0.0b36",
@@ -92,6 +82,28 @@ def signatures(text: str, names: set[str]) -> dict[str, str]:
         if isinstance(node, ast.FunctionDef) and node.name in names:
             found[node.name] = " ".join(_words(node.args))
     return found
+
+
+def constants(text: str, *names: str) -> list[Any]:
+    """The values of constants of a module."""
+    values = {
+        target.id: ast.literal_eval(node.value)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id in names
+    }
+    return [values[name] for name in names]
+
+
+def function(text: str, name: str) -> Callable[..., Any]:
+    """A function of a module that needs nothing of the module; without its decorators."""
+    (node,) = (x for x in ast.parse(text).body if getattr(x, "name", "") == name)
+    assert isinstance(node, ast.FunctionDef)
+    node.decorator_list = []
+    scope: dict[str, Any] = {}
+    exec(compile(ast.Module([node], []), name, "exec"), scope)
+    return scope[name]  # type: ignore[no-any-return]
 
 
 def _words(arguments: ast.arguments) -> Iterator[str]:

@@ -4,8 +4,11 @@ what the package index has.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from cp_ring.kernels import flash
 from tests import needs
 from tests.fakegpu import published
 from tests.fakegpu.build import Missing
@@ -31,3 +34,39 @@ def test_the_table_has_what_is_published(label):
         assert not published.differences(label)
     except Missing as missing:
         needs.skip_or_fail(str(missing))
+
+
+def text_of(*wanted):
+    try:
+        return published.source(*wanted)
+    except Missing as missing:
+        needs.skip_or_fail(str(missing))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["2.7.0", "2.7.4", "2.8.3"])
+def test_limits_of_flash_attn_2_and_3(version):
+    """Backward of heads up to 256 on every GPU where there is no dropout; kernels of version 3 for
+    Ampere and Hopper alone.
+    """
+    package = f"flash-attn=={version}.*"
+    text = text_of(package, "csrc/flash_attn/flash_api.cpp")
+    assert text.count("backward only supports head dimension at most 256") == 2
+    wide = [line for line in text.splitlines() if re.search(r"if \(head_size > \d+", line)]
+    assert all("is_dropout" in line for line in wide)
+    if version != "2.7.0":
+        text = text_of(package, "hopper/generate_kernels.py")
+        capabilities, sizes = published.constants(text, "SM", "HEAD_DIMENSIONS")
+        assert max(sizes) == 256
+        assert {x // 10 for x in capabilities} == set(flash._GENERATIONS["3"])
+
+
+@pytest.mark.slow
+def test_limits_of_flash_attn_4():
+    _, package, path = published.PUBLISHED["4: flash-attn 4.0.0b36"]
+    check = published.function(text_of(package, path), "_validate_head_dims")
+    for generation in (9, 10, 11):
+        for sizes in [(x, x) for x in range(8, 129, 8)] + [(192, 128)]:
+            check(*sizes, generation, 8)
+    with pytest.raises(AssertionError, match="SM100"):
+        check(136, 136, 10, 8)

@@ -41,6 +41,7 @@ CUSTOM_OPS = {  # label: outputs of forward
     "3: flash-attn August 2026": 4,
 }
 SIGNATURES = json.loads((Path(__file__).parent / "flash_attn_signatures.json").read_text())
+UNPACKED = "3: flash-attn 2.7.0"  # its packed tiles have a function of their own
 CPU = torch.device("cpu")
 
 
@@ -248,7 +249,7 @@ def test_auto_skips_functions_that_cannot_be_called(monkeypatch):
     _chosen.cache_clear()
 
 
-@pytest.mark.parametrize("label", SIGNATURES)
+@pytest.mark.parametrize("label", [x for x in SIGNATURES if x != UNPACKED])
 def test_conformance(label):
     kernel = stand_in(label)
     for prop in (
@@ -418,6 +419,23 @@ def test_why_an_installed_flash_attn_cannot_be_used(homes):
     assert reason_of() == "cannot load flash-attn 2: it needs einops, which is not installed"
     homes["flash_attn.flash_attn_interface"] = ModuleNotFoundError("no", name="flash_attn_2_cuda")
     assert "flash_attn_2_cuda" in reason_of()
+
+
+def test_a_version_3_without_packed_tiles_is_rejected(homes):
+    homes["flash_attn_interface"] = SimpleNamespace(**functions_of(UNPACKED))
+    assert reason_of() == "_flash_attn_forward of the installed version has no cu_seqlens_q"
+
+
+def test_version_3_is_taken_only_where_it_has_kernels(homes, monkeypatch):
+    homes["flash_attn_interface"] = library("flash_attn_interface")
+    for generation, version in ((8, "3"), (9, "3"), (10, "2"), (12, "2")):
+        monkeypatch.setattr(flash, "compute_capability", lambda device, g=generation: (g, 0))
+        if version == "2":
+            homes.pop("flash_attn.flash_attn_interface", None)
+            line = f"3 has no backward for GPUs of compute capability {generation}"
+            assert reason_of() == line
+            homes["flash_attn.flash_attn_interface"] = library("flash_attn.flash_attn_interface")
+        assert reason_of() is None and FlashKernel().functions.version == version
 
 
 def test_version_4_is_taken_only_where_it_has_a_backward(homes, monkeypatch):
