@@ -138,8 +138,7 @@ class RingDotProductAttention(MegatronModule):
             num_slots=self.settings.num_slots, compute_streams=self.settings.compute_streams,
             wire=self.wire, wire_dtype=self.settings.wire_dtype, qkv_format="sbhd",
             compare_every=self.settings.compare_every,
-            max_logit=bool(getattr(config, "qk_clip", False) or getattr(config,
-            "log_max_attention_logit", False)),
+            max_logit=any(getattr(config, x, 0) for x in ("qk_clip", "log_max_attention_logit")),
         )  # fmt: skip
         self.tap = self._make_tap()
         self.window = _window(config, layer_number, _check_mask(attn_mask_type))
