@@ -15,12 +15,11 @@ from cp_ring import signals
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import argument_parser
 from cp_ring.megatron.rejection import rejecting
-from cp_ring.megatron.settings import INTER_DOCUMENT, PER_TOKEN_LOSS, SFT
 from cp_ring.observe import standard_streams
 from cp_ring.patches.install import install, log_steps
 
 DOCUMENT_MASK = "--cp-ring-document-mask"
-_FLAGS = (PER_TOKEN_LOSS, "--no-create-attention-mask-in-dataloader")
+_FLAGS = ("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader")
 
 
 def main() -> None:
@@ -55,7 +54,9 @@ def _mask_documents(argv: list[str]) -> None:
     Raises `ConfigError` for such a data set without ring attention, which would let tokens see
     other documents.
     """
-    asked = next((flag for flag in (SFT, INTER_DOCUMENT) if flag in argv), None)
+    asked = next(
+        (flag for flag in ("--sft", "--dataloader-inter-document-masking") if flag in argv), None
+    )
     if asked is None or DOCUMENT_MASK in argv:
         return
     if "--cp-ring" not in argv:

@@ -73,7 +73,7 @@ def apply_for(job: Job, names: Iterable[str] = NAMES) -> None:
     installed.
     """
     for patch in map(get, names):
-        if job.given(patch.when):
+        if job.holds(patch.when):
             patch.apply()
 
 

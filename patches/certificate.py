@@ -8,10 +8,10 @@ is wrapped too.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from cp_ring.megatron.wrapping import arguments_of
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
@@ -38,8 +38,8 @@ def _replacements() -> Iterator[Replacement]:
 
     @functools.wraps(pretrain)
     def pretrain_with(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(pretrain).bind_partial(*args, **kwargs).arguments
-        steps[:] = [given["forward_step_func"]] if "forward_step_func" in given else []
+        step = arguments_of(pretrain, *args, **kwargs).get("forward_step_func")
+        steps[:] = [step] * (step is not None)
         return pretrain(*args, **kwargs)
 
     yield training, "setup_model_and_optimizer", certify_first

@@ -52,41 +52,28 @@ class CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _itself(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    return tensor
+
+
 class InertStream:
     """Stands for a CUDA stream, and does nothing: work on the CPU is in order already."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = CPU
 
-    def __enter__(self) -> InertStream:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        return None
+    __enter__ = record_event = _itself
+    __exit__ = wait_stream = wait_event = record = wait = synchronize = _nothing
 
     def elapsed_time(self, other: Any) -> float:
         return 0.0
 
     def query(self) -> bool:
         return True
-
-    def wait_stream(self, stream: Any) -> None:
-        return None
-
-    def wait_event(self, event: Any) -> None:
-        return None
-
-    def record(self, stream: Any = None) -> None:
-        return None
-
-    def record_event(self, event: Any = None) -> InertStream:
-        return self
-
-    def wait(self, stream: Any = None) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
 
 
 class InertEvent(InertStream):
@@ -114,14 +101,6 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, torch.device):
         return CPU if value.type == "cuda" else value
     return CPU if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _itself(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    return tensor
 
 
 def _counts_of_experts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -53,14 +53,14 @@ def load_index(path: Any, *_: Any, mmap_mode: Any = None, **__: Any) -> Any:
     name = os.path.basename(str(path))
     wanted = 2 if name.endswith("-sample_index.npy") else 1
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != wanted:
-        found = (
+        content = (
             f"{array.dtype} {array.shape}"
             if isinstance(array, np.ndarray)
             else type(array).__name__
         )
         raise BadCache(
             str(path),
-            f"it holds {found:.100}, not integers in {wanted} dimension{'s' * (wanted > 1)}",
+            f"it holds {content:.100}, not integers in {wanted} dimension{'s' * (wanted > 1)}",
         )
     return array
 
@@ -157,8 +157,8 @@ def _problem_of(dataset: Any, path_prefix: str) -> str:
     kind = getattr(index.dtype, "__name__", str(index.dtype))
     if "int" not in kind and not dataset.multimodal:
         return f"its tokens are {kind}, not integers"
-    found = index.sequence_lengths, index.sequence_pointers, index.document_indices
-    return index_problem(*found, index.dtype_size, os.path.getsize(tokens))
+    arrays = index.sequence_lengths, index.sequence_pointers, index.document_indices
+    return index_problem(*arrays, index.dtype_size, os.path.getsize(tokens))
 
 
 def _replacements() -> Iterator[Replacement]:

@@ -18,12 +18,12 @@ def _without_documents(make: Function, self: Any, *args: Any, **kwargs: Any) -> 
     from cp_ring.megatron.data.documents import DocumentParams
     from cp_ring.megatron.layers.rotary import positions_in_force, tokens_of
 
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, DocumentParams)]
+    documents = [value for value in (*args, *kwargs.values()) if isinstance(value, DocumentParams)]
     args = tuple(None if isinstance(value, DocumentParams) else value for value in args)
     kwargs = {
         name: None if isinstance(value, DocumentParams) else value for name, value in kwargs.items()
     }
-    selected = tokens_of(given[0], self.pg_collection.cp) if given else None
+    selected = tokens_of(documents[0], self.pg_collection.cp) if documents else None
     with positions_in_force(selected):
         return make(self, *args, **kwargs)
 

@@ -36,7 +36,7 @@ def install(argv: Sequence[str]) -> Options:
     job = job_of(argv, config)
     patches.apply_for(job)
     configure(
-        config, whole_rows=bool(job.given("--dataloader-inter-document-masking|splits_packed"))
+        config, whole_rows=bool(job.holds("--dataloader-inter-document-masking|splits_packed"))
     )
     return config
 
@@ -45,15 +45,15 @@ def job_of(argv: Sequence[str], config: Options) -> Job:
     """What the words of a command line say of a job, before Megatron has parsed them: what is
     given, and whole numbers.
     """
-    given: dict[str, Any] = {}
+    words: dict[str, Any] = {}
     for word, after in zip(argv, [*argv, ""][1:], strict=True):
         flag, _, value = word.partition("=")
         if flag.startswith("--"):
-            given[flag[2:].replace("-", "_")] = (
+            words[flag[2:].replace("-", "_")] = (
                 (value or after).isdecimal() and int(value or after)
             ) or True
-    given["virtual_stages"] = any("virtual" in name for name in given)
-    return Job(argparse.Namespace(**given), config)
+    words["virtual_stages"] = any("virtual" in name for name in words)
+    return Job(argparse.Namespace(**words), config)
 
 
 def install_for_model(args: argparse.Namespace, config: Options) -> None:

@@ -9,8 +9,6 @@ logits of each part are computed again.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.settings import current
-from cp_ring.megatron.wrapping import around
+from cp_ring.megatron.wrapping import Function, arguments_of, around
 from cp_ring.patches.patch import Patch, Replacement
 
 
@@ -71,8 +69,8 @@ def losses_in_chunks(loss: Callable[..., Tensor], labels: Tensor, logits: Logits
     from cp_ring.rollouts import in_chunks
 
     def losses(hidden: Tensor, wanted: Tensor) -> Tensor:
-        found = loss(wanted.flatten(1), logits.of(hidden))
-        return found.unflatten(1, wanted.shape[1:])
+        values = loss(wanted.flatten(1), logits.of(hidden))
+        return values.unflatten(1, wanted.shape[1:])
 
     return in_chunks(losses, logits.chunks(labels), 2).flatten(1)
 
@@ -92,32 +90,27 @@ def _counted_in_chunks(
     return tuple(sum(each) for each in zip(*counts, strict=True))
 
 
-def _in_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _in_chunks(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps the method of a model that computes its loss from labels."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        if not current().loss_chunk or given.get("labels") is None or not self.post_process:
-            return function(self, *args, **kwargs)
-        if given.get("output_processor") is not None:
-            raise ConfigError(
-                "--cp-ring-loss-chunk: the script gives the model an output processor of its "
-                "own, which needs all logits at once: leave out either"
-            )
-        # not as attributes, which torch keeps for modules
-        own, before = vars(self), dict(vars(self))
-        own["output_layer"] = _OutputLayer(self.output_layer)
-        own["_scale_logits"] = _scaled(self._scale_logits)
-        own["compute_language_model_loss"] = losses_in_chunks(self.compute_language_model_loss)
-        try:
-            return function(self, *args, **kwargs)
-        finally:
-            for name in own.keys() - before.keys():
-                del own[name]
-
-    return call
+    known = arguments_of(function, self, *args, **kwargs)
+    if not current().loss_chunk or known.get("labels") is None or not self.post_process:
+        return function(self, *args, **kwargs)
+    if known.get("output_processor") is not None:
+        raise ConfigError(
+            "--cp-ring-loss-chunk: the script gives the model an output processor of its own, "
+            "which needs all logits at once: leave out either"
+        )
+    # not as attributes, which torch keeps for modules
+    own, before = vars(self), dict(vars(self))
+    own["output_layer"] = _OutputLayer(self.output_layer)
+    own["_scale_logits"] = _scaled(self._scale_logits)
+    own["compute_language_model_loss"] = losses_in_chunks(self.compute_language_model_loss)
+    try:
+        return function(self, *args, **kwargs)
+    finally:
+        for name in own.keys() - before.keys():
+            del own[name]
 
 
 def _replacements() -> Iterator[Replacement]:

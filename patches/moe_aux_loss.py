@@ -26,9 +26,9 @@ def _with_all_tokens(
     valid_token_count: Any = None,
     **kwargs: Any,
 ) -> Any:
-    here = activation.shape[0] if valid_token_count is None else valid_token_count
+    tokens = activation.shape[0] if valid_token_count is None else valid_token_count
     return attach(
-        self, activation, *args, valid_token_count=here * self.tp_cp_group.size(), **kwargs
+        self, activation, *args, valid_token_count=tokens * self.tp_cp_group.size(), **kwargs
     )
 
 

@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from cp_ring.megatron.settings import current, packed_in_whole_rows
+from cp_ring.megatron.settings import packed_in_whole_rows
 from cp_ring.megatron.wrapping import Function, around, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
-from cp_ring.runtime import RUNTIME
 
 
 class MaskOfAllRanks(torch.Tensor):
@@ -86,20 +84,12 @@ def _group(packed: Any, group: Any) -> Any:
 
 
 def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
-    from cp_ring.megatron.data.documents import documents_of
+    from cp_ring.megatron.data.documents import documents_of, without_documents
 
     if packed is None:
-        return _rows(
-            tensor.numel() // tensor.shape[-1], tensor.shape[-1] * cp, current().layout, cp
-        )
+        n = tensor.shape[-1]
+        return without_documents(tensor.numel() // n, n * cp, cp)
     return documents_of(packed, tensor.numel(), cp, packed_in_whole_rows())
-
-
-@RUNTIME.cache(maxsize=8)
-def _rows(batch: int, n: int, layout: str, cp: int) -> Any:
-    from cp_ring.megatron.data.documents import Documents
-
-    return Documents.in_rows(np.arange(batch + 1) * n, batch, layout, cp)
 
 
 def _gather(tensor: torch.Tensor, documents: Any, group: Any) -> torch.Tensor:
@@ -136,12 +126,12 @@ def _replacements() -> Iterator[Replacement]:
     import megatron.core.transformer.multi_token_prediction as module
     from megatron.core.models.gpt import gpt_model  # noqa: F401
 
-    found = loaded_modules("megatron.core")
-    yield from replace_everywhere(found, "roll_tensor", roll_in_documents)
+    modules = loaded_modules("megatron.core")
+    yield from replace_everywhere(modules, "roll_tensor", roll_in_documents)
     # Megatron 0.16 divides by nothing but the sum after the roll
     if hasattr(module, "process_mtp_loss"):
         yield from replace_everywhere(
-            found, "process_mtp_loss", _with_all_tokens(module.process_mtp_loss)
+            modules, "process_mtp_loss", _with_all_tokens(module.process_mtp_loss)
         )
 
 

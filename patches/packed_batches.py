@@ -80,14 +80,14 @@ def _replacements() -> Iterator[Replacement]:
 
     from cp_ring.megatron.data.sft import PackedWithOffsets
 
-    found = loaded_modules("megatron.")
+    modules = loaded_modules("megatron.")
     # until 0.17, where other batches have a split of their own
     if hasattr(utils, "get_thd_batch_on_this_cp_rank"):
-        yield from replace_everywhere(found, "get_thd_batch_on_this_cp_rank", split_thd)
+        yield from replace_everywhere(modules, "get_thd_batch_on_this_cp_rank", split_thd)
     else:
         name = "get_batch_on_this_cp_rank"
         yield from replace_everywhere(
-            found, name, functools.partial(split_packed, getattr(utils, name))
+            modules, name, functools.partial(split_packed, getattr(utils, name))
         )
     yield sft_dataset, "SFTDataset", PackedWithOffsets
 

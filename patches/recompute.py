@@ -21,8 +21,10 @@ def _replacements() -> Iterator[Replacement]:
     yield from replace_everywhere([tensor_parallel, random], "checkpoint", keeping(checkpoint))
     if te_checkpoint is not None:
         holders = loaded_modules("megatron.core")
-        found = [module for module in holders if vars(module).get("te_checkpoint") is te_checkpoint]
-        yield from replace_everywhere(found, "te_checkpoint", keeping(te_checkpoint))
+        modules = [
+            module for module in holders if vars(module).get("te_checkpoint") is te_checkpoint
+        ]
+        yield from replace_everywhere(modules, "te_checkpoint", keeping(te_checkpoint))
 
 
 PATCH = Patch(

@@ -38,9 +38,9 @@ def _replacements() -> Iterator[Replacement]:
 
     if importlib.util.find_spec("megatron.core.ssm.gated_delta_net"):
         yield from _of_gated_delta_net()
-    found = loaded_modules("megatron.core.ssm")
-    yield from replace_everywhere(found, "_undo_attention_load_balancing", recurrent.in_sequence)
-    yield from replace_everywhere(found, "_redo_attention_load_balancing", recurrent.by_rank)
+    modules = loaded_modules("megatron.core.ssm")
+    yield from replace_everywhere(modules, "_undo_attention_load_balancing", recurrent.in_sequence)
+    yield from replace_everywhere(modules, "_redo_attention_load_balancing", recurrent.by_rank)
     yield MambaMixer, "__init__", recurrent.made_for_states(MambaMixer.__init__)
     kernel = "mamba_split_conv1d_scan_combined"
     if function := getattr(mamba_mixer, kernel, None):
@@ -69,11 +69,11 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
         for name, wrap in wrappers.items():
             if hasattr(layer, name) and layer is not None:
                 yield layer, name, wrap(getattr(layer, name))
-    found = loaded_modules(package.__name__)
+    modules = loaded_modules(package.__name__)
     for name in ("causal_conv1d", "chunk_gated_delta_rule", "chunk_gdn2"):
         if getattr(package, name, None) is not None:
             yield from replace_everywhere(
-                found, name, recurrent.fla_with_documents(getattr(package, name))
+                modules, name, recurrent.fla_with_documents(getattr(package, name))
             )
     yield (
         TransformerConfig, "__post_init__",

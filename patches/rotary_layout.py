@@ -9,10 +9,8 @@ embeddings are asked for: by the model, or by each layer of multi-latent attenti
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ import torch
 from cp_ring.megatron.layers.rotary import positions_in_force, selecting, tokens_of
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current, split_by_microbatch
-from cp_ring.megatron.wrapping import loaded_modules
+from cp_ring.megatron.wrapping import Function, arguments_of, around, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 _NAME = "get_pos_emb_on_this_cp_rank"
@@ -38,19 +36,14 @@ def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> t
     return layout.shard(pos_emb, cp_group.rank(), seq_dim)
 
 
-def _of_model(function: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _of_model(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps a method of a model that asks for rotary embeddings and has the argument
     `packed_seq_params`.
     """
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def with_positions(self: Any, *args: Any, **kwargs: Any) -> Any:
-        packed = signature.bind(self, *args, **kwargs).arguments.get("packed_seq_params")
-        with positions_in_force(tokens_of(packed, self.pg_collection.cp)):
-            return function(self, *args, **kwargs)
-
-    return with_positions
+    packed = arguments_of(function, self, *args, **kwargs).get("packed_seq_params")
+    with positions_in_force(tokens_of(packed, self.pg_collection.cp)):
+        return function(self, *args, **kwargs)
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -60,8 +53,8 @@ def _replacements() -> Iterator[Replacement]:
     )
     from megatron.core.models.gpt import GPTModel
 
-    found = loaded_modules("megatron.core.models")
-    yield from replace_everywhere(found, _NAME, positions_by_layout)
+    modules = loaded_modules("megatron.core.models")
+    yield from replace_everywhere(modules, _NAME, positions_by_layout)
     for owner in (
         rotary_pos_embedding.RotaryEmbedding,
         yarn_rotary_pos_embedding.YarnRotaryEmbedding,

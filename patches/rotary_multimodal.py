@@ -8,40 +8,31 @@ of the positions 0, 1, 2, ... of each document. With all of them it finds those 
 
 from __future__ import annotations
 
-import copy
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.wrapping import Function, arguments_of, around, replaced
 from cp_ring.patches.patch import Patch, Replacement
 
 
-def _with_whole_embeddings(function: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _with_whole_embeddings(preprocess: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps the method of a model that asks for rotary embeddings: those of packed positions with
     sections are not split over ranks.
     """
-    signature = inspect.signature(function)
+    from cp_ring.megatron.data.documents import ALONE
 
-    @functools.wraps(function)
-    def preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from cp_ring.megatron.data.documents import ALONE
-
-        bound = signature.bind(self, *args, **kwargs)
-        packed: Any = bound.arguments.get("packed_seq_params")
-        if self.position_embedding_type == "mrope" and getattr(packed, "qkv_format", "") == "thd":
-            if self.config.apply_rope_fusion:
-                raise ConfigError(
-                    "packed documents with --position-embedding-type mrope need --no-rope-fusion "
-                    "(apply_rope_fusion=False): the fused kernel gives each the positions of the "
-                    "first"
-                )
-            packed = bound.arguments["packed_seq_params"] = copy.copy(packed)
-            packed.cp_group = ALONE
-        return function(*bound.args, **bound.kwargs)
-
-    return preprocess
+    packed = arguments_of(preprocess, self, *args, **kwargs).get("packed_seq_params")
+    if self.position_embedding_type != "mrope" or getattr(packed, "qkv_format", "") != "thd":
+        return preprocess(self, *args, **kwargs)
+    if self.config.apply_rope_fusion:
+        raise ConfigError(
+            "packed documents with --position-embedding-type mrope need --no-rope-fusion "
+            "(apply_rope_fusion=False): the fused kernel gives each the positions of the first"
+        )
+    with replaced((packed, "cp_group", ALONE)):
+        return preprocess(self, *args, **kwargs)
 
 
 def _replacements() -> Iterator[Replacement]:

@@ -52,9 +52,9 @@ def read_on_every_rank(read: Any, data_iterator: Any, *rest: Any, **named: Any) 
         return dict(read(data_iterator, *rest, **named))
     data: dict[str, torch.Tensor] = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
-        given = next(data_iterator)
+        sample = next(data_iterator)
         kinds = (_INTEGERS, torch.int64), (_FLOATS, torch.float32), (_LENGTHS, torch.int32)
-        data = {name: given[name].to(kind) for names, kind in kinds for name in names}
+        data = {name: sample[name].to(kind) for names, kind in kinds for name in names}
     batch = tensor_parallel.broadcast_data([*_INTEGERS], data, torch.int64)
     batch |= tensor_parallel.broadcast_data([*_FLOATS], data, torch.float32)
     batch |= tensor_parallel.broadcast_data([*_LENGTHS], data, torch.int32)
@@ -75,12 +75,12 @@ def _replacements() -> Iterator[Replacement]:
     import megatron.core.utils
     import megatron.training.utils
 
-    found = loaded_modules("megatron.")
-    yield from replace_everywhere(found, "get_thd_batch_on_this_cp_rank", split_by_document)
+    modules = loaded_modules("megatron.")
+    yield from replace_everywhere(modules, "get_thd_batch_on_this_cp_rank", split_by_document)
     if within("<0.17"):
         name = "get_batch_on_this_tp_rank"
         yield from replace_everywhere(
-            found,
+            modules,
             name,
             functools.partial(read_on_every_rank, getattr(megatron.training.utils, name)),
         )

@@ -8,26 +8,13 @@ from cp_ring.patches.patch import Patch, Replacement
 
 
 def _replacements() -> Iterator[Replacement]:
-    from megatron.training import training
-    from megatron.training.global_vars import (
-        get_args,
-        get_tensorboard_writer,
-        get_timers,
-        get_wandb_writer,
-    )
+    from megatron.training import global_vars, training
 
     from cp_ring.megatron.settings import current
     from cp_ring.megatron.step_timing import step_timing
     from cp_ring.megatron.training_log import StepLine
 
-    line = StepLine(
-        training.training_log,
-        get_args,
-        get_timers,
-        get_tensorboard_writer,
-        get_wandb_writer,
-        step_timing(current()),
-    )
+    line = StepLine(training.training_log, global_vars, step_timing(current()))
     yield training, "training_log", line
 
 

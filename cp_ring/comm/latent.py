@@ -29,13 +29,13 @@ from torch import Tensor
 
 from cp_ring.comm.codecs import Decoding, KeyUpdates
 from cp_ring.comm.slots import Buffer
-from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
+from cp_ring.comm.streams import GradMessages
+from cp_ring.comm.transport import Transport
 from cp_ring.errors import PlanError
-from cp_ring.observe import debug
 from cp_ring.ops.dtypes import in_one_dtype, sum_dtype, without_autocast
 from cp_ring.ops.segments import Segments
 from cp_ring.ops.totals import Sum
-from cp_ring.plan.tables import Hop, RankPlan, Transfer
+from cp_ring.plan.tables import Hop, RankPlan
 
 
 class Latents(NamedTuple):
@@ -181,13 +181,13 @@ class LatentCodec(Decoding):
         )
 
 
-class LatentGradients:
+class LatentGradients(GradMessages):
     """Gradients of what other ranks read of latents and rotated parts, [s, b, c + r], summed in
     float32 by the owner.
 
     The gradients of a hop's keys and values are summed first, in their dtype. After the hop, one
     matrix product makes those of the latents, and another one adds to those of the weights,
-    float32. Messages are those of `GradStream`.
+    float32.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class LatentGradients:
         rank_plan: RankPlan, updates: Mapping[int, Sequence[Segments]],
         transport: Transport | None, wire_dtype: torch.dtype,
     ):  # fmt: skip
-        self._codec, self._updates, self._transport = codec, updates, transport
+        self._codec, self._updates = codec, updates
         self._like, self._wire_dtype, self._sum_dtype = (k, v), wire_dtype, sum_dtype(k.dtype)
         self._home = self._now = Sum(updates[0], (k.shape, v.shape), k, k.dtype)
         size = codec.latent.shape[-1]
@@ -204,12 +204,9 @@ class LatentGradients:
         self._weights = [
             torch.zeros_like(x, dtype=self._sum_dtype) for x in (codec.key_up, codec.value_up)
         ]
-        self._in = k.new_empty(
-            (rank_plan.max_grad_receives, k.shape[1], self._width), dtype=wire_dtype
-        )
+        shape = rank_plan.max_grad_receives, k.shape[1], self._width
+        super().__init__(transport, (k.new_empty(shape, dtype=wire_dtype),))
         self._passed: Tensor | None = None
-        self._pending: Pending = Done()
-        self._arriving: list[tuple[Transfer, Transfer]] = []
 
     def start(self, hop: Hop) -> None:
         """Follows `Gradients.start`."""
@@ -228,17 +225,8 @@ class LatentGradients:
     def send(self, hop: Hop) -> None:
         """Follows `Gradients.send`."""
         self._collect(hop)
-        if self._transport is None:
-            return
-        leaving = (self._of_latents(hop),) if hop.index else ()
-        sends = [(transfer, leaving) for transfer in hop.grad_sends]
-        start = 0
-        for transfer in hop.grad_receives:
-            self._arriving.append((transfer, transfer.packed(start)))
-            start += transfer.tokens
-        debug.fill(self._in)
-        receives = [(packed, (self._in,)) for _, packed in self._arriving]
-        self._pending = self._transport.post(MessageBatch(sends, receives, "gradients", hop.index))
+        if self._transport is not None:
+            self._post(hop, (self._of_latents(hop),) if hop.index else ())
 
     def finish(self) -> Sequence[Tensor]:
         """Follows `Gradients.finish`: dk, dv, and the gradients of latent, key_up and value_up."""
@@ -251,12 +239,10 @@ class LatentGradients:
 
     def _collect(self, hop: Hop | None) -> None:
         """Adds what has arrived, to the sums of this rank's tokens or to what `hop` passes on."""
-        self._pending.wait()
-        for transfer, packed in self._arriving:
+        for transfer, packed in self._arrived():
             target = self._to_pass_on(hop) if transfer.buffer and hop else self._owed
             for (start, end), (first, last) in zip(transfer.ranges, packed.ranges, strict=True):
-                target[start:end] += self._in[first:last]
-        self._arriving = []
+                target[start:end] += self._in[0][first:last]
 
     def _to_pass_on(self, hop: Hop) -> Tensor:
         if self._passed is None:

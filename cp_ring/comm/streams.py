@@ -90,14 +90,44 @@ class KeyStream:
         self._pending.append(self._transport.post(MessageBatch(sends, receives, "keys", hop.index)))
 
 
-class GradStream:
-    """Gradients of keys and values: summed for each hop, sent to other ranks, and added to the sums
-    of the receiver.
+class GradMessages:
+    """The messages of gradients, which arrive in the tensors of `buffer`.
 
     A hop's messages travel while the next hop is computed, and are complete before the messages of
     the next hop leave. So at most three sets of gradients exist at a time, for any number of ranks:
-    those of a hop, those that leave, and those that arrive. `updates` are the updates of each hop's
-    sums, by the index of the hop.
+    those of a hop, those that leave, and those that arrive.
+    """
+
+    def __init__(self, transport: Transport | None, buffer: Buffer):
+        self._transport, self._in = transport, buffer
+        self._pending: Pending = Done()
+        self._posted = 0
+        self._arriving: list[tuple[Transfer, Transfer]] = []
+
+    def _post(self, hop: Hop, leaving: Buffer) -> None:
+        """Posts the messages of a hop, once those of the hop before have been collected."""
+        assert self._transport is not None, "one rank sends no gradients"
+        start = 0
+        for transfer in hop.grad_receives:
+            self._arriving.append((transfer, transfer.packed(start)))
+            start += transfer.tokens
+        debug.fill(*self._in)
+        sends = [(transfer, leaving) for transfer in hop.grad_sends]
+        receives = [(packed, self._in) for _, packed in self._arriving]
+        batch = MessageBatch(sends, receives, "gradients", hop.index)
+        self._pending, self._posted = self._transport.post(batch), hop.index
+
+    def _arrived(self) -> list[tuple[Transfer, Transfer]]:
+        """Waits for what was posted last: the transfers that have arrived, and where in `buffer`."""
+        with waiting("gradients", self._posted):
+            self._pending.wait()
+        arrived, self._arriving = self._arriving, []
+        return arrived
+
+
+class GradStream(GradMessages):
+    """Gradients of keys and values: summed for each hop, sent to other ranks, and added to the sums
+    of the receiver. `updates` are the updates of each hop's sums, by the index of the hop.
     """
 
     def __init__(
@@ -105,22 +135,14 @@ class GradStream:
         transport: Transport | None, own: Buffer,
         wire_dtype: torch.dtype,
     ):  # fmt: skip
-        self._updates, self._transport, self._like, self._wire_dtype = (
-            updates,
-            transport,
-            own,
-            wire_dtype,
-        )
+        self._updates, self._like, self._wire_dtype = updates, own, wire_dtype
+        super().__init__(transport, self._buffer(rank_plan.max_grad_receives, wire_dtype))
         self._home = self._now = Sum(updates[0], [x.shape for x in own], own[0], own[0].dtype)
-        self._in = self._buffer(rank_plan.max_grad_receives, wire_dtype)
         # Only hops of many kernel calls need sums in a wider dtype than the one that travels.
         several = any(
             segments.stays for index, of_hop in updates.items() if index for segments in of_hop
         )
         self._running = self._buffer(rank_plan.max_grads, sum_dtype(wire_dtype)) if several else ()
-        self._pending: Pending = Done()
-        self._posted = 0
-        self._arriving: list[tuple[Transfer, Transfer]] = []
 
     def start(self, hop: Hop) -> None:
         """Gradients that are added from now on are those of the keys of `hop`."""
@@ -138,19 +160,8 @@ class GradStream:
     def send(self, hop: Hop) -> None:
         """Adds the gradients that arrived during this hop, then posts the messages of this hop."""
         self._collect()
-        if self._transport is None:
-            return
-        sends = [(transfer, self._now.finish()) for transfer in hop.grad_sends]
-        start = 0
-        for transfer in hop.grad_receives:
-            self._arriving.append((transfer, transfer.packed(start)))
-            start += transfer.tokens
-        receives = [(packed, self._in) for _, packed in self._arriving]
-        debug.fill(*self._in)
-        self._pending, self._posted = (
-            self._transport.post(MessageBatch(sends, receives, "gradients", hop.index)),
-            hop.index,
-        )
+        if self._transport is not None:
+            self._post(hop, tuple(self._now.finish()) if hop.grad_sends else ())
 
     def finish(self) -> Sequence[Tensor]:
         """The gradients of this rank's own keys and values, summed over all ranks: [s, b, g, d] and
@@ -163,11 +174,8 @@ class GradStream:
         """Adds what has arrived, as `gradient_updates` of the plan expects it: a part for each
         transfer, in their order.
         """
-        with waiting("gradients", self._posted):
-            self._pending.wait()
-        for transfer, _ in self._arriving:
+        for transfer, _ in self._arrived():
             (self._now if transfer.buffer else self._home).add(*self._in)
-        self._arriving = []
 
     def _buffer(self, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return tuple(x.new_empty((num_tokens, *x.shape[1:]), dtype=dtype) for x in self._like)

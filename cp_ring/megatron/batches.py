@@ -155,12 +155,12 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
     )
 
 
-def _offsets(given: torch.Tensor, name: str) -> torch.Tensor:
+def _offsets(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Checked offsets of documents, int32 [documents + 1], on their device."""
-    checked = offsets(given.reshape(-1), name)
+    checked = offsets(tensor.reshape(-1), name)
     if len(checked) < 2:
         raise ConfigError(f"{name} is {checked.tolist()}: it must hold a document")
-    return torch.from_numpy(checked).to(given.device, torch.int32)
+    return torch.from_numpy(checked).to(tensor.device, torch.int32)
 
 
 def _documents(batch: Mapping[str, Any], n: int, cp: int) -> Documents:
@@ -187,14 +187,14 @@ def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[
     }
 
 
-def declare(given: Any, batch: int, n: int, cp: int) -> DeclaredMask:
+def declare(entry: Any, batch: int, n: int, cp: int) -> DeclaredMask:
     """The mask of a microbatch from its entry `cp_ring_mask`, split by the layout in force."""
     _check_length(n, cp)
-    if given is not None and not current().kinds:
+    if entry is not None and not current().kinds:
         raise ConfigError(
             f"the batch carries {KEY}, of which the job knows nothing: give --cp-ring-mask-kinds"
         )
-    return DeclaredMask.of_rows(read(given, batch, n, current().kinds), current().layout, cp)
+    return DeclaredMask.of_rows(read(entry, batch, n, current().kinds), current().layout, cp)
 
 
 def _check_length(n: int, cp: int) -> None:

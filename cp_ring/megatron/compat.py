@@ -156,12 +156,18 @@ def known_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dic
     return {name: value for name, value in values.items() if name in known}
 
 
+def unwrapped(model: Any) -> Any:
+    """A model without its wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
 def takes(model: Any, name: str) -> bool:
     """Whether the forward of a model, in any wrappers, takes `name`: a hybrid model of 0.16 has no
     `loss_mask`.
     """
-    while hasattr(model, "module"):
-        model = model.module
+    model = unwrapped(model)
     known = inspect.signature(getattr(model, "forward", model)).parameters
     return name in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
 
@@ -194,12 +200,8 @@ def pretrain(
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
     }
-    if (
-        known.get(
-            "model_provider", inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, default=None)
-        ).default
-        is not None
-    ):
+    provider = known.get("model_provider")
+    if provider is not None and provider.default is not None:
         wanted["model_provider"] = build
     if "cfg_container" not in known:
         training.pretrain(datasets, **wanted)  # until 0.17 it parses the command line itself
@@ -216,10 +218,14 @@ def pretrain(
     )
 
 
+def arguments() -> Any:
+    """Megatron's global arguments as they are now; None in a program that has never parsed any."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
 def training_step() -> int:
     """The step that Megatron's training loop is in, from 1; 0 outside of it."""
-    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    return int(getattr(args, "curr_iteration", -1)) + 1
+    return int(getattr(arguments(), "curr_iteration", -1)) + 1
 
 
 def has_window(config: Any, layer_number: int) -> bool:

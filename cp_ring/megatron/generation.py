@@ -22,6 +22,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 
 from cp_ring.megatron.batches import split_batch
+from cp_ring.megatron.compat import unwrapped
 from cp_ring.megatron.flags.layer_pattern import is_recurrent
 from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.flags.rules import GENERATION
@@ -140,18 +141,16 @@ def generate(
 
 def _language(model: Any) -> Any:
     """The model in its wrappers; raises `ConfigError` if it cannot generate."""
-    language = model
-    while hasattr(language, "module"):
-        language = language.module
+    language = unwrapped(model)
     others = [
         type(part).__name__
         for part in language.modules()
         if is_recurrent(part)
         or not isinstance(getattr(part, "core_attention", None), RingDotProductAttention | None)
     ]
-    found = {**vars(language.config), "other_layers": ", ".join(sorted({*others}))}
-    found["position_embedding_type"] = getattr(language, "position_embedding_type", None)
-    check_rules(Job(argparse.Namespace(**found)), GENERATION)
+    known = {**vars(language.config), "other_layers": ", ".join(sorted({*others}))}
+    known["position_embedding_type"] = getattr(language, "position_embedding_type", None)
+    check_rules(Job(argparse.Namespace(**known)), GENERATION)
     return language
 
 

@@ -71,27 +71,27 @@ def _read_and_broadcast(
             f"{flags[extra][0]}: this pipeline stage has no data set, from which {flags[extra][1]} "
             "come"
         )
-    here: Any = None
+    carried: Any = None
     after: torch.Tensor | None = None
     alone = parallel_state.get_tensor_model_parallel_world_size() == 1
     if data_iterator is not None:
-        given = next(data_iterator)
-        data = {name: given[name].to(torch.int64) for name in integers} | {
-            name: given[name].to(torch.float32) for name in floats
+        sample = next(data_iterator)
+        data = {name: sample[name].to(torch.int64) for name in integers} | {
+            name: sample[name].to(torch.float32) for name in floats
         }
         if extra == "cu_seqlens":
-            here = data[extra] = torch.from_numpy(boundaries(_positions(given)))
+            carried = data[extra] = torch.from_numpy(boundaries(_positions(sample)))
             coming = following(data_iterator)
             after = data[_NEXT] = torch.from_numpy(
                 _NONE if coming is None else boundaries(_positions(coming))
             )
         elif extra:
-            batch, n = given["tokens"].shape
-            here = read(given.get(KEY), batch, n, current().kinds)
-            data |= {} if alone else {extra: encode(here)}
-        elif KEY in given:
-            batch, n = given["tokens"].shape
-            declare(given[KEY], batch, n, 1)  # which says what is missing
+            batch, n = sample["tokens"].shape
+            carried = read(sample.get(KEY), batch, n, current().kinds)
+            data |= {} if alone else {extra: encode(carried)}
+        elif KEY in sample:
+            batch, n = sample["tokens"].shape
+            declare(sample[KEY], batch, n, 1)  # which says what is missing
         if "position_ids" in integers:
             data["position_ids"] = _positions(data)
     if alone:
@@ -103,10 +103,12 @@ def _read_and_broadcast(
         moved = tensor_parallel.broadcast_data([*integers, *more], data, torch.int64)
         if floats:
             moved |= tensor_parallel.broadcast_data(list(floats), data, torch.float32)
-    if extra and here is None:  # other tensor-parallel ranks than 0 copy it from their device
-        here = moved[extra].cpu() if extra == "cu_seqlens" else decode(moved[extra])
+    if extra and carried is None:  # other tensor-parallel ranks than 0 copy it from their device
+        carried = moved[extra].cpu() if extra == "cu_seqlens" else decode(moved[extra])
         after = moved[_NEXT].cpu() if extra == "cu_seqlens" else None
-    return moved | ({extra: here} if extra else {}) | ({_NEXT: after} if after is not None else {})
+    return (
+        moved | ({extra: carried} if extra else {}) | ({_NEXT: after} if after is not None else {})
+    )
 
 
 def _needed_by_every_stage() -> str:
@@ -147,14 +149,14 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
         return nothing | on_this_cp_rank(batch, rank, cp) | whole | _weight(batch)
     batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, ())
     weight = _weight(batch)
-    given = batch.pop(extra)
+    entry = batch.pop(extra)
     if extra == "cu_seqlens":
         coming = batch.pop(_NEXT).numpy()
-        carried: MicrobatchMask = wait_for(_begin_documents(given.numpy(), rank, cp))
+        carried: MicrobatchMask = wait_for(_begin_documents(entry.numpy(), rank, cp))
         if len(coming) > 1:
             _begin_documents(coming, rank, cp)
     else:
-        declared = declare(given, len(given), given[0].n, cp)
+        declared = declare(entry, len(entry), entry[0].n, cp)
         batch, carried = with_positions(batch, declared), declared
         _plan_maker(rank)(carried)
     whole = _mrope_positions(batch)

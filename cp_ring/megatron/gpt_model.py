@@ -32,27 +32,7 @@ def build(
     """
     args = get_args()
     config = config or core_transformer_config_from_args(args)
-    if pattern_of(args):
-        return _build_hybrid(args, config, pre_process, post_process, vp_stage, pg_collection)
-    layers = _layer_spec(args, config, vp_stage)
-    wanted = _of_every_model(args, config, pre_process, post_process, vp_stage, pg_collection) | {
-        "transformer_layer_spec": layers,
-        "mtp_block_spec": _mtp_spec(args, config, layers, vp_stage),
-        "rope_scaling": args.use_rope_scaling,
-    }
-    return GPTModel(**compat.known_arguments(GPTModel, wanted))
-
-
-def _of_every_model(
-    args: argparse.Namespace,
-    config: Any,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None,
-    pg_collection: Any,
-) -> dict[str, Any]:
-    """Arguments, by name, that GPT and hybrid models take."""
-    return {
+    common = {
         "config": config,
         "vocab_size": args.padded_vocab_size,
         "max_sequence_length": args.max_position_embeddings,
@@ -66,9 +46,18 @@ def _of_every_model(
         "vp_stage": vp_stage,
         "pg_collection": pg_collection,
     }
+    if pattern_of(args):
+        return _build_hybrid(args, common)
+    layers = _layer_spec(args, config, vp_stage)
+    wanted = common | {
+        "transformer_layer_spec": layers,
+        "mtp_block_spec": _mtp_spec(args, config, layers, vp_stage),
+        "rope_scaling": args.use_rope_scaling,
+    }
+    return GPTModel(**compat.known_arguments(GPTModel, wanted))
 
 
-def _build_hybrid(args: argparse.Namespace, config: Any, *stage: Any) -> Any:
+def _build_hybrid(args: argparse.Namespace, common: dict[str, Any]) -> Any:
     """A model of layers by the letters of a pattern: `HybridModel`, or `MambaModel` before 0.18."""
     if args.spec is None:
         raise ConfigError(
@@ -80,10 +69,7 @@ def _build_hybrid(args: argparse.Namespace, config: Any, *stage: Any) -> Any:
         from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
     except ImportError:
         from megatron.core.models.mamba.mamba_model import MambaModel as Model
-    wanted = _of_every_model(args, config, *stage) | {
-        "hybrid_stack_spec": spec,
-        "mamba_stack_spec": spec,
-    }
+    wanted = common | {"hybrid_stack_spec": spec, "mamba_stack_spec": spec}
     wanted |= {name: getattr(args, name) for name in PATTERNS if getattr(args, name, None)}
     if wanted.get("hybrid_layer_pattern"):
         wanted.pop("hybrid_override_pattern", None)  # the older name of the same

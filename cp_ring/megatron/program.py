@@ -69,7 +69,7 @@ def arguments_of(config: Any) -> argparse.Namespace:
     absent = dict.fromkeys(
         ("window_size", "window_attn_skip_freq", "mtp_num_layers", "load", "save")
     )
-    given = {
+    named = {
         "transformer_config": config,
         "build": program.build,
         "seq_length": program.seq_length,
@@ -86,7 +86,7 @@ def arguments_of(config: Any) -> argparse.Namespace:
         if torch.distributed.is_initialized()
         else 1,
     }
-    return argparse.Namespace(**(absent | vars(config) | given))
+    return argparse.Namespace(**(absent | vars(config) | named))
 
 
 def accept_model(config: Any) -> argparse.Namespace:

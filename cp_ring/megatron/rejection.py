@@ -45,13 +45,13 @@ def reject(message: str, code: int = 2) -> NoReturn:
     raise SystemExit(code)
 
 
-def note(message: str, here: bool | None = None) -> None:
-    """Prints `cp_ring: <message>` on rank 0 alone, or where `here` is true, once per process,
+def note(message: str, shown: bool | None = None) -> None:
+    """Prints `cp_ring: <message>` on rank 0 alone, or where `shown` is true, once per process,
     however often it is called.
     """
-    if here is None:
-        here = int(os.environ.get("RANK", "0")) == 0
-    if here and message not in _noted:
+    if shown is None:
+        shown = int(os.environ.get("RANK", "0")) == 0
+    if shown and message not in _noted:
         print(f"cp_ring: {message}", flush=True)
     _noted.add(message)
 

@@ -16,11 +16,6 @@ from cp_ring.megatron.wrapping import replaced
 from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
 
-# flags of Megatron on which patches and entries depend
-INTER_DOCUMENT = "--dataloader-inter-document-masking"
-SFT = "--sft"
-PER_TOKEN_LOSS = "--calculate-per-token-loss"
-
 LayerWindows = tuple[tuple[tuple[int, int], int], ...]
 """Each window (left, right) of a model's attention layers, -1 for any number of keys, and how many
 layers have it.

@@ -55,12 +55,12 @@ class StepTiming:
 
         `last`: training ends with this step, so that it does not wait for another one.
         """
-        found = self._gather(self._pending)
+        findings = self._gather(self._pending)
         self._pending = self.sampler.close(step)
         if last:
-            found += self._gather(self._pending)
+            findings += self._gather(self._pending)
             self._pending = None
-        return found
+        return findings
 
     def _gather(self, recording: timing.Recording | None) -> list[Findings]:
         if recording is None or recording.step is None:
@@ -77,12 +77,14 @@ class StepTiming:
         if recording.kernels:
             self._trace(recording.step, _gathered((mine, offset.error), world, last))
         ranks = _gathered((mine, offset.error), group, 0)
-        found = None
+        findings = None
         if ranks:
-            found = group_findings(
+            findings = group_findings(
                 recording.step, [times for times, _ in ranks], max(error for _, error in ranks)
             )
-        groups = [each for each in _gathered(found, world, last) if each is not None and each.calls]
+        groups = [
+            each for each in _gathered(findings, world, last) if each is not None and each.calls
+        ]
         if not groups:
             return []
         whole = replace(combined(groups), possible=links.possible(self.folder))
@@ -111,8 +113,8 @@ class StepTiming:
 
 def _gathered(mine: Any, group: Any, place: int) -> list[Any]:
     """What each rank of `group` gives, on the rank at `place` in it; [] on the others."""
-    here = dist.get_rank(group) == place
-    gathered: list[Any] | None = [None] * dist.get_world_size(group) if here else None
+    gathers = dist.get_rank(group) == place
+    gathered: list[Any] | None = [None] * dist.get_world_size(group) if gathers else None
     dist.gather_object(mine, gathered, group=group, group_dst=place)
     return gathered or []
 

@@ -9,10 +9,8 @@ returned.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import resource
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cp_ring.megatron.compat import arguments
 from cp_ring.megatron.data.prefetch import take_waited
 from cp_ring.megatron.step_timing import StepTiming
+from cp_ring.megatron.wrapping import arguments_of
 from cp_ring.observe import progress
 from cp_ring.observe.findings import Findings
 
@@ -40,14 +40,14 @@ class TolerantWriter:
         self._writer = writer
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._writer, name)
-        if not callable(found):
-            return found
+        member = getattr(self._writer, name)
+        if not callable(member):
+            return member
 
-        @functools.wraps(found)
+        @functools.wraps(member)
         def call(*args: Any, **kwargs: Any) -> Any:
             with progress.warning_once("TensorBoard's log"):
-                return found(*args, **kwargs)
+                return member(*args, **kwargs)
 
         return call
 
@@ -64,65 +64,40 @@ class StepLine:
 
     Args:
         training_log: Megatron's function.
-        get_args: returns Megatron's arguments.
-        get_timers: returns Megatron's timers.
-        get_writer: returns Megatron's TensorBoard writer, or None.
-        get_wandb: returns Megatron's writer of Weights & Biases, or None.
+        megatron: its module `global_vars`, which has its arguments, timers and writers.
         timing: follows sampled steps; None without --cp-ring-timing and --cp-ring-trace.
     """
 
     def __init__(
-        self,
-        training_log: Callable[..., Any],
-        get_args: Callable[[], Any],
-        get_timers: Callable[[], Any],
-        get_writer: Callable[[], Any],
-        get_wandb: Callable[[], Any] = lambda: None,
-        timing: StepTiming | None = None,
+        self, training_log: Callable[..., Any], megatron: Any, timing: StepTiming | None = None
     ) -> None:
-        self.training_log = training_log
-        self.get_args = get_args
-        self.get_timers = get_timers
-        self.get_writer = get_writer
-        self.get_wandb = get_wandb
-        self.timing = timing
+        self.training_log, self.megatron, self.timing = training_log, megatron, timing
         self.times: dict[str, Any] = {}
         self.seconds = 0.0
         self.samples: int | None = None
 
     def __call__(self, loss_dict: dict[str, torch.Tensor], *rest: Any, **named: Any) -> Any:
         result = self.training_log(loss_dict, *rest, **named)
-        args = self.get_args()
+        args = self.megatron.get_args()
         step, first = args.curr_iteration + 1, self.samples is None
         if self.timing is not None:
-            for found in self.timing.end_of_step(step, last=step == args.train_iters):
-                self._report_times(found, step)
+            for findings in self.timing.end_of_step(step, last=step == args.train_iters):
+                self._report_times(findings, step)
         if first:
             self._begin(args)
         elif step % args.log_interval:
             return result
-        done = (
-            self.samples
-            if self.samples is not None
-            else args.consumed_train_samples - args.global_batch_size
-        )
-        seconds = self.get_timers()("interval-time").active_time()
-        rate = (
-            (args.consumed_train_samples - done)
-            * args.seq_length
-            / max(seconds - self.seconds, 1e-9)
-        )
-        steps = max(1, (args.consumed_train_samples - done) // args.global_batch_size)
+        before = args.consumed_train_samples - args.global_batch_size if first else self.samples
+        samples = args.consumed_train_samples - before
+        seconds = self.megatron.get_timers()("interval-time").active_time()
+        rate = samples * args.seq_length / max(seconds - self.seconds, 1e-9)
+        steps = max(1, samples // args.global_batch_size)
         memory, waited = worst_of_ranks(peak_memory(), take_waited() * 1e6 / steps)
         self.samples, self.seconds = args.consumed_train_samples, seconds
         extra = _logged(self.training_log, loss_dict, *rest, **named)
-        self._report(
-            step,
-            loss_dict,
-            rate,
-            memory,
-            extra | ({progress.WAITED: waited / 1e6} if waited / 1e6 > LONG_WAIT_S else {}),
-        )
+        if waited / 1e6 > LONG_WAIT_S:
+            extra[progress.WAITED] = waited / 1e6
+        self._report(step, loss_dict, rate, memory, extra)
         return result
 
     def _begin(self, args: Any) -> None:
@@ -140,7 +115,7 @@ class StepLine:
         memory: int,
         extra: dict[str, float],
     ) -> None:
-        writer = self.get_writer()
+        writer = self.megatron.get_tensorboard_writer()
         if writer:
             # also where the patch `tensorboard` is not in force
             with progress.warning_once("TensorBoard's log"):
@@ -148,33 +123,25 @@ class StepLine:
                 writer.add_scalar("peak memory of a rank (bytes)", memory, step)
         # the last pipeline stage is where the loss is
         if dist.get_rank() == dist.get_world_size() - 1:
-            folder = getattr(self.get_args(), "cp_ring_run_dir", "")
+            folder = getattr(self.megatron.get_args(), "cp_ring_run_dir", "")
             if folder:
                 values = {name: float(value) for name, value in losses.items()} | extra
+                values |= {"tokens per second": round(rate, 1), "memory": memory} | self.times
                 with progress.warning_once(progress.STEPS):
-                    progress.append(
-                        folder,
-                        step,
-                        {
-                            **values,
-                            "tokens per second": round(rate, 1),
-                            "memory": memory,
-                            **self.times,
-                        },
-                    )
+                    progress.append(folder, step, values)
                     self.times = {}
 
-    def _report_times(self, found: Findings, now: int) -> None:
+    def _report_times(self, findings: Findings, now: int) -> None:
         """Writes the times of a sampled step: to TensorBoard at once, to the run directory with the
         next step that is logged.
         """
-        self.times = {"timing": found.record()}
-        scalars = {f"cp_ring/{name}": value for name, value in found.scalars().items()}
-        writer, wandb = self.get_writer(), self.get_wandb()
+        self.times = {"timing": findings.record()}
+        scalars = {f"cp_ring/{name}": value for name, value in findings.scalars().items()}
+        writer, wandb = self.megatron.get_tensorboard_writer(), self.megatron.get_wandb_writer()
         if writer:
             with progress.warning_once("TensorBoard's log"):
                 for name, value in scalars.items():
-                    writer.add_scalar(name, value, found.step)
+                    writer.add_scalar(name, value, findings.step)
         if wandb:
             wandb.log(scalars, now)  # it drops what belongs to an earlier step
 
@@ -183,12 +150,11 @@ def _logged(training_log: Callable[..., Any], *args: Any, **named: Any) -> dict[
     """Gradient norm and learning rate from the arguments of Megatron's log function, as far as they
     are given there.
     """
-    given = inspect.signature(training_log).bind(*args, **named).arguments
-    found = {
-        progress.GRADIENT_NORM: given.get("grad_norm"),
-        progress.LEARNING_RATE: given.get("learning_rate"),
+    known = arguments_of(training_log, *args, **named)
+    names = {progress.GRADIENT_NORM: "grad_norm", progress.LEARNING_RATE: "learning_rate"}
+    return {
+        shown: float(known[name]) for shown, name in names.items() if known.get(name) is not None
     }
-    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def peak_memory() -> int:
@@ -227,16 +193,11 @@ def finish(folder: str) -> None:
 def all_steps_done() -> bool:
     """Whether Megatron's training loop has done its last step."""
     wanted = _wanted()
-    args = _arguments()
+    args = arguments()
     done = max(getattr(args, "curr_iteration", -1) + 1, getattr(args, "iteration", None) or 0)
     return wanted is not None and done >= wanted
 
 
 def _wanted() -> int | None:
     """The number of the last step; None if Megatron has no arguments, or they name none."""
-    return getattr(_arguments(), "train_iters", None)
-
-
-def _arguments() -> object:
-    """Megatron's arguments as they are now; None if a script has never parsed any."""
-    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    return getattr(arguments(), "train_iters", None)

@@ -31,9 +31,31 @@ def around(hook: Function) -> Callable[[Function], Function]:
     return wrap
 
 
+def arguments_of(function: Function, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by the names of the parameters; those that are not given are left
+    out.
+    """
+    return inspect.signature(function).bind_partial(*args, **kwargs).arguments
+
+
 def loaded_modules(prefix: str) -> list[Any]:
     """The modules whose names begin with `prefix` and that are imported already."""
     return [module for name, module in [*sys.modules.items()] if name.startswith(prefix) and module]
+
+
+def before_first_call(module: Any, name: str, act: Callable[[Any], None]) -> None:
+    """Calls `act` with `module` before its first forward pass, once for each `name`.
+
+    What constructors of subclasses make is there by then.
+    """
+    if name in vars(module):
+        return
+
+    def once(layer: Any, *_: Any) -> None:
+        vars(layer)[name].remove()
+        act(layer)
+
+    vars(module)[name] = module.register_forward_pre_hook(once)
 
 
 @contextmanager

@@ -46,13 +46,13 @@ def offset(group: Any) -> ClockOffset:
     boots: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(boots, boot(), group=group)
     rank = dist.get_rank(group)
-    found = ClockOffset(0.0, 0.0)
-    for other in (place for place, its in enumerate(boots) if its != boots[0]):
+    known_offset = ClockOffset(0.0, 0.0)
+    for other in (place for place, system in enumerate(boots) if system != boots[0]):
         if rank == 0:
             _answer(group, other)
         elif rank == other:
-            found = _ask(group)
-    return found
+            known_offset = _ask(group)
+    return known_offset
 
 
 def _device(group: Any) -> str:
@@ -60,23 +60,23 @@ def _device(group: Any) -> str:
 
 
 def _answer(group: Any, other: int) -> None:
-    told = torch.zeros(1, dtype=torch.float64, device=_device(group))
+    message = torch.zeros(1, dtype=torch.float64, device=_device(group))
     for _ in range(ROUNDS):
-        dist.recv(told, group=group, group_src=other)
-        told.item()  # the message is here, also where a device received it
-        told.fill_(timing.clock())
-        dist.send(told, group=group, group_dst=other)
+        dist.recv(message, group=group, group_src=other)
+        message.item()  # the message is here, also where a device received it
+        message.fill_(timing.clock())
+        dist.send(message, group=group, group_dst=other)
 
 
 def _ask(group: Any) -> ClockOffset:
-    told = torch.zeros(1, dtype=torch.float64, device=_device(group))
+    message = torch.zeros(1, dtype=torch.float64, device=_device(group))
     rounds = []
     for _ in range(ROUNDS):
         begin = timing.clock()
-        dist.send(told, group=group, group_dst=0)
-        dist.recv(told, group=group, group_src=0)
-        theirs = told.item()
+        dist.send(message, group=group, group_dst=0)
+        dist.recv(message, group=group, group_src=0)
+        first_clock = message.item()
         end = timing.clock()
-        rounds.append((end - begin, (begin + end) / 2 - theirs))
+        rounds.append((end - begin, (begin + end) / 2 - first_clock))
     trip, difference = min(rounds)
     return ClockOffset(difference, trip / 2)

@@ -309,7 +309,9 @@ def _slowest_rank(
 
 
 def _slowest_link(
-    timed: Sequence[TimedMessage], hosts: dict[int, str], attention: dict[int, float]
+    timed: Sequence[TimedMessage],
+    hosts: dict[int, str],
+    attention: dict[int, float],
 ) -> SlowLink | None:
     """The link whose messages take longest, compared with other links of its class."""
     links: defaultdict[tuple[int, int], list[TimedMessage]] = defaultdict(list)

@@ -42,19 +42,19 @@ def by_class(hosts: Sequence[str], links: Sequence[LinkSpeed]) -> dict[str, dict
     """Of each class with links: how many, rates in GB/s (median, slowest, fastest), median latency
     in microseconds.
     """
-    found = {}
+    classes = {}
     for name in (INSIDE, BETWEEN):
         mine = [link for link in links if class_of(hosts, link.sender, link.receiver) == name]
         if mine:
             rates = [link.rate / 1e9 for link in mine]
-            found[name] = {
+            classes[name] = {
                 "links": len(mine),
                 "gb_s": median(rates),
                 "slowest_gb_s": min(rates),
                 "fastest_gb_s": max(rates),
                 "latency_us": median(link.latency for link in mine) * 1e6,
             }
-    return found
+    return classes
 
 
 def slowest(hosts: Sequence[str], links: Sequence[LinkSpeed]) -> tuple[float, float] | None:
@@ -63,11 +63,11 @@ def slowest(hosts: Sequence[str], links: Sequence[LinkSpeed]) -> tuple[float, fl
 
     Where there are links of one class only, its rate stands for both.
     """
-    found = {name: 1e9 * of["slowest_gb_s"] for name, of in by_class(hosts, links).items()}
-    if not found:
+    rates = {name: 1e9 * of["slowest_gb_s"] for name, of in by_class(hosts, links).items()}
+    if not rates:
         return None
-    inside = found.get(INSIDE)
-    between = found.get(BETWEEN)
+    inside = rates.get(INSIDE)
+    between = rates.get(BETWEEN)
     return inside or between or 0.0, between or inside or 0.0
 
 
@@ -112,10 +112,10 @@ def possible(folder: str) -> dict[str, float]:
     if not folder:
         return {}
     try:
-        found = json.loads((Path(folder) / FILE).read_text())
+        recorded = json.loads((Path(folder) / FILE).read_text())
         return {
             name: 1e9 * float(of["gb_s"])
-            for name, of in {**found["pairs"], **found["ring"]}.items()
+            for name, of in {**recorded["pairs"], **recorded["ring"]}.items()
         }
     except (OSError, ValueError, KeyError, TypeError):
         return {}

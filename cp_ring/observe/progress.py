@@ -96,13 +96,13 @@ def begin(folder: Path) -> None:
     (folder / DONE).unlink(missing_ok=True)
 
 
-def begin_script(folder: Path, given: Mapping[str, Any]) -> None:
+def begin_script(folder: Path, arguments: Mapping[str, Any]) -> None:
     """As `begin`, of a job without a job.yaml: it gets one, with Megatron's arguments."""
     path = folder / JOB
     if path.is_file() and not path.read_text().startswith(_OF_SCRIPT):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    plain = {k: v for k, v in given.items() if isinstance(v, int | float | str | list | None)}
+    plain = {k: v for k, v in arguments.items() if isinstance(v, int | float | str | list | None)}
     for name in ("save", "load"):  # the reader's working folder may be another one
         if plain.get(name):
             plain[name] = str(Path(str(plain[name])).absolute())

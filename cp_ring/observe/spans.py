@@ -42,7 +42,10 @@ def waiting(kind: str, hop: int) -> AbstractContextManager[object]:
 
 
 def posted(
-    kind: str, hop: int, sends: Iterable[tuple[int, int]], receives: Iterable[tuple[int, int]]
+    kind: str,
+    hop: int,
+    sends: Iterable[tuple[int, int]],
+    receives: Iterable[tuple[int, int]],
 ) -> None:
     """Notes that messages leave and are expected from now on: (rank in the job, bytes) each."""
     if timing.ACTIVE.value is not None:

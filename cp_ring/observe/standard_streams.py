@@ -25,8 +25,8 @@ def for_people(line: str) -> str | None:
     """A line of a rank as a person needs it, None for all others."""
     if _IMPORTANT.match(line):
         return line
-    found = _VALIDATION.match(line)
-    return found[1] if found else None
+    validation = _VALIDATION.match(line)
+    return validation[1] if validation else None
 
 
 def step_of(line: str) -> str | None:

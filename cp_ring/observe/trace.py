@@ -79,7 +79,13 @@ def _meta(rank: int, thread: int, kind: str, name: str) -> dict[str, Any]:
 
 
 def _slice(
-    rank: int, thread: int, name: str, category: str, begin: float, end: float, **args: Any
+    rank: int,
+    thread: int,
+    name: str,
+    category: str,
+    begin: float,
+    end: float,
+    **args: Any,
 ) -> dict[str, Any]:
     """A slice of the trace; begin and end in seconds."""
     begin_us = round(begin * 1e6, 3)
@@ -97,7 +103,10 @@ def _slice(
 
 
 def _events(
-    ranks: Sequence[RankTimes], first: float, ids: Iterator[int], free: dict[tuple[int, int], float]
+    ranks: Sequence[RankTimes],
+    first: float,
+    ids: Iterator[int],
+    free: dict[tuple[int, int], float],
 ) -> Iterator[dict[str, Any]]:
     for each in ranks:
         for call in each.calls:
@@ -109,7 +118,11 @@ def _of_call(rank: int, call: CallTimes, zero: float) -> Iterator[dict[str, Any]
     common = {"step": call.step, "direction": call.direction}
 
     def block(
-        name: str, category: str, begin: float, end: float, args: dict[str, Any]
+        name: str,
+        category: str,
+        begin: float,
+        end: float,
+        args: dict[str, Any],
     ) -> dict[str, Any]:
         return _slice(rank, ATTENTION, name, category, begin - zero, end - zero, **args)
 
@@ -133,7 +146,10 @@ def _of_call(rank: int, call: CallTimes, zero: float) -> Iterator[dict[str, Any]
 
 
 def _of_messages(
-    ranks: Sequence[RankTimes], first: float, ids: Iterator[int], free: dict[tuple[int, int], float]
+    ranks: Sequence[RankTimes],
+    first: float,
+    ids: Iterator[int],
+    free: dict[tuple[int, int], float],
 ) -> Iterator[dict[str, Any]]:
     """Messages at both ends, and the arrow between. Those of a link follow one another: `free` is
     when its last one ended.

@@ -241,13 +241,15 @@ class Watchdog:
             self.store.set(_KEY + str(self.rank), json.dumps(mine))
             self.store.set(_KEY + "fired", "1")
             time.sleep(self.tick + _GRACE_S)
-            told = {
+            reports = {
                 rank: self.store.get(_KEY + str(rank))
                 for rank in range(self.size)
                 if self.store.check([_KEY + str(rank)])
             }
-            if self.rank == min(told):
-                line = verdict({rank: json.loads(text) for rank, text in told.items()}, self.size)
+            if self.rank == min(reports):
+                line = verdict(
+                    {rank: json.loads(text) for rank, text in reports.items()}, self.size
+                )
                 _say(f"cp_ring: watchdog: {line}; ending the job")
                 self.store.set(_KEY + "said", "1")
             else:
@@ -297,70 +299,72 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def sentence(told: dict[str, Any]) -> str:
+def sentence(report: dict[str, Any]) -> str:
     """A rank's report as a sentence."""
     place = ""
-    if "hop" in told:
+    if "hop" in report:
         place = (
             "step {step}, microbatch {microbatch}, layer {layer}, {direction}, hop {hop}".format(
-                **told
+                **report
             )
         )
-    if told["waits"] == "hop":
+    if report["waits"] == "hop":
         transfers = [
-            f"{word} rank {_peer(told, peer)} tokens "
+            f"{word} rank {_peer(report, peer)} tokens "
             f"{', '.join(f'{start}:{end}' for start, end in ranges)}"
             for word in ("from", "to")
-            for peer, ranges in told[word]
+            for peer, ranges in report[word]
         ]
-        return f"waits for {told['seconds']:.0f} s: {place}: {told['kind']} {'; '.join(transfers)}"
+        return (
+            f"waits for {report['seconds']:.0f} s: {place}: {report['kind']} {'; '.join(transfers)}"
+        )
     last = f"; its last hop was {place}" if place else ""
-    if told["waits"] == "collective":
-        return f"waits in a collective, {told['at']}{last}"
-    return f"does not wait for anyone: it is in {told['at']}{last}"
+    if report["waits"] == "collective":
+        return f"waits in a collective, {report['at']}{last}"
+    return f"does not wait for anyone: it is in {report['at']}{last}"
 
 
-def verdict(told: dict[int, dict[str, Any]], size: int) -> str:
+def verdict(reports: dict[int, dict[str, Any]], size: int) -> str:
     """Names the first stuck rank: a rank that is gone, else one that does not wait, else the one
     that is furthest behind.
     """
-    gone = [rank for rank in range(size) if rank not in told]
+    gone = [rank for rank in range(size) if rank not in reports]
     if gone:
         return f"first stuck: rank {gone[0]}, which does not answer" + (
             f" (nor do {gone[1:]})" if gone[1:] else ""
         )
-    busy = [rank for rank, its in told.items() if not its["waits"]] or list(told)
-    first = min(busy, key=lambda rank: _progress(told[rank]))
-    waiting = sorted(rank for rank, its in told.items() if _waits_for(its, first))
+    busy = [rank for rank, report in reports.items() if not report["waits"]] or list(reports)
+    first = min(busy, key=lambda rank: _progress(reports[rank]))
+    waiting = sorted(rank for rank, report in reports.items() if _waits_for(report, first))
     others = f"; waiting for it: {', '.join(f'rank {rank}' for rank in waiting)}" if waiting else ""
-    return f"first stuck: rank {first}, which {sentence(told[first])}{others}"
+    return f"first stuck: rank {first}, which {sentence(reports[first])}{others}"
 
 
-def _waits_for(told: dict[str, Any], rank: int) -> bool:
-    return told["waits"] == "hop" and any(
-        _peer(told, peer) == rank for word in ("from", "to") for peer, _ in told[word]
+def _waits_for(report: dict[str, Any], rank: int) -> bool:
+    return report["waits"] == "hop" and any(
+        _peer(report, peer) == rank for word in ("from", "to") for peer, _ in report[word]
     )
 
 
-def _peer(told: dict[str, Any], peer: int) -> int:
+def _peer(report: dict[str, Any], peer: int) -> int:
     """The rank in the job of the rank `peer` of the ring's group."""
-    return int(told["ranks"][peer]) if told.get("ranks") else peer
+    return int(report["ranks"][peer]) if report.get("ranks") else peer
 
 
-def _progress(told: dict[str, Any]) -> tuple[Any, ...]:
+def _progress(report: dict[str, Any]) -> tuple[Any, ...]:
     """A key that sorts reports by progress. In backward, layers run in descending order."""
-    if "hop" not in told:
+    if "hop" not in report:
         return (-1,)
     # those that predict follow the decoder's
-    layer = told["layer"] if isinstance(told["layer"], int) else sys.maxsize
-    backward = told["direction"] == "backward"
+    layer = report["layer"] if isinstance(report["layer"], int) else sys.maxsize
+    backward = report["direction"] == "backward"
     return (
-        told["step"],
+        report["step"],
         backward,
         -layer if backward else layer,
-        told["microbatch"],
-        told["hop"],
-        -told.get("seconds", 0.0),
+        report["microbatch"],
+        report["hop"],
+        -report.get("seconds", 0.0),
     )
 
 

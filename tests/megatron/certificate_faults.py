@@ -39,12 +39,7 @@ def _parity(name: str) -> Any:
 
 
 def _core(attribute: str, faulty: Any) -> Any:
-    def found() -> list[Any]:
-        from cp_ring.megatron import ring_core_attention
-
-        return [(ring_core_attention, attribute, faulty)]
-
-    return found
+    return lambda: [parity.of_core_attention(attribute, faulty)()]
 
 
 def _gpt(attribute: str, faulty: Any) -> Any:

@@ -122,7 +122,7 @@ def test_length_grows_as_far_as_time_allows(monkeypatch):
     from cp_ring.megatron.certificate import attention_probe
 
     monkeypatch.setattr(
-        attention_probe, "_forward_seconds", lambda subject, clock: (subject.tokens / 1000) ** 2
+        attention_probe, "_forward_seconds", lambda subject: (subject.tokens / 1000) ** 2
     )
     monkeypatch.setattr(attention_probe, "at_length", lambda subject, n: SimpleNamespace(tokens=n))
     monkeypatch.setattr(attention_probe, "_bytes", lambda kind, n, dtype: 0)

@@ -161,9 +161,9 @@ def test_a_job_counts_the_microbatches_before_it(monkeypatch):
     class Arguments:
         seed, consumed_train_samples, micro_batch_size = 7, 96, 2
 
-    monkeypatch.setattr(dropout_keys, "_arguments", lambda: Arguments)
+    monkeypatch.setattr(dropout_keys, "arguments", lambda: Arguments)
     assert (dropout_keys._seed(), dropout_keys._microbatches_before()) == (7, 48)
-    monkeypatch.setattr(dropout_keys, "_arguments", lambda: None)
+    monkeypatch.setattr(dropout_keys, "arguments", lambda: None)
     assert (dropout_keys._seed(), dropout_keys._microbatches_before()) == (torch.initial_seed(), 0)
 
 

@@ -250,7 +250,8 @@ def test_padding_and_declared_documents_begin_anew_too():
 
 
 def test_the_halo_is_proven_for_the_convolution_that_runs(monkeypatch):
-    from cp_ring import Layout, PlanError
+    from cp_ring import PlanError
+    from cp_ring.megatron.data.documents import without_documents
     from cp_ring.megatron.layers import recurrent
     from cp_ring.plan.exchange.chains import Chains
     from cp_ring.testing.local_ring import LocalRing
@@ -262,8 +263,7 @@ def test_the_halo_is_proven_for_the_convolution_that_runs(monkeypatch):
     )
 
     def convolved(group, width):
-        chains = Chains.build(Layout.zigzag(32, 2), np.array([0]))
-        order = recurrent._pass(chains, "", group, torch.device("cpu"))
+        order = recurrent.passing_of(without_documents(1, 32, 2), group, torch.device("cpu"))
         with recurrent._in_order(order):
             convolve = recurrent.fla_with_documents(causal_conv1d)
             return convolve(torch.ones(1, 16, 3), weight=torch.ones(3, width), activation="silu")

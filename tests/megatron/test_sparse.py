@@ -79,25 +79,11 @@ def layer(monkeypatch, patched):
     configure(before)
 
 
-@pytest.mark.parametrize(
-    ("kind", "own", "changes", "line"),
-    [
-        ("p2p", {"heads": 2}, {}, "does not support heads 2 where latents travel"),
-        ("a2a", {}, {}, "does not support cp_comm_type a2a where latents travel"),
-        ("p2p", {}, {"dsa_indexer_loss_coeff": 0.1}, "needs calculate_per_token_loss"),
-    ],
-)
-def test_what_all_gather_alone_supports_is_one_line(layer, kind, own, changes, line):
-    with pytest.raises(ConfigError, match=line):
-        layer(kind, own, **changes)
-
-
-def test_fused_kernels_are_left_to_all_gather(layer):
-    made = layer()
-    made.config.dsa_kernel_backend = "cudnn"
-    assert sparse._fused(made.config) == "cudnn"
-    made.config.attention_backend = SimpleNamespace(name="unfused")
-    assert sparse._fused(made.config) == ""
+def test_a_layer_follows_the_rules_of_sparse_attention(layer):
+    with pytest.raises(ConfigError, match="does not support --cp-ring-heads 2: leave it out"):
+        layer(own={"heads": 2})
+    with pytest.raises(ConfigError, match="does not support --cp-comm-type a2a: it is split"):
+        layer("a2a")
 
 
 @pytest.mark.parametrize(("mask", "weight"), [("no_mask", torch.ones(4, 8, 8)), ("causal", None)])

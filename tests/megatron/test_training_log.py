@@ -57,9 +57,11 @@ class Megatron:
             )
         )
         timer = SimpleNamespace(active_time=lambda: self.seconds)
-        return StepLine(
-            self.training_log, lambda: self.args, lambda: lambda name: timer, lambda: writer
-        )
+        functions = SimpleNamespace(
+            get_args=lambda: self.args, get_timers=lambda: lambda name: timer,
+            get_tensorboard_writer=lambda: writer, get_wandb_writer=lambda: None,
+        )  # fmt: skip
+        return StepLine(self.training_log, functions)
 
 
 def test_each_step_has_its_own_rate(one_rank, tmp_path, capsys):
@@ -145,7 +147,7 @@ def test_a_full_disk_warns_once_and_the_job_goes_on(
 def test_a_tensorboard_that_cannot_write_does_not_end_the_job(one_rank, tmp_path, monkeypatch):
     megatron = Megatron(tmp_path)
     line = megatron.line()
-    line.get_writer = lambda: SimpleNamespace(add_scalar=FullDisk().write)
+    line.megatron.get_tensorboard_writer = lambda: SimpleNamespace(add_scalar=FullDisk().write)
     assert megatron.step(line, 1.0, 3.0) == "flag"
     assert len(progress.read(tmp_path)) == 1
 
@@ -236,7 +238,8 @@ def test_the_times_of_a_sampled_step_are_in_the_log(one_rank, tmp_path):
         end_of_step=lambda step, last: asked.append((step, last)) or ([found] if step == 3 else [])
     )
     logged = []
-    line.get_wandb = lambda: SimpleNamespace(log=lambda values, step: logged.append((values, step)))
+    wandb = SimpleNamespace(log=lambda values, step: logged.append((values, step)))
+    line.megatron.get_wandb_writer = lambda: wandb
     for _ in range(10):
         megatron.step(line, 1.0, 3.0)
     assert asked == [(step, step == 10) for step in range(1, 11)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cp_ring import ring_attention
+from cp_ring import LatentKeys, ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.observe import clocks, timing, trace
 from cp_ring.observe.alarms import Alarms
@@ -196,14 +196,20 @@ def test_groups_are_combined(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_every_message_has_both_ends(heads):
-    """In real time, also with the exchange of heads, and no duration is negative."""
+@pytest.mark.parametrize(
+    ("heads", "wire"), [(1, "plain"), (2, "plain"), (4, "plain"), (1, "latent")]
+)
+def test_every_message_has_both_ends(heads, wire):
+    """In real time, also with the exchange of heads and latents, and no duration is negative."""
 
     def case(group):
         q, k, v = (torch.randn(1, 32, 4, 8, requires_grad=True) for _ in range(3))
+        if wire == "latent":
+            weight = torch.randn(4 * (4 + 8), 6, requires_grad=True)
+            k, v = LatentKeys(q[..., 0, :6], q[..., 0, 4:], weight, 4, 4), None
         for _ in range(2):
-            ring_attention(q, k, v, group, causal=True, heads=heads).sum().backward()
+            out = ring_attention(q, k, v, group, causal=True, heads=heads, wire=wire)
+            out.sum().backward()
 
     with timing.record(kernels=True) as recording:
         LocalRing(4).run(case)

@@ -33,10 +33,17 @@ def planted(name: str) -> Iterator[None]:
         setattr(owner, attribute, right)
 
 
-def _plans() -> Any:
-    from cp_ring.megatron import ring_core_attention
+def of_core_attention(attribute: str, faulty: Any) -> Any:
+    """A fault of a name that core attention, or what it attends to, imports."""
 
-    return ring_core_attention, "make_plan"
+    def found() -> Any:
+        from cp_ring.megatron import ring_core_attention
+        from cp_ring.megatron.layers import planned
+
+        owner = planned if hasattr(planned, attribute) else ring_core_attention
+        return owner, attribute, faulty
+
+    return found
 
 
 def _mask_widened(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
@@ -189,12 +196,13 @@ def _recurrent() -> Any:
     return recurrent
 
 
-def _in_another_order(of_layout: Any, n: int, batch: int, cp: int, name: str, *rest: Any) -> Any:
-    return of_layout(n, batch, cp, "contiguous" if name == "zigzag" else "zigzag", *rest)
+def _in_another_layout(without_documents: Any, batch: int, n: int, cp: int) -> Any:
+    """Batch rows as another layout would split them."""
+    from cp_ring.megatron.data.documents import Documents
+    from cp_ring.megatron.settings import current
 
-
-def _layout_of_another(make_layout: Any, name: str, n: int, cp: int) -> Any:
-    return make_layout("contiguous" if name == "zigzag" else "zigzag", n, cp)
+    other = "contiguous" if current().layout == "zigzag" else "zigzag"
+    return Documents.in_rows(np.arange(batch + 1) * n, batch, other, cp)
 
 
 def _across_documents(starts: Any, carried: Any) -> Any:
@@ -277,12 +285,6 @@ def _predictions() -> Any:
 def _rolled_by_rank(roll: Any, tensor: Any, **more: Any) -> Any:
     mine, total = roll(tensor, **more)
     return mine, total if mine is None else torch.Tensor.sum(mine)
-
-
-def _dropout() -> Any:
-    from cp_ring.megatron import ring_core_attention
-
-    return ring_core_attention, "dropout_of"
 
 
 def _places_on_the_rank(dropout_of: Any, p: float, layer: int, positions: Any, *more: Any) -> Any:
@@ -391,8 +393,16 @@ FAULTS = {
     "boundary shifted by one": lambda: (_documents(), "mask", _shifted),
     "boundary missed": lambda: (_gpt(), "boundaries", _boundary_missed),
     "documents merged": lambda: (_documents(), "mask", _merged),
-    "state in the order of another layout": lambda: (_recurrent(), "_of_layout", _in_another_order),
-    "state passed by another layout": lambda: (_recurrent(), "make_layout", _layout_of_another),
+    "state in the order of another layout": lambda: (
+        _recurrent(),
+        "without_documents",
+        _in_another_layout,
+    ),
+    "state passed by another layout": lambda: (
+        _recurrent(),
+        "without_documents",
+        _in_another_layout,
+    ),
     "state not handed on": lambda: (_state_messages(), "states", _nothing_handed_on),
     "state across documents": lambda: (_recurrent(), "_starts", _across_documents),
     "state begins anew too late": lambda: (_recurrent(), "_starts", _anew_too_late),
@@ -405,19 +415,18 @@ FAULTS = {
     "positions not continued": lambda: (_declared(), "positions", _positions_not_continued),
     "roll in one sequence": lambda: (_declared(), "last", _roll_across),
     "roll across documents": lambda: (_documents(), "last", _roll_across),
-    "dropout by places on the rank": lambda: (*_dropout(), _places_on_the_rank),
-    "dropout of predictions by the decoder's numbers": lambda: (
-        *_dropout(),
-        _predictions_as_the_decoder,
+    "dropout by places on the rank": of_core_attention("dropout_of", _places_on_the_rank),
+    "dropout of predictions by the decoder's numbers": of_core_attention(
+        "dropout_of", _predictions_as_the_decoder
     ),
     "labels of another chunk": lambda: (*_chunks(), _labels_of_another_chunk),
     "packed documents in order": lambda: (*_layouts(), _in_order),
     "one position in all sections": lambda: (_gpt(), "_mrope_positions", _one_section),
-    "mask widened": lambda: (*_plans(), _mask_widened),
-    "window widened": lambda: (*_plans(), _window_widened),
+    "mask widened": of_core_attention("make_plan", _mask_widened),
+    "window widened": of_core_attention("make_plan", _window_widened),
     "window on every layer": lambda: (*_windows(), _window_everywhere),
-    "sink dropped": lambda: (_plans()[0], "Inputs", _sink_dropped),
-    "sink gradient dropped": lambda: (_plans()[0], "Inputs", _sink_gradient_dropped),
-    "scale of the head size": lambda: (_plans()[0], "attention_of", _scale_of_head_size),
+    "sink dropped": of_core_attention("Inputs", _sink_dropped),
+    "sink gradient dropped": of_core_attention("Inputs", _sink_gradient_dropped),
+    "scale of the head size": of_core_attention("attention_of", _scale_of_head_size),
     "positions of another split": lambda: (*_batches(), _positions_of_another_split),
 }

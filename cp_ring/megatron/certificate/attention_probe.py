@@ -8,7 +8,6 @@ at a few positions, as far as time and memory allow.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -27,18 +26,19 @@ PASSES = 10  # forward passes that take as long as all probes of one length
 MEMORY = 1 << 30  # bytes of a probe on the CPU
 
 
-def probe_short(subject: Subject) -> list[Probe]:
-    """All probes on a short microbatch; every rank of the group calls it."""
+def probe(subject: Subject, rounds: int, samples: int | None = None) -> list[Probe]:
+    """All probes on a microbatch, those of the mask in `rounds` calls; every rank of the group
+    calls it. `samples`: how many queries of a rank are compared, by default all.
+    """
     subject.draw_sink()
-    return [*mask_probes(subject, rounds=4), *value_probes(subject)]
+    return [*mask_probes(subject, rounds), *value_probes(subject, samples)]
 
 
 def probe_long(subject: Subject) -> list[Probe]:
-    """As `probe_short`, at a few positions only, so that the references stay small;
+    """As `probe`, at a few positions only, so that the references stay small;
     `subject.kind.tokens` may be large.
     """
-    subject.draw_sink()
-    return [*mask_probes(subject, rounds=1), *value_probes(subject, SAMPLED)]
+    return probe(subject, 1, SAMPLED)
 
 
 def probe_dropout(subject: Subject) -> list[Probe]:
@@ -71,9 +71,7 @@ def at_length(subject: Subject, tokens: int) -> Subject:
     return replace(subject, kind=kind, note=f"{subject.note} at {tokens} tokens")
 
 
-def longest_in_time(
-    subject: Subject, wanted: int, seconds: float, clock: Callable[[], float] = time.monotonic
-) -> int:
+def longest_in_time(subject: Subject, wanted: int, seconds: float) -> int:
     """The largest length up to `wanted` that `probe_long` can probe in `seconds` and in memory; all
     ranks of the group agree.
 
@@ -85,7 +83,7 @@ def longest_in_time(
     n = subject.kind.tokens
     while n < wanted:
         longer = min(2 * n, wanted)
-        predicted = PASSES * _forward_seconds(at_length(subject, n), clock) * (longer / n) ** 2
+        predicted = PASSES * _forward_seconds(at_length(subject, n)) * (longer / n) ** 2
         too_large = predicted > seconds or _bytes(subject.kind, longer, subject.dtype) > _memory(
             subject.device
         )
@@ -95,15 +93,15 @@ def longest_in_time(
     return n
 
 
-def _forward_seconds(subject: Subject, clock: Callable[[], float]) -> float:
+def _forward_seconds(subject: Subject) -> float:
     """How long a forward pass takes; the better of two, because the first makes the plan."""
     inputs = *subject.equal_scores(), subject.zeros(subject.kind.groups, subject.kind.e)
     times = []
     for _ in range(2):
-        start = clock()
+        start = time.monotonic()
         with torch.no_grad():
             float(subject.call(*inputs).sum())  # waits for the device
-        times.append(clock() - start)
+        times.append(time.monotonic() - start)
     return min(times)
 
 
@@ -121,9 +119,5 @@ def _memory(device: torch.device) -> int:
 
 
 def _on_any_rank(condition: bool, subject: Subject) -> bool:
-    answer = torch.tensor(
-        float(condition), device="cuda" if dist.get_backend(subject.group) == "nccl" else "cpu"
-    )
-    if subject.group.size() > 1:
-        dist.all_reduce(answer, dist.ReduceOp.MAX, group=subject.group)
-    return bool(answer)
+    device = "cuda" if dist.get_backend(subject.group) == "nccl" else "cpu"
+    return bool(subject.summed(torch.tensor(float(condition), device=device)))

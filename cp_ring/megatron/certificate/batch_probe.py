@@ -27,9 +27,13 @@ SAME = 1e-4
 TOKENS = ("input_ids", "tokens")
 BATCH = "by the batch itself"
 NAMES = {
-    "tokens": "token", "labels": "label", "position_ids": "position id", "loss_mask": "loss mask",
-    "next": "label of the further prediction", "weights": "weight in the loss",
-}  # fmt: skip
+    "tokens": "token",
+    "labels": "label",
+    "position_ids": "position id",
+    "loss_mask": "loss mask",
+    "next": "label of the further prediction",
+    "weights": "weight in the loss",
+}
 WHOLE = {"embedded": "embedding", "rotary": "rotary embedding"}
 
 Seen = dict[str, Tensor]

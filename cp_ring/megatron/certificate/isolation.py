@@ -16,7 +16,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +74,6 @@ class ProbeGroups:
     store: Any
     key: str
     done: threading.Event = field(default_factory=threading.Event)
-    end: Callable[[int], Any] = os._exit
 
     @classmethod
     def make(cls) -> ProbeGroups:
@@ -133,7 +132,7 @@ class ProbeGroups:
                     "probe",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
-                self.end(2)
+                os._exit(2)
             return
 
     def close(self) -> None:
@@ -198,18 +197,14 @@ def made_by_members() -> Iterator[None]:
 def _groups_of_megatron() -> dict[str, Any]:
     from megatron.core import parallel_state  # heavy, and installed with Megatron only
 
-    def is_group(value: Any) -> bool:
-        return isinstance(value, dist.ProcessGroup)
+    def of_groups(value: Any) -> bool:
+        several = value if isinstance(value, list) else [value]
+        return bool(several) and all(isinstance(each, dist.ProcessGroup) for each in several)
 
-    found = {
-        name: value
-        for name, value in vars(parallel_state).items()
-        if name.startswith("_") and name.isupper()
-    }
     return {
         name: value
-        for name, value in found.items()
-        if is_group(value) or (isinstance(value, list) and value and all(map(is_group, value)))
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and name.isupper() and of_groups(value)
     }
 
 
@@ -232,28 +227,22 @@ def _losses_of_models_restored() -> Iterator[None]:
     training = sys.modules.get("megatron.training.training")
     # has a value for each layer of the first model that runs
     sparse = sys.modules.get("megatron.core.transformer.experimental_attention_variant.dsa")
-    kept: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (getattr(mtp, "MTPLossLoggingHelper", None), "tracker", lambda value: {}),
-        (getattr(mtp, "MTPLossAutoScaler", None), "main_loss_backward_scale", lambda value: value),
-        (getattr(sparse, "DSAIndexerLossLoggingHelper", None), "tracker", lambda value: {}),
-        (
-            getattr(sparse, "DSAIndexerLossAutoScaler", None),
-            "main_loss_backward_scale",
-            lambda value: value,
-        ),
-        (moe_utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", lambda value: value),
-        (moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", lambda value: {}),
-        (logging, "_MOE_METRICS_TRACKER", lambda value: None),
-        (training, "_seqlen_stats_in_iteration", lambda value: None),
-        (training, "_seqlen_stats_active", lambda value: False),
+    scale = "main_loss_backward_scale"
+    scalers = (
+        getattr(mtp, "MTPLossAutoScaler", None),
+        getattr(sparse, "DSAIndexerLossAutoScaler", None),
+        moe_utils.MoEAuxLossAutoScaler,
+    )
+    fresh: list[tuple[Any, str, Any]] = [
+        (getattr(mtp, "MTPLossLoggingHelper", None), "tracker", {}),
+        (getattr(sparse, "DSAIndexerLossLoggingHelper", None), "tracker", {}),
+        *((scaler, scale, getattr(scaler, scale, None)) for scaler in scalers),
+        (moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}),
+        (logging, "_MOE_METRICS_TRACKER", None),
+        (training, "_seqlen_stats_in_iteration", None),
+        (training, "_seqlen_stats_active", False),
     ]
-    with replaced(
-        *(
-            (owner, name, fresh(getattr(owner, name)))
-            for owner, name, fresh in kept
-            if hasattr(owner, name)
-        )
-    ):
+    with replaced(*(change for change in fresh if hasattr(*change[:2]))):
         yield
 
 

@@ -101,20 +101,32 @@ def find_layer_kinds(
     sink = getattr(config, "softmax_type", "vanilla")
     batch_size = min(args.micro_batch_size, MAX_ROWS)
     scores = MAX_SCORES // heads // batch_size * (1 if whole_rows else cp)
-    found = []
+    kinds = []
     for (window, comm_type, key_heads), numbers in alike.items():
         tokens, probed = _size_of_probe(window, cp, scores)
         groups = (
             heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
         )
-        kind = LayerKind(numbers[0], tuple(numbers), "", window, probed, scale, sink, heads, groups,
-                         d, e, tokens,
-                         comm_type=comm_type)  # fmt: skip
-        found += [
+        kind = LayerKind(
+            numbers[0],
+            tuple(numbers),
+            "",
+            window,
+            probed,
+            scale,
+            sink,
+            heads,
+            groups,
+            d,
+            e,
+            tokens,
+            comm_type=comm_type,
+        )
+        kinds += [
             replace(kind, mask=mask, batch_size=1 if mask == "packed" else batch_size)
             for mask in masks
         ]
-    return found
+    return kinds
 
 
 def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
@@ -142,9 +154,9 @@ def declared_window(config: Any, layer: int) -> tuple[int, int]:
 
 def declared_scale(config: Any) -> tuple[float, int, int]:
     """Factor of the scores, and head sizes of keys and values, by Megatron's own rules."""
-    given = getattr(config, "softmax_scale", None)
+    asked = getattr(config, "softmax_scale", None)
     if not getattr(config, "multi_latent_attention", False):
-        return given or config.kv_channels**-0.5, config.kv_channels, config.kv_channels
+        return asked or config.kv_channels**-0.5, config.kv_channels, config.kv_channels
     d = config.qk_head_dim + config.qk_pos_emb_head_dim
     factor, mscale = config.rotary_scaling_factor, config.mscale_all_dim
     stretch = 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

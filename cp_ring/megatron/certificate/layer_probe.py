@@ -24,7 +24,6 @@ from cp_ring.megatron.certificate.layer_kinds import (
     kernel_in_float32,
     masks_of,
 )
-from cp_ring.megatron.certificate.probe_batch import split_of
 from cp_ring.megatron.certificate.report import Probe, ProbesOfRank
 from cp_ring.megatron.certificate.subject import Subject
 from cp_ring.megatron.certificate.tiny_model import own_device, transformer_config
@@ -52,20 +51,12 @@ def probe_layers(
             for number in kind.numbers
         }
         layer = layers[kind.layer]
-        subject = Subject(
-            kind,
-            layer,
-            groups.cp,
-            args.params_dtype,
-            own_device(),
-            split_of(args),
-            seed,
-        )
+        subject = Subject(kind, layer, groups.cp, args.params_dtype, own_device(), seed)
         results.attention.append(probe_built(subject, layers))
         others = {number: each for number, each in reversed(layers.items()) if number != kind.layer}
         results.attention += probe_others(subject, others)
         layer.window = kind.probed
-        results.attention += attention_probe.probe_short(subject)
+        results.attention += attention_probe.probe(subject, rounds=4)
         results.attention += attention_probe.probe_dropout(subject) if layer.dropout else []
         layer.window = kind.window
         tokens = attention_probe.longest_in_time(subject, args.seq_length, seconds / len(kinds))
@@ -110,9 +101,15 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
     elif config.softmax_scale:
         sizes = {"softmax_scale": config.softmax_scale}
     config = config_of_layer(config, kind.layer)
-    layer = RingDotProductAttention(config, kind.layer, AttnMaskType.causal, "self",
-                                    cp_comm_type=kind.comm_type,
-                                    pg_collection=groups, **sizes)  # fmt: skip
+    layer = RingDotProductAttention(
+        config,
+        kind.layer,
+        AttnMaskType.causal,
+        "self",
+        cp_comm_type=kind.comm_type,
+        pg_collection=groups,
+        **sizes,
+    )
     return layer.eval()  # without dropout, which has a probe of its own
 
 

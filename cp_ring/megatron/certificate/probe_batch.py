@@ -4,8 +4,6 @@ job splits its own.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +17,6 @@ from cp_ring.megatron.certificate.layer_kinds import LayerKind
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
-
-SplitBatch = Callable[[dict[str, Tensor], int, int], dict[str, Tensor]]
-"""(tensors [b, n] by name, rank, cp) to the parts [b, s] of that rank."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +75,16 @@ class BatchRows:
             return Documents.in_rows(self.offsets, len(self.rules), current().layout, cp)
         return None
 
-    def positions(self, rank: int, cp: int, split: SplitBatch) -> Tensor:
+    def positions(self, rank: int, cp: int) -> Tensor:
         """Where the tokens of a rank are in their batch rows, int64 [b, s]."""
+        from cp_ring.megatron.batches import on_this_cp_rank  # imports Megatron
+
         if self.kind.mask == "packed":
             return _packed_positions(self.offsets, rank, cp)[None]
         whole = torch.arange(self.kind.tokens).expand(len(self.rules), -1)
         carried = self.carried(cp)
         mine: Tensor = (
-            split({"tokens": whole}, rank, cp)["tokens"]
+            on_this_cp_rank({"tokens": whole}, rank, cp)["tokens"]
             if carried is None
             else carried.shard(whole, rank)
         )
@@ -131,9 +128,7 @@ class ProbeBatch:
     edges: tuple[int, ...]
 
     @classmethod
-    def make(
-        cls, kind: LayerKind, group: Any, split: SplitBatch, device: torch.device
-    ) -> ProbeBatch:
+    def make(cls, kind: LayerKind, group: Any, device: torch.device) -> ProbeBatch:
         """That of this rank of `group`."""
         cp = group.size()
         batch_rows = BatchRows.draw(kind, cp, padded=True)
@@ -145,25 +140,13 @@ class ProbeBatch:
             for edge in (*chunks, *bounds, *windows)
             for side in (-1, 0, 1)
         }
-        positions = batch_rows.positions(group.rank(), cp, split).to(device)
+        positions = batch_rows.positions(group.rank(), cp).to(device)
         return cls(positions, batch_rows.rules, batch_rows.params(cp), tuple(sorted(near)))
 
     def local(self, whole: Tensor) -> Tensor:
         """This rank's tokens of whole batch rows: [b, n, ...] to [b, s, ...]."""
         of_each = zip(whole, self.positions, strict=True)
         return torch.stack([batch_row.index_select(0, mine) for batch_row, mine in of_each])
-
-
-def split_of(args: argparse.Namespace) -> SplitBatch:
-    """How the job splits batch rows without documents over the context-parallel ranks."""
-    if hasattr(args, "transformer_config"):
-        from cp_ring.megatron import batches  # imports Megatron
-
-        return batches.on_this_cp_rank
-    # imports Megatron, and its training loop, which users of megatron.core alone may lack
-    from cp_ring.megatron import gpt
-
-    return gpt.on_this_cp_rank
 
 
 def _packed_positions(offsets: Ints, rank: int, cp: int) -> Tensor:

@@ -42,11 +42,12 @@ _OTHERS = (
     "mtp_num_layers",
     "mask_kinds",
 )
-_FLAGS = {
-    "document_mask": "--cp-ring-document-mask",
-    "inter_document_masking": "--dataloader-inter-document-masking",
-    "mask_kinds": "--cp-ring-mask-kinds",
+_ARGUMENTS = {
+    "document_mask": "cp_ring_document_mask",
+    "inter_document_masking": "dataloader_inter_document_masking",
+    "mask_kinds": "cp_ring_mask_kinds",
 }
+"""Arguments with another name than the setting."""
 _RING = (
     "kernel",
     "layout",
@@ -63,24 +64,22 @@ _RING = (
 
 def attention_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings in `args` that decide what attention computes, in plain values."""
-    found = {name: getattr(args, name, None) for name in (*_MASK, *_OTHERS)}
-    found["document_mask"] = bool(getattr(args, "cp_ring_document_mask", False))
-    found["inter_document_masking"] = bool(
-        getattr(args, "dataloader_inter_document_masking", False)
-    )
-    found["mask_kinds"] = getattr(args, "cp_ring_mask_kinds", "") or ""
-    latent = bool(found["multi_latent_attention"])
-    if not latent:  # Megatron gives these a value whether they are used or not
-        found |= dict.fromkeys(
+    values = {name: getattr(args, _ARGUMENTS.get(name, name), None) for name in (*_MASK, *_OTHERS)}
+    for name in ("document_mask", "inter_document_masking"):
+        values[name] = bool(values[name])
+    values["mask_kinds"] = values["mask_kinds"] or ""
+    if not values["multi_latent_attention"]:
+        # Megatron gives these a value whether they are used or not
+        values |= dict.fromkeys(
             ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor")
         )
-    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
     """Versions, date, sizes, and the settings that the certificate is for, with their hash."""
-    found = attention_settings(args)
+    values = attention_settings(args)
     used = settings.current()
     sizes = {
         "tp": args.tensor_model_parallel_size,
@@ -95,8 +94,8 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "ring": {name: getattr(used, name) for name in _RING}
         | {"comm_types": comm_types.types_by_layer(args)},
         "dtype": str(args.params_dtype).removeprefix("torch."),
-        "attention": found,
-        "hash": hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16],
+        "attention": values,
+        "hash": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16],
     }
 
 
@@ -160,9 +159,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _shown(changed: dict[str, tuple[Any, Any]], names: list[str]) -> str:
-    flags = {name: "--" + name.replace("_", "-") for name in names} | _FLAGS
     return ", ".join(
-        f"{flags[name]} was {changed[name][0]}, now {changed[name][1]}" for name in names
+        f"--{_ARGUMENTS.get(name, name).replace('_', '-')} was {changed[name][0]}, now "
+        f"{changed[name][1]}"
+        for name in names
     )
 
 

@@ -80,10 +80,10 @@ def _by_rank(
         parts = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(parts, mine.contiguous(), group=group)
         whole = torch.cat(parts)
-    found: Tensor | None = None
+    results: Tensor | None = None
     for indices in held:
         part = function(whole[indices.to(whole.device)])
-        found = whole.new_empty(len(whole), part.shape[1]) if found is None else found
-        found[indices.to(whole.device)] = part
-    assert found is not None, "no rank has tokens"
-    return found if group is None else found.chunk(group.size())[group.rank()]
+        results = whole.new_empty(len(whole), part.shape[1]) if results is None else results
+        results[indices.to(whole.device)] = part
+    assert results is not None, "no rank has tokens"
+    return results if group is None else results.chunk(group.size())[group.rank()]

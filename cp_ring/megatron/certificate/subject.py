@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
-from cp_ring.megatron.certificate.probe_batch import ProbeBatch, SplitBatch
+from cp_ring.megatron.certificate.probe_batch import ProbeBatch
 from cp_ring.megatron.certificate.report import Probe
 
 if TYPE_CHECKING:
@@ -34,14 +34,13 @@ class Subject:
     group: Any
     dtype: torch.dtype
     device: torch.device
-    split: SplitBatch
     seed: int
     note: str = ""  # appended to the names of its probes
 
     @cached_property
     def batch(self) -> ProbeBatch:
         """The microbatch of this rank."""
-        return ProbeBatch.make(self.kind, self.group, self.split, self.device)
+        return ProbeBatch.make(self.kind, self.group, self.device)
 
     def with_layer(self, number: int, layer: Any) -> Subject:
         """Layer `number` of the same kind, on the same microbatch."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
-from cp_ring.megatron.certificate.probe_batch import BatchRows, split_of
+from cp_ring.megatron.certificate.probe_batch import BatchRows
 from cp_ring.megatron.certificate.tiny_model import VOCABULARY
 from cp_ring.megatron.data.masks import KEY
 from cp_ring.megatron.settings import packed_in_whole_rows
@@ -38,7 +38,7 @@ class Microbatch:
 
         With `distinct` each token is another, beyond any vocabulary.
         """
-        cp, split = args.context_parallel_size, split_of(args)
+        cp = args.context_parallel_size
         random, batch_rows = torch.Generator().manual_seed(seed), BatchRows.draw(kind, cp)
         shape = len(batch_rows.rules), kind.tokens + 1
         tokens = (
@@ -57,7 +57,7 @@ class Microbatch:
         if kind.mask == "packed":  # as the data sets of Megatron's scripts have it
             data["cu_seqlens"] = torch.from_numpy(batch_rows.offsets)[None].to(torch.int32)
             data["max_seqlen"] = torch.tensor([int(batch_rows.lengths.max())], dtype=torch.int32)
-        batch = cls(data, batch_rows, [batch_rows.positions(rank, cp, split) for rank in range(cp)])
+        batch = cls(data, batch_rows, [batch_rows.positions(rank, cp) for rank in range(cp)])
         if kind.mask in ("documents", "packed"):
             data["loss_mask"][batch.last()] = 0
         for of_rank in batch.positions:

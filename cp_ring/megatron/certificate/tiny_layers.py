@@ -19,6 +19,7 @@ from cp_ring.megatron.flags.layer_pattern import (
     RECURRENT,
     SPARSE,
     attends,
+    expert_layers,
     letters_of,
     main_layers,
     pattern_of,
@@ -68,14 +69,8 @@ def layers_with_experts(args: argparse.Namespace) -> list[int]:
     """Of each layer of the job 1 if it has experts by `--moe-layer-freq`, else 0; [] where all are
     alike.
     """
-    every = getattr(args, "moe_layer_freq", 1)
-    if not getattr(args, "num_experts", None) or pattern_of(args) or every in (1, None):
-        return []
-    return (
-        [int(layer % every == 0) for layer in range(args.num_layers)]
-        if isinstance(every, int)
-        else list(every)
-    )
+    alike = not getattr(args, "num_experts", None) or pattern_of(args)
+    return [] if alike or getattr(args, "moe_layer_freq", 1) in (1, None) else expert_layers(args)
 
 
 def missing_kernels(args: argparse.Namespace) -> list[str]:
@@ -161,10 +156,12 @@ def _recurrent(args: argparse.Namespace, config: Any, tp: int) -> dict[str, Any]
         return {}
     groups = getattr(args, "mamba_num_groups", None) or 1
     return {
-        "mamba_head_dim": STATE, "mamba_state_dim": STATE,
+        "mamba_head_dim": STATE,
+        "mamba_state_dim": STATE,
         "mamba_num_heads": lcm(groups, tp * args.context_parallel_size),
-        "linear_key_head_dim": STATE, "linear_value_head_dim": STATE,
-    }  # fmt: skip
+        "linear_key_head_dim": STATE,
+        "linear_value_head_dim": STATE,
+    }
 
 
 def _kind_of_block(block: Any) -> tuple[Any, ...]:
@@ -205,7 +202,7 @@ def changes_of_blocks(
     blocks = getattr(config, "per_block_parameters", None)
     if not blocks:
         return {}
-    made = []
+    described = []
     for layer in chosen_layers(args, config, kinds):
         block = blocks[layer - 1]
         shared = config.num_attention_heads // (
@@ -213,13 +210,13 @@ def changes_of_blocks(
         )
         own = max(1, heads // shared) if attends(block) else None
         mlp = None if block.mlp.no_op or block.mlp.replace_with_linear else hidden
-        made.append(
+        described.append(
             {
                 "attention": _flags(block.attention) | {"num_query_groups": own},
                 "ffn": _flags(block.mlp) | {"ffn_hidden_size": mlp},
             }
         )
-    return {"heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": made})}
+    return {"heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": described})}
 
 
 def blocks_of(config: Any) -> list[Any]:

@@ -29,6 +29,59 @@ HIDDEN = 64
 EXPERTS = 4
 PACKING = ("sft", "dataloader_inter_document_masking")
 """Arguments with which the batches of Megatron's scripts are packed."""
+_NONE = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_virtual_stages_per_pipeline_rank",
+    "fp8",
+    "fp4",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "embedding_init_method_std",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_input_jitter_eps",
+    "inference_cuda_graph_scope",
+)
+"""Arguments that a tiny model has no value of."""
+_OFF = (
+    "bf16",
+    "fp16",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "check_for_nan_in_loss_and_grad",
+    "gradient_accumulation_fusion",
+    "tp_comm_overlap",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "cpu_offloading",
+    "fine_grained_activation_offloading",
+    "init_model_with_meta_device",
+    "moe_shared_expert_overlap",
+    "fp8_param_gather",
+    "overlap_moe_expert_parallel_comm",
+    "check_for_spiky_loss",
+    "moe_grouped_gemm",
+    "log_num_zeros_in_grad",
+    "moe_pad_expert_input_to_capacity",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "delay_wgrad_compute",
+    "moe_router_enable_expert_bias",
+    "moe_router_force_load_balancing",
+    "moe_layer_recompute",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+)
+"""Flags that a tiny model does not have."""
 
 
 def tiny_args(
@@ -41,51 +94,30 @@ def tiny_args(
     sharing = sharing_of(config)
     groups = _key_heads(args, sharing)
     changes: dict[str, Any] = {
-        "hidden_size": HIDDEN * tp, "ffn_hidden_size": 2 * HIDDEN * tp,
+        "hidden_size": HIDDEN * tp,
+        "ffn_hidden_size": 2 * HIDDEN * tp,
         "num_attention_heads": groups * sharing,
         "num_query_groups": groups if args.group_query_attention else args.num_query_groups,
-        "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY * tp,
+        "vocab_size": VOCABULARY,
+        "padded_vocab_size": VOCABULARY * tp,
         "seq_length": kinds[0].tokens,
         "micro_batch_size": batch_size,
         # A table of positions is as long as the job's: a microbatch of that length is probed too.
         "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
-        "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
         "perform_initialization": True,  # also where the program loads its weights
-        "init_method_std": HIDDEN**-0.5, "params_dtype": torch.float32, "hidden_dropout": 0.0,
+        "init_method_std": HIDDEN**-0.5,
+        "params_dtype": torch.float32,
+        "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "pipeline_dtype": None, "cuda_graph_impl": "none", "cuda_graph_modules": [],
+        "pipeline_dtype": None,
+        "cuda_graph_impl": "none",
+        "cuda_graph_modules": [],
         "cuda_graph_scope": [],
-    }  # fmt: skip
-    nothing = (
-        "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
-        "pipeline_model_parallel_layout",
-        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-        "num_virtual_stages_per_pipeline_rank",
-        "fp8", "fp4", "recompute_granularity", "recompute_method", "recompute_num_layers",
-        "recompute_modules",
-        "embedding_init_method_std", "moe_router_num_groups", "moe_router_group_topk",
-        "moe_input_jitter_eps",
-        "inference_cuda_graph_scope",
-    )  # fmt: skip
-    off = (
-        "bf16", "fp16", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather",
-        "use_megatron_fsdp",
-        "use_torch_fsdp2", "check_for_nan_in_loss_and_grad", "gradient_accumulation_fusion",
-        "tp_comm_overlap",
-        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-        "cpu_offloading",
-        "fine_grained_activation_offloading", "init_model_with_meta_device",
-        "moe_shared_expert_overlap",
-        "fp8_param_gather",
-        "overlap_moe_expert_parallel_comm", "check_for_spiky_loss", "moe_grouped_gemm",
-        "log_num_zeros_in_grad",
-        "moe_pad_expert_input_to_capacity", "enable_cuda_graph", "external_cuda_graph",
-        "delay_wgrad_compute",
-        "moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_layer_recompute",
-        "moe_permute_fusion",
-        "moe_router_fusion", *(() if kinds[0].mask == "packed" else PACKING),
-    )  # fmt: skip
-    changes |= dict.fromkeys(nothing) | dict.fromkeys(off, False) | _experts(args)
+    }
+    off = _OFF if kinds[0].mask == "packed" else _OFF + PACKING
+    changes |= dict.fromkeys(_NONE) | dict.fromkeys(off, False) | _experts(args)
     changes |= changes_of_layers(args, config, kinds, tp)
     changes |= changes_of_blocks(args, config, kinds, groups * sharing, 2 * HIDDEN * tp)
     kept = {name: value for name, value in changes.items() if hasattr(args, name)}
@@ -107,27 +139,29 @@ def with_changes(args: argparse.Namespace, changes: dict[str, Any]) -> argparse.
     """A copy of the arguments with `changes`, which the configuration of a program without a
     command line follows.
     """
-    made = argparse.Namespace(**(vars(args) | changes))
+    changed = argparse.Namespace(**(vars(args) | changes))
     if hasattr(args, "transformer_config"):
-        made.transformer_config = _resized(args.transformer_config, made)
-    return made
+        changed.transformer_config = _resized(args.transformer_config, changed)
+    return changed
 
 
 def _resized(config: Any, values: argparse.Namespace) -> Any:
     """A copy of a `TransformerConfig` with those of its fields that `values` has."""
     from megatron.core.utils import init_method_normal  # heavy, and installed with Megatron only
 
-    made = copy.copy(config)
+    resized = copy.copy(config)
     for name in vars(config):
         if hasattr(values, name):
-            setattr(made, name, getattr(values, name))
+            setattr(resized, name, getattr(values, name))
     # of the model and the optimizer that the program has made already
     for name in ("finalize_model_grads", "no_sync", "grad_sync", "param_sync", "grad_scale"):
-        setattr(made, f"{name}_func", None)
+        setattr(resized, f"{name}_func", None)
     if hasattr(config, "per_block_parameters"):
-        made.per_block_parameters = blocks_of(made)
-    made.init_method = made.output_layer_init_method = init_method_normal(made.init_method_std)
-    return made
+        resized.per_block_parameters = blocks_of(resized)
+    resized.init_method = resized.output_layer_init_method = init_method_normal(
+        resized.init_method_std
+    )
+    return resized
 
 
 def transformer_config(args: argparse.Namespace) -> Any:
@@ -170,7 +204,7 @@ def _experts(args: argparse.Namespace) -> dict[str, Any]:
         # Experts with biases fail in Megatron where one rank has all of them: it adds a bias in
         # place to a view.
         "add_bias_linear": args.add_bias_linear and tp > 1,
-    }  # fmt: skip
+    }
 
 
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
@@ -266,21 +300,14 @@ def one_stage(alone: Any) -> dict[str, Any]:
     """The parallel state of a rank that holds every stage and every expert of its model."""
     from megatron.core import parallel_state
 
-    here = [dist.get_rank()]
-    groups = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_EMBEDDING_GROUP", "_POSITION_EMBEDDING_GROUP")
-    ranks = (
-        "_PIPELINE_GLOBAL_RANKS",
-        "_EMBEDDING_GLOBAL_RANKS",
-        "_POSITION_EMBEDDING_GLOBAL_RANKS",
+    pipeline = "PIPELINE_MODEL_PARALLEL"
+    stage: dict[str, Any] = dict.fromkeys(
+        (f"_{kind}_GROUP" for kind in (pipeline, "EMBEDDING", "POSITION_EMBEDDING")), alone
     )
-    none = ("_MPU_PIPELINE_MODEL_PARALLEL_RANK", "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE")
-    virtual = (
-        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
-        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
-    )
-    stage = (
-        dict.fromkeys(groups, alone) | dict.fromkeys(ranks, here) | dict.fromkeys((*none, *virtual))
-    )
+    for kind in ("PIPELINE", "EMBEDDING", "POSITION_EMBEDDING"):
+        stage[f"_{kind}_GLOBAL_RANKS"] = [dist.get_rank()]
+    for kind in ("MPU", "VIRTUAL"):
+        stage[f"_{kind}_{pipeline}_RANK"] = stage[f"_{kind}_{pipeline}_WORLD_SIZE"] = None
     return stage | _experts_everywhere(
         alone, parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
@@ -306,16 +333,14 @@ def one_rank(alone: Any) -> dict[str, Any]:
     """As `one_stage`, and with whole batch rows and batches: context and data parallel size 1."""
     from megatron.core import parallel_state
 
-    here = [dist.get_rank()]
     data = [
         name
         for name in vars(parallel_state)
-        if "DATA_PARALLEL_GROUP" in name and "EXPERT" not in name
+        if "DATA_PARALLEL_GROUP" in name
+        and not ("EXPERT" in name or "GLOO" in name or name.startswith("_TENSOR"))
     ]
-    data = [name for name in data if "GLOO" not in name and not name.startswith("_TENSOR")]
-    groups = dict.fromkeys(data, alone) | {
-        "_CONTEXT_PARALLEL_GROUP": alone,
-        "_CONTEXT_PARALLEL_GLOBAL_RANKS": here,
+    groups = dict.fromkeys((*data, "_CONTEXT_PARALLEL_GROUP"), alone) | {
+        "_CONTEXT_PARALLEL_GLOBAL_RANKS": [dist.get_rank()]
     }
     tensor = parallel_state.get_tensor_model_parallel_group()
     both = (

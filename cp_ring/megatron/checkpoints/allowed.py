@@ -190,7 +190,7 @@ PLAIN = table_of(
 
 def torch_value(name: str) -> Any:
     """torch's data type, layout or memory format of that name: these pickle by name."""
-    found = vars(torch).get(name)  # getattr could import a module
-    if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+    value = vars(torch).get(name)  # getattr could import a module
+    if not isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         raise rejected(f"of torch.{name}")
-    return found
+    return value

@@ -37,21 +37,21 @@ def read_json(path: Path, limit: int = 64 << 20) -> dict[str, Any]:
     twice.
     """
     try:
-        found = json.loads(read_text(path, limit), object_pairs_hook=_without_duplicates)
+        content = json.loads(read_text(path, limit), object_pairs_hook=_without_duplicates)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
-    return found
+    return content
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in content:
             raise ValueError(f"it names {key!r:.60} twice")
-        found[key] = value
-    return found
+        content[key] = value
+    return content
 
 
 def beside(path: Path) -> Path:

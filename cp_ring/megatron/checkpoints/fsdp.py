@@ -7,9 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 
-from cp_ring.megatron.checkpoints import folders, saving
+from cp_ring.megatron.checkpoints import saving
 from cp_ring.megatron.wrapping import Function, around
 
 
@@ -26,10 +26,7 @@ def written_aside(save: Function, state_dict: Any, *args: Any, **kwargs: Any) ->
     final = Path(writer.path)
     folder = saving.make_unfinished(final)
     writer.path = folder
-    try:
+    with saving.failing(final, folder):
         written = save(state_dict, *args, **kwargs)
-    except CheckpointException as error:
-        saving.drop(folder)
-        raise saving.SaveFailed(folders.iteration_of(final), saving.reason(error)) from None
     saving.publish(folder, final)
     return written

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def _needed_bytes(index: Path) -> dict[str, int]:
 
 
 def requested_iteration(args: argparse.Namespace) -> int | None:
-    """The iteration that --ckpt-step asks for; None where `load_iteration` has set it."""
+    """The iteration that --ckpt-step asks for; None where `_load_iteration` has set it."""
     return None if getattr(args, "cp_ring_fell_back", False) else getattr(args, "ckpt_step", None)
 
 
@@ -159,13 +160,11 @@ _fallbacks: dict[str, int] = RUNTIME.keep({})
 
 
 def fallback_iteration(load: Path) -> int | None:
-    """The iteration that `load_iteration` has chosen for this folder in place of Megatron's choice,
-    or None.
-    """
+    """The iteration that is chosen for this folder in place of Megatron's choice, or None."""
     return _fallbacks.get(str(load))
 
 
-def load_iteration(
+def _load_iteration(
     args: argparse.Namespace, load: Path, number: int, latest: int | None, problem: str
 ) -> None:
     """Makes Megatron load iteration `number`, and says so where Megatron would load another one,
@@ -195,18 +194,6 @@ def load_iteration(
     _fallbacks[str(load)] = number
 
 
-def no_whole_checkpoint(args: argparse.Namespace, load: Path, problem: str) -> str:
-    """The error message for a folder without a whole checkpoint, or without the one that
-    --ckpt-step asks for.
-    """
-    if requested_iteration(args):
-        return (
-            f"--ckpt-step {requested_iteration(args)}: the checkpoint is half written or damaged: "
-            f"{problem}"
-        )
-    return f"--load {load}: no checkpoint in it is whole ({problem}): give another folder"
-
-
 def choose(args: argparse.Namespace) -> None:
     """Makes Megatron load the newest whole checkpoint of --load where the latest one is half
     written, and says so.
@@ -217,27 +204,44 @@ def choose(args: argparse.Namespace) -> None:
     Raises `ConfigError` if there are checkpoints but none is whole, or if the one that --ckpt-step
     asks for is not.
     """
-    if not getattr(args, "load", None) or "://" in str(args.load):
+    if "://" in str(args.load):
         return
     load = Path(args.load)
-    problem = ""
-    numbers, latest = candidates(load, requested_iteration(args))
-    for number in numbers:
-        found = defect(folders.folder_of(load, number))
-        if not found:
-            load_iteration(args, load, number, latest, problem)
-            return
-        problem = problem or found
-    if numbers:
-        raise ConfigError(no_whole_checkpoint(args, load, problem))
+    choose_first(args, load, candidates(load, requested_iteration(args)), defect)
+
+
+def choose_first(
+    args: argparse.Namespace,
+    load: Path,
+    numbers: tuple[list[int], int | None],
+    defect_of: Callable[[Path], str],
+) -> Path | None:
+    """The folder of the first of the `candidates` in which `defect_of` sees no defect, which
+    Megatron then loads; None where there is no checkpoint. Raises `ConfigError` as `choose`.
+    """
+    problem, (wanted, latest) = "", numbers
+    for number in wanted:
+        folder = folders.folder_of(load, number)
+        defect = defect_of(folder)
+        if not defect:
+            _load_iteration(args, load, number, latest, problem)
+            return folder
+        problem = problem or defect
+    if not wanted:
+        return None
+    if step := requested_iteration(args):
+        raise ConfigError(
+            f"--ckpt-step {step}: the checkpoint is half written or damaged: {problem}"
+        )
+    raise ConfigError(
+        f"--load {load}: no checkpoint in it is whole ({problem}): give another folder"
+    )
 
 
 def check_model(args: argparse.Namespace) -> None:
     """Raises `ConfigError` unless the checkpoint that will be loaded holds a model of the shape
     that the flags describe.
     """
-    if not getattr(args, "load", None):
-        return
     iteration = getattr(args, "ckpt_step", None) or folders.tracked(Path(args.load))
     saved = (
         _saved_args(folders.folder_of(Path(args.load), iteration))

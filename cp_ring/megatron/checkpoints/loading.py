@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import folders, lock, manifest
 from cp_ring.megatron.checkpoints.gates import restricted
-from cp_ring.megatron.checkpoints.saving import all_ranks_agree
+from cp_ring.megatron.checkpoints.saving import all_ranks_agree, on_rank_0
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.observe import watchdog
@@ -40,11 +40,11 @@ def verified(load_checkpoint: Function, *args: Any, **kwargs: Any) -> Any:
     with rejecting(), watchdog.paused():
         chosen = agree_on_iteration(get_args()) if which == "load" else None
         with as_verified(*chosen) if chosen else contextlib.nullcontext(), restricted():
-            found = load_checkpoint(*args, **kwargs)
+            result = load_checkpoint(*args, **kwargs)
     _loaded.value |= (
-        bool(found[0]) or which != "load" or bool(getattr(get_args(), "finetune", False))
+        bool(result[0]) or which != "load" or bool(getattr(get_args(), "finetune", False))
     )
-    return found
+    return result
 
 
 @contextlib.contextmanager
@@ -114,40 +114,28 @@ def agree_on_iteration(args: argparse.Namespace) -> tuple[Path, manifest.Stamps]
     from cp_ring.megatron.checkpoints import inspection
 
     load = Path(args.load)
-    numbers, latest = _candidates(args, load)
-    problem = ""
-    for number in numbers:
-        folder = folders.folder_of(load, number)
-        before = manifest.stamps(folder)
-        defects = defects_of(folder)
-        if not defects:
-            inspection.load_iteration(args, load, number, latest, problem)
-            if not (folder / manifest.NAME).is_file():
-                note(
-                    f"the checkpoint of iteration {number} has no manifest: it is loaded unverified"
-                )
-            return folder, before
-        problem = problem or defects[0]
-    if numbers:
-        raise ConfigError(inspection.no_whole_checkpoint(args, load, problem))
-    return None
+    before: dict[Path, manifest.Stamps] = {}
 
+    def defect_of(folder: Path) -> str:
+        before[folder] = manifest.stamps(folder)
+        return next(iter(defects_of(folder)), "")
 
-def _candidates(args: argparse.Namespace, load: Path) -> tuple[list[int], int | None]:
-    """`inspection.candidates` as rank 0 sees them, after it has removed the remains of earlier
-    saves of this job.
-    """
-    from cp_ring.megatron.checkpoints import inspection
-
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
+    def candidates() -> Any:
+        """As rank 0 sees them, after it has removed the remains of earlier saves of this job."""
         held = lock.held(load)
         if held is not None:
-            _sweep(load, held)
-        found = [inspection.candidates(load, inspection.requested_iteration(args))]
-    dist.broadcast_object_list(found, src=0)
-    numbers, latest = found[0]
-    return numbers, latest
+            # a folder that cannot be written to can still be read from
+            with contextlib.suppress(OSError):
+                folders.sweep(load, held.tokens)
+        return inspection.candidates(load, inspection.requested_iteration(args))
+
+    folder = inspection.choose_first(args, load, on_rank_0(candidates), defect_of)
+    if folder is None:
+        return None
+    if not (folder / manifest.NAME).is_file():
+        number = folders.iteration_of(folder)
+        note(f"the checkpoint of iteration {number} has no manifest: it is loaded unverified")
+    return folder, before[folder]
 
 
 def defects_of(folder: Path) -> list[str]:
@@ -159,13 +147,6 @@ def defects_of(folder: Path) -> list[str]:
         problem = inspection.defect(folder)
     if all_ranks_agree(not problem):
         return []
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, problem)
-    return [line for line in found if line]
-
-
-def _sweep(load: Path, held: lock.Lock) -> None:
-    try:
-        folders.sweep(load, held.tokens)
-    except OSError:
-        return  # a folder that cannot be written to can still be read from
+    defects: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(defects, problem)
+    return [line for line in defects if line]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import json
 import os
 import secrets
 import socket
@@ -273,37 +272,29 @@ def _read(path: Path) -> Owner | None:
 
 def _create(path: Path, owner: Owner) -> bool:
     """Makes the lock file, whole and only if there is none; whether it did."""
-    made = _write_beside(path, _text(owner))
+    text = owner.model_dump_json(indent=1)
+    aside = _write_beside(path, text)
     try:
-        os.link(made, path)
+        os.link(aside, path)
         return True
     except FileExistsError:
         # over NFS the answer to a link that was made can be lost, and the repeated call fails
-        return made.stat().st_nlink == 2
+        return aside.stat().st_nlink == 2
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP):
             raise
-        return _create_exclusively(path, owner)  # a file system without hard links
-    finally:
-        made.unlink(missing_ok=True)
-
-
-def _create_exclusively(path: Path, owner: Owner) -> bool:
-    try:
-        files.write_new(path, _text(owner))
-    except FileExistsError:
+        with contextlib.suppress(FileExistsError):  # a file system without hard links
+            files.write_new(path, text)
+            return True
         return False
-    return True
-
-
-def _text(owner: Owner) -> str:
-    return json.dumps(owner.model_dump(), indent=1)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _write_beside(path: Path, text: str) -> Path:
-    made = files.beside(path)
-    files.write_new(made, text)
-    return made
+    aside = files.beside(path)
+    files.write_new(aside, text)
+    return aside
 
 
 def _age(path: Path) -> float:
@@ -326,8 +317,8 @@ def _remove(path: Path, judged: Owner | None) -> None:
         path.rename(aside)
     except FileNotFoundError:
         return
-    found = _read(aside)
-    if (found.token if found else "") != (judged.token if judged else ""):
+    holder = _read(aside)
+    if (holder.token if holder else "") != (judged.token if judged else ""):
         with contextlib.suppress(FileExistsError):
             os.link(aside, path)
     aside.unlink(missing_ok=True)

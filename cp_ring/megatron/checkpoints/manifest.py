@@ -48,12 +48,12 @@ def read(folder: Path) -> dict[str, Entry] | None:
     read.
     """
     try:
-        found = files.read_json(folder / NAME).get("files")
+        listed = files.read_json(folder / NAME).get("files")
     except FileNotFoundError:
         return None
-    if not isinstance(found, dict) or not found:
+    if not isinstance(listed, dict) or not listed:
         raise ValueError("it names no files")
-    return {name: _entry(name, value) for name, value in found.items()}
+    return {name: _entry(name, value) for name, value in listed.items()}
 
 
 def _entry(name: str, value: object) -> Entry:
@@ -84,12 +84,12 @@ a file changes them.
 def stamps(folder: Path) -> Stamps:
     """The stamps of the files of `folder`; {} where there is no such folder."""
     try:
-        found = {path: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
+        statuses = {path: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
     except OSError:
         return {}
     return {
         path: (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        for path, status in found.items()
+        for path, status in statuses.items()
     }
 
 

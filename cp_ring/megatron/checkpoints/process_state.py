@@ -12,15 +12,28 @@ from typing import Any
 
 _PACKAGES = ("megatron.core", "megatron.training", "cp_ring")
 _OF_TORCH = (
-    "torch", "torch._tensor", "torch._utils", "torch.storage", "torch.serialization",
+    "torch",
+    "torch._tensor",
+    "torch._utils",
+    "torch.storage",
+    "torch.serialization",
     "torch.autograd.function",
     "torch.nn.init",
-    "torch.nn.functional", "torch.nn.parameter", "torch.nn.modules.module",
+    "torch.nn.functional",
+    "torch.nn.parameter",
+    "torch.nn.modules.module",
     "torch.nn.modules.linear",
     "torch.nn.modules.sparse",
-    "torch.nn.modules.normalization", "torch.optim.optimizer", "torch.distributed.distributed_c10d",
-    "torch.distributed.checkpoint.metadata", "argparse", "collections", "enum", "signal", "types",
-)  # fmt: skip
+    "torch.nn.modules.normalization",
+    "torch.optim.optimizer",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.checkpoint.metadata",
+    "argparse",
+    "collections",
+    "enum",
+    "signal",
+    "types",
+)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, classmethod, property)
 _MISSING = object()
 

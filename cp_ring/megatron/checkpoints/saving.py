@@ -17,7 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,37 @@ def all_ranks_agree(ok: bool) -> bool:
     return bool(flag)
 
 
+def on_rank_0[T](act: Callable[[], T]) -> T:
+    """What `act` returns on rank 0, on all ranks; all of them raise the `OSError` or `ConfigError`
+    that it raises. All ranks call it.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = act()
+        except (OSError, ConfigError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    result, failure = outcome
+    if failure is not None:
+        raise failure
+    return cast(T, result)
+
+
+@contextlib.contextmanager
+def failing(final: Path, unfinished: Path | None = None) -> Iterator[None]:
+    """Errors that all ranks meet in the block become a `SaveFailed` of the checkpoint `final`:
+    those of `on_rank_0`, or of torch where `unfinished` is written, which is then removed.
+    """
+    kinds = (OSError, ConfigError) if unfinished is None else (CheckpointException,)
+    try:
+        yield
+    except kinds as error:
+        if unfinished is not None:
+            drop(unfinished)
+        raise SaveFailed(folders.iteration_of(final), reason(error)) from None
+
+
 # The lock.
 
 
@@ -99,20 +130,11 @@ def take_lock(folder: Path) -> None:
     Raises `ConfigError` on all ranks where another job holds it, `OSError` where the folder cannot
     be written to.
     """
-    outcome: list[tuple[str, str]] = [("", "")]
-    if dist.get_rank() == 0:
-        try:
-            lock.acquire(folder)
-        except ConfigError as error:
-            outcome = [("held", str(error))]
-        except OSError as error:
-            outcome = [("failed", reason(error))]
-    dist.broadcast_object_list(outcome, src=0)
-    what, why = outcome[0]
-    if what == "held":
-        raise ConfigError(why)
-    if what == "failed":
-        raise OSError(why)
+
+    def take() -> None:
+        lock.acquire(folder)
+
+    on_rank_0(take)
 
 
 # Megatron's functions.
@@ -177,18 +199,13 @@ def written_aside(
     final = Path(checkpoint_dir)
     if not _state.guarding or "://" in str(checkpoint_dir):
         return save(state, checkpoint_dir, *args, **kwargs)
-    folder, iteration = make_unfinished(final), folders.iteration_of(final)
-    try:
+    folder = make_unfinished(final)
+    with failing(final, folder):
         request = save(state, str(folder), *args, **kwargs)
-    except CheckpointException as error:
-        drop(folder)
-        raise SaveFailed(iteration, reason(error)) from None
     if request is None:
         publish(folder, final)
         return None
-    request.finalize_fns[:] = [
-        _with_iteration(step, folder, iteration) for step in request.finalize_fns
-    ]
+    request.finalize_fns[:] = [failing(final, folder)(step) for step in request.finalize_fns]
     request.finalize_fns.append(functools.partial(publish, folder, final, tuple(_state.errors)))
     _state.errors.clear()  # the next save may begin before this one ends
     return request
@@ -199,37 +216,22 @@ def make_unfinished(final: Path) -> Path:
 
     Raises `SaveFailed` on all ranks where rank 0 cannot make it or another job has the lock.
     """
-    outcome = ["", ""]
-    if dist.get_rank() == 0:
-        folder = final
+
+    def make() -> Path:
+        held = lock.acquire(final.parent)
+        folder = folders.unfinished(final, held.owner.token)
         try:
-            held = lock.acquire(final.parent)
-            folder = folders.unfinished(final, held.owner.token)
             folders.prepare(folder, final, held.tokens, _state.writing)
-            outcome = [str(folder), ""]
-        except (OSError, ConfigError) as error:
-            if folder != final:
-                shutil.rmtree(folder, ignore_errors=True)
-            outcome = ["", reason(error)]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1]:
-        raise SaveFailed(folders.iteration_of(final), outcome[1])
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return folder
+
+    with failing(final):
+        folder = on_rank_0(make)
     _state.errors.clear()
-    _state.writing.add(Path(outcome[0]))
-    return Path(outcome[0])
-
-
-def _with_iteration(step: Callable[[], Any], folder: Path, iteration: int) -> Callable[[], Any]:
-    """A last step of an asynchronous save, with errors that name the iteration."""
-
-    def run() -> None:
-        try:
-            step()
-        except CheckpointException as error:
-            drop(folder)
-            raise SaveFailed(iteration, reason(error)) from None
-
-    return run
+    _state.writing.add(folder)
+    return folder
 
 
 def publish(folder: Path, final: Path, earlier: tuple[str, ...] = ()) -> None:
@@ -271,17 +273,14 @@ def track(folder: Path, iteration: int) -> None:
 
     All ranks call it. Raises `SaveFailed` on all of them where rank 0 cannot.
     """
-    why = [""]
-    if dist.get_rank() == 0:
-        try:
-            held = lock.acquire(folder)
-            folders.replace_tracker(folder, str(iteration))
-            folders.prune(folder, iteration, current().keep_checkpoints, held.owner.token)
-        except (OSError, ConfigError) as error:
-            why = [reason(error)]
-    dist.broadcast_object_list(why, src=0)
-    if why[0]:
-        raise SaveFailed(iteration, why[0])
+
+    def replace() -> None:
+        held = lock.acquire(folder)
+        folders.replace_tracker(folder, str(iteration))
+        folders.prune(folder, iteration, current().keep_checkpoints, held.owner.token)
+
+    with failing(folders.folder_of(folder, iteration)):
+        on_rank_0(replace)
 
 
 def drop(folder: Path) -> None:

@@ -112,7 +112,7 @@ def _enumeration(module: str, name: str) -> Allowed | None:
 
 def _of_user() -> dict[str, Allowed]:
     """What the program, and no package that cp_ring knows, has declared safe."""
-    found = {}
+    entries = {}
     for declared in torch.serialization.get_safe_globals():
         thing, name = (
             declared
@@ -123,8 +123,8 @@ def _of_user() -> dict[str, Allowed]:
             continue
         new = functools.partial(thing.__new__, thing) if isinstance(thing, type) else None
         entry = Allowed(name, thing, None, fill=_fill_as_pickle, new=new)
-        found[name] = by_value(thing, name) if isinstance(thing, enum.EnumMeta) else entry
-    return found
+        entries[name] = by_value(thing, name) if isinstance(thing, enum.EnumMeta) else entry
+    return entries
 
 
 def _fill_as_pickle(target: Any, state: Any) -> None:
@@ -183,7 +183,7 @@ class _Gate(_PythonUnpickler):
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
         # by identity: what takes a state and has none yet
-        self.made: dict[int, tuple[Any, Allowed]] = {}
+        self.objects: dict[int, tuple[Any, Allowed]] = {}
 
     def load_reduce(self) -> None:
         """Calls an entry."""
@@ -198,16 +198,16 @@ class _Gate(_PythonUnpickler):
         entry = self.stack.pop()
         if type(entry) is not Allowed:
             raise rejected(f"that calls {entry!r:.60}")
-        found = entry.call(args, new)
+        result = entry.call(args, new)
         if entry.fill is not None:
-            self.made[id(found)] = found, entry
-        self.append(found)
+            self.objects[id(result)] = result, entry
+        self.append(result)
 
     def load_build(self) -> None:
         """Gives an object that this load has made its state, once."""
         state = self.stack.pop()
         target = self.stack[-1]
-        _, entry = self.made.pop(id(target), (None, None))
+        _, entry = self.objects.pop(id(target), (None, None))
         if entry is None or entry.fill is None:
             raise rejected(f"that gives a state to {target!r:.60}")
         entry.fill(target, state)
@@ -239,14 +239,14 @@ class _Gate(_PythonUnpickler):
             )
         if module == "pathlib._local":  # where Python 3.13 alone defines them
             module = "pathlib"
-        found = self.entries.get(f"{module}.{name}")
-        if found is None and name in self.classes.get(module, "").split():
-            found = _of_package(module, name)
-        if found is None:
-            found = self.find_other(module, name)
-        if found is None:
+        entry = self.entries.get(f"{module}.{name}")
+        if entry is None and name in self.classes.get(module, "").split():
+            entry = _of_package(module, name)
+        if entry is None:
+            entry = self.find_other(module, name)
+        if entry is None:
             raise rejected(f"of {module}.{name}")
-        return found
+        return entry
 
     def find_other(self, module: str, name: str) -> Any:
         """A name that no table holds, or None."""
@@ -396,13 +396,20 @@ class ExtraStateUnpickler(_Gate):
     lead astray.
     """
 
-    entries = PLAIN | NUMPY | TORCH | table_of(
-        *(
-            Allowed(name, lambda data: storage_from_bytes(data), (BYTES,), 1)
-            for name in ("torch.storage._load_from_bytes",
-            "megatron.core.safe_globals.safe_load_from_bytes")
+    entries = (
+        PLAIN
+        | NUMPY
+        | TORCH
+        | table_of(
+            *(
+                Allowed(name, lambda data: storage_from_bytes(data), (BYTES,), 1)
+                for name in (
+                    "torch.storage._load_from_bytes",
+                    "megatron.core.safe_globals.safe_load_from_bytes",
+                )
+            )
         )
-    )  # fmt: skip
+    )
     classes = _FP8
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.checkpoints import folders, loading, manifest, saving
 from cp_ring.megatron.checkpoints.gates import restricted
@@ -60,14 +58,15 @@ def load_checkpoint(
     from megatron.core import dist_checkpointing  # heavy, and installed with Megatron only
 
     with watchdog.paused():
-        chosen = [folders.last_good(folder) if iteration is None else iteration]
-        dist.broadcast_object_list(chosen, src=0)
-        if chosen[0] is None:
+        chosen = saving.on_rank_0(
+            lambda: folders.last_good(folder) if iteration is None else iteration
+        )
+        if chosen is None:
             raise ConfigError(f"{folder} holds no whole checkpoint")
-        place = folders.folder_of(Path(folder), chosen[0])
+        place = folders.folder_of(Path(folder), chosen)
         before = manifest.stamps(place)
         defects = loading.defects_of(place)
         if defects:
             raise ConfigError(f"the checkpoint cannot be loaded: {defects[0]}")
         with loading.as_verified(place, before), restricted():
-            return dist_checkpointing.load(state, str(place), **options), chosen[0]
+            return dist_checkpointing.load(state, str(place), **options), chosen

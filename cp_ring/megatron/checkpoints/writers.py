@@ -21,8 +21,6 @@ from cp_ring.runtime import RUNTIME
 
 SUMS = ".sums.{}.json"
 
-_results: Any = None  # where writers in other processes leave their results
-
 
 def summing(
     get_save_function_and_args: Callable[..., Any], guarding: Callable[[], bool]

@@ -73,13 +73,11 @@ class BalancedSampler:
         )
         order = balanced_order(work)
         if self._given <= self.microbatches:
-            (read, ranks_read), (made, ranks_made) = (
-                imbalance(work),
-                imbalance(work.reshape(-1)[order]),
-            )
+            read, ranks_read = imbalance(work)
+            dealt, ranks_dealt = imbalance(work.reshape(-1)[order])
             note(
-                f"{FLAG}: in the first step the longest microbatch has {made:.2f} times the mean "
-                f"work, as read {read:.2f}; the busiest data-parallel rank {ranks_made:.2f}, as "
+                f"{FLAG}: in the first step the longest microbatch has {dealt:.2f} times the mean "
+                f"work, as read {read:.2f}; the busiest data-parallel rank {ranks_dealt:.2f}, as "
                 f"read {ranks_read:.2f}"
             )
         ordered: list[list[list[int]]] = numbers.reshape(-1)[order].tolist()

@@ -216,6 +216,16 @@ def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> Microbat
     return documents
 
 
+def without_documents(batch: int, n: int, cp: int) -> Documents:
+    """Of batch rows of `n` tokens that are one document each, split by the layout in force."""
+    return _whole_rows(batch, n, cp, current().layout, layer_windows())
+
+
+@RUNTIME.cache(maxsize=16)
+def _whole_rows(batch: int, n: int, cp: int, layout: str, windows: LayerWindows) -> Documents:
+    return Documents.in_rows(np.arange(batch + 1) * n, batch, layout, cp)
+
+
 def boundaries(position_ids: torch.Tensor) -> Ints:
     """The offsets of the documents in the stream of all batch rows: cu_seqlens int64 [documents +
     1].
@@ -327,10 +337,10 @@ def _values(offsets: torch.Tensor) -> Ints:
 
 def _check_longest(packed: Any, room: Ints) -> None:
     for name in ("max_seqlen_q", "max_seqlen_kv"):
-        given = getattr(packed, name, None)
-        if given is None:
+        value = getattr(packed, name, None)
+        if value is None:
             continue
-        longest = int(_on_cpu(given)[0]) if isinstance(given, torch.Tensor) else int(given)
+        longest = int(_on_cpu(value)[0]) if isinstance(value, torch.Tensor) else int(value)
         if longest < int(room.max()):
             raise ConfigError(
                 f"packed_seq_params.{name} is {longest}, but a document takes {int(room.max())} "

@@ -192,16 +192,16 @@ class DeclaredMask(MicrobatchMask):
         return self.whole.name
 
 
-def read(given: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
+def read(entry: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
     """The masks of `batch` batch rows of `n` tokens, from the entry `KEY` of a batch; None is
     causal.
 
     Raises `ConfigError` for what is not a mask of `n` tokens, or not of the `kinds` that the job
     declares.
     """
-    if given is None:
+    if entry is None:
         return [Mask.causal(n)] * batch
-    several = given if isinstance(given, list | tuple) else [given] * batch
+    several = entry if isinstance(entry, list | tuple) else [entry] * batch
     if len(several) != batch:
         raise ConfigError(
             f"{KEY} holds {len(several)} masks for {batch} batch rows: give one for each, or one "
@@ -241,16 +241,16 @@ def decode(numbers: torch.Tensor) -> list[Mask]:
     ]
 
 
-def _mask(given: Any) -> Mask:
-    if isinstance(given, Mask):
-        return given
-    if not isinstance(given, Mapping):
+def _mask(entry: Any) -> Mask:
+    if isinstance(entry, Mask):
+        return entry
+    if not isinstance(entry, Mapping):
         raise ConfigError(
-            f"{KEY} is a {type(given).__name__}, not a Mask, what Mask.to_dict returns, or a list "
+            f"{KEY} is a {type(entry).__name__}, not a Mask, what Mask.to_dict returns, or a list "
             "of these"
         )
     try:
-        return Mask.from_dict(given)
+        return Mask.from_dict(entry)
     except PlanError as error:
         raise ConfigError(f"{KEY}: {error}") from None
 

@@ -76,21 +76,21 @@ def conversations_of(line: bytes, where: str) -> list[Conversation]:
     """The conversations of a line of JSON. Raises `ConfigError` that begins with `where`."""
     try:
         messages = json.loads(line)["messages"]
-        found: list[Conversation] = []
+        conversations: list[Conversation] = []
         for message in messages:
             if not isinstance(message["role"], str) or not isinstance(message["content"], str):
                 raise TypeError
-            if message["role"] == "system" or not found:
-                found.append([])
-            found[-1].append(message)
+            if message["role"] == "system" or not conversations:
+                conversations.append([])
+            conversations[-1].append(message)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(
             f'{where} is not a JSON object with "messages", a list of {{"role": ..., "content": '
             f"...}}"
         ) from None
-    if not found:
+    if not conversations:
         raise ConfigError(f"{where} has no message")
-    return found
+    return conversations
 
 
 class Tokens:
@@ -136,16 +136,16 @@ class Tokens:
         arrays = ("tokens", "targets", "offsets")
         with contextlib.suppress(OSError, ValueError):
             return cls(*(np.load(path / f"{name}.npy", mmap_mode="r") for name in arrays))
-        made = make()
+        tokens = make()
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             work = Path(tempfile.mkdtemp(prefix=".tokens-", dir=path.parent))
             for name in arrays:
-                np.save(work / f"{name}.npy", getattr(made, name))
+                np.save(work / f"{name}.npy", getattr(tokens, name))
             work.chmod(0o755)
             # fails where another process was faster, whose tokens are the same
             os.rename(work, path)
-        return made
+        return tokens
 
 
 class PackedConversations(MegatronDataset):
@@ -156,9 +156,15 @@ class PackedConversations(MegatronDataset):
     Padding at the end of a row is like a document of its own.
     """
 
-    def __new__(cls, dataset: ConversationFile, dataset_path: str | None, indices: np.ndarray,
-                num_samples: int | None,
-                index_split: Any, config: Any) -> Any:  # fmt: skip
+    def __new__(
+        cls,
+        dataset: ConversationFile,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Any,
+        config: Any,
+    ) -> Any:
         """None where --split leaves no conversation of a single file to validation or the test."""
         split, blend = index_split.name, config.blend
         if len(indices) or split == "train" or not blend or len(blend[0]) > 1:
@@ -168,9 +174,15 @@ class PackedConversations(MegatronDataset):
             get_args().eval_iters = 0
         return None
 
-    def __init__(self, dataset: ConversationFile, dataset_path: str | None, indices: np.ndarray,
-                 num_samples: int | None,
-                 index_split: Any, config: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        dataset: ConversationFile,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Any,
+        config: Any,
+    ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         folder = (
             Path(config.path_to_cache)
@@ -223,12 +235,12 @@ class PackedConversations(MegatronDataset):
         row["loss_mask"] = torch.zeros(n, dtype=torch.float32)
         at = 0
         for tokens, targets in self._pieces((index or 0) % self.packing.rows):
-            here, end = slice(at, at + len(tokens) - 1), at + len(tokens)
+            place, end = slice(at, at + len(tokens) - 1), at + len(tokens)
             row["tokens"][at:end] = torch.from_numpy(tokens)
             row["position_ids"][at:end] = torch.arange(len(tokens))
             following = torch.from_numpy(targets[1:])
-            row["loss_mask"][here] = (following != IGNORED).float()
-            row["labels"][here] = following.clamp(min=0)
+            row["loss_mask"][place] = (following != IGNORED).float()
+            row["labels"][place] = following.clamp(min=0)
             at = end
         row["position_ids"][at:] = torch.arange(n - at)
         if index is None:  # Megatron's padding of a batch
@@ -244,10 +256,10 @@ class PackedConversations(MegatronDataset):
     def _pieces(self, row: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for document, start, length in self.packing.pieces(row):
             first = int(self._tokens.offsets[document]) + start
-            here = slice(first, first + length)
+            place = slice(first, first + length)
             yield (
-                self._tokens.tokens[here].astype(np.int64),
-                self._tokens.targets[here].astype(np.int64),
+                self._tokens.tokens[place].astype(np.int64),
+                self._tokens.targets[place].astype(np.int64),
             )
 
 

@@ -20,7 +20,12 @@ from unittest import mock
 
 from cp_ring.errors import ConfigError, PlanError, one_line
 from cp_ring.megatron.compat import logits_without_te
-from cp_ring.megatron.flags.layer_pattern import letters_of, main_layers, pattern_of
+from cp_ring.megatron.flags.layer_pattern import (
+    expert_layers,
+    letters_of,
+    main_layers,
+    pattern_of,
+)
 from cp_ring.options import Options
 from cp_ring.plan.costs.model_sizes import Experts, ModelSizes
 from cp_ring.plan.costs.recurrent_costs import RecurrentLayers
@@ -160,16 +165,9 @@ def model_sizes(
 def _experts(args: argparse.Namespace, pattern: str) -> Experts | None:
     if not args.num_experts:
         return None
-    frequency = args.moe_layer_freq
-    if pattern:
-        with_experts = pattern.count("E")
-    elif isinstance(frequency, list):
-        with_experts = sum(frequency)
-    else:
-        with_experts = len(range(0, args.num_layers, frequency or 1))
     return Experts(
         number=args.num_experts,
-        layers=with_experts,
+        layers=pattern.count("E") if pattern else sum(expert_layers(args)),
         top_k=args.moe_router_topk,
         width=args.moe_ffn_hidden_size or args.ffn_hidden_size,
         shared_width=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
@@ -188,13 +186,13 @@ def weight_bytes(args: argparse.Namespace, sizes: ParallelSizes, vocabulary: int
     """
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-    told = copy.copy(args)
-    told.kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
-    told.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
-    told.moe_ffn_hidden_size = args.moe_ffn_hidden_size or told.ffn_hidden_size
-    told.padded_vocab_size = vocabulary
-    told.tensor_model_parallel_size, told.pipeline_model_parallel_size = sizes.tp, sizes.pp
-    told.data_parallel_size = sizes.dp * sizes.cp
-    told.world_size = sizes.tp * sizes.cp * sizes.pp * sizes.dp
-    told.expert_tensor_parallel_size = getattr(args, "expert_tensor_parallel_size", None) or 1
-    return float(compute_weight_and_optimizer_memory(told))
+    asked = copy.copy(args)
+    asked.kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    asked.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
+    asked.moe_ffn_hidden_size = args.moe_ffn_hidden_size or asked.ffn_hidden_size
+    asked.padded_vocab_size = vocabulary
+    asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size = sizes.tp, sizes.pp
+    asked.data_parallel_size = sizes.dp * sizes.cp
+    asked.world_size = sizes.tp * sizes.cp * sizes.pp * sizes.dp
+    asked.expert_tensor_parallel_size = getattr(args, "expert_tensor_parallel_size", None) or 1
+    return float(compute_weight_and_optimizer_memory(asked))

@@ -17,9 +17,9 @@ from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
 
 
-def _not_of_type(found: re.Match[str]) -> str:
-    kind = {"int": "a whole number", "float": "a number"}.get(found[1], f"a valid {found[1]}")
-    return f"{found[2]} is not {kind}"
+def _not_of_type(match: re.Match[str]) -> str:
+    kind = {"int": "a whole number", "float": "a number"}.get(match[1], f"a valid {match[1]}")
+    return f"{match[2]} is not {kind}"
 
 
 class _Parser(argparse.ArgumentParser):

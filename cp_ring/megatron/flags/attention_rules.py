@@ -19,7 +19,7 @@ _DOCUMENTS_IN_ROWS = DOCUMENT_FLAGS.partition("|")[2]  # of --sft each is split 
 
 def _in_graph(when: str, reason: str, way_out: str, example: str, why: str = "") -> Rule:
     """A rule for graphs that hold attention."""
-    return Rule(lambda job: job.graphs_of_attention and job.given(when),
+    return Rule(lambda job: job.graphs_of_attention and job.holds(when),
                 "{graphs} puts attention into a CUDA graph: " + reason, way_out, why,
                 f"--cuda-graph-impl local --cp-ring-allow-untried cuda-graphs {example}"
                )  # fmt: skip
@@ -30,7 +30,8 @@ def not_allowed(job: Job) -> list[str]:
     name.
     """
     return next(
-        (found for found in untried(job) if found[2] not in job.own.allow_untried.split(",")), []
+        (feature for feature in untried(job) if feature[2] not in job.own.allow_untried.split(",")),
+        [],
     )
 
 
@@ -154,6 +155,47 @@ def check_window(window: Any, causal: bool) -> None:
     check_rules(Job(argparse.Namespace(window_size=window)), WINDOWS[: 1 + causal])
 
 
+SPARSE_RULES = (
+    Rule(lambda job: SPARSE in job.letters and (job.holds(_DOCUMENTS_IN_ROWS)
+         or (job.reorders and job["--cp-ring-layout"])
+         or (job.own.wire not in ("auto", "plain", "latent") and job["--cp-ring-wire"])
+         or (job.cp > 1 and {*job.comm_types} - {"all_gather", "p2p"} and job["--cp-comm-type"])),
+         "{pattern}: sparse attention does not support {found}",
+         "it is split with --cp-ring-layout zigzag, and --cp-comm-type p2p or all_gather",
+         example="--experimental-attention-variant dsa --cp-ring-layout balanced / "
+                 "--experimental-attention-variant dsa --cp-ring-document-mask --sft / "
+                 "--experimental-attention-variant dsa --cp-ring-wire int8 / "
+                 "--hybrid-layer-pattern D- --cp-ring-layout balanced"),
+    Rule(lambda job: SPARSE in job.letters and job.cp > 1 and "p2p" in job.comm_types
+         and ((str(job.own.heads) != "1" and job["--cp-ring-heads"]) or job.graphs_of_attention
+              or (getattr(job.attention_backend, "name", "") != "unfused"
+                  and job.dsa_kernel_backend not in (None, "none")
+                  and job["--dsa-kernel-backend"])),
+         "{pattern}: sparse attention whose latents travel from rank to rank does not support "
+         "{found}", "leave it out, or give --cp-comm-type all_gather",
+         example="--experimental-attention-variant dsa --context-parallel-size 2 "
+                 "--cp-ring-heads 2 / --experimental-attention-variant dsa "
+                 "--context-parallel-size 2 --dsa-kernel-backend tilelang"),
+    Rule(lambda job: SPARSE in job.letters
+         and job.holds("--dsa-indexer-topk-freq>1 --pipeline-model-parallel-size>1")
+         and (job.recomputes_attention or job.recompute_granularity == "full"),
+         "{--dsa-indexer-topk-freq} with {--pipeline-model-parallel-size} and "
+         "{--recompute-granularity}: a recomputed layer would share the selection of a later "
+         "microbatch", "leave out one of them",
+         "Megatron keeps one selection for each layer, that of the last microbatch",
+         "--experimental-attention-variant dsa --dsa-indexer-topk-freq 2 --num-layers 4 "
+         "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+         "--recompute-num-layers 1"),
+    Rule(lambda job: SPARSE in job.letters and job.cp > 1 and job.dsa_indexer_loss_coeff
+         and not job.calculate_per_token_loss,
+         "{pattern} with {--context-parallel-size} and a loss of the indexer needs "
+         "--calculate-per-token-loss",
+         why="without it Megatron's gradients of that loss depend on the number of ranks",
+         example="--experimental-attention-variant dsa --context-parallel-size 2 "
+                 "--cp-comm-type all_gather --dsa-indexer-loss-coeff 0.01"),
+)  # fmt: skip
+"""Of flags, and of a layer of sparse attention whose latents travel from rank to rank."""
+
 ATTENTION = (
     Rule(_has_no_dropout,
          "{--cp-ring-kernel} does not support {--attention-dropout}, which must be the same at "
@@ -201,43 +243,7 @@ ATTENTION = (
     Rule("--use-megatron-fsdp --megatron-fsdp-version>1",
          "--cp-ring does not support {--megatron-fsdp-version}", "give 1",
          "this version of Megatron's FSDP has no context parallelism"),
-    Rule(lambda job: SPARSE in job.letters and (job.given(_DOCUMENTS_IN_ROWS)
-         or (job.reorders and job["--cp-ring-layout"])
-         or (job.own.wire not in ("auto", "plain", "latent") and job["--cp-ring-wire"])
-         or (job.cp > 1 and {*job.comm_types} - {"all_gather", "p2p"} and job["--cp-comm-type"])),
-         "{pattern}: sparse attention does not support {found}",
-         "it is split with --cp-ring-layout zigzag, and --cp-comm-type p2p or all_gather",
-         example="--experimental-attention-variant dsa --cp-ring-layout balanced / "
-                 "--experimental-attention-variant dsa --cp-ring-document-mask --sft / "
-                 "--experimental-attention-variant dsa --cp-ring-wire int8 / "
-                 "--hybrid-layer-pattern D- --cp-ring-layout balanced"),
-    Rule(lambda job: SPARSE in job.letters and job.cp > 1 and "p2p" in job.comm_types
-         and ((str(job.own.heads) != "1" and job["--cp-ring-heads"]) or job.graphs_of_attention
-              or (getattr(job.attention_backend, "name", "") != "unfused"
-                  and job.dsa_kernel_backend not in (None, "none")
-                  and job["--dsa-kernel-backend"])),
-         "{pattern}: sparse attention whose latents travel from rank to rank does not support "
-         "{found}", "leave it out, or give --cp-comm-type all_gather",
-         example="--experimental-attention-variant dsa --context-parallel-size 2 "
-                 "--cp-ring-heads 2 / --experimental-attention-variant dsa "
-                 "--context-parallel-size 2 --dsa-kernel-backend tilelang"),
-    Rule(lambda job: SPARSE in job.letters
-         and job.given("--dsa-indexer-topk-freq>1 --pipeline-model-parallel-size>1")
-         and (job.recomputes_attention or job.recompute_granularity == "full"),
-         "{--dsa-indexer-topk-freq} with {--pipeline-model-parallel-size} and "
-         "{--recompute-granularity}: a recomputed layer would share the selection of a later "
-         "microbatch", "leave out one of them",
-         "Megatron keeps one selection for each layer, that of the last microbatch",
-         "--experimental-attention-variant dsa --dsa-indexer-topk-freq 2 --num-layers 4 "
-         "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
-         "--recompute-num-layers 1"),
-    Rule(lambda job: SPARSE in job.letters and job.cp > 1 and job.dsa_indexer_loss_coeff
-         and not job.calculate_per_token_loss,
-         "{pattern} with {--context-parallel-size} and a loss of the indexer needs "
-         "--calculate-per-token-loss",
-         why="without it Megatron's gradients of that loss depend on the number of ranks",
-         example="--experimental-attention-variant dsa --context-parallel-size 2 "
-                 "--cp-comm-type all_gather --dsa-indexer-loss-coeff 0.01"),
+    *SPARSE_RULES,
     Rule("--use-kitchen-attention", "--cp-ring does not support --use-kitchen-attention",
          "leave it out", example="--use-kitchen-attention"),
     Rule("--batch-invariant-mode",
@@ -278,7 +284,7 @@ ATTENTION = (
          "--ckpt-format torch_dcp has no manifest by which a checkpoint is verified",
          "give torch_dist",
          "these files are written by torch alone", "--use-torch-fsdp2 --ckpt-format torch_dcp"),
-    Rule(lambda job: job.given("--load --use-torch-fsdp2") and job.before("0.19"),
+    Rule(lambda job: job.holds("--load --use-torch-fsdp2") and job.before("0.19"),
          "--load with --use-torch-fsdp2 needs megatron-core 0.19: {version} does not resume as "
          "the job was",
          why="or leave it out"),
@@ -341,11 +347,11 @@ DOCUMENTS = (
          "above 1 or branches; those of {version} begin anew at each rank",
          why="older layers know nothing of context parallelism"),
     Rule(lambda job: "M" in job.letters and job.use_mamba_mem_eff_path is False
-         and job.given(DOCUMENT_FLAGS),
+         and job.holds(DOCUMENT_FLAGS),
          "--disable-mamba-mem-eff-path: the Mamba layers of {pattern} then have no documents "
          "(Megatron supports them on the other path alone)", "leave it out",
          example="--cp-ring-document-mask --hybrid-layer-pattern M*- --disable-mamba-mem-eff-path"),
-    Rule(lambda job: "G" in job.letters and job.deterministic_mode and job.given(DOCUMENT_FLAGS),
+    Rule(lambda job: "G" in job.letters and job.deterministic_mode and job.holds(DOCUMENT_FLAGS),
          "--deterministic-mode: the gated delta net layers of {pattern} then have no documents "
          "(fla's kernels have them, which are not deterministic)", "leave it out",
          example="--cp-ring-mask-kinds documents --hybrid-layer-pattern G*- --deterministic-mode"),

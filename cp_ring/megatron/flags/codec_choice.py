@@ -77,15 +77,15 @@ def _sizes(args: argparse.Namespace, wire: str) -> AttentionSizes:
 
 def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:
     other = "latent" if WIRES[chosen].plain else "plain"
-    here, there = (
+    own, others = (
         _sizes(args, wire).wire_key_bytes // args.micro_batch_size for wire in (chosen, other)
     )
-    found = f" is {chosen}" if asked != chosen else ""
+    choice = f" is {chosen}" if asked != chosen else ""
     widening = WIRES[chosen].widening
     widened = f"; the bounds of the certificate widen by {widening:g}" if widening else ""
     note(
-        f"--cp-ring-wire {asked}{found}: {here:,} bytes a token and layer travel, {other} has "
-        f"{there:,}{widened}"
+        f"--cp-ring-wire {asked}{choice}: {own:,} bytes a token and layer travel, {other} has "
+        f"{others:,}{widened}"
     )
 
 

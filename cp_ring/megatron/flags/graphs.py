@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from cp_ring.megatron.flags.layer_pattern import pattern_of
+
 _SEPARATE = {"moe_router", "moe_preprocess", "mamba"}
 """Modules whose graphs hold them alone."""
 _SHARED = {"mlp", "moe"}
@@ -37,14 +39,12 @@ def hold_attention(args: Any) -> bool:
     kind, modules = implementation(args), _modules(args)
     if kind == "none":
         return False
-    hybrid = any(
-        getattr(args, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern")
-    )
-    alone = _SEPARATE | (_SHARED if kind == "transformer_engine" or hybrid else set())
+    separate = kind == "transformer_engine" or pattern_of(args)
+    alone = _SEPARATE | (_SHARED if separate else set())
     return not modules or not modules <= alone
 
 
-def given(args: Any) -> str:
+def flags_of(args: Any) -> str:
     """The flags that ask for graphs, as they were given."""
     old = [f"--{name}-cuda-graph" for name in ("enable", "external")
            if getattr(args, f"{name}_cuda_graph", False)]  # fmt: skip
@@ -58,7 +58,7 @@ def _modules(args: Any) -> set[str]:
     """The modules in graphs by name, "" for all of a layer; Megatron up to 0.17 calls them the
     scope.
     """
-    found: set[str] = set()
+    modules: set[str] = set()
     for name in ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated"):
         values = getattr(args, name, None) or ()
         values = (
@@ -68,5 +68,5 @@ def _modules(args: Any) -> set[str]:
             if isinstance(values, list | tuple)
             else (values,)
         )
-        found |= {str(getattr(value, "name", value)) for value in values}
-    return found - {"full"}
+        modules |= {str(getattr(value, "name", value)) for value in values}
+    return modules - {"full"}

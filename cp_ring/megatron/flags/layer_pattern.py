@@ -86,6 +86,14 @@ def attention_layers(args: argparse.Namespace, config: Any = None) -> list[int]:
     return [number for number, block in enumerate(blocks, 1) if attends(block)]
 
 
+def expert_layers(args: argparse.Namespace) -> list[int]:
+    """Of each layer of a GPT model with experts 1 if it has them by `--moe-layer-freq`, else 0."""
+    every = getattr(args, "moe_layer_freq", None) or 1
+    if isinstance(every, int):
+        return [int(layer % every == 0) for layer in range(args.num_layers)]
+    return list(every)
+
+
 def predicting_layers(args: argparse.Namespace) -> list[int]:
     """The numbers, from 1 in each part, of the attention layers of `letters_of` that predict
     further tokens. In a GPT model each of these is like the last one of the others.

@@ -35,9 +35,10 @@ OF_THE_MODEL = (
     "seq_length",
     "max_position_embeddings",
 )
-_OTHER_NAMES = {"num_layers": ("encoder_num_layers", "hybrid_layer_pattern",
-    "hybrid_override_pattern"),
-                "seq_length": ("encoder_seq_length",)}  # fmt: skip
+_OTHER_NAMES = {
+    "num_layers": ("encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern"),
+    "seq_length": ("encoder_seq_length",),
+}
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Rule:
 
     def lines(self, job: Job) -> Iterator[str]:
         """The lines with which the job is rejected: one, or one for each that an iterator finds."""
-        found = job.given(self.when) if isinstance(self.when, str) else self.when(job)
-        for job.found in found if isinstance(found, Iterator) else filter(None, [found]):
+        reasons = job.holds(self.when) if isinstance(self.when, str) else self.when(job)
+        for job.found in reasons if isinstance(reasons, Iterator) else filter(None, [reasons]):
             yield f"{self.text}{': ' * bool(self.way_out)}{self.way_out}".format_map(job)
 
 
@@ -120,14 +121,14 @@ class Job:
             return getattr(self.own, name[len("--cp-ring-") :].replace("-", "_"))
         return getattr(self, _DESTINATIONS.get(name, name.removeprefix("--").replace("-", "_")))
 
-    def given(self, words: str) -> str:
+    def holds(self, words: str) -> str:
         """What of the first word holds if all words hold, else ""."""
-        found = [self._held(word.removeprefix("!")) for word in words.split()]
-        held = all(
+        held = [self._held(word.removeprefix("!")) for word in words.split()]
+        all_held = all(
             bool(each) != word.startswith("!")
-            for each, word in zip(found, words.split(), strict=True)
+            for each, word in zip(held, words.split(), strict=True)
         )
-        return (next(iter(found), "") or words or "any") if held else ""
+        return (next(iter(held), "") or words or "any") if all_held else ""
 
     def _held(self, word: str) -> str:
         for name, operator, other in (_WORD.fullmatch(each).groups() for each in word.split("|")):  # type: ignore[union-attr]
@@ -182,22 +183,22 @@ class Job:
     @property
     def missing_sizes(self) -> str:
         """Sizes of the model that no flag gives."""
-        found = (
+        missing = (
             name
             for name in OF_THE_MODEL
             if all(self.value(key) is None for key in (name, *_OTHER_NAMES.get(name, ())))
         )
-        return "" if self.sizes_from_a_file else ", ".join(found)
+        return "" if self.sizes_from_a_file else ", ".join(missing)
 
     @property
     def comm_types(self) -> list[str]:
         """The `cp_comm_type` of each layer; one, if all have the same. Megatron's own help has
         allgather.
         """
-        given = self.cp_comm_type or "p2p"
+        kinds = self.cp_comm_type or "p2p"
         return [
             {"allgather": "all_gather"}.get(kind, kind)
-            for kind in ([given] if isinstance(given, str) else given)
+            for kind in ([kinds] if isinstance(kinds, str) else kinds)
         ]
 
     @property
@@ -272,7 +273,7 @@ class Job:
     @property
     def graphs(self) -> str:
         """The flags that ask for CUDA graphs, "" without graphs."""
-        return graphs.given(self.args) if graphs.implementation(self.args) != "none" else ""
+        return graphs.flags_of(self.args) if graphs.implementation(self.args) != "none" else ""
 
     @property
     def graphs_of_attention(self) -> str:

@@ -23,7 +23,7 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 
 def settle(
     config: Options,
-    given: Mapping[str, Any],
+    named: Mapping[str, Any],
     cp: int,
     sizes: AttentionSizes,
     ranks: Sequence[int],
@@ -33,7 +33,7 @@ def settle(
     """The settings with a route and a number of heads in place of `auto`, and why, in one line; ""
     where none is `auto`.
 
-    given: Megatron's settings by name. ranks: those of the context-parallel group in the whole job.
+    named: Megatron's settings by name. ranks: those of the context-parallel group in the whole job.
     per_node: consecutive ranks
     of the job on each node, by default what the launcher says. windows: those of the layers.
 
@@ -48,10 +48,10 @@ def settle(
     from cp_ring.plan.costs.shapes import CHOSEN_BY, Assumed, choose
 
     node = config.node_size or node_size(ranks, per_node or ranks_per_node())
-    kinds = given.get("cp_comm_type") or ["p2p"]
+    kinds = named.get("cp_comm_type") or ["p2p"]
     heads: int | str = 1 if config.heads == AUTO else config.heads
     asked = replace(config, route=DEFAULT, node_size=node, heads=heads)
-    levels = given.get("hierarchical_context_parallel_sizes")
+    levels = named.get("hierarchical_context_parallel_sizes")
     specs = [
         spec_of_layer(kind, asked, cp, levels)
         for kind in ([kinds] if isinstance(kinds, str) else kinds)
@@ -59,9 +59,9 @@ def settle(
     gather = any(spec.schedule == "gather" for spec in specs)
     heads = AUTO if config.heads == AUTO else specs[0].ulysses
     few, near = min(cp, max(CHOSEN_BY - CHOSEN_BY % node, node)), node
-    n = int(given.get("seq_length") or 1) // cp * few
+    n = int(named.get("seq_length") or 1) // cp * few
     if config.heads != AUTO and few % specs[0].ulysses:
-        few, n = cp, int(given.get("seq_length") or 1)
+        few, n = cp, int(named.get("seq_length") or 1)
     layers = [(Mask.causal(n, window), count) for window, count in windows]
     try:
         schedule, shards = ("gather", few) if gather else (config.schedule, config.slot_shards)

@@ -32,13 +32,18 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.runtime import RUNTIME
 
 _CPU_SETTINGS: dict[str, Any] = {
-    "distributed_backend": "gloo", "transformer_impl": "local", "use_cpu_initialization": True,
-    "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
     "bias_gelu_fusion": False,
-    "bias_swiglu_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
     "gradient_reduce_div_fusion": False,  # a reduction that NCCL alone has
     "no_persist_layer_norm": True,
-}  # fmt: skip
+}
 """What Megatron needs without CUDA."""
 
 
@@ -128,8 +133,8 @@ def windows_of(args: argparse.Namespace) -> LayerWindows | None:
     narrow = sum(
         bool(every[layer - 1] if isinstance(every, list) else layer % every) for layer in layers
     )
-    found = (((int(window[0]), int(window[1])), narrow), ((-1, -1), len(layers) - narrow))
-    return tuple((its, count) for its, count in found if count)
+    windows = (((int(window[0]), int(window[1])), narrow), ((-1, -1), len(layers) - narrow))
+    return tuple((its, count) for its, count in windows if count)
 
 
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
@@ -158,10 +163,10 @@ def _as_settled(args: argparse.Namespace, config: Options) -> Options:
     """The settings with the choice that was made for this command line before: Megatron parses it
     more than once.
     """
-    found = _settled.get(tuple(sys.argv), {})
-    for name, value in found.items():
+    choices = _settled.get(tuple(sys.argv), {})
+    for name, value in choices.items():
         setattr(args, f"cp_ring_{name}", value)
-    return replace(config, **found)
+    return replace(config, **choices)
 
 
 def settle(args: argparse.Namespace, config: Options) -> Options:
@@ -171,8 +176,11 @@ def settle(args: argparse.Namespace, config: Options) -> Options:
     shape = settle_shape(args, config)
     wire = choose_wire(args, shape)
     choices_made = {
-        "route": shape.route, "heads": shape.heads, "wire": wire, "recurrent": shape.recurrent,
-    }  # fmt: skip
+        "route": shape.route,
+        "heads": shape.heads,
+        "wire": wire,
+        "recurrent": shape.recurrent,
+    }
     _settled[tuple(sys.argv)] = {
         name: value for name, value in choices_made.items() if "auto" in str(getattr(config, name))
     }
@@ -273,7 +281,7 @@ def _why_unfused(job: Job) -> str:
         return ""
     if job.own.kinds or (job.own.named_layout.weighs and job.own.document_mask):
         asked = "--cp-ring-mask-kinds" if job.own.kinds else job["--cp-ring-layout"]
-        other = job.given("--multi-latent-attention") or job.given("--micro-batch-size>1")
+        other = job.holds("--multi-latent-attention") or job.holds("--micro-batch-size>1")
         return (
             f"{asked} with {other} has different positions in each microbatch and batch row"
             if other
@@ -281,7 +289,7 @@ def _why_unfused(job: Job) -> str:
         )
     if job.mrope_section and job.sft:
         return "mrope_section with packed documents gives each token positions of its own"
-    together = job.given("--dataloader-inter-document-masking") or (
+    together = job.holds("--dataloader-inter-document-masking") or (
         job.own.named_layout.weighs and job.sft and f"--sft with {job['--cp-ring-layout']}"
     )
     return (

@@ -14,12 +14,13 @@ Hidden dropout does not go through here: see `docs/megatron.md`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+
+from cp_ring.megatron.compat import arguments
 
 if TYPE_CHECKING:
     from cp_ring.kernels.dropout import Dropout
@@ -84,16 +85,11 @@ def dropout_of(
     return Dropout(p, next_key(layer_number, calls), positions, first_head)
 
 
-def _arguments() -> Any:
-    """Megatron's global arguments, None in a program without them."""
-    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-
-
 def _seed() -> int:
     """Megatron's --seed, or what torch was seeded with: the same on all pipeline stages, or on all
     ranks of one.
     """
-    seed = getattr(_arguments(), "seed", None)
+    seed = getattr(arguments(), "seed", None)
     return int(seed if seed is not None else torch.initial_seed()) % 2**63
 
 
@@ -101,7 +97,7 @@ def _microbatches_before() -> int:
     """Microbatches of the job before this process: where a layer's count starts that no checkpoint
     has.
     """
-    args = _arguments()
+    args = arguments()
     consumed, size = (
         getattr(args, name, None) or 0 for name in ("consumed_train_samples", "micro_batch_size")
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cp_ring.comm.latent import Latents
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.wrapping import around, before_first_call
 from cp_ring.runtime import RUNTIME
 
 _PLAIN = ("ColumnParallelLinear", "TEColumnParallelLinear")
@@ -85,44 +86,34 @@ def link(attention: Any) -> None:
     layer's first call on.
 
     It does nothing where keys and values travel in another form. `linear_kv_up_proj` and the core
-    attention that stays are made later, by constructors of subclasses, so the hook is added by the
-    first call.
+    attention that stays are made by constructors of subclasses.
     """
-    if getattr(attention.core_attention, "tap", None) is None or getattr(
-        attention, "_cp_ring_linked", False
-    ):
-        return
-    attention._cp_ring_linked = True
-    hooks: list[Any] = []
+    if getattr(attention.core_attention, "tap", None) is not None:
+        before_first_call(attention, "_cp_ring_linked", _tap)
 
-    def add_hook(layer: Any, *_: Any) -> None:
-        _check(layer.linear_kv_up_proj)
-        layer.linear_kv_up_proj.register_forward_hook(layer.core_attention.tap.see)
-        hooks.pop().remove()
 
-    hooks.append(attention.register_forward_pre_hook(add_hook))
+def _tap(layer: Any) -> None:
+    _check(layer.linear_kv_up_proj)
+    layer.linear_kv_up_proj.register_forward_hook(layer.core_attention.tap.see)
 
 
 def linked(attention_class: Any) -> Any:
     """A subclass of an attention layer's class whose instances are linked; see `link`. The same one
     for the same class.
     """
-    made = _linked.get(attention_class)
-    if made is None:
+    subclass = _linked.get(attention_class)
+    if subclass is None:
+        own = {name: getattr(attention_class, name) for name in ("__module__", "__doc__")}
+        own["__init__"] = _with_link(attention_class.__init__)
+        subclass = type(attention_class.__name__, (attention_class,), own)
+        _linked[attention_class] = subclass
+    return subclass
 
-        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-            attention_class.__init__(self, *args, **kwargs)
-            link(self)
 
-        members = {
-            "__init__": construct,
-            "__module__": attention_class.__module__,
-            "__doc__": attention_class.__doc__,
-        }
-        made = _linked[attention_class] = type(
-            attention_class.__name__, (attention_class,), members
-        )
-    return made
+@around
+def _with_link(constructor: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    constructor(self, *args, **kwargs)
+    link(self)
 
 
 _linked: weakref.WeakKeyDictionary[type, Any] = RUNTIME.keep(weakref.WeakKeyDictionary())

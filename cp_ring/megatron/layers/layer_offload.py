@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from cp_ring.megatron.settings import current
+from cp_ring.megatron.wrapping import before_first_call
 from cp_ring.runtime import RUNTIME
 
 if TYPE_CHECKING:
@@ -72,19 +73,10 @@ def link(attention: Any) -> None:
     """Lets the output projection of an attention layer share the copies of its core attention, from
     the first call on.
 
-    `linear_proj` and the core attention that stays are made later, by constructors of subclasses,
-    so the first call adds hooks.
+    `linear_proj` and the core attention that stays are made by constructors of subclasses.
     """
-    if not current().offload or getattr(attention, "_cp_ring_shares", False):
-        return
-    attention._cp_ring_shares = True
-    added: list[Any] = []
-
-    def add_hooks(layer: Any, *_: Any) -> None:
-        _share(layer.linear_proj)
-        added.pop().remove()
-
-    added.append(attention.register_forward_pre_hook(add_hooks))
+    if current().offload:
+        before_first_call(attention, "_cp_ring_shares", lambda layer: _share(layer.linear_proj))
 
 
 def _share(projection: torch.nn.Module) -> None:

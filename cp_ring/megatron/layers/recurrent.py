@@ -26,14 +26,12 @@ import torch
 from cp_ring.comm.states import StatePassing
 from cp_ring.comm.transport import transport_for
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.data.documents import ALONE, DocumentParams, documents_of
+from cp_ring.megatron.data.documents import ALONE, DocumentParams, documents_of, without_documents
 from cp_ring.megatron.data.masks import MicrobatchMask
-from cp_ring.megatron.plans import make_layout
-from cp_ring.megatron.settings import LayerWindows, current, layer_windows, packed_in_whole_rows
+from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.wrapping import Function, around, replaced
 from cp_ring.plan.exchange.chains import Chains
 from cp_ring.plan.exchange.verify_chains import verify_chains
-from cp_ring.plan.layout import Layout
 from cp_ring.runtime import RUNTIME
 
 
@@ -45,29 +43,28 @@ class TokenOrder:
         in_sequence: of each token in the order of the sequence, its place among those of rank after
         rank: int64 [n * b].
         by_rank: the inverse of this permutation.
-        documents: the number of each token's document in its batch row: int32 [b, n]; None without
-        documents.
+        documents: the number of each token's document in its batch row: int32 [b, n].
         cu_seqlens: where documents begin in the stream of all batch rows, and its end: int32
-        [documents + 1]; None without.
+        [documents + 1].
     """
 
     in_sequence: torch.Tensor
     by_rank: torch.Tensor
-    documents: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | None = None
+    documents: torch.Tensor
+    cu_seqlens: torch.Tensor
 
     @classmethod
-    def of_places(cls, places: torch.Tensor) -> TokenOrder:
-        """places: where in their batch rows the tokens of rank after rank are, int64 [n, b]."""
-        column = torch.arange(places.shape[1])
-        inverse = places.argsort(dim=0)
-        return cls(*((order * places.shape[1] + column).reshape(-1) for order in (inverse, places)))
-
-    def to(self, device: torch.device) -> TokenOrder:
-        documents, offsets = (
-            None if x is None else x.to(device) for x in (self.documents, self.cu_seqlens)
-        )
-        return TokenOrder(self.in_sequence.to(device), self.by_rank.to(device), documents, offsets)
+    def of(cls, carried: MicrobatchMask, device: torch.device) -> TokenOrder:
+        n, batch, starts = carried.layout.n, carried.batch, _starts(carried)
+        places = torch.cat([carried.places(rank) for rank in range(carried.layout.cp)])  # [n, b]
+        columns = torch.arange(batch)
+        orders = [
+            (order * batch + columns).reshape(-1) for order in (places.argsort(dim=0), places)
+        ]
+        numbers = (np.searchsorted(starts, np.arange(n), "right") - 1).reshape(batch, -1)
+        of_rows = numbers - numbers[:, :1], np.append(starts, n)
+        documents = [torch.from_numpy(x.astype(np.int32)) for x in of_rows]
+        return cls(*(x.to(device) for x in (*orders, *documents)))
 
 
 _OF_TOKENS = ("x", "q", "k", "v", "g", "beta", "b", "w")
@@ -85,11 +82,11 @@ _proven: set[tuple[Any, ...]] = RUNTIME.keep(set())
 
 
 def order_of(carried: MicrobatchMask, device: torch.device) -> TokenOrder:
-    """The order of the tokens of a microbatch with documents, made once for all layers."""
-    found = _made.setdefault(carried, {})
-    if device not in found:
-        found[device] = _of_documents(carried).to(device)
-    return found[device]
+    """The order of the tokens of a microbatch, made once for all layers."""
+    orders = _made.setdefault(carried, {})
+    if device not in orders:
+        orders[device] = TokenOrder.of(carried, device)
+    return orders[device]
 
 
 def _starts(carried: MicrobatchMask) -> np.ndarray:
@@ -98,53 +95,18 @@ def _starts(carried: MicrobatchMask) -> np.ndarray:
     return np.union1d(carried.starts(), np.arange(carried.batch) * (n // carried.batch))
 
 
-def _of_documents(carried: MicrobatchMask) -> TokenOrder:
-    total, starts = carried.layout.n, _starts(carried)
-    numbers = (np.searchsorted(starts, np.arange(total), "right") - 1).reshape(carried.batch, -1)
-    numbers -= numbers[:, :1]
-    order = TokenOrder.of_places(
-        torch.cat([carried.places(rank) for rank in range(carried.layout.cp)])
-    )
-    documents, offsets = (
-        torch.from_numpy(x.astype(np.int32)) for x in (numbers, np.append(starts, total))
-    )
-    return TokenOrder(order.in_sequence, order.by_rank, documents, offsets)
-
-
-@RUNTIME.cache(maxsize=16)
-def _of_layout(
-    n: int, batch: int, cp: int, name: str, windows: LayerWindows, device: torch.device
-) -> TokenOrder:
-    layout = make_layout(name, n, cp)
-    places = torch.from_numpy(np.concatenate([layout.positions(rank) for rank in range(cp)]))
-    return TokenOrder.of_places(places[:, None].expand(-1, batch)).to(device)
-
-
 def passing_of(carried: MicrobatchMask, group: Any, device: torch.device) -> StatePassing:
     """How states pass the ranks of `group` in a microbatch with documents, made once for all
     layers.
     """
-    found = _passing.setdefault(carried, {})
-    if (group, device) not in found:
+    passings = _passing.setdefault(carried, {})
+    if (group, device) not in passings:
         chains = Chains.build(carried.layout, _starts(carried), carried.forks())
-        found[group, device] = _pass(chains, carried.kind(), group, device)
-    return found[group, device]
-
-
-@RUNTIME.cache(maxsize=16)
-def _passing_of_layout(
-    n: int, batch: int, name: str, windows: LayerWindows, group: Any, device: torch.device
-) -> StatePassing:
-    layout = Layout.batch([make_layout(name, n, group.size())] * batch)
-    return _pass(Chains.build(layout, np.arange(batch) * n), "", group, device)
-
-
-def _pass(chains: Chains, kind: str, group: Any, device: torch.device) -> StatePassing:
-    transport = transport_for(group, device)
-    assert transport is not None, "states pass between ranks"
-    passing = StatePassing(chains, transport, device)
-    _kinds[passing] = chains.layout.name, chains.layout.cp, kind
-    return passing
+        transport = transport_for(group, device)
+        assert transport is not None, "states pass between ranks"
+        passing = passings[group, device] = StatePassing(chains, transport, device)
+        _kinds[passing] = chains.layout.name, chains.layout.cp, carried.kind()
+    return passings[group, device]
 
 
 def _prove(passing: StatePassing, width: int) -> None:
@@ -160,13 +122,18 @@ def _order(x: torch.Tensor, cp: int, packed: Any) -> TokenOrder:
     """The order of the tokens of `x` [n, b, ...], of the documents `packed`, of those in force, or
     of the layout.
     """
-    n, batch = x.shape[:2]
-    if packed is not None:
-        return order_of(documents_of(packed, n // cp * batch, cp, packed_in_whole_rows()), x.device)
     order = _in_force.get()
-    if isinstance(order, TokenOrder):
+    if packed is None and isinstance(order, TokenOrder):
         return order
-    return _of_layout(n, batch, cp, current().layout, layer_windows(), x.device)
+    n, batch = x.shape[:2]
+    return order_of(_carried(packed, n, batch, cp), x.device)
+
+
+def _carried(packed: Any, n: int, batch: int, cp: int) -> MicrobatchMask:
+    """The documents `packed` of batch rows of `n` tokens; without any, each is one document."""
+    if packed is None:
+        return without_documents(batch, n, cp)
+    return documents_of(packed, n // cp * batch, cp, packed_in_whole_rows())
 
 
 def in_sequence(input_: torch.Tensor, cp_size: int, packed_seq_params: Any = None) -> torch.Tensor:
@@ -199,7 +166,7 @@ def mamba_with_documents(
     if packed_seq_params is None:
         return train(self, zxBCdt)
     (n, batch), cp = zxBCdt.shape[:2], self.cp.cp_size
-    carried = documents_of(packed_seq_params, n // cp * batch, cp, packed_in_whole_rows())
+    carried = _carried(packed_seq_params, n, batch, cp)
     params = copy.copy(packed_seq_params)
     params.seq_idx = order_of(carried, zxBCdt.device).documents
     return train(self, zxBCdt, params)
@@ -261,9 +228,7 @@ def _states(
     cp = group.size()
     if packed is None and cp == 1:
         return None
-    if packed is None:
-        return _passing_of_layout(n * cp, batch, current().layout, layer_windows(), group, device)
-    return passing_of(documents_of(packed, n * batch, cp, packed_in_whole_rows()), group, device)
+    return passing_of(_carried(packed, n * cp, batch, cp), group, device)
 
 
 @around
@@ -303,7 +268,7 @@ def gated_delta_net_with_documents(
     order: Any = _states(params, n, batch, group, device) if group else None
     if params is not None:
         cp = group.size() if group else self.cp_size
-        carried = documents_of(params, n * batch, cp, packed_in_whole_rows())
+        carried = _carried(params, n * cp, batch, cp)
         params, order = DocumentParams.carry(carried), order or order_of(carried, device)
     with _in_order(order):
         return forward(self, hidden_states, *args, packed_seq_params=params, **named)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.settings import current, split_by_microbatch
+from cp_ring.megatron.wrapping import arguments_of
 
 Selected = tuple[torch.Tensor, torch.Tensor]
 """Positions, and places in their batch rows, of the tokens that a rank holds: int64 [n / cp, batch]
@@ -51,11 +51,7 @@ def selecting(forward: Callable[..., Any], by_place: bool = False) -> Callable[.
     def select(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = forward(self, *args, **kwargs)
         selected = _selected.get()
-        packed = (
-            inspect.signature(forward)
-            .bind(self, *args, **kwargs)
-            .arguments.get("packed_seq", False)
-        )
+        packed = arguments_of(forward, self, *args, **kwargs).get("packed_seq", False)
         if selected is None or packed:
             return result
         whole, *scale = result if isinstance(result, tuple) else (result,)

@@ -28,7 +28,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.data.documents import DocumentParams, documents_of, without_whole_rows
 from cp_ring.megatron.data.prefetch import wait_for
-from cp_ring.megatron.flags.comm_types import spec_of_layer
+from cp_ring.megatron.flags.comm_types import spec_of_sparse_layer
 from cp_ring.megatron.layers.layer_offload import in_backward
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.settings import current, packed_in_whole_rows
@@ -52,22 +52,7 @@ class RingSparseAttention(DSAttention):
             return
         settings = self.settings = current()
         ranks = get_process_group_ranks(self.cp_group)
-        self.spec = spec_of_layer("p2p", settings, len(ranks), None, ranks)
-        for wrong, what in (
-            (self.spec.ulysses > 1, f"heads {self.spec.ulysses}"),
-            (self.cp_comm_type != "p2p", f"cp_comm_type {self.cp_comm_type}"),
-            (_fused(config), f"dsa_kernel_backend {_fused(config)}"),
-        ):
-            if wrong:
-                raise ConfigError(
-                    f"sparse attention does not support {what} where latents travel from rank to "
-                    "rank: leave it out, or give cp_comm_type all_gather"
-                )
-        if config.dsa_indexer_loss_coeff and not config.calculate_per_token_loss:
-            raise ConfigError(
-                "sparse attention with a loss of the indexer needs calculate_per_token_loss where "
-                "tokens are split over ranks"
-            )
+        self.spec = spec_of_sparse_layer(config, self.cp_comm_type, settings, ranks)
         watchdog.start(settings.hop_timeout)
         if settings.debug:
             debug.switch_on()
@@ -105,11 +90,11 @@ class RingSparseAttention(DSAttention):
         timing.at_step(step)
         call, positions = self._call(query, packed, watchdog.enter(self.layer_number, step))
         selection, indexer = self._select(call, positions, x, qr, packed_seq_params, attention_mask)
-        found, loss = SparseAttention.apply(call, selection, query, key.squeeze(2), *indexer)
+        attended, loss = SparseAttention.apply(call, selection, query, key.squeeze(2), *indexer)
         if call.loss is not None:
-            found = DSAIndexerLossAutoScaler.apply(found, loss)
+            attended = DSAIndexerLossAutoScaler.apply(attended, loss)
         weight = up_v_weight.to(query.dtype)
-        out = torch.einsum("sbhc,hvc->sbhv", found, weight).flatten(2)
+        out = torch.einsum("sbhc,hvc->sbhv", attended, weight).flatten(2)
         return out if x.dim() == 3 else out.squeeze(1)
 
     def _call(self, query: Tensor, packed: Any, place: Any) -> tuple[SparseCall, Tensor]:
@@ -167,13 +152,6 @@ class RingSparseAttention(DSAttention):
         DSAIndexerLossLoggingHelper.save_loss_to_tracker(
             loss, self.layer_number, self.config.num_layers, reduce_group=self.cp_group
         )
-
-
-def _fused(config: Any) -> str:
-    """The fused kernels that Megatron would run, "" for none."""
-    unfused = getattr(config.attention_backend, "name", config.attention_backend) == "unfused"
-    backend: str = getattr(config, "dsa_kernel_backend", "none")
-    return "" if unfused or backend == "none" else backend
 
 
 def _over_heads(group: Any, x: Tensor) -> None:

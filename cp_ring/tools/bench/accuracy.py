@@ -99,7 +99,11 @@ def _one_torch_call(mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def _attend_to_shard(
-    group: Any, plan: Plan, inputs: list[Tensor], kernel: str, wire: str = "plain"
+    group: Any,
+    plan: Plan,
+    inputs: list[Tensor],
+    kernel: str,
+    wire: str = "plain",
 ) -> list[Tensor]:
     """out, dq, dk, dv of this rank's shard; `inputs` are those of the whole sequence."""
     q, k, v, dout = (plan.layout.shard(x, group.rank if group else 0, 1) for x in inputs)
@@ -198,7 +202,7 @@ def _add_ratios(
             got = [layout.unshard([part[i] for part in parts], 1) for i in range(4)]
             new = {**case, "cp": cp, "wire": wire}
             result = results.setdefault(tuple(new.values()), new)
-            for part, ours, theirs in zip(PARTS, errors(got, truth), single, strict=True):
-                result.setdefault(part, []).append(ours / theirs if theirs else math.inf)
+            for part, of_ring, of_call in zip(PARTS, errors(got, truth), single, strict=True):
+                result.setdefault(part, []).append(of_ring / of_call if of_call else math.inf)
                 if not WIRES[wire].plain:
-                    result.setdefault("error", {}).setdefault(part, []).append(ours)
+                    result.setdefault("error", {}).setdefault(part, []).append(of_ring)

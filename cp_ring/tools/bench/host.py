@@ -41,13 +41,13 @@ def run(repeats: int, against: Path | None = None) -> list[dict[str, Any]]:
     counts, because other work on the machine only adds. `against` is a checkout of another version
     of cp_ring, measured too.
     """
-    here = Path(__file__).parents[3]
-    folders = {"this version": here} | ({str(against): against} if against else {})
-    found: dict[tuple[str, str], list[float]] = {}
+    own = Path(__file__).parents[3]
+    folders = {"this version": own} | ({str(against): against} if against else {})
+    measured: dict[tuple[str, str], list[float]] = {}
     for _ in range(_ROUNDS):
         for version, folder in folders.items():
             for name, times in _measured_by(folder, repeats).items():
-                found.setdefault((version, name), []).extend(times)
+                measured.setdefault((version, name), []).extend(times)
     return [
         {
             "pass": name.split()[0],
@@ -55,7 +55,7 @@ def run(repeats: int, against: Path | None = None) -> list[dict[str, Any]]:
             "hop_us": min(times),
             "cp_ring": version,
         }
-        for (version, name), times in found.items()
+        for (version, name), times in measured.items()
     ]
 
 
@@ -141,16 +141,16 @@ def _install(clock: _Clock) -> None:
         def __getitem__(self, name: str) -> str:
             return name
 
-    made: dict[tuple[int, ...], torch.Tensor] = {}
+    tensors: dict[tuple[int, ...], torch.Tensor] = {}
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        if shape not in made:
-            made[shape] = torch.zeros(shape, dtype=dtype)
-        return made[shape]
+        if shape not in tensors:
+            tensors[shape] = torch.zeros(shape, dtype=dtype)
+        return tensors[shape]
 
     def taking(names: tuple[str, ...], result: Callable[..., Any]) -> Callable[..., Any]:
-        def function(**given: Any) -> Any:
-            return result(*(given[name] for name in "qkv"))
+        def function(**arguments: Any) -> Any:
+            return result(*(arguments[name] for name in "qkv"))
 
         function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=0) for name in names]

@@ -119,7 +119,11 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _by_heads(
-    layer: DeltaNet, x: Tensor, weight: Tensor, transport: Transport, layout: Layout
+    layer: DeltaNet,
+    x: Tensor,
+    weight: Tensor,
+    transport: Transport,
+    layout: Layout,
 ) -> Tensor:
     """Each rank has all tokens of some heads, in the order of the sequence."""
     cp, rank = transport.size, transport.rank

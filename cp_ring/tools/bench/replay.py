@@ -100,7 +100,10 @@ def replay(
 
 
 def _both_ways(
-    forward: Callable[[], object], both: Callable[[], object], device: torch.device, repeats: int
+    forward: Callable[[], object],
+    both: Callable[[], object],
+    device: torch.device,
+    repeats: int,
 ) -> dict[str, float]:
     """Median seconds of forward alone, and of forward and backward; two warm-up rounds are not
     counted.
@@ -156,7 +159,11 @@ def _cpu_peak_bytes(work: Callable[[], Any]) -> int:
 
 
 def single_call(
-    mask: Mask, sizes: RankSizes, *, repeats: int = 5, names: Sequence[str] | None = None
+    mask: Mask,
+    sizes: RankSizes,
+    *,
+    repeats: int = 5,
+    names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """The fastest kernel that attends to the whole sequence in one call, without merges and float32
     sums.

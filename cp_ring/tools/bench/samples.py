@@ -52,7 +52,11 @@ class LengthPreset(NamedTuple):
 
 
 def _logs(
-    rng: np.random.Generator, tokens: int, mean: float, sigma: float, most: float
+    rng: np.random.Generator,
+    tokens: int,
+    mean: float,
+    sigma: float,
+    most: float,
 ) -> np.ndarray:
     return np.minimum(
         rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, _enough(tokens, mean)), most
@@ -139,12 +143,12 @@ def _lengths_of_file(path: str, n: int | None) -> Ints:
             )
         if not int(word):
             raise PlanError(f"{LENGTHS} {path}: document {number} is empty: leave it out")
-    found = np.array([int(word) for word in words], np.int64)
-    if n is not None and int(found.sum()) > n:
+    numbers = np.array([int(word) for word in words], np.int64)
+    if n is not None and int(numbers.sum()) > n:
         raise PlanError(
-            f"{LENGTHS} {path}: {len(found)} lengths that sum to {found.sum()}, for {n} tokens"
+            f"{LENGTHS} {path}: {len(numbers)} lengths that sum to {numbers.sum()}, for {n} tokens"
         )
-    return found
+    return numbers
 
 
 def _enough(n: int, mean: float) -> int:

@@ -66,8 +66,8 @@ def prepare(group: Any, case: WireCase) -> None:
     q = normal(1, size, case.heads, case.key + case.rope)
     dout = normal(1, size, case.heads, case.value).detach()
     if case.latent:
-        outputs = case.heads * (case.key + case.value)
-        weight = (normal(outputs, case.latent).detach() / case.latent**0.5).requires_grad_()
+        width = case.heads * (case.key + case.value)
+        weight = (normal(width, case.latent).detach() / case.latent**0.5).requires_grad_()
         leaves = [normal(1, size, case.latent), normal(1, size, case.rope), weight]
     else:
         leaves = [normal(1, size, case.heads, case.key), normal(1, size, case.heads, case.value)]

@@ -222,7 +222,10 @@ def _clock(cpu: bool) -> Callable[[], float]:
 
 
 def one_step(
-    group: Any, model: SmallModel, checked: CheckedShape, cpu: bool = False
+    group: Any,
+    model: SmallModel,
+    checked: CheckedShape,
+    cpu: bool = False,
 ) -> tuple[float, float]:
     """Seconds of a step of this rank, and of attention in it."""
     now, step = _clock(cpu), _make_step(model, checked, cpu)

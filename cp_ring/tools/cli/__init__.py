@@ -76,8 +76,8 @@ for _name in ("submit", "status", "preflight"):
 app.add_typer(slurm, name="slurm", hidden=True)
 
 
-def _print_versions(wanted: bool) -> None:
-    if wanted:
+def _print_versions(switched_on: bool) -> None:
+    if switched_on:
         from cp_ring.tools.job.doctor import version_of
 
         typer.echo(

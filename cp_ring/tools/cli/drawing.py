@@ -237,7 +237,10 @@ def zoomed(mask: Mask) -> tuple[int, int] | None:
 
 
 def _draw_inset(
-    axes: Axes, shapes: list[list[tuple[int, int]]], colors: list[Color], region: tuple[int, int]
+    axes: Axes,
+    shapes: list[list[tuple[int, int]]],
+    colors: list[Color],
+    region: tuple[int, int],
 ) -> None:
     """Some documents again, larger, where the score matrix is empty because documents do not see
     one another.
@@ -272,7 +275,10 @@ def _outline(tile: Tile) -> list[tuple[int, int]]:
 
 
 def _draw_timeline(
-    axes: Axes, plan: PlanTables, compute: list[Span], transfers: list[Span]
+    axes: Axes,
+    plan: PlanTables,
+    compute: list[Span],
+    transfers: list[Span],
 ) -> None:
     """One lane per rank: above, the computation of its hops, and its idle time; below, the keys and
     values that it receives.

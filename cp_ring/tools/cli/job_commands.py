@@ -37,8 +37,8 @@ from cp_ring.tools.cli.terminal import (
 )
 
 
-def _list_configurations(wanted: bool) -> None:
-    if wanted:
+def _list_configurations(switched_on: bool) -> None:
+    if switched_on:
         from cp_ring.tools.job import job_config
 
         print_entries(job_config.summaries())
@@ -102,9 +102,9 @@ def _show_comparison(facts: dict[str, Any]) -> None:
     sides = [facts[RING], facts[BASELINE]]
     title = f"{facts['job']}: {facts['steps']} steps each"
     table = Table("", *(side["name"] for side in sides), title=title)
-    ours, theirs = map(_values, sides)
-    for name in ours:
-        table.add_row(name, ours[name], theirs[name])
+    of_ring, of_baseline = map(_values, sides)
+    for name in of_ring:
+        table.add_row(name, of_ring[name], of_baseline[name])
     console = Console()
     console.print(table)
     for name, value in facts["difference"].items():
@@ -137,7 +137,10 @@ def _values(side: dict[str, Any]) -> dict[str, str]:
 
 
 def certify_command(
-    config: Job, set_: Overrides = None, as_json: AsJson = False, verbose: Verbose = False
+    config: Job,
+    set_: Overrides = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
     """Probe a job's attention, loss and gradients on its ranks, and print the results. Trains
     nothing.

@@ -172,7 +172,10 @@ def _draw(request: PlanRequest, path: str, plan: Plan, report: Report, assumed: 
 
 
 def _shape(
-    request: PlanRequest, mask: Mask, layout: Layout, assumed: Assumed
+    request: PlanRequest,
+    mask: Mask,
+    layout: Layout,
+    assumed: Assumed,
 ) -> tuple[PlanSpec, str | None]:
     """The shape that was asked for; or the fastest one, and why."""
     text = request.head_parallel

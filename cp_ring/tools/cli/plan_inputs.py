@@ -132,7 +132,11 @@ def weighs(name: str) -> bool:
 
 
 def make_layout(
-    name: str, mask: Mask, offsets: Ints | None, cp: int, chunks_per_rank: int | None
+    name: str,
+    mask: Mask,
+    offsets: Ints | None,
+    cp: int,
+    chunks_per_rank: int | None,
 ) -> Layout:
     """The layout of a name. Raises `PlanError` that names the option."""
     if name not in (*LAYOUTS, PER_DOCUMENT):

@@ -25,13 +25,13 @@ from cp_ring.tools.cli.terminal import mib, show_table
 _FORM = "gdn or mamba, +, and sizes by Megatron's names, as in gdn:layers=36,attention=12"
 
 
-def text_of_job(given: Mapping[str, Any], tp: int) -> str | None:
+def text_of_job(megatron: Mapping[str, Any], tp: int) -> str | None:
     """`--recurrent` for the layers of a job's section megatron; None without such layers."""
     names = ("experimental_attention_variant", "linear_attention_freq", "num_layers")
-    source = argparse.Namespace(**dict.fromkeys(names) | dict(given))
+    source = argparse.Namespace(**dict.fromkeys(names) | dict(megatron))
     letters = main_layers(letters_of(source))
     attention, kinds = sum(letter not in "MG-E" for letter in letters), []
-    for each in RecurrentLayers.of_model(given, letters):
+    for each in RecurrentLayers.of_model(megatron, letters):
         sizes = [f"{name}={value}" for name, value in each.settings if name not in ("bf16", "fp16")]
         counts = [f"layers={each.count}", f"attention={attention}", f"tp={tp}"]
         kinds.append(f"{each.kind}:{','.join([*counts, *sizes])}")

@@ -171,7 +171,10 @@ def exposed(plan: Plan, report: Report, assumed: Assumed) -> dict[str, dict[str,
 
 
 def sparse_bytes(
-    report: Report, layout: Layout, sizes: AttentionSizes, text: str
+    report: Report,
+    layout: Layout,
+    sizes: AttentionSizes,
+    text: str,
 ) -> dict[str, float]:
     """Bytes that sparse attention moves in forward of a layer, of all ranks: the indexer's keys,
     latents, and latents of the tokens alone that the queries of a rank are expected to select,

@@ -93,10 +93,10 @@ class AttentionBench(Bench):
         dtype = self.dtype or {"cpu": "float32", "cuda": "bfloat16"}[device]
         contest = Contest(n, cp, self.heads, self.head_dim, dtype, device)
         results = run(contest, names, self.repeats)
-        ours = next((one.get("median_s") for one in results if one["name"] == "cp_ring"), None)
+        of_ring = next((one.get("median_s") for one in results if one["name"] == "cp_ring"), None)
         for result in results:
             if "skipped" not in result:
-                result["over_cp_ring"] = result["median_s"] / ours if ours else None
+                result["over_cp_ring"] = result["median_s"] / of_ring if of_ring else None
         return Measured(results, f"causal, {n} x {self.heads} x {self.head_dim}, {cp} ranks")
 
 

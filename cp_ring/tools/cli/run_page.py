@@ -74,11 +74,11 @@ def page(run_dir: Path) -> str:
     )
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+def _table(head: Sequence[str], entries: Sequence[Sequence[object]]) -> str:
     cells = "".join(f"<th>{escape(word)}</th>" for word in head)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in line) + "</tr>"
-        for line in lines
+        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in entry) + "</tr>"
+        for entry in entries
     )
     return f"<table>{f'<tr>{cells}</tr>' if head else ''}{body}</table>"
 

@@ -31,7 +31,10 @@ def emit(facts: Any, as_json: bool, show: Callable[[], object], indent: int | No
 
 
 def show_table(
-    title: str, words: str, numbers: Sequence[str], lines: Iterable[Sequence[str]]
+    title: str,
+    words: str,
+    numbers: Sequence[str],
+    lines: Iterable[Sequence[str]],
 ) -> None:
     """Prints a table: `words` names a first column of words, if any, before those of numbers."""
     table = Table(title=title)

@@ -151,7 +151,10 @@ def parse_memory(size: str) -> float:
 
 
 def _documents(
-    job: JobConfig, spec: str | None, seq_length: int | None, seed: int
+    job: JobConfig,
+    spec: str | None,
+    seq_length: int | None,
+    seed: int,
 ) -> tuple[list[Ints], str]:
     """Lengths of the documents of some batch rows, and where they come from; none for a job without
     documents.

@@ -166,8 +166,8 @@ def megatron_flags(
     parser = parser or argument_parser.build_parser()
     sizes = job.parallel.model_dump(exclude={"data_parallel_size"})
     with _keys_of(job):
-        given = _defaults(job, corpus) | job.megatron
-        megatron = argument_parser.to_flags(parser, parallel=sizes, megatron=given)
+        settings = _defaults(job, corpus) | job.megatron
+        megatron = argument_parser.to_flags(parser, parallel=sizes, megatron=settings)
         megatron += config.to_args()
         args = argument_parser.check(parser, megatron)
         _run_rank_checks(args, job, config, megatron)
@@ -185,7 +185,10 @@ def check_layers(args: argparse.Namespace, otherwise: str = "") -> None:
 
 
 def _run_rank_checks(
-    args: argparse.Namespace, job: JobConfig, config: Options, line: list[str]
+    args: argparse.Namespace,
+    job: JobConfig,
+    config: Options,
+    line: list[str],
 ) -> None:
     """Runs the ranks' own checks of the flags in `line` once, before any rank starts."""
     from cp_ring.megatron.flags import rules, validate
@@ -311,22 +314,22 @@ def _environment(job: JobConfig, device: str) -> dict[str, str]:
     interface by name, because a host name can resolve to an address that no other rank listens on.
     Megatron requires one CUDA connection, and rejects one where parameters are sharded.
     """
-    wanted = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
+    variables = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     if device != "cpu" and not any(
         job.megatron.get(name) for name in ("use_torch_fsdp2", "use_megatron_fsdp")
     ):
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     # time to save
-    wanted |= {
+    variables |= {
         "PET_SHUTDOWN_TIMEOUT": "600",
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     }
     # else restarted ranks read old addresses from a store that is still alive
     if job.launch.max_restarts:
-        wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if device == "cpu" and job.launch.nnodes == 1:
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
 def _torchrun(job: JobConfig) -> list[str]:

@@ -32,9 +32,9 @@ many.
 _TRACED = ("step", "lm loss", progress.GRADIENT_NORM, progress.LEARNING_RATE)
 
 
-class Baseline(NamedTuple):
-    """What the job is compared with: the job, its name for people, and why nothing closer to the
-    job can run.
+class Compared(NamedTuple):
+    """One of both jobs, its name for people, and, of the baseline, why nothing closer to the job
+    can run.
     """
 
     job: configs.JobConfig
@@ -43,7 +43,11 @@ class Baseline(NamedTuple):
 
 
 def compare(
-    source: str, overrides: Sequence[str], steps: int, out: Path | None, run: Callable[[Path], int]
+    source: str,
+    overrides: Sequence[str],
+    steps: int,
+    out: Path | None,
+    run: Callable[[Path], int],
 ) -> dict[str, Any]:
     """Runs both jobs and compares their steps.
 
@@ -79,33 +83,27 @@ def compare(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {folder}: cannot be made: {error.strerror}") from None
-    found = {}
-    for name, each in ((RING, ring), (BASELINE, baseline.job)):
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(each.model_dump(mode="json"), sort_keys=False))
-        code = run(path)
-        if code:
-            raise ConfigError(
-                f"compare: the job {path} ended with exit code {code}; its output is in "
-                f"{folder / name / 'logs'}"
-            )
-        found[name] = summary(folder / name)
-    about = {
-        "name": baseline.name,
-        "because": list(baseline.reasons),
-        "ranks": baseline.job.parallel.ranks,
-    }
+    name = f"cp_ring, context parallel size {cp}"
+    both = {RING: Compared(ring, name, ()), BASELINE: baseline}
+    facts = {side: _run(compared, folder, side, run) for side, compared in both.items()}
+    largest = difference(facts[RING]["trace"], facts[BASELINE]["trace"])
+    about = {"job": source, "folder": str(folder), "steps": steps}
+    return {**about, **facts, "difference": largest}
+
+
+def _run(compared: Compared, folder: Path, side: str, run: Callable[[Path], int]) -> dict[str, Any]:
+    path = folder / f"{side}.yaml"
+    path.write_text(yaml.safe_dump(compared.job.model_dump(mode="json"), sort_keys=False))
+    if code := run(path):
+        raise ConfigError(
+            f"compare: the job {path} ended with exit code {code}; its output is in "
+            f"{folder / side / 'logs'}"
+        )
     return {
-        "job": source,
-        "folder": str(folder),
-        "steps": steps,
-        RING: {
-            "name": f"cp_ring, context parallel size {cp}",
-            "ranks": ring.parallel.ranks,
-            **found[RING],
-        },
-        BASELINE: {**about, **found[BASELINE]},
-        "difference": difference(found[RING]["trace"], found[BASELINE]["trace"]),
+        "name": compared.name,
+        "because": list(compared.reasons),
+        "ranks": compared.job.parallel.ranks,
+        **summary(folder / side),
     }
 
 
@@ -127,14 +125,12 @@ def _short(job: configs.JobConfig, steps: int, folder: Path) -> configs.JobConfi
     )
 
 
-def _baseline(job: configs.JobConfig, steps: int, folder: Path) -> Baseline:
+def _baseline(job: configs.JobConfig, steps: int, folder: Path) -> Compared:
     """The closest job without cp_ring whose flags Megatron accepts."""
-    off = Options()
-    cp = job.parallel.context_parallel_size
+    cp, off = job.parallel.context_parallel_size, {"cp_ring": Options()}
     alone = job.parallel.model_copy(update={"context_parallel_size": 1})
     short = _short(job, steps, folder)
     reasons = []
-    one_rank = {"cp_comm_type": None, "hierarchical_context_parallel_sizes": None}
     if commands.choose_device(job)[0] == "cpu":
         reasons.append("stock context parallelism needs GPUs")
     elif job.megatron.get("transformer_impl", "transformer_engine") != "transformer_engine":
@@ -142,21 +138,17 @@ def _baseline(job: configs.JobConfig, steps: int, folder: Path) -> Baseline:
             "stock context parallelism needs megatron.transformer_impl transformer_engine"
         )
     else:
-        stock = short.model_copy(update={"cp_ring": off})
-        if reason := _rejection(stock):
-            reasons.append(f"stock context parallelism: {reason}")
-        else:
-            return Baseline(stock, f"stock, context parallel size {cp}", ())
-    at_one = short.model_copy(
-        update={"parallel": alone, "megatron": {**short.megatron, **one_rank}}
-    )
-    for changes, name in (
-        ({"cp_ring": off}, "stock, context parallel size 1"),
-        ({}, "cp_ring, context parallel size 1"),
-    ):
-        candidate = at_one.model_copy(update=changes)
+        stock = short.model_copy(update=off)
+        if not (reason := _rejection(stock)):
+            return Compared(stock, f"stock, context parallel size {cp}", ())
+        reasons.append(f"stock context parallelism: {reason}")
+    one_rank = {"cp_comm_type": None, "hierarchical_context_parallel_sizes": None}
+    at_one = {"parallel": alone, "megatron": {**short.megatron, **one_rank}}
+    for changes, name in ((off, "stock"), ({}, "cp_ring")):
+        name += ", context parallel size 1"
+        candidate = short.model_copy(update={**at_one, **changes})
         if not (reason := _rejection(candidate)):
-            return Baseline(candidate, name, tuple(reasons))
+            return Compared(candidate, name, tuple(reasons))
         reasons.append(f"{name}: {reason}")
     raise ConfigError(f"compare: there is nothing to compare with: {'; '.join(reasons)}")
 
@@ -187,27 +179,30 @@ def summary(folder: Path) -> dict[str, Any]:
     steps = progress.read(folder)
     if not steps:
         raise ConfigError(f"compare: {folder} has no steps: the job logged none")
-    later = steps[1:] or steps
-    sampled = progress.timings(steps)
+    later, sampled = steps[1:] or steps, progress.timings(steps)
+    exposed = {
+        name: median(each[name] for each in sampled) if sampled else None
+        for name in ("exposed_share", "exposed_ms")
+    }
     return {
         "tokens_per_s": median(step["tokens per second"] for step in later),
         "memory_bytes": max(step["memory"] for step in steps),
-        "exposed_share": median(each["exposed_share"] for each in sampled) if sampled else None,
-        "exposed_ms": median(each["exposed_ms"] for each in sampled) if sampled else None,
+        **exposed,
         "trace": [{name: step.get(name) for name in _TRACED} for step in steps],
     }
 
 
 def difference(
-    one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]
+    one: Sequence[dict[str, Any]],
+    other: Sequence[dict[str, Any]],
 ) -> dict[str, float | None]:
     """The largest relative differences of losses and gradient norms, step by step."""
-    found: dict[str, float | None] = {}
+    largest: dict[str, float | None] = {}
     for name in ("lm loss", progress.GRADIENT_NORM):
         pairs = [
             (a[name], b[name])
             for a, b in zip(one, other, strict=False)
             if a.get(name) is not None and b.get(name) is not None
         ]
-        found[name] = max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=None)
-    return found
+        largest[name] = max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=None)
+    return largest

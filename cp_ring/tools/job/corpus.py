@@ -75,7 +75,11 @@ class Corpus:
 
 
 def find(
-    path: Path | None, cache: Path, *, vocab_size: int = 4096, validation_fraction: float = 0.05
+    path: Path | None,
+    cache: Path,
+    *,
+    vocab_size: int = 4096,
+    validation_fraction: float = 0.05,
 ) -> Corpus:
     """Finds the sources and chooses the folder of their corpus. It reads no text and builds
     nothing.
@@ -117,7 +121,7 @@ def build(corpus: Corpus) -> None:
     if corpus.ready:
         return
     _import_tokenizers()
-    made = [folder for folder in corpus.folder.parents if not folder.exists()]
+    new_folders = [folder for folder in corpus.folder.parents if not folder.exists()]
     try:
         corpus.folder.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".building-", dir=corpus.folder.parent))
@@ -142,7 +146,7 @@ def build(corpus: Corpus) -> None:
         os.close(building)
         _remove_killed(corpus.folder.parent)
         with contextlib.suppress(OSError):  # in use by others
-            for folder in made if not corpus.ready else ():
+            for folder in new_folders if not corpus.ready else ():
                 folder.rmdir()
         signal.signal(signal.SIGTERM, handled)
 
@@ -218,7 +222,11 @@ def _build_in(work: Path, corpus: Corpus) -> None:
 
 
 def _tokenize(
-    work: Path, tokenizer: Any, documents: Iterable[str], stride: int, report: Any
+    work: Path,
+    tokenizer: Any,
+    documents: Iterable[str],
+    stride: int,
+    report: Any,
 ) -> dict[str, int]:
     """Writes every `stride`-th document to `valid` and the others to `train`. Returns the number of
     tokens in each.

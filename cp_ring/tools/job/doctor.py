@@ -48,6 +48,14 @@ class Finding:
     advice: str = ""
 
 
+def _version(name: str, state: State, found: str, advice: str = "") -> Finding:
+    return Finding("versions", name, state, found, advice)
+
+
+def _limit(name: str, found: str, advice: str = "") -> Finding:
+    return Finding("limits", name, "absent", found, advice)
+
+
 def examine() -> list[Finding]:
     """All findings, in the order of the report."""
     parts: tuple[Callable[[], Iterator[Finding]], ...] = (
@@ -63,47 +71,47 @@ def examine() -> list[Finding]:
         _kernels,
         _patches,
     )
-    found = [finding for part in parts for finding in _findings_of(part)]
-    return found + _findings_of(partial(_limits, found))
+    findings = [finding for part in parts for finding in _findings_of(part)]
+    return findings + _findings_of(partial(_limits, findings))
 
 
 def _findings_of(part: Callable[[], Iterator[Finding]]) -> list[Finding]:
     try:
         return [*part()]
     except ImportError as error:
-        return [Finding("limits", "doctor", "absent", f"not examined: {error}")]
+        return [_limit("doctor", f"not examined: {error}")]
 
 
 def main() -> int:
     """`cp-ring doctor` without the packages of its command: all findings as lines."""
-    found = examine()
-    for one in found:
-        print(f"{one.section}: {one.name}: {one.state}", one.found, one.advice, sep="  ")
-    for line in (wrong := problems(found)):
+    findings = examine()
+    for finding in findings:
+        start = f"{finding.section}: {finding.name}: {finding.state}"
+        print(start, finding.found, finding.advice, sep="  ")
+    lines = problems(findings)
+    for line in lines:
         print(f"cp_ring: problem: {line}", file=sys.stderr)
-    return int(bool(wrong))
+    return int(bool(lines))
 
 
 def _python() -> Iterator[Finding]:
-    yield Finding("versions", "python", "good", platform.python_version())
+    yield _version("python", "good", platform.python_version())
 
 
 def _requirements() -> Iterator[Finding]:
     """The required packages: installed or not, and in a supported version or not."""
-    yield Finding(
-        "versions", "cp-ring", "good", version_of("cp-ring") or "not installed: run from its source"
-    )
+    yield _version("cp-ring", "good", version_of("cp-ring") or "not installed: run from its source")
     texts = importlib.metadata.requires("cp-ring") or [] if version_of("cp-ring") else []
     for text in sorted({text.partition(";")[0].strip() for text in filter(_concerns_jobs, texts)}):
         name, needed = _REQUIREMENT.match(text).groups()  # type: ignore[union-attr]
         version = version_of(name)
         if version is None:
-            yield Finding("versions", name, "problem", "not installed", f"pip install '{text}'")
+            yield _version(name, "problem", "not installed", f"pip install '{text}'")
         elif not _within(needed, version):
             advice = f"cp_ring needs {needed}: pip install '{text}'"
-            yield Finding("versions", name, "problem", version, advice)
+            yield _version(name, "problem", version, advice)
         elif name == "torch":
-            yield Finding("versions", name, "good", version)
+            yield _version(name, "good", version)
 
 
 def _within(needed: str, version: str) -> bool:
@@ -132,34 +140,27 @@ def _megatron() -> Iterator[Finding]:
     try:
         compat.check_version()
     except ConfigError as error:
-        yield Finding("versions", "megatron-core", "problem", version, str(error))
+        yield _version("megatron-core", "problem", version, str(error))
         return
     state = compat.development() or f"in range {compat.SUPPORTED}"
-    yield Finding("versions", "megatron-core", "good", f"{version} ({state})")
+    yield _version("megatron-core", "good", f"{version} ({state})")
 
 
 def _torch_libraries() -> Iterator[Finding]:
     import torch
 
     if torch.version.cuda is None:
-        yield Finding(
-            "versions", "CUDA", "absent", "this torch is a build for the CPU", "GPUs cannot be used"
-        )
+        advice = "GPUs cannot be used"
+        yield _version("CUDA", "absent", "this torch is a build for the CPU", advice)
         return
-    here: State = "good" if torch.cuda.is_available() else "absent"
-    unused = "" if here == "good" else "not used: there is no GPU"
-    yield Finding("versions", "CUDA", here, torch.version.cuda, unused)
-    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    found = (
-        ".".join(map(str, torch.cuda.nccl.version())) if nccl else "this torch is built without it"
-    )
-    yield Finding(
-        "versions",
-        "NCCL",
-        here if nccl else "absent",
-        found,
-        unused if nccl else "GPUs cannot be used",
-    )
+    usable = torch.cuda.is_available()
+    state: State = "good" if usable else "absent"
+    unused = "" if usable else "not used: there is no GPU"
+    yield _version("CUDA", state, torch.version.cuda, unused)
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        yield _version("NCCL", state, ".".join(map(str, torch.cuda.nccl.version())), unused)
+    else:
+        yield _version("NCCL", "absent", "this torch is built without it", "GPUs cannot be used")
     try:
         cudnn = torch.backends.cudnn.version()
     except Exception as error:
@@ -167,10 +168,10 @@ def _torch_libraries() -> Iterator[Finding]:
             "torch cannot load it: let only the nvidia-cudnn package that torch asks for be on "
             "LD_LIBRARY_PATH"
         )
-        yield Finding("versions", "cuDNN", "problem", _in_one_line(error), advice)
+        yield _version("cuDNN", "problem", _in_one_line(error), advice)
         return
     shown = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else "not there"
-    yield Finding("versions", "cuDNN", here if cudnn else "absent", shown, unused)
+    yield _version("cuDNN", state if cudnn else "absent", shown, unused)
 
 
 def _transformer_engine() -> Iterator[Finding]:
@@ -178,46 +179,30 @@ def _transformer_engine() -> Iterator[Finding]:
         "Megatron imports it too: install the build for this torch and CUDA, or pip uninstall "
         "transformer-engine and its parts"
     )
-    yield _imported(
-        "TransformerEngine",
-        "transformer_engine",
-        "transformer_engine.pytorch",
-        ("transformer-engine",),
-        advice,
-    )
+    names = "transformer_engine.pytorch", "transformer-engine"
+    yield _imported("TransformerEngine", *names, advice=advice)
 
 
 def _flash_attention() -> Iterator[Finding]:
     advice = "install the build for this torch and CUDA, or pip uninstall flash-attn"
-    yield _imported(
-        "flash-attn", "flash_attn", "flash_attn", ("flash-attn", "flash-attn-4"), advice
-    )
+    names = "flash-attn", "flash-attn-4"
+    yield _imported("flash-attn", "flash_attn", *names, advice=advice)
     if importlib.util.find_spec("flash_attn_interface"):
-        yield _imported(
-            "flash-attn 3",
-            "flash_attn_interface",
-            "flash_attn_interface",
-            ("flash-attn-3",),
-            advice,
-        )
+        yield _imported("flash-attn 3", "flash_attn_interface", "flash-attn-3", advice=advice)
 
 
-def _imported(
-    name: str, package: str, module: str, distributions: tuple[str, ...], advice: str
-) -> Finding:
+def _imported(name: str, module: str, *distributions: str, advice: str) -> Finding:
     """A finding about an optional package: whether it is installed, and whether `module` can be
     imported.
     """
-    if importlib.util.find_spec(package) is None:
-        return Finding("versions", name, "absent", "not installed")
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return _version(name, "absent", "not installed")
     version = next(filter(None, map(version_of, distributions)), "unknown version")
     try:
         importlib.import_module(module)
     except Exception as error:
-        return Finding(
-            "versions", name, "problem", f"{version}, broken: {_in_one_line(error)}", advice
-        )
-    return Finding("versions", name, "good", version)
+        return _version(name, "problem", f"{version}, broken: {_in_one_line(error)}", advice)
+    return _version(name, "good", version)
 
 
 def _apex() -> Iterator[Finding]:
@@ -225,33 +210,27 @@ def _apex() -> Iterator[Finding]:
 
     kind = compat.apex()
     if kind == "other":
-        found = (
-            f"{version_of('apex') or 'unknown version'}, not NVIDIA's: a package of the same name"
-        )
+        version = version_of("apex") or "unknown version"
+        found = f"{version}, not NVIDIA's: a package of the same name"
         advice = "pip uninstall apex; NVIDIA's Apex is built from its repository and is not on PyPI"
-        yield Finding("versions", "Apex", "problem", found, advice)
+        yield _version("Apex", "problem", found, advice)
         return
     if kind == "":
-        yield Finding("versions", "Apex", "absent", "not installed")
+        yield _version("Apex", "absent", "not installed")
         return
     advice = "build NVIDIA's Apex for this torch and CUDA, or pip uninstall apex"
-    yield _imported("Apex", "apex", "apex.optimizers", ("apex",), advice)
+    yield _imported("Apex", "apex.optimizers", "apex", advice=advice)
 
 
 def _others() -> Iterator[Finding]:
     triton = version_of("triton")
-    yield Finding("versions", "Triton", "good" if triton else "absent", triton or "not installed")
-    srun = shutil.which("srun")
-    if srun is None:
-        yield Finding("versions", "Slurm", "absent", "no srun on PATH")
-        return
-    done = subprocess.run([srun, "--version"], capture_output=True, text=True, timeout=30)
-    if done.returncode:
-        yield Finding(
-            "versions", "Slurm", "absent", "no cluster: srun is there, without a configuration"
-        )
+    yield _version("Triton", "good" if triton else "absent", triton or "not installed")
+    if shutil.which("srun") is None:
+        yield _version("Slurm", "absent", "no srun on PATH")
+    elif version := output_of("srun", "--version"):
+        yield _version("Slurm", "good", version)
     else:
-        yield Finding("versions", "Slurm", "good", done.stdout.strip())
+        yield _version("Slurm", "absent", "no cluster: srun is there, without a configuration")
 
 
 def _devices() -> Iterator[Finding]:
@@ -314,37 +293,31 @@ def _patches() -> Iterator[Finding]:
         yield Finding("patches", patch["name"], "absent" if rejected else "good", state)
 
 
-def _limits(found: list[Finding]) -> Iterator[Finding]:
+def _limits(findings: list[Finding]) -> Iterator[Finding]:
     """Features that jobs on this machine cannot use, because of the findings."""
     from cp_ring.megatron import compat
 
-    usable = {finding.name for finding in found if finding.state == "good"}
+    usable = {finding.name for finding in findings if finding.state == "good"}
     if not any(name.startswith("GPU ") for name in usable):
-        yield Finding(
-            "limits",
+        yield _limit(
             "launch.device: cuda",
-            "absent",
             "rejected without GPUs",
             "jobs with launch.device: auto run on the CPU",
         )
     if "TransformerEngine" not in usable:
-        yield Finding(
-            "limits",
+        yield _limit(
             "transformer_impl: transformer_engine",
-            "absent",
             "not available",
             "give transformer_impl: local",
         )
         if "Apex" not in usable:
-            yield Finding(
-                "limits",
+            yield _limit(
                 "sequence_parallel: true",
-                "absent",
                 "rejected with torch's norms",
                 "leave it out",
             )
     for what, advice in compat.missing_features():
-        yield Finding("limits", what, "absent", "not with this megatron-core", advice)
+        yield _limit(what, "not with this megatron-core", advice)
 
 
 def version_of(distribution: str) -> str | None:
@@ -355,15 +328,24 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def output_of(*command: str) -> str:
+    """What a program prints; "" where it is not installed, fails, or takes more than 30 seconds."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
 def _in_one_line(error: BaseException) -> str:
     text = one_line(error)[:300].rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def problems(found: list[Finding]) -> list[str]:
+def problems(findings: list[Finding]) -> list[str]:
     """One line for each problem: what, and what to do."""
     return [
         f"{finding.name} {finding.found}: {finding.advice}"
-        for finding in found
+        for finding in findings
         if finding.state == "problem"
     ]

@@ -54,8 +54,8 @@ def _read_options(section: Any, as_pydantic: Callable[[Any], Options]) -> Option
             options = Options(**settings)
         except OptionError as error:
             kind = PydanticCustomError("option", "{problem}", {"problem": error.problem})
-            found = InitErrorDetails(type=kind, loc=(error.name,), input=error.value)
-            errors += [found] * (found["loc"] not in [each["loc"] for each in errors])
+            detail = InitErrorDetails(type=kind, loc=(error.name,), input=error.value)
+            errors += [detail] * (detail["loc"] not in [each["loc"] for each in errors])
     for key in section.keys() - known:
         errors += [InitErrorDetails(type="extra_forbidden", loc=(key,), input=section[key])]
     if errors:
@@ -208,7 +208,7 @@ def packaged() -> dict[str, Path]:
 
 def summaries() -> list[dict[str, str]]:
     """The name, the presets and the first comment of each packaged configuration."""
-    found = []
+    entries = []
     for name, path in packaged().items():
         lines = path.read_text().splitlines()
         comment = " ".join(
@@ -216,14 +216,14 @@ def summaries() -> list[dict[str, str]]:
             for line in itertools.takewhile(lambda line: line.startswith("#"), lines)
         )
         about = _HINT.split(comment, maxsplit=1)[0]
-        found.append(
+        entries.append(
             {
                 "name": name,
                 "presets": ", ".join(read(path, name).get("presets", {})),
                 "about": about,
             }
         )
-    return found
+    return entries
 
 
 def read(path: Path, source: str) -> dict[str, Any]:
@@ -287,14 +287,14 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        given: set[Hashable] = set()
+        keys: set[Hashable] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in given:
+            if isinstance(key, Hashable) and key in keys:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is given twice", key_node.start_mark
                 )
-            given |= {key} if isinstance(key, Hashable) else set()
+            keys |= {key} if isinstance(key, Hashable) else set()
         return super().construct_mapping(node, deep)
 
 
@@ -407,8 +407,8 @@ def _describe(error: Any) -> str:
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] != "extra_forbidden":
-        said = error["msg"] if error["type"] == "option" else error["msg"].lower()
-        return f"{key}: {_PLAIN.get(error['type'], said)}, not {error['input']!r}"
+        message = error["msg"] if error["type"] == "option" else error["msg"].lower()
+        return f"{key}: {_PLAIN.get(error['type'], message)}, not {error['input']!r}"
     section: Any = JobConfig
     for part in location[:-1]:
         section = section.model_fields[part].annotation

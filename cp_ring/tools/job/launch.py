@@ -60,7 +60,7 @@ _LONGEST = 50  # characters of a folder in which a rank's sockets still have nam
 
 
 @contextlib.contextmanager
-def _environment(wanted: dict[str, str]) -> Iterator[None]:
+def _environment(variables: dict[str, str]) -> Iterator[None]:
     """The environment of the ranks, with a folder for their temporary files.
 
     A rank that is killed leaves its own behind: those of wandb, and sockets of data loaders.
@@ -68,13 +68,13 @@ def _environment(wanted: dict[str, str]) -> Iterator[None]:
     scratch = Path(tempfile.gettempdir())
     compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/torchinductor_{getpass.getuser()}"}
     before = dict(os.environ)
-    os.environ.update(compiled | before | wanted)  # the same for the next job
+    os.environ.update(compiled | before | variables)  # the same for the next job
     handled = os.environ["PET_SIGNALS_TO_HANDLE"].split(",")  # by torch's launcher
     os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(name for name in handled if name != "SIGINT")
     with contextlib.ExitStack() as stack:
         if len(str(scratch)) < _LONGEST:
-            made = tempfile.TemporaryDirectory(prefix="cp_ring-", ignore_cleanup_errors=True)
-            os.environ["TMPDIR"] = stack.enter_context(made)
+            folder = tempfile.TemporaryDirectory(prefix="cp_ring-", ignore_cleanup_errors=True)
+            os.environ["TMPDIR"] = stack.enter_context(folder)
         try:
             yield
         finally:

@@ -159,7 +159,9 @@ def time_prepared(group: Any, name: str) -> tuple[float, float]:
 
 
 def in_turn[K](
-    pools: Mapping[K, tuple[Any, int, str]], repeats: int, before: Callable[[K], None] | None = None
+    pools: Mapping[K, tuple[Any, int, str]],
+    repeats: int,
+    before: Callable[[K], None] | None = None,
 ) -> dict[K, dict[str, Any]]:
     """Results {median_s, min_s, max_s, times, cpu_s, cpu_times} of each contestant, of its slowest
     rank: seconds by the clock, and those of a process, which depend little on other programs.

@@ -59,14 +59,14 @@ def train(
     record_job(job, corpus)
     local_run.begin(commands.run_dir(job))
     before = last_step(job)
-    wanted = job.megatron.get("train_iters")
-    if before and wanted and before >= wanted:
+    steps = job.megatron.get("train_iters")
+    if before and steps and before >= steps:
         say(
-            f"all {wanted} steps are done: only validating; for more, --set "
-            f"megatron.train_iters={2 * wanted}"
+            f"all {steps} steps are done: only validating; for more, --set "
+            f"megatron.train_iters={2 * steps}"
         )
     elif before:
-        say(f"resuming from step {before}" + (f" of {wanted}" if wanted else ""))
+        say(f"resuming from step {before}" + (f" of {steps}" if steps else ""))
     code = launch(command, open_output(job, "train", verbose))
     if code in (0, 128 + signal.SIGTERM):
         say(_closing_line(job, again or _command(source), overrides))
@@ -165,14 +165,14 @@ def _command(source: str) -> str:
 
 def _closing_line(job: configs.JobConfig, again: str, overrides: Sequence[str]) -> str:
     step = last_step(job)
-    wanted = job.megatron.get("train_iters")
+    steps = job.megatron.get("train_iters")
     # applies to one start only
     settings = [setting for setting in overrides if not setting.startswith("data.replace=")]
-    if wanted and step >= wanted:  # the same command would only validate, so add steps
+    if steps and step >= steps:  # the same command would only validate, so add steps
         settings = [
             setting for setting in settings if not setting.startswith("megatron.train_iters=")
         ]
-        settings.append(f"megatron.train_iters={2 * wanted}")
+        settings.append(f"megatron.train_iters={2 * steps}")
     words = [again, *(f"--set {shlex.quote(setting)}" for setting in settings)]
     return (
         f"step {step}: checkpoints, tensorboard and job.yaml are in "

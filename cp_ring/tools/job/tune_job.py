@@ -118,7 +118,7 @@ def tune(job: JobConfig, request: Request) -> TuneResult:
                 f"Megatron rejects all of the {len(rejected)} fastest ways; {rejected[0][0]}: "
                 f"{rejected[0][1]}"
             )
-        least = min(search.least_bytes.items(), key=lambda found: found[1])
+        least = min(search.least_bytes.items(), key=lambda entry: entry[1])
         raise ConfigError(
             f"--memory {request.memory / 1e9:g}GB: nothing fits; cp {least[0]} needs least, "
             f"{least[1] / 1e9:.1f} GB without attention's buffers: take more --gpus, or a smaller "
@@ -135,7 +135,10 @@ def tune(job: JobConfig, request: Request) -> TuneResult:
 
 
 def _accepted(
-    job: JobConfig, request: Request, search: Search, parser: argparse.ArgumentParser
+    job: JobConfig,
+    request: Request,
+    search: Search,
+    parser: argparse.ArgumentParser,
 ) -> tuple[list[tuple[Tuned, JobConfig]], list[tuple[str, str]]]:
     """The fastest ways that Megatron accepts, and those that it rejects, with the reasons."""
     from cp_ring.megatron.flags import acceptance
@@ -180,12 +183,9 @@ def _with_length(job: JobConfig, request: Request) -> JobConfig:
     documents.
     """
     changes: dict[str, Any] = {}
-    if request.seq_length is not None:
+    if (n := request.seq_length) is not None:
         most = int(job.megatron.get("max_position_embeddings") or 0)
-        changes = {
-            "seq_length": request.seq_length,
-            "max_position_embeddings": max(most, request.seq_length),
-        }
+        changes = {"seq_length": n, "max_position_embeddings": max(most, n)}
     masks = {"document_mask": True} if request.documents and not packs_documents(job) else {}
     return _changed(
         job, megatron=changes, cp_ring={"enabled": True, **masks}, launch={"node_rank": 0}
@@ -201,7 +201,10 @@ def _alone(job: JobConfig) -> JobConfig:
 
 
 def _setup(
-    job: JobConfig, args: argparse.Namespace, request: Request, notes: list[str]
+    job: JobConfig,
+    args: argparse.Namespace,
+    request: Request,
+    notes: list[str],
 ) -> tuple[TrainingSetup, list[LayerMasks], int]:
     """What is searched: the setup, the masks of batch rows, and the vocabulary. Adds to `notes`
     what is assumed.
@@ -240,7 +243,9 @@ def _setup(
 
 
 def _masks(
-    n: int, windows: Sequence[tuple[tuple[int, int], int]], lengths: Ints | None
+    n: int,
+    windows: Sequence[tuple[tuple[int, int], int]],
+    lengths: Ints | None,
 ) -> LayerMasks:
     """The masks of a batch row of one sequence, or of documents of these lengths."""
     if lengths is None:
@@ -294,26 +299,24 @@ def configured(job: JobConfig, way: Tuned, request: Request) -> JobConfig:
     sizes, attention = way.sizes, way.attention
     again = way.recompute != "none"
     megatron: dict[str, Any] = dict.fromkeys((*_SAYS_THE_SAME, *_RECOMPUTE))
-    megatron |= {"micro_batch_size": way.micro_batch}
-    megatron |= dict(zip(_RECOMPUTE, ("full", "uniform", 1), strict=False)) if again else {}
-    shared = (
-        bool(job.megatron.get("sequence_parallel"))
-        or job.megatron.get("transformer_impl") != "local"
-    )
-    megatron |= {"sequence_parallel": sizes.tp > 1 and shared}
+    megatron["micro_batch_size"] = way.micro_batch
+    if again:
+        megatron |= zip(_RECOMPUTE, ("full", "uniform", 1), strict=False)
+    local = job.megatron.get("transformer_impl") == "local"
+    shared = bool(job.megatron.get("sequence_parallel")) or not local
+    megatron["sequence_parallel"] = sizes.tp > 1 and shared
     if job.megatron.get("num_experts") and sizes.tp > 1:
-        megatron |= {
-            "expert_tensor_parallel_size": job.megatron.get("expert_tensor_parallel_size") or 1
-        }
+        experts = job.megatron.get("expert_tensor_parallel_size") or 1
+        megatron["expert_tensor_parallel_size"] = experts
     parallel = {
         "tensor_model_parallel_size": sizes.tp,
         "context_parallel_size": sizes.cp,
         "pipeline_model_parallel_size": sizes.pp,
         "data_parallel_size": sizes.dp,
     }
-    linear = {x.layers.kind: x.way for x in way.recurrent}
+    recurrent = [f"{each.layers.kind}={each.way}" for each in way.recurrent]
     cp_ring = {
-        "recurrent": ",".join(f"{kind}={found}" for kind, found in linear.items()) or "heads",
+        "recurrent": ",".join(recurrent) or "heads",
         "route": attention.shape.route,
         "heads": attention.shape.ulysses,
         "schedule": _schedule(way, request),

@@ -4,11 +4,11 @@ the queue.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from cp_ring.tools.job.doctor import output_of
 
 FILE = "attempts.tsv"
 
@@ -65,10 +65,6 @@ def queue_state(job: str) -> QueueState | None:
     """The state of a job that is queued, running or being requeued; None for other jobs, and where
     there is no Slurm.
     """
-    if shutil.which("squeue") is None:
-        return None
-    done = subprocess.run(
-        ["squeue", "--noheader", f"--jobs={job}", "--format=%T|%R"], capture_output=True, text=True
-    )
-    name, _, detail = done.stdout.strip().partition("|")
-    return QueueState(name, detail.strip("()")) if done.returncode == 0 and name else None
+    text = output_of("squeue", "--noheader", f"--jobs={job}", "--format=%T|%R")
+    name, _, detail = text.partition("|")
+    return QueueState(name, detail.strip("()")) if name else None

@@ -94,7 +94,7 @@ class Resources:
 
     def directives(self) -> list[str]:
         """The sbatch options of the job."""
-        wanted: dict[str, object] = {
+        values: dict[str, object] = {
             "job-name": self.name,
             "nodes": self.nodes,
             "ntasks-per-node": self.ranks_per_node,
@@ -107,8 +107,8 @@ class Resources:
             "signal": f"B:USR1@{self.warn_seconds}",
             "open-mode": "append",
         }
-        given = [f"--{name}={value}" for name, value in wanted.items() if value is not None]
-        return [*given, "--requeue", *self.options]
+        options = [f"--{name}={value}" for name, value in values.items() if value is not None]
+        return [*options, "--requeue", *self.options]
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,10 @@ def quote(word: str) -> str:
     """
     if word.isprintable():
         return shlex.quote(word)
-    known = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", "'": "\\'"}
+    escapes = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", "'": "\\'"}
     return (
         "$'"
-        + "".join(known.get(c, c if c.isprintable() else f"\\U{ord(c):08x}") for c in word)
+        + "".join(escapes.get(c, c if c.isprintable() else f"\\U{ord(c):08x}") for c in word)
         + "'"
     )
 

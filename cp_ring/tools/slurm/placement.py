@@ -84,7 +84,10 @@ class HopTraffic:
 
 
 def traffic(
-    plan: PlanTables, groups: Ints, placement: Placement, token_bytes: int
+    plan: PlanTables,
+    groups: Ints,
+    placement: Placement,
+    token_bytes: int,
 ) -> list[HopTraffic]:
     """The traffic of each hop that moves keys. `token_bytes`: bytes of the keys and values of one
     token.
@@ -98,7 +101,7 @@ def traffic(
     # [groups, transfers]
     sender, receiver = (placement.nodes[groups[:, side]] for side in (moves.sender, moves.receiver))
     size = np.broadcast_to(moves.tokens * token_bytes, sender.shape)
-    found = []
+    hops = []
     for hop in np.unique(moves.hop).tolist():
         now = moves.hop == hop
         source, target, amount = (
@@ -111,8 +114,8 @@ def traffic(
             np.bincount(nodes[away], amount[away], minlength=count).astype(np.int64)
             for nodes in (source, target)
         )
-        found.append(HopTraffic(hop, int(amount[~away].sum()), int(amount[away].sum()), out, into))
-    return found
+        hops.append(HopTraffic(hop, int(amount[~away].sum()), int(amount[away].sum()), out, into))
+    return hops
 
 
 def describe(placement: Placement, groups: Ints, hops: Sequence[HopTraffic]) -> list[str]:

@@ -9,26 +9,26 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
-import importlib.metadata
-import json
 import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.observe.links import slowest
 from cp_ring.plan.sizes.device_rates import Rates
 from cp_ring.tools.job import command_line as commands
 from cp_ring.tools.job import job_config as configs
+from cp_ring.tools.job.doctor import output_of, version_of
 from cp_ring.tools.slurm import attention_plan
 from cp_ring.tools.slurm.placement import Placement
-from cp_ring.tools.slurm.preflight_checks import Facts, Problem, from_json, judge, summary
+from cp_ring.tools.slurm.preflight_checks import Facts, Problem, judge, summary
 from cp_ring.tools.slurm.preflight_links import TIMEOUT_S, measure_links, write_links
 
 _PACKAGES = ("torch", "megatron-core", "cp-ring", "numpy")
@@ -83,13 +83,7 @@ def _variable(names: tuple[str, ...], default: int) -> int:
 
 def _first_host(nodes: str) -> str:
     """The first host of a list in Slurm's short form, n[1-4]; "" if scontrol does not answer."""
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return next(iter(done.stdout.split()), "")
+    return next(iter(output_of("scontrol", "show", "hostnames", nodes).split()), "")
 
 
 def _slurm_port() -> int:
@@ -111,9 +105,7 @@ def preflight(source: str, overrides: list[str]) -> int:
     facts = _gather_facts(job, source, world, store)
     if world.size > 1 and _can_measure_links(job, world, store, facts):
         measure_links(job, world.size, store, facts)
-    store.set(f"facts/{world.rank}", json.dumps(dataclasses.asdict(facts)))
-    if world.rank == 0:
-        ranks = [from_json(json.loads(store.get(f"facts/{rank}"))) for rank in range(world.size)]
+    if ranks := _facts_of_all("facts", facts, world, store):
         problems = judge(job, ranks)
         for line in [*report(job, ranks, problems), *write_links(commands.run_dir(job), ranks)]:
             print(f"cp_ring: preflight: {line}", flush=True)
@@ -133,11 +125,18 @@ def _can_measure_links(job: configs.JobConfig, world: World, store: Any, facts: 
     """Whether links can be measured. With a fatal problem (no GPU, a host name for loopback), ranks
     would wait forever.
     """
-    store.set(f"seen/{world.rank}", json.dumps(dataclasses.asdict(facts)))
-    if world.rank == 0:
-        seen = [from_json(json.loads(store.get(f"seen/{rank}"))) for rank in range(world.size)]
+    if seen := _facts_of_all("seen", facts, world, store):
         store.set("sound", "" if any(problem.fatal for problem in judge(job, seen)) else "yes")
     return bool(store.get("sound"))
+
+
+def _facts_of_all(name: str, facts: Facts, world: World, store: Any) -> list[Facts]:
+    """Sends the facts of this rank to rank 0, which gets those of all ranks, and others none."""
+    of_rank = TypeAdapter(Facts)
+    store.set(f"{name}/{world.rank}", of_rank.dump_json(facts))
+    if world.rank:
+        return []
+    return [of_rank.validate_json(store.get(f"{name}/{rank}")) for rank in range(world.size)]
 
 
 def report(job: configs.JobConfig, ranks: list[Facts], problems: list[Problem]) -> list[str]:
@@ -156,20 +155,16 @@ def report(job: configs.JobConfig, ranks: list[Facts], problems: list[Problem]) 
             min(1e12 * facts.speeds["tflops"] if facts.speeds else facts.flops for facts in ranks),
             *measured,
         )
-        made = attention_plan.predict(job, rates, len(ranks) // len(hosts))
-        share = made.exposed_forward / made.forward
+        times = attention_plan.predict(job, rates, len(ranks) // len(hosts))
+        share = times.exposed_forward / times.forward
         lines.append(
             f"predicted at these speeds: {share:.0%} of the forward attention of a layer is spent "
             "waiting for transfers"
         )
-    alone = (
-        "; to measure links, run this on all ranks: srun cp-ring preflight ..."
-        if len(ranks) == 1
-        else ""
-    )
+    alone = "; to measure links, run this on all ranks: srun cp-ring preflight ..."
     lines.append(
         f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}: "
-        f"{'may train' if fits else 'must not train'}{alone}"
+        f"{'may train' if fits else 'must not train'}{alone * (len(ranks) == 1)}"
     )
     return lines
 
@@ -215,11 +210,10 @@ def _gather_facts(job: configs.JobConfig, source: str, world: World, store: Any)
         time.sleep(0.01)
     clock = time.time()
     shared = bool(expected) and token.is_file() and token.read_text() == expected
-    address = _address()
     facts = Facts(
         rank=world.rank,
         host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        address=address,
+        address=_address(),
         interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
         config_hash=hashlib.sha256(configs.find(source).read_bytes()).hexdigest(),
         versions=_versions(),
@@ -230,9 +224,9 @@ def _gather_facts(job: configs.JobConfig, source: str, world: World, store: Any)
         flops=0.0,
         gpu=_gpu_facts(job, world.local_rank),
     )
-    facts.flops = _measure_flops(bool(facts.gpu))
-    facts.missing = _find_missing(job, bool(facts.gpu))
-    facts.speeds = {} if facts.missing else _measure_speeds(bool(facts.gpu))
+    gpu = bool(facts.gpu)
+    facts.flops, facts.missing = _measure_flops(gpu), _find_missing(job, gpu)
+    facts.speeds = {} if facts.missing else _measure_speeds(gpu)
     return facts
 
 
@@ -249,8 +243,8 @@ def _find_missing(job: configs.JobConfig, gpu: bool) -> list[str]:
             f"launch.device cuda: no GPU for this rank ({torch.cuda.device_count()} GPUs here)"
         )
     if job.launch.device == "cuda" or gpu:  # on the CPU the layers are Megatron's own
-        given = argparse.Namespace(**{"transformer_impl": "transformer_engine"} | job.megatron)
-        missing += filter(None, [problem(Job(given), rules.LAYERS)])
+        settings = argparse.Namespace(**{"transformer_impl": "transformer_engine"} | job.megatron)
+        missing += filter(None, [problem(Job(settings), rules.LAYERS)])
     return missing
 
 
@@ -278,13 +272,8 @@ def _address() -> str:
 def _versions() -> dict[str, str]:
     import torch
 
-    found = {"Python": platform.python_version(), "CUDA": str(torch.version.cuda)}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
+    versions = {"Python": platform.python_version(), "CUDA": str(torch.version.cuda)}
+    return versions | {name: version_of(name) or "none" for name in _PACKAGES}
 
 
 def _gpu_facts(job: configs.JobConfig, index: int) -> dict[str, Any]:
@@ -308,17 +297,13 @@ def _memory_errors(index: int) -> int:
     """Uncorrected memory errors since the driver was loaded, from nvidia-smi; 0 if it does not
     count them.
     """
-    query = [
+    count = output_of(
         "nvidia-smi",
         f"--id={index}",
         "--query-gpu=ecc.errors.uncorrected.volatile.total",
         "--format=csv,noheader,nounits",
-    ]
-    try:
-        word = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return int(word) if word.isdigit() else 0
+    )
+    return int(count) if count.isdigit() else 0
 
 
 def _measure_speeds(gpu: bool) -> dict[str, Any]:
@@ -330,10 +315,9 @@ def _measure_speeds(gpu: bool) -> dict[str, Any]:
     from cp_ring.tools.job import speeds
 
     torch.set_num_threads(1)  # as the ranks of a job have it on the CPU
-    try:
+    with contextlib.suppress(KernelError):  # the job says why when it starts
         return speeds.kernel_rates(torch.device("cuda" if gpu else "cpu"), repeats=2)
-    except KernelError:  # the job says why when it starts
-        return {}
+    return {}
 
 
 def _measure_flops(gpu: bool) -> float:

@@ -5,7 +5,7 @@ each.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class Facts:
 
 def judge(job: JobConfig, ranks: Sequence[Facts]) -> list[Problem]:
     """All problems, fatal ones first."""
-    found = [*sizes(job, len(ranks), len({facts.host for facts in ranks}))]
+    problems = [*sizes(job, len(ranks), len({facts.host for facts in ranks}))]
     for check in (
         installed,
         same_everywhere,
@@ -67,8 +67,8 @@ def judge(job: JobConfig, ranks: Sequence[Facts]) -> list[Problem]:
         slow_ranks,
         slow_links,
     ):
-        found += check(ranks)
-    return sorted(found, key=lambda problem: not problem.fatal)
+        problems += check(ranks)
+    return sorted(problems, key=lambda problem: not problem.fatal)
 
 
 def sizes(job: JobConfig, world: int, hosts: int) -> Iterator[Problem]:
@@ -256,16 +256,6 @@ def summary(ranks: Sequence[Facts]) -> Iterator[str]:
             f"{len(pairs)} of {len(ranks) * (len(ranks) - 1)} links were measured in the time that "
             "preflight has"
         )
-
-
-def from_json(data: Mapping[str, Any]) -> Facts:
-    """The facts from JSON that `dataclasses.asdict` has made."""
-    return Facts(
-        **{
-            **data,
-            **{name: [LinkSpeed(*link) for link in data[name]] for name in ("links", "pairs")},
-        }
-    )
 
 
 def _one_per_host(ranks: Sequence[Facts]) -> list[Facts]:

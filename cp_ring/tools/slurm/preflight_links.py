@@ -56,7 +56,10 @@ def measure_links(job: JobConfig, size: int, store: Any, facts: Facts) -> None:
 
 
 def measure(
-    groups: Ints, rank: int, device: str, limit: float = LINKS_S
+    groups: Ints,
+    rank: int,
+    device: str,
+    limit: float = LINKS_S,
 ) -> tuple[list[LinkSpeed], list[LinkSpeed]]:
     """The hops by which this rank receives in its group, and its links from all ranks. All ranks of
     the job call this together.
@@ -123,10 +126,10 @@ def write_links(folder: Path, ranks: Sequence[Facts]) -> Iterator[str]:
         name: min(each[name] for each in speeds) for name in ("tflops", "memory_gb_s") if speeds
     }
     slow |= {"call_us": max(each["call_us"] for each in speeds)} if speeds else {}
-    found = links.record([facts.host for facts in ranks], hops, pairs, slow)
+    record = links.record([facts.host for facts in ranks], hops, pairs, slow)
     path = folder / links.FILE
     try:
-        replace_text(path, json.dumps(found) + "\n")
+        replace_text(path, json.dumps(record) + "\n")
         yield f"speeds of links and of the slowest rank are in {path}: cp-ring plan --rates {path}"
     except OSError as error:
         yield f"warning: {path} cannot be written: {error.strerror}"

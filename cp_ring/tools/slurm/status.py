@@ -46,10 +46,10 @@ def status(run_dir: Path) -> dict[str, Any]:
 
 def lines(facts: dict[str, Any]) -> dict[str, str]:
     """What people see of the facts, by name."""
-    wanted = f" of {facts['train_iters']}" if facts["train_iters"] else ""
+    total = f" of {facts['train_iters']}" if facts["train_iters"] else ""
     return {
         "state": facts["state"],
-        "last step": f"{facts['step']}{wanted}",
+        "last step": f"{facts['step']}{total}",
         "checkpoint": facts["checkpoint"] or "none yet",
         "restarts": str(facts["restarts"]),
         "last stop": facts["last_stop"] or "none",
@@ -98,15 +98,15 @@ def _newest_checkpoint(folder: Path) -> str | None:
     """The newest whole checkpoint, and what is wrong with newer ones."""
     from cp_ring.megatron.checkpoints import folders, inspection
 
-    found = list(reversed(folders.published(folder)))
+    iterations = list(reversed(folders.published(folder)))
     bad = ""
-    for iteration in found:
+    for iteration in iterations:
         path = folders.folder_of(folder, iteration)
         problem = inspection.defect(path)
         if not problem:
             return f"iteration {iteration}{bad}"
         bad = bad or f" ({path.name} is not whole: {problem})"
-    return None if not found else f"none is whole{bad}"
+    return None if not iterations else f"none is whole{bad}"
 
 
 def _last_stop(run_dir: Path, events: list[attempts.Event]) -> str:
@@ -138,7 +138,7 @@ def _last_stop(run_dir: Path, events: list[attempts.Event]) -> str:
 
 def _first_error(logs: Path) -> str:
     """The last error line of the rank whose log ended first, among ranks with such a line."""
-    found = []
+    errors = []
     for path in logs.glob("rank*.log"):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -148,5 +148,5 @@ def _first_error(logs: Path) -> str:
                 if _ERROR.search(line)
             ]
         if lines:
-            found.append((path.stat().st_mtime_ns, path.stem, lines[-1].strip()))
-    return f"; {min(found)[1]}: {min(found)[2][:300]}" if found else ""
+            errors.append((path.stat().st_mtime_ns, path.stem, lines[-1].strip()))
+    return f"; {min(errors)[1]}: {min(errors)[2][:300]}" if errors else ""

@@ -67,7 +67,7 @@ class Site:
             f"--container-image={self.container_image}",
             f"--container-mounts={','.join(mounts)}",
             "--no-container-mount-home",
-            "--container-workdir=" + str(run_dir),
+            f"--container-workdir={run_dir}",
         ]
 
 
@@ -93,12 +93,12 @@ def submit(
     with reasons.of():
         _placement(resources, site)
     other = "; or give the ranks another Python with --python or --container-image"
-    theirs = site.container_image or site.python  # else the ranks run this Python
+    other_python = site.container_image or site.python  # else the ranks run this Python
     corpus, flags = commands.checked_flags(
         job,
         "cuda" if resources.gpus else "cpu",
         reasons,
-        None if theirs else Reasons() if dry_run else reasons,
+        None if other_python else Reasons() if dry_run else reasons,
         other,
     )
     script, line = build_script(job, resources, site, flags)
@@ -106,11 +106,9 @@ def submit(
     batch_script.lint(text)
     if dry_run:
         print(text, end="")
-        for said in [
-            *attention_plan.describe_job(job, _placement(resources, site)),
-            shlex.join(line),
-        ]:
-            print(f"cp_ring: {said}", file=sys.stderr)
+        plan = attention_plan.describe_job(job, _placement(resources, site))
+        for shown in (*plan, shlex.join(line)):
+            print(f"cp_ring: {shown}", file=sys.stderr)
         return None
     if shutil.which("sbatch") is None:
         raise ConfigError(
@@ -120,39 +118,29 @@ def submit(
     _reject_second(script.run_dir)
     if corpus is not None:
         prepare_corpus(corpus, job)
-    run_dir = script.run_dir
     names = ("job.sbatch", "env.sh", "job.yaml", "corpus.json", "logs", "")
-    made = [path for path in (run_dir / name for name in names) if not path.exists()]
+    new = [path for path in (script.run_dir / name for name in names) if not path.exists()]
     record_job(job, corpus)
     _write_files(script, site, text)
     try:
         _run_sbatch([*line[:1], "--test-only", *line[1:]])
         number = _run_sbatch([*line[:1], "--parsable", *line[1:]]).strip().partition(";")[0]
     except ConfigError:
-        for path in filter(Path.exists, made):
+        for path in filter(Path.exists, new):
             path.rmdir() if path.is_dir() else path.unlink()
         raise
     attempts.append(script.run_dir, number, "submit")
-    say(
-        f"job {number}; output: {script.run_dir}/logs/job-{number}.log, of the ranks: "
-        f"{script.run_dir}/logs/{number}.0/"
-    )
-    say(
-        f"to watch it: cp-ring status {shlex.quote(str(commands.run_dir(job)))}; to end it: "
-        f"scancel {number}"
-    )
+    logs = f"{script.run_dir}/logs"
+    say(f"job {number}; output: {logs}/job-{number}.log, of the ranks: {logs}/{number}.0/")
+    run_dir = shlex.quote(str(commands.run_dir(job)))
+    say(f"to watch it: cp-ring status {run_dir}; to end it: scancel {number}")
     return number
 
 
 def check_resources(job: configs.JobConfig, resources: batch_script.Resources, source: str) -> None:
     """Raises `ConfigError` that names what to change, unless the job fits the nodes."""
-    for key, default in (
-        ("nnodes", 1),
-        ("node_rank", 0),
-        ("master_addr", None),
-        ("max_restarts", 0),
-    ):
-        if getattr(job.launch, key) != default:
+    for key in ("nnodes", "node_rank", "master_addr", "max_restarts"):
+        if getattr(job.launch, key) != type(job.launch).model_fields[key].default:
             raise ConfigError(
                 f"{source}: launch.{key} is for cp-ring train: leave it out, because Slurm decides "
                 "on nodes and restarts"

@@ -29,9 +29,23 @@ from cp_ring.tools.cli import app, main
 from cp_ring.tools.cli.drawing import Look, color, draw, idle_times, tokens_of, zoomed
 from cp_ring.tools.cli.plan_options import capabilities_of
 
+USUAL = "--seq-length 4096 --cp 4 "
 
-def run(*args: str):
-    return CliRunner().invoke(app, ["plan", "--seq-length", "4096", "--cp", "4", *args])
+
+def invoke(options: str):
+    """The result of `cp-ring plan`; raises what it raises."""
+    result = CliRunner().invoke(app, ["plan", *shlex.split(options)])
+    if result.exception:
+        raise result.exception
+    return result.stdout
+
+
+def facts_of(options: str) -> dict:
+    return json.loads(invoke(f"{options} --json"))
+
+
+def shown(options: str) -> str:
+    return " ".join(invoke(options).split())
 
 
 def test_cost_by_hand() -> None:
@@ -51,10 +65,8 @@ def test_cost_by_hand() -> None:
 
 def test_converts_layouts(tmp_path: Path) -> None:
     picture = tmp_path / "conversion.svg"
-    sizes = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--ranks-per-node", "2")
-    facts = json.loads(
-        run("--convert", "zigzag:contiguous", *sizes, "--json", "--draw", str(picture)).stdout
-    )
+    sizes = "--heads 4 --kv-heads 2 --head-dim 16 --ranks-per-node 2"
+    facts = facts_of(f"{USUAL} --convert zigzag:contiguous {sizes} --draw {picture}")
     # Chunks of 512 tokens: ranks have 0 7, 1 6, 2 5, 3 4 before, and 0 1, 2 3, 4 5, 6 7 after.
     moved = [512 * count * facts["bytes_per_token"] for count in (1, 2, 1, 2)]
     assert facts["bytes_per_token"] == 4 * 16 * 2 and facts["share_of_tokens_that_travel"] == 0.75
@@ -63,15 +75,14 @@ def test_converts_layouts(tmp_path: Path) -> None:
     # chunks 7 and 6, 2 and 3
     assert facts["bytes_between_nodes"] == 512 * facts["bytes_per_token"] * 4
     assert facts["tokens_after_per_rank"] == [1024] * 4 and picture.stat().st_size
-    shown = run("--convert", "contiguous:balanced", "--documents-mean", "300").stdout
-    assert "contiguous to balanced: 4,096 tokens" in shown and "of the tokens travel" in shown
+    text = shown(f"{USUAL} --convert contiguous:balanced --documents-mean 300")
+    assert "contiguous to balanced: 4,096 tokens" in text and "of the tokens travel" in text
 
 
 def test_recurrent_layers_are_beside_attention(tmp_path: Path) -> None:
     picture = tmp_path / "chain.svg"
-    asked = ("--recurrent", "gdn:layers=3,linear_num_key_heads=8,linear_num_value_heads=8")
-    drawn = ("--panel", "states", "--draw", str(picture))
-    (found,) = json.loads(run(*asked, "--json", *drawn).stdout)["recurrent"]
+    asked = f"{USUAL} --recurrent gdn:layers=3,linear_num_key_heads=8,linear_num_value_heads=8"
+    (found,) = facts_of(f"{asked} --panel states --draw {picture}")["recurrent"]
     states, heads = found["ways"]["states"], found["ways"]["heads"]
     # 6 borders; a state of 8 heads of 128 x 128; 3 tokens of q, k and v before each segment
     halo = 6 * 3 * (3 * 8 * 128) * 2
@@ -84,74 +95,44 @@ def test_recurrent_layers_are_beside_attention(tmp_path: Path) -> None:
     assert heads["bytes"] == 2 * 4096 * 3 // 4 * (5 * 8 * 128 + 2 * 8) * 2
     assert found["layers"] == 3 and found["balance"] == pytest.approx(1)
     assert "6 states pass, 6 after one another" in picture.read_text()
-    shown = run(*asked, "--documents-mean", "300").stdout
-    assert "3 gdn layers beside 1 of attention: balance" in shown
+    assert "3 gdn layers beside 1 of attention: balance" in shown(f"{asked} --documents-mean 300")
 
 
 def test_states_fork_at_branches(tmp_path: Path) -> None:
     picture = tmp_path / "chain.svg"
-    asked = ("--recurrent", "gdn+mamba", "--mask", "shared-prefix:1024,256x12", "--cp", "4",
-             "--layout", "contiguous", "--panel", "states", "--draw", str(picture), "--json")  # fmt: skip
-    gdn, mamba = json.loads(run(*asked).stdout)["recurrent"]
+    asked = f"{USUAL} --mask shared-prefix:1024,256x12 --layout contiguous"
+    drawn = f"{asked} --panel states --draw {picture} --recurrent"
+    gdn, mamba = facts_of(f"{drawn} gdn+mamba")["recurrent"]
     # the prompt is the first rank's tokens: its state goes to three ranks
     assert gdn["borders"] == 3 and gdn["balance"] == mamba["balance"]
     assert "3 states pass, 1 after one another" in picture.read_text()
     # one kind of recurrent layers is less work beside attention than two
-    (alone,) = json.loads(run("--recurrent", "gdn", *asked[2:]).stdout)["recurrent"]
+    (alone,) = facts_of(f"{drawn} gdn")["recurrent"]
     assert 1 < gdn["balance"] < alone["balance"]
 
 
 def test_a_job_has_its_recurrent_layers() -> None:
-    job = ["plan", "qwen3-next-style", "--seq-length", "16K", "--json"]
-    (found,) = json.loads(CliRunner().invoke(app, job).stdout)["recurrent"]
+    (found,) = facts_of("qwen3-next-style --seq-length 16K")["recurrent"]
     assert (found["kind"], found["layers"], found["attention_layers"]) == ("gdn", 18, 6)
     assert found["state_bytes"] == 32 * 128 * 128 * 4 and set(found["ways"]) == {"states", "heads"}
 
 
 def test_sparse_attention_moves_the_latents_of_all_tokens_that_queries_see(tmp_path: Path) -> None:
-    asked = ("--mla", "512,64,128,128", "--sparse", "2048,128")
-    found = json.loads(run(*asked, "--json").stdout)["sparse"]
+    asked = f"{USUAL} --mla 512,64,128,128 --sparse"
+    found = facts_of(f"{asked} 2048,128")["sparse"]
     arriving = 3 * 4096 * 3 // 4  # tokens of zigzag on 4 ranks
     assert found["indexer"] == arriving * (128 * 2 + 4) and found["latents"] == arriving * 576 * 2
     assert found["share"] > 0.99 and found["selected"] > found["latents"]
-    assert "with requests" in (shown := run(*asked).stdout) and "more: all travel" in shown
-    few = run(*asked[:3], "1,128", "--cp", "64").stdout
-    assert "less, not built" in few
+    text = shown(f"{asked} 2048,128")
+    assert "with requests" in text and "more: all travel" in text
+    assert "less, not built" in shown(f"{asked} 1,128 --cp 64")
     known = Path("configs/deepseek-style-mla-moe.yaml").read_text()
     more = (
         "experimental_attention_variant: dsa\n  dsa_indexer_topk: 2048\n  dsa_indexer_head_dim: 128"
     )
     job = tmp_path / "sparse.yaml"
     job.write_text(known.replace("megatron:\n", f"megatron:\n  {more}\n", 1))
-    of_job = CliRunner().invoke(app, ["plan", str(job), "--json"])
-    assert of_job.exit_code == 0, of_job.output
-    assert json.loads(of_job.stdout)["sparse"]["share"] > 0.99
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--sparse 2048,128", "--sparse 2048,128: it must be TOPK,SIZE, as 2048,128, beside --mla"),
-        ("--mla 512,64,128,128 --sparse 0,128", "--sparse 0,128: it must be TOPK,SIZE"),
-        ("--recurrent rwkv", "--recurrent rwkv: write it as gdn or mamba"),
-        ("--recurrent gdn:layers=x", "--recurrent gdn:layers=x: write it as"),
-        ("--recurrent gdn:mamba_head_dim=8", "gdn layers have no mamba_head_dim"),
-        ("--recurrent gdn --full", "--recurrent: a state runs along the sequence"),
-        ("--recurrent gdn --mask images:8-16", "--mask, but for shared-prefix and tree"),
-        ("--panel states --draw x.png", "--panel states needs --recurrent"),
-        (
-            "--convert zigzag",
-            "--convert 'zigzag': give two layouts, BEFORE:AFTER, as in zigzag:contiguous",
-        ),
-        ("--convert zigzag:diagonal", "'diagonal': known are"),
-        (
-            "--convert zigzag:contiguous --layout balanced",
-            "names both layouts: leave out --layout",
-        ),
-    ],
-)
-def test_conversions_that_cannot_be(options: str, message: str) -> None:
-    assert message in str(run(*shlex.split(options)).exception)
+    assert facts_of(str(job))["sparse"]["share"] > 0.99
 
 
 def test_bytes_between_nodes() -> None:
@@ -195,7 +176,7 @@ def test_draws_only_what_it_can(tmp_path: Path) -> None:
 
 
 def test_json_has_its_keys() -> None:
-    facts = json.loads(run("--window", "512", "--json").stdout)
+    facts = facts_of(f"{USUAL} --window 512")
     assert {"tokens_per_rank", "work_per_rank", "bytes_in_per_rank", "share_of_full_ring", "balance",
         "moving_hops",
         "build_ms",
@@ -222,7 +203,7 @@ def test_json_has_its_keys() -> None:
     ],
 )  # fmt: skip
 def test_the_plan_of_a_job(options: str, expected: dict) -> None:
-    facts = json.loads(CliRunner().invoke(app, ["plan", *options.split(), "--json"]).stdout)
+    facts = facts_of(options)
     assert {name: facts[name] for name in expected} == expected
     assert len(facts["shapes"]) > 3
 
@@ -231,80 +212,65 @@ def test_bytes_between_nodes_by_shape() -> None:
     """Relays, and heads exchanged among a node's ranks, send keys to each other node once; direct
     once to each rank there.
     """
-    line = shlex.split(
-        "plan --seq-length 524288 --cp 64 --ranks-per-node 8 --kv-heads 8 --heads 64 --json"
-    )
-    moved = json.loads(CliRunner().invoke(app, [*line, "--full"]).stdout)["bytes_between_nodes"]
+    line = "--seq-length 524288 --cp 64 --ranks-per-node 8 --kv-heads 8 --heads 64"
+    moved = facts_of(f"{line} --full")["bytes_between_nodes"]
     assert moved["direct"] == 64 * 56 * (524288 // 64) * 2 * 8 * 128 * 2
     assert moved["relay"] * 8 == moved["direct"] == moved["heads 8"] * 8
     assert moved["ring"] == 8 * 63 * (524288 // 64) * 2 * 8 * 128 * 2
-    members = json.loads(CliRunner().invoke(app, [*line, "--head-parallel", "8"]).stdout)
-    assert (
-        members["cp"] == 8
-        and members["head_parallel"] == 8
-        and members["share_between_nodes"] == 1.0
-    )
+    members = facts_of(f"{line} --head-parallel 8")
+    assert members["cp"] == members["head_parallel"] == 8 and members["share_between_nodes"] == 1.0
 
 
 def test_schedule_and_kernel_calls() -> None:
     """With several sources a hop, 7 remote sources take few kernel calls, on every rank."""
 
-    def facts(*options: str) -> dict[str, list[int]]:
-        result = CliRunner().invoke(
-            app, ["plan", "--seq-length", "65536", "--cp", "8", "--json", *options]
-        )
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)
+    def facts(options: str = "") -> dict[str, list[int]]:
+        return facts_of(f"--seq-length 65536 --cp 8 {options}")
 
     auto = facts()
     assert auto["schedule"] == [0, 1, 1, 1, 2, 2, 2, 2] and max(auto["kernel_calls_per_rank"]) <= 5
-    network = facts("--ranks-per-node", "1")
+    network = facts("--ranks-per-node 1")
     assert (
         network["schedule"] == [0, 1, 1, 2, 2, 2, 3, 3]
         and max(network["kernel_calls_per_rank"]) <= 5
     )
-    assert facts("--schedule", "ring")["kernel_calls_per_rank"] == [8] * 8
-    assert facts("--schedule", "gather", "--slot-shards", "7")["schedule"] == [0, *[1] * 7]
-    assert facts("--schedule", "0,1,2,2,3,3,4,4")["schedule"] == [0, 1, 2, 2, 3, 3, 4, 4]
-    assert facts("--slot-shards", "1")["schedule"] == list(range(8))
-    assert facts("--route", "ring")["schedule"] == list(range(8))
+    assert facts("--schedule ring")["kernel_calls_per_rank"] == [8] * 8
+    for options, schedule in (
+        ("--schedule gather --slot-shards 7", [0, *[1] * 7]),
+        ("--schedule 0,1,2,2,3,3,4,4", [0, 1, 2, 2, 3, 3, 4, 4]),
+        ("--slot-shards 1", [*range(8)]),
+        ("--route ring", [*range(8)]),
+    ):
+        assert facts(options)["schedule"] == schedule
     plan = Plan.build(Mask.causal(65536), Layout.zigzag(65536, 8), node_size=8)
     counted = [
         sum(len(lower(hop.tiles, Capabilities()).tiles) for hop in plan.rank_plan(rank).hops)
         for rank in range(8)
     ]
     assert auto["kernel_calls_per_rank"] == counted
-    shown = " ".join(
-        CliRunner().invoke(app, shlex.split("plan --seq-length 64K --cp 8")).stdout.split()
-    )
-    assert "remote sources of each hop: 3, 4; at most 4 kernel calls of a rank in forward" in shown
+    sources = "remote sources of each hop: 3, 4; at most 4 kernel calls of a rank in forward"
+    assert sources in shown("--seq-length 64K --cp 8")
 
 
 def test_one_name_for_one_thing_and_short_help(tmp_path: Path) -> None:
     """--documents is --lengths, and rates have names as in tune."""
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("1000 2000 500")
-    same = [
-        f"--lengths {lengths}",
-        f"--documents {lengths}",
-    ]
-    facts = [json.loads(run(*shlex.split(f"{words} --json")).stdout) for words in same]
-    assert len({json.dumps(one["bytes_between_nodes"]) for one in facts}) == 1
+    one, other = (facts_of(f"{USUAL} {name} {lengths}") for name in ("--lengths", "--documents"))
+    assert one["bytes_between_nodes"] == other["bytes_between_nodes"]
     slow, fast = (
-        json.loads(run("--json", *words).stdout)["predicted"]["both_s"]
-        for words in ([], ["--rates", list(NAMED)[-1]])
+        facts_of(USUAL + words)["predicted"]["both_s"] for words in ("", f"--rates {[*NAMED][-1]}")
     )
     assert slow != fast
-    shown = CliRunner().invoke(app, ["plan", "--help"]).stdout
-    assert "<bool>" not in shown and "[required]" not in shown and "[[" not in shown
+    text = invoke("--help")
+    assert "<bool>" not in text and "[required]" not in text and "[[" not in text
 
 
 def test_many_ranks_are_planned_without_their_calls() -> None:
-    words = shlex.split("plan --seq-length 64K --cp 1025 --window 64 --layout contiguous --json")
-    facts = json.loads(CliRunner().invoke(app, words).stdout)
+    options = "--seq-length 64K --cp 1025 --window 64 --layout contiguous"
+    facts = facts_of(options)
     assert facts["balance"] and facts["shapes"] == [] and facts["kernel_calls_per_rank"] is None
-    shown = " ".join(CliRunner().invoke(app, words[:-1]).stdout.split())
-    assert "too many ranks to count kernel calls" in shown
+    assert "too many ranks to count kernel calls" in shown(options)
 
 
 def test_table_and_picture(tmp_path: Path) -> None:
@@ -316,9 +282,8 @@ def test_table_and_picture(tmp_path: Path) -> None:
         "--full --layout contiguous --window 64",
         "--layout per_document_zigzag",
     ):
-        result = run(*shlex.split(options))
-        assert result.exit_code == 0, result.output
-        assert "balance" in result.stdout and "MiB in" in result.stdout
+        text = invoke(USUAL + options)
+        assert "balance" in text and "MiB in" in text
     assert (tmp_path / "plan.png").exists()
 
 
@@ -334,57 +299,37 @@ def test_table_and_picture(tmp_path: Path) -> None:
     ],
 )
 def test_table_names_the_mask_in_words(options: str, title: str) -> None:
-    assert title in " ".join(run(*shlex.split(options)).stdout.split())
+    assert title in shown(USUAL + options)
 
 
 def test_masks_of_several_intervals(tmp_path: Path) -> None:
     tree = tmp_path / "tree.json"
     tree.write_text('{"parents": [-1, 0, 0], "lengths": [64, 32, 16]}')
-    for text, more, expected in (
-        ("shared-prefix:4096,1024x8", [], Mask.shared_prefix([(4096, [1024] * 8)])),
+    for options, expected in (
+        ("shared-prefix:4096,1024x8", Mask.shared_prefix([(4096, [1024] * 8)])),
         (
-            "shared-prefix:1k,512x2,100+2k,1k",
-            ["--seq-length", "8K"],
+            "shared-prefix:1k,512x2,100+2k,1k --seq-length 8K",
             Mask.shared_prefix([(1024, [512, 512, 100]), (2048, [1024])], 8192),
         ),
         (
-            "shared-prefix:512,256x2",
-            ["--window", "100"],
+            "shared-prefix:512,256x2 --window 100",
             Mask.shared_prefix([(512, [256] * 2)], window=(100, 0)),
         ),
         (
-            "images:100-356,1000-1256",
-            ["--seq-length", "2K"],
+            "images:100-356,1000-1256 --seq-length 2K",
             Mask.images(2048, [(100, 356), (1000, 1256)]),
         ),
-        (
-            "global:0-16",
-            ["--seq-length", "2K", "--window", "64"],
-            Mask.with_global(2048, [(0, 16)], (64, 0)),
-        ),
-        (f"tree:{tree}", [], Mask.tree([-1, 0, 0], [64, 32, 16])),
-        ("block-causal:256", ["--seq-length", "2K"], Mask.block_causal(2048, 256)),
-        ("block-diffusion:256", ["--seq-length", "2K"], Mask.block_diffusion(2048, 256)),
+        ("global:0-16 --seq-length 2K --window 64", Mask.with_global(2048, [(0, 16)], (64, 0))),
+        (f"tree:{tree}", Mask.tree([-1, 0, 0], [64, 32, 16])),
+        ("block-causal:256 --seq-length 2K", Mask.block_causal(2048, 256)),
+        ("block-diffusion:256 --seq-length 2K", Mask.block_diffusion(2048, 256)),
     ):
-        result = CliRunner().invoke(
-            app, ["plan", "--cp", "4", "--layout", "balanced", "--mask", text, "--json", *more]
-        )
-        assert result.exit_code == 0, result.output
-        facts = json.loads(result.stdout)
-        assert (facts["n"], facts["mask"], sum(facts["work_per_rank"])) == (
-            expected.n,
-            expected.name,
-            expected.area(),
-        ), text
+        facts = facts_of(f"--cp 4 --layout balanced --mask {options}")
+        described = facts["n"], facts["mask"], sum(facts["work_per_rank"])
+        assert described == (expected.n, expected.name, expected.area()), options
     picture = tmp_path / "tree.png"
-    result = CliRunner().invoke(
-        app, ["plan", "--cp", "2", "--mask", f"tree:{tree}", "--draw", str(picture)]
-    )
-    assert (
-        result.exit_code == 0
-        and picture.exists()
-        and "tree: 3 branches of 1 root" in " ".join(result.stdout.split())
-    )
+    text = shown(f"--cp 2 --mask tree:{tree} --draw {picture}")
+    assert picture.exists() and "tree: 3 branches of 1 root" in text
 
 
 @pytest.mark.parametrize(
@@ -399,7 +344,7 @@ def test_masks_of_several_intervals(tmp_path: Path) -> None:
         ),
         (
             "--mask images:4-9,7-12 --seq-length 64",
-            r"--mask images:4-9,7-12: spans 4\.\.9 and 7\.\.12 overlap",
+            "--mask images:4-9,7-12: spans 4..9 and 7..12 overlap",
         ),
         ("--mask shared-prefix:4,x", "--mask shared-prefix:4,x: write it as PROMPT,RESPONSE"),
         (
@@ -424,10 +369,13 @@ def test_masks_of_several_intervals(tmp_path: Path) -> None:
     ],
 )
 def test_bad_masks_are_one_line(options: str, message: str) -> None:
-    result = CliRunner().invoke(app, ["plan", "--cp", "4", *shlex.split(options)])
-    with pytest.raises(PlanError, match=message) as caught:
-        raise result.exception
-    assert not result.stdout and "\n" not in str(caught.value)
+    check_one_line(f"--cp 4 {options}", message)
+
+
+def check_one_line(options: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", *shlex.split(options)])
+    assert isinstance(result.exception, PlanError) and message in str(result.exception)
+    assert not result.stdout and "\n" not in str(result.exception)
 
 
 TOKENS = {"64K": 65536, "128k": 131072, "1M": 1 << 20, "1.5k": 1536, "10_000": 10000}
@@ -435,15 +383,9 @@ TOKENS = {"64K": 65536, "128k": 131072, "1M": 1 << 20, "1.5k": 1536, "10_000": 1
 
 @pytest.mark.parametrize(("text", "tokens"), TOKENS.items())
 def test_tokens_with_a_unit(text: str, tokens: int) -> None:
-    result = CliRunner().invoke(
-        app, ["plan", "--seq-length", text, "--cp", "2", "--window", "1K", "--json"]
-    )
-    assert result.exit_code == 0, result.output
-    facts = json.loads(result.stdout)
-    assert (
-        facts["n"] == tokens
-        and sum(facts["work_per_rank"]) == Mask.causal(tokens, (1024, 0)).area()
-    )
+    facts = facts_of(f"--seq-length {text} --cp 2 --window 1K")
+    assert facts["n"] == tokens
+    assert sum(facts["work_per_rank"]) == Mask.causal(tokens, (1024, 0)).area()
 
 
 @pytest.mark.parametrize("option", ["--seq-length", "--window", "--prefix", "--documents-mean"])
@@ -468,9 +410,9 @@ def test_bad_tokens_are_one_line_that_names_the_option(
 def test_help_names_every_option_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERMINAL_WIDTH", "80")
-    shown = run("--help").stdout
-    assert max(map(len, shown.splitlines())) <= 80
-    options = set(shown.replace("│", " ").split())
+    text = invoke("--help")
+    assert max(map(len, text.splitlines())) <= 80
+    options = set(text.replace("│", " ").split())
     assert {
         "--seq-length",
         "--chunks-per-rank",
@@ -478,7 +420,7 @@ def test_help_names_every_option_at_80_columns(monkeypatch: pytest.MonkeyPatch) 
         "--ranks-per-node",
         "--num-slots",
     } <= options
-    assert all(f"─ {panel} ─" in shown for panel in ("Mask", "Layout and route", "Sizes", "Output"))
+    assert all(f"─ {panel} ─" in text for panel in ("Mask", "Layout and route", "Sizes", "Output"))
 
 
 def test_registered_layouts_and_routes_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,25 +430,16 @@ def test_registered_layouts_and_routes_can_be_chosen(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setitem(LAYOUTS, "striped", striped)
     monkeypatch.setitem(ROUTES, "mine", ROUTES["direct"])
-    result = CliRunner().invoke(
-        app,
-        shlex.split("plan --seq-length 256 --cp 4 --layout striped --route mine --json"),
-    )
-    assert result.exit_code == 0, result.output
-    facts = json.loads(result.stdout)
-    assert (facts["layout"], facts["route"], facts["tokens_per_rank"]) == (
-        "striped",
-        "mine",
-        [64] * 4,
-    )
+    facts = facts_of("--seq-length 256 --cp 4 --layout striped --route mine")
+    chosen = facts["layout"], facts["route"], facts["tokens_per_rank"]
+    assert chosen == ("striped", "mine", [64] * 4)
     plan = Plan.build(Mask.causal(256), striped(Mask.causal(256), 4), "mine")
     plan.verify(rank_plans=True)
     assert repr(Plan.build_rank_plan(plan.mask, plan.layout, 3, route="mine")) == repr(
         plan.rank_plan(3)
     )
-    assert "striped" in str(run("--layout", "spiral").exception) and "mine" in str(
-        run("--route", "scenic").exception
-    )
+    check_one_line(f"{USUAL} --layout spiral", "striped")
+    check_one_line(f"{USUAL} --route scenic", "mine")
 
 
 def test_drawing_without_matplotlib_names_the_extra() -> None:
@@ -526,6 +459,23 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ("--sparse 2048,128", "--sparse 2048,128: it must be TOPK,SIZE, as 2048,128, beside --mla"),
+        ("--mla 512,64,128,128 --sparse 0,128", "--sparse 0,128: it must be TOPK,SIZE"),
+        ("--recurrent rwkv", "--recurrent rwkv: write it as gdn or mamba"),
+        ("--recurrent gdn:layers=x", "--recurrent gdn:layers=x: write it as"),
+        ("--recurrent gdn:mamba_head_dim=8", "gdn layers have no mamba_head_dim"),
+        ("--recurrent gdn --full", "--recurrent: a state runs along the sequence"),
+        ("--recurrent gdn --mask images:8-16", "--mask, but for shared-prefix and tree"),
+        ("--panel states --draw x.png", "--panel states needs --recurrent"),
+        (
+            "--convert zigzag",
+            "--convert 'zigzag': give two layouts, BEFORE:AFTER, as in zigzag:contiguous",
+        ),
+        ("--convert zigzag:diagonal", "'diagonal': known are"),
+        (
+            "--convert zigzag:contiguous --layout balanced",
+            "names both layouts: leave out --layout",
+        ),
         ("--layout spiral", "--layout 'spiral': known are zigzag"),
         ("--route scenic", "--route 'scenic': known are auto, direct, ring"),
         (
@@ -553,7 +503,7 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
             "--schedule gather: the route relay has a schedule",
         ),
         ("--slot-shards 0", "--slot-shards 0: it must be at least 1"),
-        ("--window -2", r"window \(-2, 0\)"),
+        ("--window -2", "window (-2, 0)"),
         ("--documents /does/not/exist", "--lengths /does/not/exist: cannot read"),
         ("--rates h100", "--rates h100: no such file, nor one of"),
         ("--cp 0", "--cp 0: give the context-parallel ranks"),
@@ -570,6 +520,8 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
         ("--documents-mean inf", "documents of inf tokens"),
         ("--chunks-per-rank 3", "--chunks-per-rank 3 is for --layout balanced, not zigzag"),
         ("--draw plan.gif", "must end in .png"),
+        ("--draw x.png --panel up", "--panel 'up': it must be left, right, both or states"),
+        ("--draw x.png --width 0", "--width 0: it must be a number of inches"),
         ("--wire zip", "--wire 'zip': known are plain, int8, fp8, latent"),
         ("--wire latent", "--wire latent needs --mla LATENT,ROPE,NOPE,VALUE"),
         ("--mla 512,64", "--mla 512,64: it must be 4 numbers"),
@@ -580,10 +532,7 @@ def test_drawing_without_matplotlib_names_the_extra() -> None:
     ],
 )
 def test_bad_input_is_one_line(options: str, message: str) -> None:
-    result = run(*shlex.split(options))
-    with pytest.raises(PlanError, match=message) as caught:
-        raise result.exception
-    assert not result.stdout and "\n" not in str(caught.value)
+    check_one_line(f"{USUAL} {options}", message)
 
 
 def test_a_plan_without_memory_is_one_line(monkeypatch) -> None:
@@ -591,20 +540,16 @@ def test_a_plan_without_memory_is_one_line(monkeypatch) -> None:
         raise MemoryError("Unable to allocate 1 PiB")
 
     monkeypatch.setattr(PlanSpec, "build", full)
-    assert (
-        str(run().exception)
-        == "--seq-length 4096 --cp 4: the plan does not fit into memory: Unable to allocate 1 PiB"
-    )
+    error = "--seq-length 4096 --cp 4: the plan does not fit into memory: Unable to allocate 1 PiB"
+    check_one_line(USUAL, error)
 
 
 def test_wires_of_multi_latent_attention() -> None:
     """The proportions of DeepSeek-V3: 512 + 64 numbers a token in place of 128 heads of 128 + 64
     and 128.
     """
-    options = shlex.split("--seq-length 131072 --cp 8 --heads 128 --mla 512,64,128,128 --json")
-    plain, latent, int8 = (
-        json.loads(run(*options, "--wire", wire).stdout) for wire in ("plain", "latent", "int8")
-    )
+    options = "--seq-length 131072 --cp 8 --heads 128 --mla 512,64,128,128 --wire"
+    plain, latent, int8 = (facts_of(f"{options} {wire}") for wire in ("plain", "latent", "int8"))
     for name in ("bytes_in_per_rank", "bytes_out_per_rank", "gradient_bytes_in_per_rank"):
         assert all(70 * x <= y for x, y in zip(latent[name], plain[name], strict=True))
     assert max(int8["bytes_in_per_rank"]) < 0.52 * max(plain["bytes_in_per_rank"])
@@ -623,16 +568,12 @@ def test_wires_of_multi_latent_attention() -> None:
 
 def test_a_window_is_costed_for_the_kernel_that_is_assumed() -> None:
     """Native windows take one call where lower and upper triangles take a hundred."""
-    line = shlex.split("plan --seq-length 65536 --cp 8 --window 128")
-    native, lowered = (
-        json.loads(CliRunner().invoke(app, [*line, "--json", *more]).stdout)
-        for more in ([], ["--kernel", "cudnn"])
-    )
+    line = "--seq-length 65536 --cp 8 --window 128"
+    native, lowered = (facts_of(line + more) for more in ("", " --kernel cudnn"))
     assert native["kernel"] == "flash" and max(native["kernel_calls_per_rank"]) <= 4
     assert lowered["kernel"] == "cudnn" and min(lowered["kernel_calls_per_rank"]) > 100
     assert native["predicted"]["efficiency_both"] > 5 * lowered["predicted"]["efficiency_both"]
-    shown = " ".join(CliRunner().invoke(app, line).stdout.split())
-    assert "with the kernel flash, which is assumed (--kernel)" in shown
+    assert "with the kernel flash, which is assumed (--kernel)" in shown(line)
 
 
 def test_kernels_of_plans_are_those_of_the_registry(monkeypatch) -> None:
@@ -647,15 +588,14 @@ def test_kernels_of_plans_are_those_of_the_registry(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "mine", module)
     monkeypatch.setitem(kernels.REGISTRY, "mine", "mine")
     assert capabilities_of("mine") == Capabilities(narrow_bands=8)
-    error = run("--kernel", "swift").exception
-    assert str(error) == f"--kernel 'swift': known are {', '.join(kernels.REGISTRY)}"
+    known = f"--kernel 'swift': known are {', '.join(kernels.REGISTRY)}"
+    check_one_line(f"{USUAL} --kernel swift", known)
 
 
 def test_the_verdict_comes_first() -> None:
-    shown = CliRunner().invoke(app, shlex.split("plan --cp 4 --seq-length 4096")).stdout
-    assert shown.startswith(
-        "proven for 4 ranks: a layer takes "
-    ) and "of the speed of one kernel call" in " ".join(shown.split())
+    text = shown(USUAL)
+    assert text.startswith("proven for 4 ranks: a layer takes ")
+    assert "of the speed of one kernel call" in text
 
 
 @pytest.mark.parametrize(("cp", "panel"), [(4, "left"), (4, "right"), (4, "both"), (24, "both")])
@@ -705,13 +645,3 @@ def test_many_documents_are_drawn_again_larger(tmp_path: Path) -> None:
 def test_idle_time() -> None:
     idle, busy = idle_times([Span(0, 0, 0.0, 1.0), Span(0, 1, 2.0, 4.0), Span(1, 0, 0.0, 3.0)], 2)
     assert sorted(idle) == [(0, 1.0, 2.0), (1, 3.0, 4.0)] and busy == 0.75
-
-
-@pytest.mark.parametrize("wrong", [["--panel", "up"], ["--width", "0"]])
-def test_pictures_that_cannot_be(wrong: list[str]) -> None:
-    error = (
-        CliRunner()
-        .invoke(app, ["plan", "--cp", "2", "--seq-length", "64", "--draw", "x.png", *wrong])
-        .exception
-    )
-    assert isinstance(error, PlanError) and wrong[0] in str(error)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError, PlanError
@@ -25,7 +26,7 @@ from cp_ring.tools.job import job_config as config
 from cp_ring.tools.slurm import attention_plan, preflight
 from cp_ring.tools.slurm.placement import context_groups
 from cp_ring.tools.slurm.preflight import World
-from cp_ring.tools.slurm.preflight_checks import Facts, from_json, judge, summary
+from cp_ring.tools.slurm.preflight_checks import Facts, judge, summary
 from cp_ring.tools.slurm.preflight_links import measure, write_links
 from tests.tools.slurm.job import TINY
 
@@ -157,7 +158,8 @@ def test_sizes(job):
 
 
 def test_facts_survive_json():
-    assert from_json(json.loads(json.dumps(dataclasses.asdict(healthy(1))))) == healthy(1)
+    of_rank = TypeAdapter(Facts)
+    assert of_rank.validate_json(of_rank.dump_json(healthy(1))) == healthy(1)
     assert next(summary([healthy(rank) for rank in range(4)])).startswith(
         "hop 1: 1,000.0 to 1,000.0 MB/s, 100 us; slowest from rank 3 (n2)"
     )

@@ -1,0 +1,193 @@
+"""What an attention layer attends to: the ranks that share a microbatch, its mask, and the plan by
+which its tokens are split over these ranks.
+
+Shapes: s tokens of this rank, b microbatch, h query heads of this tensor-parallel rank, d head
+size.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch.distributed import get_process_group_ranks
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron import compat
+from cp_ring.megatron.data.batch_mask import accept_causal
+from cp_ring.megatron.data.documents import (
+    ALONE,
+    documents_of,
+    group_of_microbatch,
+    without_whole_rows,
+)
+from cp_ring.megatron.data.prefetch import wait_for
+from cp_ring.megatron.flags.attention_rules import check_layer, check_window
+from cp_ring.megatron.flags.comm_types import check_members, spec_of_layer
+from cp_ring.megatron.flags.rule import Job, check_rules
+from cp_ring.megatron.flags.rules import SUBGROUP
+from cp_ring.megatron.plans import make_layout, make_plan, plan_of_last
+from cp_ring.megatron.settings import current, packed_in_whole_rows
+from cp_ring.observe import timing
+
+if TYPE_CHECKING:
+    from cp_ring.attention import AnyPlan
+    from cp_ring.plan.plan import PlanSpec
+
+# with the padding that packed documents tell
+_PADDED = {"padding_causal": "causal", "padding": "no_mask"}
+
+
+class PlannedAttention(MegatronModule):
+    """A layer of core attention over the context-parallel group, or over this rank alone where its
+    configuration has context parallel size 1.
+
+    Raises `ConfigError` for layers that ring attention does not support.
+    """
+
+    # Whether positions follow the group of a microbatch, for which the patch core_attention sees.
+    positions_by_group = False
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        cp_comm_type: str | None,
+        pg_collection: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number, self.attn_mask_type = max(1, layer_number), attn_mask_type
+        self.settings = current()
+        cp = getattr(config, "context_parallel_size", 1)
+        self.cp_group = ALONE if cp == 1 else compat.group_of(pg_collection, "cp")
+        if self.cp_group.size() != cp:
+            raise ConfigError(
+                f"layer {layer_number}: its configuration has context_parallel_size {cp}, but its "
+                f"context-parallel group, by default Megatron's, has {self.cp_group.size()} ranks: "
+                "change it, or give the model a pg_collection with a group cp of as many ranks"
+            )
+        self.tp_group = compat.group_of(pg_collection, "tp")
+        check_layer(config, layer_number, attention_type)
+        self.cp_comm_type = cp_comm_type
+        self.spec = self._spec_on(self.cp_group)
+        self._specs: dict[Any, PlanSpec] = {}  # of groups of single microbatches
+        self.window = _window(config, layer_number, mask_of(attn_mask_type))
+
+    def places_of(self, query: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
+        """Where the tokens of queries [s, b, h, d] are in their batch rows: int64 [s] or [s, b]."""
+        group = group_of_microbatch(packed_seq_params, self.cp_group)
+        rank, cp, (tokens, batch) = group.rank(), group.size(), query.shape[:2]
+        if packed_seq_params is not None:
+            whole_rows = packed_in_whole_rows()
+            return documents_of(packed_seq_params, tokens * batch, cp, whole_rows).places(rank)
+        if cp == 1:
+            return torch.arange(tokens)
+        return torch.from_numpy(make_layout(self.settings.layout, tokens * cp, cp).positions(rank))
+
+    def shared_by(self, query: torch.Tensor, packed_seq_params: Any) -> tuple[Any, Any]:
+        """The ranks that share a microbatch, and `packed_seq_params`: None where each batch row is
+        one document. Queries are [s, b, h, d], or [s, h, d] of packed documents.
+        """
+        group = group_of_microbatch(packed_seq_params, self.cp_group)
+        if query.dim() == 3:
+            return group, packed_seq_params
+        if group is not self.cp_group:
+            raise ConfigError(
+                "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's: "
+                "only packed documents (thd) can be split so"
+            )
+        return group, without_whole_rows(packed_seq_params, query.shape[0] * group.size())
+
+    def plan_of(
+        self, query: torch.Tensor, mask: str, packed_seq_params: Any, cached: int = 0
+    ) -> AnyPlan:
+        """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any,
+        the documents of the batch, or the `cached` keys of earlier tokens.
+        """
+        group = group_of_microbatch(packed_seq_params, self.cp_group)
+        cp, (tokens, batch) = group.size(), query.shape[:2]
+        if packed_seq_params is None:
+            if cached and cp == 1:
+                return plan_of_last(mask, tokens + cached, tokens, self.window)
+            return make_plan(mask, tokens * cp, cp, self.window, self.spec)
+        documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
+        with timing.waiting_for_plan():
+            return wait_for(
+                documents.prepare(group.rank(), self.window, mask == "causal", self._spec_of(group))
+            )
+
+    def _spec_of(self, group: Any) -> PlanSpec:
+        """How attention is split over all context-parallel ranks, or those of one microbatch."""
+        if group is self.cp_group:
+            return self.spec
+        if group not in self._specs:
+            known = {**vars(self.config), "positions_by_group": self.positions_by_group}
+            check_rules(Job(argparse.Namespace(**known), self.settings), SUBGROUP)
+            self._specs[group] = self._spec_on(group)
+        return self._specs[group]
+
+    def _spec_on(self, group: Any) -> PlanSpec:
+        kind, cp, heads = self.cp_comm_type, group.size(), self.config.num_attention_heads
+        sizes = getattr(self.config, "hierarchical_context_parallel_sizes", None)
+        ranks = get_process_group_ranks(group) if cp > 1 else None
+        spec = spec_of_layer(kind, self.settings, cp, sizes, ranks)
+        check_members(kind, spec, self.settings, cp, heads, self.tp_group.size())
+        return spec
+
+    def check_batch_mask(
+        self,
+        attention_mask: torch.Tensor,
+        mask: str,
+        queries: int,
+        tokens: int,
+        packed_seq_params: Any,
+    ) -> None:
+        """Accepts a mask tensor where it is the declared causal mask of the last `queries` of the
+        `tokens` of this rank; else raises `ConfigError`.
+        """
+        if packed_seq_params is not None or mask != "causal":
+            declared = "the documents" if packed_seq_params is not None else f"the mask type {mask}"
+            raise ConfigError(
+                f"the batch holds an attention mask beside {declared}, which ring attention "
+                "computes itself: give --no-create-attention-mask-in-dataloader"
+            )
+        cp = self.cp_group.size()
+        layout = make_layout(self.settings.layout, tokens * cp, cp)
+        accept_causal(attention_mask, layout, self.cp_group.rank(), queries)
+
+
+def mask_of(mask_type: Any, packed: bool = True) -> str:
+    """The mask type, `causal` or `no_mask`; `packed` ones may have padding too."""
+    name = str(getattr(mask_type, "name", mask_type))
+    name = _PADDED.get(name, name) if packed else name
+    if name not in ("causal", "no_mask"):
+        raise ConfigError(
+            f"--cp-ring supports the attention mask types causal and no_mask, not {name}"
+        )
+    return name
+
+
+def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
+    """The numbers of keys before and after its own position that a query of this layer sees; -1 is
+    all.
+
+    Raises `ConfigError` if the window contradicts the mask, or the configuration does not say
+    whether this layer has it.
+    """
+    window = config.window_size
+    frequency = config.window_attn_skip_freq
+    if window is None:
+        return -1, -1
+    check_window(window, causal=mask == "causal")
+    if isinstance(frequency, list) and layer_number > len(frequency):
+        raise ConfigError(
+            f"--window-attn-skip-freq has {len(frequency)} entries, but there is a layer "
+            f"{layer_number}"
+        )
+    if not compat.has_window(config, layer_number):
+        return -1, -1
+    return int(window[0]), int(window[1])
