@@ -194,6 +194,7 @@ def _run_backward(
     keys = codec.keys(call.rank_plan, work.hops, call.transport, slots, True, streams)
     grads = codec.gradients(call.rank_plan, work, call.transport, ring.wire_dtype)
     dtype = sum_dtype(q.dtype) if call.merges else q.dtype
+    urgent = getattr(call.transport, "urgent", False)
     statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, dtype)
     if dlse is not None:
         # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first
@@ -216,6 +217,8 @@ def _run_backward(
                         dq, dk = dq + more[0], dk + more[1]
                     streams.after(total.add, dq)
                     streams.after(grads.add, dk, dv)
+        if not urgent:  # its messages would wait until the next hop's call has no blocks left
+            streams.drain()
         streams.after(grads.send, hop)
     streams.finish()
     return *total.finish(), *grads.finish()

@@ -251,11 +251,12 @@ def test_a_slot_is_used_again_when_both_streams_have_read_it(gpus):
     """Of six ranks, which have more hops than slots; and with a fault that is planted."""
     right, plant = ALL["one source a hop"], "early release of a slot"
     program = "tests.fakegpu.programs:rings"
-    logs = gpus.run(program, 6, 90, cases={"right": right, "slots": right | {"num_slots": 3}})
+    cases = {"right": right, "slots": right | {"num_slots": 3}, "urgent": right | {"urgent": True}}
+    logs = gpus.run(program, 6, 90, cases=cases)
     assert not hangs(logs) and not mismatches(logs)
     for log in logs:
         assert not races(log)
-        for case in ("right", "slots"):
+        for case in cases:
             assert not slow_steps(log, case)
             assert all(len(set(calls)) == 2 for calls in streams_of_calls(log, f"{case} 2"))
     faulty = gpus.run(program, 6, 90, cases={plant: right}, planted=True)

@@ -390,9 +390,10 @@ class RankUpdates:
         """Kernel calls in forward."""
         return len(self.grids[0])
 
-    def streams(self, rates: Rates) -> int:
-        """On how many its calls run."""
-        return rates.streams if self.overlapping else 1
+    def streams(self, rates: Rates) -> tuple[int, int]:
+        """On how many its calls run in forward and in backward."""
+        count = rates.streams if self.overlapping else 1
+        return count, count if rates.urgent else 1
 
     def slower(
         self, sizes: AttentionSizes, groups: int, rates: Rates, *, whole: bool = False
@@ -413,7 +414,7 @@ class RankUpdates:
             product = sizes.pair_flops[which] / heads * BLOCK**2  # of one head
             least = rates.call * rates.flops / known / rates.processors / product
             of_calls = (heads // groups, bool(which))
-            waves = () if whole else (rates.processors, least, self.streams(rates))
+            waves = () if whole else (rates.processors, least, self.streams(rates)[which])
             filled = share(calls, *of_calls, *waves)
             found.append(known / filled)
         return np.array(found)

@@ -29,7 +29,7 @@ Grids = tuple[Sequence[Tiles], Sequence[Tiles]]
 
 
 def filled(
-    ranks: Iterable[Grids], heads: int, processors: int, streams: int = 1
+    ranks: Iterable[Grids], heads: int, processors: int, streams: tuple[int, int] = (1, 1)
 ) -> dict[str, float]:
     """The share of the processors' time in which they compute allowed pairs, 0 to 1: of `forward`
     and of `backward` of the worst of some ranks, and of `one` causal forward call of as many pairs.
@@ -42,7 +42,8 @@ def filled(
         side = max(round((2 * pairs) ** 0.5 / BLOCK), 1) * BLOCK
         calls = {"forward": grids[0], "backward": grids[1], "one": [square(side, 0)]}
         for name, tiles in calls.items():
-            filled = share(tiles, heads, name == "backward", processors, streams=streams)
+            back = name == "backward"
+            filled = share(tiles, heads, back, processors, streams=streams[back])
             least[name] = min(least[name], filled)
     return least
 

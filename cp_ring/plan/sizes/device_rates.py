@@ -54,7 +54,8 @@ class Rates:
     processors: streaming multiprocessors, whose blocks are counted (`cp_ring.plan.costs.waves`):
     `flops` is then the speed of the call `REFERENCE` there, and `call` is what a kernel call takes
     at least. 0 counts none.
-    streams: those of kernel calls, of which so many may then run at a time.
+    streams: those of kernel calls, of which so many may then run at a time; in backward too if
+    messages are `urgent`.
 
     Raises `PlanError` unless all other numbers are above 0, and `processors` is a whole number.
     """
@@ -70,11 +71,12 @@ class Rates:
     padded: bool = False
     processors: int = 0
     streams: int = 2
+    urgent: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.processors, int) or self.processors < 0:
             raise PlanError(f"processors={self.processors}: it must be a whole number, or 0")
-        for field in fields(self)[:-3]:
+        for field in fields(self)[:-4]:
             if not 0 < getattr(self, field.name) < float("inf"):
                 raise PlanError(
                     f"{field.name}={getattr(self, field.name)}: a rate must be a number above 0"

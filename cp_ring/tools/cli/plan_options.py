@@ -172,6 +172,9 @@ class PlanRequest:
         min=0,
     )
     compute_streams: int = _rate(RATES.streams, "CUDA streams of kernel calls.", min=1, max=2)
+    urgent: bool = _rate(
+        False, "NCCL's streams have a high priority, so that calls of backward overlap.", "--urgent"
+    )
     compare: bool = _output(
         False, "Compare splits of --lengths: padded, hybrid, zigzag, balanced.", "--compare"
     )
@@ -218,7 +221,7 @@ class PlanRequest:
         """The rates of a file, or those that all predictions assume, with the ones of the options
         in their place.
         """
-        changes: dict[str, Any] = {"streams": self.compute_streams}
+        changes: dict[str, Any] = {"streams": self.compute_streams, "urgent": self.urgent}
         for name, flag, value, unit in (
             ("flops", "--tflops", self.tflops, 1e12),
             ("inside", "--node-bandwidth", self.node_bandwidth, 1e9),
