@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cp_ring.errors import one_line
-from cp_ring.kernels import choose, transformer_engine
+from cp_ring.kernels import choose, te_library
 from cp_ring.kernels.base import OPEN, Packing, determinism
 from cp_ring.kernels.cudnn import CudnnKernel
 from tests.fakegpu.accesses import mark
@@ -74,7 +74,7 @@ def calls(
     os.environ.update(variables or {})
     if planted:
         CudnnKernel.rejection = lambda *_: None  # type: ignore[method-assign]
-        transformer_engine._fault = lambda *_: None
+        te_library.fault_of = lambda *_: None
     for name, case in cases.items():
         for kernel in kernels:
             try:

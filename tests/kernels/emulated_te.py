@@ -18,7 +18,7 @@ import torch
 
 import cp_ring.kernels.transformer_engine as adapter
 from cp_ring import kernels
-from cp_ring.kernels import REGISTRY
+from cp_ring.kernels import REGISTRY, te_library
 
 SIGNATURES = json.loads((Path(__file__).parent / "transformer_engine_signatures.json").read_text())
 NO_BACKEND, F16 = 0, 1
@@ -96,7 +96,7 @@ def installed(version: str, packed_stats: bool = True, cudnn: int = 92600) -> It
     parents["transformer_engine"].__version__ = version if version[0].isdigit() else "2.19"
     modules = parents | {module.__name__: module for module in (fused, constants, extension, utils)}
     before = {name: sys.modules.get(name) for name in modules}
-    home, library = REGISTRY["transformer_engine"], adapter._library
+    home, library = REGISTRY["transformer_engine"], te_library.installed
     of_cuda, kernels.OF_CUDA = kernels.OF_CUDA, frozenset()  # this one takes tensors of the CPU
     try:
         sys.modules.update(modules)

@@ -21,11 +21,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import cp_ring.kernels.transformer_engine as adapter
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.comm import codecs
 from cp_ring.comm.streams import KeyStream
-from cp_ring.kernels import REGISTRY, calls, choose, signatures
+from cp_ring.kernels import REGISTRY, calls, choose, signatures, te_library
 from cp_ring.kernels.base import OPEN, no_random_state
 from cp_ring.observe.counters import record
 from cp_ring.ops import totals
@@ -100,10 +99,10 @@ def launches(monkeypatch) -> Iterator[Launches]:
     monkeypatch.setattr(codecs, "KeyStream", Marked)
     monkeypatch.setitem(REGISTRY, "emulated", "tests.kernels.emulated_te")
     with installed("2.20.2"):
-        library = adapter._library()
+        library = te_library.installed()
         passes = [mode.counted_as("attention", f) for f in (library.forward, library.backward)]
         library = library._replace(forward=passes[0], backward=passes[1])
-        monkeypatch.setattr(adapter, "_library", cache(lambda: library))
+        monkeypatch.setattr(te_library, "installed", cache(lambda: library))
         yield mode
 
 

@@ -15,7 +15,7 @@ import torch
 import cp_ring.kernels.transformer_engine as adapter
 from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import KernelError
-from cp_ring.kernels import _chosen, choose, determinism, sizes, versions
+from cp_ring.kernels import _chosen, choose, determinism, sizes, te_library, versions
 from cp_ring.kernels.base import OPEN, Packing
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.signatures import bind
@@ -169,7 +169,7 @@ def test_versions(monkeypatch, generation, version, cudnn, exact, limit, reason)
     wrong or missing.
     """
     monkeypatch.setattr(adapter, "compute_capability", lambda device: (generation, 0))
-    monkeypatch.setenv(adapter._LIMIT, limit)
+    monkeypatch.setenv(te_library.LIMIT, limit)
     with installed(version, cudnn=cudnn), determinism(exact):
         line = KERNEL.rejection(CPU, torch.bfloat16, 64, 64)
     if reason is None:
@@ -234,7 +234,7 @@ def test_library_whose_parameters_do_not_fit_is_rejected(monkeypatch):
             "fused_attn_bwd",
             fused_attn_bwd,
         )
-        adapter._library.cache_clear()
+        te_library.installed.cache_clear()
         said = KERNEL.rejection(CPU, torch.bfloat16, 64, 64)
         assert said == "fused_attn_bwd of the installed version wants temperature, unknown here"
 
@@ -255,7 +255,7 @@ def test_a_parameter_of_the_future_is_named():
 )
 def test_installed_version_binds():
     """The real package, as far as it loads without a GPU."""
-    library = adapter._library()
+    library = te_library.installed()
     assert not isinstance(library, str), library
     for function in (library.forward, library.backward):
         known = [

@@ -135,7 +135,7 @@ def _install(clock: _Clock) -> None:
     """Registers the kernel `host`: the adapter of TransformerEngine, with functions that compute
     nothing.
     """
-    from cp_ring.kernels import REGISTRY, transformer_engine
+    from cp_ring.kernels import REGISTRY, te_library, transformer_engine
 
     class Names:
         def __getitem__(self, name: str) -> str:
@@ -163,14 +163,14 @@ def _install(clock: _Clock) -> None:
     def backward(*inputs: torch.Tensor) -> Any:
         return [zeros(*x.shape, dtype=x.dtype) for x in inputs]
 
-    shared = transformer_engine._SHARED  # parameters that the adapter has values for
+    shared = te_library.SHARED  # parameters that the adapter has values for
     enums = types.SimpleNamespace(
         **{name: Names() for name in ("QKVLayout", "AttnBiasType", "AttnMaskType", "SoftmaxType")}
     )
     extension = types.SimpleNamespace(get_fused_attn_backend=lambda *args: 1)
     parts: tuple[Any, ...] = (
-        taking((*shared, *transformer_engine._FORWARD), forward),
-        taking((*shared, *transformer_engine._BACKWARD), backward),
+        taking((*shared, *te_library.FORWARD), forward),
+        taking((*shared, *te_library.BACKWARD), backward),
         {"No_Backend": 0},
         enums,
         extension,
@@ -179,8 +179,8 @@ def _install(clock: _Clock) -> None:
         92600,
         "2.20.2",
     )
-    library = transformer_engine.Library(*parts[: len(transformer_engine.Library._fields)])
-    transformer_engine._library = lambda: library  # type: ignore[assignment]
+    library = te_library.Library(*parts[: len(te_library.Library._fields)])
+    te_library.installed = lambda: library  # type: ignore[assignment]
 
     class HostKernel(transformer_engine.TransformerEngineKernel):
         devices = ("cpu",)
