@@ -9,7 +9,7 @@ import contextlib
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,12 +19,14 @@ from cp_ring.plan.costs.search import Given, Search, Tuned, reasons
 from cp_ring.plan.costs.shapes import AUTO
 from cp_ring.plan.costs.step_costs import RESERVED_BYTES, TrainingSetup, weight_bytes
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, text
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.tools.job import command_line
 from cp_ring.tools.job.job_config import JobConfig, validate
+
+if TYPE_CHECKING:
+    from cp_ring.plan.ranges import Ints
 
 BEST = 5
 """Ways that are shown."""
