@@ -500,8 +500,8 @@ def _fault(library: Library, generation: int) -> str | None:
     # fmt: off
     faults = (
         (hopper and cudnn < _CUDNN_THD,
-         f"needs cuDNN {cudnn_name(_CUDNN_THD)} or later on Hopper, where gradients of packed tiles "
-         "could be NaN before"),
+         f"needs cuDNN {cudnn_name(_CUDNN_THD)} or later on Hopper, where gradients of packed "
+         "tiles could be NaN before"),
         (exact and generation < 9, "has deterministic gradients on Hopper and later"),
         (exact and generation > 9 and version < "2.12",
          "needs TransformerEngine 2.12 or later for deterministic gradients on Blackwell"),
