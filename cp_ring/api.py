@@ -156,7 +156,7 @@ def ring_attention(
         num_slots: receive buffers for keys and values, 2 to 8. Memory grows with it, not with the
         number of ranks.
         compute_streams: CUDA streams of kernel calls, 1 or 2. With 2, a call begins on processors
-            that the one before leaves idle, and two calls' results are in memory at a time.
+            that the one before leaves idle, and what two calls need is in memory at a time.
         wire: how keys and values travel: `plain`, as they are; `int8` or `fp8`, quantized by token
             and head, so a quarter of the bytes of float32 and half of those of bfloat16, at the
             cost of accuracy; `latent`, as latents, which the reader multiplies by the

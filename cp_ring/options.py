@@ -11,18 +11,8 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+from cp_ring import option_values
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.option_values import (
-    KINDS,
-    choices_of,
-    joined,
-    on_or_off,
-    only_known,
-    parse_trace,
-    read,
-    schedule_text,
-    ways_of,
-)
 from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.layout import LAYOUTS, MAX_RANKS, NamedLayout
 from cp_ring.plan.routes import DEFAULT, ROUTES
@@ -108,8 +98,8 @@ class Options:
         "Kinds of the masks that batches carry as cp_ring_mask, separated by commas, "
         f"which the certificate then probes: {', '.join(MASK_KINDS)}; any is every "
         "mask.",
-        convert=joined,
-        check=partial(only_known, "kind of mask", MASK_KINDS),
+        convert=option_values.joined,
+        check=partial(option_values.only_known, "kind of mask", MASK_KINDS),
     )
     pack: str = _setting(
         "first-fit",
@@ -138,7 +128,7 @@ class Options:
         "auto",
         "At which hop a rank uses the keys of each other rank: auto; ring, one source a hop; "
         "gather, all in one hop; or the hop of each ring distance, as in 0,1,2,2.",
-        convert=schedule_text,
+        convert=option_values.schedule_text,
     )
     slot_shards: int = _setting(
         SLOT_SHARDS,
@@ -167,9 +157,9 @@ class Options:
         most=8,
     )
     compute_streams: int = _setting(
-        2,
+        1,
         "CUDA streams of kernel calls: with 2, a call begins on processors that the one before "
-        "leaves idle, and the results and workspaces of two calls are in memory at a time.",
+        "leaves idle, and what two calls need is in memory at a time.",
         least=1,
         most=2,
     )
@@ -190,8 +180,8 @@ class Options:
         "What ranks exchange for recurrent layers: heads, an all-to-all as in Megatron; states, "
         "where each rank scans its own tokens and passes its final state on; auto, the faster "
         "one by predicted time; or one of these per kind, as in mamba=states,gdn=heads.",
-        convert=joined,
-        check=ways_of,
+        convert=option_values.joined,
+        check=option_values.ways_of,
     )
     recompute: str = _setting(
         "keep",
@@ -220,8 +210,8 @@ class Options:
         "",
         "Features of Megatron, comma separated, to accept although no GPU run has tested them "
         "with ring attention: cuda-graphs, moe-overlap.",
-        convert=joined,
-        check=partial(only_known, "untried feature", UNTRIED),
+        convert=option_values.joined,
+        check=partial(option_values.only_known, "untried feature", UNTRIED),
     )
     run_dir: str = _setting(
         "",
@@ -258,7 +248,7 @@ class Options:
         "STEP or STEP:COUNT: write a trace of these steps, of all ranks on one clock, to "
         "trace-STEP.json in --cp-ring-run-dir, or where the job runs.",
         convert=str,
-        check=parse_trace,
+        check=option_values.parse_trace,
     )
     debug: bool = _setting(
         False,
@@ -280,7 +270,7 @@ class Options:
         "and stop the job if they are not what its flags declare; writes a certificate beside "
         "the checkpoints. strict also stops a job of which a part cannot be probed.",
         choices=("on", "off", "strict"),
-        convert=on_or_off,
+        convert=option_values.on_or_off,
     )
 
     def __post_init__(self) -> None:
@@ -289,7 +279,7 @@ class Options:
             if type(value) is type(default) and value == default:
                 continue  # and the names of kernels, which need torch, are not asked for
             try:
-                object.__setattr__(self, setting.name, read(setting, value))
+                object.__setattr__(self, setting.name, option_values.read(setting, value))
             except ConfigError as error:
                 raise OptionError(setting.name, value, str(error)) from None
 
@@ -309,7 +299,7 @@ class Options:
     @property
     def traced(self) -> range:
         """The steps of `trace`."""
-        return parse_trace(self.trace)
+        return option_values.parse_trace(self.trace)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -324,7 +314,7 @@ class Options:
     @property
     def recurrent_ways(self) -> dict[str, str]:
         """What ranks exchange, heads, states or auto, for each of `RECURRENT_KINDS`."""
-        return ways_of(self.recurrent)
+        return option_values.ways_of(self.recurrent)
 
     def without_auto(self) -> Options:
         """With the simplest shape in place of `auto`: what runs with it runs with any."""
@@ -419,7 +409,7 @@ class Options:
             {
                 "flag": cls.flag(name),
                 "default": "off" if setting.default is False else str(setting.default) or "none",
-                "values": ", ".join(choices(name)) or KINDS[str(setting.type)][1],
+                "values": ", ".join(choices(name)) or option_values.KINDS[str(setting.type)][1],
                 "what it does": setting.metadata["text"],
             }
             for name, setting in SETTINGS.items()
@@ -450,7 +440,7 @@ def choices(name: str) -> tuple[str, ...]:
     """The names that a setting accepts, () if it is not a choice. Kernels, layouts and routes are
     those registered by now.
     """
-    return choices_of(SETTINGS[name])
+    return option_values.choices_of(SETTINGS[name])
 
 
 def _dest(name: str) -> str:

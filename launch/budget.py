@@ -33,16 +33,16 @@ KERNEL = {"backward", "backward_varlen", "gradients"}
 # What is counted: (goal, limit). Each is a number over all of cp_ring and patches, but for the
 # last, which is of tests.
 TABLE = {
-    "tokens": (225_000, 356_900),
+    "tokens": (225_000, 354_400),
     "tokens a code line, times 100": (1_000, 981),
     "packages of more than 16 files": (0, 0),
-    "files of more than 450 lines": (0, 10),
+    "files of more than 450 lines": (0, 0),
     "files with the name of another": (0, 0),
     "lines of more than 100 columns": (0, 0),
     "functions of more than 7 parameters": (0, 0),
-    "modules that import more than 12 others": (0, 12),
+    "modules that import more than 12 others": (0, 2),
     "state outside of cp_ring.runtime": (0, 0),
-    "tokens of tests": (212_000, 388_200),  # the goal: 22,000 lines of 130 columns
+    "tokens of tests": (212_000, 389_700),  # the goal: 22,000 lines of 130 columns
 }
 
 

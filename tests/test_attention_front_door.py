@@ -345,6 +345,11 @@ BESIDE_A_PLAN = {
         ),
         ({"num_slots": 1}, ConfigError, "num_slots=1: it must be a whole number from 2 to 8"),
         (
+            {"compute_streams": 3},
+            ConfigError,
+            "compute_streams=3: it must be a whole number from 1 to 2",
+        ),
+        (
             {"wire_dtype": "int8"},
             ConfigError,
             "wire_dtype='int8': it must be 'input', 'float32' or 'bfloat16'",

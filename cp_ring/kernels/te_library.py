@@ -1,5 +1,5 @@
-"""The installed TransformerEngine: its functions, whether its versions can be used, and which backend
-it names for a call.
+"""The installed TransformerEngine: its functions, whether its versions can be used, and the backend
+that it names for a call.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -152,8 +153,8 @@ def fault_of(library: Library, generation: int) -> str | None:
     # fmt: off
     faults = (
         (hopper and cudnn < _CUDNN_THD,
-         f"needs cuDNN {cudnn_name(_CUDNN_THD)} or later on Hopper, where gradients of packed tiles "
-         "could be NaN before"),
+         f"needs cuDNN {cudnn_name(_CUDNN_THD)} or later on Hopper, where gradients of packed "
+         "tiles could be NaN before"),
         (exact and generation < 9, "has deterministic gradients on Hopper and later"),
         (exact and generation > 9 and version < "2.12",
          "needs TransformerEngine 2.12 or later for deterministic gradients on Blackwell"),
@@ -212,3 +213,13 @@ def ask(library: Library, call: Call) -> Any:
         library.params(**bind("transformer_engine", library.params, values))
     )
     return backend
+
+
+def partial_of(
+    function: Callable[..., Any], values: dict[str, Any], tensors: tuple[str, ...]
+) -> Callable[..., Any]:
+    """`function` with all arguments but the named tensors, worked out once."""
+    bound = bind("transformer_engine", function, values | dict.fromkeys(tensors))
+    return partial(
+        function, **{name: value for name, value in bound.items() if name not in tensors}
+    )

@@ -19,7 +19,6 @@ from cp_ring.kernels import te_library
 from cp_ring.kernels.base import Packing, deterministic, no_random_state
 from cp_ring.kernels.flash_aten import KERNEL as FLASH
 from cp_ring.kernels.reference import KERNEL as REFERENCE
-from cp_ring.kernels.signatures import bind
 from cp_ring.kernels.te_library import Call
 from cp_ring.kernels.versions import compute_capability, cudnn_name, dense_backward_may_be_nan
 from cp_ring.kernels.window import pad
@@ -259,8 +258,8 @@ class TransformerEngineKernel:
                 "deterministic": call.deterministic,
             }
             self._bound[key] = _Bound(
-                _partial(library.forward, forward, _TENSORS),
-                _partial(library.backward, backward, (*_TENSORS, *_MORE_TENSORS)),
+                te_library.partial_of(library.forward, forward, _TENSORS),
+                te_library.partial_of(library.backward, backward, (*_TENSORS, *_MORE_TENSORS)),
             )
         return self._bound[key]
 
@@ -399,16 +398,6 @@ def _ends(call: Call, cu_q: Tensor, cu_k: Tensor) -> _Ends:
         "cu_seqlens_q_padded": padded_q,
         "cu_seqlens_kv_padded": padded_k,
     }
-
-
-def _partial(
-    function: Callable[..., Any], values: dict[str, Any], tensors: tuple[str, ...]
-) -> Callable[..., Any]:
-    """`function` with all arguments but the named tensors, worked out once."""
-    bound = bind("transformer_engine", function, values | dict.fromkeys(tensors))
-    return partial(
-        function, **{name: value for name, value in bound.items() if name not in tensors}
-    )
 
 
 @RUNTIME.cache(maxsize=4096)

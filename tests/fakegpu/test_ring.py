@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 import pytest
 
 from cp_ring.plan import Mask, PlanSpec
-from cp_ring.plan.costs.simulate import rank_updates
+from cp_ring.plan.costs.rank_updates import rank_updates
 from cp_ring.plan.lower import KERNELS, lower
 from cp_ring.plan.plan import plan
 from cp_ring.plan.tables import RankPlan
@@ -33,7 +33,6 @@ ALL = FEW | {
     "full": {"kernel": "flash_aten"},
     "one source a hop": FLASH | {"schedule": "ring"},
     "gather": FLASH | {"schedule": "gather"},
-    "one stream": FLASH | {"compute_streams": 1},
     "relay": FLASH | {"route": "relay", "node_size": 2},
     "window": FLASH | {"window_size": (100, 0), "layout": "contiguous"},
     "sink": FLASH | {"sink": True},
@@ -45,6 +44,11 @@ ALL = FEW | {
     "deterministic": FLASH | {"deterministic": True},
     "latent": FLASH | {"latent": 128, "sizes": (4, 4, 128, 128)},
 }
+TWO = {"compute_streams": 2}
+ON_TWO = ("causal", "packed", "heads", "full", "one source a hop", "gather", "relay", "window", "sizes",
+          "int8", "latent", "deterministic")  # fmt: skip
+ALL |= {f"{name}, two streams": ALL[name] | TWO for name in ON_TWO}
+FEW["causal, two streams"] = FEW["causal"] | TWO
 CASES = {80: FEW, 90: ALL, 100: FEW}
 CUDNN = {"causal": {"causal": True, "kernel": "cudnn", "sizes": (4, 2, 128, 128)}}
 
@@ -242,14 +246,14 @@ def test_consecutive_kernel_calls_run_on_two_streams(clean, sm):
         of_pass = {x.stream for x in log.kernels("causal 2") if "_merge" in x.name}
         for case in (x for x in CASES[sm] if "heads" not in ALL[x]):  # each group is a pass
             for calls in streams_of_calls(log, f"{case} 2"):
-                one = case in ("relay", "one stream") or len(calls) == 1
+                one = not case.endswith("two streams") or "relay" in case or len(calls) == 1
                 assert (set(calls) == of_pass) if one else (len(set(calls) - of_pass) == 2)
                 assert one or all(x != y for x, y in pairwise(calls))
 
 
 def test_a_slot_is_used_again_when_both_streams_have_read_it(gpus):
     """Of six ranks, which have more hops than slots; and with a fault that is planted."""
-    right, plant = ALL["one source a hop"], "early release of a slot"
+    right, plant = ALL["one source a hop"] | TWO, "early release of a slot"
     program = "tests.fakegpu.programs:rings"
     cases = {"right": right, "slots": right | {"num_slots": 3}, "urgent": right | {"urgent": True}}
     logs = gpus.run(program, 6, 90, cases=cases)
@@ -334,7 +338,7 @@ def planted(gpus: FakeGpus) -> Callable[[bool], list[Log]]:
     """The logs of calls with one planted fault each, one after another; and of captures of such."""
 
     def run(captured: bool) -> list[Log]:
-        options = ALL["one source a hop"] | ALL["sizes"]
+        options = ALL["one source a hop"] | ALL["sizes"] | TWO
         cases = dict.fromkeys(CAPTURED if captured else FINDS, options)
         if not captured:
             cases["two communicators"] = ALL["heads"]

@@ -144,7 +144,7 @@ def efficiencies(job: Job) -> None:
             if tuple(plan.schedule) not in seen:
                 seen.add(tuple(plan.schedule))
                 ranks = range(cp) if cp <= 4 else sorted({0, cp // 2 - 1, cp - 1})
-                for streams in (1, 2) if schedule == "auto" else (2,):
+                for streams in (1, 2) if schedule == "auto" else (1,):
                     _efficiency(job, plan, ranks, best, "causal", schedule, streams)
     cp = 8 if job.large else 2
     n = cp * tokens
@@ -158,7 +158,7 @@ def efficiencies(job: Job) -> None:
 
 
 def _efficiency(
-    job: Job, plan: Plan, ranks: Any, kernel: str, mask: str, schedule: str, streams: int = 2
+    job: Job, plan: Plan, ranks: Any, kernel: str, mask: str, schedule: str, streams: int = 1
 ) -> None:
     """A rank's share of the work, at the speed of the single call, over its time; the slowest rank
     counts.

@@ -16,7 +16,7 @@ from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.base import Capabilities
 from cp_ring.ops import totals
-from cp_ring.plan.costs.simulate import accumulator_bytes, rank_updates
+from cp_ring.plan.costs.rank_updates import accumulator_bytes, rank_updates
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.tools.cli import app

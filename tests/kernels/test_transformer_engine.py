@@ -216,7 +216,7 @@ def test_names_that_are_tried_are_those_of_the_calls(monkeypatch):
         names.setdefault(function.__name__, set()).add(frozenset(values))
         return bind(kernel, function, values)
 
-    monkeypatch.setattr(adapter, "bind", noted)
+    monkeypatch.setattr(te_library, "bind", noted)
     with installed("2.20.2"):
         conformance.check(
             KERNEL, CPU, torch.bfloat16, only="merged backward", heads=[(4, 2, 16, 16)]

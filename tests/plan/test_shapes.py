@@ -7,8 +7,9 @@ import pytest
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask
 from cp_ring.plan.costs.cost import crossing
+from cp_ring.plan.costs.rank_updates import rank_updates
 from cp_ring.plan.costs.shapes import Assumed, choose, costed, planned, shapes_of
-from cp_ring.plan.costs.simulate import rank_updates, simulate
+from cp_ring.plan.costs.simulate import simulate
 from cp_ring.plan.lower import ASSUMED, KERNELS
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes

@@ -10,15 +10,8 @@ import pytest
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.costs import splits
 from cp_ring.plan.costs.attention_costs import AttentionCosts
-from cp_ring.plan.costs.simulate import (
-    NO_UPDATES,
-    Pass,
-    in_turn,
-    neighbors,
-    rank_updates,
-    simulate,
-    spans,
-)
+from cp_ring.plan.costs.rank_updates import NO_UPDATES, rank_updates
+from cp_ring.plan.costs.simulate import Pass, in_turn, neighbors, simulate, spans
 from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates

@@ -9,7 +9,8 @@ import pytest
 from cp_ring.errors import PlanError
 from cp_ring.plan import Mask, Plan, PlanSpec
 from cp_ring.plan.costs import waves
-from cp_ring.plan.costs.simulate import rank_updates, simulate
+from cp_ring.plan.costs.rank_updates import rank_updates
+from cp_ring.plan.costs.simulate import simulate
 from cp_ring.plan.lower import BLOCK, KERNELS
 from cp_ring.plan.plan import plan
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes

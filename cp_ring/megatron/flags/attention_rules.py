@@ -1,4 +1,4 @@
-"""What ring attention rejects of flags about layers, CUDA graphs and documents; see `rules`."""
+"""What ring attention rejects of flags about layers, graphs, documents and codecs; see `rules`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.layer_pattern import SPARSE, VARIANTS
 from cp_ring.megatron.flags.rule import Job, Rule, check_rules
 from cp_ring.options import FORKING
+from cp_ring.plan.sizes.attention_sizes import WIRES
 
 DOCUMENT_FLAGS = (
     "--sft|--dataloader-inter-document-masking|--cp-ring-document-mask|--cp-ring-mask-kinds"
@@ -382,4 +383,30 @@ DOCUMENTS = (
          "leave out either",
          "it computes the loss in parts",
          "--cp-ring-loss-chunk 8 --defer-embedding-wgrad-compute"),
+)  # fmt: skip
+
+LATENT = (
+    Rule("!--multi-latent-attention", "{--cp-ring-wire} needs --multi-latent-attention",
+         "or give --cp-ring-wire plain"),
+    Rule("ulysses>1",
+         "{--cp-ring-wire} does not support --cp-ring-heads {ulysses} or --cp-comm-type a2a",
+         "the MLA latent has no head dimension to split"),
+    Rule("--fp8-format|--fp4-format|--delay-wgrad-compute|--use-megatron-fsdp|--use-torch-fsdp2|"
+         "--cache-mla-latents", "{--cp-ring-wire} does not support {found}",
+         "leave it out, or give --cp-ring-wire plain"),
+    Rule("recomputes_attention",
+         "{--cp-ring-wire} does not support --recompute-granularity selective of core_attn, which "
+         "hides where keys come from",
+         "leave core_attn out of --recompute-modules, or give --cp-ring-wire plain"),
+    Rule("graphs_of_attention", "{--cp-ring-wire} does not support {graphs}",
+         "leave it out, or give --cp-ring-wire plain"),
+)  # fmt: skip
+"""Of layers whose latents travel."""
+
+DROPOUT_ON_THE_WIRE = (
+    Rule(lambda job: job.attention_dropout and job.own.wire in WIRES
+         and not WIRES[job.own.wire].plain,
+         "{--cp-ring-wire} does not support {--attention-dropout}, for which positions travel "
+         "with the keys",
+         "give --attention-dropout 0, or --cp-ring-wire plain"),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.flags import comm_types, rules
+from cp_ring.megatron.flags import attention_rules, comm_types
 from cp_ring.megatron.flags.layer_pattern import SPARSE, letters_of
 from cp_ring.megatron.flags.rule import Job, check_rules, problem
 from cp_ring.megatron.plans import make_plan
@@ -23,7 +23,7 @@ def latent_problem(options: Any, ulysses: int, settings: Options) -> str:
     """Why latents cannot travel with these flags or this configuration, in a line that names the
     option; "" where they can.
     """
-    return problem(Job(options, settings, ulysses=ulysses), rules.LATENT)
+    return problem(Job(options, settings, ulysses=ulysses), attention_rules.LATENT)
 
 
 def check_latent(options: Any, ulysses: int, settings: Options) -> None:
@@ -45,7 +45,7 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
     cp, latent = args.context_parallel_size, getattr(args, "multi_latent_attention", False)
     if cp == 1 or (config.wire == "auto" and not latent):
         return "plain"
-    check_rules(Job(args, config), rules.DROPOUT_ON_THE_WIRE)
+    check_rules(Job(args, config), attention_rules.DROPOUT_ON_THE_WIRE)
     if latent and SPARSE in letters_of(args):
         size = getattr(args, "dsa_indexer_head_dim", None) or 0
         indexer, latents = _sizes(args, "latent").sparse_on_wire(size)

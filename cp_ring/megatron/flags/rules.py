@@ -18,10 +18,15 @@ import numpy as np
 
 from cp_ring.errors import one_line
 from cp_ring.megatron.flags import graphs, implementations
-from cp_ring.megatron.flags.attention_rules import ATTENTION, DOCUMENT_FLAGS, DOCUMENTS
+from cp_ring.megatron.flags.attention_rules import (
+    ATTENTION,
+    DOCUMENT_FLAGS,
+    DOCUMENTS,
+    DROPOUT_ON_THE_WIRE,
+    LATENT,
+)  # fmt: skip
 from cp_ring.megatron.flags.rule import Job, Rule
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.sizes.attention_sizes import WIRES
 
 _TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -370,32 +375,6 @@ GENERATION = (
          "build the model without CUDA graphs"),
 )  # fmt: skip
 """Of `cp_ring.megatron.generate`."""
-
-LATENT = (
-    Rule("!--multi-latent-attention", "{--cp-ring-wire} needs --multi-latent-attention",
-         "or give --cp-ring-wire plain"),
-    Rule("ulysses>1",
-         "{--cp-ring-wire} does not support --cp-ring-heads {ulysses} or --cp-comm-type a2a",
-         "the MLA latent has no head dimension to split"),
-    Rule("--fp8-format|--fp4-format|--delay-wgrad-compute|--use-megatron-fsdp|--use-torch-fsdp2|"
-         "--cache-mla-latents", "{--cp-ring-wire} does not support {found}",
-         "leave it out, or give --cp-ring-wire plain"),
-    Rule("recomputes_attention",
-         "{--cp-ring-wire} does not support --recompute-granularity selective of core_attn, which "
-         "hides where keys come from",
-         "leave core_attn out of --recompute-modules, or give --cp-ring-wire plain"),
-    Rule("graphs_of_attention", "{--cp-ring-wire} does not support {graphs}",
-         "leave it out, or give --cp-ring-wire plain"),
-)  # fmt: skip
-"""Of layers whose latents travel."""
-
-DROPOUT_ON_THE_WIRE = (
-    Rule(lambda job: job.attention_dropout and job.own.wire in WIRES
-         and not WIRES[job.own.wire].plain,
-         "{--cp-ring-wire} does not support {--attention-dropout}, for which positions travel "
-         "with the keys",
-         "give --attention-dropout 0, or --cp-ring-wire plain"),
-)  # fmt: skip
 
 PROGRAM = (
     Rule("--cp-ring-run-dir", "--cp-ring-run-dir (run_dir=) needs a job of flags",

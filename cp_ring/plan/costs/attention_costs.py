@@ -9,19 +9,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
+from typing import TYPE_CHECKING
 
 from cp_ring.plan.costs.cost import amounts
 from cp_ring.plan.costs.model_sizes import ModelSizes
+from cp_ring.plan.costs.rank_updates import NO_UPDATES, RankUpdates, rank_updates
 from cp_ring.plan.costs.shapes import AUTO, planned, shapes_of
-from cp_ring.plan.costs.simulate import NO_UPDATES, RankUpdates, rank_updates, simulate
+from cp_ring.plan.costs.simulate import simulate
 from cp_ring.plan.costs.step_costs import AttentionCost
 from cp_ring.plan.layout import NamedLayout
 from cp_ring.plan.lower import ASSUMED, KERNELS
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
-from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.plan.sizes.device_rates import Rates
+
+if TYPE_CHECKING:
+    from cp_ring.plan.proof.verify import Report
 
 LayerMasks = Sequence[tuple[Mask, int]]
 """The masks of a batch row, and the number of layers that have each."""

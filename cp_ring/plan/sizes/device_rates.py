@@ -70,7 +70,7 @@ class Rates:
     block: int = 1
     padded: bool = False
     processors: int = 0
-    streams: int = 2
+    streams: int = 1
     urgent: bool = False
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ def replay(
     sizes: RankSizes,
     *,
     kernel: str = "auto",
-    compute_streams: int = 2,
+    compute_streams: int = 1,
     repeats: int = 5,
     bandwidth: float | None = None,
 ) -> dict[str, Any]:

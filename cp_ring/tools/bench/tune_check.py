@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch.nn.functional import linear
 
 from cp_ring import Layout, Mask, ring_attention
+from cp_ring.plan.costs.rank_updates import kernel_calls
 from cp_ring.plan.costs.shapes import AUTO, planned, shapes_of
-from cp_ring.plan.costs.simulate import kernel_calls, simulate
+from cp_ring.plan.costs.simulate import simulate
 from cp_ring.plan.lower import KERNELS
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes

@@ -12,14 +12,9 @@ from rich.console import Console
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.costs.cost import between_nodes, cost, crossing
+from cp_ring.plan.costs.rank_updates import accumulator_bytes, kernel_calls, rank_updates
 from cp_ring.plan.costs.shapes import AUTO, Assumed, costed, planned, shapes_of
-from cp_ring.plan.costs.simulate import (
-    accumulator_bytes,
-    kernel_calls,
-    rank_updates,
-    sampled_ranks,
-    simulate,
-)
+from cp_ring.plan.costs.simulate import sampled_ranks, simulate
 from cp_ring.plan.costs.waves import filled
 from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.routes import DEFAULT

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cp_ring.errors import ConfigError
-from cp_ring.plan.costs.attention_costs import LayerMasks
 from cp_ring.plan.costs.search import Given, Search, Tuned, reasons
 from cp_ring.plan.costs.shapes import AUTO
 from cp_ring.plan.costs.step_costs import RESERVED_BYTES, TrainingSetup, weight_bytes
@@ -26,6 +25,7 @@ from cp_ring.tools.job import command_line
 from cp_ring.tools.job.job_config import JobConfig, validate
 
 if TYPE_CHECKING:
+    from cp_ring.plan.costs.attention_costs import LayerMasks
     from cp_ring.plan.ranges import Ints
 
 BEST = 5

@@ -562,7 +562,7 @@ def test_wires_of_multi_latent_attention() -> None:
     )
     assert (
         latent["memory"]["both: a hop's keys and values, decoded"]
-        == plain["memory"]["both: key and value slots"] // 3  # one for the second stream
+        == plain["memory"]["both: key and value slots"] // 2
     )
 
 

@@ -57,6 +57,7 @@ TRAIN = [
     ("cp_ring.slot_shards=0", "0"),
     ("cp_ring.num_slots=1", "1"),
     ("cp_ring.num_slots=99", "99"),
+    ("cp_ring.compute_streams=3", "3"),
     ("cp_ring.wire_dtype=int4", "'int4'"),
     ("cp_ring.slots=2", "cp_ring.num_slots"),
     ("cp_ring.cpu=true", "launch.device"),
