@@ -145,7 +145,7 @@ if variants is not None:
     except ImportError:  # before 0.19
         _TOPK = None
     else:
-        if hasattr(hybrid.submodules.dsa_layer, "submodules"):  # since 0.19
+        if hasattr(getattr(hybrid.submodules, "dsa_layer", None), "submodules"):  # since 0.19
             sparse_hybrid = _sparse_hybrid()
     _DELTA_NET = variants.get_gated_delta_net_module_spec
     variants.get_gated_delta_net_module_spec = _local_delta_net
