@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from itertools import cycle
@@ -21,6 +21,7 @@ import torch
 
 from cp_ring.runtime import RUNTIME
 
+_NOTHING = nullcontext()
 _of_pass: ContextVar[torch.cuda.Stream | None] = ContextVar("stream of the pass", default=None)
 
 
@@ -46,18 +47,18 @@ class ComputeStreams:
                 self._sides = [torch.cuda.Stream(device) for _ in range(count)]
             self._in_turn = cycle(self._sides)
 
-    @contextmanager
-    def next(self) -> Iterator[None]:
+    def next(self) -> AbstractContextManager[None]:
         """The block launches the next kernel call. Then what was to be done after the call before
         it is done.
         """
-        if self._main is None:
-            yield
-            return
+        return _NOTHING if self._main is None else self._on_next(self._main)
+
+    @contextmanager
+    def _on_next(self, main: torch.cuda.Stream) -> Iterator[None]:
         stream = next(self._in_turn)
-        stream.wait_stream(self._main)
-        earlier, self._later = self._later, [partial(self._main.wait_stream, stream)]
-        token = _of_pass.set(self._main)
+        stream.wait_stream(main)
+        earlier, self._later = self._later, [partial(main.wait_stream, stream)]
+        token = _of_pass.set(main)
         try:
             with torch.cuda.stream(stream):
                 yield
