@@ -100,7 +100,6 @@ def test_batches_of_all_ranks_complete_in_order(wire):
         run_in_order([batches_of(plan, rank, wire=wire) for rank in range(CP)])
 
 
-@pytest.mark.slow
 def test_every_route_and_schedule():
     for name, plan in plans(MASKS, ["direct", "ring", "relay"], ["ring", "auto", "gather"]):
         for slots in (2, 3):

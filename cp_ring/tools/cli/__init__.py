@@ -50,7 +50,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "patches": terminal.patches_command,
     },
 }
-_BENCHES = {
+_BENCHES: dict[str, type[bench.Bench]] = {
     "plan": bench.PlanBench,
     "attention": rank_benches.AttentionBench,
     "accuracy": bench.AccuracyBench,

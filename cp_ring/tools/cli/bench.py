@@ -7,6 +7,7 @@ The modules of `cp_ring.tools.bench` are imported when a bench runs, so that hel
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +46,7 @@ class Measured:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Bench(ABC):
     """A command of `cp-ring bench`: the fields are its options, the docstring is its help.
 
     columns: of the table. key: that of the results in the JSON; "" prints the results alone.
@@ -59,9 +60,9 @@ class Bench:
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
 
+    @abstractmethod
     def measure(self) -> Measured:
         """Raises `ConfigError` for options that contradict each other or this machine."""
-        raise NotImplementedError
 
 
 def commands(benches: Mapping[str, type[Bench]]) -> typer.Typer:
