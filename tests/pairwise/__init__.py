@@ -1,3 +1,0 @@
-"""Pairwise: every pair of settings that the documents support, in few jobs, each against context
-parallel size 1.
-"""
