@@ -1,0 +1,176 @@
+"""Plans are the same, byte for byte, as they were: a change that means to plan nothing else is held
+to it, and one that means to changes the table here.
+
+Each cell names its schedule and its layout, so that no default moves it. The table has the tokens
+whose keys and values travel, and a digest of all that the ranks run. `python -m
+tests.plan.test_same_plans` prints the table anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import product
+
+import numpy as np
+import pytest
+
+from cp_ring.plan import Layout, Mask, Plan
+from cp_ring.plan.tables import Hop, Transfer
+
+N = 1536
+OFFSETS = [0, 40, 300, 301, 800, 1210, 1500]
+
+
+def _dense() -> np.ndarray:
+    query, key = np.indices((96, 96))
+    return (key <= query) & ((query - key) % 7 < 4)
+
+
+MASKS = {
+    "causal": Mask.causal(N),
+    "full": Mask.full(N),
+    "window": Mask.causal(N, (200, 0)),
+    "both-ways": Mask.full(N, (90, 30)),
+    "documents": Mask.documents(OFFSETS, n=N),
+    "documents-full": Mask.documents(OFFSETS, causal=False, n=N),
+    "documents-window": Mask.documents(OFFSETS, window=(128, 0), n=N),
+    "prefix": Mask.prefix(N, [7, 100, 0, 33, 200, 5], OFFSETS),
+    "tree": Mask.tree([-1, 0, 0, 2, -1, 4], [300, 200, 100, 250, 400, 200], N),
+    "shared-prefix": Mask.shared_prefix([(400, [100, 200, 50]), (300, [200, 250])], N),
+    "images": Mask.images(N, [(64, 320), (700, 956)]),
+    "global": Mask.with_global(N, [(0, 16), (600, 610)], (100, 0)),
+    "blocks": Mask.block_causal(N, 96),
+    "diffusion": Mask.block_diffusion(N // 2 * 2, 64),
+    "dense": Mask.from_dense(_dense()),
+    "batch": Mask.batch([Mask.causal(768), Mask.documents([0, 300, 768])]),
+}
+
+
+def _layout(name: str, n: int, cp: int, rows: int) -> Layout:
+    if name == "batch":
+        return Layout.batch([Layout.zigzag(n // rows, cp)] * rows)
+    if name == "dealt":  # chunks of unequal sizes, in an order that is none
+        edges = np.unique(np.linspace(0, 1, 3 * cp + 1) ** 1.2 * n // 1).astype(np.int64)
+        return Layout(n, cp, edges, np.arange(len(edges) - 1) * 5 % cp, "dealt")
+    return getattr(Layout, name)(n, cp)
+
+
+def _cells() -> dict[str, Plan]:
+    several = {1: (0,), 2: (0, 1), 4: (0, 1, 1, 2), 8: (0, 1, 1, 2, 2, 2, 2, 3)}
+    kinds = [
+        *product(MASKS, ["zigzag"], [4], ["direct"], ["several"], [1]),
+        *product(["causal", "documents", "window"], ["zigzag"], [4, 8], ["ring"], ["ring"], [1]),
+        *product(["causal", "tree"], ["dealt"], [4], ["ring"], ["several"], [1]),
+        *product(["full", "prefix", "images"], ["dealt"], [8], ["direct"], ["gather"], [1]),
+        *product(["causal", "documents", "diffusion"], ["contiguous"], [2], ["direct"], ["ring"], [1]),
+        *product(["causal", "window"], ["contiguous"], [8], ["direct", "ring"], ["ring"], [1]),
+        *product(["causal", "documents"], ["zigzag"], [8], ["direct", "ring"], ["ring"], [2]),
+        *product(["full", "shared-prefix"], ["zigzag"], [8], ["direct"], ["several"], [4]),
+        *product(["causal", "batch"], ["zigzag"], [4], ["direct"], ["ring"], [4]),
+    ]  # fmt: skip
+    cells = {}
+    for mask, layout, cp, route, schedule, heads in kinds:
+        name = " ".join(map(str, (mask, layout, cp, route, schedule, heads)))
+        of = MASKS[mask]
+        rows = 2 if mask == "batch" else 1
+        split = _layout("batch" if rows > 1 else layout, of.n, cp, rows)
+        hops = several[cp // heads] if schedule == "several" else schedule
+        cells[name] = Plan.build(of, split, route=route, schedule=hops, ulysses=heads)
+    return cells
+
+
+CELLS = _cells()
+
+TABLE = {
+    "causal zigzag 4 direct several 1": (3456, "b17d8a3f5a910d7c"),
+    "full zigzag 4 direct several 1": (4608, "e0226555f783d264"),
+    "window zigzag 4 direct several 1": (1192, "a301b569cdc66e1b"),
+    "both-ways zigzag 4 direct several 1": (720, "f34b4d1ba672430b"),
+    "documents zigzag 4 direct several 1": (1156, "1c58669cbc7e8c8c"),
+    "documents-full zigzag 4 direct several 1": (2368, "e640f7ce845b46a5"),
+    "documents-window zigzag 4 direct several 1": (723, "c2a8e526a2d35040"),
+    "prefix zigzag 4 direct several 1": (1196, "62d9cd1590d146b7"),
+    "tree zigzag 4 direct several 1": (1858, "26e837b6fa8276b3"),
+    "shared-prefix zigzag 4 direct several 1": (2058, "f208b6f32cd5175d"),
+    "images zigzag 4 direct several 1": (3456, "2580d48875ad9978"),
+    "global zigzag 4 direct several 1": (1138, "a654b0a5c33d7b74"),
+    "blocks zigzag 4 direct several 1": (3456, "ce7f63fd450ca861"),
+    "diffusion zigzag 4 direct several 1": (1792, "186d686d548b3e71"),
+    "dense zigzag 4 direct several 1": (216, "a944ead01c71f299"),
+    "batch zigzag 4 direct several 1": (3132, "2f02e47bdd607f48"),
+    "causal zigzag 4 ring ring 1": (4032, "8b116c253db0a1b6"),
+    "causal zigzag 8 ring ring 1": (10080, "2c0d45069f82d6a9"),
+    "documents zigzag 4 ring ring 1": (1968, "8599b1705e3b90f9"),
+    "documents zigzag 8 ring ring 1": (5438, "4b71076f3e145edc"),
+    "window zigzag 4 ring ring 1": (2344, "1b6cb6d91d708bc5"),
+    "window zigzag 8 ring ring 1": (6664, "46e902a4bcb5c64a"),
+    "causal dealt 4 ring several 1": (3704, "4548587a1b20f3dc"),
+    "tree dealt 4 ring several 1": (2674, "f8397ee9f38e1526"),
+    "full dealt 8 direct gather 1": (10752, "b3d401838205ffc9"),
+    "prefix dealt 8 direct gather 1": (4490, "4c0fb9535efec8fc"),
+    "images dealt 8 direct gather 1": (8646, "655f9fa1f90998b1"),
+    "causal contiguous 2 direct ring 1": (768, "8ecf1041cb063049"),
+    "documents contiguous 2 direct ring 1": (467, "6d3a34ed365a8e5e"),
+    "diffusion contiguous 2 direct ring 1": (704, "bc09f57a7469a809"),
+    "causal contiguous 8 direct ring 1": (5376, "5f36b0c471711e5d"),
+    "causal contiguous 8 ring ring 1": (5376, "8294cd60aca663ba"),
+    "window contiguous 8 direct ring 1": (1392, "faae6141d2f7d351"),
+    "window contiguous 8 ring ring 1": (1392, "591d90e6056f7d39"),
+    "causal zigzag 8 direct ring 2": (6912, "eccf4b57c8a57411"),
+    "causal zigzag 8 ring ring 2": (8064, "08835abfd37806cf"),
+    "documents zigzag 8 direct ring 2": (2312, "bb44bfabae9bbe00"),
+    "documents zigzag 8 ring ring 2": (3936, "36055a216c6f7145"),
+    "full zigzag 8 direct several 4": (6144, "e3caf2ee5625fe07"),
+    "shared-prefix zigzag 8 direct several 4": (3144, "cc7a5a9735fac830"),
+    "causal zigzag 4 direct ring 4": (0, "70e0b70d56802c79"),
+    "batch zigzag 4 direct ring 4": (0, "68b4f370aa74fda8"),
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_plan_is_the_same(cell: str) -> None:
+    assert _row(CELLS[cell]) == TABLE[cell]
+
+
+def test_every_row_has_a_cell() -> None:
+    assert list(TABLE) == list(CELLS)
+    assert len(CELLS) >= 40
+
+
+def _row(plan: Plan) -> tuple[int, str]:
+    """Tokens whose keys travel, and the digest of what all ranks run."""
+    report = plan.verify(num_slots=3, rank_plans=True)
+    digest, moved = hashlib.sha256(), 0
+    for rank in range(plan.cp):
+        own = plan.rank_plan(rank)
+        exchange = own.exchange and (own.exchange.place, own.exchange.ranges)
+        _put(digest, own.num_tokens, own.batch, own.pieces, own.packed, exchange)
+        for hops in (own.hops, own.backward):
+            for hop in hops:
+                _put_hop(digest, hop)
+        moved += sum(send.tokens for hop in own.hops for send in hop.sends)
+    assert report is not None
+    return moved, digest.hexdigest()[:16]
+
+
+def _put_hop(digest: hashlib._Hash, hop: Hop) -> None:
+    tiles = hop.tiles
+    columns = [tiles.q0, tiles.q1, tiles.k0, tiles.k1, tiles.lo, tiles.hi]
+    messages = [
+        _messages(of) for of in (hop.receives, hop.sends, hop.grad_sends, hop.grad_receives)
+    ]
+    columns = [column.tolist() for column in (*columns, hop.grad_shift)]
+    _put(digest, hop.index, hop.sources, columns, hop.num_keys, hop.num_grads, messages)
+
+
+def _messages(of: tuple[Transfer, ...]) -> list[object]:
+    return [(x.peer, x.ranges, x.buffer) for x in of]
+
+
+def _put(digest: hashlib._Hash, *values: object) -> None:
+    digest.update(repr(values).encode())
+
+
+if __name__ == "__main__":
+    for name, plan in CELLS.items():
+        print(f"    {name!r}: {_row(plan)},".replace("'", '"'))
