@@ -105,10 +105,7 @@ class StepTiming:
 
             trace.write(path, self._traced, self._clock_error)
             if step == self.sampler.traced[-1]:
-                self.say(
-                    f"cp_ring: the trace is in {path}: cp-ring trace {path}, or open it at "
-                    "https://ui.perfetto.dev"
-                )
+                self.say(f"cp_ring: the trace is in {path}: open it at https://ui.perfetto.dev")
 
 
 def _gathered(mine: Any, group: Any, place: int) -> list[Any]:

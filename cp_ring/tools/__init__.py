@@ -1,14 +1,32 @@
-"""For people: the commands of `cp-ring`, measurements, jobs of this machine and of Slurm."""
+"""For people: the commands of `cp-ring`, measurements, jobs of this machine."""
 
 from __future__ import annotations
 
 import sys
+
+_SBATCH = "sbatch launch/slurm/train.sbatch; docs/slurm.md"
+LEFT = {
+    "certify": "the ranks certify themselves where training starts; docs/certificate.md",
+    "compare": "train with cp_ring.enabled=true and =false, and look at both in TensorBoard",
+    "preflight": "Megatron's gpu_sniff_test, nccl-tests and dcgmi check nodes; docs/slurm.md",
+    "slurm": _SBATCH,
+    "status": "squeue, and the log of the job; docs/slurm.md",
+    "submit": _SBATCH,
+    "trace": "ui.perfetto.dev shows what --cp-ring-trace writes; docs/timing.md",
+    "watch": "tail -f the log of the job, or TensorBoard; docs/slurm.md",
+}
+"""The commands that left, by their words, and what does their work now."""
 
 
 def main() -> None:
     """The console script `cp-ring`: without a package that a command needs it ends with one line,
     and `doctor` says what is missing.
     """
+    for count in (2, 1):
+        words = " ".join(sys.argv[1 : 1 + count])
+        if words in LEFT:
+            print(f"cp_ring: error: cp-ring {words} has left: {LEFT[words]}", file=sys.stderr)
+            sys.exit(2)
     try:
         from cp_ring.tools.cli import main as run
 

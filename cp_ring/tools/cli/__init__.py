@@ -16,7 +16,6 @@ from cp_ring.tools.cli import bench, job_commands, rank_benches, terminal
 from cp_ring.tools.cli.option_models import QuietCommand, QuietGroup, command
 from cp_ring.tools.cli.plan_command import run_plan
 from cp_ring.tools.cli.plan_options import PlanRequest
-from cp_ring.tools.cli.trace_command import trace_command
 from cp_ring.tools.cli.tune_command import TuneOptions, run_tune
 
 # of click, or of typer's own copy of click; typer does not export it
@@ -26,19 +25,9 @@ app = typer.Typer(
     name="cp-ring", cls=QuietGroup, no_args_is_help=True, pretty_exceptions_enable=False
 )
 
-_SUBMIT = command(job_commands.SubmitOptions, job_commands.run_submit)
 _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Run a job": {
         "train": job_commands.train_command,
-        "certify": job_commands.certify_command,
-        "compare": job_commands.compare_command,
-        "submit": _SUBMIT,
-        "preflight": job_commands.preflight_command,
-    },
-    "Look at a run": {
-        "status": job_commands.status_command,
-        "watch": job_commands.follow,
-        "trace": trace_command,
     },
     "Plan and measure": {
         "plan": command(PlanRequest, run_plan),
@@ -70,10 +59,6 @@ for _panel, _commands in _COMMANDS.items():
             _run
         )
 app.add_typer(bench.commands(_BENCHES), name="bench", rich_help_panel="Plan and measure")
-slurm = typer.Typer(no_args_is_help=True)  # as they were grouped
-for _name in ("submit", "status", "preflight"):
-    slurm.command(_name)({**_COMMANDS["Run a job"], **_COMMANDS["Look at a run"]}[_name])
-app.add_typer(slurm, name="slurm", hidden=True)
 
 
 def _print_versions(switched_on: bool) -> None:

@@ -18,9 +18,9 @@ from cp_ring.plan.routes import AUTO
 from cp_ring.tools.bench import samples
 from cp_ring.tools.cli.option_models import parse_tokens
 from cp_ring.tools.cli.plan_recurrent import text_of_job
+from cp_ring.tools.job import attention_plan
 from cp_ring.tools.job.command_line import as_keys
 from cp_ring.tools.job.job_config import JobConfig, load
-from cp_ring.tools.slurm import attention_plan
 
 # needs the documents' offsets; the layouts of LAYOUTS get only the mask
 PER_DOCUMENT = "per_document_zigzag"

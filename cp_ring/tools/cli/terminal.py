@@ -65,32 +65,6 @@ def print_entries(entries: Sequence[Mapping[str, object]], whole: Sequence[str] 
     Console().print(table)
 
 
-def probe_table(record: dict[str, Any]) -> Table:
-    """The probes, one per line."""
-    shown = Table()
-    for column in ("probe", "layer", "mask", "error", "bound", "result"):
-        shown.add_column(column, justify="right" if column in ("error", "bound") else "left")
-    for probe in record["probes"]:
-        form = ".1e" if probe["bound"] else ".0f"
-        shown.add_row(
-            probe["name"],
-            probe["layer"],
-            probe["mask"],
-            format(probe["error"], form),
-            format(probe["bound"], form),
-            "passed" if probe["passed"] else f"FAILED {probe['where']}",
-        )
-    return shown
-
-
-def closing_line(record: dict[str, Any]) -> str:
-    """How many probes passed, in how many seconds, and what they do not cover."""
-    probes, missing = record["probes"], record["about"]["not_covered"]
-    passed = sum(probe["passed"] for probe in probes)
-    left_out = f"; not covered: {', '.join(missing)}" if missing else ""
-    return f"{passed} of {len(probes)} probes passed in {record['seconds']:.1f} s{left_out}"
-
-
 def flags_command(as_json: AsJson = False) -> None:
     """
     List the flags that cp_ring adds to a Megatron script: default, values, and what each does.

@@ -1,5 +1,5 @@
 """What the devices and links of this machine do in a second: measured here alone, for benches, tune
---check and preflight.
+--check.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from cp_ring.errors import ConfigError
 from cp_ring.observe import progress
 from cp_ring.tools.job import command_line as commands
 from cp_ring.tools.job import job_config as configs
-from cp_ring.tools.job import local_run
 from cp_ring.tools.job.launch import launch
 from cp_ring.tools.job.output import RankOutput, log_path
 
@@ -57,7 +56,6 @@ def train(
     if corpus is not None:
         prepare_corpus(corpus, job)
     record_job(job, corpus)
-    local_run.begin(commands.run_dir(job))
     before = last_step(job)
     steps = job.megatron.get("train_iters")
     if before and steps and before >= steps:

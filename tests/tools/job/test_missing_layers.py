@@ -2,20 +2,14 @@
 with a warning by --dry-run.
 """
 
-import sys
-
 import pytest
 import yaml
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import implementations
 from cp_ring.tools.job import command_line, train
-from cp_ring.tools.slurm import preflight
-from cp_ring.tools.slurm.batch_script import Resources
-from cp_ring.tools.slurm.submit import Site, submit
 from tests.tools.slurm.job import TINY
 
-GPUS = Resources(nodes=2, ranks_per_node=2, gpus=True)
 REJECTED = r'transformer_impl: transformer_engine .*pip install -e "\.\[te\]", or give transformer_impl: local'
 
 
@@ -36,13 +30,10 @@ def file(tmp_path, monkeypatch):
     return str(path)
 
 
-@pytest.mark.parametrize(
-    "start", [lambda *job: train.train(*job), lambda file, given: submit(file, GPUS, Site(), given)]
-)
 @pytest.mark.parametrize("given", [[], ["megatron.transformer_impl=transformer_engine"]])
-def test_is_rejected_on_a_line(file, tmp_path, start, given):
+def test_is_rejected_on_a_line(file, tmp_path, given):
     with pytest.raises(ConfigError, match=REJECTED) as rejection:
-        start(file, given)
+        train.train(file, given)
     assert (
         "\n" not in str(rejection.value)
         and len(str(rejection.value)) < 400
@@ -61,20 +52,6 @@ def test_a_dry_run_warns(file, capsys):
     assert "cp_ring.pretrain_gpt" in out and line.startswith(
         f"cp_ring: warning: {file}: transformer_impl: transformer_engine"
     )
-    submit(file, GPUS, Site(), dry_run=True)
-    out, (line,) = warnings(capsys)
-    assert "#SBATCH --nodes=2" in out and line.startswith(
-        f"cp_ring: warning: {file}: transformer_impl: transformer_engine"
-    )
-
-
-@pytest.mark.parametrize("site", [Site(python=sys.executable), Site(container_image="image")])
-def test_another_python_may_have_it(file, capsys, monkeypatch, site):
-    monkeypatch.setattr("shutil.which", lambda name: None if name == "sbatch" else "/bin/" + name)
-    submit(file, GPUS, site, dry_run=True)
-    assert warnings(capsys)[1] == []
-    with pytest.raises(ConfigError, match="sbatch is not installed here"):
-        submit(file, GPUS, site)
 
 
 def test_other_layers_need_none(file, capsys, monkeypatch):
@@ -84,16 +61,3 @@ def test_other_layers_need_none(file, capsys, monkeypatch):
     monkeypatch.setattr(command_line, "choose_device", lambda job, elsewhere=False: ("cpu", {}))
     train.train(file, dry_run=True)
     assert warnings(capsys)[1] == []
-
-
-def test_preflight_says_what_this_host_lacks(file, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr(preflight, "_measure_flops", lambda gpu: 1.0)
-    assert preflight.main(file, []) == 2
-    said = capsys.readouterr().out
-    assert "error: " in said and "launch.device cuda: no GPU for this rank (0 GPUs here)" in said
-    assert "transformer_impl: transformer_engine" in said and "must not train" in said
-    for override in ("launch.device=cpu", "launch.device=auto"):
-        assert preflight.main(file, [override]) == 0
-        assert "may train" in capsys.readouterr().out
-    assert not [*tmp_path.rglob(".preflight*")]
