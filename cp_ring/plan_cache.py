@@ -84,12 +84,7 @@ class PlanOptions:
                         "one"
                     )
             if not isinstance(mask, Mask):
-                hint = (
-                    ": make one by Mask.from_mask_mod(mask_mod, n)"
-                    if callable(mask)
-                    else ": make one by Mask.from_dense(mask)" * hasattr(mask, "shape")
-                )
-                raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{hint}")
+                raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{_maker(mask)}")
         if heads != AUTO and (heads is True or not isinstance(heads, int) or heads < 1):
             raise ConfigError(f"heads={heads!r}: it must be a whole number above 0, or 'auto'")
         expect("schedule", self.schedule, str, Sequence)
@@ -200,6 +195,22 @@ def _fastest(
         _choices.move_to_end(key)
         route, ulysses = _choices[key]
     return replace(spec, route=route, ulysses=ulysses)
+
+
+def _maker(mask: object) -> str:
+    """How to make a `Mask` of what was given in place of one; "" where there is no way."""
+    if hasattr(mask, "mask_mod"):  # a BlockMask
+        return ": make one by Mask.from_mask_mod(mask.mask_mod, n)"
+    if callable(mask):
+        return ": make one by Mask.from_mask_mod(mask, n)"
+    if not isinstance(mask, Tensor | np.ndarray):
+        return ""
+    shape = tuple(mask.shape)
+    if len(shape) < 2 or any(size > 1 for size in shape[:-2]):
+        return ": batch rows with masks of their own are Mask.batch([Mask.from_dense(rows), ...])"
+    table = "mask" + (len(shape) > 2) * f"[{', '.join('0' * (len(shape) - 2))}]"
+    added = "float" in str(mask.dtype)  # to the scores, as for scaled_dot_product_attention
+    return f": make one by Mask.from_dense({table}{' == 0' * added})"
 
 
 def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:

@@ -252,7 +252,7 @@ BESIDE_A_PLAN = {
         (
             {"mask": lambda b, h, i, j: i >= j},
             ConfigError,
-            "mask is a function, not a Mask: make one by Mask.from_mask_mod(mask_mod, n)",
+            "mask is a function, not a Mask: make one by Mask.from_mask_mod(mask, n)",
         ),
         (
             {"mask": torch.ones(16, 16, dtype=torch.bool)},

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cp_ring.errors import ConfigError, PlanError, one_line
 from cp_ring.plan.ranges import every_other, integer, runs, sort_index, stream_length
 from cp_ring.plan.tiles import OPEN, Tile, Tiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def of_array(allowed: Any, max_pieces: int) -> tuple[int, int, Tiles]:
@@ -31,22 +34,36 @@ def of_function(
     """The pieces of a function for `n` queries and `keys` keys; see `Mask.from_mask_mod`."""
     import torch
 
-    all_keys = torch.arange(keys, device=device)
+    if not callable(mask_mod):
+        hint = ": give its mask_mod" * hasattr(mask_mod, "mask_mod")
+        raise ConfigError(f"mask_mod is a {type(mask_mod).__name__}, not a function{hint}")
+    none = _NoValue(torch.zeros((), dtype=torch.int64, device=device))
 
-    def dense(queries: torch.Tensor) -> np.ndarray:
+    def dense(first: int, count: int) -> np.ndarray:
+        # not at the top: it imports torch's compiler
+        from torch.nn.attention.flex_attention import create_mask
+
+        def of_pair(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return torch.as_tensor(mask_mod(none, none, query + first, key))
+
         try:
-            allowed = torch.as_tensor(
-                mask_mod(_NoValue(), _NoValue(), queries[:, None], all_keys)
-            ).broadcast_to((len(queries), keys))
+            allowed = create_mask(of_pair, None, None, count, keys, device)
         except Exception as error:
             raise ConfigError(
-                f"mask_mod failed with {type(error).__name__}: {one_line(error)}; b and h have "
-                "no value, because all heads have one mask: where it needs them, give lambda "
-                "b, h, q, k: mask_mod(0, 0, q, k)"
+                f"mask_mod failed with {type(error).__name__}: {one_line(error)}; it gets one "
+                "query and one key at a time, as in FlexAttention, and b and h have no value, "
+                "because all heads have one mask: where it needs them, give lambda b, h, q, k: "
+                "mask_mod(0 * q, 0 * q, q, k)"
             ) from error
-        return _booleans(allowed)
+        if allowed.dim() != 4:
+            raise PlanError(
+                f"mask_mod gives a tensor of shape {list(allowed.shape[4:])} for a query and a "
+                "key: it must be one boolean"
+            )
+        return _booleans(allowed[0, 0])
 
-    blocks = map(dense, torch.arange(n, device=device).split(_queries_at_once(keys)))
+    most = _queries_at_once(keys)
+    blocks = (dense(first, min(most, n - first)) for first in range(0, n, most))
     return _pieces_of(blocks, keys, max_pieces)
 
 
@@ -60,7 +77,14 @@ def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:
 
 
 class _NoValue:
-    """What a function gets for an argument on which it must not depend."""
+    """What a function gets for an argument on which it must not depend. It makes constants, as
+    torch's `and_masks` ask it to.
+    """
+
+    def __init__(self, like: Tensor):
+        self.device, self.dtype = like.device, like.dtype
+        self.new_ones, self.new_zeros = like.new_ones, like.new_zeros
+        self.new_full, self.new_tensor = like.new_full, like.new_tensor
 
     def __eq__(self, _: object) -> bool:
         raise TypeError("it is compared with b or h")

@@ -71,9 +71,12 @@ class Mask(MaskTable):
         """The mask of a function of FlexAttention, `mask_mod(b, h, q, k)`, for `n` tokens, and
         `keys` tokens of a stream of keys of their own.
 
-        The function gets tensors of indices on `device`, q [queries, 1] and k [keys], and returns
-        booleans. b and h have no value: batch rows with masks of their own are `Mask.batch`, and
-        heads share a mask. Raises as `from_dense` does, and `ConfigError` where the function fails.
+        The function is mapped over queries and keys by torch's `create_mask`: it gets one of each,
+        as tensors without dimensions on `device`, and returns one boolean. Torch's `and_masks`,
+        `or_masks` and `noop_mask` are such functions, and so is the `mask_mod` of a `BlockMask`
+        that `create_block_mask` made. b and h have no value: batch rows with masks of their own are
+        `Mask.batch`, and heads share a mask. Raises as `from_dense` does, and `ConfigError` where
+        the function fails.
         """
         from cp_ring.plan.dense_masks import of_function
 

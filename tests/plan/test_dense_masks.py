@@ -13,6 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from torch.nn.attention.flex_attention import (
+    and_masks,
+    create_block_mask,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan import Layout, Mask, Plan, dense_masks
@@ -48,6 +55,60 @@ def test_the_documented_functions_have_as_many_pieces_as_documented(monkeypatch)
             Plan.build(made, Layout.zigzag(N, 4)).verify(rank_plans=True)
 
 
+TABLES = {"document": torch.arange(N) // 11, "blocks": torch.arange(N)[:, None] % 3}
+"""Tables that functions read by the index of a query: of numbers, and of rows of numbers."""
+
+RULES = {
+    "noop": noop_mask,
+    "causal": lambda b, h, q, k: q >= k,
+    "window": lambda b, h, q, k: (q - k).abs() < 5,
+    "document": lambda b, h, q, k: TABLES["document"][q] == TABLES["document"][k],
+    "best blocks": lambda b, h, q, k: (TABLES["blocks"][q] == k // 8).any(),
+    "one number": lambda b, h, q, k: torch.tensor(True),
+}
+
+
+def _function(rules: list[str], join: str):
+    functions = [RULES[name] for name in rules]
+    if join == "of a BlockMask":
+        return create_block_mask(and_masks(*functions), None, None, N, N, "cpu").mask_mod
+    return (and_masks if join == "and" else or_masks)(*functions)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rules=st.lists(st.sampled_from(sorted(RULES)), min_size=1, max_size=3),
+    join=st.sampled_from(["and", "or", "of a BlockMask"]),
+    n=st.integers(1, 40),
+    at_once=st.integers(1, 40),
+)
+def test_functions_are_mapped_as_flex_attention_maps_them(rules, join, n, at_once) -> None:
+    function = _function(rules, join)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense_masks, "_queries_at_once", lambda n: at_once)
+        made = Mask.from_mask_mod(function, n)
+    wanted = create_mask(function, None, None, n, n, "cpu")[0, 0]
+    assert np.array_equal(made.dense(), wanted.numpy())
+
+
+def test_a_function_that_reduces_over_a_row_of_its_query_sees_one_query() -> None:
+    selected = torch.randint(0, 4, (64, 1), generator=torch.Generator().manual_seed(0))
+    made = Mask.from_mask_mod(lambda b, h, q, k: (selected[q] == k // 16).any(), 64)
+    assert made.dense().sum() == 1024
+
+
+def test_the_way_out_for_functions_that_read_b_and_h_works() -> None:
+    table = torch.arange(8)[None, None]
+
+    def mask_mod(b, h, q, k):
+        return table[b, h, q] >= k
+
+    with pytest.raises(ConfigError, match=r"mask_mod\(0 \* q, 0 \* q, q, k\)"):
+        Mask.from_mask_mod(mask_mod, 8)
+    made = Mask.from_mask_mod(lambda b, h, q, k: mask_mod(0 * q, 0 * q, q, k), 8)
+    assert np.array_equal(made.dense(), Mask.causal(8).dense())
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
@@ -58,9 +119,13 @@ def test_the_documented_functions_have_as_many_pieces_as_documented(monkeypatch)
         (lambda: Mask.from_dense(np.eye(9) > 0, max_pieces=0), ConfigError, "has 1 pieces, more"),
         (lambda: Mask.from_mask_mod(lambda b, h, q, k: q - k, 4), PlanError, "not int64"),
         (lambda: Mask.from_mask_mod(lambda b, h, q, k: h == 0, 4), ConfigError,
-            "mask_mod failed with TypeError: it is compared with b or h; b and h have no value"),
+            "mask_mod failed with TypeError: it is compared with b or h; .*b and h have no value"),
         (lambda: Mask.from_mask_mod(lambda b, h, q, k: q < torch.ones(2)[b], 4), ConfigError,
-            "mask_mod failed with IndexError"),
+            r"mask_mod failed with .*h, q, k: mask_mod\(0 \* q"),
+        (lambda: Mask.from_mask_mod(lambda b, h, q, k: q >= torch.stack([k, k]), 4), PlanError,
+            r"gives a tensor of shape \[2\] for a query and a key: it must be one boolean"),
+        (lambda: Mask.from_mask_mod(create_block_mask(noop_mask, None, None, 4, 4, "cpu"), 4),
+            ConfigError, "mask_mod is a BlockMask, not a function: give its mask_mod"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(make, kind, message) -> None:
