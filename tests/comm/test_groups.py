@@ -10,28 +10,27 @@ import sys
 import pytest
 
 PROGRAM = """
-import gc, os, threading
+import gc, os, sys, threading
 import torch, torch.distributed as dist
 from cp_ring import ring_attention, roll
 
-dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
+rank, size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
 x = torch.randn(1, 16, 2, 8, requires_grad=True)
 
 def used():
-    group = dist.new_group([0])
-    ring_attention(x, x, x, group, causal=True).sum().backward()
+    group = dist.new_group(list(range(size)))
+    ring_attention(x * (rank + 1), x, x, group, causal=True).sum().backward()
     roll(torch.ones(1, 16), -1, None, group)
     dist.destroy_process_group(group)
 
 def held():
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name == "cp_ring agreement":
-            thread.join()
-    gc.collect()
+    assert threading.active_count() == 1, threading.enumerate()
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
-used()
+for _ in range(2):
+    used()
 before = held()
 for _ in range(10):
     used()
@@ -39,9 +38,19 @@ print(before, held())
 """
 
 
-@pytest.mark.ci
-def test_destroyed_groups_leave_no_threads_and_no_files():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    before, after = done.stdout.strip().split(") (")
-    assert before.strip("()") == after.strip("()"), done.stdout
+@pytest.mark.parametrize("size", [1, 2])
+def test_destroyed_groups_leave_no_threads_and_no_files(tmp_path, size):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(size), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    for each in ranks:
+        out, error = each.communicate()
+        assert each.returncode == 0, error
+        before, after = out.strip().split(") (")
+        assert before.strip("()") == after.strip("()"), out
