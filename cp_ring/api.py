@@ -23,6 +23,7 @@ from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.kernels.positional import of_positions
 from cp_ring.observe import watchdog
 from cp_ring.ops import graph_op
+from cp_ring.options import LEFT
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan_cache import PlanOptions, layout_of_layers, weighs
@@ -50,7 +51,6 @@ class CallOptions(TypedDict, total=False):
     deterministic: bool | None
     kernel: str
     num_slots: int
-    compute_streams: int
     wire: str | None
     wire_dtype: str
     qkv_format: str
@@ -155,8 +155,6 @@ def ring_attention(
         kernel: `auto`, or a name in `cp_ring.kernels.REGISTRY`.
         num_slots: receive buffers for keys and values, 2 to 8. Memory grows with it, not with the
         number of ranks.
-        compute_streams: CUDA streams of kernel calls, 1 or 2. With 2, a call begins on processors
-            that the one before leaves idle, and what two calls need is in memory at a time.
         wire: how keys and values travel: `plain`, as they are; `int8` or `fp8`, quantized by token
             and head, so a quarter of the bytes of float32 and half of those of bfloat16, at the
             cost of accuracy; `latent`, as latents, which the reader multiplies by the
@@ -316,6 +314,8 @@ def _resolved(
     of_call: dict[str, Any] = dict(options)
     of_plan = {name: of_call.pop(name) for name in options if name in _OF_PLAN}
     for name in sorted(of_call.keys() - _OF_CALL):
+        if name in LEFT:
+            raise ConfigError(f"{name} left cp_ring: {LEFT[name]}")
         near = difflib.get_close_matches(name, _OF_CALL | _OF_PLAN, 1, 0.4)
         raise TypeError(
             f"ring_attention() got an unexpected keyword argument {name!r}"

@@ -162,7 +162,6 @@ class Attention:
             codec=Plain if rank_plan.cp == rank_plan.ulysses else codec,
             scale=q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
             num_slots=options.num_slots,
-            compute_streams=options.compute_streams,
             wire_dtype={
                 "input": q.dtype,
                 "float32": sum_dtype(q.dtype),

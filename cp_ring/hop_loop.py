@@ -22,9 +22,8 @@ from cp_ring.comm.transport import Transport, exchange
 from cp_ring.kernels import AttentionKernel, determinism
 from cp_ring.kernels.calls import Statistics, Work, work_of
 from cp_ring.observe.spans import span, traced
-from cp_ring.observe.timing import ACTIVE, timed
+from cp_ring.observe.timing import timed
 from cp_ring.observe.watchdog import WATCH, Place
-from cp_ring.ops.compute_streams import ComputeStreams
 from cp_ring.ops.dtypes import on_device, sum_dtype, without_autocast
 from cp_ring.ops.totals import Merge, Sum
 from cp_ring.plan.tables import RankPlan
@@ -41,7 +40,6 @@ class Ring:
     codec: type[Codec]
     scale: float
     num_slots: int
-    compute_streams: int
     wire_dtype: torch.dtype
     exact: bool
     rank: int
@@ -70,19 +68,6 @@ class RingCall(NamedTuple):
         if backward not in works:
             works[backward] = work_of(self.rank_plan, self.kernel.capabilities, device, backward)
         return works[backward]
-
-    def streams(self, work: Work, device: torch.device) -> tuple[ComputeStreams, int]:
-        """Those of a pass, and the number of its receive buffers.
-
-        Where calls overlap, a buffer is free one call later, so there is one more: messages that
-        were posted after a call began would find no free processors. All ranks have as many. Keys
-        that are passed on cannot be received that early. In sampled steps there is one stream, so
-        that each hop has a time of its own.
-        """
-        concurrent = device.type == "cuda" and self.kernel.capabilities.concurrent
-        count = self.ring.compute_streams if concurrent and not self.rank_plan.forwards else 1
-        alone = ACTIVE.value is not None or work.num_calls < 2
-        return ComputeStreams(device, 1 if alone else count), self.ring.num_slots + count - 1
 
 
 class RingAttention(torch.autograd.Function):
@@ -163,17 +148,11 @@ def _run_forward(
     """
     ring, work = call.ring, call.work(q.device, backward=False)
     total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
-    streams, slots = call.streams(work, q.device)
-    for hop, k_hop, v_hop in ring.codec(k, v, *inputs).keys(
-        call.rank_plan, work.hops, call.transport, slots, streams=streams
-    ):
+    keys = ring.codec(k, v, *inputs).keys(call.rank_plan, work.hops, call.transport, ring.num_slots)
+    for hop, k_hop, v_hop in keys:
         with span("forward", hop):
             for kernel_call in traced(work.calls[hop]):
-                with streams.next():
-                    streams.after(
-                        total.add, *kernel_call.attend(call.kernel, q, k_hop, v_hop, ring.scale)
-                    )
-    streams.finish()
+                total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, ring.scale))
     return total.finish()
 
 
@@ -190,11 +169,10 @@ def _run_backward(
     hop is computed. `merged` is out, lse, and the gradient of lse.
     """
     (out, lse, dlse), ring, work = merged, call.ring, call.work(q.device, backward=True)
-    codec, (streams, slots) = ring.codec(k, v, *inputs), call.streams(work, q.device)
-    keys = codec.keys(call.rank_plan, work.hops, call.transport, slots, True, streams)
+    codec = ring.codec(k, v, *inputs)
+    keys = codec.keys(call.rank_plan, work.hops, call.transport, ring.num_slots, backward=True)
     grads = codec.gradients(call.rank_plan, work, call.transport, ring.wire_dtype)
     dtype = sum_dtype(q.dtype) if call.merges else q.dtype
-    urgent = getattr(call.transport, "urgent", False)
     statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, dtype)
     if dlse is not None:
         # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first
@@ -202,25 +180,21 @@ def _run_backward(
         one, minus = torch.zeros_like(dout), torch.zeros_like(out)
         one[..., 0], minus[..., 0] = 1.0, -dlse.permute(2, 0, 1)
     for hop, k_hop, v_hop in keys:
-        streams.after(grads.start, hop)
+        grads.start(hop)
         with span("backward", hop):
             for kernel_call in traced(work.calls[hop]):
-                with streams.next():
-                    dq, dk, dv = kernel_call.gradients(
-                        call.kernel, dout, q, k_hop, v_hop, out, statistics, ring.scale
-                    )
-                    if dlse is not None:
-                        more = kernel_call.gradients(
-                            call.kernel, one, q, k_hop, torch.zeros_like(v_hop), minus, statistics,
-                            ring.scale,
-                        )  # fmt: skip
-                        dq, dk = dq + more[0], dk + more[1]
-                    streams.after(total.add, dq)
-                    streams.after(grads.add, dk, dv)
-        if not urgent:  # its messages would wait until the next hop's call has no blocks left
-            streams.drain()
-        streams.after(grads.send, hop)
-    streams.finish()
+                dq, dk, dv = kernel_call.gradients(
+                    call.kernel, dout, q, k_hop, v_hop, out, statistics, ring.scale
+                )
+                if dlse is not None:
+                    more = kernel_call.gradients(
+                        call.kernel, one, q, k_hop, torch.zeros_like(v_hop), minus, statistics,
+                        ring.scale,
+                    )  # fmt: skip
+                    dq, dk = dq + more[0], dk + more[1]
+                total.add(dq)
+                grads.add(dk, dv)
+        grads.send(hop)
     return *total.finish(), *grads.finish()
 
 

@@ -49,7 +49,6 @@ class AttentionOptions:
     deterministic: bool | None = None
     kernel: str = Options.kernel
     num_slots: int = Options.num_slots
-    compute_streams: int = Options.compute_streams
     wire: str = "plain"
     wire_dtype: str = Options.wire_dtype
     qkv_format: str = "bshd"
@@ -62,13 +61,11 @@ class AttentionOptions:
         expect("softcap", self.softcap, Real)
         expect("deterministic", self.deterministic, bool, NoneType)
         expect("return_lse", self.lse, bool)
-        for name in ("num_slots", "compute_streams"):
-            value = getattr(self, name)
-            least, most = (SETTINGS[name].metadata[end] for end in ("least", "most"))
-            if not isinstance(value, int) or not least <= value <= most:
-                raise ConfigError(
-                    f"{name}={value!r}: it must be a whole number from {least} to {most}"
-                )
+        least, most = (SETTINGS["num_slots"].metadata[end] for end in ("least", "most"))
+        if not isinstance(self.num_slots, int) or not least <= self.num_slots <= most:
+            raise ConfigError(
+                f"num_slots={self.num_slots!r}: it must be a whole number from {least} to {most}"
+            )
         if self.wire not in WIRES:
             raise ConfigError(f"wire={self.wire!r}: known are {', '.join(WIRES)}")
         if self.wire_dtype not in (dtypes := choices("wire_dtype")):

@@ -34,6 +34,12 @@ rejected unless allowed.
 """
 
 
+LEFT = {
+    "compute_streams": "kernel calls have one stream; drop it",
+}
+"""Settings and keywords of the version before, and what to do in their place."""
+
+
 class OptionError(ConfigError):
     """A value that a setting cannot have; its one line names the flag."""
 
@@ -155,13 +161,6 @@ class Options:
         "Number of receive buffers for keys and values; memory grows with it, not with cp.",
         least=2,
         most=8,
-    )
-    compute_streams: int = _setting(
-        1,
-        "CUDA streams of kernel calls: with 2, a call begins on processors that the one before "
-        "leaves idle, and what two calls need is in memory at a time.",
-        least=1,
-        most=2,
     )
     wire: str = _setting(
         "auto",
@@ -287,6 +286,8 @@ class Options:
     def make(cls, **values: Any) -> Options:
         """As the constructor, but an unknown setting is a `ConfigError` too."""
         for name in values:
+            if name in LEFT:
+                raise ConfigError(f"{name} left cp_ring: {LEFT[name]}")
             if name not in SETTINGS:
                 raise ConfigError(f"cp_ring has no setting {name!r}; it has {', '.join(SETTINGS)}")
         return cls(**values)
@@ -391,6 +392,11 @@ class Options:
                     "--no-" + cls.flag(name)[2:], action="store_const", const="off",
                     dest=_dest(name), help=argparse.SUPPRESS if hidden else None,
                 )  # fmt: skip
+        for name in LEFT:
+            group.add_argument(
+                cls.flag(name), nargs="?", action=_Left, dest=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )  # fmt: skip
         return parser
 
     @classmethod
@@ -434,6 +440,15 @@ class Options:
 
 SETTINGS: dict[str, Field[Any]] = {setting.name: setting for setting in fields(Options)}
 """The fields of `Options` by name."""
+
+
+class _Left(argparse.Action):
+    """A flag of the version before."""
+
+    def __call__(self, *given: Any) -> None:
+        flag = given[-1]
+        name = flag.removeprefix("--cp-ring-").replace("-", "_")
+        raise ConfigError(f"{flag} left cp_ring: {LEFT[name]}")
 
 
 def choices(name: str) -> tuple[str, ...]:

@@ -345,9 +345,9 @@ BESIDE_A_PLAN = {
         ),
         ({"num_slots": 1}, ConfigError, "num_slots=1: it must be a whole number from 2 to 8"),
         (
-            {"compute_streams": 3},
+            {"compute_streams": 2},
             ConfigError,
-            "compute_streams=3: it must be a whole number from 1 to 2",
+            "compute_streams left cp_ring: kernel calls have one",
         ),
         (
             {"wire_dtype": "int8"},

@@ -24,7 +24,6 @@ from torch import Tensor
 from cp_ring.comm.slots import Buffer
 from cp_ring.comm.streams import GradStream, KeyStream
 from cp_ring.comm.transport import Transport
-from cp_ring.ops.compute_streams import ComputeStreams
 from cp_ring.ops.segments import Segments
 from cp_ring.plan.sizes.attention_sizes import WIRES, Wire
 from cp_ring.plan.tables import Hop, RankPlan
@@ -90,7 +89,6 @@ class Codec(Protocol):
         transport: Transport | None,
         num_slots: int,
         backward: bool = False,
-        streams: ComputeStreams | None = None,
     ) -> Keys:
         """The keys and values of each of `hops`."""
         ...
@@ -127,11 +125,10 @@ class Plain:
         transport: Transport | None,
         num_slots: int,
         backward: bool = False,
-        streams: ComputeStreams | None = None,
     ) -> Keys:
         """Follows `Codec.keys`."""
         own = self.encode()
-        return KeyStream(rank_plan, hops, transport, own, num_slots, backward, streams)
+        return KeyStream(rank_plan, hops, transport, own, num_slots, backward)
 
     def gradients(
         self,
@@ -163,16 +160,14 @@ class Decoding(Plain, ABC):
         transport: Transport | None,
         num_slots: int,
         backward: bool = False,
-        streams: ComputeStreams | None = None,
     ) -> Iterator[tuple[Hop, Tensor, Tensor]]:
         """Follows `Codec.keys`."""
-        own, streams = self.encode(), streams or ComputeStreams(self._k.device)
-        stream = KeyStream(rank_plan, hops, transport, own, num_slots, backward, streams)
+        own = self.encode()
+        stream = KeyStream(rank_plan, hops, transport, own, num_slots, backward)
         scratch = [x.new_empty((rank_plan.max_keys, *x.shape[1:])) for x in (self._k, self._v)]
         for hop, *coded in stream:
             # A hop without tiles passes keys on, as they came.
             if hop.receives and len(hop.tiles):
-                streams.drain()  # all calls before read the same memory
                 k, v = (x[: hop.num_keys] for x in scratch)
                 self.received(coded, k, v)
                 yield hop, k, v

@@ -15,7 +15,6 @@ from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
 from cp_ring.observe import debug
 from cp_ring.observe.counters import recording
 from cp_ring.observe.spans import waiting
-from cp_ring.ops.compute_streams import ComputeStreams
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.segments import Segments
 from cp_ring.ops.totals import Sum
@@ -29,7 +28,7 @@ class KeyStream:
     of `own`, which are those of this rank's tokens: keys and values, or what a codec
     (`cp_ring.comm.codecs`) makes of them. What later hops read is received while a hop is computed,
     as far ahead as there are free buffers. Where a hop receives nothing, the yielded tensors are
-    `own`. `streams` are those of the kernel calls that read the tensors.
+    `own`.
     """
 
     def __init__(
@@ -40,28 +39,24 @@ class KeyStream:
         own: Buffer,
         num_slots: int,
         backward: bool = False,
-        streams: ComputeStreams | None = None,
     ):
         self._hops, self._transport, self._backward = hops, transport, backward
         self._slots = Slots(num_slots, rank_plan.max_keys, own)
         self._ahead = 1 if rank_plan.forwards else num_slots - 1
         self._buffers: dict[int, Buffer] = {0: own}
         self._pending: list[Pending] = []
-        self._streams = streams or ComputeStreams(own[0].device)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         for place, hop in enumerate(self._hops):
             if place == len(self._pending):
-                self._streams.drain()
-            if place == len(self._pending):
                 self._post(hop)
             with waiting("keys", hop.index):
                 self._pending[place].wait()
-            self._streams.after(self._post_ahead, hop)
+            self._post_ahead(hop)
             for counters in recording():
                 counters.hops += bool(len(hop.tiles))
             yield hop, *self._buffers.get(hop.index, self._buffers[0])
-            self._streams.after(self._release, hop)
+            self._release(hop)
 
     def _release(self, hop: Hop) -> None:
         if hop.index and hop.index in self._buffers:

@@ -99,10 +99,7 @@ class GroupTransport:
         self.ranks = dist.get_process_group_ranks(group)
         self._agreement = agreement_of(group)
         self.agree = self._agreement.check
-        backend = dist.get_backend(group)
-        self._tags = backend == "gloo"  # NCCL has none
-        # Whether messages come before kernels that began earlier: NCCL's stream has a priority.
-        self.urgent = backend == "nccl" and _has_priority(group)
+        self._tags = dist.get_backend(group) == "gloo"  # NCCL has none
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -130,11 +127,6 @@ class GroupTransport:
         count(batch)
         with record_function(f"cp_ring: send {batch.kind}"):
             return _Works(dist.batch_isend_irecv(ops), batch)
-
-
-def _has_priority(group: dist.ProcessGroup) -> bool:
-    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
-    return bool(getattr(options, "is_high_priority_stream", False))
 
 
 class StagedTransport(GroupTransport):

@@ -25,13 +25,12 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from cp_ring.ops.compute_streams import shared
 from cp_ring.plan.lower import Capabilities
 from cp_ring.plan.tiles import OPEN
 from cp_ring.runtime import RUNTIME
@@ -84,7 +83,7 @@ def deterministic() -> bool:
 @RUNTIME.cache(maxsize=64)
 def no_random_state(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """A random state for operators that want one although dropout is off: zeros, made once."""
-    return shared(partial(torch.zeros, shape, dtype=torch.int64, device=device))
+    return torch.zeros(shape, dtype=torch.int64, device=device)
 
 
 class AttentionKernel(Protocol):

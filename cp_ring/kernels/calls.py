@@ -12,7 +12,6 @@ hop's key buffer.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,7 +27,6 @@ from cp_ring.errors import PlanError
 from cp_ring.kernels import sizes
 from cp_ring.kernels.base import OPEN, AttentionKernel, Capabilities, Packing, VarlenKernel
 from cp_ring.ops.capture import capturing
-from cp_ring.ops.compute_streams import shared
 from cp_ring.ops.segments import Segments
 from cp_ring.plan.lower import Lowered, call_groups, lower
 from cp_ring.plan.ranges import Ints
@@ -40,18 +38,18 @@ from cp_ring.runtime import RUNTIME
 
 class Statistics:
     """The lse [b, h, s] of all queries in backward. Consecutive calls with the same queries share
-    one contiguous copy. The one before is kept, because a call on another stream may still read it.
+    one contiguous copy.
     """
 
     def __init__(self, lse: Tensor):
         self.whole = lse
-        self._parts = deque[tuple[slice, Tensor]](maxlen=2)
+        self._part: tuple[slice, Tensor] | None = None
 
     def of(self, queries: slice) -> Tensor:
         """The lse of these queries, [b, h, queries], contiguous."""
-        if not self._parts or self._parts[-1][0] != queries:
-            self._parts.append((queries, shared(self.whole[..., queries].contiguous)))
-        return self._parts[-1][1]
+        if self._part is None or self._part[0] != queries:
+            self._part = queries, self.whole[..., queries].contiguous()
+        return self._part[1]
 
 
 class KernelCall(Protocol):

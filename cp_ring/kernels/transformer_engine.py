@@ -23,7 +23,6 @@ from cp_ring.kernels.te_library import Call
 from cp_ring.kernels.versions import compute_capability, cudnn_name, dense_backward_may_be_nan
 from cp_ring.kernels.window import pad
 from cp_ring.ops.capture import capturing
-from cp_ring.ops.compute_streams import shared
 from cp_ring.plan.lower import KERNELS
 from cp_ring.runtime import RUNTIME
 
@@ -403,9 +402,7 @@ def _ends(call: Call, cu_q: Tensor, cu_k: Tensor) -> _Ends:
 @RUNTIME.cache(maxsize=4096)
 def _even(size: int, count: int, device: torch.device) -> Tensor:
     """The ends of `count` sequences of one size, int32 [count + 1]; made once."""
-    return shared(
-        partial(torch.arange, 0, (count + 1) * size, size, dtype=torch.int32, device=device)
-    )
+    return torch.arange(0, (count + 1) * size, size, dtype=torch.int32, device=device)
 
 
 @RUNTIME.cache(maxsize=4096)

@@ -101,7 +101,6 @@ class RingDotProductAttention(PlannedAttention):
             softmax_scale=self.softmax_scale,
             kernel=self.settings.kernel,
             num_slots=self.settings.num_slots,
-            compute_streams=self.settings.compute_streams,
             wire=self.wire,
             wire_dtype=self.settings.wire_dtype,
             qkv_format="sbhd",

@@ -13,10 +13,8 @@ from torch.distributed import new_group
 
 from cp_ring.comm import heads, transport
 from cp_ring.comm.slots import Slots
-from cp_ring.comm.streams import KeyStream
 from cp_ring.kernels.flash_aten import FlashAtenKernel
 from cp_ring.kernels.transformer_engine import TransformerEngineKernel
-from cp_ring.ops.compute_streams import ComputeStreams
 
 Plant = Callable[[], AbstractContextManager[Any]]
 
@@ -42,28 +40,6 @@ def _early_reuse() -> Iterator[None]:
 
     with mock.patch.object(Slots, "_allocated", same):
         yield
-
-
-def _lost_order(of_pass: bool) -> Plant:
-    """The stream of the pass does not wait for kernel calls; or they do not wait for it."""
-    wait = torch.cuda.Stream.wait_stream
-
-    def lost(self: Any, other: Any) -> None:
-        if (self if of_pass else other) != torch.cuda.default_stream():
-            wait(self, other)
-
-    return lambda: mock.patch.object(torch.cuda.Stream, "wait_stream", lost)
-
-
-def _early_release() -> AbstractContextManager[Any]:
-    """A slot is received into again while the last call that reads it still runs."""
-    after = ComputeStreams.after
-
-    def early(self: Any, action: Any, *args: Any) -> None:
-        at_once = isinstance(getattr(action, "__self__", None), KeyStream)
-        action(*args) if at_once else after(self, action, *args)
-
-    return mock.patch.object(ComputeStreams, "after", early)
 
 
 def _in_a_hop(work: Callable[[torch.Tensor], object]) -> Plant:
@@ -170,9 +146,6 @@ PLANTS: dict[str, Plant] = {
     "lost wait for keys": _lost_wait("keys"),
     "lost wait for gradients": _lost_wait("gradients"),
     "early reuse of a slot": _early_reuse,
-    "early release of a slot": _early_release,
-    "lost wait for a kernel call": _lost_order(of_pass=True),
-    "lost wait of a kernel call": _lost_order(of_pass=False),
     "sync in a hop": _in_a_hop(lambda q: torch.cuda.synchronize()),
     "value in a hop": _in_a_hop(lambda q: q.flatten()[0].item()),
     "copy in a hop": _in_a_hop(lambda q: torch.zeros(8).to(q.device)),

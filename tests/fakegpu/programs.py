@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -57,16 +56,13 @@ def attend(
     sink: bool = False,
     latent: int = 0,
     offload: bool = False,
-    urgent: bool = False,
     **options: Any,
 ) -> None:
     """Of `tokens` on each rank; sizes are h, g, d, e. latent: the size of the latents that stand
     for keys and values, whose keys have 64 rotated channels. offload: what is saved for backward
-    waits in host memory. urgent: NCCL's stream has a high priority.
+    waits in host memory.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
-    if urgent:
-        group = _urgent_group()
     h, g, d, e = sizes
     q, k, v = (_empty(1, tokens, *shape) for shape in ((h, d), (g, d), (g, e)))
     leaves = [q, k, v]
@@ -84,11 +80,6 @@ def attend(
     # memory is needed would be chance.
     with torch.autograd.set_multithreading_enabled(False):
         torch.autograd.grad(out, leaves, torch.empty_like(out))
-
-
-@cache
-def _urgent_group() -> Any:
-    return dist.new_group(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
 
 
 def _empty(*shape: int) -> Tensor:

@@ -144,8 +144,7 @@ def efficiencies(job: Job) -> None:
             if tuple(plan.schedule) not in seen:
                 seen.add(tuple(plan.schedule))
                 ranks = range(cp) if cp <= 4 else sorted({0, cp // 2 - 1, cp - 1})
-                for streams in (1, 2) if schedule == "auto" else (1,):
-                    _efficiency(job, plan, ranks, best, "causal", schedule, streams)
+                _efficiency(job, plan, ranks, best, "causal", schedule)
     cp = 8 if job.large else 2
     n = cp * tokens
     # None of one token: that one would be a full tile, and a call of its own.
@@ -157,9 +156,7 @@ def efficiencies(job: Job) -> None:
         _efficiency(job, plan, range(cp), "auto", name, "auto")
 
 
-def _efficiency(
-    job: Job, plan: Plan, ranks: Any, kernel: str, mask: str, schedule: str, streams: int = 1
-) -> None:
+def _efficiency(job: Job, plan: Plan, ranks: Any, kernel: str, mask: str, schedule: str) -> None:
     """A rank's share of the work, at the speed of the single call, over its time; the slowest rank
     counts.
     """
@@ -169,8 +166,7 @@ def _efficiency(
     single = [single_call(plan.mask, job.sizes, repeats=1)["kernel"]]
     for rank in ranks:
         whole = single_call(plan.mask, job.sizes, repeats=max(repeats // 2, 1), names=single)
-        options = {"kernel": kernel, "repeats": repeats, "compute_streams": streams}
-        mine = replay(plan, rank, job.sizes, **options)
+        mine = replay(plan, rank, job.sizes, kernel=kernel, repeats=repeats)
         share = float(work[rank] / work.sum())
         shares = {
             f"efficiency_{x[:-2]}": share * whole[x] / mine[x] for x in ("forward_s", "both_s")
@@ -182,7 +178,6 @@ def _efficiency(
             mask=mask,
             cp=plan.cp,
             schedule=schedule,
-            compute_streams=streams,
             hop_of_distance=list(plan.schedule),
             **results[-1],
         )
@@ -193,7 +188,6 @@ def _efficiency(
         mask=mask,
         cp=plan.cp,
         schedule=schedule,
-        compute_streams=streams,
         slowest_of=list(ranks),
         **least,
         what="single-GPU replay, no network",

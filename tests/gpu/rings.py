@@ -103,11 +103,6 @@ def merging(job: Job) -> None:
                     job.wait()
                     seconds[way] = time.perf_counter() - start
             where = {"mask": name, "schedule": schedule}
-            alone = ring.run(_on_rank, moved, plan, streams=1)
-            same = all(
-                torch.equal(x[0], y[0]) for x, y in zip(alone, results["triton"], strict=True)
-            )
-            job.check("out with other bits on one stream", float(not same), 0, **where)
             job.row(**where, seconds=seconds, triton_rejected=_rejected())
             for part, ours, theirs in zip(
                 ("out", "dq", "dk", "dv"),
@@ -148,10 +143,10 @@ def wires(job: Job) -> None:
         )
 
 
-def _on_rank(group: Any, case: Case, plan: Plan, streams: int = 2) -> list[torch.Tensor]:
+def _on_rank(group: Any, case: Case, plan: Plan) -> list[torch.Tensor]:
     shard = [plan.layout.shard(x, group.rank, 1) for x in case]
     q, k, v = (x.detach().requires_grad_() for x in shard[:3])
-    out = ring_attention(q, k, v, group, plan=plan, compute_streams=streams)
+    out = ring_attention(q, k, v, group, plan=plan)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), shard[3])]
 
 

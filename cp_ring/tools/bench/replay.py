@@ -59,7 +59,6 @@ def replay(
     sizes: RankSizes,
     *,
     kernel: str = "auto",
-    compute_streams: int = 1,
     repeats: int = 5,
     bandwidth: float | None = None,
 ) -> dict[str, Any]:
@@ -78,8 +77,7 @@ def replay(
     q, k, v, dout = sizes.draw(rank_plan.num_tokens)
 
     def forward() -> Tensor:
-        options: dict[str, Any] = {"compute_streams": compute_streams, "qkv_format": "sbhd"}
-        return ring_attention(q, k, v, transport, plan=rank_plan, kernel=kernel, **options)
+        return ring_attention(q, k, v, transport, plan=rank_plan, kernel=kernel, qkv_format="sbhd")
 
     inputs = [x.requires_grad_() for x in (q, k, v)]
 

@@ -210,7 +210,6 @@ def options_of(job: JobConfig) -> dict[str, Any]:
         "schedule": spec.schedule,
         "slot_shards": spec.slot_shards or cp,
         "num_slots": settings.num_slots,
-        "compute_streams": settings.compute_streams,
         "heads": sizes.heads,
         "kv_heads": sizes.kv_heads,
         "head_dim": sizes.head_dim,

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from cp_ring.errors import ConfigError, one_line
-from cp_ring.options import SETTINGS, OptionError, Options
+from cp_ring.options import LEFT, SETTINGS, OptionError, Options
 
 # the first comment of a packaged file speaks of commands from here on
 _HINT = re.compile(r"(?:; [^;:]*)?: ")
@@ -409,6 +409,8 @@ def _describe(error: Any) -> str:
     if error["type"] != "extra_forbidden":
         message = error["msg"] if error["type"] == "option" else error["msg"].lower()
         return f"{key}: {_PLAIN.get(error['type'], message)}, not {error['input']!r}"
+    if location[0] == "cp_ring" and location[-1] in LEFT:
+        return f"{key} left cp_ring: {LEFT[location[-1]]}"
     section: Any = JobConfig
     for part in location[:-1]:
         section = section.model_fields[part].annotation

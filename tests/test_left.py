@@ -1,0 +1,24 @@
+"""Keywords and settings of the version before answer with one line that says what to do."""
+
+import argparse
+
+import pytest
+
+from cp_ring import ConfigError, ring_attention
+from cp_ring.options import LEFT, SETTINGS, Options
+from tests.rings import Case
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_each_way_to_give_it_names_it(name):
+    assert name not in SETTINGS and "\n" not in LEFT[name]
+    q, k, v, _ = Case.draw(8)
+    with pytest.raises(ConfigError, match=f"^{name} left cp_ring: "):
+        ring_attention(q, k, v, **{name: 1})
+    with pytest.raises(ConfigError, match=f"^{name} left cp_ring: "):
+        Options.make(**{name: 1})
+    parser = Options.add_arguments(argparse.ArgumentParser())
+    for value in ([], ["1"]):
+        with pytest.raises(ConfigError, match=f"^{Options.flag(name)} left cp_ring: "):
+            parser.parse_args([Options.flag(name), *value])
+    assert Options.flag(name) not in parser.format_help()
