@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 
 _SBATCH = "sbatch launch/slurm/train.sbatch; docs/slurm.md"
+_BENCH = "cp-ring bench attention, host and accuracy are what is measured"
+_BENCHES = "lengths nodes overlap plan rates recurrent replay timing-cost wire".split()
 LEFT = {
+    **{f"bench {name}": _BENCH for name in _BENCHES},
     "certify": "the ranks certify themselves where training starts; docs/certificate.md",
     "compare": "train with cp_ring.enabled=true and =false, and look at both in TensorBoard",
     "preflight": "Megatron's gpu_sniff_test, nccl-tests and dcgmi check nodes; docs/slurm.md",

@@ -21,8 +21,6 @@ pytestmark = pytest.mark.ci
 SETUP = ("bash launch/", "source .venv", "pip install", "pre-commit", "git clone", "cd Megatron-LM")
 ELSEWHERE = {  # run by other tests, and on other machines
     "cp-ring plan": "test_snippets.py",
-    "cp-ring bench rates": "tests/tools/bench",
-    "cp-ring tune --check": "tests/tools/job/test_tune.py",
     "cp configs/llama3-8b-128k.yaml my.yaml": "tests/tools/slurm",
     "python -m tests.parity": "tests/parity",
 }

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from cp_ring.tools.bench.machine import facts
+from cp_ring.tools.bench import facts
 
 if __name__ == "__main__":
     device = sys.argv[1]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cp_ring.kernels import REGISTRY, AttentionKernel
-from cp_ring.tools.bench.replay import RankSizes
+from tests.gpu.one_device import RankSizes
 
 ERRORS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 """Limit of the error norm divided by the norm, of one kernel call in a dtype. A key left out of

@@ -16,8 +16,8 @@ from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.kernels import choose
 from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.testing.loopback import LoopbackTransport
-from cp_ring.tools.bench.replay import RankSizes, replay, single_call
 from tests.gpu.job import Job
+from tests.gpu.one_device import RankSizes, replay, single_call
 
 ATTENTION = re.compile("sdpa|fmha|flash|cudnn|attention", re.IGNORECASE)
 COPIES = re.compile("Memcpy|Memset")

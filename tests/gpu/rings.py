@@ -28,7 +28,7 @@ from cp_ring.testing import conformance
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, error
 from cp_ring.testing.rank_pool import LIMIT_S
-from cp_ring.tools.bench import accuracy as bench
+from cp_ring.tools import bench_accuracy as bench
 from tests.gpu.job import ERRORS, Job
 
 # properties of the dry run

@@ -19,9 +19,9 @@ from cp_ring.kernels import AttentionKernel, determinism
 from cp_ring.kernels.base import OPEN, Packing
 from cp_ring.ops.merge import merge_
 from cp_ring.testing.oracle import error
-from cp_ring.tools.bench import samples
-from cp_ring.tools.bench.replay import _seconds, single_call
 from tests.gpu.job import ERRORS, Job
+from tests.gpu.one_device import _seconds, single_call
+from tests.plan import samples
 
 LSE_ERROR = 2e-3
 

@@ -16,7 +16,7 @@ import sys
 
 from cp_ring.testing.network import ThrottledMesh
 from cp_ring.testing.rank_pool import Ranks
-from cp_ring.tools.bench.machine import facts
+from cp_ring.tools.bench import facts
 from tests.observe.plants import RANKS, Plant, Setting, try_plant
 
 REAL = Setting(tokens=256, heads=8, calls=3)

@@ -16,8 +16,8 @@ from cp_ring.plan.costs import splits as module
 from cp_ring.plan.costs.cost import blocked_pairs
 from cp_ring.plan.costs.splits import Layer, compare, padded, smallest_group
 from cp_ring.plan.sizes.device_rates import Rates
-from cp_ring.tools.bench import samples
 from cp_ring.tools.cli import app, main
+from tests.plan import samples
 
 LONG_TAIL = np.array([100, 9000, 40, 700, 3000, 64, 1500, 2000, 130, 850, 16, 2984])
 

@@ -9,7 +9,7 @@ import torch
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.balance import balance, tokens_moved
-from cp_ring.tools.bench import samples
+from tests.plan import samples
 
 N, CP = 65536, 8
 

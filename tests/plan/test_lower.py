@@ -7,7 +7,7 @@ import pytest
 
 from cp_ring.plan import Capabilities, Layout, Mask, Plan, Tiles, lower
 from cp_ring.plan.lower import BAND
-from cp_ring.tools.bench import samples
+from tests.plan import samples
 
 BLOCK = 128
 

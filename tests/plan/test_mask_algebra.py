@@ -17,7 +17,7 @@ from cp_ring.plan import OPEN, Layout, Mask, Plan, Tiles, lower
 from cp_ring.plan.dense_masks import paint
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import Capabilities
-from cp_ring.tools.bench import samples
+from tests.plan import samples
 from tests.plan.strategies import disjoint_pieces, masks
 from tests.plan.test_lower import blocks
 

@@ -12,7 +12,7 @@ import pytest
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan
-from cp_ring.tools.bench import samples
+from tests.plan import samples
 
 N = 65536
 

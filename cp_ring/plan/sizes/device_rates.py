@@ -129,8 +129,7 @@ _IN_FILE = {
 
 
 def read(path: str) -> Rates:
-    """The rates of a JSON file, as `cp-ring bench rates --json` prints it and preflight writes it
-    (links.json).
+    """The rates of a JSON file, as preflight writes it (links.json).
 
     The file may have any of tflops, memory_gb_s, call_us, link_gb_s (ranks of a node), network_gb_s
     (other nodes), ranks_per_card and processors; `RATES` has what it lacks, or has as null, but
@@ -149,8 +148,7 @@ def read(path: str) -> Rates:
         rates = {key: content[key] for key in _IN_FILE if content.get(key) is not None}
     if not rates:
         raise PlanError(
-            f"--rates {path}: it has none of {', '.join(_IN_FILE)}, as `cp-ring bench rates "
-            "--json` prints them"
+            f"--rates {path}: it has none of {', '.join(_IN_FILE)}, as preflight writes them"
         )
     for key, value in rates.items():
         if (

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
-from cp_ring.tools.cli import bench, job_commands, rank_benches, terminal
+from cp_ring.tools import bench
+from cp_ring.tools.cli import job_commands, terminal
 from cp_ring.tools.cli.option_models import QuietCommand, QuietGroup, command
 from cp_ring.tools.cli.plan_command import run_plan
 from cp_ring.tools.cli.plan_options import PlanRequest
@@ -39,26 +40,12 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "patches": terminal.patches_command,
     },
 }
-_BENCHES: dict[str, type[bench.Bench]] = {
-    "plan": bench.PlanBench,
-    "attention": rank_benches.AttentionBench,
-    "accuracy": bench.AccuracyBench,
-    "replay": bench.ReplayBench,
-    "overlap": rank_benches.OverlapBench,
-    "wire": rank_benches.WireBench,
-    "host": bench.HostBench,
-    "rates": bench.RatesBench,
-    "lengths": rank_benches.LengthsBench,
-    "nodes": rank_benches.NodesBench,
-    "recurrent": rank_benches.RecurrentBench,
-    "timing-cost": bench.TimingCostBench,
-}
 for _panel, _commands in _COMMANDS.items():
     for _name, _run in _commands.items():
         app.command(_name, cls=QuietCommand, help=one_line(_run.__doc__), rich_help_panel=_panel)(
             _run
         )
-app.add_typer(bench.commands(_BENCHES), name="bench", rich_help_panel="Plan and measure")
+app.add_typer(bench.app, name="bench", rich_help_panel="Plan and measure")
 
 
 def _print_versions(switched_on: bool) -> None:

@@ -1,5 +1,5 @@
 """A plan as a picture: the score matrix colored by rank and hop, and the predicted timeline of its
-hops. And the predicted time of a step against the context parallel size, for `cp-ring tune`.
+hops.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import numpy as np
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.costs.simulate import Span, spans
-from cp_ring.plan.costs.step_costs import EXPOSED
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.proof.cover import tiles_in_stream
 from cp_ring.plan.proof.verify import Report
@@ -35,10 +34,8 @@ except ModuleNotFoundError:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from cp_ring.plan.costs.search import Tuned
     from cp_ring.plan.plan import Plan
     from cp_ring.plan.tables import PlanTables
-    from cp_ring.tools.job.tune_job import TuneResult
 
 Color = tuple[float, float, float]
 
@@ -364,58 +361,3 @@ def tokens_of(value: float, _: int | None = None) -> str:
         if value >= size and value % (size / 4) == 0:
             return f"{value / size:g}{unit}"
     return f"{value:,.0f}"
-
-
-_PARTS = {
-    "attention": ("attention",),
-    "other layers": ("other layers", "output layer", "optimizer"),
-    "recomputation": ("recomputation",),
-    "waits for messages": EXPOSED,
-    "pipeline waits": ("pipeline waits",),
-    "uneven documents": ("uneven documents",),
-}
-_PART_COLORS = ("#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#cc79a7", "#009e73")
-
-
-def draw_times(result: TuneResult, path: str, title: str) -> None:
-    """Writes the picture to `path`: a bar for the best way of each context parallel size, by what
-    takes its time.
-
-    Raises `PlanError` where the ending is not .png, .svg or .pdf, or the file cannot be written.
-    """
-    with picture(path, 9, 5) as figure:
-        _draw_ways(figure.subplots(), result)
-        figure.suptitle(f"{title}: predicted time of a step, not measured", color=INK)
-
-
-def _draw_ways(axes: Axes, result: TuneResult) -> None:
-    cps = sorted(result.by_cp)
-    ways: list[tuple[int, Tuned]] = []
-    top = max(way.step for way in result.by_cp.values() if not isinstance(way, float))
-    for place, cp in enumerate(cps):
-        way = result.by_cp[cp]
-        if isinstance(way, float):
-            axes.text(
-                place, top / 2, f"does not fit:\n{way / 1e9:.0f} GB", ha="center", color=FAINT
-            )
-        else:
-            ways.append((place, way))
-    below = np.zeros(len(ways))
-    places = [place for place, _ in ways]
-    for (name, items), fill in zip(_PARTS.items(), _PART_COLORS, strict=True):
-        heights = np.array([sum(way.seconds.get(item, 0.0) for item in items) for _, way in ways])
-        if heights.any():
-            axes.bar(places, heights, 0.7, bottom=below, color=fill, label=name)
-            below = below + heights
-    best = result.best[0][0]
-    for place, way in ways:
-        sizes = way.sizes
-        mark = " *" if sizes.cp == best.sizes.cp else ""
-        label = f"{way.step:#.3g} s{mark}\ntp {sizes.tp} pp {sizes.pp} dp {sizes.dp}"
-        axes.text(place, way.step, label, ha="center", va="bottom", fontsize=8, color=INK)
-    axes.set_xticks(range(len(cps)), [str(cp) for cp in cps])
-    axes.set_xlabel("context parallel size, each with its best other sizes; * is the fastest")
-    axes.set_ylabel("seconds")
-    axes.set_ylim(0, 1.2 * top)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper right", frameon=False, ncols=3, fontsize=8)

@@ -17,7 +17,7 @@ from cp_ring.plan.costs.shapes import AUTO, Assumed, choose, planned
 from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.routes import ROUTES
-from cp_ring.tools.bench import samples
+from cp_ring.tools import lengths as samples
 from cp_ring.tools.cli import plan_inputs, plan_recurrent, plan_report, plan_variants
 from cp_ring.tools.cli.plan_options import PlanRequest
 from cp_ring.tools.cli.terminal import emit

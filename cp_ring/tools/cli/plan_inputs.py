@@ -15,7 +15,7 @@ from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.routes import AUTO
-from cp_ring.tools.bench import samples
+from cp_ring.tools import lengths as samples
 from cp_ring.tools.cli.option_models import parse_tokens
 from cp_ring.tools.cli.plan_recurrent import text_of_job
 from cp_ring.tools.job import attention_plan

@@ -17,7 +17,7 @@ from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import NAMES, SLOT_SHARDS
 from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes, LatentSizes
 from cp_ring.plan.sizes.device_rates import NAMED, RATES, Rates, named_or_read
-from cp_ring.tools.bench import samples
+from cp_ring.tools import lengths as samples
 from cp_ring.tools.cli.option_models import (
     WRITTEN,
     argument,
@@ -144,8 +144,7 @@ class PlanRequest:
     )
     rates: str | None = _rate(
         None,
-        f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight "
-        "(links.json) has written; what it lacks is assumed.",
+        f"{', '.join(NAMED)}, or a JSON file of rates; what it lacks is assumed.",
         "--rates",
         metavar="NAME|FILE",
     )

@@ -18,9 +18,9 @@ from cp_ring.plan.costs.splits import Groups, Layer, SplitCost, compare, padded
 from cp_ring.plan.exchange.conversion import Conversion
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints
-from cp_ring.tools.bench.samples import PRESETS
 from cp_ring.tools.cli.plan_report import MAX_RANKS_SHOWN
 from cp_ring.tools.cli.terminal import emit, mib, show_table
+from cp_ring.tools.lengths import PRESETS
 
 SLOW_SCHEDULE = 20_000  # documents, for which Megatron's scheduler takes minutes
 

@@ -1,5 +1,5 @@
-"""`cp-ring tune`: the fastest ways to run a job on so many GPUs, as a table, as JSON, as a
-configuration and as a picture; and how well its model holds (--check).
+"""`cp-ring tune`: the fastest ways to run a job on so many GPUs, as a table, as JSON and as a
+configuration.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import typer
@@ -22,21 +22,18 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.costs.search import Given, Tuned
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.device_rates import NAMED, named_or_read
-from cp_ring.tools.bench import samples
+from cp_ring.tools import lengths as samples
 from cp_ring.tools.cli.option_models import JOB, WRITTEN, argument, option, parse_tokens
-from cp_ring.tools.cli.terminal import emit, show_table
+from cp_ring.tools.cli.terminal import emit
 from cp_ring.tools.job.job_config import JobConfig, load
 from cp_ring.tools.job.tune_job import Request, TuneResult, packs_documents, tune
-
-if TYPE_CHECKING:
-    from cp_ring.tools.bench.tune_check import CheckResult
 
 DRAWN = 32
 """Batch rows of documents that are drawn to see how uneven they are."""
 
 _UNITS = {"": 1e9, "gb": 1e9, "gib": 2**30, "tb": 1e12, "mb": 1e6}
-_search, _machine, _output, _check = (
-    partial(option, panel=name) for name in ("Search", "Machines", "Output", "Check")
+_search, _machine, _output = (
+    partial(option, panel=name) for name in ("Search", "Machines", "Output")
 )
 
 
@@ -49,8 +46,7 @@ class TuneOptions:
     ranks_per_node: int = _machine(8, "GPUs of a node.", min=1)
     rates: str = _machine(
         next(iter(NAMED)),
-        f"{', '.join(NAMED)}, or a file that `cp-ring bench rates --json` or preflight has "
-        "written.",
+        f"{', '.join(NAMED)}, or a JSON file of rates.",
         metavar="NAME|FILE",
     )
     memory: str = _machine("80GB", "Memory of a GPU.", metavar="SIZE")
@@ -76,30 +72,13 @@ class TuneOptions:
         None, "Override a key of the configuration. Repeatable.", "--set", metavar="A.B=C"
     )
     write: str | None = _output(None, "Write the best configuration.", **WRITTEN)
-    draw: str | None = _output(
-        None, "Draw time against context parallel size, to a .png, .svg or .pdf file.", **WRITTEN
-    )
     as_json: bool = _output(False, "Print JSON instead of tables.", "--json")
-    check: bool = _check(
-        False,
-        "Compare predicted with measured times of a small model on 4 CPU ranks of this machine.",
-        "--check",
-    )
-    repeats: int = _check(7, "Rounds of --check.", min=1)
-    cpu_time: bool = _check(
-        False,
-        "Compare CPU time in --check, which other work on the machine hardly changes.",
-        "--cpu-time",
-    )
 
 
 def run_tune(options: TuneOptions) -> None:
     """Find the fastest ways to run a job on so many GPUs, by the cost model. All times are
     predicted. Needs no GPU.
     """
-    if options.check:
-        check_command(options.repeats, options.as_json, options.cpu_time)
-        return
     if options.config is None or options.gpus is None:
         raise PlanError(
             "cp-ring tune needs a configuration and --gpus, as in: cp-ring tune llama3-8b-128k "
@@ -108,10 +87,6 @@ def run_tune(options: TuneOptions) -> None:
     gpus, ranks_per_node = options.gpus, options.ranks_per_node
     if gpus > ranks_per_node and gpus % ranks_per_node:
         raise PlanError(f"--gpus {gpus} is not a multiple of --ranks-per-node {ranks_per_node}")
-    if options.draw:
-        from cp_ring.tools.cli.drawing import check_ending
-
-        check_ending(options.draw)
     job = load(options.config, options.set_ or [])
     documents, origin = _documents(job, options.lengths, options.seq_length, options.seed)
     request = Request(
@@ -134,12 +109,8 @@ def run_tune(options: TuneOptions) -> None:
         options.as_json,
         lambda: _print(result, f"{title}, rates {options.rates}"),
     )
-    if options.draw:
-        from cp_ring.tools.cli.drawing import draw_times
-
-        draw_times(result, options.draw, title)
-    for path in filter(None, (options.write, options.draw)):
-        typer.echo(f"wrote {path}", err=options.as_json)
+    if options.write:
+        typer.echo(f"wrote {options.write}", err=options.as_json)
 
 
 def parse_memory(size: str) -> float:
@@ -281,63 +252,3 @@ def _column(result: TuneResult, way: Tuned) -> dict[str, str]:
         "tokens/s/GPU": f"{_speed(result, way):,.0f}",
         "exposed, s": f"{way.exposed:,.3f}",
     }
-
-
-SPEARMAN, ERROR = 0.8, 0.25
-"""What the model promises on an idle machine."""
-
-
-def check_command(repeats: int, as_json: bool, cpu: bool) -> None:
-    """Prints the comparison. Exit code 1 where the model does not hold what it promises."""
-    from cp_ring.tools.bench.machine import facts
-    from cp_ring.tools.bench.tune_check import run
-
-    result = run(repeats, cpu=cpu)
-    good = result.spearman >= SPEARMAN and result.error < ERROR
-    emit(
-        {**facts(), **asdict(result), "holds": good},
-        as_json,
-        lambda: _print_check(result, good),
-    )
-    raise typer.Exit(0 if good else 1)
-
-
-def _print_check(result: CheckResult, good: bool) -> None:
-    from cp_ring.tools.bench.tune_check import RANKS
-
-    clock = "CPU time of a rank" if result.cpu else "time"
-    columns = "step_s", "predicted_step_s", "attention_s", "predicted_attention_s"
-    show_table(
-        f"a small model on {RANKS} ranks, {clock} in ms: a step, and attention in it",
-        "shape",
-        [
-            "step",
-            "predicted",
-            "attention",
-            "predicted",
-            "error",
-        ],
-        (
-            [
-                times["name"],
-                *(f"{1e3 * times[name]:,.0f}" for name in columns),
-                f"{times['predicted_attention_s'] / times['attention_s'] - 1:+.0%}",
-            ]
-            for times in sorted(result.times, key=lambda times: float(times["step_s"]))
-        ),
-    )
-    console, rates, turns = Console(), result.rates, ""
-    if result.cpu or result.cores < RANKS:
-        turns = "; they take turns, so messages hide behind nothing"
-    console.print(
-        f"{result.cores} cores for {RANKS} ranks{turns}. Measured while all ranks work: "
-        f"{rates.flops / 1e9:.3g} GFLOP/s in attention, {rates.flops * rates.products / 1e9:.3g} "
-        f"in matrix products, {rates.inside / 1e9:.3g} GB/s a link, {rates.memory / 1e9:.3g} GB/s "
-        f"in memory, {rates.call * 1e6:,.0f} us a call."
-    )
-    console.print(
-        f"Rank correlation of steps {result.spearman:.2f} (at least {SPEARMAN}), median error of "
-        f"attention {result.error:.0%} (below {ERROR:.0%}): "
-        f"{'it holds' if good else 'IT DOES NOT HOLD'}",
-        soft_wrap=True,
-    )

@@ -173,12 +173,8 @@ USAGE = [
     ("bench attention --cp 0", "--cp | 1"),
     ("bench accuracy --cp 0", "--cp | 1"),
     ("bench accuracy --seeds 0", "--seeds | 1"),
-    ("bench replay --cp 2 --cp 0", "--cp | 1"),
-    ("bench replay --device gpu", "--device gpu | cpu or cuda"),
-    *(
-        (f"bench {name} --repeats 0", "--repeats | 1")
-        for name in ("plan", "attention", "replay", "overlap")
-    ),
+    ("bench attention --repeats 0", "--repeats | 1"),
+    ("bench host --repeats 0", "--repeats | 1"),
 ]
 
 UNREADABLE = "/proc/self/mem"  # a regular file; to read its first page is an error, for root too

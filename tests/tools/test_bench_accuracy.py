@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from cp_ring import Mask
 from cp_ring.errors import ConfigError
 from cp_ring.ops import totals
-from cp_ring.tools.bench import accuracy
-from cp_ring.tools.bench.accuracy import AccuracyCases
+from cp_ring.tools import bench_accuracy as accuracy
+from cp_ring.tools.bench_accuracy import AccuracyCases
 from cp_ring.tools.cli import app
 
 # Of out and of gradients. The worst case, float32, full mask and cp 8, measured 1.08 and 0.96 on an
@@ -103,7 +103,7 @@ def test_command_gives_json_and_says_what_is_rejected():
     ("option", "says"),
     [
         (["--kernel", "warp"], "--kernel warp: unknown; known are auto, transformer_engine"),
-        (["--dtype", "int"], "--dtype int: unknown; known are float16, bfloat16, float32, float64"),
+        (["--dtype", "int"], "--dtype int: unknown; known are float32, bfloat16, float16, float64"),
         (["--device", "tpu"], "--device tpu: unknown; known are cpu, cuda"),
         (["--device", "cuda"], "--device cuda: there is no CUDA device"),
     ],

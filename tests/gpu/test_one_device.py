@@ -8,9 +8,8 @@ import torch
 from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import KernelError
 from cp_ring.plan.costs.cost import cost
-from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.tools.bench.replay import RankSizes, efficiency, replay, single_call
+from tests.gpu.one_device import RankSizes, replay, single_call
 
 SIZES = RankSizes(tokens=64, h=4, g=2, d=16, e=24, dtype=torch.float32, device="cpu")
 
@@ -25,30 +24,6 @@ def test_a_rank_receives_what_its_plan_says():
         # Keys in forward and again in backward; gradients in backward.
         assert found["bytes_received"] == (2 * keys + grads) * SIZES.g * (SIZES.d + SIZES.e) * 4
         assert 0 < found["forward_s"] < 60
-
-
-def test_efficiency_of_the_slowest_rank():
-    result = efficiency(PlanSpec().build(Mask.causal(128), 2), SIZES, repeats=1)
-    assert result["efficiency_both"] == result["single_both_s"] / (2 * result["slowest_both_s"])
-    assert result["what"] == "single-device replay, no network"
-    assert result["kernel"] == "cpu"
-
-
-def test_documents_are_balanced():
-    mask = Mask.documents([0, 100, 104, 120, 128])
-    plan = Plan.build(mask, Layout.balanced(mask, 2))
-    result = efficiency(
-        plan,
-        SIZES,
-        repeats=1,
-        whole={"kernel": "none", "forward_s": 1.0, "both_s": 1.0},
-    )
-    assert result["layout"] == plan.layout.name
-    sent = max(
-        sum(receive.tokens for hop in plan.rank_plan(r).hops for receive in hop.receives)
-        for r in range(2)
-    )
-    assert result["bytes_received"] >= 2 * sent * SIZES.g * (SIZES.d + SIZES.e) * 4
 
 
 def test_single_call_is_one_kernel_call():

@@ -23,22 +23,6 @@ def exponential(n: int, mean: float, seed: int) -> Ints:
     return _offsets(np.random.default_rng(seed).exponential(mean, _enough(n, mean)), n)
 
 
-def log_normal(n: int, mean: float, seed: int, sigma: float = 1.2) -> Ints:
-    """Documents of log-normally distributed lengths: most are short, a few very long."""
-    lengths = np.random.default_rng(seed).lognormal(
-        np.log(mean) - sigma**2 / 2, sigma, _enough(n, mean)
-    )
-    return _offsets(lengths, n)
-
-
-def one_long(n: int, mean: float, seed: int) -> Ints:
-    """One document of a quarter to three quarters of n, at a random place among short ones."""
-    rng = np.random.default_rng(seed)
-    length = int(rng.integers(n // 4, 3 * n // 4))
-    short = np.diff(exponential(n - length, mean, seed))
-    return np.cumsum([0, *np.insert(short, rng.integers(len(short) + 1), length)])
-
-
 class LengthPreset(NamedTuple):
     """Documents as published statistics describe them.
 

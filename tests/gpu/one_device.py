@@ -1,9 +1,8 @@
 """One device runs every rank of a context-parallel group in turn, with the rank's exact schedule,
 tiles, merges and slots.
 
-What the network would deliver is copied within the device, on a stream of its own. The efficiency
-is T_full / (cp * max over ranks of T), where T_full is the time of the best single kernel call on
-the whole sequence. No network takes part, so this is not the speed-up of a cluster.
+What the network would deliver is copied within the device, on a stream of its own. No network takes
+part, so this is not the speed-up of a cluster.
 """
 
 from __future__ import annotations
@@ -199,39 +198,3 @@ def single_call(
             f"no kernel attends to {mask.n} tokens with this mask in one call on {device}"
         )
     return {**min(results, key=lambda result: result["both_s"]), "all": results}
-
-
-def efficiency(
-    plan: Plan,
-    sizes: RankSizes,
-    *,
-    kernel: str = "auto",
-    repeats: int = 5,
-    bandwidth: float | None = None,
-    whole: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Replays every rank and compares the slowest with `whole`, which `single_call` measures unless
-    it is given.
-    """
-    cp, mask = plan.cp, plan.mask
-    whole = whole or single_call(mask, sizes, repeats=repeats)
-    ranks = [
-        replay(plan, rank, sizes, kernel=kernel, repeats=repeats, bandwidth=bandwidth)
-        for rank in range(cp)
-    ]
-    slowest = {name: max(x[name] for x in ranks) for name in ("forward_s", "both_s")}
-    return {
-        "name": "cp_ring",
-        "what": "single-device replay, no network",
-        "cp": cp,
-        "tokens": mask.n,
-        "layout": plan.layout.name,
-        "kernel": ranks[0]["kernel"],
-        "best_single_kernel": whole["kernel"],
-        "bandwidth": bandwidth,
-        **{f"slowest_{name}": x for name, x in slowest.items()},
-        **{f"single_{name}": whole[name] for name in slowest},
-        **{f"efficiency_{name[:-2]}": whole[name] / (cp * slowest[name]) for name in slowest},
-        "peak_extra_bytes": max(x["peak_extra_bytes"] for x in ranks),
-        "bytes_received": max(x["bytes_received"] for x in ranks),
-    }

@@ -11,14 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError
-from cp_ring.tools.bench import host
+from cp_ring.tools import bench_host as host
 from cp_ring.tools.cli import app
 
 
 @pytest.mark.slow
 def test_command_gives_a_row_for_each_pass_and_version(monkeypatch):
     monkeypatch.setattr(host, "_ROUNDS", 1)
-    checkout = str(Path(__file__).parents[3])
+    checkout = str(Path(__file__).parents[2])
     result = CliRunner().invoke(
         app, ["bench", "host", "--repeats", "1", "--against", checkout, "--json"]
     )
