@@ -16,6 +16,7 @@ from cp_ring.plan.costs import splits as module
 from cp_ring.plan.costs.cost import blocked_pairs
 from cp_ring.plan.costs.splits import Layer, compare, padded, smallest_group
 from cp_ring.plan.sizes.device_rates import Rates
+from cp_ring.tools import lengths
 from cp_ring.tools.cli import app, main
 from tests.plan import samples
 
@@ -123,11 +124,11 @@ def test_megatrons_own_scheduler_makes_the_groups():
         hybrid_groups(np.array([1 << 20]), 4, 8)
 
 
-@pytest.mark.parametrize("name", samples.PRESETS)
+@pytest.mark.parametrize("name", lengths.PRESETS)
 def test_presets_are_as_long_as_published(name):
-    lengths = samples.lengths(f"preset:{name}", 1 << 24, 1)
-    assert lengths.sum() == 1 << 24 and lengths.min() >= 1
-    assert (lengths == samples.lengths(f"preset:{name}", 1 << 24, 1)).all()
+    drawn = lengths.lengths(f"preset:{name}", 1 << 24, 1)
+    assert drawn.sum() == 1 << 24 and drawn.min() >= 1
+    assert (drawn == lengths.lengths(f"preset:{name}", 1 << 24, 1)).all()
     expected = {"web": 428, "code": 21000, "sft": 3600}[name]
     assert lengths.mean() == pytest.approx(expected, rel=0.25)
 
