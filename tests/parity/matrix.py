@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.megatron import conversations, documents
 from tests.megatron.launch import Outcome, attempt
 from tests.parity.models import COMMON, MODELS, SPLITS, Model, Split
 
@@ -27,6 +28,7 @@ class Job:
     the kind of its microbatches.
 
     start: the name of the job whose checkpoint it begins with, "" for none.
+    resumes: the name of the job whose checkpoint of step 2 it resumes from, "" for none.
     """
 
     name: str
@@ -35,15 +37,25 @@ class Job:
     fault: str = ""
     data: str = ""
     start: str = ""
+    resumes: str = ""
 
     def argv(self, folder: Path) -> list[str]:
-        """Its flags where checkpoints are in `folder`."""
+        """Its flags where checkpoints are in `folder`; a script comes first."""
+        flags = sorted(self.flags, key=lambda word: not word.endswith(".py"))
+        return [*flags, *self._checkpoints(folder)]
+
+    def _checkpoints(self, folder: Path) -> list[str]:
+        if self.resumes:
+            halves = str(folder / f"{self.resumes}-half")
+            if self.resumes == self.name:
+                return ["--save", halves, "--save-interval", "2", "--exit-interval", "2"]
+            return ["--load", halves]
         if not self.start:
-            return list(self.flags)
+            return []
         saved = str(folder / f"{self.start}-saved")
         if self.start == self.name:
-            return [*self.flags, "--train-iters", "1", "--save", saved, "--save-interval", "1"]
-        return [*self.flags, "--load", saved, "--finetune", "--no-load-optim", "--no-load-rng"]
+            return ["--train-iters", "1", "--save", saved, "--save-interval", "1"]
+        return ["--load", saved, "--finetune", "--no-load-optim", "--no-load-rng"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ class Cell:
             model.fault if self.planted else "",
             model.data,
             self._start(),
+            self._resumed(),
         )
 
     def baseline(self) -> Job:
@@ -82,9 +95,18 @@ class Cell:
         """Its jobs, in the order in which they must run."""
         baseline, start = self.baseline(), self._start()
         first = [dataclasses.replace(baseline, name=start)] if start else []
+        if name := self._resumed():
+            split = next(each for each in SPLITS if each.name == self.model.resumes)
+            half = Cell(self.model, split).job()
+            first.append(dataclasses.replace(half, name=name, start=""))
         return [*first, baseline, self.job()]
 
+    def _resumed(self) -> str:
+        return f"{self.model.name}-{self.model.resumes}-until-2" if self.model.resumes else ""
+
     def _start(self) -> str:
+        if self.model.resumes:
+            return ""
         other = self.split.pp > 1 or (self._redrawn and "fsdp" not in self.model.ring)
         return f"{self.model.name}-start" if other else ""
 
@@ -159,14 +181,17 @@ def compare(cell: Cell, ours: Outcome, theirs: Outcome) -> Verdict:
             return Verdict(cell, rejected=prefix + what.rejected)
         if what.code:
             return Verdict(cell, failed=f"{prefix}exit code {what.code}\n{what.output}")
-    losses, expected = [*ours.losses, *ours.validation], [*theirs.losses, *theirs.validation]
+    steps = 1 if cell.model.resumes else 3
+    losses = [*ours.losses, *ours.validation]
+    expected = [*theirs.losses[-steps:], *theirs.validation[-len(ours.validation) :]]
     if not len(theirs.losses) == len(theirs.grad_norms) == 3 or not theirs.validation:
         return Verdict(
             cell, failed=f"the baseline did not train 3 steps with a validation pass: {theirs}"
         )
-    if len(losses) != len(expected) or len(ours.grad_norms) != 3:
+    if len(losses) != len(expected) or len(ours.grad_norms) != steps or not ours.validation:
         return Verdict(cell, failed=f"other steps than the baseline: {ours}")
-    return Verdict(cell, _error(losses, expected), _error(ours.grad_norms, theirs.grad_norms))
+    norms = theirs.grad_norms[-steps:]
+    return Verdict(cell, _error(losses, expected), _error(ours.grad_norms, norms))
 
 
 def _without_stages(flags: tuple[str, ...]) -> tuple[str, ...]:
@@ -180,6 +205,35 @@ def _without_stages(flags: tuple[str, ...]) -> tuple[str, ...]:
 
 def _error(ours: list[float], theirs: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
+
+
+def common(data: str, folder: Path) -> list[str]:
+    """The flags of every job on such data; the files of "sft" and "corpus" are written to `folder`."""
+    if data not in FILES:
+        return COMMON
+    mocked = {"--tokenizer-type": 2, "--vocab-size": 2, "--mock-data": 1, "--split": 2}
+    kept, skip = [], 0
+    for word in COMMON:
+        skip = mocked.get(word, skip)
+        if not skip:
+            kept.append(word)
+        skip = max(0, skip - 1)
+    return [*kept, *FILES[data](folder), "--data-cache-path", str(folder / "cache")]
+
+
+def _conversations(folder: Path) -> list[str]:
+    (folder / "sft").mkdir(exist_ok=True)
+    return [*conversations.data(folder / "sft"), "--split", "80,20,0"]
+
+
+def _corpus(folder: Path) -> list[str]:
+    prefix = str(folder / "corpus")
+    if not Path(f"{prefix}.bin").exists():
+        documents.write(Path(prefix))
+    return documents.data(prefix)
+
+
+FILES: dict[str, Callable[[Path], list[str]]] = {"sft": _conversations, "corpus": _corpus}
 
 
 def cells(
@@ -213,8 +267,10 @@ def run(
         where = folder or Path(temporary)
         for name, job in jobs.items():
             begun = time.monotonic()
+            flags = common(job.data, where)
+            mocked = "" if job.data in FILES else job.data
             outcomes[name] = attempt(
-                job.ranks, name, job.argv(where), where, COMMON, job.fault, job.data
+                job.ranks, name, job.argv(where), where, flags, job.fault, mocked
             )
             tell(f"{len(outcomes)} of {len(jobs)}: {name}, {time.monotonic() - begun:.1f} s")
     return {

@@ -8,7 +8,9 @@ import functools
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+SCRIPT = str(Path(__file__).parents[1] / "megatron" / "packing_script.py")
 COMMON = shlex.split("""
     --cp-ring-cpu --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --max-position-embeddings 64
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
@@ -88,17 +90,20 @@ class Model:
     """A model.
 
     Attributes:
-        flags: Megatron flags, without the sizes of parallel groups.
+        flags: Megatron flags, without the sizes of parallel groups. In these and the next two, a
+        word that ends with .py is a script for cp_ring.run.
         fault: the planted fault (see `faults.py`) that must turn this model red.
         ring: flags of the job under test beside `--cp-ring`, not of its baseline.
         baseline: flags of attention in the baseline, which has context parallel size 1.
-        data: the kind of its microbatches (see `deliveries.py`).
+        data: the kind of its microbatches (see `deliveries.py`), or the kind of its files (see
+        `matrix.common`).
         splits: names of the splits in which it runs; empty for all.
         layers: transformer layers.
         experts: expert parallel size.
         sequence: tokens of a sequence.
         tolerance: largest relative error of a loss or a gradient norm; of a model in bfloat16 one
         rounding step of that format.
+        resumes: the split whose checkpoint of step 2 it resumes from; "" if it trains all steps.
         drawn_by_tp: whether each tensor-parallel rank draws some weights for itself.
         rejected: for each split that is rejected, a part of the message.
     """
@@ -114,6 +119,7 @@ class Model:
     experts: int = 1
     sequence: int = 64
     tolerance: float = 1e-5
+    resumes: str = ""
     drawn_by_tp: bool = False
     rejected: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -150,6 +156,44 @@ SPLITS = (
     Split("gather", cp=4, flags="--cp-comm-type all_gather", like="cp4"),
     Split("relay", cp=4, flags="--cp-ring-route relay --cp-ring-node-size 2", like="cp4"),
 )
+
+
+LONG = "--max-position-embeddings 256 --calculate-per-token-loss"
+SFT = f"{UNTIED} {LONG} --cp-ring-cut-long --make-vocab-size-divisible-by 64"  # 512 at tp 1 and 2
+INTER = "--dataloader-inter-document-masking --eod-mask-loss"
+DENSE = f"{SCRIPT} --reset-attention-mask --reset-position-ids --eod-mask-loss"
+RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+
+
+def _of_files() -> Iterator[Model]:
+    """Models that train on files: conversations (`--sft`), and documents whose baseline is stock
+    Megatron with dense masks.
+    """
+    every = ("cp2", "cp4", "tp2cp2", "pp2cp2", "dp2cp2")
+    sft = functools.partial(Model, data="sft", sequence=256, splits=every)
+    filled, alone = f"{SFT} --cp-ring-pack fill", f"{REFERENCE} {BALANCED}"
+    shifted = "boundary shifted by one"
+    yield sft("sft", filled, shifted, ring=BALANCED, baseline=alone)
+    yield sft("sft_zigzag_first_fit", SFT, shifted, baseline=REFERENCE)
+    yield sft("sft_dealt", f"{filled} --micro-batch-size 2", "documents merged",
+        ring=f"{BALANCED} --cp-ring-balance-microbatches", baseline=alone)  # fmt: skip
+    yield sft("sft_mtp", f"{filled} --mtp-num-layers 1", "roll across documents",
+        ring=BALANCED, baseline=alone)  # fmt: skip
+    yield sft("sft_script", filled, shifted,
+        ring=f"{SCRIPT} {BALANCED}", baseline=f"{SCRIPT} {alone}")  # fmt: skip
+    yield sft("sft_resumed", f"{filled} {RESHARDABLE}", shifted, ring=BALANCED, baseline=alone,
+        resumes="dp2cp2")  # fmt: skip
+    files = functools.partial(Model, baseline=DENSE, data="corpus", sequence=128)
+    long = f"{UNTIED} {LONG}"
+    yield files("inter_document", f"{long} --micro-batch-size 2", "documents merged",
+        ring=f"{SCRIPT} {INTER}", splits=("cp2", "cp4", "tp2cp2", "dp2cp2"))  # fmt: skip
+    yield files("inter_document_balanced", long, shifted, ring=f"{SCRIPT} {INTER} {BALANCED}",
+        splits=every)  # fmt: skip
+    yield files("inter_document_entry", long, "positions of zigzag", ring=f"{INTER} {BALANCED}",
+        splits=every)  # fmt: skip
+    yield files("document_mask_entry", f"{long} {RECOMPUTE}", shifted,
+        splits=every,
+        ring="--cp-ring-document-mask --reset-position-ids --eod-mask-loss")  # fmt: skip
 
 
 def _recurrent(name: str, flags: str, balanced: float = 1e-6) -> Iterator[Model]:
@@ -465,6 +509,12 @@ MODELS = (
     Model("document_mask_balanced_yarn", f"{HEADS} {YARN} --cp-ring-document-mask",
         "positions of zigzag", BALANCED, REFERENCE,
         "documents", splits=("cp4",)),
+    # bytes of keys are rounded to int8: cp 4 differs by 2e-4
+    Model("wire_int8", UNTIED, "scale of the head size", ring="--cp-ring-wire int8", tolerance=1e-3),
+    *_of_files(),
+    Model("resumed", f"{UNTIED} {RESHARDABLE} --softmax-type learnable", "sink dropped", resumes="dp2cp2"),
+    Model("mamba_resumed", f"{MAMBA} {RESHARDABLE}", "state in the order of another layout", resumes="cp2",
+        splits=("cp4", "dp2cp2"), layers=4, tolerance=1e-6),
     *_recurrent("mamba", MAMBA),
     *_of_states("mamba", MAMBA),
     Model("mamba_document_mask_contiguous", f"{MAMBA} --cp-ring-document-mask",
