@@ -5,7 +5,6 @@ and in training.
 import copy
 import importlib
 import multiprocessing
-import shlex
 import sys
 import weakref
 from types import SimpleNamespace
@@ -20,8 +19,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.data import documents as documents_module
 from cp_ring.patches import mtp_roll, rotary_documents
-from tests.megatron import documents as corpora
-from tests.megatron.launch import HERE, MODEL, TRAIN, trace, train
+from tests.megatron.launch import HERE
 from tests.parity.deliveries import cut
 
 
@@ -371,157 +369,7 @@ def test_one_token_for_many_ranks_weighs_as_much_in_a_further_prediction(pool):
     assert float(sum(pool.run(roll_one, 4))) / 4 == 1.0
 
 
-# Training: the baseline is stock Megatron at cp 1 with dense masks; all jobs start from one
-# checkpoint.
-
 SCRIPT = str(HERE / "packing_script.py")
-DOCUMENTS = shlex.split("--cp-ring-cpu --cp-ring --cp-ring-document-mask")
-BALANCED = ["--cp-ring-layout", "balanced"]
-INTER = shlex.split("--cp-ring-cpu --cp-ring --dataloader-inter-document-masking --eod-mask-loss")
-RESETS = shlex.split("--reset-position-ids --eod-mask-loss")
-RECOMPUTE = shlex.split(
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-)
-VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
-TWO_ROWS = ["--micro-batch-size", "2"]
-
-
-def sizes(tp=1, pp=1, cp=1):
-    names = {"tensor": tp, "pipeline": pp}
-    flags = [
-        word
-        for name, size in names.items()
-        for word in (f"--{name}-model-parallel-size", str(size))
-    ]
-    return [*flags, "--context-parallel-size", str(cp)]
-
-
-FAST = {
-    "cp4_balanced": [*DOCUMENTS, *sizes(cp=4), *BALANCED, *TWO_ROWS],
-    "pp2cp2_virtual_recomputed": DOCUMENTS + sizes(pp=2, cp=2) + RECOMPUTE + VIRTUAL,
-    "inter_document_cp4": [SCRIPT, *INTER, *sizes(cp=4), *TWO_ROWS],
-}
-SLOW = {
-    "tp2cp2": DOCUMENTS + sizes(tp=2, cp=2),
-    "pp4_recomputed": DOCUMENTS + sizes(pp=4) + RECOMPUTE,
-    "cp4": DOCUMENTS + sizes(cp=4),
-    "cp4_ring_route": [*DOCUMENTS, *sizes(cp=4), "--cp-ring-route", "ring"],
-    "pp2cp2_balanced": DOCUMENTS + sizes(pp=2, cp=2) + BALANCED + RECOMPUTE,
-    "dp2cp2": [*DOCUMENTS, *sizes(cp=2), "--use-distributed-optimizer"],
-    "tp2cp2_balanced_recomputed": DOCUMENTS + sizes(tp=2, cp=2) + BALANCED + RECOMPUTE,
-    "inter_document_cp4_balanced": [SCRIPT, *INTER, *sizes(cp=4), *BALANCED, *TWO_ROWS],
-    "inter_document_pp2cp2_balanced": [SCRIPT, *INTER, *sizes(pp=2, cp=2), *BALANCED],
-    "inter_document_entry_cp4": [*INTER, *sizes(cp=4), *BALANCED, *TWO_ROWS],
-    "inter_document_dp2cp2": [SCRIPT, *INTER, *sizes(cp=2)],
-}
-FAULTS = {
-    "shifted": "boundary shifted by one",
-    "merged": "documents merged",
-    "misplaced": "positions of zigzag",
-}
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return stock_run(tmp_path_factory.mktemp("documents"))
-
-
-def stock_run(folder, model=()):
-    """A folder with the stock run's trace, the checkpoint that all jobs start from, and the flags
-    for it.
-    """
-    prefix = corpora.write(folder / "corpus")
-    common = [
-        *MODEL,
-        *corpora.data(prefix),
-        *TRAIN,
-        "--num-layers",
-        "4",
-        "--train-iters",
-        "3",
-        *model,
-    ]
-    common += shlex.split(
-        f"--dataloader-type single --num-workers 0 --data-cache-path {folder}/cache "
-        "--init-method-std 0.1"
-    )
-    load = shlex.split(
-        f"--load {folder}/seed --finetune --no-load-optim --no-load-rng --calculate-per-token-loss"
-    )
-    seed = shlex.split(f"--cp-ring-cpu --train-iters 1 --save-interval 1 --save {folder}/seed")
-    stock = [SCRIPT, "--cp-ring-cpu", "--reset-attention-mask", *RESETS, *load]
-    train(1, {"seed": seed, "stock": stock}, folder, common)
-    return folder, common, load
-
-
-def begin(start, jobs, faults=None):
-    folder, common, load = start
-    train(
-        4,
-        {name: flags + load for name, flags in jobs.items()},
-        folder,
-        common,
-        faults,
-    )
-
-
-def errors(folder, job, of="stock"):
-    ours, stock = trace(folder, job), trace(folder, of)
-    assert list(ours) == list(stock) == [1, 2, 3]
-    assert stock[1]["loss"] > 1
-    return [
-        max(abs(ours[step][name] / stock[step][name] - 1) for step in stock)
-        for name in ("loss", "grad_norm")
-    ]
-
-
-@pytest.mark.parametrize(
-    "jobs",
-    [pytest.param(FAST, marks=pytest.mark.ci), pytest.param(SLOW, marks=pytest.mark.slow)],
-    ids=["some", "every"],
-)
-def test_documents_train_as_under_stock_megatrons_dense_masks(start, jobs):
-    begin(start, jobs)
-    for job in jobs:
-        assert max(errors(start[0], job)) < 1e-5, (job, errors(start[0], job))
-
-
-@pytest.mark.ci
-def test_a_mean_loss_is_that_of_all_ranks(start):
-    """Ends of documents, which count for nothing, are not as many on each rank."""
-    folder, common, load = start
-    load = [word for word in load if word != "--calculate-per-token-loss"]
-    stock = [SCRIPT, "--cp-ring-cpu", "--reset-attention-mask", *RESETS, *load]
-    mean = [SCRIPT, *INTER, *sizes(cp=4), *load]
-    train(1, {"mean_stock": stock}, folder, common)
-    train(4, {"mean": mean, "of_ranks": [*mean, "--cp-ring-stock-loss-average"]}, folder, common)
-    assert max(errors(folder, "mean", "mean_stock")) < 1e-6
-    assert max(errors(folder, "of_ranks", "mean_stock")) > 1e-4
-    for job, line in (
-        ("mean", "the mean over the tokens of all"),
-        ("of_ranks", "the average of the mean"),
-    ):
-        assert (folder / f"{job}.log").read_text().count(line) == 1
-
-
-@pytest.mark.slow
-def test_experts_train_on_several_packed_rows_a_microbatch(tmp_path):
-    experts = shlex.split(
-        "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --micro-batch-size 2"
-    )
-    start = stock_run(tmp_path, experts)
-    jobs = {"inter": [SCRIPT, *INTER, *sizes(cp=4)], "balanced": DOCUMENTS + sizes(cp=4) + BALANCED}
-    begin(start, jobs)
-    for job in jobs:
-        assert max(errors(tmp_path, job)) < 1e-5, (job, errors(tmp_path, job))
-
-
-@pytest.mark.slow
-def test_planted_faults_show(start):
-    flags = DOCUMENTS + sizes(cp=4)
-    begin(start, {"shifted": flags, "merged": flags, "misplaced": flags + BALANCED}, FAULTS)
-    for job in FAULTS:
-        assert min(errors(start[0], job)) > 1e-4, (job, errors(start[0], job))
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,8 @@ def _of_files() -> Iterator[Model]:
         ring=f"{SCRIPT} {INTER}", splits=("cp2", "cp4", "tp2cp2", "dp2cp2"))  # fmt: skip
     yield files("inter_document_balanced", long, shifted, ring=f"{SCRIPT} {INTER} {BALANCED}",
         splits=every)  # fmt: skip
+    yield files("inter_document_moe", f"{EXPERTS} {LONG} --micro-batch-size 2", "documents merged",
+        ring=f"{SCRIPT} {INTER} {BALANCED}", splits=("cp4",))  # fmt: skip
     yield files("inter_document_entry", long, "positions of zigzag", ring=f"{INTER} {BALANCED}",
         splits=every)  # fmt: skip
     yield files("document_mask_entry", f"{long} {RECOMPUTE}", shifted,
