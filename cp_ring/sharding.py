@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from cp_ring.comm.agreement import Fact
+from cp_ring.comm.same_batch import check_same_batch
 from cp_ring.comm.transport import Group, Transport, check_local, exchange, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.ops.dtypes import sum_dtype
@@ -37,24 +38,51 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     """This rank's part of whole tensors along `dim`, the dimension of tokens.
 
     `tensors` is a tensor, or a tuple, list or dict of tensors; None inside them stays None.
-    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Nothing is sent: every
-    rank holds the whole tensor and takes its part. The gradient of a part reaches this rank's whole
-    tensor only, zero elsewhere.
+    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Every rank holds the
+    whole tensor and takes its part; nothing of it is sent. The gradient of a part reaches this
+    rank's whole tensor only, zero elsewhere.
 
-    Raises `PlanError` where a tensor has another number of tokens than the layout, `ConfigError`
-    for what is not a group.
+    The ranks compare tensors of integers, as tokens: a collective in the first calls, then in one
+    of 16 (`cp_ring.comm.same_batch`).
+
+    Raises `PlanError` where a tensor has another number of tokens than the layout, and on all ranks
+    where ranks hold other integers; `ConfigError` for what is not a group.
     """
-    if isinstance(tensors, list):
-        return [None if x is None else shard(x, layout, group, dim) for x in tensors]
-    if isinstance(tensors, tuple):
-        return tuple(None if x is None else shard(x, layout, group, dim) for x in tensors)
+    named = _named(tensors)
+    for name, x in named.items():
+        check_local(name, x)
+    if named:
+        transport = transport_for(group, next(iter(named.values())).device)
+        check_same_batch(transport, named)
+    return parts_of(tensors, layout, group, dim)
+
+
+def parts_of[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[str, Any])](
+    tensors: Tensors, layout: Layout | Plan | str | None, group: Group, dim: int
+) -> Tensors:
+    """As `shard`, but no rank asks whether the others hold the same tensors."""
+    if isinstance(tensors, list | tuple):
+        parts = [None if x is None else parts_of(x, layout, group, dim) for x in tensors]
+        return parts if isinstance(tensors, list) else tuple(parts)
     if isinstance(tensors, dict):
-        return {
-            name: None if x is None else shard(x, layout, group, dim) for name, x in tensors.items()
-        }
+        named = tensors.items()
+        return {name: None if x is None else parts_of(x, layout, group, dim) for name, x in named}
     dim, transport = _begin(tensors, dim, group)
     rank, size = (transport.rank, transport.size) if transport else (0, 1)
     return _layout(layout, tensors.shape[dim], size).shard(tensors, rank, dim)
+
+
+def _named(tensors: Any, name: str = "") -> dict[str, Tensor]:
+    """The tensors inside of `tensors` by name."""
+    if isinstance(tensors, Tensor):
+        return {name or "the tensor": tensors}
+    if isinstance(tensors, dict):
+        inside = [(f"{name}.{key}" if name else str(key), x) for key, x in tensors.items()]
+    elif isinstance(tensors, list | tuple):
+        inside = [(f"{name or 'tensor '}{number}", x) for number, x in enumerate(tensors)]
+    else:
+        return {}
+    return {key: x for each, inner in inside for key, x in _named(inner, each).items()}
 
 
 @_disable_dynamo

@@ -37,6 +37,7 @@ _FIRST = (
     "rotary_multimodal",
     "sft_batches",
     "packed_batches",
+    "equal_rows",
     "document_mask",
     "microbatch_order",
     "loss_average",

@@ -168,11 +168,15 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = RUNTIME.k
 def agreement_of(group: dist.ProcessGroup) -> Agreement:
     """The agreement of a process group, which all its transports share."""
     if group not in _agreements:
-        # A copy, because a wait blocks a store for other threads.
-        c10d: Any = dist.distributed_c10d
-        store = c10d._get_process_group_store(group).clone()
-        _agreements[group] = Agreement(store, dist.get_rank(group), dist.get_world_size(group))
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        _agreements[group] = Agreement(store_of(group), rank, size)
     return _agreements[group]
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store of a process group: a copy, because a wait blocks a store for other threads."""
+    c10d: Any = dist.distributed_c10d
+    return c10d._get_process_group_store(group).clone()
 
 
 def some_of(x: torch.Tensor) -> str:

@@ -5,7 +5,7 @@ memory for CUDA tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from cp_ring.comm.agreement import agreement_of
+from cp_ring.comm.same_batch import comparison_of
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.observe import timing
 from cp_ring.observe.counters import recording
@@ -74,7 +75,9 @@ class Transport(Protocol):
 
     Every two ranks post the batches between them in the same order. If a transport has a method
     `agree(key, facts, every)`, each attention call starts with it; it raises `PlanError` where the
-    ranks make different calls, as `Agreement.check` does.
+    ranks make different calls, as `Agreement.check` does. If it has a method
+    `check_batch(tensors, every)`, splits of whole tensors start with it, as `BatchComparison.check`
+    does.
     """
 
     rank: int
@@ -108,6 +111,10 @@ class GroupTransport:
         if group is None:
             raise PlanError("the process group of this call was destroyed")
         return group
+
+    def check_batch(self, tensors: Mapping[str, Tensor], every: int) -> None:
+        """Follows `BatchComparison.check`."""
+        comparison_of(self.group).check(tensors, every)
 
     def post(self, batch: MessageBatch) -> Pending:
         """Follows `Transport.post`."""

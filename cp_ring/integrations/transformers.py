@@ -16,9 +16,10 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cp_ring.api import ring_attention
+from cp_ring.comm.same_batch import check_same_batch
 from cp_ring.comm.transport import Group, transport_for
 from cp_ring.errors import ConfigError
-from cp_ring.sharding import shard
+from cp_ring.sharding import parts_of
 
 OFFSETS = "cp_ring_offsets"
 """What `shard_batch` adds to a batch, and the models hand to attention: where the documents of the
@@ -72,6 +73,7 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
     """
     tokens = batch["input_ids"]
     transport = transport_for(group, tokens.device)
+    check_same_batch(transport, batch)
     cp, (batch_size, n) = transport.size if transport else 1, tokens.shape
     whole = {
         "input_ids": tokens,
@@ -95,7 +97,7 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
         fill = {"labels": _IGNORED}
         whole = {name: pad(x, (0, more), value=fill.get(name, 0)) for name, x in whole.items()}
         offsets = (*offsets, n + more) if len(offsets) > 2 else (0, n + more)
-    parts = {name: x if cp == 1 else shard(x, None, group) for name, x in whole.items()}
+    parts = {name: x if cp == 1 else parts_of(x, None, group, 1) for name, x in whole.items()}
     parts["position_ids"] = parts["position_ids"].expand(batch_size, -1)
     parts |= {OFFSETS: offsets, "use_cache": False}
     if "labels" in whole:

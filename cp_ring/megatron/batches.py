@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from cp_ring.comm.same_batch import check_same_batch
+from cp_ring.comm.transport import transport_for
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.data.documents import (
@@ -52,10 +54,13 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
     Raises:
         ConfigError: for a mask of another length, or of a kind that --cp-ring-mask-kinds does not
             name; for packed documents that cannot be split.
+        PlanError: on all ranks, where they hold other tensors of integers; they are compared in the
+            first microbatches, then in one of --cp-ring-compare-every.
     """
     group = compat.group_of(None, "cp") if cp_group is None else cp_group
     if batch.get(SIZE) is not None:
         group = group_of_size(int(batch[SIZE]), group)
+    check_rows(batch, group)
     if batch.get(OFFSETS) is not None:
         return _split_packed(batch, group)
     if batch.get(SIZE) is not None:
@@ -85,6 +90,16 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
         whole = with_positions(whole, declared)
     parts = {name: carried.shard(value, group.rank()) for name, value in whole.items()}
     return rest | parts | {"packed_seq_params": DocumentParams.carry(carried)}
+
+
+def check_rows(batch: Mapping[str, Any], group: Any) -> None:
+    """Raises `PlanError` on all ranks of `group` where they hold other tensors of integers; see
+    `cp_ring.comm.same_batch`.
+    """
+    tensors = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor)}
+    if tensors and isinstance(group, torch.distributed.ProcessGroup) and group.size() > 1:
+        transport = transport_for(group, next(iter(tensors.values())).device)
+        check_same_batch(transport, tensors, current().compare_every)
 
 
 def group_of_size(size: int, cp_group: Any) -> Any:

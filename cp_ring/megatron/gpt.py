@@ -25,7 +25,7 @@ from torch.distributed import get_process_group_ranks
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.batches import declare, on_this_cp_rank, with_positions
+from cp_ring.megatron.batches import check_rows, declare, on_this_cp_rank, with_positions
 from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.data.masks import KEY, MicrobatchMask, decode, encode, read
 from cp_ring.megatron.data.prefetch import begin, following, wait_for
@@ -145,10 +145,12 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
         if not ends:
             return nothing
         batch = _next_batch(data_iterator)
+        check_rows(batch, parallel_state.get_context_parallel_group())
         whole = _mrope_positions(batch)
         return nothing | on_this_cp_rank(batch, rank, cp) | whole | _weight(batch)
     batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, ())
     weight = _weight(batch)
+    check_rows(batch, parallel_state.get_context_parallel_group())
     entry = batch.pop(extra)
     if extra == "cu_seqlens":
         coming = batch.pop(_NEXT).numpy()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.agreement import Fact, differences, warn_of_same
+from cp_ring.comm.same_batch import contents, difference
 from cp_ring.comm.transport import MessageBatch, Pending, count, messages
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.observe.spans import arrived
@@ -47,6 +48,7 @@ class LocalRing:
         self._failed, grad = False, torch.is_grad_enabled()
         self._calls: dict[int, tuple[int, Sequence[Fact]]] = {}
         self._values: defaultdict[int, list[str]] = defaultdict(list)
+        self.batches: defaultdict[int, dict[int, Any]] = defaultdict(dict)
 
         def one(rank: int) -> Any:
             # One shared engine thread for the backward of all ranks would wait for itself.
@@ -109,7 +111,17 @@ class LocalGroup:
         self.rank, self.size = rank, ring.size
         self._sent: dict[int, int] = defaultdict(int)
         self._awaited: dict[int, int] = defaultdict(int)
-        self._calls = 0
+        self._calls = self._batches = 0
+
+    def check_batch(self, tensors: Mapping[str, Tensor], every: int) -> None:
+        """Follows `BatchComparison.check`, but compares every batch with those of the ranks that
+        have come this far.
+        """
+        batches = self._ring.batches[self._batches]
+        batches[self.rank] = contents(tensors)
+        self._batches += 1
+        if line := difference({rank: batches[rank] for rank in sorted(batches)}):
+            raise PlanError(line)
 
     def agree(
         self,

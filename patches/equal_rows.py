@@ -1,0 +1,48 @@
+"""Scripts of Megatron split the same rows on all context-parallel ranks, or end in one line."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from cp_ring.megatron.wrapping import loaded_modules
+from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+
+_NAME = "get_batch_on_this_cp_rank"
+_TENSORS = ("tokens", "labels", "position_ids", "cu_seqlens")
+
+
+def split_equal_rows(
+    split: Any,
+    batch: dict[str, Any],
+    is_hybrid_cp: bool = False,
+    cp_group: Any = None,
+    **named: Any,
+) -> dict[str, Any]:
+    """As Megatron's `get_batch_on_this_cp_rank`, after the ranks have compared their batches."""
+    from megatron.core import parallel_state
+
+    from cp_ring.megatron.batches import check_rows
+
+    if not is_hybrid_cp:  # else a microbatch names its ranks
+        group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+        check_rows({name: batch.get(name) for name in _TENSORS}, group)
+    return dict(split(batch, is_hybrid_cp, cp_group=cp_group, **named))
+
+
+def _replacements() -> Iterator[Replacement]:
+    import megatron.core.utils as utils
+
+    compared = functools.partial(split_equal_rows, getattr(utils, _NAME))
+    yield from replace_everywhere(loaded_modules("megatron."), _NAME, compared)
+
+
+PATCH = Patch(
+    what="context-parallel ranks compare the rows that a script's batches hold before they split "
+    "them",
+    why="a loader that deals other rows to each rank trains on mixed halves, and nothing after the "
+    "split can tell",
+    when="--cp-ring",
+    replacements=_replacements,
+)

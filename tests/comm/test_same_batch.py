@@ -1,0 +1,159 @@
+"""Ranks that hold different batches stop with one line before any of them takes its part."""
+
+from __future__ import annotations
+
+import datetime
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cp_ring
+from cp_ring import PlanError
+from cp_ring.comm import same_batch
+from cp_ring.comm.agreement import FIRST
+from cp_ring.comm.same_batch import BatchComparison, contents, difference
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.rank_pool import LIMIT_S
+from tests.rings import rank_of
+
+N, CP = 64, 2
+LINE = "ranks of the group hold different batches: {} of rank 0 and of rank 1 differ. Each takes"
+
+
+def rows(seed: int) -> dict[str, Any]:
+    tokens = torch.randint(99, (1, N), generator=torch.Generator().manual_seed(seed))
+    return {"tokens": tokens, "labels": tokens.roll(-1, 1), "position_ids": torch.arange(N)[None]}
+
+
+def with_shard(batch: dict[str, Any], group: Any) -> None:
+    cp_ring.shard(batch, group=group)
+
+
+def with_split_batch(batch: dict[str, Any], group: Any) -> None:
+    from cp_ring.megatron import split_batch
+
+    split_batch(batch, group)
+
+
+def with_documents(batch: dict[str, Any], group: Any) -> None:
+    with_split_batch(batch | {"cu_seqlens": torch.tensor([0, 24, N])}, group)
+
+
+def with_a_script_of_megatron(batch: dict[str, Any], group: Any) -> None:
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from cp_ring.patches.equal_rows import split_equal_rows
+
+    split_equal_rows(get_batch_on_this_cp_rank, batch | {"cu_seqlens": None}, cp_group=group)
+
+
+def with_transformers(batch: dict[str, Any], group: Any) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from cp_ring.integrations.transformers import shard_batch
+
+    batch = dict(batch)
+    shard_batch({"input_ids": batch.pop("tokens"), **batch}, group)
+
+
+WAYS = {way.__name__[5:]: way for way in (
+    with_shard, with_split_batch, with_documents, with_a_script_of_megatron, with_transformers
+)}  # fmt: skip
+
+
+def split(group: Any, way: str, equal: bool) -> str:
+    """What a split of rows says on this rank, "" for nothing. A loader that deals rows by the rank
+    in the whole job gives each rank other ones.
+    """
+    try:
+        WAYS[way](rows(0 if equal else rank_of(group)), group)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_rows_on_each_rank_are_one_line_on_all(pool, way):
+    assert pool.run(split, CP, way, True) == ["", ""]
+    first, second = pool.run(split, CP, way, False)
+    assert first == second and "\n" not in first
+    token = "input_ids" if way == "transformers" else "tokens"
+    assert first.startswith(LINE.format(f"{token} of rank 0 and of rank 1 differ; labels")), first
+    assert "position_ids" not in first
+    assert pool.run(split, CP, way, True) == ["", ""]
+
+
+def test_tensors_are_named_by_their_place():
+    def case(group: Any) -> None:
+        cp_ring.shard((torch.arange(N)[None], rows(group.rank)["tokens"]), group=group)
+
+    with pytest.raises(PlanError, match="batches: tensor 1 of rank 0 and of rank 1 differ"):
+        LocalRing(2).run(case)
+
+
+def test_numbers_that_are_no_integers_are_not_compared():
+    def case(group: Any) -> bool:
+        cp_ring.shard(torch.randn(1, N), group=group)
+        return True
+
+    assert all(LocalRing(2).run(case))
+
+
+def test_the_line_names_all_ranks_that_differ():
+    batches = [
+        {"tokens": torch.full((1, 4), rank // 2), "same": torch.arange(3)} for rank in range(4)
+    ]
+    found = difference({rank: contents(batch) for rank, batch in enumerate(batches)})
+    assert "batches: tokens of ranks 0, 1 and of ranks 2, 3 differ. Each" in found
+    batches[3]["tokens"] = torch.zeros(1, 6, dtype=torch.int64)
+    batches[2] = {"same": torch.arange(3)}
+    found = difference({rank: contents(batch) for rank, batch in enumerate(batches)})
+    assert "tokens of ranks 0, 1 ([1, 4]) and of rank 2 (absent) and of rank 3 ([1, 6])" in found
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_the_digest_follows_values_and_places(dtype):
+    x = torch.arange(200).to(dtype).view(2, 100)
+    others = [x.flip(0), x.roll(1, 1), x.clone().index_fill_(1, torch.tensor([7]), 3)]
+    assert contents({"x": x}) == contents({"x": x.clone()})
+    assert all(contents({"x": x}) != contents({"x": other}) for other in others)
+
+
+def test_the_first_microbatches_are_compared_and_then_one_in_sixteen(monkeypatch):
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
+    looked = []
+    monkeypatch.setattr(
+        same_batch, "contents", lambda tensors: looked.append(1) or contents(tensors)
+    )
+
+    def one(rank: int, every: int) -> list[int]:
+        comparison, found = BatchComparison(store, rank, 1), []
+        for number in range(1, 4 * FIRST + 1):
+            before = len(looked)
+            comparison.check({"tokens": torch.arange(4)}, every)
+            found += [number] * (len(looked) - before)
+        return found
+
+    later = [number for number in range(FIRST + 1, 4 * FIRST + 1) if number % 16 == 0]
+    assert same_batch.EVERY == 16
+    assert one(0, same_batch.EVERY) == [*range(1, FIRST + 1), *later]
+    assert one(0, 0) == []
+
+
+def test_a_difference_is_found_by_all_ranks_of_a_store():
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
+
+    def one(rank: int) -> str:
+        comparison = BatchComparison(store, rank, 3)
+        with pytest.raises(PlanError) as error:
+            comparison.check({"tokens": torch.arange(4) + (rank == 1)}, 1)
+        comparison.check({"tokens": torch.arange(4)}, 1)  # and they may go on
+        return str(error.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        (line,) = set(threads.map(one, range(3)))
+    assert "tokens of ranks 0, 2 and of rank 1 differ" in line
