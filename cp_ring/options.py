@@ -33,8 +33,9 @@ UNTRIED = ("cuda-graphs", "moe-overlap")
 rejected unless allowed.
 """
 
-
 LEFT = {
+    "keep_checkpoints": "Megatron's --save-retain-interval removes checkpoints",
+    "trust_checkpoint": "checkpoints are loaded as Megatron loads them; drop it",
     "compute_streams": "kernel calls have one stream; drop it",
 }
 """Settings and keywords of the version before, and what to do in their place."""
@@ -252,16 +253,6 @@ class Options:
     debug: bool = _setting(
         False,
         "Fill receive buffers with NaN and check the agreement of ranks at every call. Slow.",
-    )
-    keep_checkpoints: int = _setting(
-        0,
-        "Number of checkpoints to keep, the newest ones; 0 keeps all.",
-        least=0,
-    )
-    trust_checkpoint: bool = _setting(
-        False,
-        "Load any pickled object of a checkpoint, which lets it run code: only for files of "
-        "known origin.",
     )
     certify: str = _setting(
         "on",

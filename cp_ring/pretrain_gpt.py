@@ -38,13 +38,11 @@ def main() -> None:
         standard_streams.tolerate()
         # these load Megatron: only after `install`
         from cp_ring.megatron import compat, gpt, gpt_model, training_log
-        from cp_ring.megatron.checkpoints.saving import saves_reported_at_exit
 
         log_steps()
         gc.freeze()
         gc.enable()
-        with saves_reported_at_exit():
-            compat.pretrain(gpt.datasets_provider, gpt.forward_step, gpt_model.build)
+        compat.pretrain(gpt.datasets_provider, gpt.forward_step, gpt_model.build)
         training_log.finish(config.run_dir)
 
 

@@ -107,19 +107,17 @@ def _run_patched(script: Path, config: Options) -> None:
     signals.listen_if_asked(sys.argv)
     # these load torch and Megatron, which takes seconds: listen first
     from cp_ring.megatron import training_log
-    from cp_ring.megatron.checkpoints.saving import saves_reported_at_exit
 
     _check_batches(script, config)
     if config.run_dir or config.timing or config.trace:
         log_steps()
-    with saves_reported_at_exit():
-        try:
-            runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as end:
-            # A script may end with `sys.exit(0)` after its last step. Megatron too exits with 0
-            # where a signal stops it earlier.
-            if end.code or not training_log.all_steps_done():
-                raise
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        # A script may end with `sys.exit(0)` after its last step. Megatron too exits with 0
+        # where a signal stops it earlier.
+        if end.code or not training_log.all_steps_done():
+            raise
     training_log.finish(config.run_dir)
 
 

@@ -21,12 +21,10 @@ from cp_ring.patches.patch import Patch
 _FIRST = (
     "cpu_runtime",
     "dataset_helpers",
-    "data_files",
     "arguments",
     "optimizer_step",
     "tensorboard",
-    "safe_checkpoints",
-    "restricted_unpickling",
+    "newest_checkpoint",
     "exit_signal",
     "core_attention",
     "latent_gradients",

@@ -17,22 +17,25 @@ from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 def _replacements() -> Iterator[Replacement]:
     import megatron.training as package
-    from megatron.training import training
+    from megatron.training import checkpointing, training
 
     setup, pretrain = training.setup_model_and_optimizer, training.pretrain
     steps: list[Any] = []
+
+    def has_loaded() -> bool:
+        iteration = checkpointing.get_loaded_iteration()
+        return iteration is not None and iteration >= 0
 
     @functools.wraps(setup)
     def certify_first(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
         from cp_ring.megatron.certificate.certify import certify  # imports Megatron
-        from cp_ring.megatron.checkpoints import loading
 
         step = steps[-1] if steps else None
         certify(get_args(), step)
         built = setup(*args, **kwargs)
-        if loading.has_loaded():
+        if has_loaded():
             certify(get_args(), step, loaded=True)
         return built
 

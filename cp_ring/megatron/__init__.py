@@ -16,8 +16,6 @@ enable: Any
 certify: Any
 split_batch: Any
 generate: Any
-save_checkpoint: Any
-load_checkpoint: Any
 with_ring_attention: Any
 
 _MODULES = {
@@ -25,8 +23,6 @@ _MODULES = {
     "certify": "cp_ring.megatron.program",
     "split_batch": "cp_ring.megatron.batches",
     "generate": "cp_ring.megatron.generation",
-    "save_checkpoint": "cp_ring.megatron.checkpoints.whole",
-    "load_checkpoint": "cp_ring.megatron.checkpoints.whole",
     "with_ring_attention": "cp_ring.megatron.specs",
 }
 
@@ -34,8 +30,6 @@ __all__ = [
     "certify",
     "enable",
     "generate",
-    "load_checkpoint",
-    "save_checkpoint",
     "split_batch",
     "with_ring_attention",
 ]

@@ -58,30 +58,16 @@ def note(message: str, shown: bool | None = None) -> None:
 
 @contextlib.contextmanager
 def rejecting() -> Iterator[None]:
-    """Calls `reject` for errors of cp_ring, also for a `ConfigError` that torch's checkpoints have
-    wrapped.
-    """
+    """Calls `reject` for errors of cp_ring."""
     try:
         yield
     except _OURS as error:
         reject(str(error))
-    except BaseException as error:  # `CheckpointException` is no `Exception`
-        ours = error_within(error)
-        if ours is None:
-            raise
-        reject(str(ours))
 
 
 def first_line(error: object) -> str:
     """The first line of the text of an error, "" where it has none."""
     return next(iter(str(error).strip().splitlines()), "")
-
-
-def error_within(error: Any) -> ConfigError | None:
-    """The `ConfigError` that torch's `CheckpointException` wraps, or None."""
-    failures = getattr(error, "failures", None)
-    wrapped = failures.values() if isinstance(failures, dict) else ()
-    return next((inner for inner, *_ in wrapped if isinstance(inner, ConfigError)), None)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ no_cuda = pytest.mark.skipif(
 @pytest.mark.compat
 @pytest.mark.slow
 def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_path):
-    """docs/examples/megatron_core.py at cp 2 x dp 2 and at dp 4; a wrong split; checkpoints."""
+    """docs/examples/megatron_core.py at cp 2 x dp 2 and at dp 4; a wrong split."""
     done = launch(4, [str(HERE / "program_worker.py"), str(tmp_path)])
     assert done.returncode == 0, done.stdout[-6000:]
     found = json.loads((tmp_path / "found.json").read_text())
@@ -57,12 +57,6 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
     assert all(found[name].startswith(probes) for name in wrong), found
     assert "a causal layer sees nothing after its own position" in found["wrong settings"]
     assert found["attention"] == "RingDotProductAttention"
-    assert found["loaded"] and found["damaged"].endswith(
-        "is not what was written: its checksum is another"
-    )
-    assert "latest_checkpointed_iteration.txt" in found["files"] and not any(
-        ".saving" in name for name in found["files"]
-    )
 
 
 @pytest.fixture

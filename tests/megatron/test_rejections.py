@@ -8,7 +8,6 @@ import importlib
 import itertools
 import json
 import os
-import pickle
 import re
 import sys
 import tempfile
@@ -21,7 +20,6 @@ import torch
 from cp_ring import Layout, Mask, Options, patches, run
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, rejection, settings
-from cp_ring.megatron.checkpoints import inspection
 from cp_ring.megatron.flags import argument_parser, graphs, implementations, rules, validate
 from cp_ring.megatron.flags.rule import Job, problem
 from cp_ring.tools.job import command_line
@@ -746,100 +744,6 @@ def test_a_single_process_leaves_no_file(tmp_path, monkeypatch, capsys):
         and capsys.readouterr().err == "cp_ring: error: no\n"
         and not list(tmp_path.iterdir())
     )
-
-
-def write_checkpoint(folder, size=100):
-    """A folder with the files of a torch_dist checkpoint, of which `__0_0.distcp` should hold 100
-    bytes.
-    """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-
-    folder.mkdir(parents=True)
-    (folder / "metadata.json").write_text(
-        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
-    )
-    stored = {
-        MetadataIndex("a"): _StorageInfo("__0_0.distcp", 0, 60),
-        MetadataIndex("b"): _StorageInfo("__0_0.distcp", 60, 40),
-    }
-    (folder / ".metadata").write_bytes(
-        pickle.dumps(Metadata(state_dict_metadata={}, storage_data=stored))
-    )
-    (folder / "__0_0.distcp").write_bytes(bytes(size))
-
-
-def arguments(load, **values):
-    return argparse.Namespace(load=str(load), **({"ckpt_step": None} | values))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "truncated shard",
-        "no shard",
-        "no metadata",
-        "truncated metadata",
-        "no metadata.json",
-        "no folder",
-    ],
-)
-def test_a_half_written_checkpoint_falls_back_to_the_last_good_one(tmp_path, capsys, damage):
-    for step in (20, 40):
-        write_checkpoint(tmp_path / f"iter_{step:07d}")
-    last = tmp_path / "iter_0000060"
-    if damage != "no folder":
-        write_checkpoint(last, size=99 if damage == "truncated shard" else 100)
-    if damage == "truncated metadata":
-        (last / ".metadata").write_bytes((last / ".metadata").read_bytes()[:-20])
-    missing = {
-        "no shard": "__0_0.distcp",
-        "no metadata": ".metadata",
-        "no metadata.json": "metadata.json",
-    }.get(damage)
-    if missing:
-        (last / missing).unlink()
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
-    before = sorted(path.name for path in tmp_path.rglob("*"))
-    args = arguments(tmp_path)
-    inspection.choose(args)
-    assert args.ckpt_step == 40
-    assert "resuming from iteration 40" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.rglob("*")) == before
-
-
-def test_a_whole_checkpoint_is_taken_as_it_is(tmp_path):
-    write_checkpoint(tmp_path / "iter_0000060")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
-    args = arguments(tmp_path)
-    inspection.choose(args)
-    assert args.ckpt_step is None
-
-
-def test_no_whole_checkpoint_is_rejected(tmp_path):
-    write_checkpoint(tmp_path / "iter_0000060", size=1)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("60")
-    with pytest.raises(
-        ConfigError, match=r"--load .*: no checkpoint in it is whole .*holds 1 of 100 bytes"
-    ):
-        inspection.choose(arguments(tmp_path))
-    with pytest.raises(ConfigError, match="--ckpt-step 60"):
-        inspection.choose(arguments(tmp_path, ckpt_step=60))
-
-
-@pytest.mark.parametrize(
-    ("name", "flag", "ours"), [("num_layers", "--num-layers", 3), ("swiglu", "--swiglu", False)]
-)
-def test_a_checkpoint_of_another_model_shape(tmp_path, monkeypatch, name, flag, ours):
-    shape = {"num_layers": 2, "hidden_size": 64, "swiglu": True}
-    monkeypatch.setattr(inspection, "_saved_args", lambda folder: SimpleNamespace(**shape))
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
-    inspection.check_model(arguments(tmp_path, **shape))
-    message = (
-        f"^{flag}: the checkpoint of iteration 20 .* has {name} {shape[name]}, and this job {ours}$"
-    )
-    with pytest.raises(ConfigError, match=message):
-        inspection.check_model(arguments(tmp_path, **(shape | {name: ours})))
 
 
 class FusedAdam:

@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from packaging.version import Version
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.report import Certificate
-from cp_ring.megatron.checkpoints import files, folders
 from cp_ring.megatron.compat import megatron_version
 from cp_ring.megatron.flags import comm_types
+from cp_ring.megatron.newest_checkpoint import TRACKER
 from cp_ring.megatron.rejection import note
 
 NAME = "cp_ring_certificate.json"
@@ -126,7 +127,13 @@ def save(args: argparse.Namespace, certificate: Certificate) -> None:
 
 def write(path: Path, certificate: Certificate) -> None:
     """Writes the certificate as JSON, whole or not at all."""
-    files.replace_text(path, json.dumps(certificate.as_dict(), indent=2))
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps(certificate.as_dict(), indent=2)
+    try:
+        aside.write_text(text)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -170,13 +177,13 @@ def _read(folder: str | None) -> dict[str, Any] | None:
     """The settings that the certificate in `folder` is for; None if there is no checkpoint or no
     certificate there.
     """
-    if not folder or not (Path(folder) / folders.TRACKER).is_file():
+    if not folder or not (Path(folder) / TRACKER).is_file():
         return None
     path = Path(folder) / NAME
     if not path.is_file():
         return None
     try:
-        return dict(files.read_json(path)["about"]["attention"])
+        return dict(json.loads(path.read_text())["about"]["attention"])
     except (OSError, ValueError, KeyError, TypeError):
         note(f"{path} is not readable: the job is compared with nothing")
         return None

@@ -281,10 +281,6 @@ ATTENTION = (
          "core_attn holds on the device", "leave core_attn out of --recompute-modules",
          "it frees nothing with ring attention",
          "--cp-ring-offload --recompute-granularity selective"),
-    Rule("--use-torch-fsdp2 --ckpt-format=torch_dcp",
-         "--ckpt-format torch_dcp has no manifest by which a checkpoint is verified",
-         "give torch_dist",
-         "these files are written by torch alone", "--use-torch-fsdp2 --ckpt-format torch_dcp"),
     Rule(lambda job: job.holds("--load --use-torch-fsdp2") and job.before("0.19"),
          "--load with --use-torch-fsdp2 needs megatron-core 0.19: {version} does not resume as "
          "the job was",
@@ -300,10 +296,6 @@ ATTENTION = (
          "ranks of the job for those of one stage", "leave out either",
          "its device mesh of 0.19 has no pipeline stages; --use-distributed-optimizer has",
          "--use-megatron-fsdp --pipeline-model-parallel-size 2"),
-    Rule("--use-megatron-fsdp --async-save",
-         "--async-save with --use-megatron-fsdp writes checkpoints without a manifest",
-         "leave out --async-save", "torch writes these files, and nobody sums them",
-         "--use-megatron-fsdp --async-save"),
     Rule("--save|--load --use-megatron-fsdp --data-parallel-sharding-strategy=optim|"
          "--data-parallel-sharding-strategy=optim_grads",
          "{found} with --use-megatron-fsdp needs --data-parallel-sharding-strategy "

@@ -62,10 +62,6 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
             # s x s booleans that ring attention does not need
             args.create_attention_mask_in_dataloader = False
         check_job(job, rules.TRAINING + rules.DATA + rules.LAYERS)
-        if getattr(args, "load", None):
-            from cp_ring.megatron.checkpoints import inspection
-
-            inspection.choose(args)
         config = _as_settled(args, config)
         configure(config, layers=windows_of(args) if config.enabled else None)
     return args
@@ -140,10 +136,6 @@ def windows_of(args: argparse.Namespace) -> LayerWindows | None:
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
     """As `accept`, for checks that need `args` after Megatron has validated and completed them."""
     with rejecting():
-        if getattr(args, "load", None):
-            from cp_ring.megatron.checkpoints import inspection
-
-            inspection.check_model(args)
         config = Options.from_args(args)
         if config.enabled:
             check_rules(Job(args, config), rules.INSTALLED)

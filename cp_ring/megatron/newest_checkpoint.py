@@ -1,0 +1,125 @@
+"""The newest whole checkpoint of a folder: the one that a job resumes from.
+
+Megatron writes and reads checkpoints. Its tracker names the newest one, but a kill or a full disk
+can leave the tracker empty, and a file system can lose what a shard held. A checkpoint is whole if
+its index (`.metadata`) can be read and the shards that it names have their sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.rejection import note, rejecting
+from cp_ring.megatron.wrapping import Function, around
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@around
+def newest_whole(read_metadata: Function, tracker: Any) -> tuple[int, bool]:
+    """Megatron's `read_metadata` of a tracker file, which returns the iteration to load and whether
+    it is a release; here that of the newest whole checkpoint.
+
+    Rank 0 looks and all ranks follow. A line tells what is passed over. Ends the job in one line
+    where there are checkpoints and none is whole.
+    """
+    tracker = str(tracker)
+    if "://" in tracker or _word(Path(tracker)) == "release" or _step_is_given():
+        result: tuple[int, bool] = read_metadata(tracker)
+        return result
+    with rejecting():
+        found: list[Any] = [None, ""]
+        running = dist.is_initialized()
+        if not running or dist.get_rank() == 0:
+            found[:] = find(Path(tracker).parent)
+        if running:
+            dist.broadcast_object_list(found)
+        iteration, passed_over = found
+        if iteration is None:
+            raise ConfigError(
+                f"--load {Path(tracker).parent}: no checkpoint in it is whole ({passed_over}): "
+                "give another folder"
+            )
+        if passed_over:
+            note(f"passing over {passed_over}: resuming from iteration {iteration}")
+    return iteration, False
+
+
+def find(folder: Path) -> tuple[int | None, str]:
+    """The iteration of the newest whole checkpoint in `folder`, and what is wrong with the newer
+    one that the tracker names, or with the tracker; None for the iteration if there is none.
+
+    Checkpoints that are newer than the one that the tracker names are not looked at: their saves
+    have not ended.
+    """
+    word = _word(folder / TRACKER)
+    latest = int(word) if re.fullmatch(r"[0-9]{1,18}", word) else None
+    there = sorted(
+        (int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*[0-9]")), reverse=True
+    )
+    problem = "" if latest is not None else f"the tracker {TRACKER}, which names no iteration"
+    if latest is not None:
+        there = [latest, *(iteration for iteration in there if iteration < latest)]
+    for iteration in there:
+        defect = defect_of(folder / f"iter_{iteration:07d}")
+        if not defect:
+            return iteration, problem
+        problem = problem or f"the checkpoint of iteration {iteration} ({defect})"
+    return None, problem
+
+
+def defect_of(folder: Path) -> str:
+    """Why the checkpoint `folder` (iter_N) is not whole, or "".
+
+    Of torch_dist, torch_dcp and fsdp_dtensor the index is read; a checkpoint of Megatron's old
+    format has none and counts as whole.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    if not folder.is_dir():
+        return f"{folder} does not exist"
+    if any(folder.glob("mp_rank_*")):
+        return ""
+    if not (folder / ".metadata").is_file():
+        return f"{folder / '.metadata'} is missing"
+    try:
+        index = FileSystemReader(folder).read_metadata()
+        needed: dict[str, int] = {}
+        for stored in index.storage_data.values():
+            end = stored.offset + stored.length
+            needed[stored.relative_path] = max(needed.get(stored.relative_path, 0), end)
+    except Exception as error:  # a pickle that is cut off raises nearly anything
+        return f"{folder / '.metadata'} cannot be read ({type(error).__name__})"
+    for name, size in sorted(needed.items()):
+        if not (folder / name).is_file():
+            return f"{folder / name} is missing"
+        if (found := (folder / name).stat().st_size) < size:
+            return f"{folder / name} holds {found} of {size} bytes"
+    # torch_dist alone has this file and writes it after all others
+    if "args" in index.state_dict_metadata:
+        return ""
+    try:
+        json.loads((folder / "metadata.json").read_text())
+    except (OSError, ValueError) as error:
+        return f"{folder / 'metadata.json'} cannot be read ({type(error).__name__})"
+    return ""
+
+
+def _word(tracker: Path) -> str:
+    """What the tracker says, "" where it cannot be read."""
+    try:
+        return tracker.read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _step_is_given() -> bool:
+    """Whether --ckpt-step names the iteration to load."""
+    return any(word.partition("=")[0] == "--ckpt-step" for word in sys.argv)
