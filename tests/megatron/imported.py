@@ -23,7 +23,7 @@ with warnings.catch_warnings(), functions_uncompiled():
 
     for package in (cp_ring, patches):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.startswith(("cp_ring.tools.cli", "cp_ring.configs")):
+            if not module.name.startswith(("cp_ring.tools", "cp_ring.configs")):
                 importlib.import_module(module.name)
 
 with contextlib.suppress(ImportError):  # megatron-core before 0.18 does not have it

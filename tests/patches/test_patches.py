@@ -36,7 +36,6 @@ def test_the_table_lists_every_patch():
 def test_a_patch_is_for_every_supported_version_unless_it_says_otherwise():
     assert patches.get("arguments").versions == compat.SUPPORTED
     assert patches.get("arguments").describe()["versions"] == f"megatron-core {compat.SUPPORTED}"
-    assert patches.get("restricted_unpickling").package == "torch"
 
 
 def test_an_unknown_patch_is_rejected():
