@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # The environment of every rank on this cluster: network, NCCL, threads. train.sbatch sources it in each task, with the command of
-# the rank as arguments. A variable that is already set keeps its value. Copy this file for your site: cp-ring submit --env-file FILE.
+# the rank as arguments. A variable that is already set keeps its value. Copy this file for your site: ENV_FILE=my_env.sh sbatch ...
 
 # keep NAME VALUE: sets and exports NAME, unless NAME is already set or VALUE is empty.
 keep() { [[ -n "${!1:-}" || -z "$2" ]] || export "$1=$2"; }

@@ -53,9 +53,7 @@ def test_pages_load_nothing_from_the_network(site):
         assert not LOADED.search(page.read_text()), page.relative_to(site)
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "launch/slurm/README.md"]
-)
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"])
 def test_links_of_pages_outside_the_site(page):
     path = ROOT / page
     for link in LINK.findall(path.read_text()):

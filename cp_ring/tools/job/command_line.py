@@ -52,6 +52,10 @@ class Command:
     corpus: Corpus | None
     entry: tuple[str, ...] = (ENTRY,)
 
+    def of_one_rank(self) -> str:
+        """The command of a rank that Slurm starts, as a line of a shell."""
+        return shlex.join([sys.executable, "-m", *self.entry, *self.megatron])
+
     @property
     def arguments(self) -> list[str]:
         """All arguments of torchrun."""
@@ -93,9 +97,10 @@ def find_corpus(job: JobConfig) -> Corpus | None:
     )
 
 
-def build_command(job: JobConfig, elsewhere: bool = False) -> Command:
+def build_command(job: JobConfig, elsewhere: bool = False, tasks: int | None = None) -> Command:
     """The command of `job`, checked by cp_ring's rules and by Megatron's parser and validation.
-    With `elsewhere`, other nodes run it; their GPUs are unknown here.
+    With `elsewhere`, other nodes run it; their GPUs are unknown here. tasks: how many ranks Slurm
+    starts on all nodes, of which this is one.
 
     Raises `ConfigError` with all reasons, each with its key.
     """
@@ -103,7 +108,7 @@ def build_command(job: JobConfig, elsewhere: bool = False) -> Command:
     visible: dict[str, str] = {}
     device = "cuda" if job.launch.device == "cuda" else "cpu"
     with reasons.of(), _keys_of(job):
-        device, visible = choose_device(job, elsewhere)
+        device, visible = choose_device(job, elsewhere, tasks)
     corpus, line = checked_flags(job, device, reasons, Reasons() if elsewhere else reasons)
     return Command(_environment(job, device) | visible, _torchrun(job), line, corpus)
 
@@ -243,7 +248,9 @@ def _keys_of(job: JobConfig) -> Iterator[None]:
         raise ConfigError(*(f"{job.source}: {line}" for line in lines)) from None
 
 
-def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[str, str]]:
+def choose_device(
+    job: JobConfig, elsewhere: bool = False, tasks: int | None = None
+) -> tuple[str, dict[str, str]]:
     """`cuda` or `cpu`, and the variables that hide GPUs that the job must not use.
 
     Raises `ConfigError` where launch.device is cuda and the node has fewer GPUs than ranks; not if
@@ -251,6 +258,15 @@ def choose_device(job: JobConfig, elsewhere: bool = False) -> tuple[str, dict[st
     """
     import torch
 
+    if tasks is not None:
+        if tasks != job.parallel.ranks:
+            raise ConfigError(
+                f"{tasks} tasks, but the sizes in section parallel make {job.parallel.ranks} "
+                "ranks: ask Slurm for as many tasks, or change parallel.data_parallel_size"
+            )
+        on_cpu = job.launch.device == "cpu"
+        on_cpu |= job.launch.device == "auto" and not torch.cuda.is_available()
+        return "cpu" if on_cpu else "cuda", {}
     if elsewhere and job.launch.device == "cuda":
         return "cuda", {}
 

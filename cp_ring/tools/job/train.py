@@ -71,6 +71,18 @@ def train(
     return code
 
 
+def line_by_hand(source: str, overrides: Sequence[str], tasks: int | None) -> str:
+    """Prepares the job as `train` does and starts nothing. Returns its command line for a shell;
+    with `tasks` that of one of so many ranks, which Slurm starts.
+    """
+    job = configs.load(source, overrides)
+    command = commands.build_command(job, tasks=tasks)
+    if command.corpus is not None:
+        prepare_corpus(command.corpus, job)
+    record_job(job, command.corpus)
+    return command.as_shell_line() if tasks is None else command.of_one_rank()
+
+
 def open_output(job: configs.JobConfig, name: str, verbose: bool) -> RankOutput:
     """Opens a new log file in the run directory for the output of this node's ranks, and prints its
     path.

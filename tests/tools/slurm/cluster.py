@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,11 +18,13 @@ from pathlib import Path
 import psutil
 import yaml
 
-from cp_ring.observe import progress
 from cp_ring.testing.rank_pool import LIMIT_S
 from tests.tools.slurm.job import TINY
 
 HERE = Path(__file__).parent
+SCRIPT = HERE.parents[2] / "launch" / "slurm" / "train.sbatch"
+PRINTED = 4e-6  # 1e-6, and the last digit that Megatron prints
+_STEP = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+)")
 ENDED = (
     "COMPLETED",
     "FAILED",
@@ -134,35 +137,39 @@ class Cluster:
 
 
 class Job:
-    """A tiny training on the cluster, submitted with cp-ring submit."""
+    """A tiny training on the cluster, by launch/slurm/train.sbatch; `words` stand behind the
+    script, by default a YAML file with `settings`.
+    """
 
-    def __init__(self, cluster: Cluster, name: str, *options: str, **settings: object):
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        *options: str,
+        ranks: int = 4,
+        words: tuple[str, ...] = (),
+        **settings: object,
+    ):
         self.cluster, self.run_dir = cluster, cluster.folder / name
+        self.checkpoints = self.run_dir / "checkpoints"
         path = cluster.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(TINY))
         wanted = {
             "launch.run_dir": str(self.run_dir),
             **{key.replace("__", "."): value for key, value in settings.items()},
         }
-        words = [
-            word
-            for key, value in wanted.items()
-            for word in ("--set", f"{key}={json.dumps(value)}")
-        ]
-        size = [] if "--nodes" in options else ["--nodes", "2", "--ranks-per-node", "2"]
-        line = [
-            sys.executable,
-            "-m",
-            "cp_ring.tools",
-            "submit",
-            str(path),
-            *size,
-            *words,
-            *options,
-        ]
-        done = cluster.run(*line)
+        sets = [f"{key}={json.dumps(value)}" for key, value in wanted.items()]
+        given = [word for one in sets for word in ("--set", one)]
+        self.run_dir.mkdir()
+        size = ["--nodes=2", f"--ntasks-per-node={ranks // 2}", "--gpus-per-node=0"]
+        done = cluster.run(
+            "env", f"PYTHON={sys.executable}", f"LOGS={self.run_dir}/logs",
+            f"ENV_FILE={SCRIPT.with_name('env.sh')}",
+            "sbatch", "--parsable", *size, f"--output={self.run_dir}/job.log", "--signal=B:USR1@10",
+            f"--chdir={cluster.folder}", *options, str(SCRIPT), *(words or (str(path), *given)),
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        self.number = done.stdout.split("cp_ring: job ")[1].split(";")[0]
+        self.number = done.stdout.strip()
 
     def facts(self) -> dict[str, str]:
         words = self.cluster.run(
@@ -181,26 +188,43 @@ class Job:
     def trace(self) -> dict[int, float]:
         """Step to loss; a step that was done twice must have had the same loss."""
         losses: dict[int, float] = {}
-        for line in progress.read(self.run_dir):
-            loss = line["lm loss"]
-            assert abs(losses.setdefault(line["step"], loss) - loss) <= 1e-6, line
+        for step, loss in self._steps():
+            first = losses.setdefault(step, loss)
+            assert abs(first - loss) <= PRINTED, (step, first, loss)
         return losses
+
+    def _steps(self) -> list[tuple[int, float]]:
+        """The steps of all tries, from the logs of the ranks that have the loss. The second line
+        after a start is Megatron's mean of two steps.
+        """
+        found = []
+        for log in sorted(self.run_dir.glob("logs/try-*/rank*.log")):
+            lines = _STEP.findall(log.read_text(errors="replace"))
+            losses = [float(loss) for _, loss in lines]
+            if len(losses) > 1:
+                losses[1] = 2 * losses[1] - losses[0]
+            found += [(int(step), loss) for (step, _), loss in zip(lines, losses, strict=True)]
+        return found
 
     @property
     def step(self) -> int:
-        steps = progress.read(self.run_dir)
-        return steps[-1]["step"] if steps else 0
+        return max((step for step, _ in self._steps()), default=0)
 
     @property
     def saved(self) -> int:
-        tracker = self.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
+        tracker = self.checkpoints / "latest_checkpointed_iteration.txt"
         return int(tracker.read_text()) if tracker.is_file() else 0
+
+    @property
+    def log(self) -> str:
+        """What the batch script has printed."""
+        path = self.run_dir / "job.log"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     @property
     def starts(self) -> list[int]:
         """The iteration from which each try started."""
-        lines = (self.run_dir / "attempts.tsv").read_text().splitlines()
-        return [int(line.split("\t")[4]) for line in lines if line.split("\t")[3] == "start"]
+        return [*map(int, re.findall(r"start at iteration (\d+)", self.log))]
 
     def processes(self) -> list[psutil.Process]:
         """All that name this job's run directory, on any node."""
@@ -217,9 +241,7 @@ class Job:
         own = {
             pid: process
             for pid, (process, line) in lines.items()
-            if "python" in line[0]
-            and "cp_ring.pretrain_gpt" in line[:4]
-            and "torch.distributed.run" not in line
+            if "python" in line[0] and {"cp_ring.pretrain_gpt", "cp_ring.run"} & {*line[:4]}
         }
         return [process for process in own.values() if process.ppid() not in own]
 
@@ -241,27 +263,17 @@ class Job:
         """Sends the batch script the warning before a time limit, until it has come: a daemon may
         drop a signal.
         """
-        log = self.run_dir / "logs" / f"job-{self.number}.log"
-
-        def warned() -> bool:
-            return f" try {self.restarts}: warned\n" in log.read_text() or self.state in ENDED
-
-        while not warned():
+        line = f" try {self.restarts}: warned"
+        while line not in self.log and self.state not in ENDED:
             done = self.cluster.run("scancel", "--batch", "--signal=USR1", self.number)
             assert done.returncode == 0, done.stderr
             with contextlib.suppress(TimeoutError):
-                self.cluster.until(warned, 20, every=1.0)
-
-    def status(self) -> dict[str, object]:
-        done = self.cluster.run(
-            sys.executable, "-m", "cp_ring.tools", "status", str(self.run_dir), "--json"
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+                self.cluster.until(lambda: line in self.log, 20, every=1.0)
 
     def logs(self) -> str:
-        paths = sorted((self.run_dir / "logs").rglob("*.log"))
-        return "\n".join(f"== {path.name}\n{path.read_text()[-2500:]}" for path in paths)
+        paths = [self.run_dir / "job.log", *sorted((self.run_dir / "logs").rglob("*.log"))]
+        found = [path for path in paths if path.exists()]
+        return "\n".join(f"== {path.name}\n{path.read_text()[-2500:]}" for path in found)
 
 
 @contextlib.contextmanager

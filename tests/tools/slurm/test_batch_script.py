@@ -1,0 +1,361 @@
+"""The batch script by itself: every outcome of its table, with stand-ins for srun and scontrol."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cp_ring.testing.rank_pool import LIMIT_S
+from tests import needs
+
+FOLDER = Path(__file__).resolve().parents[3] / "launch" / "slurm"
+HOSTILE = "a b'c\"d$(touch hacked)`touch hacked`\n#SBATCH --nodes=9;%j"
+REFUSED = "requeue refused: submit the job again"
+
+SRUN = """#!/bin/bash
+# Runs the first task; of the others there is a log.
+echo srun "$@" >>"$CALLS"
+while [[ $1 == -* ]]; do shift; done
+[[ $1 != bash ]] || touch "$5/rank0001-n2.log"
+trap 'kill -USR1 $pid || :' USR1
+export SLURM_PROCID=0 SLURM_LOCALID=0 SLURMD_NODENAME=n1
+(while [[ -e ${HOLD:-} ]]; do sleep 0.1; done; exec "$@") & pid=$! # a task may begin late
+while wait $pid; kill -0 $pid 2>/dev/null; do :; done
+wait $pid # a signal at the end has taken the place of the code
+"""
+SCONTROL = """#!/bin/bash
+case $1 in show) printf 'n1\\nn2\\n' ;; *) echo "$@" >>"$CALLS"; exit ${REFUSES:-0} ;; esac
+"""
+GETENT = "#!/bin/bash\necho 127.0.0.1 STREAM n2\n"
+
+
+class Machine:
+    """Runs the script with srun and scontrol that only write down how they were called."""
+
+    def __init__(self, folder):
+        self.folder, self.calls, self.logs = folder, folder / "calls", folder / "runs/slurm/7"
+        self.tracker = folder / "save" / "latest_checkpointed_iteration.txt"
+        self.state = self.logs / "state"
+        (folder / "bin").mkdir()
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("getent", GETENT)):
+            (folder / "bin" / name).write_text(text)
+            (folder / "bin" / name).chmod(0o755)
+
+    def start(self, *words, attempt=0, **more):
+        slurm = {
+            "JOB_ID": "7",
+            "JOB_NUM_NODES": "2",
+            "NTASKS": "2",
+            "JOB_NODELIST": "n[1-2]",
+            "RESTART_COUNT": str(attempt),
+        }
+        environment = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
+        environment |= {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "CALLS": str(self.calls)}
+        environment |= {"HOLD": str(self.folder / "hold"), "ENV_FILE": str(FOLDER / "env.sh")}
+        return subprocess.Popen(
+            ["bash", str(FOLDER / "train.sbatch"), *words], env=environment | more,
+            cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, *words, attempt=0, **more):
+        """The exit code, the last line and all lines of a try."""
+        done = self.start(*words, attempt=attempt, **more)
+        output = done.communicate(timeout=LIMIT_S)[0]
+        return done.returncode, output.splitlines()[-1].split(f" try {attempt}: ")[-1], output
+
+    def python(self, code):
+        """A rank that runs `code`, with a --save."""
+        return ("--", sys.executable, "-c", code, "--save", str(self.tracker.parent))
+
+    def saves(self, iteration, code):
+        """A rank that saves and ends with `code`."""
+        return self.python(
+            f"import pathlib, sys; tracker = pathlib.Path({str(self.tracker)!r}); "
+            f"tracker.parent.mkdir(exist_ok=True); tracker.write_text('{iteration}'); "
+            f"sys.exit({code})"
+        )
+
+    def obedient(self, before="", save=True):
+        """A rank that saves and leaves when it is told to."""
+        return self.python(
+            f"import signal, sys, pathlib, time\n{before}\n"
+            "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+            f"pathlib.Path({str(self.folder / 'ready')!r}).touch(); signal.pause()\n"
+            f"tracker = pathlib.Path({str(self.tracker)!r}); tracker.parent.mkdir(exist_ok=True)\n"
+            + "tracker.write_text('5')"
+            * save
+        )
+
+    @property
+    def requeues(self):
+        return self.calls.read_text().splitlines().count("requeue 7") if self.calls.exists() else 0
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def until(happened):
+    end = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def end(script):
+    """The exit code and the last line of a script that runs."""
+    output = script.communicate(timeout=LIMIT_S)[0]
+    return script.returncode, output.splitlines()[-1].partition(": ")[2]
+
+
+def warn(script):
+    """Sends the warning, and waits until it was taken."""
+    script.send_signal(signal.SIGUSR1)
+    for line in script.stdout:
+        if ": warned" in line:
+            return
+
+
+def test_finished_is_code_0_without_a_warning(machine):
+    code, last, output = machine.run(*machine.saves(6, 0))
+    assert (code, machine.requeues) == (0, 0)
+    assert last == "finished: the ranks ended with exit code 0; iteration 0, now 6"
+    assert "start at iteration 0 on n1 n2" in output
+    assert (machine.logs / "try-0" / "hosts").read_text().split() == ["n1", "n2"]
+    # queued again after that by hand: the ranks load the last checkpoint and have nothing to do
+    code, last, _ = machine.run(*machine.python("print('out')"), attempt=1)
+    assert (code, last.split(":")[0], machine.requeues) == (0, "finished", 0)
+    assert (machine.logs / "try-1" / "rank0000-n1.log").read_text() == "out\n"
+
+
+def test_failures_with_progress_go_on(machine):
+    for attempt in range(4):
+        code, last, _ = machine.run(*machine.saves(10 * (attempt + 1), 3), attempt=attempt)
+        assert code == 3 and last.startswith("requeued: failed; the ranks ended with exit code 3")
+    assert machine.requeues == 4
+
+
+def test_two_tries_without_a_new_checkpoint_are_the_end(machine):
+    fails = machine.python("raise ValueError('my own bug')")
+    machine.run(*machine.saves(10, 1))
+    code, last, output = machine.run(*fails, attempt=1)
+    assert (code, last.split(":")[0], machine.requeues) == (1, "requeued", 2)
+    assert "ValueError: my own bug\n" in output
+    code, last, _ = machine.run(*fails, attempt=2)
+    assert (code, machine.requeues) == (1, 2)
+    assert last.startswith("given up: ") and last.endswith("; 2 tries without a new checkpoint")
+
+
+def test_old_files_do_not_make_a_failure_a_success(machine):
+    """A first step that fails, beside the state and the checkpoints of a job that had finished."""
+    machine.run(*machine.saves(6, 0))
+    (machine.logs / "DONE").touch()
+    (machine.tracker.parent / "DONE").touch()
+    machine.state.write_text("6 1\n")
+    code, last, _ = machine.run(*machine.python("raise SystemExit(1)"))
+    assert (code, last.split(":")[0], machine.requeues) == (1, "requeued", 1)
+    code, last, _ = machine.run(*machine.python("raise SystemExit(1)"), attempt=1)
+    assert (code, last.split(":")[0], machine.requeues) == (1, "given up", 1)
+
+
+def test_tries_whose_script_was_lost_count_too(machine):
+    for attempt in range(2):
+        lost = machine.start("--", "sleep", "60", attempt=attempt)
+        until((machine.logs / f"try-{attempt}" / "rank0000-n1.log").exists)
+        os.killpg(lost.pid, signal.SIGKILL)
+        lost.communicate()
+    code, last, _ = machine.run("--", "true", attempt=2)
+    assert (code, last) == (1, "given up: 2 tries without a new checkpoint")
+
+
+def test_warned_ranks_save_and_are_queued_again(machine, tmp_path):
+    script = machine.start(*machine.obedient())
+    until((tmp_path / "ready").exists)
+    warn(script)
+    code, last = end(script)
+    assert (code, machine.requeues) == (0, 1)
+    assert last == "requeued: warned; the ranks ended with exit code 0; iteration 0, now 5"
+
+
+def test_warned_twice_without_a_checkpoint_is_given_up(machine, tmp_path):
+    for attempt, outcome in enumerate(("requeued", "given up")):
+        script = machine.start(*machine.obedient(save=False), attempt=attempt)
+        until((tmp_path / "ready").exists)
+        (tmp_path / "ready").unlink()
+        warn(script)
+        code, last = end(script)
+        assert (code, last.split(":")[0], machine.requeues) == (attempt, outcome, 1)
+
+
+@pytest.mark.parametrize("rank", ["saves", "fails"])
+def test_a_refused_requeue_is_a_failure_with_a_line(machine, tmp_path, rank):
+    if rank == "saves":
+        script = machine.start(*machine.obedient(), REFUSES="1")
+        until((tmp_path / "ready").exists)
+        warn(script)
+        code, last = end(script)
+        assert last == f"{REFUSED}, it resumes from iteration 5"
+    else:
+        code, last, _ = machine.run("--", "false", REFUSES="1")
+        assert last.startswith(REFUSED)
+    assert code == 75
+
+
+@pytest.mark.parametrize("late", ["task", "handler"])
+def test_a_warning_before_the_rank_listens_is_not_lost_and_does_no_harm(machine, tmp_path, late):
+    """Before the task has begun, a signal would end it; before Python handles the signal, it is
+    ignored.
+    """
+    hold, held = tmp_path / "hold", tmp_path / "held"
+    held.touch()
+    if late == "task":
+        hold.touch()
+    wait = f"while pathlib.Path({str(held)!r}).exists(): time.sleep(0.1)"
+    script = machine.start(*machine.obedient(wait))
+    until(machine.calls.exists)
+    warn(script)
+    hold.unlink(missing_ok=True)
+    held.unlink()
+    code, last = end(script)
+    assert (code, machine.requeues, machine.tracker.read_text()) == (0, 1, "5"), last
+
+
+def cp_ring(folder, text):
+    """A stand-in for the Python that has cp_ring."""
+    (folder / "python").write_text(f"#!/bin/bash\n{text}\n")
+    (folder / "python").chmod(0o755)
+    return {"PYTHON": str(folder / "python")}
+
+
+def test_a_yaml_file_becomes_the_command_of_the_ranks(machine, tmp_path):
+    given = cp_ring(tmp_path, 'echo "$*" >asked; echo echo "\'the flags\'" --save save')
+    (machine.folder / "save").mkdir()
+    machine.tracker.write_text("7")
+    code, last, _ = machine.run("my.yaml", "--set", "a.b=c", **given)
+    assert code == 0 and last.endswith("iteration 7, now 7")
+    asked = (tmp_path / "asked").read_text()
+    assert asked == "-m cp_ring.tools train my.yaml --set a.b=c --print-flags --ranks 2\n"
+    log = (machine.logs / "try-0" / "rank0000-n1.log").read_text()
+    assert log == "the flags --save save\n"
+
+
+def test_a_warning_before_the_ranks_are_started_is_no_try(machine, tmp_path):
+    wait = f"touch {tmp_path}/reads; while [[ -e {tmp_path}/reads ]]; do sleep 0.1; done"
+    given = cp_ring(tmp_path, f"{wait}; echo touch trained")
+    for attempt in range(4):
+        script = machine.start("my.yaml", attempt=attempt, **given)
+        until((tmp_path / "reads").exists)
+        script.send_signal(signal.SIGUSR1)
+        time.sleep(0.1)
+        (tmp_path / "reads").unlink()
+        assert end(script) == (0, "requeued: warned before the ranks were started")
+    assert machine.requeues == 4 and not (tmp_path / "trained").exists()
+
+
+@pytest.mark.parametrize("command", ["exit 4", "exit 0"])
+def test_canceled_stays_canceled(machine, tmp_path, command):
+    script = machine.start("--", "bash", "-c", f"touch ready; sleep 1; {command}")
+    until((tmp_path / "ready").exists)
+    script.send_signal(signal.SIGTERM)
+    code, last = end(script)
+    assert (code, machine.requeues) == (4 if command == "exit 4" else 143, 0)
+    assert last.startswith("canceled: ")
+
+
+def test_canceled_while_the_yaml_file_is_read(machine, tmp_path):
+    script = machine.start(
+        "my.yaml", **cp_ring(tmp_path, f"touch {tmp_path}/reads; sleep 1; exit 1")
+    )
+    until((tmp_path / "reads").exists)
+    script.send_signal(signal.SIGTERM)
+    code, last = end(script)
+    assert (code, last.split(":")[0], machine.requeues) == (2, "canceled", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "why"),
+    [
+        ((), {}, "give a YAML file, or -- and a command"),
+        (("--", "true"), {"ENV_FILE": "nosuch.sh"}, "ENV_FILE nosuch.sh: no such file"),
+        (("my.yaml",), {}, "my.yaml, see the line above"),
+        (("--", "bash", "-c", "exit 2"), {}, "the ranks ended with exit code 2"),
+        (("--", "true"), {"SLURM_JOB_NUM_NODES": "3"}, "the hosts (n1 n2) are not the job's 3"),
+    ],
+)
+def test_what_no_other_try_could_mend_is_rejected(machine, tmp_path, words, settings, why):
+    code, last, _ = machine.run(*words, **cp_ring(tmp_path, "exit 2"), **settings)
+    assert (code, machine.requeues) == (2, 0) and last.startswith(f"rejected: {why}")
+
+
+def test_names_reach_the_rank_as_they_are(machine, tmp_path):
+    code = "import sys, pathlib; pathlib.Path('words').write_text(repr(sys.argv[1:]))"
+    returned, _, _ = machine.run("--", sys.executable, "-c", code, HOSTILE)
+    assert returned == 0 and eval((tmp_path / "words").read_text()) == [HOSTILE]
+    line = shlex.join([sys.executable, "-c", code, HOSTILE])
+    returned, _, _ = machine.run("my.yaml", **cp_ring(tmp_path, f"printf %s {shlex.quote(line)}"))
+    assert returned == 0 and eval((tmp_path / "words").read_text()) == [HOSTILE]
+    assert not list(tmp_path.rglob("hacked"))
+
+
+def test_a_rank_that_fails_ends_the_others(machine):
+    machine.run("--", "true")
+    (call,) = (line for line in machine.calls.read_text().splitlines() if "--wait=60" in line)
+    assert "--kill-on-bad-exit=1" in call and "--distribution=arbitrary" in call
+
+
+def test_the_table_names_every_outcome():
+    text = (FOLDER / "train.sbatch").read_text()
+    for outcome in ("finished", "requeued", "requeue refused", "given up", "rejected", "canceled"):
+        assert f"#   {outcome}  " in text
+
+
+def test_shellcheck():
+    needs.programs("shellcheck")
+    scripts = [*FOLDER.iterdir(), *Path(__file__).parent.glob("*.sh")]
+    done = subprocess.run(["shellcheck", "-x", *map(str, scripts)], capture_output=True, text=True)
+    assert done.returncode == 0 and len(scripts) >= 4, done.stdout
+
+
+def env(command, **variables):
+    """What sourcing env.sh with the arguments of `command` exports."""
+    script = f"set --; source {shlex.quote(str(FOLDER / 'env.sh'))} {command}; env"
+    kept = {"PATH": variables.pop("PATH", os.environ["PATH"])}
+    done = subprocess.run(
+        ["bash", "-c", script], env=kept | variables, capture_output=True, text=True, check=True
+    )
+    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+
+
+def test_environment_of_ranks():
+    alone = env("", HOSTS="n1", SLURMD_NODENAME="n1", CPUS_PER_RANK="3")
+    assert alone["GLOO_SOCKET_IFNAME"] == alone["NCCL_SOCKET_IFNAME"] == "lo"
+    assert alone["OMP_NUM_THREADS"] == "3" and "NCCL_IB_HCA" not in alone
+    chosen = env("", HOSTS="n1", GLOO_SOCKET_IFNAME="ib0", NCCL_IB_HCA="mlx5_0")
+    assert chosen["NCCL_SOCKET_IFNAME"] == "ib0" and chosen["NCCL_IB_HCA"] == "mlx5_0"
+
+
+@pytest.mark.parametrize(
+    ("capability", "command", "value"),
+    [
+        ("9.0", "", "1"),
+        ("10.0", "", None),
+        ("9.0", "--use-megatron-fsdp", None),
+        (None, "", None),
+    ],
+)
+def test_cuda_connections(tmp_path, capability, command, value):
+    if capability:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\necho {capability}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    elif shutil.which("nvidia-smi"):
+        pytest.skip("there is a GPU")
+    exported = env(command, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert exported.get("CUDA_DEVICE_MAX_CONNECTIONS") == value
