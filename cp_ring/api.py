@@ -131,9 +131,10 @@ def ring_attention(
             `window_size` and `alibi_slopes`; a `mask` says so by its `keys`.
         route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`, or
             `auto`: the one of least predicted time (`cp_ring.plan.costs.shapes`).
-        schedule: at which hop a rank uses the keys of which others: `auto`, chosen by a model of
-            the time; `ring`, one source a hop; `gather`, all remote sources in one hop; or the hop
-            of each ring distance, as (0, 1, 2, 2) for 4 ranks.
+        schedule: at which hop a rank uses the keys of which others: `auto`, 2 sources
+            first and 4 a hop then, or all in one hop where few keys are remote; `ring`, one source
+            a hop; `gather`, all remote sources in one hop; or the hop of each ring distance, as
+            (0, 1, 2, 2) for 4 ranks.
         heads: how many neighboring ranks of `group` exchange tokens for heads by an all-to-all.
             Each then computes its part of the query heads for the tokens of all of them, and the
             ring has as many times fewer members. It must divide the ranks and the query heads. The

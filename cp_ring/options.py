@@ -340,7 +340,7 @@ class Options:
                     self.schedule, cp // heads, members_of_node(self.node_size or 1, heads)
                 )
             else:
-                resolve(self.schedule, cp // heads, 1, self.slot_shards)
+                resolve(self.schedule, cp // heads, self.slot_shards)
         except PlanError as error:
             named = str(error).replace("schedule ", self.flag("schedule") + " ", 1)
             raise ConfigError(named.replace("slot_shards", self.flag("slot_shards"))) from None

@@ -136,7 +136,7 @@ class PlanSpec:
         if integer(near, "node_size") < 1 or members.cp % near:
             raise PlanError(f"node_size={near}: it must divide the {members.cp} ranks")
         near = near if route.node_aware else 1
-        hops = route.schedule(self.schedule, members, self.slot_shards, near)
+        hops = route.schedule(self.schedule, mask, (members, of_keys), self.slot_shards, near)
         mine = None if rank is None or not route.local else rank // self.ulysses
         tables = tables_of(mask, (members, of_keys), self.route, hops, near, mine)
         return Plan(tables, layout, key_layout, self.ulysses)

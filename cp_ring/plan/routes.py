@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, sort_index, starts_of, union
-from cp_ring.plan.schedule import Order, Schedule, relay_schedule, resolve
+from cp_ring.plan.schedule import SLOT_SHARDS, Order, Schedule, relay_schedule, resolve
 from cp_ring.plan.tables import Need, PlanTables, Transfers
 from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
 
@@ -212,24 +212,20 @@ class Route:
     def schedule(
         self,
         requested: str | Sequence[int],
-        layout: Layout,
+        mask: Mask,
+        split: tuple[Layout, Layout],
         slot_shards: int | None,
         node_size: int,
     ) -> Schedule:  # fmt: skip
-        """The hops of a plan, checked; `node_size` as in `Order`. Raises `PlanError` as
-        `cp_ring.plan.schedule.resolve` does.
+        """The hops of a plan, checked; `split` as in `tables_of`, `node_size` as in `Order`. Raises
+        `PlanError` as `cp_ring.plan.schedule.resolve` does.
         """
+        cp = split[0].cp
         if self.own_schedule:
-            return self.own_schedule(requested, layout.cp, node_size)
-        tokens = int(layout.tokens_per_rank.max()) // layout.rows
-        return resolve(
-            requested,
-            layout.cp,
-            tokens,
-            slot_shards,
-            one_source=self.one_source,
-            node_size=node_size,
-        )
+            return self.own_schedule(requested, cp, node_size)
+        free = requested == AUTO and not self.one_source
+        few = free and remote_keys(mask, *split) <= min(2, slot_shards or SLOT_SHARDS)
+        return resolve(requested, cp, slot_shards, one_source=self.one_source, few_keys=few)
 
 
 class _Routes(dict[str, Route]):
@@ -255,6 +251,25 @@ ROUTES = _Routes({
     "relay": Route(relay, node_aware=True, own_schedule=relay_schedule),
 })  # fmt: skip
 """Routes that flags and settings can name."""
+
+
+def remote_keys(mask: Mask, layout: Layout, key_layout: Layout) -> float:
+    """The most keys of other ranks that a rank reads, relative to the tokens of the largest shard,
+    or more: keys that several pieces of the mask show to a chunk of queries count several times.
+    """
+    pieces, edges = mask.pieces, layout.edges
+    first = np.searchsorted(edges, pieces.q0, "right") - 1
+    count = np.searchsorted(edges[:-1], pieces.q1, "left") - first
+    piece = np.repeat(np.arange(len(count)), count)
+    chunk = np.arange(len(piece)) - np.repeat(np.cumsum(count) - count - first, count)
+    start, end = np.maximum(pieces.q0[piece], edges[chunk]), edges[chunk + 1]
+    begin = np.maximum(pieces.k0[piece], start + pieces.lo[piece])
+    last = np.minimum(pieces.k1[piece], np.minimum(pieces.q1[piece], end) + pieces.hi[piece])
+    keys = np.maximum(last - begin, 0)
+    if key_layout is layout:
+        keys = keys - np.maximum(np.minimum(last, end) - np.maximum(begin, edges[chunk]), 0)
+    remote = np.bincount(layout.owner[chunk], keys, layout.cp)
+    return float(remote.max(initial=0) / layout.tokens_per_rank.max())
 
 
 def tables_of(

@@ -12,7 +12,7 @@ too. The price is memory: a buffer holds as many shards as its hop has sources.
 |----------|----------------------|---------------------------------------------------------------|
 | `ring`   | `(0, 1, 2, 3, 4, 5)` | One source a hop.                                             |
 | `gather` | `(0, 1, 1, 1, 1, 1)` | All remote sources in one hop, as after an all-gather.        |
-| `auto`   | `(0, 1, 1, 2, 2, 2)` | Chosen by a model of the time, the default; see `auto`.       |
+| `auto`   | `(0, 1, 1, 2, 2, 2)` | The default: 2 sources, then 4, 4, ...; see `auto`.           |
 """
 
 from __future__ import annotations
@@ -26,27 +26,12 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.ranges import Ints, integer
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.plan.sizes.device_rates import RATES, Rates, stage_seconds
 from cp_ring.runtime import RUNTIME
 
 Schedule = tuple[int, ...]
 
 SLOT_SHARDS = 4
-"""The most sources of a hop of `auto`, by default."""
-
-_LAYER = AttentionSizes()
-"""The layer that `auto` plans for. Tensor parallelism and the batch size change all of its times
-alike.
-"""
-
-FEW_RANKS = 8
-"""Ranks for which the largest hop of `auto` is chosen, where there are so many."""
-
-MOST_SOURCES = 16
-"""Sources of a hop that `auto` tries at most, whatever `slot_shards` is: more would save less than
-a hundredth of the time.
-"""
+"""The most sources of a hop of `auto`, by default, but where few keys are remote."""
 
 _NAMED: dict[str, Callable[[int], Schedule]] = {
     "ring": lambda cp: tuple(range(cp)),
@@ -60,11 +45,10 @@ NAMES = ("auto", *_NAMED)
 def resolve(
     schedule: str | Sequence[int],
     cp: int,
-    tokens: int,
     slot_shards: int | None = None,
     *,
     one_source: bool = False,
-    node_size: int = 1,
+    few_keys: bool = False,
 ) -> Schedule:
     """The schedule of a plan, checked.
 
@@ -72,12 +56,9 @@ def resolve(
         schedule: a name in `NAMES`, a sequence of hops by ring distance, or such a sequence as
         text, "0,1,2,2".
         cp: the number of ranks.
-        tokens: tokens of the largest shard (of one batch row, where shards hold several), which
-        `auto` needs.
         slot_shards: the most sources of a hop. None is no limit, but `SLOT_SHARDS` for `auto`.
         one_source: `auto` means `ring`, for routes that pass keys from neighbor to neighbor.
-        node_size: neighboring ranks on one node, whose keys `auto` expects first, over faster
-        links; 1 if that is not known.
+        few_keys: ranks read so few keys of others that one hop of `auto` brings them all.
 
     Raises `PlanError` for an unknown name, and for a schedule that does not start with hop 0 alone,
     decreases, leaves out a hop, has another length than `cp`, or has a hop of more than
@@ -87,11 +68,9 @@ def resolve(
         raise PlanError(f"slot_shards {slot_shards}: it must be at least 1")
     schedule = parse(schedule) if isinstance(schedule, str) else schedule
     if schedule == "auto":
-        return (
-            _NAMED["ring"](cp)
-            if one_source
-            else auto(cp, tokens, slot_shards or SLOT_SHARDS, node_size)
-        )
+        if one_source:
+            return _NAMED["ring"](cp)
+        return _NAMED["gather"](cp) if few_keys else auto(cp, slot_shards or SLOT_SHARDS)
     hops = (
         _NAMED[schedule](cp)
         if isinstance(schedule, str)
@@ -121,7 +100,7 @@ def relay_schedule(schedule: str | Sequence[int], cp: int, node_size: int) -> Sc
     """
     node, place = np.divmod(np.arange(cp), node_size)
     if node_size in (1, cp):
-        return resolve(schedule, cp, 1) if schedule != "auto" else _NAMED["ring"](cp)
+        return resolve(schedule, cp) if schedule != "auto" else _NAMED["ring"](cp)
     hop = (
         1 + node + (place == 1)
         if node_size == 2
@@ -192,111 +171,16 @@ def group_sizes(hops: Schedule) -> list[int]:
     return [int(size) for size in np.bincount(hops)[1:]]
 
 
-@RUNTIME.cache(maxsize=1024)
-def auto(
-    cp: int, tokens: int, slot_shards: int = SLOT_SHARDS, node_size: int = 1, rates: Rates = RATES
-) -> Schedule:
-    """The schedule of least time by a model, with at most `slot_shards` sources a hop.
+def auto(cp: int, slot_shards: int = SLOT_SHARDS) -> Schedule:
+    """The schedule of masks whose ranks read most keys of most others: 2 sources in the first
+    remote hop, whose transfer must hide behind the rank's own keys, then `slot_shards` in each.
 
-    The model is that of `cp_ring.plan.costs.simulate` for a rank of a causal zigzag plan, in both
-    passes: each source costs as much compute as the rank's own keys, and all of its shard
-    travels. Each hop costs a kernel call and a merge. The first `node_size` distances are those of
-    the rank's own node, whose links are faster; with `node_size` 1 all keys come over the network,
-    as where tensor parallelism fills the nodes.
-
-    The largest hop is that of the best schedule for 8 ranks, or for twice `slot_shards` if that is
-    more. With more ranks no hop is larger, and one at least is as large. So memory does not grow
-    with cp.
-
-    Masks that need less than whole shards (windows, documents) send what they need under any
-    schedule, and their buffers are smaller. So the schedule depends on nothing but the arguments,
-    and all ranks choose the same one without a message. Times are whole nanoseconds, so that every
-    machine computes the same.
+    So no hop is larger with more ranks, and memory does not grow with cp. Of all schedules with so
+    many sources a hop the fastest is about a hundredth faster, for causal and full masks.
     """
-    most = min(slot_shards, MOST_SOURCES)
-    few = min(cp, max(2 * most, FEW_RANKS))
-    sizes = _fastest(few, tokens, most, node_size, rates, forced=False)
-    if cp > few:
-        sizes = _fastest(cp, tokens, max(sizes), node_size, rates, forced=True)
-    return (0, *(hop for hop, size in enumerate(sizes, 1) for _ in range(size)))
-
-
-def _fastest(
-    cp: int, tokens: int, most: int, node_size: int, rates: Rates, *, forced: bool
-) -> list[int]:
-    """Sources of each hop, at most `most`, such that the time is least; with `forced`, a hop has
-    `most` if so many are remote.
-
-    Found by dynamic programming: what comes after a hop depends on its own size and that of the hop
-    before it.
-    """
-    most = max(min(most, cp - 1), 1)
-    there, back = _LAYER.pair_flops
-    compute, ratio = round(1e9 * tokens**2 / 2 * there / rates.flops), back / there
-    inside, between = (
-        round(1e9 * tokens * _LAYER.wire_key_bytes / rate)
-        for rate in (rates.inside, rates.between / rates.ranks_per_card)
-    )
-    # the call's out is read, the float32 out read and written
-    merged = tokens * _LAYER.out_width * (_LAYER.element + 8)
-    call = 2 * round(1e9 * (rates.call + merged / rates.memory))
-    near = max(node_size, 1)
-
-    def wire(*hops: tuple[Ints | int, Ints | int]) -> Ints:
-        """Nanoseconds to receive the shards of hops, each from a distance on, together; 0 before
-        the first remote one.
-        """
-        fast = sum(np.clip(near, first, first + size) - first for first, size in hops)
-        return np.maximum(fast * inside, (sum(size for _, size in hops) - fast) * between)
-
-    # Axes: sources of the hop before (0: it is hop 0, or there is none), of the hop itself (0: it
-    # is hop 0), of the next one.
-    before, size, after = np.ix_(range(most + 1), range(most + 1), range(1, most + 1))
-    forward = np.maximum(size, 1) * compute
-    backward = np.where(size > 0, size * ratio * compute, ratio * compute / 2).astype(np.int64)
-    never = np.iinfo(np.int64).max // 4
-    # [distance, whether a hop has `most` sources, before, size]: least time from that hop on, which
-    # ends before the distance.
-    least = np.full((cp + 1, 2, most + 1, most + 1), never)
-    chosen = np.zeros(least.shape, np.int64)
-    end = np.full((2, most + 1, most + 1), never if forced else 0)
-    end[1] = 0
-    gradients = wire((cp - size - before, before)), wire((cp - size, size))
-    last = (
-        forward
-        + stage_seconds(backward, gradients[0])
-        + stage_seconds(np.array(round(ratio * compute / 2)), gradients[1])
-    )
-    least[cp] = np.minimum(end + last[..., 0], never)
-    for distance in range(cp - 1, 0, -1):
-        fits = slice(min(most, cp - distance))
-        arriving = (
-            wire((distance, after)),
-            wire((distance, after), (distance - size - before, before)),
-        )
-        times = (call + stage_seconds(forward, arriving[0]) + stage_seconds(backward, arriving[1]))[
-            ..., fits
-        ]
-        for full in (0, 1):
-            then = np.stack(
-                [
-                    least[distance + b, full or int(b == most)][:, b]
-                    for b in range(1, times.shape[-1] + 1)
-                ],
-                axis=-1,
-            )  # [size, next]
-            total = times + then
-            chosen[distance, full] = total.argmin(-1) + 1
-            least[distance, full] = np.minimum(total.min(-1), never)
-    sizes: list[int] = []
-    distance, full, place = 1, 0, (0, 0)
-    while distance < cp:
-        b = int(chosen[distance, full][place])
-        sizes = [*sizes, b]
-        distance = distance + b
-        full = int(full or b == most)
-        place = (place[1], b)
-    return sizes
+    first = min(2, slot_shards, cp - 1)
+    later = (2 + place // slot_shards for place in range(cp - 1 - first))
+    return (0, *[1] * first, *later)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.routes import AUTO, DEFAULT, ROUTES
-from cp_ring.plan.schedule import SLOT_SHARDS, auto, parse
+from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 
@@ -83,15 +83,8 @@ def shapes_of(
 
 
 def planned(mask: Mask, cp: int, spec: PlanSpec, rates: Rates = RATES) -> Plan:
-    """The plan of a shape, with the schedule `auto` of these rates; not yet proven."""
-    spec, route = spec.settled(mask, cp), ROUTES[spec.route]
-    layout = spec.layout_of(mask, cp)
-    schedule = parse(spec.schedule) if isinstance(spec.schedule, str) else spec.schedule
-    if schedule == AUTO and not route.own_schedule and not route.one_source:
-        near = members_of_node(spec.node_size, spec.ulysses) if route.node_aware else 1
-        tokens = int(layout.merged(spec.ulysses).tokens_per_rank.max()) // layout.rows
-        schedule = auto(cp // spec.ulysses, tokens, spec.slot_shards or SLOT_SHARDS, near, rates)
-    return replace(spec, schedule=schedule).build(mask, cp)
+    """The plan of a shape; not yet proven."""
+    return spec.build(mask, cp)
 
 
 def costed(plan: Plan, report: Report, assumed: Assumed) -> Costed:
