@@ -32,7 +32,9 @@ def main() -> None:
     # while millions of objects that stay are made: a seventh of the time that imports take
     gc.disable()
     with rejecting():
-        sys.argv += [flag for flag in _FLAGS if flag not in sys.argv]
+        # Megatron's wrapper around FSDP2 does not divide gradients by the number of tokens
+        flags = _FLAGS[1:] if "--use-torch-fsdp2" in sys.argv else _FLAGS
+        sys.argv += [flag for flag in flags if flag not in sys.argv]
         _mask_documents(sys.argv)
         config = install(sys.argv[1:])
         standard_streams.tolerate()

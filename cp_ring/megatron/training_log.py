@@ -8,7 +8,6 @@ returned.
 
 from __future__ import annotations
 
-import functools
 import os
 import resource
 from collections.abc import Callable
@@ -27,29 +26,6 @@ from cp_ring.observe.findings import Findings
 
 LONG_WAIT_S = 1e-3
 """A step that waits longer for the plans of its microbatches says so, in seconds."""
-
-
-class TolerantWriter:
-    """A TensorBoard writer that loses what cannot be written; the first time, a line says why.
-
-    Once a write has failed, TensorBoard's writer raises at every call, also after the disk has room
-    again.
-    """
-
-    def __init__(self, writer: Any):
-        self._writer = writer
-
-    def __getattr__(self, name: str) -> Any:
-        member = getattr(self._writer, name)
-        if not callable(member):
-            return member
-
-        @functools.wraps(member)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with progress.warning_once("TensorBoard's log"):
-                return member(*args, **kwargs)
-
-        return call
 
 
 class StepLine:
@@ -117,7 +93,6 @@ class StepLine:
     ) -> None:
         writer = self.megatron.get_tensorboard_writer()
         if writer:
-            # also where the patch `tensorboard` is not in force
             with progress.warning_once("TensorBoard's log"):
                 writer.add_scalar("tokens per second", rate, step)
                 writer.add_scalar("peak memory of a rank (bytes)", memory, step)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,34 +168,6 @@ def test_branches_are_the_layer_on_each_sequence_alone(
         for path, own in paths(mask):
             alone = recurrent_layers.call(layer, hidden[path, row : row + 1], None)[-own:, 0]
             torch.testing.assert_close(ours[path[-own:], row], alone, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present"
-)
-def test_fsdp2_trains_all_weights_of_a_mamba_layer(one_rank, applied, kernels):
-    from megatron.core.distributed.torch_fully_sharded_data_parallel import (
-        TorchFullyShardedDataParallel,
-    )
-
-    applied("recurrent_layers", "fsdp2")
-    layer, hidden = recurrent_layers.build("mamba", 1), recurrent_layers.whole_rows()
-    config = SimpleNamespace(transformer_impl="local", recompute_granularity=None)
-    model = TorchFullyShardedDataParallel(config, SimpleNamespace(), layer)
-    before = recurrent_layers.call(layer, hidden, None)
-    before.square().sum().backward()
-    names = ["A_log", "D", "conv1d_bias", "conv1d_weight", "dt_bias"]
-    params = {
-        name: param
-        for name, param in model.module.named_parameters()
-        if name.replace(".", "_") in names
-    }
-    assert sorted(name.replace(".", "_") for name in params) == names
-    for name, param in params.items():
-        assert param.grad is not None and param.grad.to_local().any(), name
-    with torch.no_grad():
-        model.module.D.to_local().add_(1)
-    assert not torch.allclose(recurrent_layers.call(layer, hidden, None), before)
 
 
 @settings(deadline=None, max_examples=40)

@@ -608,8 +608,6 @@ def test_graphs_without_attention_and_those_that_are_allowed(parse, flags):
     [
         ("0.16.1", rules.ATTENTION, {"cp_comm_type": ["p2p", "a2a"]},
             "--cp-comm-type by layer needs megatron-core 0.17"),
-        ("0.18.2", rules.ATTENTION, {"use_torch_fsdp2": True, "load": "x"},
-            "--load with --use-torch-fsdp2 needs megatron"),
         ("0.17.1", rules.DOCUMENTS, {"hybrid_layer_pattern": "G*", "context_parallel_size": 2},
             "--hybrid-layer-pattern G*: gat"),
         ("0.19.2", rules.READING, {"cuda_graph_impl": "full_iteration", "tensor_model_parallel_size": 2},

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from cp_ring.megatron import training_log
 from cp_ring.megatron.training_log import StepLine, finish
 from cp_ring.observe import progress
-from cp_ring.testing.rank_pool import LIMIT_S
 
 
 @pytest.fixture
@@ -150,60 +149,6 @@ def test_a_tensorboard_that_cannot_write_does_not_end_the_job(one_rank, tmp_path
     line.megatron.get_tensorboard_writer = lambda: SimpleNamespace(add_scalar=FullDisk().write)
     assert megatron.step(line, 1.0, 3.0) == "flag"
     assert len(progress.read(tmp_path)) == 1
-
-
-def test_megatrons_own_calls_of_a_tensorboard_that_cannot_write_give_one_warning(
-    applied, tmp_path, monkeypatch, capsys
-):
-    from megatron.training import global_vars
-    from torch.utils.tensorboard import SummaryWriter
-    from torch.utils.tensorboard._utils import figure_to_image  # noqa: F401  (loads what the writer needs)
-
-    applied("tensorboard")
-    monkeypatch.setattr(progress, "_warned", set())
-    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
-    # of TensorBoard's thread, which ends
-    monkeypatch.setattr("threading.excepthook", lambda _: None)
-    made = []
-    monkeypatch.setattr(
-        "torch.utils.tensorboard.SummaryWriter",
-        lambda **named: made.append(SummaryWriter(**named)) or made[0],
-    )
-    args = SimpleNamespace(
-        tensorboard_dir=str(tmp_path), tensorboard_queue_size=10, rank=0, world_size=1
-    )
-    global_vars._set_tensorboard_writer(args)
-    writer = global_vars.get_tensorboard_writer()
-    assert writer.get_logdir() == str(tmp_path)
-    file = made[0].file_writer.event_writer._async_writer._writer._writer
-    monkeypatch.setattr(file, "write", FullDisk().write)
-    monkeypatch.setattr(file, "flush", FullDisk().write)
-    for step in range(50):
-        writer.add_scalar("lm loss", 1.0, step)
-    # ended by the error, which each call raises from now on
-    made[0].file_writer.event_writer._async_writer._worker.join(LIMIT_S)
-    writer.add_scalar("lm loss", 1.0, 50)
-    writer.flush()
-    with pytest.raises(OSError, match="No space left"):
-        made[0].add_scalar("lm loss", 1.0, 51)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cp_ring")]
-    assert line.startswith(
-        "cp_ring: TensorBoard's log cannot be written; the job goes on: [Errno 28]"
-    )
-
-
-def test_a_tensorboard_folder_that_cannot_be_made_gives_a_warning(applied, monkeypatch, capsys):
-    from megatron.training import global_vars
-
-    applied("tensorboard")
-    monkeypatch.setattr(progress, "_warned", set())
-    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
-    args = SimpleNamespace(
-        tensorboard_dir="/dev/null/tensorboard", tensorboard_queue_size=10, rank=0, world_size=1
-    )
-    global_vars._set_tensorboard_writer(args)
-    assert global_vars.get_tensorboard_writer() is None
-    assert "TensorBoard's log cannot be written; the job goes on" in capsys.readouterr().err
 
 
 def test_patch_wraps_and_restores_megatrons_function():

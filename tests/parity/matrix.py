@@ -86,7 +86,9 @@ class Cell:
     def baseline(self) -> Job:
         """The same model at context parallel size 1 without pipeline stages."""
         model, start = self.model, self._start()
-        tp = self.split.tp if self._redrawn and not start else 1
+        # stock Megatron's gradients of latents depend on the tensor-parallel size
+        same_tp = (self._redrawn and not start) or "--multi-latent-attention" in model.flags
+        tp = self.split.tp if same_tp else 1
         flags = (*self._flags(tp, 1), *model.baseline.split())
         name = f"{model.name}-baseline-tp{tp}{'-loaded' if start else ''}"
         return Job(name, tp * model.experts, _without_stages(flags), data=model.data, start=start)

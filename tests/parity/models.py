@@ -485,8 +485,6 @@ MODELS = (
     Model("fsdp2_offload_recomputed", f"{UNTIED} {RECOMPUTE}", "mask widened",
         ring="--use-torch-fsdp2 --cp-ring-offload",
         splits=("dp2cp2",)),
-    Model("fsdp2_mamba", MAMBA, "state in the order of another layout", ring="--use-torch-fsdp2", layers=4, tolerance=1e-6,
-        splits=("cp2", "tp2cp2"), drawn_by_tp=True),
     Model("attention_scale", f"{UNTIED} --use-mup --mup-base-hidden-size 32",
         "scale of the head size"),
     Model("yarn", f"{HEADS} {YARN}", "positions of another split"),

@@ -3,7 +3,6 @@
 import argparse
 import multiprocessing as mp
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -398,76 +397,9 @@ def test_rotary_embeddings_that_follow_the_layout_can_clear_their_cache(applied)
 
 
 @no_cuda
-@pytest.mark.compat
-def test_fsdp2_divides_gradients_and_loads_the_step(applied, one_rank):
-    from megatron.core.distributed.torch_fully_sharded_data_parallel import (
-        TorchFullyShardedDataParallel,
-    )
-    from megatron.core.optimizer.optimizer import FP32Optimizer
-    from megatron.core.optimizer.optimizer_config import OptimizerConfig
-
-    config = SimpleNamespace(transformer_impl="local", recompute_granularity=None)
-    model = TorchFullyShardedDataParallel(
-        config, SimpleNamespace(), torch.nn.Linear(4, 4, bias=False)
-    )
-    (weight,) = model.parameters()
-    model(torch.ones(2, 4)).sum().backward()
-    applied("fsdp2")
-    model.finish_grad_sync(force_all_reduce=False)
-    model.scale_gradients(torch.tensor(0.25))
-    assert torch.equal(weight.grad.to_local(), torch.full((4, 4), 0.5))
-    identity = {
-        "wd_mult": 1.0,
-        "lr_mult": 1.0,
-        "is_expert_parallel": False,
-        "is_decoupled_lr": False,
-    }
-    adam = torch.optim.Adam([{"params": [weight], "lr": 0.1, **identity}])
-    optimizer = FP32Optimizer(adam, OptimizerConfig(), lambda *_: None)
-    adam.step()
-    saved = optimizer.state_dict()
-    group = saved["param_groups"][0] | {"lr": 0.3}
-    optimizer.load_state_dict(
-        {"state": {"common_step": torch.tensor(7.0)}, "param_groups": [group]}
-    )
-    assert float(adam.state[weight]["step"]) == 7 and adam.param_groups[0]["lr"] == 0.3
-    # loaded in place, so not replaced
-    assert hasattr(adam.state[weight]["exp_avg"], "_local_tensor")
-
-
-@no_cuda
-def test_megatron_fsdp_completes_the_state_of_the_optimizer_without_a_step(applied, one_rank):
+def test_megatron_fsdp_knows_ring_attention_by_name(applied):
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
 
-    mesh = init_device_mesh("cpu", (1,))
-    parts = [DTensor.from_local(torch.full((size, 4), 2.0), mesh, [Shard(0)]) for size in (3, 0)]
-    own, other = map(torch.nn.Parameter, parts)
-    adam = torch.optim.AdamW([other, own], lr=0.1, weight_decay=0.5)
-    optimizer = SimpleNamespace(
-        optimizer=adam, state=adam.state, ddp_config=SimpleNamespace(use_megatron_fsdp=True),
-        _param_name={own: "own", other: "other"}.get, _param_groups_to_param2group_meta=lambda groups: {},
-    )  # fmt: skip
     applied("megatron_fsdp")
     wrapper = vars(adapter).get("FullyShardedDataParallelV1", adapter.FullyShardedDataParallel)
     assert "RingDotProductAttention" in wrapper._MODULE_TYPE_REGISTRY["column"]
-    DistributedOptimizer._init_optimizer_states_with_dummy_values(optimizer)
-    assert (
-        torch.equal(own.to_local(), torch.full((3, 4), 2.0)) and float(adam.state[own]["step"]) == 0
-    )
-    assert (adam.param_groups[0]["lr"], adam.param_groups[0]["weight_decay"]) == (
-        0.1,
-        0.5,
-    ) and other not in adam.state
-    own.grad = torch.ones_like(own)
-    adam.step()
-    listed = DistributedOptimizer.sharded_param_state_fsdp_dtensor(optimizer)["state"]
-    assert list(listed) == ["other", "own"], (
-        "each is gathered by a collective, so in the same order on all ranks"
-    )
-    assert listed["other"].keys() == listed["own"].keys() and listed["other"][
-        "exp_avg"
-    ].to_local().shape == (0, 4)
-    assert float(listed["other"]["step"]) == float(listed["own"]["step"]) == 1

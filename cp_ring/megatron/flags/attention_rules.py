@@ -281,31 +281,6 @@ ATTENTION = (
          "core_attn holds on the device", "leave core_attn out of --recompute-modules",
          "it frees nothing with ring attention",
          "--cp-ring-offload --recompute-granularity selective"),
-    Rule(lambda job: job.holds("--load --use-torch-fsdp2") and job.before("0.19"),
-         "--load with --use-torch-fsdp2 needs megatron-core 0.19: {version} does not resume as "
-         "the job was",
-         why="or leave it out"),
-    Rule("--save|--load --use-torch-fsdp2 recurrent",
-         "{found} with --use-torch-fsdp2 and the {recurrent} layers of {pattern}: Megatron takes "
-         "whole weights for the parts of a rank, and its saves fail", "leave out either",
-         "Megatron stores each part of the weights of these layers by itself; "
-         "--use-distributed-optimizer can be stored",
-         "--use-torch-fsdp2 --save x --hybrid-layer-pattern M*-"),
-    Rule("--use-megatron-fsdp --pipeline-model-parallel-size>1",
-         "{--pipeline-model-parallel-size} with --use-megatron-fsdp: Megatron's FSDP takes all "
-         "ranks of the job for those of one stage", "leave out either",
-         "its device mesh of 0.19 has no pipeline stages; --use-distributed-optimizer has",
-         "--use-megatron-fsdp --pipeline-model-parallel-size 2"),
-    Rule("--save|--load --use-megatron-fsdp --data-parallel-sharding-strategy=optim|"
-         "--data-parallel-sharding-strategy=optim_grads",
-         "{found} with --use-megatron-fsdp needs --data-parallel-sharding-strategy "
-         "optim_grads_params: with {data_parallel_sharding_strategy} Megatron takes whole weights "
-         "for the parts of a rank, and its saves fail", why="or leave out --save and --load",
-         example="--use-megatron-fsdp --bf16 --save x --data-parallel-sharding-strategy optim"),
-    Rule("--save|--load --use-megatron-fsdp --swiglu !--bf16|--fp16",
-         "{found} with --use-megatron-fsdp and --swiglu needs --bf16 or --fp16: Megatron looks "
-         "for the weights in the wrapper of such models", why="or leave out --save and --load",
-         example="--use-megatron-fsdp --save x"),
     Rule("--position-embedding-type=relative",
          "--cp-ring does not support an attention bias: {found} makes one",
          why="Megatron gives biases as a tensor of all scores; RoPE and learned positions need "
