@@ -20,7 +20,6 @@ from cp_ring.comm.latent import LatentKeys
 from cp_ring.comm.transport import Group, check_local, transport_for
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.inputs import AttentionOptions, Inputs
-from cp_ring.kernels.positional import of_positions
 from cp_ring.observe import watchdog
 from cp_ring.ops import graph_op
 from cp_ring.options import LEFT
@@ -47,7 +46,6 @@ class CallOptions(TypedDict, total=False):
     heads: int | str
     node_size: int | None
     softmax_scale: float | None
-    softcap: float
     deterministic: bool | None
     kernel: str
     num_slots: int
@@ -56,10 +54,6 @@ class CallOptions(TypedDict, total=False):
     qkv_format: str
     sink: Tensor | None
     timeout: float | None
-    dropout_p: float
-    dropout_seed: int | None
-    alibi_slopes: Tensor | Sequence[float] | None
-    bias: Tensor | None
 
 
 _OF_PLAN = frozenset(field.name for field in fields(PlanOptions))
@@ -127,8 +121,8 @@ def ring_attention(
         key_layout: which rank holds which keys, where keys are not those of the queries' tokens (in
             cross attention and decoding): k and v may then have another number of tokens than q. By
             default a layout of the same name as `layout`, of `replicated` `contiguous`. The last
-            query and the last key then have one position, as in flash-attn, for `causal`,
-            `window_size` and `alibi_slopes`; a `mask` says so by its `keys`.
+            query and the last key then have one position, as in flash-attn, for `causal`
+            and `window_size`; a `mask` says so by its `keys`.
         route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`, or
             `auto`: the one of least predicted time (`cp_ring.plan.costs.shapes`).
         schedule: at which hop a rank uses the keys of which others: `auto`, 2 sources
@@ -143,8 +137,6 @@ def ring_attention(
         node_size: neighboring ranks of `group` on one node, by which the routes `direct` and
             `relay` go. None is what torchrun or Slurm told this process, and 1 for a transport.
         softmax_scale: factor of the scores; d ** -0.5 by default.
-        softcap: scores become softcap * tanh(score / softcap), as in Gemma 2; 0 leaves them. The
-            kernels `flash` (flash-attn 2.6 and later, and 3), `cpu` and `reference` support it.
         sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each
             query. Zeros give the off-by-one softmax. Its gradient is this rank's share; sum it over
             `group`, as for any replicated parameter.
@@ -170,20 +162,6 @@ def ring_attention(
             then on, in backward and in other collectives too. A rank that waits for longer prints
             where it is and names the rank that is stuck or does not call; all ranks that wait end,
             with exit code 3. None starts no such thread. It needs a process group.
-        dropout_p: the probability with which an attention weight is dropped, from 0 to below 1.
-            Which ones are dropped depends on `dropout_seed`, head, batch row and positions alone,
-            so they are the same on any number of ranks. The kernels `cpu` and `reference` support
-            it, and hold the scores of some queries at a time.
-        dropout_seed: a whole number of up to 64 bits, the same on all ranks, and another one in
-        each call.
-        alibi_slopes: [h], ALiBi: a score of head i gets - alibi_slopes[i] * |query - key|, by
-            positions in the sequence, or in the batch row. The slopes are constants of all query
-            heads of the call. The kernels `cpu` and `reference` support it, and hold the scores of
-            some queries at a time.
-
-        bias: [b or 1, h or 1, s or 1, n], added to the scores of this rank's queries and all n keys
-            of the sequence, as a relative position bias. Where it has 1 for b, h or s, its gradient
-            is this rank's share. Kernels as for `alibi_slopes`; heads are not exchanged.
 
     Returns:
         out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64
@@ -283,11 +261,8 @@ def _by_heads(tensors: tuple[Any, ...], group: Group, return_lse: bool, options:
     results, first = [], 0
     for count, mask in masks:
         mine, keys = slice(first, first + count), slice(first * g // h, (first + count) * g // h)
-        for name in ("sink", "alibi_slopes"):
-            if options.get(name) is not None:
-                of_heads[name] = options[name][mine]
-        if (bias := options.get("bias")) is not None and bias.shape[1:2] != (1,):
-            of_heads["bias"] = bias[:, mine]
+        if options.get("sink") is not None:
+            of_heads["sink"] = options["sink"][mine]
         parts = q[:, :, mine], k[:, :, keys], v[:, :, keys]
         call: Any = ring_attention
         results.append(call(*parts, group, **of_heads | {"mask": mask, "return_lse": return_lse}))
@@ -329,18 +304,16 @@ def _resolved(
         latents, (k, v) = k.latents(), k.expand()
     elif v is None:
         raise PlanError("v is missing: only LatentKeys in place of k need none")
-    optional = {"sink": sink, "bias": of_call.get("bias")}
-    for name, x in {"q": q, "k": k, "v": v, **optional}.items():
-        if x is not None or name not in optional:
+    for name, x in {"q": q, "k": k, "v": v, "sink": sink}.items():
+        if x is not None or name != "sink":
             check_local(name, x)
     plan, transport = of_plan.get("plan"), transport_for(group, q.device)
     if plan is None or len(of_plan) > 1:
         asked = PlanOptions(**of_plan)
         if plan is None:
             plan = asked.find(transport, (q, k, v), of_call.get("qkv_format") == "sbhd")
-    dropout = of_positions(plan, transport.rank if transport else 0, q, of_call)
-    inputs = Inputs(q, k, v, sink, latents, dropout).alike()
-    plain = latents is None or plan.ulysses > 1 or dropout is not None
+    inputs = Inputs(q, k, v, sink, latents).alike()
+    plain = latents is None or plan.ulysses > 1
     of_call["wire"] = of_call.get("wire") or ("plain" if plain else "latent")
     return attention_of(plan, group, AttentionOptions(**of_call, lse=return_lse), inputs), inputs
 

@@ -23,7 +23,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,8 @@ from cp_ring.comm.transport import Group, Transport, rank_in_job, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.hop_loop import Ring, RingAttention, RingCall
 from cp_ring.inputs import AttentionOptions, Inputs, KeptOutput, Output
-from cp_ring.kernels import REGISTRY, AttentionKernel, Extras, choose, determinism, deterministic
+from cp_ring.kernels import REGISTRY, AttentionKernel, choose, determinism, deterministic
+from cp_ring.kernels.base import CountingKernel, MaxLogitKernel
 from cp_ring.observe.timing import note_rank
 from cp_ring.observe.watchdog import WATCH
 from cp_ring.ops.dtypes import sum_dtype
@@ -44,9 +44,6 @@ from cp_ring.plan.plan import Plan
 from cp_ring.plan.sizes.head_split import split_heads
 from cp_ring.plan.tables import RankPlan
 from cp_ring.runtime import RUNTIME
-
-if TYPE_CHECKING:
-    from cp_ring.kernels.logits import LogitKernel
 
 AnyPlan = Plan | RankPlan
 
@@ -128,7 +125,7 @@ class Attention:
         options: AttentionOptions,
         inputs: Inputs,
     ):
-        q, k, v, sink, latents, dropout = inputs
+        q, k, v, sink, latents = inputs
         self._bshd = options.qkv_format == "bshd"
         inputs.check(rank_plan.keys is not None, int(self._bshd))
         self._plan, self._options = weakref.ref(rank_plan), options
@@ -145,7 +142,7 @@ class Attention:
                 d=q.shape[-1],
                 e=v.shape[-1],
                 packed=rank_plan.packed,
-                extras=Extras(dropout is not None, options.softcap),
+                max_logit=options.max_logit,
             )
         batch, tokens = q.shape[:2] if self._bshd else (q.shape[1], q.shape[0])
         if q.shape[2] > max(tokens, _MANY_HEADS):
@@ -173,9 +170,9 @@ class Attention:
         self._identity, b = rank_plan.identity, 1 if self._batch_rows else batch
         self._facts = {
             "dtype": q.dtype, "batch": b, "query heads": q.shape[2], "key/value heads": k.shape[2],
-            "head size": q.shape[3] + (dropout.columns if dropout else 0),
+            "head size": q.shape[3],
             "head size of values": v.shape[3],
-            "softmax_scale": self._ring.scale, "softcap": options.softcap,
+            "softmax_scale": self._ring.scale,
             "wire": Plain.name if alone else options.wire, "wire_dtype": self._ring.wire_dtype,
             "sink": sink is not None,
             "sizes of latents": latents.sizes if latents and self._latents else (),
@@ -184,32 +181,24 @@ class Attention:
 
     def __call__(self, inputs: Inputs, kept: KeptOutput | None = None) -> Output:
         """Attention of this rank's queries to all keys; with `kept`, that of the call kept."""
-        q, k, v, sink, latents, dropout = inputs
+        q, k, v, sink, latents = inputs
         more = list(latents) if latents and self._latents else []
         if self._bshd:
             q, k, v, *more[:1] = (x.transpose(0, 1) for x in (q, k, v, *more[:1]))
         kernel, plan, transport = self._kernel, self._plan(), self.transport()
         assert plan is not None, "an attention is called without its plan"
         transport = transport if plan.cp > 1 else None
-        if dropout is not None:
-            (q, k), kernel = dropout.mark(q, k), dropout.kernel(kernel)
-        logits: LogitKernel | None = None
-        if self._options.max_logit:
-            from cp_ring.kernels.logits import LogitKernel
-
-            kernel = logits = LogitKernel(kernel, 0 if dropout is None else dropout.columns)
+        if (counting := self._counting()) is not None:
+            kernel = counting
         if self._batch_rows:
             q, k, v, *more[:1] = (
                 x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v, *more[:1])
             )
         if (agree := getattr(transport, "agree", None)) is not None:
             # Raises `PlanError` on all ranks where the ranks of the transport make different calls.
-            p, seed, slopes = (
-                (0.0, 0, ()) if dropout is None else (dropout.p, dropout.key, dropout.slopes)
-            )
             agree(
-                (*self._key, p, slopes),
-                partial(self._all_facts, p, seed, slopes),
+                self._key,
+                self._all_facts,
                 self._options.compare_every,
                 partial(some_of, inputs.k if plan.replicated else inputs.q),
             )
@@ -220,15 +209,15 @@ class Attention:
         if plan.exchange is None:
             out, lse = RingAttention.apply(call, _taken(kept, 0), q, k, v, sink, *more)
             parts = [(out, lse)]
+            max_logit = None if counting is None else counting.max_logit
         else:
-            out, lse, parts = self._over_heads(call, kept, q, k, v, sink, logits)
+            out, lse, max_logit, parts = self._over_heads(call, kept, q, k, v, sink)
         if self._batch_rows:
             out = out[:, 0].unflatten(0, (self._batch_rows, -1)).transpose(0, 1)
             lse = (
                 None if lse is None else lse[0].unflatten(1, (self._batch_rows, -1)).transpose(0, 1)
             )
-        largest = None if logits is None else logits.largest
-        return Output(out.transpose(0, 1) if self._bshd else out, lse, largest, parts)
+        return Output(out.transpose(0, 1) if self._bshd else out, lse, max_logit, parts)
 
     def kept(self, out: Tensor, lse: Tensor) -> KeptOutput | None:
         """What was kept of a call with these results; None where that takes more than these."""
@@ -245,8 +234,7 @@ class Attention:
         k: Tensor,
         v: Tensor,
         sink: Tensor | None,
-        logits: LogitKernel | None,
-    ) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor]]]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, list[tuple[Tensor, Tensor]]]:
         """Attention over the ring for this rank's heads, one group of them after another, with
         their exchange around it.
         """
@@ -258,48 +246,47 @@ class Attention:
         neighbors, ring = sub_transports(whole, plan.ulysses)
         split = split_heads(q.shape[2], k.shape[2], plan.ulysses)
         parts = list[tuple[Tensor, Tensor]]()
+        max_logit = None
+        if self._options.max_logit:
+            max_logit = q.new_full(q.shape[2:3], -torch.inf, dtype=torch.float32)
         exchange = HeadExchange(neighbors, (plan.exchange, plan.key_exchange), split)
 
         def attention(
             q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int
         ) -> tuple[Tensor, Tensor]:
-            own = None if logits is None else logits.anew()
-            mine = call._replace(kernel=own or call.kernel, transport=ring)
+            counting = self._counting()
+            mine = call._replace(kernel=counting or call.kernel, transport=ring)
             parts.append(RingAttention.apply(mine, _taken(kept, group), q, k, v, sink))
-            if logits is not None and own is not None:
-                logits.add(own, split.queries[group][exchange.place][0], split.heads)
+            if counting is not None and counting.max_logit is not None and max_logit is not None:
+                max_logit[slice(*split.queries[group][exchange.place])] = counting.max_logit
             return parts[-1]
 
-        return *over_heads(exchange, q, k, v, sink, attention, self._options.lse), parts
+        out, lse = over_heads(exchange, q, k, v, sink, attention, self._options.lse)
+        return out, lse, max_logit, parts
 
-    def _all_facts(self, p: float, seed: int, slopes: tuple[float, ...]) -> list[Fact]:
-        named: dict[str, Any] = {
-            "dropout_seed": seed,
-            **self._facts,
-            "dropout_p": p,
-            "alibi_slopes": slopes,
-        }
+    def _counting(self) -> CountingKernel | None:
+        """The kernel of one call that keeps its largest logits, where they are wanted."""
+        if not self._options.max_logit:
+            return None
+        assert isinstance(self._kernel, MaxLogitKernel), "a kernel was chosen for what it lacks"
+        return self._kernel.with_max_logit()
+
+    def _all_facts(self) -> list[Fact]:
         return [
             *(Fact(*part) for part in self._identity),
-            *(Fact.of(name, value) for name, value in named.items()),
+            *(Fact.of(name, value) for name, value in self._facts.items()),
         ]
 
 
 def _codec_for(wire: str, rank_plan: RankPlan, inputs: Inputs) -> type[Codec]:
     """The codec of a call. Raises `ConfigError` where it cannot carry what the call has."""
-    codec, dropout = codec_of(wire), inputs.dropout
+    codec = codec_of(wire)
     if codec.needs_latents and inputs.latents is None:
         raise ConfigError(f"wire={wire!r} needs LatentKeys in place of k")
     if codec.needs_latents and rank_plan.exchange:
         raise ConfigError(
             f"wire={wire!r} does not support heads={rank_plan.ulysses}: the MLA latent has no head "
             "dimension to split"
-        )
-    if dropout is not None and not codec.carries_positions:
-        others = "alibi_slopes" if dropout.bias is None else "bias"
-        asked = f"dropout_p={dropout.p:g}" if dropout.p else others
-        raise ConfigError(
-            f"wire={wire!r} does not support {asked}, for which positions travel with the keys"
         )
     return codec
 

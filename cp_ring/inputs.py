@@ -27,7 +27,6 @@ from cp_ring.plan.sizes.attention_sizes import WIRES
 
 if TYPE_CHECKING:
     from cp_ring.comm.latent import Latents
-    from cp_ring.kernels.dropout import Dropout
     from cp_ring.offload import Offload, Waiting
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -45,7 +44,6 @@ class AttentionOptions:
     """
 
     softmax_scale: float | None = None
-    softcap: float = 0.0
     deterministic: bool | None = None
     kernel: str = Options.kernel
     num_slots: int = Options.num_slots
@@ -58,7 +56,6 @@ class AttentionOptions:
 
     def __post_init__(self) -> None:
         expect("softmax_scale", self.softmax_scale, Real, NoneType)
-        expect("softcap", self.softcap, Real)
         expect("deterministic", self.deterministic, bool, NoneType)
         expect("return_lse", self.lse, bool)
         least, most = (SETTINGS["num_slots"].metadata[end] for end in ("least", "most"))
@@ -76,18 +73,13 @@ class AttentionOptions:
             raise ConfigError(
                 f"softmax_scale={self.softmax_scale}: it must be a finite number above 0"
             )
-        if not 0 <= self.softcap < math.inf:
-            raise ConfigError(
-                f"softcap={self.softcap}: it must be a finite number above 0, or 0 for none"
-            )
 
 
 class Inputs(NamedTuple):
     """What a call gets: q [b, s, h, d], k [b, s, g, d] and v [b, s, g, e], or tokens first as
     `qkv_format` says; sink [h].
 
-    latents: what k and v were made from, and what travels with `wire="latent"`. dropout: dropout
-    and ALiBi by positions.
+    latents: what k and v were made from, and what travels with `wire="latent"`.
     """
 
     q: Tensor
@@ -95,20 +87,17 @@ class Inputs(NamedTuple):
     v: Tensor
     sink: Tensor | None = None
     latents: Latents | None = None
-    dropout: Dropout | None = None
 
     def alike(self) -> Inputs:
         """Under `torch.autocast`, tensors of different dtypes in one."""
         q, k, v, *more = in_one_dtype(self.q, self.k, self.v, *(self.latents or ()))
         latents = None if self.latents is None else type(self.latents)(*more)
-        return Inputs(q, k, v, self.sink, latents, self.dropout)
+        return Inputs(q, k, v, self.sink, latents)
 
     def kinds(self) -> tuple[object, ...]:
         """All that an `Attention` depends on, without the values of the tensors."""
         tensors = (self.q, self.k, self.v, self.sink, *(self.latents or ()))
-        return self.dropout is None, *(
-            x is not None and (type(x), x.shape, x.dtype, x.device) for x in tensors
-        )
+        return tuple(x is not None and (type(x), x.shape, x.dtype, x.device) for x in tensors)
 
     def check(self, own_keys: bool, tokens: int) -> None:
         """Raises `PlanError` for tensors that do not fit together. own_keys: keys are not those of

@@ -37,6 +37,11 @@ LEFT = {
     "keep_checkpoints": "Megatron's --save-retain-interval removes checkpoints",
     "trust_checkpoint": "checkpoints are loaded as Megatron loads them; drop it",
     "compute_streams": "kernel calls have one stream; drop it",
+    "softcap": "no kernel that trains long sequences caps scores; give 0 by leaving it out",
+    "dropout_p": "no GPU kernel drops weights by positions; train without attention dropout",
+    "dropout_seed": "no GPU kernel drops weights by positions; train without attention dropout",
+    "alibi_slopes": "no GPU kernel has slopes of tiles; use rotary positions",
+    "bias": "no GPU kernel has a bias of tiles; use rotary positions",
 }
 """Settings and keywords of the version before, and what to do in their place."""
 

@@ -50,15 +50,10 @@ def attend(case: Case, plan: Plan, pool: Ranks | None = None, **options: Any) ->
     return joined(plan, ranks.run(attend_to_shard, *size, case, plan, **options))
 
 
-def scores_of(
-    q: Tensor, k: Tensor, allowed: np.ndarray, bias: Tensor | float = 0.0, softcap: float = 0.0
-) -> Tensor:
-    """Dense scores [b, h, n, n] in the dtype of q, capped by `softcap`; `bias` is added, hidden
-    pairs are -inf.
-    """
+def scores_of(q: Tensor, k: Tensor, allowed: np.ndarray) -> Tensor:
+    """Dense scores [b, h, n, n] in the dtype of q; hidden pairs are -inf."""
     keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
-    scores = (softcap * (scores / softcap).tanh() if softcap else scores) + bias
     return scores.masked_fill(~torch.from_numpy(allowed), -math.inf)
 
 
@@ -66,20 +61,16 @@ def truth(
     case: Case,
     allowed: np.ndarray,
     sink: Tensor | None = None,
-    bias: Tensor | float = 0.0,
-    factors: Tensor | float = 1.0,
-    softcap: float = 0.0,
 ) -> list[Tensor]:
     """out and gradients in float64 through a dense softmax.
 
-    sink: [h], scores of a further key with the value 0; with it, queries may see no key. bias: added
-    to scores. factors: multiply weights, as dropout does.
+    sink: [h], scores of a further key with the value 0; with it, queries may see no key.
     """
     leaves = [x.detach().double().requires_grad_() for x in (*case[:3], sink) if x is not None]
     q, k, v, *offsets = leaves
-    scores = scores_of(q, k, allowed, bias, softcap)
+    scores = scores_of(q, k, allowed)
     further = [x[:, None, None].expand(*scores.shape[:3], 1) for x in offsets]
-    weights = torch.cat([scores, *further], -1).softmax(-1)[..., : scores.shape[-1]] * factors
+    weights = torch.cat([scores, *further], -1).softmax(-1)[..., : scores.shape[-1]]
     out = torch.einsum("bhqk,bkhe->bqhe", weights, v.repeat_interleave(q.shape[2] // v.shape[2], 2))
     return [out.detach(), *torch.autograd.grad(out, leaves, case.dout.double())]
 

@@ -19,9 +19,6 @@ N, H = 32, 4
 OPTIONS = {
     "cpu": {},
     "reference": {"kernel": "reference"},
-    "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.1]},
-    "alibi in float64": {"alibi_slopes": [0.5, 0.25, 0.125, 0.1], "kernel": "reference"},
-    "dropout": {"dropout_p": 0.2, "dropout_seed": 3},
     "sink": {"sink": True},
     "int8": {"wire": "int8"},
     "heads": {"heads": 2},

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cp_ring import ConfigError, Layout, Mask, Plan, ring_attention, roll, shard, unshard
+from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard, unshard
 from cp_ring.attention import attention_of
 from cp_ring.inputs import AttentionOptions, Inputs, KeptOutput
 from cp_ring.testing.local_ring import LocalRing
@@ -129,12 +129,11 @@ def of_steps(cp):
     return [Mask.documents([0, 5 + step, 16 * cp]) for step in range(4)]
 
 
-@pytest.mark.parametrize("case", ["masks", "seeds", "sbhd", "offsets"])
+@pytest.mark.parametrize("case", ["masks", "sbhd", "offsets"])
 def test_a_call_is_one_operator_of_a_graph(case):
-    """One graph serves masks and seeds of all steps; the second one has numbers in their place."""
+    """One graph serves masks of all steps; the second one has numbers in their place."""
     options = {
         "masks": {"mask": of_steps(1)},
-        "seeds": {"causal": True, "dropout_p": 0.5, "dropout_seed": [3, 4, 5, 1 << 60]},
         "sbhd": {"qkv_format": "sbhd", "window_size": (1, 0)},
         "offsets": {"causal": True, "cu_seqlens": [(0, 5 + step, 16) for step in range(4)]},
     }[case]
@@ -190,14 +189,6 @@ def test_tensors_among_the_options_break_the_graph():
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(call, backend="eager", fullgraph=True)(x, ends)
     assert torch.equal(torch.compile(call, backend="eager")(x, ends), call(x, ends))
-
-
-def test_dropout_in_a_graph_needs_its_seed():
-    def call(x):
-        return ring_attention(x, x, x, dropout_p=0.5)
-
-    with pytest.raises(ConfigError, match="dropout_seed=None"):
-        torch.compile(call, backend="eager", fullgraph=True)(torch.randn(1, 16, 2, 8))
 
 
 def test_copies_have_numbers_of_their_own():

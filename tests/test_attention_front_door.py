@@ -111,7 +111,7 @@ def test_keywords_are_those_of_the_options():
     of_plan, of_call = (
         {field.name for field in fields(kind)} for kind in (PlanOptions, AttentionOptions)
     )
-    own = {"sink", "timeout", "dropout_p", "dropout_seed", "alibi_slopes", "bias"}
+    own = {"sink", "timeout"}
     assert set(CallOptions.__annotations__) == of_plan | own | of_call - {
         "lse",
         "max_logit",
@@ -304,11 +304,6 @@ BESIDE_A_PLAN = {
         ),
         ({"schedule": (0, sys.maxsize)}, PlanError, "schedule 0,9223372036854775807"),
         ({"timeout": 10**400}, ConfigError, "it must be a number of seconds above 0, or None"),
-        (
-            {"dropout_p": 0.1, "dropout_seed": 1 << 64},
-            ConfigError,
-            "a whole number of up to 64 bits",
-        ),
         ({"window_size": 3}, ConfigError, "window_size=3: it must be (left, right)"),
         ({"window_size": (-2, 0)}, PlanError, "window"),
         (

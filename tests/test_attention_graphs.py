@@ -162,16 +162,6 @@ def test_tables_of_the_host_are_found():
     assert recorded.signature(first, inputs)[1] != recorded.signature(second, inputs)[1]
 
 
-def test_dropout_goes_by_way_of_the_host():
-    """Which is one of the reasons for which graphs of attention reject it."""
-    ranks = draw(1, 1)
-    call = partial(
-        attention, LoopbackTransport(0, 1), ranks, causal=True, dropout_p=0.1, dropout_seed=5
-    )
-    call()
-    assert recorded.of_the_host(*recorded.record(call))
-
-
 def test_a_capture_does_not_begin_with_a_new_call(monkeypatch):
     plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 1))
     ranks = draw(1, 1)

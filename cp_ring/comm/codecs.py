@@ -68,13 +68,10 @@ class Codec(Protocol):
     its other inputs after them.
 
     needs_latents: the other inputs are `LatentKeys`, which have no heads to exchange.
-    carries_positions: keys arrive as they are, with the positions of tokens that dropout and ALiBi
-    write into them.
     """
 
     name: str
     needs_latents: bool
-    carries_positions: bool
 
     def __init__(self, k: Tensor, v: Tensor, *inputs: Tensor): ...
 
@@ -109,7 +106,6 @@ class Plain:
 
     name = "plain"
     needs_latents = False
-    carries_positions = True
 
     def __init__(self, k: Tensor, v: Tensor):
         self._k, self._v = k, v
@@ -146,8 +142,6 @@ class Decoding(Plain, ABC):
     """Base of codecs that decode what a hop receives into a buffer of their own, as large as a slot
     of plain keys.
     """
-
-    carries_positions = False
 
     @abstractmethod
     def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:

@@ -32,7 +32,7 @@ _IGNORED = -100  # the label of tokens without a loss
 def use_ring_attention(model: PreTrainedModel, group: Group = None, **options: Any) -> None:
     """Makes ring attention over the ranks of `group` the attention of all layers of `model`.
 
-    The windows, learned sinks, softcaps and scales of its layers are kept. The model is then called
+    The windows, learned sinks and scales of its layers are kept. The model is then called
     with what `shard_batch` returns. options: those of `cp_ring.ring_attention`, such as `route`,
     `heads`, `kernel` and `wire`.
 
@@ -157,6 +157,10 @@ def _attend(
             f"{type(module).__name__} has attention dropout, or sees later tokens, which ring "
             "attention of transformers does not support"
         )
+    if named.get("softcap"):
+        raise ConfigError(
+            f"{type(module).__name__} caps its scores (softcap), which ring attention does not"
+        )
     window = named.get("sliding_window")
     out = ring_attention(
         q,
@@ -167,7 +171,6 @@ def _attend(
         window_size=(window - 1, 0) if window else (-1, 0),
         cu_seqlens=offsets if len(offsets) > 2 else None,
         softmax_scale=named.get("scaling"),
-        softcap=named.get("softcap") or 0.0,
         sink=named.get("s_aux"),
         **options,
     )

@@ -12,11 +12,10 @@ from cp_ring.errors import KernelError
 from cp_ring.kernels.base import (
     AttentionKernel,
     Capabilities,
-    Extras,
     LimitedVarlen,
+    MaxLogitKernel,
     determinism,
     deterministic,
-    dropout_dtype,
 )
 from cp_ring.ops.merge import merge_
 from cp_ring.runtime import RUNTIME
@@ -25,12 +24,10 @@ __all__ = [
     "REGISTRY",
     "AttentionKernel",
     "Capabilities",
-    "Extras",
     "choose",
     "determinism",
     "deterministic",
     "merge_",
-    "supports_dropout",
 ]
 
 REGISTRY = {
@@ -59,21 +56,19 @@ names that module as an entry point of the group `cp_ring.plugins`:
 OF_CUDA = frozenset(("transformer_engine", "cudnn", "flash", "flash_aten", "efficient"))
 """Kernels that take tensors on CUDA devices alone: "auto" asks them last about others."""
 
-NO_EXTRAS = Extras()
-
 _log = logging.getLogger(__name__)
 
 
 def choose(
     name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int,
-    packed: bool = False, extras: Extras = NO_EXTRAS
+    packed: bool = False, max_logit: bool = False
 ) -> AttentionKernel:  # fmt: skip
     """The named kernel, or for "auto" the first in the registry that supports these tensors. The
     choice is logged once.
 
     `d` is the head size of queries and keys, `e` that of values. `packed` says that the plan has
     many tiles of many sizes (packed documents). Then kernels that take many tiles in one call come
-    first, because the others pay for each tile. The kernel has the `extras`.
+    first, because the others pay for each tile. With `max_logit` the kernel is a `MaxLogitKernel`.
 
     Raises `KernelError` if the name is unknown or the kernel rejects these tensors. A named kernel
     is never replaced by another.
@@ -86,12 +81,7 @@ def choose(
         else sorted(REGISTRY, key=lambda each: each in OF_CUDA and device.type != "cuda")
     )
     candidates = tuple((each, REGISTRY[each]) for each in names)
-    return _chosen(name, candidates, (device, dtype, d, e), packed, deterministic(), extras)
-
-
-def supports_dropout(name: str) -> bool:
-    """Whether the named kernel supports attention dropout."""
-    return dropout_dtype(importlib.import_module(REGISTRY[name]).KERNEL) is not None
+    return _chosen(name, candidates, (device, dtype, d, e), packed, deterministic(), max_logit)
 
 
 @RUNTIME.cache(maxsize=256)
@@ -101,7 +91,7 @@ def _chosen(
     kind: tuple[torch.device, torch.dtype, int, int],
     packed: bool,
     exact: bool,
-    extras: Extras,
+    max_logit: bool,
 ) -> AttentionKernel:
     """`choose` with all that it depends on as arguments, cached for the next call of attention.
     `exact` asks for determinism.
@@ -113,18 +103,8 @@ def _chosen(
             reason = kernel.varlen_rejection(*kind[1:])
         if reason is None and exact and not kernel.capabilities.deterministic:
             reason = "does not give the same bits in every run, which deterministic algorithms need"
-        if reason is None and extras.dropout and dropout_dtype(kernel) is None:
-            reason = "does not support position-based dropout or ALiBi"
-        if reason is None and any(extras) and name == "auto" and kernel.capabilities.slow:
-            reason = (
-                "computes dropout, ALiBi and softcap in float64, which is so slow that it must be "
-                "named"
-            )
-        if reason is None and extras.softcap:
-            from cp_ring.kernels.dropout import with_softcap
-
-            capped = with_softcap(kernel, extras.softcap)
-            kernel, reason = (kernel, capped) if isinstance(capped, str) else (capped, None)
+        if reason is None and max_logit and not isinstance(kernel, MaxLogitKernel):
+            reason = "does not tell the largest logits, which TransformerEngine does"
         if reason is None:
             _log.info(
                 "attention kernel: %s (%s; on %s, %s, head sizes %d and %d)",

@@ -26,7 +26,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,14 +39,13 @@ __all__ = [
     "OPEN",
     "AttentionKernel",
     "Capabilities",
-    "Extras",
+    "CountingKernel",
     "LimitedVarlen",
+    "MaxLogitKernel",
     "Packing",
-    "SoftcapKernel",
     "VarlenKernel",
     "determinism",
     "deterministic",
-    "dropout_dtype",
     "no_random_state",
 ]
 
@@ -130,31 +129,21 @@ class AttentionKernel(Protocol):
         ...
 
 
-def dropout_dtype(kernel: AttentionKernel) -> torch.dtype | None:
-    """The attribute `dropout_dtype` of kernels that support dropout: the narrowest dtype of their
-    sums; None without it.
-    """
-    return getattr(kernel, "dropout_dtype", None)
-
-
-class Extras(NamedTuple):
-    """What a call wants of a kernel beside tiles: attention dropout or ALiBi; a softcap, 0 for
-    none.
-    """
-
-    dropout: bool = False
-    softcap: float = 0.0
-
-
 @runtime_checkable
-class SoftcapKernel(Protocol):
-    """Extra method of kernels whose library caps scores."""
+class MaxLogitKernel(Protocol):
+    """Extra method of kernels that know the largest logit of each head."""
 
-    def with_softcap(self, softcap: float) -> AttentionKernel | str:
-        """The kernel whose scores are softcap * tanh(score / softcap), or why there is none, in one
-        line.
-        """
+    def with_max_logit(self) -> CountingKernel:
+        """The kernel of one call."""
         ...
+
+
+class CountingKernel(AttentionKernel, Protocol):
+    """A kernel that keeps the largest logit of each query head that it saw, float32 [h]: of the
+    pairs that its tiles allow, times the scale; None before its first tile.
+    """
+
+    max_logit: Tensor | None
 
 
 @dataclass(frozen=True)

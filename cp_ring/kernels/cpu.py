@@ -9,6 +9,8 @@ third.
 
 from __future__ import annotations
 
+from typing import override
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,7 @@ from cp_ring.plan.lower import KERNELS
 
 _attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_BLOCK = 1 << 21  # logits that are held at a time
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -26,12 +29,15 @@ class CpuKernel:
 
     name = "cpu"
     capabilities = KERNELS["cpu"]
-    dropout_dtype = torch.float32
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type != "cpu":
             return f"runs on the CPU, the tensors are on {device}"
         return None if dtype in _DTYPES else f"does not know {dtype}"
+
+    def with_max_logit(self) -> _CountingKernel:
+        """Follows `MaxLogitKernel`: logits are computed a second time, in blocks, for tests."""
+        return _CountingKernel()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
@@ -67,6 +73,27 @@ def _prepared(x: Tensor, width: int) -> Tensor:
     """
     x = x.to(sum_dtype(x.dtype))
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+class _CountingKernel(CpuKernel):
+    """Follows `CountingKernel`."""
+
+    max_logit: Tensor | None = None
+
+    @override
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2).permute(0, 2, 3, 1).float()
+        size = max(1, _BLOCK // (q.shape[0] * q.shape[2] * k.shape[1]))
+        for start in range(0, q.shape[1], size):
+            logits = q[:, start : start + size].transpose(1, 2).float() @ keys * scale
+            if hi == 0:
+                logits += torch.full(logits.shape[2:], -torch.inf).triu(start + 1)
+            found = logits.amax((0, 2, 3))
+            seen = self.max_logit
+            self.max_logit = found if seen is None else torch.maximum(seen, found)
+        return super().forward(q, k, v, lo=lo, hi=hi, scale=scale)
 
 
 KERNEL = CpuKernel()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,22 +160,6 @@ class FlashKernel(WindowKernel):
 
     name = "flash"
     devices: tuple[str, ...] = ("cuda",)
-    softcap = 0.0
-
-    def with_softcap(self, softcap: float) -> FlashKernel | str:
-        """Follows `SoftcapKernel`."""
-        assert isinstance(self.functions, Functions), "a kernel is capped that cannot be used"
-        version, *functions = vars(self.functions).values()
-        if version == "4":
-            return (
-                "4 has no softcap that works: its backward hangs "
-                "(https://github.com/Dao-AILab/flash-attention/issues/2466)"
-            )
-        if any("softcap" not in parameters_of(function) for function in functions):
-            return f"{version} as installed has no softcap"
-        capped = copy(self)
-        capped.softcap = softcap
-        return capped
 
     @property
     def functions(self) -> Functions | str:
@@ -217,7 +200,7 @@ class FlashKernel(WindowKernel):
         assert isinstance(self.functions, Functions)
         function = self.functions.varlen_forward if window.packing else self.functions.forward
         values = dict(zip(_FORWARD, (q, k, v, True), strict=True))
-        options = _options(window, self.softcap)
+        options = _options(window)
         results = function(**arguments(function, values | options))
         # Version 2 before 2.7 also returns its inputs.
         return (results[0], results[5]) if len(results) == 8 else (results[0], results[1])
@@ -238,12 +221,12 @@ class FlashKernel(WindowKernel):
         values = dict(
             zip(_BACKWARD, (dout, q, k, v, out, lse, lse, deterministic(), dq, dk, dv), strict=True)
         )
-        options = _options(window, self.softcap)
+        options = _options(window)
         function(**arguments(function, values | options))
         return dq, dk, dv
 
 
-def _options(window: Window, softcap: float = 0.0) -> dict[str, Any]:
+def _options(window: Window) -> dict[str, Any]:
     left, right, packing, scale = window
     causal = (left, right) == (-1, 0)
     right = -1 if causal else right
@@ -251,8 +234,6 @@ def _options(window: Window, softcap: float = 0.0) -> dict[str, Any]:
         "softmax_scale": scale, "causal": causal, "is_causal": causal,
         "window_size": (left, right), "window_size_left": left, "window_size_right": right,
     }  # fmt: skip
-    if softcap:
-        options["softcap"] = softcap
     if packing:
         options |= {"cu_seqlens_q": packing.cu_q, "cu_seqlens_k": packing.cu_k}
         options |= {"max_seqlen_q": packing.max_q, "max_seqlen_k": packing.max_k}

@@ -22,7 +22,6 @@ class ReferenceKernel:
 
     name = "reference"
     capabilities = KERNELS["reference"]
-    dropout_dtype = torch.float64
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         return None if dtype.is_floating_point else f"reads floating point, not {dtype}"

@@ -129,6 +129,7 @@ class Call(NamedTuple):
     # Of all packed tiles together; 0 in a dense call.
     tokens_q: int = 0
     tokens_k: int = 0
+    max_logit: bool = False
 
     @property
     def mask(self) -> str:
@@ -192,10 +193,11 @@ def ask(library: Library, call: Call) -> Any:
         return library.extension.get_fused_attn_backend(
             True, dtype, dtype, layout, bias, mask, softmax, 0.0,
             call.h, call.g, call.queries, call.keys, call.d, call.e,
-            *call.window, False, *extra,
+            *call.window, call.max_logit, *extra,
         )  # fmt: skip
     values = {
         "is_training": True, "deterministic": call.deterministic, "attn_mask_type": mask,
+        "return_max_logit": call.max_logit,
         "bias_type": bias,
         "window_size_left": call.window[0], "window_size_right": call.window[1],
         "bottom_right_diagonal": False,

@@ -8,6 +8,8 @@ of the installed version. TransformerEngine itself says which backend supports a
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,6 +68,18 @@ class TransformerEngineKernel:
     name = "transformer_engine"
     capabilities = KERNELS["transformer_engine"]
     devices: tuple[str, ...] = ("cuda",)
+    counts = False
+    max_logit: Tensor | None = None
+    _heads = 0
+
+    def with_max_logit(self) -> TransformerEngineKernel:
+        """Follows `MaxLogitKernel`. Tiles go one by one: of packed ones that are filled up, the
+        logits of tokens behind the last tile would count.
+        """
+        counting = copy(self)  # which shares what is known of calls
+        counting.counts = True
+        counting.capabilities = replace(self.capabilities, varlen=False)
+        return counting
 
     def __init__(self) -> None:
         self._backends: dict[Call, Any] = {}
@@ -106,9 +120,11 @@ class TransformerEngineKernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
     ) -> tuple[Tensor, Tensor]:
         q_, k_, v_ = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        self._heads = q.shape[2]
         bound = self._dense.get(self._key(q_, k_, v_, hi, scale))
         if bound is not None:
-            out, aux, *_ = bound.forward(q=q_.contiguous(), k=k_.contiguous(), v=v_.contiguous())
+            out, aux, *more = bound.forward(q=q_.contiguous(), k=k_.contiguous(), v=v_.contiguous())
+            self._count(more)
             return out.transpose(0, 1), aux[0].squeeze(3)
         call = self._call(q_, k_, v_, "sbhd", hi == 0)
         if self._wants_packing(call):
@@ -119,6 +135,11 @@ class TransformerEngineKernel:
             b, h = q.shape[0], q.shape[2]
             return out.unflatten(1, (b, h)).transpose(0, 1), lse.unflatten(0, (b, h))
         if min(call.queries, call.keys) < 2:
+            if self.counts:
+                raise KernelError(
+                    "kernel='transformer_engine': largest logits of a tile of one token are "
+                    "unknown: a rank must hold at least two tokens of each chunk"
+                )
             return REFERENCE.forward(q, k, v, lo=lo, hi=hi, scale=scale)
         ends = _even_ends(call, len(q), q.device)
         if (call.d, call.e) == (q.shape[-1], v.shape[-1]):  # else head sizes are padded
@@ -207,8 +228,17 @@ class TransformerEngineKernel:
     ) -> tuple[Tensor, Tensor]:
         tensors = {"q": pad(q, call.d), "k": pad(k, call.d), "v": pad(v, call.e)}
         forward = self._functions(call, scale, q.device).forward
-        out, aux, *_ = forward(**_contiguous(tensors), **ends)
+        out, aux, *more = forward(**_contiguous(tensors), **ends)
+        self._count(more)
         return out, aux[0]
+
+    def _count(self, more: list[Tensor]) -> None:
+        """Keeps the largest logits [h] that a call returns beside out and lse, if it does."""
+        if self.counts:
+            # batch rows of a tile that goes as a packing are further heads
+            found = more[0].float().unflatten(0, (-1, self._heads)).amax(0)
+            seen = self.max_logit
+            self.max_logit = found if seen is None else torch.maximum(seen, found)
 
     def _gradients(
         self, call: Call, tensors: tuple[Tensor, ...], stats: Tensor, ends: _Ends, scale: float
@@ -249,7 +279,7 @@ class TransformerEngineKernel:
             }  # fmt: skip
             forward = values | {
                 "is_training": True,
-                "return_max_logit": False,
+                "return_max_logit": call.max_logit,
                 "rng_gen": _generator(*key[2:]),
             }
             backward = values | {
@@ -266,7 +296,7 @@ class TransformerEngineKernel:
         """All that a dense call of tensors [s, b, h, d] depends on, except the values of the
         tensors.
         """
-        kind = q.dtype, q.device, hi == 0, deterministic(), capturing(q.device)
+        kind = q.dtype, q.device, hi == 0, deterministic(), capturing(q.device), self.counts
         return scale, q.shape, k.shape, v.shape, *kind
 
     def _bind(self, key: tuple[Any, ...], call: Call, ends: _Ends, device: torch.device) -> None:
@@ -311,6 +341,7 @@ class TransformerEngineKernel:
             e,
             deterministic(),
             *more,
+            max_logit=self.counts,
         )
 
     def _wants_packing(self, call: Call) -> bool:

@@ -22,7 +22,6 @@ from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.megatron import compat
 from cp_ring.megatron.flags import graphs
 from cp_ring.megatron.layers import recomputation
-from cp_ring.megatron.layers.dropout_keys import dropout_of, number_of_prediction
 from cp_ring.megatron.layers.layer_offload import offload, saving
 from cp_ring.megatron.layers.planned import PlannedAttention, mask_of
 from cp_ring.observe import debug, timing, watchdog
@@ -30,7 +29,6 @@ from cp_ring.plan.sizes.attention_sizes import WIRES
 
 if TYPE_CHECKING:
     from cp_ring.comm.latent import Latents
-    from cp_ring.kernels.dropout import Dropout
     from cp_ring.megatron.layers.latent_tap import LatentTap
 
 
@@ -76,7 +74,6 @@ class RingDotProductAttention(PlannedAttention):
         super().__init__(
             config, layer_number, attn_mask_type, attention_type, cp_comm_type, pg_collection
         )
-        self.dropout_number, self.calls = self.layer_number, 1
         self.name: int | str = self.layer_number  # in messages
         self.softmax_scale = (
             1.0 / math.sqrt(k_channels or config.kv_channels)
@@ -90,7 +87,12 @@ class RingDotProductAttention(PlannedAttention):
             watchdog.WATCH.asks_device = False
         if self.settings.debug:
             debug.switch_on()
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise ConfigError(
+                f"--cp-ring does not support attention dropout {dropout}, which no GPU kernel has "
+                "for tiles: give --attention-dropout 0 (attention_dropout=0.0)"
+            )
         # Without Megatron's command line, nothing has chosen for auto.
         self.wire = (
             "plain"
@@ -174,8 +176,7 @@ class RingDotProductAttention(PlannedAttention):
         step = compat.training_step()
         timing.at_step(step)
         plan = self.plan_of(query, mask, packed_seq_params, cached)
-        dropout = self._dropout(query, packed_seq_params)
-        inputs = Inputs(query, key, value, self.softmax_offset, latents, dropout).alike()
+        inputs = Inputs(query, key, value, self.softmax_offset, latents).alike()
         kept = recomputation.take(self)
         if kept is None:  # else the watchdog knows the call as the one whose output was kept
             watchdog.enter(self.name, step)
@@ -189,14 +190,6 @@ class RingDotProductAttention(PlannedAttention):
         self._keep_largest(output.max_logit)
         out = output.out.flatten(2)
         return out.squeeze(1) if packed else out
-
-    def _dropout(self, query: torch.Tensor, packed_seq_params: Any) -> Dropout | None:
-        """The dropout of this microbatch, for queries [s, b, h, d]; None without."""
-        if not self.dropout or not self.training:
-            return None
-        places, first = self.places_of(query, packed_seq_params), self.tp_group.rank()
-        first *= query.shape[2]
-        return dropout_of(self.dropout, self.dropout_number, places, first, self.calls)
 
     def _keep_largest(self, max_logit: torch.Tensor | None) -> None:
         """Keeps the largest logits [h], which Megatron's clipping and log read."""
@@ -268,16 +261,7 @@ def _number_predictions(parent: Any, _: str, child: Any) -> None:
         layers = [
             module for module in child.modules() if isinstance(module, RingDotProductAttention)
         ]
-        calls = (
-            parent.config.mtp_num_layers
-            if getattr(parent.config, "mtp_use_repeated_layer", False)
-            else 1
-        )
         for index, layer in enumerate(layers):
-            layer.dropout_number, layer.calls = (
-                number_of_prediction(parent.layer_number, index),
-                calls,
-            )
             layer.name = f"MTP {parent.layer_number}" + (f".{index + 1}" if len(layers) > 1 else "")
 
 

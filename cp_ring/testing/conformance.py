@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, VarlenKernel, determinism
-from cp_ring.kernels.dropout import with_softcap
 from cp_ring.ops.dtypes import sum_dtype
 
 HEADS = ((4, 4, 16, 16), (8, 1, 32, 32), (6, 2, 24, 40), (4, 2, 40, 24), (2, 2, 64, 64))
@@ -72,7 +71,6 @@ class KernelCase:
     heads: tuple[int, int, int, int]
     scale: float
     batch: int = 2
-    softcap: float = 0.0
 
     def draw(
         self, queries: int, keys: int, seed: int = 0, strided: bool = False
@@ -215,15 +213,6 @@ def _varlen(case: KernelCase) -> None:
             _check_packed(case, [*sizes[0], (5, 19), (8, 12)], left, right)
 
 
-def _softcap(case: KernelCase) -> None:
-    """If the kernel can cap scores."""
-    capped = with_softcap(case.kernel, 1.5)
-    if not isinstance(capped, str):
-        case = replace(case, kernel=capped, softcap=1.5)
-        for check in (_causal, _bands, _merged, _varlen):
-            check(case)
-
-
 def _repeats(case: KernelCase) -> None:
     """Two runs give the same bits, if the kernel promises that and does not reject determinism."""
     with determinism(True):
@@ -259,7 +248,6 @@ PROPERTIES: dict[str, Callable[[KernelCase], None]] = {
     "strided views": _strided,
     "merged backward": _merged,
     "varlen": _varlen,
-    "softcap": _softcap,
     "every element written": _written,
     "deterministic": _repeats,
 }
@@ -328,8 +316,7 @@ class _Truth:
 
 def _logits(q: Tensor, k: Tensor, case: KernelCase) -> Tensor:
     k = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
-    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k) * case.scale
-    return case.softcap * (logits / case.softcap).tanh() if case.softcap else logits
+    return torch.einsum("bqhd,bkhd->bhqk", q.double(), k) * case.scale
 
 
 def _truth(

@@ -430,12 +430,6 @@ OF_ONE_LAYER: dict[str, Any] = {
 }
 
 
-def _seed_of_the_rank() -> list[Any]:
-    from cp_ring.megatron.layers import dropout_keys
-
-    return [(dropout_keys, "_seed", lambda seed: seed() + _rank())]
-
-
 def _further_label() -> list[Any]:
     """Multi-token prediction shifts the tokens of long batch rows once too often."""
     import sys
@@ -460,7 +454,6 @@ OF_LENGTH: dict[str, Any] = {
     "rotary positions one further beyond 256": _pos_emb(_shifted_beyond_256),
     "prediction of long rows off by one": _further_label,
 }
-OF_SEED: dict[str, Any] = {"dropout by a seed of the rank": _seed_of_the_rank}
 
 ATTENTION: dict[str, Any] = {
     name: known.FAULTS[name] for name in known.FAULTS if name not in (*SPLITS, *LOSSES)
@@ -484,7 +477,6 @@ ATTENTION: dict[str, Any] = {
     "rotary positions of one rank shifted": _pos_emb(_positions_shifted),
     **OF_ONE_LAYER,
     **OF_LENGTH,
-    **OF_SEED,
 }
 
 
@@ -537,7 +529,7 @@ LAYERS: dict[str, Any] = {
     "states begin anew too late": known._parity("state begins anew too late"),
 }
 FAULTS = (*ATTENTION, *LAYERS, *SPLITS, *LOSSES)
-SUBTLE = (*OF_WEIGHTS, *OF_LONG_ROWS, *OF_BORDERS, *OF_ONE_LAYER, *OF_LENGTH, *OF_SEED)
+SUBTLE = (*OF_WEIGHTS, *OF_LONG_ROWS, *OF_BORDERS, *OF_ONE_LAYER, *OF_LENGTH)
 """Faults that show in fractions, in long rows, at a single border or in a single layer only."""
 
 

@@ -16,7 +16,6 @@ from tests.certificate.faults import (
     OF_LONG_ROWS,
     OF_MEANS,
     OF_ONE_LAYER,
-    OF_SEED,
     OF_WEIGHTS,
     PACKED,
     SUBTLE,
@@ -82,7 +81,7 @@ OF_LENGTH = ("window beyond 256 tokens",)
 OF_BATCH = ("second batch row like the first",)
 OF_POSITIONS = ("position ids of each rank from 0",)
 OF_FOUR = ("stale slot at four ranks",)
-OF_DROPOUT, OF_EXPERTS = ("dropout by places on the rank",), ("aux loss weighed twice",)
+OF_EXPERTS = ("aux loss weighed twice",)
 OF_CAPACITY, OF_SINKHORN, OF_STATES = (
     ("capacity of all ranks on each",),
     ("sinkhorn skipped",),
@@ -121,7 +120,7 @@ ELSEWHERE = (
     *OF_POSITIONS,
     *OF_FOUR,
 )
-ELSEWHERE += (*OF_DROPOUT, *OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP, *OF_SPARSE)
+ELSEWHERE += (*OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP, *OF_SPARSE)
 ELSEWHERE += (*LAYERS, *SUBTLE)
 OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
 
@@ -141,7 +140,6 @@ _LAYERS = (
     f"{UNTIED} --num-layers 5 --window-size 5,0 --window-attn-skip-freq [1,0,0,1,1] --softmax-type "
     "learnable --calculate-per-token-loss --seq-length 512 --max-position-embeddings 512"
 )
-_DROPOUT = f"{UNTIED} --calculate-per-token-loss --attention-dropout 0.2"
 FAULTY = (
     Job("oss", 2, f"{OSS} --calculate-per-token-loss", OF_OSS),
     Job("long", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16)),
@@ -159,7 +157,6 @@ FAULTY = (
         (*OF_DOCUMENTS, *OF_PREDICTION, *OF_BORDERS),
     ),
     Job("declared", 2, f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global", OF_DECLARED),
-    Job("dropout", 2, _DROPOUT, (*OF_DROPOUT, *OF_SEED)),
     Job("rows", 2, _ROWS, OF_ROWS),
     Job("layers", 2, _LAYERS, tuple(OF_ONE_LAYER)),
     Job(
@@ -235,7 +232,6 @@ FAULTY = (
         (*OF_DOCUMENTS, *PACKED, *OF_BORDERS),
         True,
     ),
-    Job("dropout-script", 2, _DROPOUT, tuple(OF_SEED), True),
     Job("rows-script", 2, _ROWS, OF_ROWS, True),
     Job("layers-script", 2, _LAYERS, tuple(OF_ONE_LAYER), True),
     Job(

@@ -23,7 +23,6 @@ FAMILIES = {
     "Mistral": WINDOW,
     "Qwen3": {},
     "Qwen3Moe": EXPERTS | {"num_experts": 4},
-    "Gemma2": WINDOW | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": None},
     "Gemma3": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
     "GptOss": WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
@@ -155,3 +154,8 @@ def test_what_attention_does_not_know_is_rejected():
     assert "shard_batch" in rejected(model, torch.arange(8)[None])
     model.model.layers[1].self_attn.attention_dropout = 0.5
     assert "dropout" in rejected(model, **batch)
+    FAMILIES["Gemma2"] = WINDOW | {"attn_logit_softcapping": 1.5}
+    capped = model_of("Gemma2")
+    del FAMILIES["Gemma2"]
+    use_ring_attention(capped)
+    assert "caps its scores (softcap)" in rejected(capped, **batch)

@@ -138,11 +138,11 @@ def backend(version: str, *x):
     ) = x[:17]
     assert training is True
     assert q_type == kv_type
-    assert (bias, softmax, dropout, max_logit) == (
+    assert isinstance(max_logit, bool)
+    assert (bias, softmax, dropout) == (
         ("bias", "no_bias"),
         ("softmax", "vanilla"),
         0.0,
-        False,
     )
     kind = layout[1].split("_")[0]
     assert mask[1] in {"sbhd": ("no_mask", "causal"), "thd": ("padding", "padding_causal")}[kind]
@@ -196,17 +196,22 @@ def forward(a: dict, packed_stats: bool):
     # without a generator, the default one advances, though dropout is 0
     torch.rand((), generator=a["rng_gen"])
     assert a["is_training"] is True
-    out_parts, stats_parts = [], []
+    out_parts, stats_parts, largest = [], [], []
     for q, k, v, _ in tiles(a):
         scores = scores_of(a, q, k)
         lse = scores.logsumexp(-1)
+        if a["return_max_logit"]:
+            largest.append(scores.amax((1, 2)))
         out_parts.append(
             torch.einsum("hqk,khe->qhe", (scores - lse[..., None]).exp(), repeat(v, q))
         )
         stats_parts.append(lse)
     shape = (*a["q"].shape[:-1], a["v"].shape[-1])
     out = assemble(a, out_parts, shape).to(a["fake_dtype"])
-    return out, [stats_of(a, stats_parts, packed_stats), torch.tensor([17, 4], dtype=torch.int64)]
+    aux = [stats_of(a, stats_parts, packed_stats), torch.tensor([17, 4], dtype=torch.int64)]
+    if a["return_max_logit"]:
+        return out, aux, torch.stack(largest).amax(0).to(a["fake_dtype"])
+    return out, aux
 
 
 def backward(a: dict, packed_stats: bool):

@@ -24,12 +24,10 @@ import torch
 
 from cp_ring import kernels
 from cp_ring.errors import KernelError
-from cp_ring.kernels import REGISTRY, Extras, _chosen, choose, flash
+from cp_ring.kernels import REGISTRY, _chosen, choose, flash
 from cp_ring.kernels.base import OPEN, Packing, determinism, deterministic
-from cp_ring.kernels.dropout import DropoutKernel
 from cp_ring.kernels.flash import FlashKernel, Functions, arguments
 from cp_ring.kernels.reference import KERNEL as REFERENCE
-from cp_ring.kernels.reference import ReferenceKernel
 from cp_ring.kernels.signatures import parameters_of
 from cp_ring.kernels.window import live_part
 from cp_ring.testing import conformance
@@ -152,23 +150,10 @@ def v_size(a: dict) -> int:
     return a["v"].shape[-1]
 
 
-class Capped(DropoutKernel):
-    """The oracle with softcap, also of packed tiles."""
-
-    forward_varlen = ReferenceKernel.forward_varlen
-    backward_varlen = ReferenceKernel.backward_varlen
-
-
-def oracle(softcap: float | None) -> ReferenceKernel | Capped:
-    if not softcap:
-        return REFERENCE
-    return Capped("capped", torch.float64, softcap=softcap, columns=0)
-
-
 def forward(label: str, a: dict):
     packing, dense = packing_of(label, a)
     flat = [a[x].flatten(0, 1) if dense else a[x] for x in "qkv"]
-    out, lse = oracle(a.get("softcap")).forward_varlen(*flat, packing, a["softmax_scale"])
+    out, lse = REFERENCE.forward_varlen(*flat, packing, a["softmax_scale"])
     out, lse = out.to(a["q"].dtype), lse.float()
     if label[0] == "4":
         assert a["return_lse"]
@@ -192,9 +177,7 @@ def backward(label: str, a: dict):
         (a["q"].shape[0], a["q"].shape[2], a["q"].shape[1]) if dense else (q.shape[1], len(q))
     )
     lse = lse.transpose(0, 1).flatten(1, 2) if dense else lse
-    grads = oracle(a.get("softcap")).backward_varlen(
-        dout, q, k, v, out, lse, packing, a["softmax_scale"]
-    )
+    grads = REFERENCE.backward_varlen(dout, q, k, v, out, lse, packing, a["softmax_scale"])
     assert a["deterministic"] is deterministic()
     for name, x in zip(("dq", "dk", "dv"), grads, strict=True):
         a[name].copy_(x.reshape(a[name].shape))
@@ -218,8 +201,6 @@ def test_auto_skips_functions_that_cannot_be_called(monkeypatch):
     monkeypatch.setitem(REGISTRY, "flash", "tests_flash_stand_in")
     monkeypatch.setattr(kernels, "OF_CUDA", frozenset())
     assert choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64) is kernel
-    capped = choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64, extras=Extras(softcap=3))
-    assert capped.softcap == 3 and capped.name == "flash"
 
     def backward(
         dout,
@@ -258,21 +239,9 @@ def test_conformance(label):
         "queries without keys",
         "merged backward",
         "varlen",
-        "softcap",
         "deterministic",
     ):
         conformance.check(kernel, CPU, torch.float16, only=prop, heads=[(4, 2, 16, 24)])
-
-
-def test_softcap_is_rejected_where_a_version_lacks_it():
-    assert "4 has no softcap that works" in stand_in("4: flash-attn August 2026").with_softcap(1.5)
-    kernel = stand_in("2: flash-attn 2.8.3")
-
-    def bare(q, k, v, softmax_scale, causal, window_size):
-        raise AssertionError("not called")
-
-    kernel.__class__.functions = replace(kernel.functions, varlen_forward=bare)
-    assert kernel.with_softcap(1.5) == "2 as installed has no softcap"
 
 
 def test_no_deterministic_backward_no_determinism():

@@ -8,15 +8,12 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_ring import Layout, Mask, Plan
 from cp_ring.attention import attention_of
+from cp_ring.errors import KernelError
 from cp_ring.inputs import AttentionOptions, Inputs
-from cp_ring.kernels import logits
-from cp_ring.kernels.base import OPEN
-from cp_ring.kernels.cpu import KERNEL as CPU_KERNEL
-from cp_ring.kernels.dropout import Dropout
+from cp_ring.kernels import choose, cpu
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
 from tests.rings import scores_of
@@ -29,17 +26,12 @@ def largest_of(q, k, mask):
     return scores_of(q.double(), k.double(), mask.dense()).amax((0, 2, 3))
 
 
-def of_ranks(case, plan, dropped=False, **options):
+def of_ranks(case, plan, **options):
     """Out of all ranks, and the largest logits of each."""
 
     def rank(group):
         shards = [plan.layout.shard(x, group.rank, 1) for x in case[:3]]
-        dropout = (
-            Dropout(0.2, 1, torch.from_numpy(plan.layout.positions(group.rank)))
-            if dropped
-            else None
-        )
-        inputs = Inputs(*shards, dropout=dropout)
+        inputs = Inputs(*shards)
         output = attention_of(plan, group, AttentionOptions(max_logit=True, **options), inputs)(
             inputs
         )
@@ -49,9 +41,8 @@ def of_ranks(case, plan, dropped=False, **options):
     return plan.layout.unshard([out for out, _ in parts], 1), [found for _, found in parts]
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "reference"])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_over_all_ranks_it_is_that_of_the_dense_scores(cp, kernel, monkeypatch):
+def test_over_all_ranks_it_is_that_of_the_dense_scores(cp, monkeypatch):
     case = Case.draw(N, b=2, h=4, g=2, d=8)
     masks = [
         Mask.causal(N),
@@ -62,14 +53,13 @@ def test_over_all_ranks_it_is_that_of_the_dense_scores(cp, kernel, monkeypatch):
     for mask in masks:
         plan = Plan.build(mask, Layout.zigzag(N, cp) if cp > 1 else Layout.contiguous(N, 1))
         truth = largest_of(case.q, case.k, mask)
-        plain, found = of_ranks(case, plan, kernel=kernel)
+        plain, found = of_ranks(case, plan)
         torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
         assert found[0].dtype == torch.float32 and found[0].shape == (4,)
-    monkeypatch.setattr(logits, "_BLOCK", 50)
-    out, found = of_ranks(case, plan, kernel=kernel)
+    monkeypatch.setattr(cpu, "_BLOCK", 50)
+    out, found = of_ranks(case, plan)
     torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
-    # which takes other calls than without logits
-    assert torch.equal(out, plain) or kernel == "reference"
+    assert torch.equal(out, plain)
 
 
 @pytest.mark.parametrize("heads", [2, 4])
@@ -83,36 +73,10 @@ def test_each_rank_has_those_of_its_own_heads(heads):
         assert torch.equal(largest > -math.inf, own)
 
 
-def test_beside_dropout_it_is_that_of_all_pairs():
-    case = Case.draw(N, b=2, h=4, g=1, d=8)
-    plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 2))
-    assert torch.equal(
-        torch.stack(of_ranks(case, plan, dropped=True)[1]), torch.stack(of_ranks(case, plan)[1])
-    )
-
-
-def test_no_more_than_a_block_is_held(monkeypatch):
-    """Also not a copy of the keys for each query of the block, on a GPU the time of many forward
-    passes.
-    """
-    made = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            made.extend(
-                result.untyped_storage().nbytes() // 4
-                for _ in [0]
-                if isinstance(result, torch.Tensor)
-            )
-            return result
-
-    monkeypatch.setattr(logits, "_BLOCK", 4096)
-    q, k = torch.randn(1, 64, 4, 8), torch.randn(1, 64, 2, 8)
-    kernel = logits.LogitKernel(CPU_KERNEL)
-    with Sizes():
-        kernel._see(q, k, -OPEN, 0, 8**-0.5)
-    assert max(made) <= 4096
-    torch.testing.assert_close(
-        kernel.largest.double(), largest_of(q, k, Mask.causal(64)), rtol=1e-6, atol=0
-    )
+def test_a_kernel_that_does_not_tell_them_is_rejected():
+    with pytest.raises(
+        KernelError, match=r"'reference': reference does not tell the largest logits"
+    ):
+        choose(
+            "reference", device=torch.device("cpu"), dtype=torch.float32, d=8, e=8, max_logit=True
+        )

@@ -51,6 +51,28 @@ def test_conformance(prop):
         conformance.check(KERNEL, CPU, torch.float16, only=prop)
 
 
+@pytest.mark.parametrize("version", ["2.14", "2.20.2"])
+def test_the_largest_logits_are_those_of_the_library(version):
+    """Of all tiles of a call, dense or not a multiple of 128; the next call begins anew."""
+    with installed(version) as calls:
+        counting = KERNEL.with_max_logit()
+        assert not counting.capabilities.varlen and KERNEL.capabilities.varlen
+        largest = torch.full((4,), -torch.inf)
+        for tokens in (128, 128, 40):
+            q, k, v, _ = Case.draw(tokens, b=2, dtype=torch.bfloat16)
+            out, lse = counting.forward(q, k, v, lo=-OPEN, hi=0, scale=0.25)
+            scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.repeat_interleave(2, 2).float())
+            hidden = ~torch.ones(tokens, tokens, dtype=torch.bool).tril()
+            found = (scores * 0.25).masked_fill(hidden, -torch.inf).amax((0, 2, 3))
+            largest = torch.maximum(largest, found)
+            plain = KERNEL.forward(q, k, v, lo=-OPEN, hi=0, scale=0.25)
+            assert torch.equal(plain[0], out) and torch.equal(plain[1], lse)
+        assert counting.max_logit.dtype == torch.float32
+        torch.testing.assert_close(counting.max_logit, largest, rtol=2**-8, atol=0)
+        assert KERNEL.max_logit is None and KERNEL.with_max_logit().max_logit is None
+        assert {call["return_max_logit"] for call in calls} == {True, False}
+
+
 def test_padded_statistics():
     """cuDNN before 9.6 pads the statistics of packed tiles."""
     with installed("2.9", packed_stats=False):

@@ -212,5 +212,4 @@ FAULTS: dict[str, Any] = {
         "megatron.core.transformer.moe.router.TopKRouter.attach_and_log_load_balancing_loss",
         _aux_loss_twice,
     ),
-    "dropout by places on the rank": _parity("dropout by places on the rank"),
 }

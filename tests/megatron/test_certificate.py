@@ -30,7 +30,6 @@ OF_DECLARED = (
 )
 # in test_certificate_steps.py
 OF_LONGER_JOBS = ("window beyond 256 tokens", "second batch row like the first")
-OF_DROPOUT = ("dropout by places on the rank",)
 OF_EXPERTS = ("aux loss weighed twice",)
 OF_LATENT_WIRE = ("weight gradient twice", "rotated part not returned", "latent not summed over tp")
 OF_SPARSE = (
@@ -43,7 +42,6 @@ ELSEWHERE = (
     *OF_DOCUMENTS,
     *OF_DECLARED,
     *OF_LONGER_JOBS,
-    *OF_DROPOUT,
     *OF_EXPERTS,
     *OF_LATENT_WIRE,
     *OF_SPARSE,
@@ -109,11 +107,6 @@ MORE_ON_TWO = {
     "declared_mla": (
         f"{LATENT} --cp-ring-mask-kinds shared-prefix --cp-ring-layout balanced",
         ("positions not continued",),
-    ),
-    "dropout": (f"{OSS} --attention-dropout 0.2 --micro-batch-size 2", OF_DROPOUT),
-    "dropout_documents": (
-        f"{UNTIED} --attention-dropout 0.2 --cp-ring-document-mask --bf16",
-        OF_DROPOUT,
     ),
     "heterogeneous": (HETEROGENEOUS, ("rotary positions contiguous",)),
     "sinkhorn": (f"{SINKHORN} --bf16 --micro-batch-size 2", ()),

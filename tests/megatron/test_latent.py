@@ -229,14 +229,3 @@ def test_latents_that_cannot_travel_are_rejected_by_name():
     args = SimpleNamespace(**DEEPSEEK | {"fp8": "hybrid"})
     with pytest.raises(ConfigError, match="--cp-ring-wire latent does not support --fp8-format"):
         choose_wire(args, Options.make(wire="latent"))
-
-
-def test_dropout_and_other_codecs_than_plain_reject_each_other(monkeypatch):
-    monkeypatch.setattr("cp_ring.megatron.flags.codec_choice.note", lambda line: None)
-    args = SimpleNamespace(**DEEPSEEK | {"attention_dropout": 0.1, "group_query_attention": False})
-    with pytest.raises(
-        ConfigError,
-        match=r"wire latent does not support --attention-dropout 0\.1, for which positions",
-    ):
-        choose_wire(args, Options.make(wire="latent"))
-    assert choose_wire(args, Options.make(wire="auto")) == "plain"

@@ -50,7 +50,7 @@ def test_two_microbatches_at_a_time_train_as_one(tmp_path):
     """The same bits as one at a time, with as many hops and bytes; at context parallel size 1 the
     losses of bfloat16.
     """
-    with_more = {"dropout": ["--attention-dropout", "0.1"], "offload": ["--cp-ring-offload"]}
+    with_more = {"offload": ["--cp-ring-offload"]}
     jobs = {"one": CP2, "two": [*CP2, *OVERLAP], "whole": []}
     for name, flags in with_more.items():
         jobs |= {name: [*CP2, *flags], f"two {name}": [*CP2, *flags, *OVERLAP]}
@@ -59,7 +59,7 @@ def test_two_microbatches_at_a_time_train_as_one(tmp_path):
         alone = name.removeprefix("two").strip() or "one"
         assert steps(tmp_path, name) == steps(tmp_path, alone)
         assert sent(tmp_path, name) == sent(tmp_path, alone)
-    assert steps(tmp_path, "offload") == steps(tmp_path, "one") != steps(tmp_path, "dropout")
+    assert steps(tmp_path, "offload") == steps(tmp_path, "one")
     for (loss, _), (whole, _) in zip(steps(tmp_path, "two"), steps(tmp_path, "whole"), strict=True):
         # bfloat16 weights round another way from the second step on
         assert loss == pytest.approx(whole, rel=1e-4)

@@ -207,19 +207,6 @@ def _rolled_by_rank(roll: Any, tensor: Any, **more: Any) -> Any:
     return mine, total if mine is None else torch.Tensor.sum(mine)
 
 
-def _places_on_the_rank(dropout_of: Any, p: float, layer: int, positions: Any, *more: Any) -> Any:
-    return dropout_of(p, layer, torch.arange(len(positions)), *more)
-
-
-def _predictions_as_the_decoder(
-    dropout_of: Any, p: float, layer: int, positions: Any, *more: Any
-) -> Any:
-    """The first layer that predicts further tokens counts with the decoder's first, where the stage
-    has both.
-    """
-    return dropout_of(p, layer if layer < 1 << 20 else layer >> 20, positions, *more)
-
-
 def _weight_gradient_twice(finish: Any, gradients: Any) -> Any:
     dk, dv, dlatent, *weights = finish(gradients)
     return dk, dv, dlatent, *(2 * x for x in weights)
@@ -311,12 +298,6 @@ FAULTS = {
     ),
     "roll in one sequence": at("cp_ring.megatron.data.masks.DeclaredMask.last", _roll_across),
     "roll across documents": at("cp_ring.megatron.data.documents.Documents.last", _roll_across),
-    "dropout by places on the rank": at(
-        "cp_ring.megatron.ring_core_attention.dropout_of", _places_on_the_rank
-    ),
-    "dropout of predictions by the decoder's numbers": at(
-        "cp_ring.megatron.ring_core_attention.dropout_of", _predictions_as_the_decoder
-    ),
     "labels of another chunk": at(
         "cp_ring.patches.loss_chunks.Logits.chunks", _labels_of_another_chunk
     ),

@@ -34,8 +34,7 @@ class Case:
     """tokens: of queries and of keys. heads: of queries and of keys. sizes: of keys and of values.
     allowed: bool [b or 1, h or 1, queries, keys]. call: keywords of `ring_attention`; a function
     among them is called. split: the layout of the queries, and of the keys where it is another.
-    sinks: their shape, [sinks, h] or [queries, sinks, h]. bias: its shape, and whether it has a
-    gradient. rejected: the words of the line that says why there is no such call.
+    sinks: their shape, [sinks, h] or [queries, sinks, h]. rejected: the words of the line that says why there is no such call.
     """
 
     name: str
@@ -49,7 +48,6 @@ class Case:
     split: tuple[Any, ...] = ("zigzag",)
     dtype: torch.dtype = torch.float32
     sinks: tuple[int, ...] = ()
-    bias: tuple[int, ...] = ()
     way: str = "threads"
     rejected: str = ""
 
@@ -60,7 +58,7 @@ def run(case: Case, processes: Ranks | None = None) -> tuple[float, str]:
     """
     generator = torch.Generator().manual_seed(len(case.name))
     (n, keys), (h, g), (d, e), b = case.tokens, case.heads, case.sizes, case.batch
-    shapes = (b, n, h, d), (b, keys, g, d), (b, keys, g, e), (b, n, h, e), case.sinks, case.bias
+    shapes = (b, n, h, d), (b, keys, g, d), (b, keys, g, e), (b, n, h, e), case.sinks
     tensors = [
         torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
         if shape
@@ -111,21 +109,19 @@ def _part(layout: Any, x: Tensor, rank: int, dim: int = 1) -> Tensor:
 
 
 def _whole(layouts: tuple[Any, Any], i: int, column: tuple[Tensor, ...]) -> Tensor:
-    """Of out, dq, dk, dv, and of what ranks have shares of: sinks, and bias of their queries."""
+    """Of out, dq, dk, dv, and of sinks, of which ranks have shares."""
     if i == 4:
         return sum(column)  # type: ignore[return-value]
-    layout, dim = layouts[i in (2, 3)], 2 if i == 5 else 1
+    layout, dim = layouts[i in (2, 3)], 1
     if isinstance(layout, tuple):
         each = zip(layout, *column, strict=True)
         return torch.stack([of.unshard(parts, dim - 1) for of, *parts in each])
-    if i == 5 and column[0].shape[2] == 1:
-        return sum(column)  # type: ignore[return-value]
     return column[0] if isinstance(layout, str) else layout.unshard(list(column), dim)
 
 
 def _on_rank(group: Any, case: Case, call: dict[str, Any], layouts: Any, tensors: Any) -> Any:
     rank, (queries, keys) = rank_of(group), layouts
-    q, k, v, dout, sinks, bias = tensors
+    q, k, v, dout, sinks = tensors
     split = (queries, keys, keys)
     leaves = [_part(layout, x, rank) for layout, x in zip(split, (q, k, v), strict=True)]
     sinks = torch.empty(0) if sinks is None else sinks.clone()
@@ -133,9 +129,6 @@ def _on_rank(group: Any, case: Case, call: dict[str, Any], layouts: Any, tensors
     form, call = call.get("qkv_format", "bshd"), dict(call)
     q, k, v = (_to(form, x) for x in leaves[:3])
     sinks = leaves[3]
-    if bias is not None:
-        leaves.append((bias if bias.shape[2] == 1 else _part(queries, bias, rank, 2)).clone())
-        call["bias"] = leaves[-1].requires_grad_()
     if case.sinks and sinks.dim() == 2:
         call["sink"] = sinks.logsumexp(0)
     call.setdefault("layout", queries)
@@ -181,17 +174,10 @@ def _to(form: str, x: Tensor) -> Tensor:
 def _truth(case: Case, call: dict[str, Any], tensors: Any) -> list[Tensor]:
     """Out and gradients in float64 through dense scores."""
     leaves = [None if x is None else x.double().requires_grad_() for x in tensors]
-    q, k, v, dout, sinks, bias = leaves
+    q, k, v, dout, sinks = leaves
     share = q.shape[2] // k.shape[2]
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(share, 2))
     scores = scores * (call.get("softmax_scale") or q.shape[-1] ** -0.5)
-    if cap := call.get("softcap"):
-        scores = cap * torch.tanh(scores / cap)
-    if (slopes := call.get("alibi_slopes")) is not None:
-        n, keys = case.tokens
-        distance = torch.arange(n)[:, None] + (keys - n) - torch.arange(keys)
-        scores = scores - torch.tensor(slopes)[:, None, None].double() * distance.abs()
-    scores = scores if bias is None else scores + bias
     scores = scores.masked_fill(~torch.from_numpy(case.allowed), -math.inf)
     size = scores.shape[-1]
     if sinks is not None:
@@ -202,7 +188,7 @@ def _truth(case: Case, call: dict[str, Any], tensors: Any) -> list[Tensor]:
     seen = ~scores.isinf().all(-1, keepdim=True)
     weights = torch.where(seen, scores.masked_fill(~seen, 0.0).softmax(-1), 0.0)[..., :size]
     out = torch.einsum("bhqk,bkhe->bqhe", weights, v.repeat_interleave(share, 2))
-    used = [x for x in (q, k, v, sinks, bias) if x is not None]
+    used = [x for x in (q, k, v, sinks) if x is not None]
     grads = list(torch.autograd.grad(out, used, dout))
     if sinks is None:
         grads.insert(3, torch.zeros(1))

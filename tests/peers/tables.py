@@ -104,13 +104,14 @@ def transformer_engine() -> Iterator[Case]:
             else:
                 allowed = seen(n, n, causal, window)
             batch = 1 if form == "thd" else 2
-            shape = {"1": 1, "b": batch, "h": heads[0], "s": n}
-            bias = tuple(shape[x] for x in extra) if isinstance(extra, str) else ()
+            bias = isinstance(extra, str)
+            call |= {"bias": extra} if bias else {}
             sinks = (1, heads[0]) if isinstance(extra, float) else ()
             for dtype in (BF16,) if bias else (BF16, FP16):
                 yield Case(
                     f"{table} {model} {form} {way} {'pads ' * pads}{dtype}", cp, (n, n), heads,
-                    sizes, allowed[None, None], call, batch, dtype=dtype, sinks=sinks, bias=bias,
+                    sizes, allowed[None, None], call, batch, dtype=dtype, sinks=sinks,
+                    rejected="bias left cp_ring" * bias,
                 )  # fmt: skip
 
 
@@ -334,8 +335,9 @@ def ring_attention_pytorch() -> Iterator[Case]:
         else:
             call |= {"causal": causal}
         yield Case(
-            f"flash, {causal=}, {padding=}, {clamp=}", 2, (62, 62), (2, 2), sizes, allowed, call, 2
-        )
+            f"flash, {causal=}, {padding=}, {clamp=}", 2, (62, 62), (2, 2), sizes, allowed, call, 2,
+            rejected="softcap left cp_ring" * clamp,
+        )  # fmt: skip
     for cp in (2, 4, 8):
         yield Case(
             f"tree attention decoding, cp {cp}", cp, (1, 31), (8, 8), (8, 8),
@@ -377,7 +379,9 @@ def long_context_attention() -> Iterator[Case]:
         yield Case(
             f"ulysses {window=} {softcap=}", 4, (64, 64), (8, 8), (16, 16),
             seen(64, 64, True, window)[None, None],
-            {"causal": True, "window_size": window, "softcap": softcap, "heads": 4}, 2,
+            {"causal": True, "window_size": window, "heads": 4}
+            | ({"softcap": softcap} if softcap else {}), 2,
+            rejected="softcap left cp_ring" * bool(softcap),
         )  # fmt: skip
     for ring in ("basic", "zigzag", "strip"):
         split = {"basic": "contiguous", "zigzag": "zigzag", "strip": "stripes"}[ring]

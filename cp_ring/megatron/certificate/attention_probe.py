@@ -12,14 +12,12 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind
 from cp_ring.megatron.certificate.mask_probe import mask_probes
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.subject import Subject
 from cp_ring.megatron.certificate.value_probe import value_probes
-from cp_ring.megatron.layers.dropout_keys import same_key
 
 SAMPLED = 16  # queries of a rank and batch row that are compared at the job's own length
 PASSES = 10  # forward passes that take as long as all probes of one length
@@ -39,30 +37,6 @@ def probe_long(subject: Subject) -> list[Probe]:
     `subject.kind.tokens` may be large.
     """
     return probe(subject, 1, SAMPLED)
-
-
-def probe_dropout(subject: Subject) -> list[Probe]:
-    """The probes of values with attention dropout, whose pairs are found by their positions in the
-    batch rows.
-    """
-    from cp_ring.kernels.dropout import keep
-
-    layer, heads = subject.layer, subject.kind.heads
-    rank = layer.tp_group.rank()
-    numbers = list(range(rank * heads, (rank + 1) * heads))
-    with same_key(layer.dropout_number) as key:
-
-        def factor(batch_row: int, queries: Tensor, keys: Tensor) -> Tensor:
-            places = (torch.full_like(queries, batch_row), queries, keys)
-            kept = keep(key, layer.dropout, numbers, *(each[None] for each in places))[0]
-            return kept / (1 - layer.dropout)
-
-        layer.train()
-        try:
-            noted = replace(subject, note=f"{subject.note} with dropout")
-            return value_probes(noted, factor=factor)
-        finally:
-            layer.eval()
 
 
 def at_length(subject: Subject, tokens: int) -> Subject:

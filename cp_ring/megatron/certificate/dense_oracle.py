@@ -58,12 +58,10 @@ def attend(
     allowed: Tensor,
     scale: float,
     sink: Tensor | None = None,
-    factor: Tensor | None = None,
 ) -> Tensor:
     """Attention in float64, [s, h, e]; zero for a query that sees no key.
 
-    q [s, h, d], k [n, g, d], v [n, g, e], allowed bool [s, n], sink [h]; factor [h, s, n] of the
-    weights, as dropout has it.
+    q [s, h, d], k [n, g, d], v [n, g, e], allowed bool [s, n], sink [h].
     """
     q, k, v = (x.double() for x in (q, k, v))
     shared = q.shape[1] // k.shape[1]
@@ -76,7 +74,7 @@ def attend(
     blind = ~allowed.any(1)[:, None]
     everything = torch.cat([scores, extra], -1).masked_fill(blind, 0.0)
     weight = everything.softmax(-1)[..., :-1].masked_fill(blind, 0.0)
-    return torch.einsum("hsn,nhe->she", weight if factor is None else weight * factor, v)
+    return torch.einsum("hsn,nhe->she", weight, v)
 
 
 class DenseAttention(torch.nn.Module):

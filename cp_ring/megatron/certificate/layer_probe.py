@@ -57,7 +57,6 @@ def probe_layers(
         results.attention += probe_others(subject, others)
         layer.window = kind.probed
         results.attention += attention_probe.probe(subject, rounds=4)
-        results.attention += attention_probe.probe_dropout(subject) if layer.dropout else []
         layer.window = kind.window
         tokens = attention_probe.longest_in_time(subject, args.seq_length, seconds / len(kinds))
         long = attention_probe.at_length(subject, tokens)
@@ -110,19 +109,15 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
         pg_collection=groups,
         **sizes,
     )
-    return layer.eval()  # without dropout, which has a probe of its own
+    return layer.eval()
 
 
 def probe_built(subject: Subject, layers: Mapping[int, Any]) -> Probe:
-    """Whether each of `layers`, by number, has the declared window and dropout."""
+    """Whether each of `layers`, by number, has the declared window."""
     wrong = {
-        number: f"{name} {value}, declared {declared}"
+        number: f"window {layer.window}, declared {subject.kind.window}"
         for number, layer in layers.items()
-        for name, value, declared in (
-            ("attention dropout", layer.dropout, layer.config.attention_dropout),
-            ("window", layer.window, subject.kind.window),
-        )
-        if value != declared
+        if layer.window != subject.kind.window
     }
     return _of_layers(subject, "settings", wrong)
 

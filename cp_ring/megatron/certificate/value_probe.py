@@ -6,7 +6,6 @@ Shapes: as in `subject`; m sampled queries of a rank, c a latent, r the rotated 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,9 +29,6 @@ SINK_FACTOR = 20.0
 # of the bound in 16 bits: keys, and gradients of latents, are rounded once more
 LATENT_FACTOR = 2.0
 
-Factor = Callable[[int, Tensor, Tensor], Tensor]
-"""(batch row, positions of queries [s] and of keys [n]) to the factors of the weights [h, s, n]."""
-
 
 @dataclass(frozen=True)
 class RandomTensors:
@@ -52,14 +48,12 @@ class RandomTensors:
     sampled: Tensor
 
 
-def value_probes(
-    subject: Subject, samples: int | None = None, factor: Factor | None = None
-) -> list[Probe]:
+def value_probes(subject: Subject, samples: int | None = None) -> list[Probe]:
     """Outputs and gradients of random tensors against float64; with `samples` of that many queries
     of this rank only.
     """
     inputs = draw(subject, samples)
-    return compare(subject, inputs, reference(subject, inputs, factor))
+    return compare(subject, inputs, reference(subject, inputs))
 
 
 def compare(subject: Subject, inputs: RandomTensors, truth: dict[str, Tensor]) -> list[Probe]:
@@ -157,9 +151,7 @@ def _latents(subject: Subject, tensors: dict[str, Tensor]) -> Latents | None:
     return Latents(tensors["latent"].squeeze(2), weight[:, :key_dim], weight[:, key_dim:])
 
 
-def reference(
-    subject: Subject, inputs: RandomTensors, factor: Factor | None = None
-) -> dict[str, Tensor]:
+def reference(subject: Subject, inputs: RandomTensors) -> dict[str, Tensor]:
     """What the declared layer computes, in float64: each rank computes its own queries, and
     gradients of keys are summed over the group.
     """
@@ -185,8 +177,7 @@ def reference(
         with torch.enable_grad():
             k, v = _keys(subject, leaves)
             allowed = rule.allowed(mine, keys, kind.probed)
-            kept = None if factor is None else factor(batch_row, mine, keys)
-            out = attend(leaves["q"], k[0], v[0], allowed, kind.scale, leaves.get("sink"), kept)
+            out = attend(leaves["q"], k[0], v[0], allowed, kind.scale, leaves.get("sink"))
             grads = torch.autograd.grad(
                 out, list(leaves.values()), inputs.dout[batch_row, mine].double()
             )

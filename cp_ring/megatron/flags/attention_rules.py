@@ -10,7 +10,6 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.layer_pattern import SPARSE, VARIANTS
 from cp_ring.megatron.flags.rule import Job, Rule, check_rules
 from cp_ring.options import FORKING
-from cp_ring.plan.sizes.attention_sizes import WIRES
 
 DOCUMENT_FLAGS = (
     "--sft|--dataloader-inter-document-masking|--cp-ring-document-mask|--cp-ring-mask-kinds"
@@ -64,9 +63,6 @@ _GRAPHS = (
               "--cp-ring-offload"),
     _in_graph("moved_to_host", "{moved_to_host} was not tried in a graph", "leave it out",
               "--fine-grained-activation-offloading --offload-modules core_attn"),
-    _in_graph("--attention-dropout",
-        "{--attention-dropout} would drop the same weights in each step",
-              "give --attention-dropout 0", "--attention-dropout 0.1"),
     _in_graph("--cp-ring-kernel=cpu|--cp-ring-kernel=reference", "{found} waits for the host",
               "give a kernel for CUDA, or auto", "--cp-ring-kernel reference"),
     _in_graph("--cp-ring-wire=latent", "{found} finds latents by hooks, which a graph leaves out",
@@ -83,30 +79,12 @@ _GRAPHS = (
               "give --cp-ring-recompute replay, or --hidden-dropout 0",
               "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
               "--hidden-dropout 0.1"),
-    Rule("--attention-dropout graphs",
-         "{graphs}: {--attention-dropout} keeps a count among Megatron's random states, of which "
-         "CUDA graphs take generators only", "give --attention-dropout 0",
-         "CUDA graphs register each of these states as a generator",
-         "--cuda-graph-impl local --cuda-graph-scope moe_router --attention-dropout 0.1"),
     Rule(lambda job: job.own.offload and "local" in job.graphs,
          "{graphs}: --cp-ring-offload adds hooks to layers, which Megatron's graphs reject",
          "leave it out",
          "Megatron checks each module of a layer for hooks before it replays a graph",
          "--cuda-graph-impl local --cuda-graph-scope moe_router --cp-ring-offload"),
 )  # fmt: skip
-
-
-def _has_no_dropout(job: Job) -> bool:
-    """Whether the kernel that is named cannot draw the dropout that is asked for."""
-    if not job.attention_dropout:
-        return False
-    # most jobs need neither here
-    import torch
-
-    from cp_ring.kernels import supports_dropout
-
-    named = job.own.kernel
-    return bool(torch.cuda.is_available() if named == "auto" else not supports_dropout(named))
 
 
 WINDOWS = (
@@ -144,9 +122,7 @@ def check_layer(config: Any, layer_number: int, attention_type: str) -> None:
             "switch them off"
         )
     if getattr(config, "attn_logit_softcapping", None):  # of Megatron after 0.20
-        raise ConfigError(
-            "--cp-ring does not support attn_logit_softcapping: only ring_attention has softcap="
-        )
+        raise ConfigError("--cp-ring does not support attn_logit_softcapping")
 
 
 def check_window(window: Any, causal: bool) -> None:
@@ -198,12 +174,11 @@ SPARSE_RULES = (
 """Of flags, and of a layer of sparse attention whose latents travel from rank to rank."""
 
 ATTENTION = (
-    Rule(_has_no_dropout,
-         "{--cp-ring-kernel} does not support {--attention-dropout}, which must be the same at "
-         "any context parallel size",
-         "give --attention-dropout 0, or a kernel that does (cpu, reference)",
-         "only these kernels draw dropout by positions; Megatron's default is 0.1",
-         "--attention-dropout 0.1 --cp-ring-kernel flash --transformer-impl local"),
+    Rule("--attention-dropout", "--cp-ring does not support {--attention-dropout}",
+         "give --attention-dropout 0",
+         "no GPU kernel draws the same dropout at any context parallel size; Megatron's default is "
+         "0.1",
+         "--attention-dropout 0.1"),
     Rule("--qk-clip|--log-max-attention-logit !--bf16|--fp16",
          "{found} needs --bf16 or --fp16: Megatron looks for the layers in the wrapper of such "
          "models",
@@ -284,7 +259,7 @@ ATTENTION = (
     Rule("--position-embedding-type=relative",
          "--cp-ring does not support an attention bias: {found} makes one",
          why="Megatron gives biases as a tensor of all scores; RoPE and learned positions need "
-             "none, `ring_attention` has `alibi_slopes`",
+             "none",
              example="--position-embedding-type relative"),
 )  # fmt: skip
 
@@ -369,11 +344,3 @@ LATENT = (
          "leave it out, or give --cp-ring-wire plain"),
 )  # fmt: skip
 """Of layers whose latents travel."""
-
-DROPOUT_ON_THE_WIRE = (
-    Rule(lambda job: job.attention_dropout and job.own.wire in WIRES
-         and not WIRES[job.own.wire].plain,
-         "{--cp-ring-wire} does not support {--attention-dropout}, for which positions travel "
-         "with the keys",
-         "give --attention-dropout 0, or --cp-ring-wire plain"),
-)  # fmt: skip

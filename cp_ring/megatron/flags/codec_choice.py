@@ -11,7 +11,7 @@ from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import attention_rules, comm_types
 from cp_ring.megatron.flags.layer_pattern import SPARSE, letters_of
-from cp_ring.megatron.flags.rule import Job, check_rules, problem
+from cp_ring.megatron.flags.rule import Job, problem
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.rejection import note
 from cp_ring.options import Options
@@ -45,7 +45,6 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
     cp, latent = args.context_parallel_size, getattr(args, "multi_latent_attention", False)
     if cp == 1 or (config.wire == "auto" and not latent):
         return "plain"
-    check_rules(Job(args, config), attention_rules.DROPOUT_ON_THE_WIRE)
     if latent and SPARSE in letters_of(args):
         size = getattr(args, "dsa_indexer_head_dim", None) or 0
         indexer, latents = _sizes(args, "latent").sparse_on_wire(size)
@@ -62,9 +61,7 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
     chosen = config.wire
     if chosen == "auto":
         chosen = "plain"
-        if not (args.attention_dropout or latent_problem(args, ulysses, config)) and _latent_pays(
-            args, config
-        ):
+        if not latent_problem(args, ulysses, config) and _latent_pays(args, config):
             chosen = "latent"
     if latent or not WIRES[chosen].plain:
         _note(args, config.wire, chosen)

@@ -22,7 +22,6 @@ from cp_ring.megatron.flags.attention_rules import (
     ATTENTION,
     DOCUMENT_FLAGS,
     DOCUMENTS,
-    DROPOUT_ON_THE_WIRE,
     LATENT,
 )  # fmt: skip
 from cp_ring.megatron.flags.rule import Job, Rule
@@ -434,7 +433,7 @@ READING = (
 """Of the batches of `cp_ring.pretrain_gpt`."""
 
 TABLE = {
-    "Attention": WITHOUT_CUDA + LAYERS + ATTENTION + DOCUMENTS + LATENT + DROPOUT_ON_THE_WIRE,
+    "Attention": WITHOUT_CUDA + LAYERS + ATTENTION + DOCUMENTS + LATENT,
     "Sizes": COMPLETE + SIZES + MODEL + SPLITS + MEMBERS + SUBGROUP,
     "Training": RING + TRAINING + DATA + INSTALLED + READING + SCRIPT + PROGRAM + GENERATION,
 }

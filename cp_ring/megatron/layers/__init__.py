@@ -1,1 +1,1 @@
-"""What layers do beside attention: positions, states along the sequence, dropout, recomputation."""
+"""What layers do beside attention: positions, states along the sequence, recomputation."""

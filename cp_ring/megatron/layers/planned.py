@@ -77,17 +77,6 @@ class PlannedAttention(MegatronModule):
         self._specs: dict[Any, PlanSpec] = {}  # of groups of single microbatches
         self.window = _window(config, layer_number, mask_of(attn_mask_type))
 
-    def places_of(self, query: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
-        """Where the tokens of queries [s, b, h, d] are in their batch rows: int64 [s] or [s, b]."""
-        group = group_of_microbatch(packed_seq_params, self.cp_group)
-        rank, cp, (tokens, batch) = group.rank(), group.size(), query.shape[:2]
-        if packed_seq_params is not None:
-            whole_rows = packed_in_whole_rows()
-            return documents_of(packed_seq_params, tokens * batch, cp, whole_rows).places(rank)
-        if cp == 1:
-            return torch.arange(tokens)
-        return torch.from_numpy(make_layout(self.settings.layout, tokens * cp, cp).positions(rank))
-
     def shared_by(self, query: torch.Tensor, packed_seq_params: Any) -> tuple[Any, Any]:
         """The ranks that share a microbatch, and `packed_seq_params`: None where each batch row is
         one document. Queries are [s, b, h, d], or [s, h, d] of packed documents.
