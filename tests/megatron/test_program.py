@@ -26,7 +26,7 @@ no_cuda = pytest.mark.skipif(
 
 @no_cuda
 @pytest.mark.compat
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_path):
     """docs/examples/megatron_core.py at cp 2 x dp 2 and at dp 4; a wrong split."""
     done = launch(4, [str(HERE / "program_worker.py"), str(tmp_path)])

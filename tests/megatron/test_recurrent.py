@@ -245,12 +245,14 @@ def test_the_halo_is_proven_for_the_convolution_that_runs(monkeypatch):
 
 
 @pytest.mark.compat
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
     done = launch(2, [str(HERE / "recurrent_layers.py"), str(tmp_path / "out.json")])
     assert done.returncode == 0, done.stdout[-6000:]
     results = json.loads((tmp_path / "out.json").read_text())
-    assert results["version"] == compat.megatron_version()
+    # what follows is the git revision of the folder around it
+    release, _, _ = compat.megatron_version().partition("+")
+    assert results["version"].partition("+")[0] == release
     new = 8 * compat.within(">=0.18") + 8 * compat.within(">=0.20.dev0")
     assert len(results["cases"]) == 8 + new
     for name, found in results["cases"].items():
@@ -259,14 +261,12 @@ def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
     assert results["norm"] < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", ["", "state across documents", "state begins anew too late"])
 @pytest.mark.parametrize(
     "model",
     [
         "mamba_document_mask_balanced",
-        "delta_net_document_mask_balanced",
-        "mamba_states_document_mask_balanced",
         "delta_net_states_document_mask_balanced",
     ],
 )
