@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cp_ring.api import ring_attention
     from cp_ring.comm.latent import LatentKeys
+    from cp_ring.comm.transport import ALONE
     from cp_ring.errors import ConfigError, KernelError, PlanError
     from cp_ring.offload import Offload
     from cp_ring.options import Options
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "ALONE",
     "ConfigError",
     "KernelError",
     "LatentKeys",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "ALONE": "cp_ring.comm.transport",
     "ConfigError": "cp_ring.errors",
     "KernelError": "cp_ring.errors",
     "LatentKeys": "cp_ring.comm.latent",

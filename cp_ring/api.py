@@ -17,7 +17,8 @@ from torch._compile import _disable_dynamo
 
 from cp_ring.attention import AnyPlan, Attention, attention_of
 from cp_ring.comm.latent import LatentKeys
-from cp_ring.comm.transport import Group, check_local, transport_for
+from cp_ring.comm.transport import Group, check_local, transport_of_call
+from cp_ring.cuts import check_cut, check_slices
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.observe import watchdog
@@ -97,6 +98,7 @@ def ring_attention(
         v: values [b, s, g, e]; e may differ from d. None with `LatentKeys`.
         group: the context-parallel ranks: a ProcessGroup, a one-dimensional DeviceMesh, a transport
             (such as a rank of `cp_ring.testing.local_ring.LocalRing`), or None for a single rank.
+            In a job of several ranks None is an error; `cp_ring.ALONE` is this rank by itself.
         causal: each query sees only keys at its own position and before it.
         window_size: (left, right) as in flash-attn: query i sees keys i - left to i + right; -1
         leaves a side open.
@@ -255,7 +257,7 @@ def _by_heads(tensors: tuple[Any, ...], group: Group, return_lse: bool, options:
         )
     of_heads = dict(options)
     if weighs(name := options.get("layout")):
-        transport = transport_for(group, q.device)
+        transport = transport_of_call(group, q.device, options.get("layout"))
         layers = tuple((mask, count) for count, mask in masks)
         of_heads["layout"] = layout_of_layers(name, layers, transport.size if transport else 1)
     results, first = [], 0
@@ -289,6 +291,8 @@ def _resolved(
     """What `ring_attention` calls, and with what."""
     of_call: dict[str, Any] = dict(options)
     of_plan = {name: of_call.pop(name) for name in options if name in _OF_PLAN}
+    if of_plan.get("layout", "") is None:  # the default, as for `shard`
+        del of_plan["layout"]
     for name in sorted(of_call.keys() - _OF_CALL):
         if name in LEFT:
             raise ConfigError(f"{name} left cp_ring: {LEFT[name]}")
@@ -307,11 +311,17 @@ def _resolved(
     for name, x in {"q": q, "k": k, "v": v, "sink": sink}.items():
         if x is not None or name != "sink":
             check_local(name, x)
-    plan, transport = of_plan.get("plan"), transport_for(group, q.device)
+    plan = of_plan.get("plan")
+    split = plan or of_plan.get("layout")
+    transport = transport_of_call(group, q.device, split)
     if plan is None or len(of_plan) > 1:
         asked = PlanOptions(**of_plan)
         if plan is None:
-            plan = asked.find(transport, (q, k, v), of_call.get("qkv_format") == "sbhd")
+            tokens_first = of_call.get("qkv_format") == "sbhd"
+            plan = asked.find(transport, (q, k, v), tokens_first)
+            if transport is not None and isinstance(asked.layout, str):
+                check_cut(transport, plan.layout, "ring_attention", "layout" in of_plan)
+                check_slices((q, k, v), int(not tokens_first), plan.layout, transport.rank)
     inputs = Inputs(q, k, v, sink, latents).alike()
     plain = latents is None or plan.ulysses > 1
     of_call["wire"] = of_call.get("wire") or ("plain" if plain else "latent")

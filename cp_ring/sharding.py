@@ -16,7 +16,14 @@ from torch.autograd.function import once_differentiable
 
 from cp_ring.comm.agreement import Fact
 from cp_ring.comm.same_batch import check_same_batch
-from cp_ring.comm.transport import Group, Transport, check_local, exchange, transport_for
+from cp_ring.comm.transport import (
+    Group,
+    Transport,
+    check_local,
+    exchange,
+    transport_of_call,
+)
+from cp_ring.cuts import check_cut, note_cut
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.exchange.conversion import Conversion, conversion
@@ -52,7 +59,7 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     for name, x in named.items():
         check_local(name, x)
     if named:
-        transport = transport_for(group, next(iter(named.values())).device)
+        transport = transport_of_call(group, next(iter(named.values())).device, layout)
         check_same_batch(transport, named)
     return parts_of(tensors, layout, group, dim)
 
@@ -67,9 +74,15 @@ def parts_of[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[str, Any])](
     if isinstance(tensors, dict):
         named = tensors.items()
         return {name: None if x is None else parts_of(x, layout, group, dim) for name, x in named}
-    dim, transport = _begin(tensors, dim, group)
+    dim, transport = _begin(tensors, dim, group, layout)
     rank, size = (transport.rank, transport.size) if transport else (0, 1)
-    return _layout(layout, tensors.shape[dim], size).shard(tensors, rank, dim)
+    cut = _layout(layout, tensors.shape[dim], size)
+    if not isinstance(layout, Layout | Plan):
+        _check_even(cut, layout or "zigzag")
+    part = cut.shard(tensors, rank, dim)
+    if size > 1:
+        note_cut(transport, cut)
+    return part
 
 
 def _named(tensors: Any, name: str = "") -> dict[str, Tensor]:
@@ -107,7 +120,7 @@ def unshard(
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"reduction={reduction!r}: it must be 'mean' or 'sum'")
-    dim, transport = _begin(x, dim, group)
+    dim, transport = _begin(x, dim, group, layout)
     layout = _layout_of_part(layout, x, transport, dim)
     if transport is None:
         return layout.unshard([x], dim)
@@ -137,7 +150,7 @@ def roll(
     outside of its own document gets `fill`. `cu_seqlens=[0, n]` fills the end of a single sequence.
     The result has the dtype of x. Raises `ConfigError` for a `fill` that this dtype does not have.
     """
-    (dim, transport), shift = _begin(x, dim, group), integer(shift, "shift")
+    (dim, transport), shift = _begin(x, dim, group, layout), integer(shift, "shift")
     layout = _layout_of_part(layout, x, transport, dim)
     rank = transport.rank if transport else 0
     outside = None
@@ -171,7 +184,7 @@ def convert_layout(
     many of; each is as in `shard`. Raises `PlanError` where x is
     not this rank's part of `before`, or the layouts do not fit together.
     """
-    dim, transport = _begin(x, dim, group)
+    dim, transport = _begin(x, dim, group, before)
     before = _layout_of_part(before, x, transport, dim)
     after = _layout(after, before.n, before.cp)
     plan = conversion(before, after)
@@ -184,11 +197,11 @@ def convert_layout(
 
 
 def _begin(
-    x: Tensor, dim: int, group: Group
-) -> tuple[int, Transport | None]:  # fmt: skip
+    x: Tensor, dim: int, group: Group, layout: Layout | Plan | str | None
+) -> tuple[int, Transport | None]:
     """The checked dimension of tokens, and the transport of the group."""
     check_local("the tensor", x)
-    return dimension(dim, x), transport_for(group, x.device)
+    return dimension(dim, x), transport_of_call(group, x.device, layout)
 
 
 def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, shift: int) -> None:
@@ -369,6 +382,17 @@ def _layout(layout: Layout | Plan | str | None, n: int, cp: int) -> Layout:
     return layout
 
 
+def _check_even(layout: Layout, name: str) -> None:
+    """Raises `ConfigError` where ranks hold different numbers of tokens: from its own, no rank could
+    tell the length of the sequence.
+    """
+    if len({*layout.tokens_per_rank.tolist()}) > 1:
+        raise ConfigError(
+            f"{layout.n} tokens cannot be cut evenly over {layout.cp} ranks by {name!r}: pad them, "
+            f"or pass layout=Layout.{name}({layout.n}, {layout.cp}), here and to ring_attention"
+        )
+
+
 def _layout_of_part(
     layout: Layout | Plan | str | None, x: Tensor, transport: Transport | None, dim: int
 ) -> Layout:
@@ -386,4 +410,6 @@ def _layout_of_part(
             f"rank {rank} holds {held} tokens of the layout, but dimension {dim} of the tensor has "
             f"{x.shape[dim]}"
         )
+    if size > 1 and not isinstance(layout, Layout | Plan):
+        check_cut(transport, of_whole, "this call", layout is not None)
     return of_whole

@@ -92,6 +92,20 @@ Group = dist.ProcessGroup | DeviceMesh | Transport | None
 """What a caller may give as the context-parallel ranks; None is a single rank."""
 
 
+class Alone:
+    """The transport of a rank that holds the whole sequence, in a job of several ranks."""
+
+    rank, size = 0, 1
+
+    def post(self, batch: MessageBatch) -> Pending:
+        """There is nobody to send to."""
+        return Done()
+
+
+ALONE = Alone()
+"""In place of a group: this rank by itself."""
+
+
 class GroupTransport:
     """Messages over a process group of torch, with the backend NCCL or gloo."""
 
@@ -198,6 +212,24 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
         dist.all_reduce(torch.zeros(1, device="cpu" if staged else device), group=group)
         of_group[device.type] = (StagedTransport if staged else GroupTransport)(group)
     return of_group[device.type]
+
+
+def transport_of_call(group: Group, device: torch.device, split: object = None) -> Transport | None:
+    """As `transport_for`, for functions that users call: torch's own functions take all ranks where
+    no group is given, so None is an error in a job of several ranks.
+
+    `split` may be a layout or a plan; one for a single rank says that None is meant.
+    """
+    alone = isinstance(split, Layout | Plan | RankPlan) and split.cp == 1
+    if group is None and not alone and dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
+        if ranks > 1:
+            raise ConfigError(
+                f"group is not given, but this job has {ranks} ranks: give the context-parallel "
+                "ones, group=dist.group.WORLD for all of them, or group=cp_ring.ALONE where each "
+                "rank holds a whole sequence"
+            )
+    return transport_for(group, device)
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -1,0 +1,81 @@
+"""How the sequences of a group were cut: attention on parts of another layout gives wrong numbers,
+which nothing in the parts themselves shows.
+
+`shard` notes its layouts here, and calls that name a layout, or leave it to the default, ask. Calls
+with a `Layout` or a plan of their own do not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import MutableMapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from cp_ring.errors import ConfigError
+from cp_ring.plan.layout import Layout
+from cp_ring.runtime import RUNTIME
+
+_MANY = 64  # layouts of one length, or lengths: there, a layout follows from each microbatch
+
+Cuts = defaultdict[int, dict[str, str]]  # by length: the digest of each layout, and its words
+
+_cuts: MutableMapping[Any, Cuts] = RUNTIME.keep(WeakKeyDictionary())
+
+
+def _key(transport: Any) -> Any:
+    return getattr(transport, "group", transport)  # a group has a transport for each device type
+
+
+def note_cut(transport: Any, layout: Layout) -> None:
+    """Notes that a whole tensor of the ranks of a transport was cut by this layout."""
+    cuts = _cuts.setdefault(_key(transport), defaultdict(dict))
+    if len(cuts) < _MANY or layout.n in cuts:
+        cuts[layout.n][layout.digest] = repr(layout)
+
+
+def check_cut(transport: Any, layout: Layout, call: str, named: bool) -> None:
+    """Looks whether `shard` cut all sequences of this length by other layouts than that of a call.
+    If so, raises `ConfigError` where the call left its layout to the default, and warns where it
+    named one: its parts may be of another source than `shard`.
+    """
+    cuts = _cuts.get(_key(transport))
+    of_length = cuts.get(layout.n) if cuts else None
+    if of_length and layout.digest not in of_length and len(of_length) < _MANY:
+        line = (
+            f"cp_ring.shard cut the {layout.n} tokens by {' and '.join(of_length.values())}, but "
+            f"{call} has {layout!r}: give both the same layout="
+        )
+        if not named:
+            raise ConfigError(line)
+        warnings.warn(line, stacklevel=2)
+
+
+def check_slices(tensors: tuple[Tensor, ...], dim: int, layout: Layout, rank: int) -> None:
+    """Raises `ConfigError` where q, k and v are the slice of this rank of whole tensors, in the
+    order of tokens, and the layout gives it other tokens.
+    """
+    if layout.rows > 1 or [*layout.ranges(rank)] == [_slice(layout, rank)]:
+        return
+    for x in tensors:
+        base = x._base
+        if base is None or base.dim() != x.dim() or base.stride() != x.stride():
+            return
+        whole = [*x.shape[:dim], layout.n, *x.shape[dim + 1 :]]
+        first = x.storage_offset() - base.storage_offset()
+        if [*base.shape] != whole or first != rank * x.shape[dim] * x.stride(dim):
+            return
+    start, end = rank * tensors[0].shape[dim], (rank + 1) * tensors[0].shape[dim]
+    raise ConfigError(
+        f"q, k and v are tokens {start} to {end} of whole tensors, which are not those that rank "
+        f"{rank} holds in {layout!r}: cut them by cp_ring.shard(x, group=group), or give "
+        "layout='contiguous'"
+    )
+
+
+def _slice(layout: Layout, rank: int) -> tuple[int, int]:
+    size = layout.n // layout.cp
+    return rank * size, (rank + 1) * size

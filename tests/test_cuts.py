@@ -1,0 +1,155 @@
+"""Calls whose parts were cut for another layout, or that name no group in a job of several ranks,
+are one line: their numbers would be wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import cp_ring
+from cp_ring import ConfigError, Layout, Mask, Plan, ring_attention, roll, shard, unshard
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import Case, brute_force
+
+N, CP = 48, 2
+CASE = Case.draw(N)
+WHOLE = brute_force(CASE, Mask.causal(N).dense()).out.float()
+
+
+def said(call: Any, *args: Any, **named: Any) -> str:
+    """What a call says, "" where it runs."""
+    try:
+        call(*args, **named)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return ""
+
+
+def without_a_group(group: Any) -> list[str]:
+    x = torch.ones(1, N, 2, 8)
+    attend = (ring_attention, x, x, x)
+    calls = [attend, (shard, x), (unshard, x), (roll, x, 1)]
+    return [
+        *(said(*call) for call in calls),
+        *(said(*call, group=cp_ring.ALONE) for call in calls),
+        *(said(*call, group=torch.distributed.group.WORLD) for call in calls[:1]),
+        said(ring_attention, x, x, x, plan=Plan.build(Mask.full(N), Layout.zigzag(N, 1))),
+        said(shard, x, Layout.zigzag(N, 1)),
+    ]
+
+
+def test_a_call_without_a_group_is_one_line_in_a_job_of_several_ranks(pool):
+    for lines in pool.run(without_a_group, 4):
+        assert all("group is not given, but this job has 4 ranks" in line for line in lines[:4])
+        assert "group=dist.group.WORLD" in lines[0] and "group=cp_ring.ALONE" in lines[0]
+        assert not any(lines[4:])
+    x = torch.ones(1, N, 2, 8)
+    assert said(ring_attention, x, x, x) == ""
+
+
+def alone(group: Any) -> torch.Tensor:
+    return ring_attention(*CASE[:3], cp_ring.ALONE, causal=True)
+
+
+def test_a_rank_by_itself_attends_to_its_whole_sequence(pool):
+    for out in pool.run(alone, CP):
+        torch.testing.assert_close(out, WHOLE, rtol=1e-4, atol=1e-5)
+
+
+LINE = "shard cut the 48 tokens by Layout.* has Layout.*same layout="
+
+
+@pytest.mark.parametrize("cut", ["contiguous", Layout.contiguous(N, CP)])
+@pytest.mark.parametrize("attend", [{}, {"layout": None}])
+def test_a_layout_that_shard_alone_has_is_one_line(cut, attend):
+    def case(group: Any) -> list[str]:
+        parts = shard(CASE[:3], cut, group)
+        return [
+            said(ring_attention, *parts, group, causal=True, **attend),
+            said(unshard, parts[0], group=group),
+            said(roll, parts[0], -1, group=group),
+        ]
+
+    for lines in LocalRing(CP).run(case):
+        assert all(re.search(LINE, line) for line in lines), lines
+
+
+@pytest.mark.parametrize(("cut", "attend"), [("contiguous", "zigzag"), (None, "contiguous")])
+def test_a_layout_that_attention_alone_has_is_a_warning(cut, attend):
+    def case(group: Any) -> None:
+        ring_attention(*shard(CASE[:3], cut, group), group, causal=True, layout=attend)
+
+    with pytest.warns(UserWarning, match=LINE):
+        LocalRing(CP).run(case)
+
+
+@pytest.mark.parametrize(
+    "layout", [None, "zigzag", "contiguous", Layout.balanced(Mask.causal(N), CP)]
+)
+def test_one_layout_everywhere_is_right(layout):
+    def case(group: Any) -> torch.Tensor:
+        parts = shard(CASE[:3], layout, group)
+        return unshard(ring_attention(*parts, group, causal=True, layout=layout), layout, group)
+
+    for out in LocalRing(CP).run(case):
+        torch.testing.assert_close(out, WHOLE, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layout_of_its_own_is_taken_as_it_is():
+    def case(group: Any) -> bool:
+        shard(CASE[:3], "contiguous", group)
+        layout = Layout.zigzag(N, CP)
+        parts = [layout.shard(x, group.rank, 1) for x in CASE[:3]]
+        ring_attention(*parts, group, causal=True, layout=layout)
+        ring_attention(*parts, group, plan=Plan.build(Mask.causal(N), layout))
+        return True
+
+    assert all(LocalRing(CP).run(case))
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_slices_in_place_of_shards_are_one_line(tokens_first):
+    dim, options = (0, {"qkv_format": "sbhd"}) if tokens_first else (1, {})
+    whole = [x.transpose(0, 1).clone() if tokens_first else x for x in CASE[:3]]
+
+    def case(group: Any) -> str:
+        parts = [x.chunk(CP, dim)[group.rank] for x in whole]
+        assert said(ring_attention, *parts, group, layout="contiguous", **options) == ""
+        return said(ring_attention, *parts, group, causal=True, **options)
+
+    first, second = LocalRing(CP).run(case)
+    assert "q, k and v are tokens 0 to 24 of whole tensors" in first
+    assert "tokens 24 to 48" in second and "cp_ring.shard(x, group=group)" in second
+
+
+def test_slices_that_are_no_cut_of_the_sequence_are_left_alone():
+    def case(group: Any) -> bool:
+        together = torch.randn(1, N // CP, 3, 2, 8)  # q, k and v of one projection
+        ring_attention(*together.unbind(2), group, causal=True)
+        along = torch.randn(1, 3 * N // CP, 2, 8).chunk(3, 1)
+        ring_attention(*along, group, causal=True)
+        return True
+
+    assert all(LocalRing(CP).run(case)) and all(LocalRing(3).run(case))
+
+
+@pytest.mark.parametrize("name", ["zigzag", "contiguous"])
+def test_tokens_that_a_name_cannot_cut_evenly_are_one_line_on_all_ranks(name):
+    x = torch.randn(1, 357, 2, 8)
+
+    def case(group: Any) -> torch.Tensor:
+        line = said(shard, x, name, group)
+        assert f"357 tokens cannot be cut evenly over 4 ranks by {name!r}" in line
+        (way,) = re.findall(r"pass layout=(.*\)), here and to", line)
+        layout = eval(way)
+        part = shard(x, layout, group)
+        return unshard(ring_attention(part, part, part, group, layout=layout), layout, group)
+
+    wanted = ring_attention(x, x, x)
+    for out in LocalRing(4).run(case):
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
