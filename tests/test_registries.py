@@ -154,7 +154,7 @@ import cp_ring, cp_ring.patches
 from cp_ring import ConfigError, Options
 from cp_ring.megatron.flags import rules
 from cp_ring.megatron.flags.rule import Job, problem
-from cp_ring.tools.job.job_config import JobConfig
+from cp_ring.tools.job import JobConfig
 
 assert cp_ring.__file__.startswith(ROOT)
 parser = Options.add_arguments(argparse.ArgumentParser())

@@ -44,6 +44,7 @@ def __getattr__(name: str) -> Any:
         missing = str(error.name).partition(".")[0]
         if missing == "cp_ring":
             raise
+        package = "'megatron-core[training]'" if missing == "megatron" else missing
         raise ImportError(
-            f"cp_ring.megatron.{name} needs the package {missing}: pip install 'cp-ring[megatron]'"
+            f"cp_ring.megatron.{name} needs the package {missing}: pip install {package}"
         ) from None

@@ -38,7 +38,7 @@ def check_version(core_alone: bool = False) -> str:
     if version is None:
         raise ConfigError(
             f"--cp-ring needs megatron-core{SUPPORTED}, which is not installed: pip install "
-            "'cp-ring[megatron]'"
+            f"'megatron-core[training]{SUPPORTED}'"
         )
     if not within(SUPPORTED):
         raise ConfigError(

@@ -46,10 +46,11 @@ def main() -> None:
         if missing == "cp_ring":
             raise
         if sys.argv[1:2] == ["doctor"]:
-            from cp_ring.tools.job import doctor
+            from cp_ring.tools import doctor
 
             sys.exit(doctor.main())
+        package = {"yaml": "PyYAML", "megatron": "'megatron-core[training]'"}.get(missing, missing)
         sys.exit(
-            f"cp_ring: error: cp-ring needs the package {missing}: pip install "
-            "'cp-ring[megatron,tools]'; cp-ring doctor says what else is missing"
+            f"cp_ring: error: cp-ring needs the package {missing}: pip install {package}; "
+            "cp-ring doctor says what else is missing"
         )

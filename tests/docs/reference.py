@@ -7,7 +7,7 @@ from pathlib import Path
 
 import cp_ring
 from cp_ring.options import Options
-from cp_ring.tools.job.job_config import JobConfig
+from cp_ring.tools.job import JobConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
 TOP = """# Reference

@@ -8,7 +8,7 @@ import sysconfig
 from itertools import chain
 from pathlib import Path
 
-from cp_ring.tools.job.corpus import _save_tokenizer, _train_tokenizer
+from cp_ring.tools.corpus import _save_tokenizer, _train_tokenizer
 
 FILES = (
     "argparse",

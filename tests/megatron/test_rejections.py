@@ -22,8 +22,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, rejection, settings
 from cp_ring.megatron.flags import argument_parser, graphs, implementations, rules, validate
 from cp_ring.megatron.flags.rule import Job, problem
-from cp_ring.tools.job import command_line
-from cp_ring.tools.job import job_config as config
+from cp_ring.tools import job as config
 from tests.megatron.launch import DATA, FULL, MODEL, TINY, TRAIN, fork, launch
 
 CP4 = ["--context-parallel-size", "4"]
@@ -339,7 +338,7 @@ def test_sizes_of_a_job_before_a_rank_starts(override, named):
         "quickstart", [*ranks, *(f"megatron.{setting}" for setting in [*data, *model, override])]
     )
     with pytest.raises(ConfigError) as rejected:
-        command_line.megatron_flags(job, None, "cpu")
+        config.megatron_flags(job, None, "cpu")
     lines = rejected.value.args
     assert all(line.startswith("quickstart: ") and "\n" not in line for line in lines)
     assert any(named in line for line in lines)

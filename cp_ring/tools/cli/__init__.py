@@ -4,8 +4,10 @@ quick.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -13,8 +15,14 @@ import typer
 
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
 from cp_ring.tools import bench
-from cp_ring.tools.cli import job_commands, terminal
-from cp_ring.tools.cli.option_models import QuietCommand, QuietGroup, command
+from cp_ring.tools.cli.option_models import (
+    Job,
+    Overrides,
+    QuietCommand,
+    QuietGroup,
+    Verbose,
+    command,
+)
 from cp_ring.tools.cli.plan_command import run_plan
 from cp_ring.tools.cli.plan_options import PlanRequest
 from cp_ring.tools.cli.tune_command import TuneOptions, run_tune
@@ -26,31 +34,108 @@ app = typer.Typer(
     name="cp-ring", cls=QuietGroup, no_args_is_help=True, pretty_exceptions_enable=False
 )
 
-_COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
-    "Run a job": {
-        "train": job_commands.train_command,
-    },
-    "Plan and measure": {
-        "plan": command(PlanRequest, run_plan),
-        "tune": command(TuneOptions, run_tune),
-    },
-    "This installation": {
-        "doctor": terminal.doctor_command,
-        "flags": terminal.flags_command,
-        "patches": terminal.patches_command,
-    },
+
+def _list_configurations(switched_on: bool) -> None:
+    if switched_on:
+        from cp_ring.tools import job
+
+        for name, presets, about in job.summaries():
+            print(f"{name:<24}{about}" + (f" (presets: {presets})" if presets else ""))
+        raise typer.Exit
+
+
+@app.command(cls=QuietCommand, rich_help_panel="Run a job")
+def train(
+    job: Job,
+    set_: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the job, print its command line, and stop.")
+    ] = False,
+    print_flags: Annotated[
+        bool,
+        typer.Option(
+            "--print-flags",
+            help="Prepare the job, print the command line that runs it by hand, a flag a line.",
+        ),
+    ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --print-flags: of one rank of so many, for Slurm."),
+    ] = None,
+    verbose: Verbose = False,
+    list_: Annotated[
+        bool,
+        typer.Option(
+            "--list",
+            is_eager=True,
+            callback=_list_configurations,
+            help="List the packaged configurations.",
+        ),
+    ] = False,
+    again: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Train the job of a YAML file, or resume it, on this machine: on GPUs, or on the CPU if there
+    are none.
+    """
+    from cp_ring.tools import train
+
+    if print_flags:
+        with contextlib.redirect_stdout(sys.stderr):  # so that stdout holds the command line alone
+            line = train.line_by_hand(job, set_ or [], ranks)
+        print(line)
+        return
+    if ranks is not None:
+        raise ConfigError("--ranks needs --print-flags: sbatch launch/slurm/train.sbatch uses both")
+    raise typer.Exit(train.train(job, set_ or [], dry_run, verbose, again))
+
+
+@app.command(cls=QuietCommand, rich_help_panel="This installation")
+def doctor() -> None:
+    """Show versions, devices, kernels and patches, and what is wrong with them. The exit code is 1
+    for a problem.
+    """
+    from cp_ring.tools import doctor
+
+    raise typer.Exit(doctor.main())
+
+
+@app.command(cls=QuietCommand, rich_help_panel="This installation")
+def flags() -> None:
+    """List the flags that cp_ring adds to a Megatron script: values, default, and what each
+    does.
+    """
+    from cp_ring.options import Options
+
+    print(Options.help(), end="")
+
+
+@app.command(cls=QuietCommand, rich_help_panel="This installation")
+def patches() -> None:
+    """List every place where cp_ring changes other code at run time, and its state for the
+    installed versions.
+    """
+    from cp_ring.patches import table
+
+    for patch in table():
+        print(f"{patch.pop('name')}: {patch.pop('state')}")
+        for text in filter(None, patch.values()):
+            print(textwrap.fill(text, 80, initial_indent="    ", subsequent_indent="    "))
+
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "plan": command(PlanRequest, run_plan),
+    "tune": command(TuneOptions, run_tune),
 }
-for _panel, _commands in _COMMANDS.items():
-    for _name, _run in _commands.items():
-        app.command(_name, cls=QuietCommand, help=one_line(_run.__doc__), rich_help_panel=_panel)(
-            _run
-        )
+for _name, _run in _COMMANDS.items():
+    app.command(
+        _name, cls=QuietCommand, help=one_line(_run.__doc__), rich_help_panel="Plan and measure"
+    )(_run)
 app.add_typer(bench.app, name="bench", rich_help_panel="Plan and measure")
 
 
 def _print_versions(switched_on: bool) -> None:
     if switched_on:
-        from cp_ring.tools.job.doctor import version_of
+        from cp_ring.tools.doctor import version_of
 
         typer.echo(
             ", ".join(

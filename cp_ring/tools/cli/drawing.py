@@ -29,7 +29,7 @@ try:
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter, MultipleLocator
 except ModuleNotFoundError:
-    raise ConfigError("drawing a plan needs matplotlib: pip install 'cp-ring[draw]'") from None
+    raise ConfigError("drawing a plan needs matplotlib: pip install matplotlib") from None
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

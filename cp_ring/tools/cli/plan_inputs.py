@@ -15,12 +15,11 @@ from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.routes import AUTO
+from cp_ring.tools import attention_plan
 from cp_ring.tools import lengths as samples
 from cp_ring.tools.cli.option_models import parse_tokens
 from cp_ring.tools.cli.plan_recurrent import text_of_job
-from cp_ring.tools.job import attention_plan
-from cp_ring.tools.job.command_line import as_keys
-from cp_ring.tools.job.job_config import JobConfig, load
+from cp_ring.tools.job import JobConfig, as_keys, load
 
 # needs the documents' offsets; the layouts of LAYOUTS get only the mask
 PER_DOCUMENT = "per_document_zigzag"

@@ -25,8 +25,8 @@ from cp_ring.plan.sizes.device_rates import NAMED, named_or_read
 from cp_ring.tools import lengths as samples
 from cp_ring.tools.cli.option_models import JOB, WRITTEN, argument, option, parse_tokens
 from cp_ring.tools.cli.terminal import emit
-from cp_ring.tools.job.job_config import JobConfig, load
-from cp_ring.tools.job.tune_job import Request, TuneResult, packs_documents, tune
+from cp_ring.tools.job import JobConfig, load
+from cp_ring.tools.tune_job import Request, TuneResult, packs_documents, tune
 
 DRAWN = 32
 """Batch rows of documents that are drawn to see how uneven they are."""

@@ -4,8 +4,6 @@ rank starts.
 
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 
 import pytest
@@ -14,8 +12,6 @@ import yaml
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.tools.cli import app, main
 from tests.tools.slurm.job import TINY
-
-CPU = ["--nodes", "2", "--ranks-per-node", "2"]
 
 # Of `cp-ring train`: an override, and the words that the rejection must have beside its key.
 TRAIN = [
@@ -61,73 +57,26 @@ TRAIN = [
     ("cp_ring.slots=2", "cp_ring.num_slots"),
     ("cp_ring.compute_streams=2", "cp_ring.compute_streams left cp_ring: kernel calls have one"),
     ("cp_ring.cpu=true", "launch.device"),
-    ("cp_ring.run_dir=x", "launch.run_dir"),
     ("data.vocab_size=12", "12"),
     ("data.validation_fraction=2", "2"),
     ("data.pth=x", "data.path"),
     ("launch.device=tpu", "'tpu'"),
-    ("launch.nnodes=2", "launch.nnodes 2 | launch.master_addr"),
-    ("launch.nnodes=0", "0"),
-    ("launch.node_rank=1", "launch.node_rank 1 | launch.nnodes 1"),
-    ("launch.max_restarts=-1", "-1"),
-    ("launch.master_port=99999", "99999"),
+    ("launch.max_restarts=-1", "train.sbatch"),
     ("launch.run_dir=[a]", "launch.run_dir: must be a path, not ['a']"),
     ("megatron.num_layers=null", "section megatron lacks num_layers"),
     ("megatron={mock_data: true}", "num_layers, hidden_size, num_attention_heads, seq_length"),
-    ("launch.nodes=2", "launch.nnodes"),
+    ("launch.nodes=2", "run_dir, device"),
     ("lunch.device=cpu", "lunch | launch"),
     ("megatron.x", "--set megatron.x | section.key=value"),
     ("=1", "--set =1 | section.key=value"),
     ("megatron.num_layers.deep=1", "--set megatron.num_layers.deep=1 | not a section"),
     ("megatron.lr=[1", "--set megatron.lr=[1 | YAML"),
-    ("megatron.lr={a: 1, a: 2}", "--set megatron.lr={a: 1, a: 2} | YAML"),
-    ("megatron.lr=" + "[" * 10000, "--set megatron.lr | nested too deeply"),
+    ("megatron.lr=" + "[" * 10000, "--set megatron.lr | not valid YAML"),
     ("data.path=~nosuchuser/texts", "home"),
 ]
 
 # Of these, whose rejection names another key.
 OTHER_KEYS = "megatron.mock_data=false", "megatron.num_layers=null", "lunch.device=cpu"
-
-# Of `cp-ring submit`: its options, by default behind those of nodes and ranks.
-SUBMIT = [
-    ("--nodes 0 --ranks-per-node 2", "--nodes 0"),
-    ("--nodes 2 --ranks-per-node 0", "--ranks-per-node 0"),
-    ("--nodes 2", "--gpus-per-node | --ranks-per-node"),
-    ("--gpus-per-node 2", "--gpus-per-node | --ranks-per-node"),
-    ("--nodes 2 --gpus-per-node 2", "launch.device cpu | --ranks-per-node"),
-    ("--nodes 3 --ranks-per-node 1", "--nodes 3 | --ranks-per-node 1 | 4"),
-    ("--nodes 4 --ranks-per-node 2", "--nodes 4 | parallel.data_parallel_size=2"),
-    ("--partition 'a b'", "--partition 'a b'"),
-    ("--account '$(id)'", "--account '$(id)'"),
-    ("--name 'x\n#SBATCH --nodes=9'", "--name"),
-    ("--time tomorrow", "--time 'tomorrow'"),
-    ("--time 1:2:3:4", "--time '1:2:3:4'"),
-    ("--warn-seconds 0", "--warn-seconds 0"),
-    ("--cpus-per-rank -1", "--cpus-per-rank -1"),
-    ("--slurm '--constraint=a b'", "--slurm '--constraint=a b'"),
-    ("--slurm exclusive", "--slurm 'exclusive'"),
-    ("--slurm=--nodes=4", "--slurm '--nodes=4' | give --nodes"),
-    ("--slurm=--no-req", "--slurm '--no-req' | queues itself again"),
-    ("--slurm=--array=0-3", "--slurm '--array=0-3' | submit each by itself"),
-    ("--slurm=--signal=USR1@60", "--slurm '--signal=USR1@60' | --warn-seconds"),
-    ("--launcher mpirun", "--launcher mpirun | srun | torchrun"),
-    ("--env-file /nosuch", "--env-file /nosuch"),
-    ("--rank-order /nosuch", "--rank-order /nosuch"),
-    (f"--rank-order {sys.executable}", "--rank-order | cannot read host names"),
-    ("--container-mounts /a:/b", "--container-mounts | --container-image"),
-    ("--warn-seconds 600 --time 0:01:00", "--warn-seconds 600 | --time 0:01:00 is 60 s"),
-    ("--time 2", "--warn-seconds 120 | --time 2 is 120 s"),
-    ("--container-image x --container-mounts data", "--container-mounts 'data' | SRC:DST"),
-    ("--container-image x --container-mounts /a:/b,/c", "--container-mounts '/c' | SRC:DST"),
-    ("--container-image x --container-mounts /a:b", "--container-mounts '/a:b' | absolute path"),
-    ("--python /nosuch/python", "--python /nosuch/python"),
-    ("--set launch.nnodes=2", "launch.nnodes"),
-    ("--set launch.max_restarts=3", "launch.max_restarts"),
-    ("--set 'launch.run_dir=a\\b'", "launch.run_dir | backslash"),
-    ("--set megatron.seq_length=34", "megatron.seq_length 34"),
-    ("--set launch.device=cuda", "launch.device cuda | --gpus-per-node"),
-    ("", "cp-ring submit | sbatch"),
-]
 
 FILES = [
     ("a: [1,\nb: }", "not valid YAML"),
@@ -138,26 +87,7 @@ FILES = [
     ("launch: 3", "launch | 3"),
     ("launch:\n  device:\n", "launch.device"),
     ("\xff\xfe", "not valid YAML | needs the sections"),
-    ("[" * 5000, "not valid YAML: it is nested too deeply"),
-    ("a: " + "{a: " * 2500, "not valid YAML: it is nested too deeply"),
-    ("a:\n " + "- " * 5000 + "x", "not valid YAML: it is nested too deeply"),
-    ("a: &a [*a]", "not valid YAML: an alias stands for what it is in"),
-    (
-        "a: &a [" + "x," * 99 + "]\nb: &b [" + "*a," * 99 + "]\nc: [" + "*b," * 99 + "]",
-        "not valid YAML: it has more than",
-    ),
-    ("a: " + "x" * (1 << 20), "not valid YAML: it has more than 1048576 characters"),
-    ("megatron:\n  lr: 1\n  num_layers: 2\n  lr: 2", "the key 'lr' is given twice"),
-    ("data: {}\nlaunch: {}\ndata: {}", "the key 'data' is given twice"),
-]
-
-# Of `cp-ring status`: what the job.yaml of the run holds.
-STATUS = [
-    ("", "job.yaml | no section megatron"),
-    ("launch: {}", "job.yaml | no section megatron"),
-    ("megatron: 3", "job.yaml | no section megatron"),
-    ("a: [1,\nb: }", "job.yaml | not valid YAML"),
-    ("\xff\xfe", "job.yaml | not valid YAML"),
+    ("[" * 5000, "not valid YAML"),
 ]
 
 # What typer rejects, and `main` says: a whole command line.
@@ -189,20 +119,10 @@ def file(tmp_path):
 
 @pytest.fixture
 def no_rank(monkeypatch):
-    """Nothing may be started: neither ranks nor Slurm's commands."""
-    import cp_ring.tools.job.train
+    """Nothing may be started."""
+    from cp_ring.tools import train
 
-    def start(*args, **kwargs):
-        raise AssertionError(f"something was started: {args}")
-
-    monkeypatch.setattr(cp_ring.tools.job.train, "launch", start)
-    run = subprocess.run
-    monkeypatch.setattr(
-        subprocess,
-        "run",
-        lambda line, **options: start(line) if line[0] == "sbatch" else run(line, **options),
-    )
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == "sbatch" else "/bin/" + name)
+    monkeypatch.setattr(train.Launch, "run", lambda *given: pytest.fail(f"started: {given}"))
 
 
 def rejection(*line):
@@ -232,36 +152,17 @@ def test_train(file, no_rank, monkeypatch, tmp_path, override, words):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("options", "words"), SUBMIT, ids=[options for options, _ in SUBMIT])
-def test_submit(file, no_rank, monkeypatch, tmp_path, options, words):
-    monkeypatch.chdir(tmp_path)
-    nodes = [] if options.startswith("--nodes") else CPU
-    named(rejection("submit", file, *nodes, *shlex.split(options)), words)
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("command", ["train", "submit", "preflight"])
 @pytest.mark.parametrize(("text", "words"), FILES)
-def test_file(no_rank, monkeypatch, tmp_path, capsys, command, text, words):
+def test_file(no_rank, monkeypatch, tmp_path, text, words):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "bad.yaml"
     path.write_bytes(text.encode("latin-1"))
-    if command == "preflight":  # says so on every rank by itself
-        with pytest.raises(SystemExit) as ended:
-            app([command, str(path)])
-        assert ended.value.code == 2
-        (message,) = capsys.readouterr().err.splitlines()
-    else:
-        message = rejection(command, str(path), *(CPU if command == "submit" else []))
+    message = rejection("train", str(path))
     assert str(path) in message and any(word in message for word in words.split(" | ")), message
 
 
-@pytest.mark.parametrize("command", ["train", "submit"])
-def test_unreadable_file(no_rank, command):
-    named(
-        rejection(command, UNREADABLE, *(CPU if command == "submit" else [])),
-        f"{UNREADABLE}: cannot be read",
-    )
+def test_unreadable_file(no_rank):
+    named(rejection("train", UNREADABLE), f"{UNREADABLE}: cannot be read")
 
 
 def test_a_model_from_elsewhere_needs_no_sizes(file, no_rank, monkeypatch, tmp_path, capsys):
@@ -283,51 +184,6 @@ def test_a_model_from_elsewhere_needs_no_sizes(file, no_rank, monkeypatch, tmp_p
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-@pytest.mark.parametrize(("text", "words"), STATUS)
-def test_status(tmp_path, text, words):
-    (tmp_path / "job.yaml").write_bytes(text.encode("latin-1"))
-    named(rejection("status", str(tmp_path)), words)
-
-
-def test_status_of_an_unreadable_file(tmp_path):
-    (tmp_path / "job.yaml").symlink_to(UNREADABLE)
-    named(rejection("status", str(tmp_path)), "job.yaml: cannot be read")
-
-
-@pytest.mark.parametrize(
-    "step",
-    ['{"step": 3}', '{"step": 3, "time": "noon", "lm loss": "low"}', '{"step": 3, "lm loss": [1]}'],
-)
-def test_status_without_time_or_loss(tmp_path, capsys, step):
-    (tmp_path / "job.yaml").write_text("megatron: {}")
-    (tmp_path / "steps.jsonl").write_text(step + "\n")
-    for options in ([], ["--json"]):
-        app(["status", str(tmp_path), *options], standalone_mode=False)
-    shown, as_json = capsys.readouterr().out.split("{")
-    assert "last step:  3\n" in shown
-    assert '"loss": null, "seconds_since_step": null' in as_json
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "words"),
-    [
-        ("RANK", "x", "RANK=x"),
-        ("SLURM_PROCID", "one", "SLURM_PROCID=one"),
-        ("WORLD_SIZE", "-2", "WORLD_SIZE=-2"),
-        ("LOCAL_RANK", "1.5", "LOCAL_RANK=1.5"),
-        ("MASTER_PORT", "http", "MASTER_PORT=http"),
-        ("RANK", "1", "rank 1 | 1 ranks"),
-    ],
-)
-def test_preflight_environment(file, monkeypatch, capsys, variable, value, words):
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(SystemExit) as ended:
-        app(["preflight", file])
-    assert ended.value.code == 2
-    (message,) = capsys.readouterr().err.splitlines()
-    named(message, words)
-
-
 @pytest.mark.parametrize(("line", "words"), USAGE)
 def test_usage(monkeypatch, capsys, line, words):
     monkeypatch.setattr(sys, "argv", ["cp-ring", *shlex.split(line)])
@@ -347,20 +203,18 @@ def test_usage(monkeypatch, capsys, line, words):
         (["megatron.num_layers=four", "megatron.lr=fast"],
          ["megatron.num_layers: 'four'", "megatron.lr: 'fast'"]),
         (["cp_ring.trace=abc", "cp_ring.num_slots=0", "cp_ring.zz=1", "launch.nnodes=0"],
-         ["cp_ring.trace: ", "cp_ring.num_slots: ", "cp_ring.zz: ", "launch.nnodes: "]),
+         ["cp_ring.trace: ", "cp_ring.num_slots: ", "cp_ring.zz: ", "launch.nnodes left cp_ring: "]),
         (["cp_ring.trace=5000", "cp_ring.wire=latent", "megatron.lr=-1", "data.path=/nosuch",
           "launch.device=cuda", "megatron.seq_length=2046"],
          ["launch.device cuda: ", "data.path /nosuch: ", "cp_ring.trace 5000: ",
           "megatron.lr -1.0 must be", "megatron.seq_length ", "cp_ring.wire latent needs"]),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("command", ["train", "train --dry-run", "submit --nodes 1 --dry-run"])
+@pytest.mark.parametrize("command", ["train", "train --dry-run"])
 def test_all_reasons_at_once(no_rank, monkeypatch, capsys, command, settings, wrong):
     """Each in a line: first all of what cannot be read, then all of what cannot run. A dry run
     asks for no GPU of this machine.
     """
-    if command.startswith("submit"):
-        command += " --ranks-per-node 2"
     if command != "train":
         wrong = [line for line in wrong if not line.startswith("launch.device")]
         settings = [setting for setting in settings if not setting.startswith("launch.device")]
@@ -385,7 +239,7 @@ def printed(monkeypatch, capsys, *line):
 
 
 def test_help_shows_no_values_of_switches(monkeypatch, capsys):
-    for command in ([], ["plan"], ["bench", "host"]):
+    for command in ([], ["plan"], ["train"]):
         shown = printed(monkeypatch, capsys, *command, "--help")
         assert "--help" in shown and "bool" not in shown
 
@@ -396,26 +250,12 @@ def test_version(monkeypatch, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    "command", ["train", "certify", "doctor", "submit", "status", "preflight", "slurm submit"]
-)
-def test_help_fits_in_80_columns(monkeypatch, capsys, command):
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = printed(monkeypatch, capsys, *command.split(), "--help")
-    assert "\u2026" not in shown and "Usage: cp-ring" in shown
-    assert not command.endswith("submit") or {
-        "--container-mounts",
-        "--no-preflight",
-        "--ranks-per-node",
-    } <= set(shown.split())
-
-
 def test_shells_can_complete(monkeypatch, capsys):
     assert "--install-completion" in printed(monkeypatch, capsys, "--help")
 
 
 def test_exit_codes_of_main(monkeypatch, capsys):
-    for line, code in ((["train", "--list"], 0), (["--help"], 0), (["preflight", "nosuch"], 2)):
+    for line, code in ((["train", "--list"], 0), (["--help"], 0), (["train", "nosuch"], 2)):
         monkeypatch.setattr(sys, "argv", ["cp-ring", *line])
         with pytest.raises(SystemExit) as ended:
             main()

@@ -1,7 +1,6 @@
 """From YAML to the command line, checked against Megatron's own parser."""
 
 import argparse
-import json
 import re
 import shlex
 import subprocess
@@ -15,9 +14,10 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import argument_parser
 from cp_ring.options import SETTINGS, Options
 from cp_ring.testing.rank_pool import LIMIT_S
+from cp_ring.tools import LEFT, train
+from cp_ring.tools import job as jobs
+from cp_ring.tools import main as console_script
 from cp_ring.tools.cli import main
-from cp_ring.tools.job import command_line, train
-from cp_ring.tools.job import job_config as config
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def job_of(tmp_path, data, *overrides):
         f"data.cache={tmp_path / 'cache'}",
         f"launch.run_dir={tmp_path / 'run'}",
     ]
-    return config.load("quickstart", [*here, *overrides])
+    return jobs.load("quickstart", [*here, *overrides])
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def test_settings_that_megatron_does_not_have(parser, settings, words):
 
 def test_quickstart_is_what_megatron_reads(tmp_path, data, parser):
     job = job_of(tmp_path, data, "parallel.tensor_model_parallel_size=2", "cp_ring.num_slots=3")
-    corpus = command_line.find_corpus(job)
+    corpus = jobs.find_corpus(job)
     assert corpus is not None and not corpus.ready
-    built = command_line.build_command(job)
-    args = parser.parse_args(built.megatron)
+    built = jobs.build_command(job)
+    args = parser.parse_args(built.flags)
     wrong = {
         key: (value, getattr(args, key))
         for key, value in job.megatron.items()
@@ -122,8 +122,8 @@ def test_own_datasets_need_no_corpus(tmp_path, data, parser):
         "megatron.tokenizer_type=NullTokenizer",
         "megatron.vocab_size=255",
     )
-    assert command_line.find_corpus(job) is None
-    args = parser.parse_args(command_line.build_command(job).megatron)
+    assert jobs.find_corpus(job) is None
+    args = parser.parse_args(jobs.build_command(job).flags)
     assert (
         args.mock_data and args.train_data_path is None and args.tokenizer_type == "NullTokenizer"
     )
@@ -138,7 +138,7 @@ def test_packed_data_sets_mask_documents(tmp_path, data, parser):
         "cp_ring.layout=balanced",
         "cp_ring.pack=fill",
     ]
-    args = parser.parse_args(command_line.build_command(job_of(tmp_path, data, *packed)).megatron)
+    args = parser.parse_args(jobs.build_command(job_of(tmp_path, data, *packed)).flags)
     assert (
         args.sft
         and args.cp_ring_document_mask
@@ -149,30 +149,10 @@ def test_packed_data_sets_mask_documents(tmp_path, data, parser):
         ConfigError,
         match=r"megatron.sft needs cp_ring.enabled, which masks documents",
     ):
-        command_line.build_command(job_of(tmp_path, data, *packed, "cp_ring.enabled=false"))
+        jobs.build_command(job_of(tmp_path, data, *packed, "cp_ring.enabled=false"))
     talks.unlink()
     with pytest.raises(ConfigError, match=r"megatron.data_path .*talks\.jsonl: does not exist"):
-        command_line.build_command(job_of(tmp_path, data, *packed))
-
-
-def test_several_nodes(tmp_path, data):
-    several = [
-        "launch.nnodes=2",
-        "launch.node_rank=1",
-        "launch.master_addr=10.0.0.1",
-        "parallel.data_parallel_size=2",
-    ]
-    built = command_line.build_command(job_of(tmp_path, data, *several))
-    shown = shlex.join(built.torchrun)
-    for part in (
-        "--nproc-per-node 2",
-        "--nnodes 2",
-        "--node-rank 1",
-        "--master-addr 10.0.0.1",
-        "--master-port 29500",
-    ):
-        assert part in shown
-    assert "--standalone" not in shown
+        jobs.build_command(job_of(tmp_path, data, *packed))
 
 
 REJECTIONS = [
@@ -194,7 +174,7 @@ def test_rejections_before_any_rank_starts(tmp_path, data, override, words):
         pytest.skip("there are enough GPUs")
     with pytest.raises(ConfigError) as rejected:
         job = job_of(tmp_path, data, override)
-        command_line.build_command(job)
+        jobs.build_command(job)
     assert "\n" not in str(rejected.value)
     for word in words:
         assert word in str(rejected.value)
@@ -256,21 +236,64 @@ def test_dry_run_prints_a_command_that_a_shell_can_run(cp_ring, tmp_path, data, 
     assert words[module - 1] == "-m"
     args = parser.parse_args(words[module + 1 :])
     assert args.context_parallel_size == 2 and args.save == f"{tmp_path}/a b/checkpoints"
-    launcher = next(word for word in words[1:] if "=" not in word)
-    assert launcher == sys.executable or Path(launcher).name == "torchrun"
+    assert next(word for word in words[1:] if "=" not in word) == sys.executable
     assert not (tmp_path / "a b").exists()
 
 
-def test_flags_are_a_table(cp_ring):
-    code, out, _ = cp_ring("flags", "--json")
-    entries = {entry["flag"]: entry for entry in json.loads(out)}
-    assert code == 0 and list(entries) == [Options.flag(name) for name in SETTINGS]
-    assert (
-        entries["--cp-ring-recompute"]["values"] == "keep, replay"
-        and entries["--cp-ring"]["default"] == "off"
-    )
+def by_a_shell(line):
+    """The words that bash reads."""
+    program = f"set -- {line.strip()}; printf '%s\\n' \"$@\""
+    return subprocess.check_output(["bash", "-c", program], text=True).splitlines()
+
+
+def test_print_flags_is_a_flag_a_line_that_a_shell_can_run(cp_ring, tmp_path, data):
+    given = ["train", "quickstart", "--print-flags", "--set", f"data.path={data}"]
+    given += ["--set", f"launch.run_dir={tmp_path}/a b", "--set", f"data.cache={tmp_path}/cache"]
+    code, out, err = cp_ring(*given)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("env ") and lines[0].endswith(" -m cp_ring.pretrain_gpt \\")
+    assert all(line.startswith("    --") for line in lines[1:]) and "    --num-layers 4 \\" in lines
+    job = jobs.load("quickstart", [word for word in given if "=" in word])
+    built = jobs.build_command(job)
+    assert by_a_shell(out) == shlex.split(built.as_shell_line())
+    assert built.corpus.ready and "corpus" in err
+    code, out, err = cp_ring(*given, "--ranks", "2")
+    assert by_a_shell(out) == [sys.executable, "-m", "cp_ring.pretrain_gpt", *built.flags]
+    code, _, err = cp_ring(*given, "--ranks", "4")
+    assert code == 2 and "4 tasks, but the sizes in section parallel make 2 ranks" in err
+    assert cp_ring("train", "quickstart", "--ranks", "2")[0] == 2
+
+
+def test_context_parallelism_without_cp_ring_is_one_line(tmp_path, data):
+    with pytest.raises(ConfigError, match=r"size 2 needs cp_ring.enabled: true; without it"):
+        jobs.build_command(job_of(tmp_path, data, "cp_ring.enabled=false"))
+
+
+def test_flags_are_read_at_80_columns(cp_ring, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = cp_ring("flags")
-    assert code == 0 and all(flag in out for flag in entries)
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    for name in SETTINGS:
+        assert f"  {Options.flag(name)}" in out
+    assert "(default: keep; one of keep," in " ".join(out.split())
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["doctor"], ["flags"], ["patches"]])
+def test_help_fits_a_terminal(cp_ring, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = cp_ring(*command, "--help")
+    assert code == 0 and "Usage: cp-ring" in out and "\u2026" not in out
+    assert len(out.splitlines()) <= 40 and max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("words", [*map(str.split, LEFT)])
+def test_a_command_that_left_says_what_to_do(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["cp-ring", *words, "--some", "option"])
+    with pytest.raises(SystemExit) as ended:
+        console_script()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith(f"cp_ring: error: cp-ring {' '.join(words)} ")
 
 
 def test_help_is_quick_and_loads_no_torch(cp_ring):
@@ -300,13 +323,13 @@ def test_every_packaged_configuration_is_valid(tmp_path, data):
     assert files
     for file in files:
         assert yaml.safe_load(file.read_text()).keys() <= {
-            *config.JobConfig.model_fields,
+            *jobs.JobConfig.model_fields,
             "presets",
         }
-        job = config.load(
+        job = jobs.load(
             str(file), [f"data.path={data}", f"data.cache={tmp_path}", f"launch.run_dir={tmp_path}"]
         )
-        command_line.build_command(job, elsewhere=True)
+        jobs.build_command(job, elsewhere=True)
 
 
 @pytest.mark.parametrize(
@@ -316,8 +339,8 @@ def test_every_packaged_configuration_is_valid(tmp_path, data):
 def test_sharded_parameters_get_more_than_one_cuda_connection(monkeypatch, sharded, connections):
     """Megatron asks for one before Blackwell, and rejects one where parameters are sharded."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    job = config.load("quickstart", [f"megatron.{sharded}=true"] if sharded else [])
-    assert command_line._environment(job, "cuda").get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+    job = jobs.load("quickstart", [f"megatron.{sharded}=true"] if sharded else [])
+    assert jobs._environment(job, "cuda").get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
+from cp_ring.tools import job as config
 from cp_ring.tools.cli import app
-from cp_ring.tools.job import command_line
-from cp_ring.tools.job import job_config as config
 from tests.megatron.launch import trace, train
 
 FULL_SIZE = tuple(name for name in config.packaged() if name != "quickstart")
@@ -42,7 +41,7 @@ LAYERS = "megatron.spec=[tests.parity.recurrent, linear_attention]"  # for those
 def flags(name, device, *overrides):
     """The configuration `name`, which saves nothing, and its flags of Megatron."""
     job = config.load(name, [*NOTHING_SAVED, *overrides])
-    return job, command_line.megatron_flags(job, None, device)[0]
+    return job, config.megatron_flags(job, None, device)[0]
 
 
 def test_there_are_the_promised_ones():
@@ -188,7 +187,7 @@ def test_full_size_is_what_megatron_accepts_for_nodes_of_8_gpus(megatron, name, 
     job, line = flags(name, "cuda", f"launch.run_dir={tmp_path}")
     args, model = megatron(line, job.parallel.ranks)
     assert (
-        job.parallel.ranks == 8 * job.launch.nnodes
+        job.parallel.ranks == (64 if name == "million" else 8)
         and args.data_parallel_size == 1
         and job.launch.device == "cuda"
     )

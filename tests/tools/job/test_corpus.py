@@ -2,7 +2,6 @@
 used.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -13,13 +12,18 @@ import pytest
 from tokenizers import Tokenizer
 
 from cp_ring.errors import ConfigError
-from cp_ring.tools.job import command_line, train
-from cp_ring.tools.job import corpus as corpora
-from cp_ring.tools.job import job_config as config
+from cp_ring.tools import corpus as corpora
+from cp_ring.tools import job as jobs
+from cp_ring.tools import train
 
 
-def make(path, cache, **settings):
-    corpus = corpora.find(path, cache, vocab_size=300, validation_fraction=0.25, **settings)
+def find(path, cache, vocab_size=300, validation_fraction=0.05):
+    given = {"vocab_size": vocab_size, "validation_fraction": validation_fraction}
+    return corpora.find(jobs.DataConfig(path=path, cache=cache, **given))
+
+
+def make(path, cache):
+    corpus = find(path, cache, validation_fraction=0.25)
     corpora.build(corpus)
     return corpus
 
@@ -96,15 +100,12 @@ def test_built_once_and_again_when_the_source_changes(folder, tmp_path):
     (folder / "new.txt").write_text("one more document")
     second = make(folder, cache)
     assert second.folder != first.folder and second.summary()["documents"] == 8
-    assert (
-        corpora.find(folder, cache, vocab_size=301, validation_fraction=0.25).folder
-        != second.folder
-    )
+    assert find(folder, cache, vocab_size=301, validation_fraction=0.25).folder != second.folder
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch, number):
-    corpus = corpora.find(folder, tmp_path / "cache", vocab_size=300)
+    corpus = find(folder, tmp_path / "cache")
     # which jobs in the background of a shell ignore
     handled = signal.signal(signal.SIGINT, signal.default_int_handler)
     with monkeypatch.context() as patched:
@@ -112,30 +113,17 @@ def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch, number):
         with pytest.raises((KeyboardInterrupt, SystemExit)):
             corpora.build(corpus)
     signal.signal(signal.SIGINT, handled)
-    assert not corpus.ready and not (tmp_path / "cache").exists()
+    assert not corpus.ready and not list((tmp_path / "cache").iterdir())
     corpora.build(corpus)
     assert corpus.ready and len(texts_of(corpus, "train")) == 6
 
 
-def test_what_killed_builds_left_is_removed(folder, tmp_path):
-    cache = tmp_path / "cache"
-    names = [".building-killed", ".building-busy", ".building-young"]
-    for name in names:
-        (cache / name).mkdir(parents=True)
-        os.utime(cache / name, None if name == names[2] else (0, 0))
-    busy = os.open(cache / names[1], os.O_RDONLY)
-    fcntl.flock(busy, fcntl.LOCK_EX)
-    corpora.build(corpora.find(folder, cache, vocab_size=300))
-    os.close(busy)
-    assert [path.name for path in sorted(cache.glob(".*"))] == names[1:]
-
-
 def test_loser_of_a_race_uses_the_winner(folder, tmp_path, monkeypatch):
-    corpus = corpora.find(folder, tmp_path / "cache", vocab_size=300)
+    corpus = find(folder, tmp_path / "cache")
     write = corpora._tokenize
 
     def beaten(*args):
-        corpora_winner = corpora.find(folder, tmp_path / "cache", vocab_size=300)
+        corpora_winner = find(folder, tmp_path / "cache")
         monkeypatch.setattr(corpora, "_tokenize", write)
         corpora.build(corpora_winner)
         return write(*args)
@@ -148,7 +136,7 @@ def test_loser_of_a_race_uses_the_winner(folder, tmp_path, monkeypatch):
 
 
 def test_standard_library_is_the_default(tmp_path):
-    corpus = corpora.find(None, tmp_path)
+    corpus = find(None, tmp_path)
     names = {file.name for file in corpus.files}
     assert {"argparse.py", "typing.py"} <= names and len(names) > 300
     assert not any({"test", "site-packages"} & set(file.parts) for file in corpus.files)
@@ -202,9 +190,9 @@ def test_cache_that_cannot_be_made(folder, tmp_path):
         make(folder, tmp_path / "file" / "cache")
 
 
-def test_without_tokenizers_one_line_names_the_extra(folder, tmp_path, monkeypatch):
+def test_without_tokenizers_one_line_names_them(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # its import fails
-    with pytest.raises(ConfigError, match=r"pip install 'cp-ring\[corpus\]'"):
+    with pytest.raises(ConfigError, match="pip install tokenizers transformers"):
         make(folder, tmp_path / "cache")
 
 
@@ -214,16 +202,15 @@ def run_of(folder, tmp_path):
     folder in the same run.
     """
 
-    def start(path, *overrides):
+    def start(path):
         settings = [
             f"data.path={path}",
             f"data.cache={tmp_path / 'cache'}",
             f"launch.run_dir={tmp_path / 'run'}",
         ]
-        job = config.load("quickstart", [*settings, "data.vocab_size=300", *overrides])
-        corpus = command_line.find_corpus(job)
-        train.prepare_corpus(corpus, job)
-        train.record_job(job, corpus)
+        job = jobs.load("quickstart", [*settings, "data.vocab_size=300"])
+        corpus = jobs.find_corpus(job)
+        train._prepare(job, corpus)
         return corpus
 
     first = start(folder)
@@ -241,14 +228,9 @@ def test_a_run_goes_on_with_its_own_corpus_only(run_of, folder, tmp_path):
         "the same texts in another place are the same corpus"
     )
     (moved / "more.txt").write_text("some more words to train on")
-    with pytest.raises(
-        ConfigError, match=r"up to step 7, .*another corpus, .*data\.replace=true"
-    ) as rejected:
+    with pytest.raises(ConfigError, match=r"another corpus .*, or delete .*run/corpus") as rejected:
         start(moved)
-    assert str(tmp_path / "cache" / "moved-") in str(rejected.value) and "\n" not in str(
-        rejected.value
-    )
-    replaced = start(moved, "data.replace=true")
-    assert start(moved) == replaced
-    with pytest.raises(ConfigError, match="another corpus"):
-        start(folder)
+    assert str(tmp_path / "cache" / "moved-") in str(rejected.value)
+    assert "\n" not in str(rejected.value)
+    (tmp_path / "run" / "corpus").unlink()
+    start(moved)

@@ -7,7 +7,8 @@ import yaml
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import implementations
-from cp_ring.tools.job import command_line, train
+from cp_ring.tools import job as jobs
+from cp_ring.tools import train
 from tests.tools.slurm.job import TINY
 
 REJECTED = r'transformer_impl: transformer_engine .*pip install -e "\.\[te\]", or give transformer_impl: local'
@@ -16,13 +17,13 @@ REJECTED = r'transformer_impl: transformer_engine .*pip install -e "\.\[te\]", o
 @pytest.fixture(autouse=True)
 def no_transformer_engine(monkeypatch):
     monkeypatch.setattr(implementations, "has_transformer_engine", lambda: False)
-    monkeypatch.setattr(train, "launch", lambda *_: pytest.fail("a rank was started"))
+    monkeypatch.setattr(train.Launch, "run", lambda *_: pytest.fail("a rank was started"))
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     """A job that leaves transformer_impl to Megatron, for a node of four GPUs."""
-    monkeypatch.setattr(command_line, "choose_device", lambda job, elsewhere=False: ("cuda", {}))
+    monkeypatch.setattr(jobs, "choose_device", lambda *_: ("cuda", {}))
     path = tmp_path / "job.yaml"
     path.write_text(
         yaml.safe_dump(TINY | {"launch": {"device": "cuda", "run_dir": str(tmp_path / "run")}})
@@ -58,6 +59,6 @@ def test_other_layers_need_none(file, capsys, monkeypatch):
     for setting in ("megatron.transformer_impl=local", "megatron.spec=[json, loads]"):
         train.train(file, [setting], dry_run=True)
         assert warnings(capsys)[1] == []
-    monkeypatch.setattr(command_line, "choose_device", lambda job, elsewhere=False: ("cpu", {}))
+    monkeypatch.setattr(jobs, "choose_device", lambda *_: ("cpu", {}))
     train.train(file, dry_run=True)
     assert warnings(capsys)[1] == []

@@ -8,11 +8,10 @@ from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.costs.search import Given
+from cp_ring.tools import job as config
 from cp_ring.tools.cli import app
 from cp_ring.tools.cli.tune_command import _documents, parse_memory
-from cp_ring.tools.job import command_line
-from cp_ring.tools.job import job_config as config
-from cp_ring.tools.job.tune_job import Request, configured, tune
+from cp_ring.tools.tune_job import Request, configured, tune
 from tests.tools.job.test_configs import megatron  # noqa: F401, a fixture
 
 BIG = {
@@ -164,7 +163,7 @@ def test_megatron_accepts_the_five_best(megatron, name):  # noqa: F811
     assert len(result.best) == 5
     for way, chosen in result.best:
         assert configured(job, way, request) == chosen
-        line, _ = command_line.megatron_flags(chosen, None, "cuda")
+        line, _ = config.megatron_flags(chosen, None, "cuda")
         args, model = megatron(line, gpus)
         assert (args.tensor_model_parallel_size, args.context_parallel_size) == way.sizes[:2]
         assert (

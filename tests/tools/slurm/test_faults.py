@@ -13,8 +13,7 @@ import sys
 import pytest
 import yaml
 
-from cp_ring.tools.job import command_line
-from cp_ring.tools.job import job_config as config
+from cp_ring.tools import job as config
 from tests import needs
 from tests.megatron.launch import HERE, trace, train
 from tests.megatron.launch import TINY as TRAINS
@@ -75,7 +74,7 @@ def undisturbed(tmp_path_factory):
         ]
         job = config.load(str(path), [*nothing_saved, *alone, f"launch.run_dir={folder}"])
         name = f"{train_iters} steps"
-        train(1, {name: command_line.megatron_flags(job, None, "cpu")[0]}, folder, [])
+        train(1, {name: config.megatron_flags(job, None, "cpu")[0]}, folder, [])
         found = {step: line["loss"] for step, line in trace(folder, name).items()}
         assert sorted(found) == list(range(1, train_iters + 1))
         return found

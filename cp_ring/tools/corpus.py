@@ -7,8 +7,6 @@ nothing has to be downloaded.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -17,22 +15,21 @@ import signal
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Any
 
 from cp_ring.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cp_ring.tools.job import DataConfig
 
 END_OF_DOCUMENT = "<|endoftext|>"
 FORMAT = 1  # part of the cache key: raise it when the same sources give another result
 # the tokenizer is trained on the first documents up to this size
 TOKENIZER_DOCUMENTS_BYTES = 32 << 20
-_BEGUN_S = 60.0  # a younger folder may not be locked yet
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -74,21 +71,15 @@ class Corpus:
         return json.loads((self.folder / "corpus.json").read_text())
 
 
-def find(
-    path: Path | None,
-    cache: Path,
-    *,
-    vocab_size: int = 4096,
-    validation_fraction: float = 0.05,
-) -> Corpus:
+def find(data: DataConfig) -> Corpus:
     """Finds the sources and chooses the folder of their corpus. It reads no text and builds
     nothing.
 
-    path: a folder, a .jsonl file, or None for the standard library. The folder's name contains a
-    hash of the settings and of the
-    sources' names, sizes and times. So a change of any of them makes a new corpus.
+    The folder's name contains a hash of the settings and of the sources' names, sizes and times. So
+    a change of any of them makes a new corpus.
     Raises `ConfigError` when the path does not exist or has no files.
     """
+    path = data.path
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
     if not root.exists():
         raise ConfigError(f"data.path {root}: no such file or folder")
@@ -98,7 +89,7 @@ def find(
             f'data.path {root}: is empty; it needs text files, or .jsonl files with a "text" key'
         )
     identity = hashlib.sha256(
-        repr((FORMAT, vocab_size, validation_fraction, str(root.resolve()))).encode()
+        repr((FORMAT, data.vocab_size, data.validation_fraction, str(root.resolve()))).encode()
     )
     for file in files:
         stat = file.stat()
@@ -106,8 +97,8 @@ def find(
             repr((str(file.relative_to(root)), stat.st_size, stat.st_mtime_ns)).encode()
         )
     name = "standard-library" if path is None else root.stem
-    folder = (cache / f"{name}-{identity.hexdigest()[:16]}").absolute()
-    return Corpus(folder, files, name, vocab_size, validation_fraction)
+    folder = (data.cache / f"{name}-{identity.hexdigest()[:16]}").absolute()
+    return Corpus(folder, files, name, data.vocab_size, data.validation_fraction)
 
 
 def build(corpus: Corpus) -> None:
@@ -121,7 +112,6 @@ def build(corpus: Corpus) -> None:
     if corpus.ready:
         return
     _import_tokenizers()
-    new_folders = [folder for folder in corpus.folder.parents if not folder.exists()]
     try:
         corpus.folder.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".building-", dir=corpus.folder.parent))
@@ -129,9 +119,7 @@ def build(corpus: Corpus) -> None:
         raise ConfigError(
             f"data.cache {corpus.folder.parent}: the folder cannot be made: {error.strerror}"
         ) from None
-    building = os.open(work, os.O_RDONLY)
-    fcntl.flock(building, fcntl.LOCK_EX)
-    # a signal that ends the process ends it by the blocks that clean up
+    # a signal that ends the process ends it by the block that cleans up
     handled = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         work.chmod(0o755)
@@ -143,25 +131,7 @@ def build(corpus: Corpus) -> None:
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        os.close(building)
-        _remove_killed(corpus.folder.parent)
-        with contextlib.suppress(OSError):  # in use by others
-            for folder in new_folders if not corpus.ready else ():
-                folder.rmdir()
         signal.signal(signal.SIGTERM, handled)
-
-
-def _remove_killed(cache: Path) -> None:
-    """Removes what builds that were killed have left: nobody holds the lock on their folders."""
-    for left in cache.glob(".building-*"):
-        with contextlib.suppress(OSError):
-            folder = os.open(left, os.O_RDONLY)
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - left.stat().st_mtime > _BEGUN_S:
-                    shutil.rmtree(left, ignore_errors=True)
-            finally:
-                os.close(folder)
 
 
 def _import_tokenizers() -> Any:
@@ -170,48 +140,29 @@ def _import_tokenizers() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"data.path: to build a corpus, cp_ring needs the package tokenizers ({error}): pip "
-            "install 'cp-ring[corpus]', or give datasets of Megatron (megatron.data_path)"
+            "install tokenizers transformers, or give datasets of Megatron (megatron.data_path)"
         ) from None
     return tokenizers
 
 
 def _build_in(work: Path, corpus: Corpus) -> None:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, transient=True) as progress:
-        counting = progress.add_task(f"{corpus.name}: reading", total=None)
-        documents = 0
-        sample: list[str] = []
-        sampled = 0
-        for text in _read_documents(corpus.files):
-            documents += 1
-            if sampled < TOKENIZER_DOCUMENTS_BYTES:
-                sample.append(text)
-                sampled += len(text)
-            progress.update(counting, completed=documents)
-        if documents < 2:
-            raise ConfigError(
-                f"data.path: found {documents} document(s) with text, at least 2 are needed (one "
-                "of them to validate on)"
-            )
-        progress.update(
-            counting, total=documents, description=f"{corpus.name}: training a tokenizer"
+    print(f"cp_ring: {corpus.name}: training a tokenizer, then tokenizing", flush=True)
+    documents = sampled = 0
+    sample: list[str] = []
+    for text in _read_documents(corpus.files):
+        documents += 1
+        if sampled < TOKENIZER_DOCUMENTS_BYTES:
+            sample.append(text)
+            sampled += len(text)
+    if documents < 2:
+        raise ConfigError(
+            f"data.path: found {documents} document(s) with text, at least 2 are needed (one of "
+            "them to validate on)"
         )
-        tokenizer = _train_tokenizer(sample, corpus.vocab_size)
-        _save_tokenizer(tokenizer, work / "tokenizer")
-        progress.update(counting, completed=0, description=f"{corpus.name}: tokenizing")
-        stride = min(documents, max(2, round(1 / corpus.validation_fraction)))
-        tokens = _tokenize(
-            work,
-            tokenizer,
-            _read_documents(corpus.files),
-            stride,
-            lambda done: progress.update(counting, completed=done),
-        )
+    tokenizer = _train_tokenizer(sample, corpus.vocab_size)
+    _save_tokenizer(tokenizer, work / "tokenizer")
+    stride = min(documents, max(2, round(1 / corpus.validation_fraction)))
+    tokens = _tokenize(work, tokenizer, _read_documents(corpus.files), stride)
     summary = {
         "documents": documents,
         "tokens": tokens,
@@ -221,13 +172,7 @@ def _build_in(work: Path, corpus: Corpus) -> None:
     (work / "corpus.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def _tokenize(
-    work: Path,
-    tokenizer: Any,
-    documents: Iterable[str],
-    stride: int,
-    report: Any,
-) -> dict[str, int]:
+def _tokenize(work: Path, tokenizer: Any, documents: Iterable[str], stride: int) -> dict[str, int]:
     """Writes every `stride`-th document to `valid` and the others to `train`. Returns the number of
     tokens in each.
     """
@@ -246,7 +191,6 @@ def _tokenize(
             files[split].add([*encoding.ids, end])
             tokens[split] += len(encoding.ids) + 1
             index += 1
-        report(index)
     for file in files.values():
         file.close()
     return tokens

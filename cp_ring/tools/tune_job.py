@@ -21,8 +21,8 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, text
 from cp_ring.plan.sizes.device_rates import RATES, Rates
-from cp_ring.tools.job import command_line
-from cp_ring.tools.job.job_config import JobConfig, validate
+from cp_ring.tools import job as jobs
+from cp_ring.tools.job import JobConfig, validate
 
 if TYPE_CHECKING:
     from cp_ring.plan.costs.attention_costs import LayerMasks
@@ -82,9 +82,7 @@ class TuneResult:
 
 def packs_documents(job: JobConfig) -> bool:
     """Whether the job's batch rows hold several documents that do not see one another."""
-    return job.cp_ring.document_mask or any(
-        job.megatron.get(key) for key in command_line.PACKED_DATA
-    )
+    return job.cp_ring.document_mask or any(job.megatron.get(key) for key in jobs.PACKED_DATA)
 
 
 def tune(job: JobConfig, request: Request) -> TuneResult:
@@ -166,7 +164,7 @@ def _arguments(job: JobConfig, parser: argparse.ArgumentParser) -> argparse.Name
     """What Megatron's parser reads from the flags of a job, checked by cp_ring."""
     device = "cpu" if job.launch.device == "cpu" else "cuda"
     with contextlib.redirect_stdout(io.StringIO()):
-        return command_line.megatron_flags(job, command_line.find_corpus(job), device, parser)[1]
+        return jobs.megatron_flags(job, jobs.find_corpus(job), device, parser)[1]
 
 
 def _changed(job: JobConfig, **sections: dict[str, Any]) -> JobConfig:
@@ -199,7 +197,7 @@ def _alone(job: JobConfig) -> JobConfig:
     one = dict.fromkeys(type(job.parallel).model_fields, 1)
     simple = {"heads": 1, "route": "direct", "schedule": "auto", "wire": "auto", "node_size": 0}
     absent = dict.fromkeys((*_SAYS_THE_SAME, "sequence_parallel"))
-    return _changed(job, megatron=absent, parallel=one, cp_ring=simple, launch={"nnodes": 1})
+    return _changed(job, megatron=absent, parallel=one, cp_ring=simple)
 
 
 def _setup(
@@ -258,7 +256,7 @@ def _masks(
 
 def _vocabulary(job: JobConfig, args: argparse.Namespace, notes: list[str]) -> int:
     size = getattr(args, "padded_vocab_size", None) or args.vocab_size
-    if command_line.uses_corpus(job):
+    if jobs.uses_corpus(job):
         size = job.data.vocab_size
     if not size:
         size = _DEFAULT_VOCABULARY
@@ -328,10 +326,7 @@ def configured(job: JobConfig, way: Tuned, request: Request) -> JobConfig:
         "recompute": way.recompute if again else job.cp_ring.recompute,
         "node_size": 0,
     }
-    nodes = max(1, request.gpus // request.ranks_per_node)
-    launch: dict[str, Any] = {"nnodes": nodes, "node_rank": 0}
-    launch |= {"master_addr": job.launch.master_addr or "node0"} if nodes > 1 else {}
-    return _changed(job, megatron=megatron, parallel=parallel, cp_ring=cp_ring, launch=launch)
+    return _changed(job, megatron=megatron, parallel=parallel, cp_ring=cp_ring)
 
 
 def _schedule(way: Tuned, request: Request) -> str:

@@ -8,7 +8,7 @@ from cp_ring.comm.nodes import node_size
 from cp_ring.megatron.flags.comm_types import spec_of_layer
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.tools.job.job_config import JobConfig
+from cp_ring.tools.job import JobConfig
 
 if TYPE_CHECKING:
     from cp_ring.options import Options

@@ -1,0 +1,249 @@
+"""`cp-ring doctor`: versions, devices, kernels and patches of this installation, a line each.
+
+It needs the standard library alone: what a missing package hides is a line too. It imports the
+packages that Megatron imports, because only an import shows that a package is broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+from cp_ring.errors import ConfigError, one_line
+
+
+class Finding(NamedTuple):
+    """One line of the report. `absent` means that something cannot be used, without a fault; the
+    text of a `problem` says what to do.
+    """
+
+    section: str
+    name: str
+    state: Literal["good", "absent", "problem"]
+    text: str
+
+
+def main() -> int:
+    """Prints all findings, and the problems once more at the end. Returns 1 if there are any."""
+    # what packages print when they are imported would be in between
+    with (
+        open(os.devnull, "w") as nowhere,
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(nowhere),
+    ):
+        warnings.simplefilter("ignore")
+        findings = examine()
+    section = ""
+    for finding in findings:
+        if section != finding.section:
+            section = finding.section
+            print(f"{section}:")
+        state = "" if finding.state == "good" else f"{finding.state}: "
+        print(f"  {finding.name:<24}{state}{finding.text}")
+    problems = [finding for finding in findings if finding.state == "problem"]
+    for finding in problems:
+        print(f"cp_ring: problem: {finding.name} {finding.text}", file=sys.stderr)
+    print(f"cp_ring: {len(problems) or 'no'} problem(s)")
+    return int(bool(problems))
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order of the report."""
+    parts: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _requirements,
+        _megatron,
+        _optional_packages,
+        _torch_and_devices,
+        _slurm,
+        _kernels,
+        _patches,
+        _known_errors,
+    )
+    findings = []
+    for part in parts:
+        try:
+            findings += [*part()]
+        except ImportError as error:
+            name = part.__name__.strip("_").replace("_", " ")
+            findings.append(Finding("not examined", name, "absent", str(error)))
+    return findings
+
+
+def _requirements() -> Iterator[Finding]:
+    """Python and the required packages: installed or not, and in a supported version or not."""
+    yield Finding("versions", "python", "good", platform.python_version())
+    own = version_of("cp-ring")
+    yield Finding("versions", "cp-ring", "good", own or "not installed: run from its source")
+    texts = importlib.metadata.requires("cp-ring") or [] if own else []
+    for text in sorted({text.partition(";")[0].strip() for text in texts if _needed(text)}):
+        name, needed = re.match(r"([\w.-]+)(?:\[.*?\])?\s*(.*)", text).groups()  # type: ignore[union-attr]
+        version = version_of(name)
+        if version is None:
+            yield Finding("versions", name, "problem", f"not installed: pip install '{text}'")
+        elif not _within(needed, version):
+            advice = f"{version}: cp_ring needs {needed}: pip install '{text}'"
+            yield Finding("versions", name, "problem", advice)
+        elif name == "torch":
+            yield Finding("versions", name, "good", version)
+
+
+def _needed(text: str) -> bool:
+    """Whether jobs and commands need it. Megatron has checks of its own."""
+    extra = re.search(r"extra == ['\"](\w+)", text)
+    wanted = extra is None or extra[1] in ("megatron", "tools")
+    return wanted and not text.startswith("megatron-core")
+
+
+def _within(needed: str, version: str) -> bool:
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:  # which is a finding of its own
+        return True
+    return SpecifierSet(needed).contains(version, prereleases=True)
+
+
+def _megatron() -> Iterator[Finding]:
+    from cp_ring.megatron import compat
+
+    version = (compat.megatron_version() or "not installed").partition("+")[0]
+    try:
+        compat.check_version()
+    except ConfigError as error:
+        yield Finding("versions", "megatron-core", "problem", f"{version}: {error}")
+        return
+    state = compat.development() or f"in range {compat.SUPPORTED}"
+    yield Finding("versions", "megatron-core", "good", f"{version} ({state})")
+
+
+def _torch_and_devices() -> Iterator[Finding]:
+    import torch
+
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        yield Finding("versions", "CUDA", "good", f"{torch.version.cuda}, NCCL {nccl}")
+    elif torch.version.cuda is None:
+        yield Finding("versions", "CUDA", "absent", "this torch is a build for the CPU")
+    else:
+        yield Finding("versions", "CUDA", "absent", f"{torch.version.cuda}: torch finds no GPU")
+    try:
+        yield Finding("versions", "cuDNN", "good", str(torch.backends.cudnn.version()))
+    except Exception as error:
+        advice = "let only the nvidia-cudnn package that torch asks for be on LD_LIBRARY_PATH"
+        yield Finding("versions", "cuDNN", "problem", f"{_reason(error)}: {advice}")
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        about = f"{card.name}, {card.total_memory >> 30} GiB, sm_{card.major}{card.minor}"
+        yield Finding("machine", f"GPU {index}", "good", about)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("machine", "CPU", "good", f"{cores} cores, {memory} GiB")
+
+
+_OPTIONAL = (
+    ("TransformerEngine", "transformer_engine.pytorch", "transformer-engine"),
+    ("flash-attn", "flash_attn", "flash-attn"),
+    ("flash-attn 3", "flash_attn_interface", "flash-attn-3"),
+    ("Apex", "apex.optimizers", "apex"),
+    ("Triton", "triton", "triton"),
+)
+
+
+def _optional_packages() -> Iterator[Finding]:
+    """Whether packages that Megatron or a kernel may use can be imported."""
+    from cp_ring.megatron import compat
+
+    for name, module, package in _OPTIONAL:
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            yield Finding("versions", name, "absent", "not installed")
+            continue
+        version = version_of(package) or "unknown version"
+        if name == "Apex" and compat.apex() == "other":
+            advice = "not NVIDIA's, but a package of the same name: pip uninstall apex"
+            yield Finding("versions", name, "problem", f"{version}: {advice}")
+            continue
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            advice = f"install the build for this torch and CUDA, or pip uninstall {package}"
+            yield Finding("versions", name, "problem", f"{version}: {_reason(error)}: {advice}")
+        else:
+            yield Finding("versions", name, "good", version)
+
+
+def _slurm() -> Iterator[Finding]:
+    text = "no srun on PATH"
+    if shutil.which("srun"):
+        try:
+            done = subprocess.run(["srun", "--version"], capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired):
+            done = None
+        if done is not None and done.returncode == 0:
+            yield Finding("machine", "Slurm", "good", done.stdout.strip())
+            return
+        text = "no cluster: srun is there, without a configuration"
+    yield Finding("machine", "Slurm", "absent", text)
+
+
+def _kernels() -> Iterator[Finding]:
+    import torch
+
+    from cp_ring.kernels import OF_CUDA, REGISTRY
+
+    cuda = torch.cuda.is_available()
+    for name, home in REGISTRY.items():
+        on_cuda = name in OF_CUDA or cuda
+        device, dtype = ("cuda", torch.bfloat16) if on_cuda else ("cpu", torch.float32)
+        try:
+            kernel = importlib.import_module(home).KERNEL
+            reason = kernel.rejection(torch.device(device), dtype, 128, 128)
+            if reason and on_cuda and name not in OF_CUDA:
+                device = "cpu"
+                reason = kernel.rejection(torch.device("cpu"), torch.float32, 128, 128)
+        # a package that the kernel uses is broken; the finding on that package says what to do
+        except Exception as error:
+            reason = f"cannot be used: {_reason(error)}"
+        if device == "cuda" and not cuda:
+            reason = "; ".join(filter(None, ["no CUDA here", reason]))
+        text = reason or f"usable on {device}"
+        yield Finding("kernels", name, "absent" if reason else "good", text)
+
+
+def _patches() -> Iterator[Finding]:
+    from cp_ring import patches
+
+    for patch in patches.table():
+        rejected = patch["state"].startswith("rejected")
+        state = {"not applied": "fits this version"}.get(patch["state"], patch["state"])
+        yield Finding("patches", patch["name"], "absent" if rejected else "good", state)
+
+
+def _known_errors() -> Iterator[Finding]:
+    """What the installed Megatron does not have, or does wrong."""
+    from cp_ring.megatron import compat
+
+    for what, advice in compat.missing_features():
+        yield Finding("known errors", what, "absent", f"not with this megatron-core: {advice}")
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _reason(error: BaseException) -> str:
+    text = one_line(error)[:300].rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
