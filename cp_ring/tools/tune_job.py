@@ -187,9 +187,7 @@ def _with_length(job: JobConfig, request: Request) -> JobConfig:
         most = int(job.megatron.get("max_position_embeddings") or 0)
         changes = {"seq_length": n, "max_position_embeddings": max(most, n)}
     masks = {"document_mask": True} if request.documents and not packs_documents(job) else {}
-    return _changed(
-        job, megatron=changes, cp_ring={"enabled": True, **masks}, launch={"node_rank": 0}
-    )
+    return _changed(job, megatron=changes, cp_ring={"enabled": True, **masks})
 
 
 def _alone(job: JobConfig) -> JobConfig:
