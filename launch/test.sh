@@ -14,7 +14,7 @@ source launch/env.sh
 unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, and each would compile the package again
 
 PARALLEL=(-n auto --dist loadgroup --no-loadscope-reorder --durations=15)
-COMPAT=(0.16.1 0.17.1 0.18.2 0.19.2) # the last of each minor version that cp_ring supports
+COMPAT=(0.18.2 0.19.2) # the last of each minor version that cp_ring supports
 TORCH_TESTS=(tests/test_attention.py tests/test_attention_masks.py tests/kernels tests/ops tests/comm tests/plan
     tests/megatron/test_documents.py tests/megatron/test_recompute.py tests/megatron/test_run.py tests/megatron/test_specs.py)
 
@@ -47,13 +47,10 @@ summary() {
 }
 trap summary EXIT
 
-# compat VERSION FOLDER: with the megatron of FOLDER.
+# compat FOLDER: with the megatron of FOLDER.
 compat() {
-    local tests=(tests/megatron/test_core.py tests/megatron/test_program.py tests/megatron/test_recurrent.py)
-    # The wheel of 0.16 lacks megatron.training, so only megatron.core can be tested.
-    [[ "$1" == 0.16.* ]] || tests+=(tests/megatron/test_versions.py tests/megatron/test_moe_overlap.py)
-    [[ "$1" == 0.16.* ]] || tests+=(tests/patches/test_patches.py)
-    PYTHONPATH="$2" "$VENV/bin/python" -m pytest -m compat "${tests[@]}"
+    PYTHONPATH="$1" "$VENV/bin/python" -m pytest -m compat tests/megatron/test_core.py tests/megatron/test_program.py \
+        tests/megatron/test_recurrent.py tests/megatron/test_versions.py tests/megatron/test_moe_overlap.py tests/patches/test_patches.py
 }
 
 # helpers CHECKOUT: builds those of its data sets with the pybind11 of torch, as Megatron does at its start with one that is installed.
@@ -77,7 +74,7 @@ case "${1:-}" in
     started=$SECONDS
     cpu_seconds
     installed=$cpu
-    for version in "$@"; do stage "megatron-core $version" compat "$version" "$ROOT/.compat/$version"; done
+    for version in "$@"; do stage "megatron-core $version" compat "$ROOT/.compat/$version"; done
     ;;
 --checkout)
     : "${2:?give a checkout of Megatron-LM}"
@@ -87,7 +84,7 @@ case "${1:-}" in
     cpu_seconds
     installed=$cpu
     for path in "$@"; do
-        stage "$path" compat "" "$(realpath "$path")"
+        stage "$path" compat "$(realpath "$path")"
         stage "$path: scripts" "$VENV/bin/python" -m pytest -m slow tests/megatron/test_user_scripts.py tests/megatron/test_rejections.py \
             -k "of_megatron_lm or of_checkouts" --megatron-lm "$path"
         stage "$path: certificate" "$VENV/bin/python" -m tests.certificate.checkouts "$path" --splits cp2

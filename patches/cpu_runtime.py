@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.compat import has_training_loop, megatron_version, within
+from cp_ring.megatron.compat import has_training_loop
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
@@ -310,21 +310,7 @@ def _training_replacements() -> Iterator[Replacement]:
 _MODE = CudaMeansCpu()
 
 
-def _moe_utils() -> Any:
-    """Megatron's module that, before 0.17, lacks a name without TransformerEngine; None where there
-    is no such module.
-    """
-    if megatron_version() is None or not within("<0.17"):
-        return None
-    from megatron.core.transformer.moe import moe_utils
-
-    return moe_utils
-
-
 def _enter() -> None:
-    module = _moe_utils()
-    if module is not None and not hasattr(module, "te_general_gemm"):
-        module.te_general_gemm = None  # which the router of experts compares with None
     # Megatron compiles small fusions; on the CPU that needs a C++ compiler
     torch.compiler.set_stance("force_eager")
     _MODE.__enter__()

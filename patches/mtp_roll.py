@@ -128,11 +128,9 @@ def _replacements() -> Iterator[Replacement]:
 
     modules = loaded_modules("megatron.core")
     yield from replace_everywhere(modules, "roll_tensor", roll_in_documents)
-    # Megatron 0.16 divides by nothing but the sum after the roll
-    if hasattr(module, "process_mtp_loss"):
-        yield from replace_everywhere(
-            modules, "process_mtp_loss", _with_all_tokens(module.process_mtp_loss)
-        )
+    yield from replace_everywhere(
+        modules, "process_mtp_loss", _with_all_tokens(module.process_mtp_loss)
+    )
 
 
 PATCH = Patch(

@@ -45,34 +45,6 @@ def split_packed(
     return batch | {name: layout.shard(tensor, group.rank(), 1) for name, tensor in held.items()}
 
 
-def split_thd(
-    batch: dict[str, Any],
-    cu_seqlens: torch.Tensor,
-    cu_seqlens_padded: Any,
-    max_seqlen: torch.Tensor,
-    *sizes: Any,
-) -> tuple[dict[str, Any], Any]:
-    """As Megatron's `get_thd_batch_on_this_cp_rank` before 0.18, which has the split and the
-    parameters of packed sequences.
-    """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    offsets = cu_seqlens.reshape(-1)
-    batch = batch | {"cu_seqlens": offsets, "cu_seqlens_padded": cu_seqlens_padded}
-    mine = split_packed(None, batch)
-    longest = int(max_seqlen.max())
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-    return {
-        name: value for name, value in mine.items() if not name.startswith("cu_seqlens")
-    }, params
-
-
 def _replacements() -> Iterator[Replacement]:
 
     import megatron.core.utils as utils
@@ -81,14 +53,10 @@ def _replacements() -> Iterator[Replacement]:
     from cp_ring.megatron.data.sft import PackedWithOffsets
 
     modules = loaded_modules("megatron.")
-    # until 0.17, where other batches have a split of their own
-    if hasattr(utils, "get_thd_batch_on_this_cp_rank"):
-        yield from replace_everywhere(modules, "get_thd_batch_on_this_cp_rank", split_thd)
-    else:
-        name = "get_batch_on_this_cp_rank"
-        yield from replace_everywhere(
-            modules, name, functools.partial(split_packed, getattr(utils, name))
-        )
+    name = "get_batch_on_this_cp_rank"
+    yield from replace_everywhere(
+        modules, name, functools.partial(split_packed, getattr(utils, name))
+    )
     yield sft_dataset, "SFTDataset", PackedWithOffsets
 
 

@@ -19,7 +19,6 @@ its package does not.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,8 +35,7 @@ def _replacements() -> Iterator[Replacement]:
 
     from cp_ring.megatron.layers import recurrent
 
-    if importlib.util.find_spec("megatron.core.ssm.gated_delta_net"):
-        yield from _of_gated_delta_net()
+    yield from _of_gated_delta_net()
     modules = loaded_modules("megatron.core.ssm")
     yield from replace_everywhere(modules, "_undo_attention_load_balancing", recurrent.in_sequence)
     yield from replace_everywhere(modules, "_redo_attention_load_balancing", recurrent.by_rank)
@@ -46,8 +44,6 @@ def _replacements() -> Iterator[Replacement]:
     if function := getattr(mamba_mixer, kernel, None):
         yield mamba_mixer, kernel, recurrent.mamba_with_states(function)
     yield MambaMixer, "_ssm_training", recurrent.mamba_with_documents(MambaMixer._ssm_training)
-    if hasattr(MambaMixer, "_create_packed_seq_idx"):  # until 0.16
-        yield MambaMixer, "_create_packed_seq_idx", recurrent.documents_of_tokens
 
 
 def _of_gated_delta_net() -> Iterator[Replacement]:
@@ -57,9 +53,6 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
     from cp_ring.megatron.layers import recurrent
 
     package: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
-    # until 0.17, where these layers know nothing of context parallelism
-    if not hasattr(package, "tensor_a2a_cp2hp"):
-        return
     wrappers = {
         "__init__": lambda constructor: recurrent.made_for_states(_with_one_norm(constructor)),
         "forward": recurrent.gated_delta_net_with_documents,

@@ -23,7 +23,6 @@ PATCH = Patch(
     "losses in the run directory",
     why="Megatron logs neither tokens per second nor, after the first step, memory, and its log "
     "function has no hook",
-    versions=">=0.17,<0.21",
     when="never",  # `log_steps` applies it
     replacements=_replacements,
 )

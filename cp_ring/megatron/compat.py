@@ -23,7 +23,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.runtime import RUNTIME
 
-SUPPORTED = ">=0.16.1,<0.21"
+SUPPORTED = ">=0.18.2,<0.21"
 """The supported versions of megatron-core, as a PEP 440 specifier."""
 _DEVELOPMENT = ">=0.20.dev0"
 _TESTED = "tested at commit d98e8a6 of 2026-08-22"
@@ -48,8 +48,9 @@ def check_version(core_alone: bool = False) -> str:
     # a namespace package: its parts can be in two places
     if not core_alone and not has_training_loop():
         raise ConfigError(
-            f"megatron-core {version} is installed without its megatron.training: use 0.17 or "
-            "later, or put a checkout of Megatron-LM of this version first on PYTHONPATH"
+            f"megatron-core {version} is installed without its megatron.training: pip install "
+            f"'megatron-core[training]=={version}', or put a checkout of Megatron-LM of this "
+            "version first on PYTHONPATH"
         )
     return version
 
@@ -123,12 +124,6 @@ def missing_features(version: str | None = None) -> list[tuple[str, str]]:
     """
     version = version or megatron_version()
     later = (
-        (
-            ">=0.17",
-            "multi-latent attention and experts without TransformerEngine",
-            "needs megatron-core 0.17",
-        ),
-        (">=0.18", "gated delta net layers under context parallelism", "needs megatron-core 0.18"),
         (">=0.19", "--cp-ring-loss-chunk", "needs megatron-core 0.19"),
         (
             ">=0.19",
@@ -164,9 +159,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def takes(model: Any, name: str) -> bool:
-    """Whether the forward of a model, in any wrappers, takes `name`: a hybrid model of 0.16 has no
-    `loss_mask`.
-    """
+    """Whether the forward of a model, in any wrappers, takes `name`."""
     model = unwrapped(model)
     known = inspect.signature(getattr(model, "forward", model)).parameters
     return name in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
@@ -174,12 +167,8 @@ def takes(model: Any, name: str) -> bool:
 
 def tokenizer(args: argparse.Namespace) -> Any:
     """The tokenizer that the flags name."""
-    try:
-        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-    except ImportError:  # until 0.16 it is Megatron's global one
-        from megatron.training import get_tokenizer
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-        return get_tokenizer()
     return build_tokenizer(args)
 
 
@@ -194,25 +183,20 @@ def pretrain(
     """
     import megatron.training as training
     from megatron.core.enums import ModelType
+    from megatron.training import argument_utils, arguments
 
-    known = inspect.signature(training.pretrain).parameters
     wanted: dict[str, Any] = {
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
     }
-    provider = known.get("model_provider")
-    if provider is not None and provider.default is not None:
-        wanted["model_provider"] = build
-    if "cfg_container" not in known:
-        training.pretrain(datasets, **wanted)  # until 0.17 it parses the command line itself
-        return
-    from megatron.training import argument_utils, arguments
-
     args = arguments.parse_and_validate_args()
-    hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
-    # 0.18 has only the former
-    config_from_args = "hybrid_config_from_args" if hybrid else "gpt_config_from_args"
-    model = [] if "model_provider" in wanted else [getattr(argument_utils, config_from_args)(args)]
+    model: list[Any] = []
+    if within("<0.19"):
+        wanted["model_provider"] = build
+    elif getattr(args, "hybrid_layer_pattern", None) is not None:
+        model = [argument_utils.hybrid_config_from_args(args)]
+    else:
+        model = [argument_utils.gpt_config_from_args(args)]
     training.pretrain(
         argument_utils.pretrain_cfg_container_from_args(args, *model), datasets, **wanted
     )
@@ -262,7 +246,7 @@ def sharded_tensors(
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint as make
 
     group = (metadata or {}).get("dp_cp_group")
-    if group is None or "dp_cp_group" not in inspect.signature(make).parameters:
+    if group is None:
         return make(state, prefix, split, offsets)  # with Megatron's global groups
     return make(state, prefix, split, offsets, tp_group=tp_group, dp_cp_group=group)
 
@@ -274,9 +258,7 @@ def start() -> argparse.Namespace:
     import megatron.training as training
     from megatron.training import arguments
 
-    # until 0.17 it parses the command line itself
-    if "cfg_container" in inspect.signature(training.pretrain).parameters:
-        arguments.parse_and_validate_args()
+    arguments.parse_and_validate_args()
     training.initialize.initialize_megatron()
     args: argparse.Namespace = training.get_args()
     return args

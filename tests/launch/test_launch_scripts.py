@@ -200,13 +200,13 @@ def test_shellcheck():
 
 def test_another_megatron_is_installed_once_and_anew_where_it_was_interrupted(installer):
     installer('prepare_environment ""')
-    place = installer.root / ".compat" / "0.17.1"
+    place = installer.root / ".compat" / "0.18.2"
     (installer.root / "fail").touch()
-    assert installer("prepare_compat 0.17.1").returncode != 0 and not place.exists()
+    assert installer("prepare_compat 0.18.2").returncode != 0 and not place.exists()
     (installer.root / "fail").unlink()
     for _ in range(2):
-        assert installer("prepare_compat 0.17.1").returncode == 0
-        assert [folder.name for folder in place.parent.iterdir()] == ["0.17.1"]
+        assert installer("prepare_compat 0.18.2").returncode == 0
+        assert [folder.name for folder in place.parent.iterdir()] == ["0.18.2"]
     assert installer.calls() == ["venv", "pip", "pip", "pip"]
 
 
@@ -310,7 +310,7 @@ def checks(machine):
     for program in ("python", "ruff", "mypy", "lint-imports"):
         script(machine.root / ".venv" / "bin" / program, tell)
     script(machine.root / ".compat" / "torch-2.15.0" / "bin" / "python", tell)
-    (machine.root / ".compat" / "0.16.1").mkdir()
+    (machine.root / ".compat" / "0.18.2").mkdir()
     (machine.root / "mkdocs.yml").touch()
 
     def run(options="", fail=""):
@@ -376,7 +376,9 @@ def test_lanes_run_their_own_tests_only(checks):
     done, (call,) = checks("--torch 2.15.0 -x")
     assert done.returncode == 0, done.stderr
     assert "tests/test_attention.py" in call and call.endswith(" -x")
-    done, (call,) = checks("--compat 0.16.1")
+    done, (call,) = checks("--compat 0.18.2")
     assert done.returncode == 0, done.stderr
-    files = [f"tests/megatron/test_{name}.py" for name in ("core", "program", "recurrent")]
+    names = ("core", "program", "recurrent", "versions", "moe_overlap")
+    files = [f"tests/megatron/test_{name}.py" for name in names]
+    files.append("tests/patches/test_patches.py")
     assert call == f"python -m pytest -m compat {' '.join(files)}"

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from cp_ring import Layout, patches
-from cp_ring.megatron import compat
 from cp_ring.patches import cpu_runtime
 from tests.megatron.groups import end_groups
 from tests.parity.deliveries import cut
@@ -242,22 +241,9 @@ def causal_mask(case: Case) -> torch.Tensor:
     return torch.ones(1, 1, N, N, dtype=torch.bool).triu(1)
 
 
-def believe_in_no_transformer_engine() -> None:
-    """Before 0.17 Megatron's latent attention and router take TransformerEngine as there where it
-    is not.
-    """
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
-
-    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
-    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
-
-
 def main() -> None:
     from megatron.core.tensor_parallel import random
 
-    if compat.megatron_version().startswith("0.16."):
-        believe_in_no_transformer_engine()
     cpu_runtime.apply_in_worker()
     random._set_cuda_rng_state = cpu_runtime._set_rng_state
     torch.compiler.set_stance("force_eager")

@@ -27,10 +27,6 @@ def main(folder: Path) -> None:
     import cp_ring.megatron
     from docs.examples import megatron_core as example
 
-    if megatron.core.__version__.startswith("0.16."):
-        from tests.megatron.core_worker import believe_in_no_transformer_engine
-
-        believe_in_no_transformer_engine()
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         cp_2 = example.main(2)

@@ -220,16 +220,14 @@ def main() -> None:
     dist.init_process_group("gloo")
     patches.get("recurrent_layers").apply()
     version = compat.megatron_version()
-    old = version.startswith(("0.16.", "0.17."))
-    # before 0.18 without context parallelism
-    missing = {"delta_net": old, "delta_net_2": not compat.within(">=0.20.dev0")}
+    missing = {"delta_net_2": not compat.within(">=0.20.dev0")}
     results = {}
     for name, case in CASES.items():
         if missing.get(case.layer):
             continue
         one, two, fault = step(case, 1), step(case, 2), step(case, 2, case.fault)
         results[name] = {"two": difference(two, one), "fault": difference(fault, one)}
-    norm = 0.0 if old else norm_on_tensor_parallel_ranks()
+    norm = norm_on_tensor_parallel_ranks()
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(
             json.dumps({"version": version, "cases": results, "norm": norm})

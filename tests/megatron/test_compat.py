@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from argparse import Namespace
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import environment
 
 
-@pytest.mark.parametrize(
-    "version", ["0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.7", "0.19.2+abc", "0.20.0+d98e8a6"]
-)
+@pytest.mark.parametrize("version", ["0.18.2", "0.19.0", "0.19.7", "0.19.2+abc", "0.20.0+d98e8a6"])
 def test_supported_versions(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)
     assert compat.check_version() == version
@@ -23,12 +20,12 @@ def test_supported_versions(monkeypatch, version):
     assert ("tested at commit d98e8a6" in said) if version >= "0.20" else not said
 
 
-@pytest.mark.parametrize("version", ["0.12.3", "0.16.0", "0.21.0", "0.21.0rc1", "1.0"])
+@pytest.mark.parametrize("version", ["0.12.3", "0.17.1", "0.18.1", "0.21.0", "0.21.0rc1", "1.0"])
 def test_rejected_in_one_line_that_names_the_range(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)
     with pytest.raises(
         ConfigError,
-        match=f"needs megatron-core>=0.16.1,<0.21, but {version} is installed: pip install",
+        match=f"needs megatron-core>=0.18.2,<0.21, but {version} is installed: pip install",
     ) as rejection:
         compat.check_version()
     assert "\n" not in str(rejection.value)
@@ -50,17 +47,17 @@ def test_a_job_is_rejected_before_anything_of_megatron_is_imported(tmp_path):
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("cp_ring: error: ")]
     assert (
-        "needs megatron-core>=0.16.1,<0.21, but 0.15.3 is installed" in line
+        "needs megatron-core>=0.18.2,<0.21, but 0.15.3 is installed" in line
         and "Traceback" not in done.stderr
     )
 
 
 def test_parts_of_two_versions_are_rejected(monkeypatch, tmp_path):
-    monkeypatch.setattr(compat, "megatron_version", lambda: "0.16.1")
+    monkeypatch.setattr(compat, "megatron_version", lambda: "0.19.2")
     monkeypatch.setattr(compat, "_home", lambda package: tmp_path / package)
     with pytest.raises(
         ConfigError,
-        match=r"0\.16\.1 is installed without its megatron\.training: use 0\.17 or later",
+        match=r"0\.19\.2 is installed without its megatron\.training: pip install",
     ):
         compat.check_version()
 
@@ -86,10 +83,3 @@ def test_what_a_model_takes_is_asked_of_the_innermost_one():
     assert compat.takes(Wrapper(Wrapper(Model())), "packed_seq_params")
     assert not compat.takes(Wrapper(Model()), "loss_mask")
     assert compat.takes(lambda tokens, **more: tokens, "loss_mask")
-
-
-def test_a_hybrid_model_before_0_19_needs_its_layers():
-    from cp_ring.megatron import gpt_model
-
-    with pytest.raises(ConfigError, match="needs --spec with their layers"):
-        gpt_model._build_hybrid(Namespace(spec=None), None)

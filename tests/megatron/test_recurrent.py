@@ -253,8 +253,7 @@ def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
     # what follows is the git revision of the folder around it
     release, _, _ = compat.megatron_version().partition("+")
     assert results["version"].partition("+")[0] == release
-    new = 8 * compat.within(">=0.18") + 8 * compat.within(">=0.20.dev0")
-    assert len(results["cases"]) == 8 + new
+    assert len(results["cases"]) == 16 + 8 * compat.within(">=0.20.dev0")
     for name, found in results["cases"].items():
         assert found["two"] < 1e-5, name
         assert found["fault"] > 1e-3, name

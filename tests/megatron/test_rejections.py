@@ -605,10 +605,6 @@ def test_graphs_without_attention_and_those_that_are_allowed(parse, flags):
 @pytest.mark.parametrize(
     ("version", "part", "values", "line"),
     [
-        ("0.16.1", rules.ATTENTION, {"cp_comm_type": ["p2p", "a2a"]},
-            "--cp-comm-type by layer needs megatron-core 0.17"),
-        ("0.17.1", rules.DOCUMENTS, {"hybrid_layer_pattern": "G*", "context_parallel_size": 2},
-            "--hybrid-layer-pattern G*: gat"),
         ("0.19.2", rules.READING, {"cuda_graph_impl": "full_iteration", "tensor_model_parallel_size": 2},
             "--cuda-g"),
     ],
@@ -640,14 +636,14 @@ def test_flags_of_later_versions(values, line):
     assert found.startswith(line) and bool(found) == bool(line)
 
 
-@pytest.mark.parametrize("version", ["0.16.0", "0.21.0", "0.21.0rc1", None])
+@pytest.mark.parametrize("version", ["0.18.1", "0.21.0", "0.21.0rc1", None])
 def test_megatron_versions_outside_the_range(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)
-    with pytest.raises(ConfigError, match=r"--cp-ring needs megatron-core>=0\.16\.1,<0\.21"):
+    with pytest.raises(ConfigError, match=r"--cp-ring needs megatron-core>=0\.18\.2,<0\.21"):
         compat.check_version()
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.19.2"])
+@pytest.mark.parametrize("version", ["0.18.2", "0.19.2"])
 def test_megatron_versions_inside_the_range(monkeypatch, version):
     monkeypatch.setattr(compat, "megatron_version", lambda: version)
     assert compat.check_version() == version

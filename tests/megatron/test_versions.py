@@ -23,7 +23,6 @@ NAMES = [
     "recompute_full",
     "packed_thd",
     "document_mask_balanced",
-    "fsdp2",
 ]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm import gated_delta_net, mamba_mixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -24,11 +25,6 @@ from torch import Tensor
 
 from tests.parity.specs import Norm, hybrid
 from tests.recurrences import causal_conv1d, delta_rule, l2norm, scan
-
-try:
-    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
-except ImportError:  # before 0.17
-    variants = None
 
 
 class GroupNorm(torch.nn.Module):

@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     except ImportError as error:
         raise ConfigError(
             f"megatron.training cannot be imported ({error}); install megatron-core[training] >= "
-            "0.17"
+            "0.18.2"
         ) from error
     parser = _Parser(
         prog="python -m cp_ring.pretrain_gpt", usage="%(prog)s [flags]", allow_abbrev=False

@@ -192,10 +192,6 @@ ATTENTION = (
     Rule(lambda job: job.qk_clip and not (0 < job.qk_clip_alpha < 1 and job.qk_clip_threshold > 0),
          "{--qk-clip-alpha} must be between 0 and 1, {--qk-clip-threshold} above 0",
          why="Megatron demands it too", example="--qk-clip --bf16 --qk-clip-alpha 2"),
-    Rule(lambda job: len(job.comm_types) > 1 and job.before("0.17"),
-         "--cp-comm-type by layer needs megatron-core 0.17; {version} gives each layer the type "
-         "of the next",
-         "give one type"),
     *WINDOWS,
     Rule(lambda job: job.window_size and isinstance(job.window_attn_skip_freq, list)
          and len(job.window_attn_skip_freq) < job.num_layers and len(job.window_attn_skip_freq),
@@ -285,10 +281,6 @@ DOCUMENTS = (
          "a state has no other mask; tokens that are exchanged for heads have none that forks",
          "--cp-ring-mask-kinds images --hybrid-layer-pattern M*- / "
          "--cp-ring-mask-kinds tree --hybrid-layer-pattern M*-"),
-    Rule(lambda job: "G" in job.letters and (job.cp > 1 or job.own.forks) and job.before("0.18"),
-         "{pattern}: gated delta net layers need megatron-core 0.18 with --context-parallel-size "
-         "above 1 or branches; those of {version} begin anew at each rank",
-         why="older layers know nothing of context parallelism"),
     Rule(lambda job: "M" in job.letters and job.use_mamba_mem_eff_path is False
          and job.holds(DOCUMENT_FLAGS),
          "--disable-mamba-mem-eff-path: the Mamba layers of {pattern} then have no documents "

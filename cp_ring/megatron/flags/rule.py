@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from packaging.version import Version
-
 from cp_ring.errors import ConfigError, Reasons
-from cp_ring.megatron import compat
 from cp_ring.megatron.flags import graphs, implementations
 from cp_ring.megatron.flags.layer_pattern import (
     RECURRENT,
@@ -299,12 +296,3 @@ class Job:
             if self.cpu_offloading_num_layers
             else ""
         )
-
-    @property
-    def version(self) -> str | None:
-        """That of Megatron."""
-        return compat.megatron_version()
-
-    def before(self, version: str) -> bool:
-        """Whether an earlier Megatron is installed."""
-        return self.version is not None and Version(self.version) < Version(f"{version}.dev0")

@@ -402,12 +402,6 @@ SCRIPT = (
          "--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document "
          "boundaries with its batches; --dataloader-inter-document-masking does",
          why="or leave it out"),
-    Rule(lambda job: job.before("0.17") and job.holds(
-         "--sft --cp-ring --pipeline-model-parallel-size>1")
-         and job.holds("--pipeline-model-parallel-size>2|virtual_stages"),
-         "--sft with {--pipeline-model-parallel-size}: the scripts of megatron-core {version} "
-         "give middle stages no documents, so that tokens would see other documents",
-         "use megatron-core 0.17, or at most 2 stages, without virtual ones"),
     Rule("--cp-ring reorders !--cp-ring-mask-kinds|splits_packed",
          "{--cp-ring-layout} needs cp_ring.pretrain_gpt: {script} splits its batches by "
          "Megatron's zigzag; balanced can split packed batches (--sft, "

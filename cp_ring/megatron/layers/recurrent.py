@@ -172,12 +172,6 @@ def mamba_with_documents(
     return train(self, zxBCdt, params)
 
 
-def documents_of_tokens(mixer: Any, packed_seq_params: Any, total_tokens: int) -> torch.Tensor:
-    """As `MambaMixer._create_packed_seq_idx` of megatron-core 0.16, which counts documents."""
-    numbers: torch.Tensor = packed_seq_params.seq_idx
-    return numbers
-
-
 @around
 def made_for_states(
     constructor: Function, layer: Any, *args: Any, pg_collection: Any = None, **named: Any

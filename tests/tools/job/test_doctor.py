@@ -69,7 +69,7 @@ def test_each_problem_is_one_line_that_says_what_to_do(bad):
     megatron, engine, flash, apex = lines
     assert (
         "0.12.3" in megatron
-        and ">=0.16.1,<0.21" in megatron
+        and ">=0.18.2,<0.21" in megatron
         and "pip install 'megatron-core[training]" in megatron
     )
     assert (
