@@ -42,6 +42,8 @@ LEFT = {
     "dropout_seed": "no GPU kernel drops weights by positions; train without attention dropout",
     "alibi_slopes": "no GPU kernel has slopes of tiles; use rotary positions",
     "bias": "no GPU kernel has a bias of tiles; use rotary positions",
+    "verbose": "ranks print where they always printed; torchrun's --log-dir, --redirects and --tee "
+    "keep it in files",
 }
 """Settings and keywords of the version before, and what to do in their place."""
 
@@ -222,16 +224,10 @@ class Options:
         "",
         "Folder for steps.jsonl, a line per logged step, and the file DONE; none by default.",
     )
-
-    verbose: bool = _setting(
-        False,
-        "Show all that ranks print; without it, cp_ring.run shows what people need, as a line for "
-        "each step, and writes everything to a log file that it names.",
-    )
     hop_timeout: float = _setting(
         600,
-        "Timeout in seconds of a hop or collective, after which the job ends with a report; 0 "
-        "disables it.",
+        "Timeout in seconds of a hop, after which the job ends with a report; a collective that "
+        "takes longer is reported alone. 0 disables it.",
         least=0,
         most=10**7,
     )

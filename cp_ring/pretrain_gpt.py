@@ -14,8 +14,7 @@ import sys
 from cp_ring import signals
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import argument_parser
-from cp_ring.megatron.rejection import rejecting
-from cp_ring.observe import standard_streams
+from cp_ring.megatron.rejection import ending_soon, rejecting
 from cp_ring.patches.install import install, log_steps
 
 DOCUMENT_MASK = "--cp-ring-document-mask"
@@ -28,16 +27,15 @@ def main() -> None:
         with rejecting():
             argument_parser.build_parser().print_help()
         return
-    signals.listen_if_asked(sys.argv)
+    signals.keep_warnings(sys.argv)
     # while millions of objects that stay are made: a seventh of the time that imports take
     gc.disable()
-    with rejecting():
+    with rejecting(), ending_soon("training"):
         # Megatron's wrapper around FSDP2 does not divide gradients by the number of tokens
         flags = _FLAGS[1:] if "--use-torch-fsdp2" in sys.argv else _FLAGS
         sys.argv += [flag for flag in flags if flag not in sys.argv]
         _mask_documents(sys.argv)
         config = install(sys.argv[1:])
-        standard_streams.tolerate()
         # these load Megatron: only after `install`
         from cp_ring.megatron import compat, gpt, gpt_model, training_log
 

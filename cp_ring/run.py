@@ -9,23 +9,15 @@ changed.
 from __future__ import annotations
 
 import logging
-import os
 import runpy
-import socket
 import sys
-import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from cp_ring import patches, signals
-from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
 from cp_ring.megatron.flags import argument_parser
 from cp_ring.megatron.flags.rule import check_rules
 from cp_ring.megatron.flags.rules import SCRIPT
-from cp_ring.megatron.rejection import note, reject, rejecting
-from cp_ring.observe import standard_streams
+from cp_ring.megatron.rejection import ending_soon, reject, rejecting
 from cp_ring.options import Options
 from cp_ring.patches.install import install, job_of, log_steps
 
@@ -33,11 +25,8 @@ _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-rin
 _HELP = {"-h", "--help"}
 
 
-def main(quiet: bool = False) -> None:
-    """Runs the script that the first argument names; where it cannot: code 2 and one line.
-
-    quiet: what ranks print goes to a log file, unless --cp-ring-verbose is given.
-    """
+def main() -> None:
+    """Runs the script that the first argument names; where it cannot: code 2 and one line."""
     if len(sys.argv) < 2 or sys.argv[1] in _HELP:
         print(_USAGE)
         raise SystemExit(0 if len(sys.argv) > 1 else 2)
@@ -55,38 +44,11 @@ def main(quiet: bool = False) -> None:
     with rejecting():
         config = install(sys.argv[1:])
         if config.enabled or config.cpu:
-            with _logged(script, config) if quiet and not config.verbose else nullcontext():
+            with ending_soon(script.name):
                 _run_patched(script, config)
         else:
             _check_batches(script, config)
             runpy.run_path(str(script), run_name="__main__")
-
-
-@contextmanager
-def _logged(script: Path, config: Options) -> Iterator[None]:
-    """What ranks of this host print goes to a log file; of an exception the console gets a line."""
-    import psutil
-
-    rank, alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
-    begun = psutil.Process(None if alone else os.getppid()).create_time()  # of all ranks the same
-    name = f"run-{time.strftime('%Y%m%d-%H%M%S', time.localtime(begun))}-{socket.gethostname()}.log"
-    log = Path(config.run_dir or f"runs/{script.stem}") / "logs" / name
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        note(f"the output of all ranks goes to {log} (--cp-ring-verbose shows it)")
-        standard_streams.follow(log, int(rank))
-    except OSError as error:
-        note(f"{log}: {error.strerror}; all output comes here")
-    try:
-        yield
-    except (ConfigError, KernelError, PlanError):
-        raise
-    except BaseException as error:
-        if isinstance(error, SystemExit) and error.code in (None, 0, 2):
-            raise
-        traceback.print_exc()
-        what = f"{type(error).__name__}: {one_line(error)}"
-        reject(f"rank {rank}: {what}; the output of all ranks is in {log}", 1)
 
 
 def _show_help(script: Path) -> None:
@@ -103,9 +65,8 @@ def _show_help(script: Path) -> None:
 
 def _run_patched(script: Path, config: Options) -> None:
     """Runs the script with the patches in force, and writes what the run directory is to hold."""
-    standard_streams.tolerate()
-    signals.listen_if_asked(sys.argv)
-    # these load torch and Megatron, which takes seconds: listen first
+    signals.keep_warnings(sys.argv)
+    # these load torch and Megatron, which takes seconds
     from cp_ring.megatron import training_log
 
     _check_batches(script, config)
@@ -129,4 +90,4 @@ def _check_batches(script: Path, config: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(quiet=True)
+    main()

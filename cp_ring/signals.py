@@ -1,15 +1,16 @@
-"""Signals that ask a job to save and end (time limit, preemption, Ctrl-C): remembered from the
-start until training can act.
+"""Signals that ask a job to save and end (time limit, preemption, Ctrl-C): remembered from its first
+step on, until training can act. Before that there is nothing to save, and a signal ends the job.
 
-Nothing heavy is imported here, so that a rank listens before it loads torch; without a handler, a
-signal would end it at once.
+Nothing heavy is imported here, so that a rank keeps warnings before it loads torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
@@ -17,28 +18,70 @@ from cp_ring.runtime import RUNTIME
 
 ASKING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
-_BLOCKED = {signal.SIGUSR1}
+_WARNING = {signal.SIGUSR1}
 _received: list[signal.Signals] = RUNTIME.of_process([])
 
 
+def keep_warnings(argv: Sequence[str]) -> None:
+    """Blocks SIGUSR1 where the command line has Megatron's --exit-signal-handler: a batch system
+    sends it minutes before the time limit, and it stays pending until the first step is done.
+
+    Slurm sends it to the children of a rank as well (helpers of the checkpoint writer), which
+    inherit the block but no handler, and again while Python ends and has no handlers any more.
+    """
+    if "--exit-signal-handler" in argv:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _WARNING)
+
+
 def listen(*more: signal.Signals) -> None:
-    """From now on the signals in `ASKING`, and `more`, are remembered and do nothing else. Call it
-    from the main thread.
+    """From now on the signals in `ASKING`, and `more`, are remembered and do nothing else; in
+    processes that are forked from now on they do what they do by default. Call it from the main
+    thread.
 
     After SIGINT, a second SIGINT or a SIGTERM ends the process at once: torchrun sends SIGTERM at
-    the second Ctrl-C. SIGUSR1 is blocked too, and stays pending. Slurm sends it to the children of
-    a rank as well (helpers of the checkpoint writer), which inherit the block but no handler. Slurm
-    also sends it again while Python ends and has no handlers any more.
+    the second Ctrl-C.
     """
-    for number in {*ASKING, *more}:
+    numbers = frozenset({*ASKING, *more})
+    for number in numbers:
         signal.signal(number, _remember)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WARNING)
+    _forget_in_children(numbers)
 
 
-def listen_if_asked(argv: Sequence[str]) -> None:
-    """`listen` where the command line has Megatron's --exit-signal-handler."""
-    if "--exit-signal-handler" in argv:
-        listen()
+@functools.cache  # a registration cannot be undone
+def _forget_in_children(numbers: frozenset[signal.Signals]) -> None:
+    masks: list[set[int | signal.Signals]] = []
+
+    def block() -> None:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    def forget() -> None:
+        for number in numbers:
+            if signal.getsignal(number) is _remember:
+                signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=forget)
+
+
+def outlive_all_but_the_parent() -> None:
+    """Of the signals that ask a job to end, only a SIGTERM of its parent ends this process: a
+    worker that loads data, which its rank needs for the step after which it saves.
+
+    A worker that ignores its parent too would keep that one from ending.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, *_WARNING})
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 @contextlib.contextmanager
@@ -59,7 +102,7 @@ def ignored() -> Iterator[None]:
 
 def received() -> signal.Signals | None:
     """The first signal that came since `listen`, or None."""
-    return _received[0] if _received else next(iter(signal.sigpending() & _BLOCKED), None)
+    return _received[0] if _received else next(iter(signal.sigpending() & _WARNING), None)
 
 
 def _remember(number: int, frame: FrameType | None) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-from cp_ring.megatron.flags.argument_parser import add_own_arguments
+from cp_ring.megatron.flags.argument_parser import add_own_arguments, reject_flags
 from cp_ring.options import Options
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
@@ -22,12 +23,16 @@ def _replacements() -> Iterator[Replacement]:
     parse_args, validate_args = arguments.parse_args, arguments.validate_args
 
     def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.error = partial(reject_flags, parser)  # type: ignore[method-assign]
         return add_own_arguments(add_megatron_arguments(parser))
 
     def parse_and_check(*args: Any, **kwargs: Any) -> argparse.Namespace:
         from cp_ring.megatron.flags.validate import accept
+        from cp_ring.megatron.rejection import rejecting
 
-        return accept(parse_args(*args, **kwargs))
+        with rejecting():
+            parsed = parse_args(*args, **kwargs)
+        return accept(parsed)
 
     def validate_and_check(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         from cp_ring.megatron.certificate import record

@@ -1,4 +1,6 @@
-"""Extends Megatron's --exit-signal-handler to early signals, and to several kinds of signals."""
+"""Extends Megatron's --exit-signal-handler to several kinds of signals, and keeps it out of workers
+that load data.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from cp_ring import signals
-from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
 def _replacements() -> Iterator[Replacement]:
+    import megatron.training.datasets.data_samplers as data_samplers
     import megatron.training.global_vars as module
+    from torch.utils.data import get_worker_info
 
     from cp_ring.megatron.rejection import note
 
@@ -20,11 +24,15 @@ def _replacements() -> Iterator[Replacement]:
         """
 
         def __enter__(self) -> Any:
-            signals.listen(self.sig)
             self.released = True  # there is no earlier handler to restore
+            # Megatron calls this in each worker too
+            if get_worker_info() is not None:
+                signals.outlive_all_but_the_parent()
             return self
 
         def signals_received(self) -> list[int]:
+            """Megatron asks after each step. Before the first one, signals end the job."""
+            signals.listen(self.sig)
             self._signal_received = signals.received() is not None
             asked: list[int] = super().signals_received()
             if any(asked):
@@ -35,14 +43,14 @@ def _replacements() -> Iterator[Replacement]:
                 )
             return asked
 
-    yield module, "DistributedSignalHandler", Handler
+    yield from replace_everywhere([module, data_samplers], "DistributedSignalHandler", Handler)
 
 
 PATCH = Patch(
-    what="--exit-signal-handler obeys SIGUSR1, SIGTERM, SIGINT and --exit-signal, also when they "
-    "came before Megatron was loaded",
-    why="Megatron listens to one signal, and only once it is set up: Slurm's warning before the "
-    "time limit would kill a rank",
+    what="--exit-signal-handler obeys SIGUSR1, SIGTERM, SIGINT and --exit-signal once a step is "
+    "done; workers that load data end when their rank does",
+    why="Megatron listens to one signal, from the start, where nothing can obey it; its workers "
+    "outlive the SIGTERM of their rank, so that a rank that fails waits for them for ever",
     when="--exit-signal-handler",
     replacements=_replacements,
 )

@@ -1,5 +1,5 @@
-"""Signals that ask a job to stop: remembered before torch is loaded, obeyed by Megatron's own
---exit-signal-handler.
+"""Signals that ask a job to stop: warnings are kept before torch is loaded, and once a step is done
+all are obeyed by Megatron's own --exit-signal-handler.
 """
 
 import os
@@ -30,12 +30,13 @@ entry.main()
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_rank_listens_before_it_loads_torch(name, asked):
+def test_before_the_first_step_a_signal_ends_the_job_and_a_warning_is_kept(name, asked):
     flags = ["--exit-signal-handler"] if asked else []
     done = subprocess.run(
         [sys.executable, "-c", EARLY.format(flags=flags, signal=name)], timeout=LIMIT_S
     )
-    assert done.returncode == (0 if asked else -getattr(signal, name))
+    kept = asked and name == "SIGUSR1"
+    assert done.returncode == (0 if kept else -getattr(signal, name))
 
 
 def test_children_and_the_end_of_the_process_are_safe_too():
@@ -57,6 +58,39 @@ assert signals.received() is signal.SIGUSR1
 code = child.wait()
 sys.last = Last()
 sys.exit(code)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0
+
+
+def test_a_worker_outlives_all_but_its_parent():
+    """Slurm sends signals to the workers of a rank too. Without the last line it waits for ever."""
+    code = """
+import multiprocessing, os, signal, subprocess, sys, time
+from cp_ring import signals
+
+signals.listen()
+context = multiprocessing.get_context("fork")
+ready = context.Event()
+
+def load():
+    signals.outlive_all_but_the_parent()
+    ready.set()
+    time.sleep(600)
+
+worker = context.Process(target=load)
+worker.start()
+ready.wait()
+for name in ("USR1", "TERM", "INT"):
+    subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
+time.sleep(0.5)
+assert worker.is_alive()
+worker.terminate()
+worker.join()
+other = context.Process(target=time.sleep, args=(600,))
+other.start()
+other.terminate()
+other.join()
+assert other.exitcode == -signal.SIGTERM
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0
 
@@ -95,29 +129,18 @@ def handlers():
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
-def test_megatron_obeys_each_signal_and_early_ones(handlers, number, capsys):
+def test_megatron_obeys_each_signal_and_early_warnings(handlers, number, capsys):
     from megatron.training import global_vars
 
-    signals.listen()
-    if number != signal.SIGUSR2:  # USR2 is listened to as --exit-signal alone
-        os.kill(os.getpid(), number)
+    signals.keep_warnings(["--exit-signal-handler"])
     patch = patches.get("exit_signal")
     patch.apply()
     try:
         handler = global_vars.DistributedSignalHandler(signal.SIGUSR2).__enter__()
-        if number == signal.SIGUSR2:
+        if number != signal.SIGUSR1:  # the others end the job before its first step
             assert not any(handler.signals_received())
-            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
         assert all(handler.signals_received())
         assert f"cp_ring: {number.name}: saving, then ending" in capsys.readouterr().out
     finally:
         patch.revert()
-
-
-def test_without_the_patch_an_early_signal_is_forgotten(handlers):
-    from megatron.training import global_vars
-
-    signals.listen()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    handler = global_vars.DistributedSignalHandler(signal.SIGUSR1).__enter__()
-    assert not any(handler.signals_received())

@@ -1,23 +1,29 @@
 """Ends a job that cannot run with one line, printed once whichever rank finds it first, and exit
-code 2.
+code 2; ends a rank that has failed soon.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import datetime
+import faulthandler
 import fcntl
 import json
+import linecache
 import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 from cp_ring import signals
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
+from cp_ring.megatron import compat
 from cp_ring.runtime import RUNTIME
 
 _OURS = (ConfigError, KernelError, PlanError)
@@ -25,8 +31,14 @@ _KEY = "cp_ring/rejected"
 _ERRORS = "TORCHELASTIC_ERROR_FILE"
 # between the starts of the ranks of a job, where a script starts them without a launcher
 _SKEW_S = 30.0
-_LIMIT = datetime.timedelta(minutes=1)  # for an answer of torch's launcher, which may be gone
+ENDING_S = 10.0
+"""A rank that has failed is gone after as many seconds, whatever waits for what at its end."""
+_LIMIT = datetime.timedelta(seconds=ENDING_S)  # for an answer of torch's launcher
 _noted: set[str] = RUNTIME.keep(set())
+
+
+class Rejected(SystemExit):
+    """The end of a rank whose job was rejected: the reason is printed."""
 
 
 def reject(message: str, code: int = 2) -> NoReturn:
@@ -42,7 +54,42 @@ def reject(message: str, code: int = 2) -> NoReturn:
                 lines = [f"cp_ring: error: {line}" for line in message.splitlines()]
                 print(*lines, sep="\n", file=sys.stderr, flush=True)
             _record(message)
-    raise SystemExit(code)
+    raise Rejected(code)
+
+
+@contextlib.contextmanager
+def ending_soon(script: str) -> Iterator[None]:
+    """Where the block fails, this rank is gone `ENDING_S` seconds later, and the watchdogs of the
+    others are told. An exit code of `script` that is not 0 is a line, and so is an assertion of
+    Megatron's before the first step.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if end.code in (None, 0):
+            raise
+        number = isinstance(end.code, int)
+        why = f"{script} ended with exit code {end.code}" if number else str(end.code)
+        _end_soon(why)
+        if isinstance(end, Rejected):
+            raise
+        reject(f"rank {os.environ.get('RANK', '0')}: {why}", int(end.code) if number else 1)
+    except BaseException as error:
+        _end_soon(f"{type(error).__name__}: {one_line(error)}")
+        _record("".join(traceback.format_exception(error)))
+        if objection := _objection(error):
+            traceback.print_exc()
+            reject(objection)
+        raise
+
+
+def _end_soon(why: str) -> None:
+    with contextlib.suppress(OSError):  # there is no standard error
+        faulthandler.dump_traceback_later(ENDING_S, exit=True, file=sys.__stderr__ or 2)
+    if _running():
+        from cp_ring.observe import watchdog
+
+        watchdog.tell_failure(why)
 
 
 def note(message: str, shown: bool | None = None) -> None:
@@ -161,17 +208,66 @@ def _record(message: str) -> None:
 
 @contextlib.contextmanager
 def megatrons_rejections() -> Iterator[None]:
-    """Raises Megatron's own objection to the flags, an assertion or a `ValueError` with a message,
-    as `ConfigError`.
+    """Raises Megatron's own objection to the flags, an assertion or a `ValueError`, as
+    `ConfigError`.
     """
     try:
         yield
     except ConfigError:
         raise
     except (AssertionError, ValueError) as error:
-        if not str(error):
-            raise
-        raise ConfigError(f"Megatron rejects these flags: {one_line(error)}") from error
+        raise ConfigError(f"Megatron rejects these flags: {_text(error)}") from error
+
+
+def _objection(error: BaseException) -> str:
+    """The line for an assertion of Megatron's before the first step, else ""."""
+    step = getattr(compat.arguments(), "curr_iteration", None)
+    name = _innermost(error).tb_frame.f_globals.get("__name__", "")
+    if not isinstance(error, AssertionError) or step is not None or not name.startswith("megatron"):
+        return ""
+    return f"Megatron rejects this job: {_text(error)}"
+
+
+def _text(error: BaseException) -> str:
+    """The text of an error. Of an assertion without one: its source, and the values of the names in
+    it.
+    """
+    if str(error) or not isinstance(error, AssertionError):
+        return one_line(error)
+    frame, line = _innermost(error).tb_frame, _innermost(error).tb_lineno
+    statement = _statement(frame.f_code.co_filename, line)
+    if statement is None:
+        return f"AssertionError in {frame.f_code.co_filename}, line {line}"
+    values = {}
+    for node in ast.walk(statement.test):
+        if isinstance(node, ast.Name | ast.Attribute):
+            with contextlib.suppress(Exception):  # a name that an earlier part of the test guards
+                value = eval(ast.unparse(node), frame.f_globals, frame.f_locals)
+                if isinstance(value, int | float | str | list | tuple | None):
+                    values[ast.unparse(node).removeprefix("args.")] = value
+    shown = ", ".join(f"{name} {value!r}" for name, value in values.items())
+    return f"assert {ast.unparse(statement.test)}" + f" ({shown})" * bool(shown)
+
+
+def _innermost(error: BaseException) -> TracebackType:
+    trace = error.__traceback__
+    assert trace is not None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _statement(file: str, line: int) -> ast.Assert | None:
+    """The assertion of a source file that holds a line."""
+    tree = ast.parse("".join(linecache.getlines(file)))
+    return next(
+        (
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assert) and node.lineno <= line <= (node.end_lineno or 0)
+        ),
+        None,
+    )
 
 
 def _running() -> bool:

@@ -9,6 +9,7 @@ although the job was done.
 from __future__ import annotations
 
 import atexit
+import functools
 from collections.abc import Callable
 from threading import Event, Thread
 from typing import Any
@@ -25,6 +26,7 @@ def start(name: str, target: Callable[..., Any], *args: Any) -> Thread:
     """Starts a daemon thread that the end of the process waits for. It must wait by `sleep`, and
     return where that is False.
     """
+    _end_before_python()
     thread = Thread(target=target, args=args, name=name, daemon=True)
     _threads.add(thread)
     thread.start()
@@ -36,7 +38,11 @@ def sleep(seconds: float) -> bool:
     return not _ending.wait(seconds)
 
 
-@atexit.register
+@functools.cache
+def _end_before_python() -> None:
+    atexit.register(_end)
+
+
 def _end() -> None:
     _ending.set()
     for thread in list(_threads):

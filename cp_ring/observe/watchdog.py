@@ -1,25 +1,27 @@
-"""Reports which rank is stuck, and where, when a hop or a collective waits for too long. Then it
-ends the process.
+"""Reports which rank is stuck, and where, when a hop waits for too long. Then it ends the process.
 
 The hot path only writes notes into `WATCH`: the layer that runs, and the batch of messages that it
 waits for. A thread of each rank reads these notes. The first thread that finds that its rank waits
 for too long tells all others through the process group's store. Then every rank prints where it is,
 the lowest rank names the first stuck rank, and all exit, so that a launcher can start them again.
-Collectives outside of the ring are found in the main thread's stack, so the hot path does nothing
-for them.
+
+A collective outside of the ring may take its time, while rank 0 tokenizes or a file system is slow:
+a line says where the rank is, once, and the job goes on. A rank that fails tells the others, which
+may wait for it where nothing tells them that it is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -64,14 +66,11 @@ class Watch:
     backward: bool = False
     waits: dict[int, tuple[Any, float]] = field(default_factory=dict)
     last: tuple[Any, ...] | None = None
-    beats: int = 0
     sampled: tuple[Any, ...] | None = None
-    pauses: int = 0
     asks_device: bool = True
 
     def begin(self, batch: Any, works: Sequence[Any]) -> None:
         """Notes that this rank starts to wait for a batch of messages."""
-        self.beats += 1
         now = time.monotonic()
         self.waits[threading.get_ident()] = batch, now
         first = (batch.receives or batch.sends)[0][1][0]
@@ -104,29 +103,14 @@ def enter(layer: int | str, step: int = 0) -> Place:
     if step != WATCH.place.step:
         _calls.clear()
     WATCH.place = Place(step, layer, _calls[layer])
-    WATCH.beats += 1
     _calls[layer] += 1
     return WATCH.place
 
 
 def rest() -> None:
-    """Resets the notes after a trial run of attention. Collectives are watched again when the real
-    run begins.
-    """
-    WATCH.beats, WATCH.last, WATCH.sampled = 0, None, None
+    """Resets the notes after a trial run of attention."""
+    WATCH.last = WATCH.sampled = None
     _calls.clear()
-
-
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Ignores all waits of this process while the block runs: reading or writing a checkpoint may
-    take longer than a hop.
-    """
-    WATCH.pauses += 1
-    try:
-        yield
-    finally:
-        WATCH.pauses = max(WATCH.pauses - 1, 0)
 
 
 def _on_device(x: Any) -> bool:
@@ -166,7 +150,7 @@ class Watchdog:
     """The thread of one rank.
 
     Attributes:
-        timeout: seconds that a wait may last.
+        timeout: seconds that a hop may wait.
         store: the process group's store; only this thread uses this handle.
         end: called with the exit code.
     """
@@ -176,8 +160,8 @@ class Watchdog:
     ):
         self.rank, self.size, self.store, self.end = rank, size, store, end
         self.set_timeout(timeout)
+        self._awake = self._since = time.monotonic()
         self._stack: tuple[Any, ...] = ()
-        self._stack_since = self._awake = time.monotonic()
         self._main = threading.main_thread().ident or 0
 
     def set_timeout(self, timeout: float) -> None:
@@ -187,10 +171,13 @@ class Watchdog:
     def run(self, alive: Callable[[], bool]) -> None:
         """Checks the notes at every tick, until the process group is gone."""
         while alive() and self._sleep():
-            waiting = self.waited()
-            if waiting > self.timeout or self._someone_fired():
+            if self.waited() > self.timeout or self._has("fired"):
                 self.report()
                 return
+            if self._has("failed"):
+                self._end_with_another()
+                return
+            self._report_collective()
 
     def _sleep(self) -> bool:
         """Sleeps for a tick; False when the process ends.
@@ -216,20 +203,32 @@ class Watchdog:
             for start in (since, sampled[1] if sampled else 0.0)
             if start
         ]
-        frame = _collective(sys._current_frames().get(self._main))
-        stack = (WATCH.beats, id(frame), frame.f_lasti) if frame is not None and WATCH.beats else ()
-        if WATCH.pauses:
-            self._stack = ()
-            return 0.0
-        if stack != self._stack:
-            self._stack, self._stack_since = stack, now
-        return max([*seconds, now - max(self._stack_since, self._awake) if stack else 0.0])
+        return max(seconds, default=0.0)
 
-    def _someone_fired(self) -> bool:
+    def _has(self, key: str) -> bool:
         try:
-            return bool(self.store.check([_KEY + "fired"]))
+            return bool(self.store.check([_KEY + key]))
         except RuntimeError:  # the store is gone, because the rank that held it has ended
             return False
+
+    def _end_with_another(self) -> None:
+        """Ends the process, which may wait for ever for the rank that has failed. Most ranks find
+        out by themselves first.
+        """
+        said = self.store.get(_KEY + "failed").decode()
+        if not said.startswith(f"rank {self.rank}:") and threads.sleep(_GRACE_S):
+            _say(f"cp_ring: watchdog: rank {self.rank} ends, because another has failed: {said}")
+            self.end(EXIT_CODE)
+
+    def _report_collective(self) -> None:
+        """Says where this rank is, once in a collective that takes longer than a hop may."""
+        frame = _collective(sys._current_frames().get(self._main))
+        stack = (id(frame), frame.f_lasti) if frame is not None else ()
+        if stack != self._stack:
+            self._stack, self._since = stack, time.monotonic()
+        if stack and time.monotonic() - max(self._since, self._awake) > self.timeout:
+            _say(f"cp_ring: watchdog: rank {self.rank} {sentence(self.where())}; the job goes on")
+            self._since = math.inf
 
     def report(self) -> None:
         """Prints where this rank is, reads where the others are, lets one rank name the first stuck
@@ -277,7 +276,7 @@ class Watchdog:
         if last is not None:
             mine |= _at(*last)
         if _collective(frame) is not None:
-            mine |= {"waits": "collective", "seconds": time.monotonic() - self._stack_since}
+            mine["waits"] = "collective"
         return mine
 
 
@@ -388,6 +387,13 @@ def _position(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
+def tell_failure(why: str) -> None:
+    """Tells the watchdogs of all ranks that this one has failed, and ends with an error."""
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        store = dist.distributed_c10d._get_default_store()
+        store.compare_set(_KEY + "failed", "", f"rank {dist.get_rank()}: {why}")
+
+
 _dogs: WeakKeyDictionary[Any, Watchdog] = RUNTIME.of_process(WeakKeyDictionary())
 """Of the default process group, which may be destroyed."""
 
@@ -396,8 +402,8 @@ def start(timeout: float) -> None:
     """Starts the thread for the present default process group, unless `timeout` is 0, or there is
     no group.
 
-    A rank that then waits for longer than `timeout` seconds, for a hop or in a collective, is
-    reported, and the process ends with `EXIT_CODE`. Where the thread runs already, `timeout`
+    A rank that then waits for a hop for longer than `timeout` seconds is reported, and the process
+    ends with `EXIT_CODE`. Where the thread runs already, `timeout`
     replaces the earlier one.
     """
     if not timeout or not dist.is_initialized():

@@ -26,7 +26,23 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises an error instead of printing the usage of 800 flags."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(re.sub(r"invalid (\w+) value: (.*)", _not_of_type, message))
+        reject_flags(self, message)
+
+
+def reject_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """In place of argparse's own `error`, which prints the usage of 800 flags: raises `ConfigError`
+    with its message. It names the flag that was meant in place of one that there is not.
+    """
+    message = re.sub(r"invalid (\w+) value: (.*)", _not_of_type, message)
+    if message.startswith("unrecognized arguments: "):
+        unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+        message += "".join(_hint(flag, parser) for flag in unknown)
+    raise ConfigError(message)
+
+
+def _hint(flag: str, parser: argparse.ArgumentParser) -> str:
+    near = difflib.get_close_matches(flag, parser._option_string_actions, n=1)
+    return f"; did you mean {near[0]} in place of {flag}?" if near else ""
 
 
 _listed = RUNTIME.cell(False)

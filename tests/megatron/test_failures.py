@@ -1,0 +1,101 @@
+"""A rank that fails ends soon, and so does its job, with its own traceback or line on the console,
+wherever it fails and whatever its workers, threads and messages wait for.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cp_ring.testing.rank_pool import LIMIT_S
+from tests.megatron.launch import HERE, TINY, environment
+
+SCRIPT = str(HERE / "failing_script.py")
+RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2"]
+STEPS = ["--train-iters", "3", "--log-interval", "1", "--calculate-per-token-loss"]
+WORKERS = ["--num-workers", "2"]
+LISTENS = ["--exit-signal-handler"]
+EVALUATES = ["--eval-iters", "1", "--eval-interval", "2"]
+SAVES = ["--save", "checkpoints", "--save-interval", "2", "--ckpt-format", "torch_dist"]
+
+CASES = {
+    "start:all": [],
+    "start:1": LISTENS,
+    "data:all": WORKERS,
+    "data:1": [*WORKERS, *LISTENS],
+    "data:0": [],
+    "forward:all": [*WORKERS, *LISTENS],
+    "forward:1": WORKERS,
+    "forward:0": [],
+    "backward:all": [*WORKERS, *LISTENS],
+    "backward:1": WORKERS,
+    "evaluation:all": [*WORKERS, *EVALUATES],
+    "evaluation:0": [*LISTENS, *EVALUATES],
+    "save:all": [*WORKERS, *SAVES],
+    "save:1": [*WORKERS, *LISTENS, *SAVES],
+    "end:all": [*WORKERS, *LISTENS],
+    "end:1": WORKERS,
+    "exit:1": [*WORKERS, *LISTENS],
+    "sleep:0": [*WORKERS, *LISTENS, "--cp-ring-hop-timeout", "600"],
+}
+DEFAULT = ("forward:1", "exit:1", "sleep:0")
+"""Those that run by default; the others are of CI."""
+
+
+def end(folder: Path, names) -> dict[str, dict]:
+    """How the cases end, by name."""
+    cases = [
+        {
+            "name": name.replace(":", "-"),
+            "argv": ["cp_ring.run", SCRIPT, *TINY, *STEPS, *CASES[name], *RING],
+            "environment": {"FAILS": name},
+        }
+        for name in names
+    ]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    subprocess.run(
+        [sys.executable, "-m", "tests.megatron.failing_ranks", "cases.json"],
+        cwd=folder,
+        env=environment() | {"PYTHONPATH": str(HERE.parents[1])},
+        timeout=LIMIT_S * len(cases),
+        check=True,
+    )
+    ended = map(json.loads, (folder / "ended.jsonl").read_text().splitlines())
+    found = {line["name"].replace("-", ":"): line for line in ended}
+    for line in found.values():
+        texts = [(folder / f"{line['name']}.{rank}.txt").read_text() for rank in (0, 1)]
+        line["texts"] = texts
+    return found
+
+
+def check(name: str, ended: dict) -> None:
+    texts = "\n".join(ended["texts"])
+    assert not ended["hung"], texts
+    place, _, who = name.partition(":")
+    if place == "exit":
+        assert ended["codes"][1] == 3, texts
+        assert "cp_ring: error: rank 1: failing_script.py ended with exit code 3" in texts
+    elif place == "sleep":
+        assert ended["codes"] == [3, 1], texts
+        assert "rank 0 ends, because another has failed: rank 1: ValueError: my own bug" in texts
+    else:
+        for rank in range(2):
+            if who in (str(rank), "all"):
+                text = ended["texts"][rank]
+                # of all ranks that fail, torchrun may end one before it has said so
+                assert ended["codes"][rank] == 1 or who == "all", text
+                assert "Traceback" in texts and f"ValueError: my own bug in {place}" in texts
+
+
+def test_a_rank_that_fails_ends_its_job(tmp_path):
+    for name, ended in end(tmp_path, DEFAULT).items():
+        check(name, ended)
+
+
+@pytest.mark.ci
+def test_a_rank_that_fails_ends_its_job_wherever_it_fails(tmp_path):
+    found = end(tmp_path, [name for name in CASES if name not in DEFAULT])
+    for name, ended in found.items():
+        check(name, ended)
