@@ -22,11 +22,14 @@ def _replacements() -> Iterator[Replacement]:
     from megatron.core.models.common.vision_module.vision_module import VisionModule
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     for owner in (Attention, MultiLatentAttention):
         yield owner, "__init__", _with_ring(owner.__init__)
         yield owner, "forward", _on_its_group(owner.forward)
+    prediction = MultiTokenPredictionLayer
+    yield prediction, "__init__", _with_numbers(prediction.__init__)
     adjust = Attention._adjust_key_value_for_inference
     yield Attention, adjust.__name__, _with_cache(adjust)
     yield VisionModule, "__init__", _of_whole_images(VisionModule.__init__)
@@ -48,6 +51,14 @@ def _with_sparse(
     from cp_ring.megatron.layers.sparse import sparse_submodules
 
     constructor(self, config, sparse_submodules(submodules), *args, **kwargs)
+
+
+@around
+def _with_numbers(constructor: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+    from cp_ring.megatron.ring_core_attention import number_predictions
+
+    constructor(self, *args, **kwargs)
+    number_predictions(self)
 
 
 @around
@@ -127,6 +138,18 @@ def _of_whole_images(
     constructor(self, config, *args, **kwargs)
 
 
+def _enter() -> None:
+    from cp_ring.megatron.data.masks import collate_masks
+
+    collate_masks()
+
+
+def _leave() -> None:
+    from cp_ring.megatron.data.masks import stop_collating_masks
+
+    stop_collating_masks()
+
+
 PATCH = Patch(
     what="builds RingDotProductAttention in place of DotProductAttention and "
     "TEDotProductAttention in every attention layer; these reject caches of keys at cp 2 and more; "
@@ -138,4 +161,6 @@ PATCH = Patch(
     "ranks",
     when="--cp-ring",
     replacements=_replacements,
+    enter=_enter,
+    leave=_leave,
 )

@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, override
 
 import torch
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch._compile import _disable_dynamo
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from cp_ring.attention import attention_of
 from cp_ring.errors import ConfigError, KernelError
@@ -250,22 +248,16 @@ class RingDotProductAttention(PlannedAttention):
         )
 
 
-def _number_predictions(parent: Any, _: str, child: Any) -> None:
+def number_predictions(prediction: Any) -> None:
     """Tells the attention layers inside a layer of multi-token prediction from the decoder's, whose
-    numbers they have too.
-
-    Core attention is built without a word about it, so it learns it where its layer becomes a part
-    of the prediction.
+    numbers they have too. Core attention is built without a word about it.
     """
-    if isinstance(parent, MultiTokenPredictionLayer) and child is not None:
-        layers = [
-            module for module in child.modules() if isinstance(module, RingDotProductAttention)
-        ]
-        for index, layer in enumerate(layers):
-            layer.name = f"MTP {parent.layer_number}" + (f".{index + 1}" if len(layers) > 1 else "")
-
-
-register_module_module_registration_hook(_number_predictions)
+    layers = [
+        module for module in prediction.modules() if isinstance(module, RingDotProductAttention)
+    ]
+    for index, layer in enumerate(layers):
+        number = f".{index + 1}" if len(layers) > 1 else ""
+        layer.name = f"MTP {prediction.layer_number}{number}"
 
 
 def _without_extra_state(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -40,8 +40,14 @@ PROVE_EVERY = 256
 _made = RUNTIME.of_process(itertools.count())
 _proven: set[tuple[Any, ...]] = RUNTIME.keep(set())
 
-# torch's data loader makes a batch of samples with masks
-default_collate_fn_map[Mask] = lambda masks, **_: list(masks)
+
+def collate_masks() -> None:
+    """From now on torch's data loader makes a batch of samples with masks, as a list."""
+    default_collate_fn_map[Mask] = lambda masks, **_: list(masks)
+
+
+def stop_collating_masks() -> None:
+    default_collate_fn_map.pop(Mask, None)
 
 
 class MicrobatchMask(ABC):
