@@ -259,8 +259,9 @@ class Options:
         "on",
         "Probe masks, attention, loss and gradients on this job's own ranks before training, "
         "and stop the job if they are not what its flags declare; writes a certificate beside "
-        "the checkpoints. strict also stops a job of which a part cannot be probed.",
-        choices=("on", "off", "strict"),
+        "the checkpoints. strict also stops a job of which a part cannot be probed; only trains "
+        "nothing.",
+        choices=("on", "off", "strict", "only"),
         convert=option_values.on_or_off,
     )
 

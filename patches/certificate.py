@@ -8,15 +8,19 @@ is wrapped too.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+from cp_ring.megatron.rejection import note
+from cp_ring.megatron.settings import current
 from cp_ring.megatron.wrapping import arguments_of
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
 def _replacements() -> Iterator[Replacement]:
     import megatron.training as package
+    import torch.distributed as dist
     from megatron.training import checkpointing, training
 
     setup, pretrain = training.setup_model_and_optimizer, training.pretrain
@@ -34,6 +38,10 @@ def _replacements() -> Iterator[Replacement]:
 
         step = steps[-1] if steps else None
         certify(get_args(), step)
+        if current().certify == "only":
+            note("the certificate is made; nothing is trained (--cp-ring-certify only)")
+            dist.barrier()
+            sys.exit(0)
         built = setup(*args, **kwargs)
         if has_loaded():
             certify(get_args(), step, loaded=True)

@@ -24,13 +24,21 @@ def install(argv: Sequence[str]) -> Options:
     """Applies the patches that the flags in `argv` ask for, and returns the cp_ring settings among
     them.
 
-    Applies nothing without --cp-ring or --cp-ring-cpu. Raises `ConfigError` for a bad value, or if
-    the installed Megatron is outside the supported versions.
+    Applies nothing without --cp-ring or --cp-ring-cpu. Raises `ConfigError` for a bad value, if the
+    installed Megatron is outside the supported versions, or if there is neither CUDA nor
+    --cp-ring-cpu.
     """
     config = flags(argv)
     if not (config.enabled or config.cpu):
         return config
     check_version()
+    if config.enabled and not config.cpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "--cp-ring: torch finds no CUDA device here; add --cp-ring-cpu to train on the CPU"
+            )
     if said := development():
         note(said)
     job = job_of(argv, config)

@@ -16,7 +16,7 @@ LEFT = {
     "bench replay": _BENCH,
     "bench timing-cost": _BENCH,
     "bench wire": _BENCH,
-    "certify": "the ranks certify themselves where training starts; docs/certificate.md",
+    "certify": "give --cp-ring-certify only to the command that trains; docs/certificate.md",
     "compare": "train with cp_ring.enabled=true and =false, and look at both in TensorBoard",
     "preflight": "Megatron's gpu_sniff_test, nccl-tests and dcgmi check nodes; docs/slurm.md",
     "slurm": _SBATCH,

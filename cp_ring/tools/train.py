@@ -75,7 +75,7 @@ def train(
     say(f"the output of all ranks goes to {log}" + ("" if verbose else " (--verbose shows it)"))
     tokens = (job.megatron.get("global_batch_size") or 0) * (job.megatron.get("seq_length") or 0)
     code = Launch(log, tokens, verbose).run(command)
-    if code in (0, TERMINATED):
+    if code in (0, TERMINATED) and _last_step(job):
         say(_closing_line(job, again or _command(source), overrides))
     return code
 

@@ -181,6 +181,8 @@ def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):
         enabled(Options.make(), route="ring")
     with pytest.raises(ConfigError, match="cp_ring has no setting 'rout'"):
         enabled(rout="ring")
+    with pytest.raises(ConfigError, match=r"--cp-ring-certify only \(certify=\) needs a job of"):
+        enabled(certify="only")
     with pytest.raises(ConfigError, match=r"--cp-ring-run-dir \(run_dir=\) needs a job of flags"):
         enabled(run_dir="x")
     for name in ("route", "heads"):

@@ -376,6 +376,9 @@ GENERATION = (
 """Of `cp_ring.megatron.generate`."""
 
 PROGRAM = (
+    Rule("--cp-ring-certify=only", "--cp-ring-certify only (certify=) needs a job of flags",
+         "it ends Megatron's training before the first step",
+         "leave it out, and call cp_ring.megatron.certify"),
     Rule("--cp-ring-run-dir", "--cp-ring-run-dir (run_dir=) needs a job of flags",
          "steps.jsonl is written by Megatron's own training loop",
          "leave it out, or train with cp_ring.run or cp_ring.pretrain_gpt"),

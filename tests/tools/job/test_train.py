@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from cp_ring.megatron.data.token_files import TokenFile
 from cp_ring.testing.rank_pool import LIMIT_S
 
 TINY = {
@@ -114,6 +115,34 @@ def test_a_new_user(folder):
     assert list(losses_of(by_hand.stdout)) == [6, 7]
     assert (corpus / "train.bin").stat().st_mtime_ns == built
     assert list((folder / "corpora").iterdir()) == [corpus]
+
+
+@pytest.mark.ci
+def test_the_certificate_alone(folder):
+    settings = {"cp_ring.certify": "only", "parallel.context_parallel_size": 2}
+    done = train(folder, **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "probes passed" in done.stdout and "nothing is trained" in done.stdout
+    assert not steps(done.stdout) and not (folder / "out" / "checkpoints" / "iter_0000001").exists()
+
+
+@pytest.mark.ci
+def test_an_error_ends_the_job_with_workers_of_the_data_loader_too(folder):
+    """A token that the model does not have: the ranks fail in the first step."""
+    tokens = TokenFile(folder / "tokens", vocab_size=1000)
+    for _ in range(20):
+        tokens.add([500] * 200)
+    tokens.close()
+    done = train(folder, **{
+        "megatron.train_data_path": folder / "tokens", "megatron.tokenizer_type": "NullTokenizer",
+        "megatron.vocab_size": 63, "megatron.num_workers": 2, "megatron.eval_iters": 0,
+        "parallel.context_parallel_size": 2,
+    })  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert re.match(
+        r"cp_ring: error: rank \d ended with exit code 1 \((Index|Runtime)Error: ", line
+    )
 
 
 @pytest.mark.slow
