@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ci
 SETUP = ("bash launch/", "source .venv", "pip install", "pre-commit", "git clone", "cd Megatron-LM")
 ELSEWHERE = {  # run by other tests, and on other machines
     "cp-ring plan": "test_snippets.py",
-    "cp configs/llama3-8b-128k.yaml my.yaml": "tests/tools/slurm",
+    "sbatch ": "tests/tools/slurm",
     "python -m tests.parity": "tests/parity",
 }
 
