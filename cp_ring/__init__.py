@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from cp_ring.options import Options
     from cp_ring.plan import Layout, Mask, Plan, PlanSpec
     from cp_ring.rollouts import PrefixPack, logprobs, prefix_pack
-    from cp_ring.sharding import convert_layout, roll, shard, unshard
+    from cp_ring.sharding import roll, shard, unshard
 
     __version__: str
 
@@ -34,7 +33,6 @@ __all__ = [
     "PlanSpec",
     "PrefixPack",
     "__version__",
-    "convert_layout",
     "logprobs",
     "prefix_pack",
     "ring_attention",
@@ -56,8 +54,6 @@ _MODULES = {
     "PlanError": "cp_ring.errors",
     "PlanSpec": "cp_ring.plan",
     "PrefixPack": "cp_ring.rollouts",
-    "RingPlan": "cp_ring.plan",  # the name of Plan before, for one version
-    "convert_layout": "cp_ring.sharding",
     "logprobs": "cp_ring.rollouts",
     "prefix_pack": "cp_ring.rollouts",
     "ring_attention": "cp_ring.api",
@@ -67,33 +63,28 @@ _MODULES = {
 }
 
 
+LEFT = {
+    "RingPlan": "it is cp_ring.Plan",
+    "ContextParallelConfig": "it is cp_ring.Options",
+    "with_ring_attention": "it is cp_ring.megatron.with_ring_attention",
+    "convert_layout": "unshard the tensor and shard it by the other layout",
+}
+"""Names of the version before, and what to write in their place."""
+
+
 def __getattr__(name: str) -> Any:
     # Imported on first use, so that the command line starts without loading torch.
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if name == "__version__":
         return _version()
-    if name in ("ContextParallelConfig", "with_ring_attention"):
-        return _renamed(name)
+    if name in LEFT:
+        raise AttributeError(f"cp_ring.{name} left: {LEFT[name]}")
     raise AttributeError(f"module 'cp_ring' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _renamed(name: str) -> Any:
-    """What had this name before, for one version. Nothing else of cp_ring alone knows Megatron."""
-    if name == "ContextParallelConfig":
-        from cp_ring.options import Options as value
-
-        now = "cp_ring.Options"
-    else:
-        from cp_ring.megatron.specs import with_ring_attention as value  # type: ignore[assignment]
-
-        now = "cp_ring.megatron.with_ring_attention"
-    warnings.warn(f"cp_ring.{name} is {now} now", FutureWarning, stacklevel=3)
-    return value
 
 
 def _version() -> str:

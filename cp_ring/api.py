@@ -19,14 +19,13 @@ from cp_ring.attention import AnyPlan, Attention, attention_of
 from cp_ring.comm.latent import LatentKeys
 from cp_ring.comm.transport import Group, check_local, transport_of_call
 from cp_ring.cuts import check_cut, check_slices
-from cp_ring.errors import ConfigError, PlanError, expect
+from cp_ring.errors import ConfigError, PlanError
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.observe import watchdog
-from cp_ring.ops import graph_op
 from cp_ring.options import LEFT
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan_cache import PlanOptions, layout_of_layers, weighs
+from cp_ring.plan_cache import PlanOptions
 
 
 class CallOptions(TypedDict, total=False):
@@ -38,7 +37,7 @@ class CallOptions(TypedDict, total=False):
     window_size: tuple[int, int]
     cu_seqlens: Sequence[int] | np.ndarray | Tensor | None
     cu_seqlens_k: Sequence[int] | np.ndarray | Tensor | None
-    mask: Mask | Sequence[tuple[int, Mask]] | None
+    mask: Mask | None
     plan: AnyPlan | None
     layout: str | Layout
     key_layout: str | Layout | None
@@ -109,9 +108,7 @@ def ring_attention(
             document see the keys of that of the same number.
         mask: any other mask, as a `Mask`: `Mask.prefix`, `Mask.documents`, `Mask.batch`, ... It
             replaces `causal`, `window_size` and `cu_seqlens`. `Mask.from_dense` takes an array of
-            booleans, `Mask.from_mask_mod` a `mask_mod` function of FlexAttention. A list of pairs
-            (query heads, mask) gives groups of heads masks of their own, in the order of the heads;
-            the layout `balanced` is then that of their sum.
+            booleans, `Mask.from_mask_mod` a `mask_mod` function of FlexAttention.
         plan: a plan made with `Plan.build`, or this rank's part of it. It replaces mask, layout,
             route, schedule and heads. Without one, a plan is made for the given mask and layout,
             proven, and kept for later calls with the same arguments.
@@ -176,13 +173,7 @@ def ring_attention(
     out has this dtype. Where their dtypes differ, they are cast to that of autocast first; float64
     is never cast.
 
-    `torch.compile` has the call in its graph as one operator, `torch.ops.cp_ring.attention`, where
-    `group` is None or a process group and no option but `sink` is a tensor or an array. Else it is
-    a graph break. Planning and messages run as they do without compilation.
-
-    DTensors q, k and v that are sharded over tokens along one dimension of their mesh give DTensors
-    that are placed as they are. The ranks are those of that dimension, and the layout is
-    `contiguous` where none is given.
+    `torch.compile` leaves the call as it is: a graph break.
 
     Where batch rows have different masks, give `Mask.batch(...)` with `Layout.batch(...)`, or a
     plan for them.
@@ -197,19 +188,10 @@ def ring_attention(
 
     Ring attention: Liu et al., https://arxiv.org/abs/2310.01889.
     """
-    if any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in (q, k, v)):
-        from cp_ring.comm.dtensors import on_dtensors  # not imported without DTensors
-
-        return on_dtensors(ring_attention, (q, k, v), group, return_lse, options)
     if options.get("qkv_format") in _DIMENSIONS:
         return _in_format(str(options["qkv_format"]), (q, k, v), group, return_lse, options)
-    if isinstance(options.get("mask"), list | tuple):
-        return _by_heads((q, k, v), group, return_lse, options)
     if torch.compiler.is_compiling():
-        if not graph_op.supports(q, k, v, group, options):
-            return _out_of_graph(q, k, v, group, return_lse=return_lse, **options)
-        results = graph_op.call(_resolved, (q, k, v), group, options)
-        return results if return_lse else results[0]
+        return _out_of_graph(q, k, v, group, return_lse=return_lse, **options)
     attention, inputs = _resolved(q, k, v, group, return_lse, options)
     out, lse, *_ = attention(inputs)
     if not return_lse:
@@ -242,39 +224,7 @@ def _in_format(
     return (out, lse[0][0] if packed else lse[0]) if return_lse else out
 
 
-def _by_heads(tensors: tuple[Any, ...], group: Group, return_lse: bool, options: Any) -> Any:
-    """`ring_attention` for groups of heads with masks of their own, one group after another."""
-    (q, k, v), masks = tensors, options["mask"]
-    h, g = (x.shape[2] if isinstance(x, Tensor) and x.dim() == 4 else 0 for x in (q, k))
-    for part in masks:
-        if not (isinstance(part, Sequence) and len(part) == 2 and isinstance(part[1], Mask)):
-            raise ConfigError(f"mask holds {part!r:.80}: masks by head are pairs (heads, Mask)")
-    counts = [expect("heads of mask", count, int) for count, _ in masks]
-    if sum(counts) != h or any(count < 1 or count * g % h for count in counts):
-        raise PlanError(
-            f"mask is for groups of {', '.join(map(str, counts))} heads: they must add up to the "
-            f"{h} query heads, each with whole key/value heads, of which there are {g}"
-        )
-    of_heads = dict(options)
-    if weighs(name := options.get("layout")):
-        transport = transport_of_call(group, q.device, options.get("layout"))
-        layers = tuple((mask, count) for count, mask in masks)
-        of_heads["layout"] = layout_of_layers(name, layers, transport.size if transport else 1)
-    results, first = [], 0
-    for count, mask in masks:
-        mine, keys = slice(first, first + count), slice(first * g // h, (first + count) * g // h)
-        if options.get("sink") is not None:
-            of_heads["sink"] = options["sink"][mine]
-        parts = q[:, :, mine], k[:, :, keys], v[:, :, keys]
-        call: Any = ring_attention
-        results.append(call(*parts, group, **of_heads | {"mask": mask, "return_lse": return_lse}))
-        first += count
-    if not return_lse:
-        return torch.cat(results, 2)
-    return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
-
-
-# `torch.compiler.disable` that does not import the compiler: torch.compile leaves the call as it is
+# `torch.compiler.disable` that does not import the compiler: the call is a graph break
 @_disable_dynamo
 def _out_of_graph(*args: Any, **options: Any) -> Any:
     return ring_attention(*args, **options)

@@ -5,7 +5,6 @@ Each function raises `ConfigError` that says what it accepts.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import Field
@@ -14,17 +13,9 @@ from typing import Any
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.schedule import parse, text
-from cp_ring.runtime import RUNTIME
 
 RECURRENT_KINDS = ("mamba", "gdn")
 """Kinds of recurrent layers: Mamba, and gated delta net."""
-
-PLUGINS = "cp_ring.plugins"
-"""Entry point group of packages that add kernels, layouts or routes: each entry names a module that
-registers them.
-
-A script that imports such a module itself before it parses its arguments needs no entry point.
-"""
 
 
 def parse_trace(text: str) -> range:
@@ -123,18 +114,6 @@ def either(names: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-@RUNTIME.cache()
-def load_plugins() -> None:
-    """Imports the modules of the entry point group `PLUGINS`, once."""
-    for plugin in importlib.metadata.entry_points(group=PLUGINS):
-        try:
-            plugin.load()
-        except Exception as error:  # whatever the import of another's module raises
-            raise ConfigError(
-                f"plugin {plugin.name} ({plugin.value}) cannot be imported: {error}"
-            ) from None
-
-
 def choices_of(setting: Field[Any]) -> tuple[str, ...]:
     """The names that a setting accepts, () if it is not a choice."""
     known = setting.metadata.get("choices", ())
@@ -146,11 +125,8 @@ def read(setting: Field[Any], value: Any) -> Any:
     limits = setting.metadata
     if "convert" in limits:
         value = limits["convert"](value)
-    if limits.get("choices"):
-        if value not in choices_of(setting):
-            load_plugins()
-        if value not in choices_of(setting):
-            raise ConfigError(f"input should be {either(choices_of(setting))}")
+    if limits.get("choices") and value not in choices_of(setting):
+        raise ConfigError(f"input should be {either(choices_of(setting))}")
     if value in limits.get("words", ()):
         return value
     value = KINDS[str(setting.type)][0](value)

@@ -234,17 +234,6 @@ def zigzag(n: int, cp: int) -> Layout:
     return Layout.zigzag(n, cp)
 
 
-def weighs(name: object) -> bool:
-    """Whether it names a layout that depends on the work of the masks."""
-    return name in LAYOUTS and NamedLayout.named(str(name)).weighs
-
-
-@RUNTIME.cache(maxsize=16)
-def layout_of_layers(name: str, layers: tuple[tuple[Mask, int], ...], cp: int) -> Layout:
-    """The layout of that name for masks, with the number of layers or heads that have each."""
-    return NamedLayout.named(name).of_layers(layers, cp)
-
-
 def _edges(
     name: str, ends: Offsets | None, layout: Layout | str, tokens: int, cp: int
 ) -> tuple[int, ...]:

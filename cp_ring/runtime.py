@@ -9,11 +9,8 @@ imported here, so every module may use it.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
-from weakref import WeakValueDictionary
 
 
 @dataclass(slots=True)
@@ -66,29 +63,3 @@ class Runtime:
 
 
 RUNTIME = Runtime()
-
-
-class Numbered:
-    """What a graph of torch's can name by a number: `number` is another one for each object of this
-    process.
-    """
-
-    number: int
-
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        numbered = super().__new__(cls)
-        object.__setattr__(numbered, "number", next(_numbers))
-        _numbered[numbered.number] = numbered
-        return numbered
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies get numbers of their own."""
-        return {name: value for name, value in vars(self).items() if name != "number"}
-
-    @staticmethod
-    def of(number: int) -> Numbered:
-        return _numbered[number]
-
-
-_numbers = RUNTIME.of_process(itertools.count(1))
-_numbered: WeakValueDictionary[int, Numbered] = RUNTIME.of_process(WeakValueDictionary())

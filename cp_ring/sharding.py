@@ -1,4 +1,4 @@
-"""shard, unshard, roll and convert_layout: tensors of a whole sequence, and the parts of them that
+"""shard, unshard and roll: tensors of a whole sequence, and the parts of them that
 ranks hold.
 """
 
@@ -26,13 +26,12 @@ from cp_ring.comm.transport import (
 from cp_ring.cuts import check_cut, note_cut
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.ops.dtypes import sum_dtype
-from cp_ring.plan.exchange.conversion import Conversion, conversion
+from cp_ring.plan.exchange.moves import Moves
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout, dimension
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints, integer, offsets
 from cp_ring.plan_cache import length_of, zigzag
-from cp_ring.runtime import RUNTIME
 
 
 @_disable_dynamo
@@ -158,42 +157,13 @@ def roll(
     if cu_seqlens is not None:
         edges = offsets(cu_seqlens, "cu_seqlens", layout.n)
         outside = _other_document(
-            layout.positions(rank), max(-layout.n, min(shift, layout.n)), edges
-        ).to(x.device)
+            layout.positions(rank), max(-layout.n, min(shift, layout.n)), edges, x.device
+        )
     _agree(transport, "roll", layout, x.movedim(dim, 0), shift)
-    rolled: Tensor = _Roll.apply(x.movedim(dim, 0), shift % layout.n, layout, transport, rank)
+    rolled: Tensor = _Roll.apply(x.movedim(dim, 0), shift % layout.n, layout, transport)
     if outside is not None:
         rolled = rolled.masked_fill(outside.reshape(-1, *[1] * (x.dim() - 1)), fill)
     return rolled.movedim(0, dim)
-
-
-@_disable_dynamo
-def convert_layout(
-    x: Tensor,
-    before: Layout | Plan | str | None = None,
-    after: Layout | Plan | str | None = None,
-    group: Group = None,
-    dim: int = 1,
-) -> Tensor:
-    """This rank's part of `after`, from its part of `before`: for layers that want their tokens
-    split in another way.
-
-    A collective, as `unshard`, and differentiable: gradients go the way back. Only tokens that
-    change ranks travel, in one message between two ranks; the plan of the messages is proven when
-    it is made. The layouts are for the same number of tokens, which a rank need not hold equally
-    many of; each is as in `shard`. Raises `PlanError` where x is
-    not this rank's part of `before`, or the layouts do not fit together.
-    """
-    dim, transport = _begin(x, dim, group, before)
-    before = _layout_of_part(before, x, transport, dim)
-    after = _layout(after, before.n, before.cp)
-    plan = conversion(before, after)
-    if transport is None:
-        return x
-    _agree(transport, "convert_layout", before, x.movedim(dim, 0), 0)
-    _agree(transport, "convert_layout to", after, x.movedim(dim, 0), 0)
-    converted: Tensor = _Convert.apply(x.movedim(dim, 0), plan, transport)
-    return converted.movedim(0, dim)
 
 
 def _begin(
@@ -256,97 +226,51 @@ class _Roll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shift: int, layout: Layout, transport: Transport | None, rank: int
+        ctx: Any, x: Tensor, shift: int, layout: Layout, transport: Transport | None
     ) -> Tensor:
-        ctx.arguments = shift, layout, transport, rank
-        return _rolled(x, shift, layout, transport, rank)
+        ctx.arguments = shift, layout, transport
+        return _rolled(x, shift, layout, transport)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        shift, layout, transport, rank = ctx.arguments
-        return _rolled(gradient, -shift, layout, transport, rank), None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        shift, layout, transport = ctx.arguments
+        return _rolled(gradient, -shift, layout, transport), None, None, None
 
 
-class _Convert(torch.autograd.Function):
-    """[tokens of the rank before, ...] to [tokens of the rank after, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Conversion, transport: Transport) -> Tensor:
-        ctx.arguments = plan, transport
-        return _converted(x, plan, transport)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        plan, transport = ctx.arguments
-        return _converted(gradient, plan.inverse, transport), None, None
-
-
-def _converted(x: Tensor, plan: Conversion, transport: Transport) -> Tensor:
-    rank, cp = transport.rank, transport.size
-    out = x.new_empty((int(plan.after.tokens_per_rank[rank]), *x.shape[1:]))
-    leaving, arriving = [x[:0]] * cp, [x[:0]] * cp
-    for sent in plan.sends(rank):
-        leaving[sent.peer] = torch.cat([x[start:end] for start, end in sent.ranges])
-    receives = plan.receives(rank)
-    for received in receives:
-        arriving[received.peer] = x.new_empty((received.tokens, *x.shape[1:]))
-    exchange(transport, leaving, arriving, "convert")
-    for source, target, count in plan.stays(rank):
-        out[target : target + count] = x[source : source + count]
-    for received in receives:
-        parts = arriving[received.peer].split([end - start for start, end in received.ranges])
-        for (start, end), part in zip(received.ranges, parts, strict=True):
-            out[start:end] = part
-    return out
-
-
-def _rolled(
-    x: Tensor, shift: int, layout: Layout, transport: Transport | None, rank: int
-) -> Tensor:
-    x = x.contiguous()
-    sources = [
-        torch.from_numpy(_sources(layout, shift, rank, peer)).to(x.device)
-        for peer in range(layout.cp)
-    ]
-    arriving = [x.new_empty((int((owner == peer).sum()), *x.shape[1:]))
-                for owner in [_owners(layout, shift, rank)]
-                for peer in range(layout.cp)]  # fmt: skip
-    leaving = [x.index_select(0, index) for index in sources]
-    arriving[rank] = leaving[rank]
+def _rolled(x: Tensor, shift: int, layout: Layout, transport: Transport | None) -> Tensor:
+    """Slices of x and of what arrives, one after another: no index goes to the device."""
+    rank = transport.rank if transport else 0
+    moves = Moves.rolled(layout, shift)
+    held = {rank: x}
     if transport is not None:
+        leaving, arriving = [x[:0]] * layout.cp, [x[:0]] * layout.cp
+        for peer, ranges in moves.sends(rank).items():
+            leaving[peer] = torch.cat([x[start:end] for start, end in ranges])
+        for peer, count in moves.arriving(rank).items():
+            arriving[peer] = x.new_empty((count, *x.shape[1:]))
         exchange(transport, leaving, arriving, "roll")
-    out = torch.empty_like(x)
-    owner = torch.from_numpy(_owners(layout, shift, rank)).to(x.device)
-    for peer, part in enumerate(arriving):
-        out[owner == peer] = part
-    return out
+        held |= {peer: part for peer, part in enumerate(arriving) if peer != rank}
+    parts, taken = [x[:0]], dict.fromkeys(range(layout.cp), 0)
+    for sender, (start, end) in moves.to(rank):
+        if sender != rank:  # ranges of another rank arrive end to end
+            start, end = taken[sender], taken[sender] + end - start
+            taken[sender] = end
+        parts.append(held[sender][start:end])
+    return torch.cat(parts)
 
 
-@RUNTIME.cache(maxsize=256)
-def _owners(layout: Layout, shift: int, rank: int) -> Ints:
-    """For each token of the rank, the rank that holds its source."""
-    source = (layout.positions(rank) - shift) % layout.n
-    return layout.owner[np.searchsorted(layout.edges, source, "right") - 1]
-
-
-@RUNTIME.cache(maxsize=1024)
-def _sources(layout: Layout, shift: int, rank: int, peer: int) -> Ints:
-    """Tokens of the rank's part that `peer` takes, in the order of the peer's tokens."""
-    source = ((layout.positions(peer) - shift) % layout.n)[_owners(layout, shift, peer) == rank]
-    chunk = np.searchsorted(layout.edges, source, "right") - 1
-    return layout.starts[chunk] + source - layout.edges[chunk]
-
-
-def _other_document(positions: Ints, shift: int, edges: Ints) -> Tensor:
+def _other_document(positions: Ints, shift: int, edges: Ints, device: torch.device) -> Tensor:
     """For each position, whether the source of its rolled value lies outside of its document.
-    Documents begin at `edges`.
+    Documents begin at `edges`. The copy to a CUDA device does not wait for it.
     """
     source = positions - shift
-    return torch.from_numpy(
+    outside = torch.from_numpy(
         np.searchsorted(edges, source, "right") != np.searchsorted(edges, positions, "right")
     )
+    if device.type == "cuda":
+        outside = outside.pin_memory()
+    return outside.to(device, non_blocking=True)
 
 
 def _check_fill(fill: float, dtype: torch.dtype) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard, unshard
-from cp_ring.observe.counters import record
 from cp_ring.plan.routes import ROUTES
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, Grads, brute_force, error, on_rank
@@ -222,65 +221,6 @@ def test_kernels_agree_on_hard_masks(name, kernel):
     for layout in (Layout.balanced(mask, 3), Layout.zigzag(mask.n, 4)):
         results = attend(case, Plan.build(mask, layout), kernel=kernel)
         assert off(results, brute_force(case, mask.dense())) < 1e-12
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
-def test_masks_by_head(layout):
-    """Against dense scores in float64, with sinks; bytes are those that each group's mask needs."""
-    n, cp, case = 64, 2, Case.draw(64, h=6, g=3, d=8, e=12)
-    masks = [(2, Mask.causal(n, (5, 0))), (4, Mask.documents([0, 20, n]))]
-    sink = torch.tensor([0.0, 1.0, -1.0, 0.5, 0.0, 2.0])
-    layers = [(mask, count) for count, mask in masks]
-    split = Layout.balanced(layers, cp) if layout == "balanced" else Layout.zigzag(n, cp)
-    allowed = np.stack([mask.dense() for count, mask in masks for _ in range(count)])
-    wanted = truth(case, allowed, sink)
-    options = {"mask": masks, "sink": sink, "layout": layout}
-
-    def call(group):
-        shards = [split.shard(x, group.rank, 1) for x in case]
-        leaves = [x.detach().requires_grad_() for x in (*shards[:3], sink)]
-        given = options | {"sink": leaves[3]}
-        out, lse = ring_attention(*leaves[:3], group, return_lse=True, **given)
-        assert lse.shape == (1, 6, n // cp)
-        grads = torch.autograd.grad(out, leaves, shards[3])
-        return [out.detach(), *grads]
-
-    parts = list(zip(*LocalRing(cp).run(call), strict=True))
-    whole = [split.unshard(list(column), 1) for column in parts[:4]] + [sum(parts[4])]
-    assert off(whole, wanted) < FLOAT32
-    everything = ring_bytes(case, split, mask=Mask.causal(n), layout=split)
-    assert ring_bytes(case, split, **options) < everything
-
-
-def ring_bytes(case, split, **options):
-    """What one call sends, from all ranks: they are threads of a process and share its counters."""
-    ring = LocalRing(split.cp)
-
-    def call(group):
-        q, k, v = (split.shard(x, group.rank, 1) for x in case[:3])
-        ring_attention(q, k, v, group, **options)
-
-    ring.run(call)  # the ranks compare a new call
-    with record() as counters:
-        ring.run(call)
-    return sum(counters.bytes_by_peer.values())
-
-
-@pytest.mark.parametrize(
-    ("masks", "says"),
-    [
-        ([(2, Mask.causal(16))], "groups of 2 heads: they must add up to the 4 query heads"),
-        ([(1, Mask.causal(16)), (3, Mask.full(16))], "each with whole key/value heads"),
-        ([(True, Mask.causal(16)), (3, Mask.full(16))], "heads of mask=True"),
-        ([Mask.causal(16)], "masks by head are pairs"),
-        ([(4, Mask.causal(8))], "cu_seqlens ends at|the sequence has 8 tokens"),
-    ],
-)
-def test_masks_by_head_that_do_not_fit(masks, says):
-    case = Case.draw(16)
-    with pytest.raises(ValueError, match=says) as caught:
-        ring_attention(*case[:3], mask=masks)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+import cp_ring
 from cp_ring import ConfigError, ring_attention
 from cp_ring.options import LEFT, SETTINGS, Options
 from tests.rings import Case
@@ -22,3 +23,9 @@ def test_each_way_to_give_it_names_it(name):
         with pytest.raises(ConfigError, match=f"^{Options.flag(name)} left cp_ring: "):
             parser.parse_args([Options.flag(name), *value])
     assert Options.flag(name) not in parser.format_help()
+
+
+@pytest.mark.parametrize("name", cp_ring.LEFT)
+def test_a_name_that_left_says_what_to_write(name):
+    with pytest.raises(AttributeError, match=f"^cp_ring.{name} left: "):
+        getattr(cp_ring, name)

@@ -6,7 +6,6 @@ its tree.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cp_ring import ConfigError, Options, option_values, ring_attention
+from cp_ring import ConfigError, Options, ring_attention
 from cp_ring.comm.codecs import CODECS, Plain
 from cp_ring.comm.codecs import register as register_codec
 from cp_ring.kernels import REGISTRY
@@ -58,7 +57,6 @@ def registries(monkeypatch):
     for registry, before in kept:
         registry.clear()
         registry.update(before)
-    option_values.load_plugins.cache_clear()
 
 
 def test_selected_by_setting_and_by_call(registries):
@@ -78,22 +76,6 @@ def test_selected_by_setting_and_by_call(registries):
 
     assert torch.cat(LocalRing(2).run(case), 1).isfinite().all()
     assert Probe.calls == 3  # two causal tiles, one full one
-
-
-def test_plugins_are_loaded_when_a_name_is_unknown(registries, monkeypatch):
-    entry = importlib.metadata.EntryPoint("probe", "tests_probe_plugin", option_values.PLUGINS)
-    wanted = {"group": option_values.PLUGINS}
-    monkeypatch.setattr(
-        importlib.metadata, "entry_points", lambda **query: [entry] if query == wanted else []
-    )
-
-    option_values.load_plugins.cache_clear()
-    with pytest.raises(
-        ConfigError, match=r"plugin probe .tests_probe_plugin. cannot be imported: No module named"
-    ):
-        Options.make(kernel="probe")
-    monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda entry: register())
-    assert Options.make(kernel="probe").kernel == "probe"
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_ring
 from cp_ring import ConfigError, Layout, Mask, Plan, PlanError
+from cp_ring.plan.exchange.moves import Moves
 from cp_ring.testing.local_ring import LocalRing
 
 N = 48
@@ -159,41 +163,6 @@ def test_errors_are_one_line():
         cp_ring.roll(x, -1, cu_seqlens=[0, 40])
 
 
-def _convert(group, x, before, after):
-    part = cp_ring.shard(x, before, group).detach().requires_grad_()
-    converted = cp_ring.convert_layout(part, before, after, group)
-    (gradient,) = torch.autograd.grad((converted * converted.detach()).sum(), part)
-    return converted.detach(), gradient
-
-
-@pytest.mark.parametrize("n", [N, 47])
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_converted_parts_are_those_of_the_other_layout(pool, cp, n):
-    known = {"zigzag": Layout.zigzag(n, cp), "contiguous": Layout.contiguous(n, cp)}
-    known["balanced"] = Layout.balanced(Mask.documents([0, 5, 31, n]), cp)
-    known["odd"] = Layout(n, cp, torch.tensor([0, 3, n]).numpy(), torch.tensor([cp - 1, 0]).numpy())
-    x = torch.randn(2, n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for before, after in (
-        ("zigzag", "contiguous"),
-        ("contiguous", "zigzag"),
-        ("balanced", "contiguous"),
-        ("odd", "balanced"),
-    ):
-        parts = pool.run(_convert, cp, x, known[before], known[after])
-        assert torch.equal(known[after].unshard([part[0] for part in parts], 1), x)
-        assert torch.equal(known[before].unshard([part[1] for part in parts], 1), x)
-
-
-def test_tokens_that_lie_right_do_not_travel():
-    from cp_ring.observe.counters import record
-
-    x = whole(None)
-    with record() as ledger:
-        LocalRing(2).run(lambda group: _convert(group, x[..., None], None, Layout.contiguous(N, 2)))
-    # half of the tokens, 2 batch rows, float64, there and back
-    assert ledger.bytes_received == 2 * (N // 2) * 2 * 8
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.uint8, torch.int32, torch.float16, torch.float64]
 )
@@ -224,7 +193,7 @@ def test_dimensions_shifts_and_offsets_that_are_wrong_are_one_line():
     x = torch.zeros(1, 8)
     calls = {
         "dim=": [lambda dim=dim, call=call: call(x, dim=dim) for dim in (2, -3, 2**63, 2**64) for call in
-                 (cp_ring.shard, cp_ring.unshard, cp_ring.convert_layout, lambda x, dim: cp_ring.roll(x, 1, dim=dim))],
+                 (cp_ring.shard, cp_ring.unshard, lambda x, dim: cp_ring.roll(x, 1, dim=dim))],
         "dim .* is not a whole number": [lambda: cp_ring.shard(x, dim=1.0), lambda: cp_ring.unshard(x, dim=True)],
         "shift 1.5 is not a whole number": [lambda: cp_ring.roll(x, 1.5)],
         "cu_seqlens": [lambda wrong=wrong: cp_ring.roll(x, 1, cu_seqlens=wrong) for wrong in
@@ -250,7 +219,6 @@ def test_tensors_of_many_ranks_are_rejected_in_one_line():
     for call in (
         cp_ring.shard,
         cp_ring.unshard,
-        cp_ring.convert_layout,
         lambda x: cp_ring.roll(x, 1),
     ):
         with pytest.raises(
@@ -263,3 +231,44 @@ def test_tensors_of_many_ranks_are_rejected_in_one_line():
             ConfigError, match=f"{name} is a Distributed: pass the part of this rank"
         ):
             cp_ring.ring_attention(**tensors)
+
+
+@pytest.mark.parametrize("shift", [0, 1, -1, 7, -(N // 2), N - 1])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_moves_of_a_roll_are_proven(cp, shift):
+    for layout in (Layout.zigzag(N, cp), layouts(cp)["uneven"], Layout.contiguous(47, cp)):
+        moves = Moves.rolled(layout, shift)
+        moves.verify_rolled(layout, shift)
+        assert len(moves.tokens) <= 2 * len(layout.owner) + 1
+        for column in ("sender", "receiver", "source", "target", "tokens"):
+            wrong = getattr(moves, column).copy()
+            wrong[-1] += 1
+            with pytest.raises(PlanError, match=r"^moves: "):
+                replace(moves, **{column: wrong}).verify_rolled(layout, shift)
+
+
+def test_a_roll_takes_slices_and_no_index(monkeypatch):
+    """On a device, each index would be a copy from the host and each choice by booleans a wait."""
+    names = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def rolled(group):
+        mine = cp_ring.shard(torch.arange(64.0)[None], None, group).requires_grad_()
+        with Names():
+            y = cp_ring.roll(mine, -1, None, group)
+            torch.autograd.grad(y.sum(), mine)
+        return y.detach()
+
+    parts = LocalRing(2).run(rolled)
+    assert torch.equal(Layout.zigzag(64, 2).unshard(parts, 1), torch.arange(64.0)[None].roll(-1, 1))
+    assert "cat" in names and not names & {
+        "index",
+        "index_put_",
+        "index_select",
+        "nonzero",
+        "_to_copy",
+    }

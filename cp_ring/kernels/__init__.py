@@ -45,12 +45,7 @@ kernel is first asked whether it takes some tensors.
 One assignment adds a kernel of another package:
 `cp_ring.kernels.REGISTRY["mine"] = "my_package.my_kernel"`. From then on
 `ring_attention(..., kernel="mine")` and `Options(kernel="mine")` accept the name;
-`kernel="auto"` tries it last. `cp_ring.run` checks the flag `--cp-ring-kernel mine` before it runs
-a script. A package for such scripts therefore makes the assignment in a module of its own, and
-names that module as an entry point of the group `cp_ring.plugins`:
-
-    [project.entry-points."cp_ring.plugins"]
-    mine = "my_package.register"
+`kernel="auto"` tries it last.
 """
 
 OF_CUDA = frozenset(("transformer_engine", "cudnn", "flash", "flash_aten", "efficient"))

@@ -6,10 +6,6 @@ torch.distributed here.
 searches that read it.
 """
 
-import warnings
-from pathlib import Path
-from typing import Any
-
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, Lowered, lower
 from cp_ring.plan.mask import Mask
@@ -37,30 +33,3 @@ __all__ = [
     "lower",
     "split_heads",
 ]
-
-
-class _HeadPlan(Plan):
-    @classmethod
-    def build(  # type: ignore[override]
-        cls, mask: Mask, layout: Layout, heads: int, **options: Any
-    ) -> Plan:
-        return Plan.build(mask, layout, ulysses=heads, **options)
-
-
-_RENAMED = {
-    "RingPlan": (Plan, "Plan"),
-    "HeadPlan": (_HeadPlan, "Plan, and ulysses= for heads"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _RENAMED:
-        raise AttributeError(f"module 'cp_ring.plan' has no attribute {name!r}")
-    renamed, spelling = _RENAMED[name]
-    package = str(Path(__file__).parents[1])
-    warnings.warn(
-        f"{name} has another name: write {spelling}",
-        DeprecationWarning,
-        skip_file_prefixes=(package,),
-    )
-    return renamed

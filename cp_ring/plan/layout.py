@@ -39,7 +39,6 @@ from cp_ring.plan.ranges import (
     size_within,
     starts_in_groups,
 )
-from cp_ring.runtime import Numbered
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +50,7 @@ _MOST_WORK = 1 << 62  # pairs that int64 can count
 
 
 @dataclass(frozen=True, eq=False)
-class Layout(Numbered):
+class Layout:
     """A stream of `n` tokens cut into chunks, each owned by one of `cp` ranks; a rank holds its
     chunks in ascending order.
 
@@ -297,9 +296,10 @@ class Layout(Numbered):
             raise PlanError(
                 f"parts of {sizes} tokens, but the layout gives {self.tokens_per_rank.tolist()}"
             )
-        place = np.argsort(np.concatenate([self.positions(rank) for rank in range(self.cp)]))
-        joined = torch.cat(list(parts), dim)
-        return joined.index_select(dim, torch.from_numpy(place).to(joined.device))
+        chunks = zip(
+            self.owner.tolist(), self.starts.tolist(), np.diff(self.edges).tolist(), strict=True
+        )
+        return torch.cat([parts[rank].narrow(dim, *place) for rank, *place in chunks], dim)
 
     def __repr__(self) -> str:
         return f"Layout.{self.name}(n={self.n}, cp={self.cp}, chunks={len(self.owner)})"

@@ -36,14 +36,13 @@ from cp_ring.plan.tiles import (
     joined,
     split_at_edges,
 )
-from cp_ring.runtime import Numbered
 
 MAX_DESCRIBED = 4
 """`MaskTable.describe` names up to this many different masks of batch rows."""
 
 
 @dataclass(frozen=True, eq=False)
-class MaskTable(Numbered):
+class MaskTable:
     """Which keys each query of a stream of `n` tokens may see, as disjoint `pieces` in token
     positions.
 

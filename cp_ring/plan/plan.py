@@ -35,7 +35,7 @@ from cp_ring.plan.rank_plan import rank_plan
 from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
 from cp_ring.plan.schedule import Schedule, text
 from cp_ring.plan.tables import PlanTables, RankPlan
-from cp_ring.runtime import RUNTIME, Numbered
+from cp_ring.runtime import RUNTIME
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class PlanSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(Numbered):
+class Plan:
     """The plan of all ranks: it can be built, proven, and seen from one rank.
 
     ring: the tables of the members of the ring; their layout is `layout.merged(ulysses)`.

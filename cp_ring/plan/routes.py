@@ -22,7 +22,6 @@ and a ring to run on.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -228,28 +227,16 @@ class Route:
         return resolve(requested, cp, slot_shards, one_source=self.one_source, few_keys=few)
 
 
-class _Routes(dict[str, Route]):
-    def __setitem__(self, name: str, route: Route) -> None:
-        if not isinstance(route, Route):
-            warnings.warn(
-                f"ROUTES[{name!r}] is a function: write Route(function)",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            route = Route(route)
-        super().__setitem__(name, route)
-
-
 AUTO = "auto"
 """The name by which settings ask for the fastest route, schedule or Ulysses degree."""
 
 DEFAULT = "direct"
 
-ROUTES = _Routes({
+ROUTES = {
     DEFAULT: Route(direct, local=True, node_aware=True),
     "ring": Route(ring, one_source=True),
     "relay": Route(relay, node_aware=True, own_schedule=relay_schedule),
-})  # fmt: skip
+}  # fmt: skip
 """Routes that flags and settings can name."""
 
 

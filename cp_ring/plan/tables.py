@@ -20,7 +20,6 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, sort_index
 from cp_ring.plan.schedule import Order
 from cp_ring.plan.tiles import Tiles, split_in_half
-from cp_ring.runtime import Numbered
 
 Span = tuple[int, int]
 
@@ -267,7 +266,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, eq=False)
-class RankPlan(Numbered):
+class RankPlan:
     """One rank's hops; hops at which the rank neither computes nor moves anything are left out.
 
     Hops are those of the rank's member of the ring, and count ranks as members: `num_tokens` is the

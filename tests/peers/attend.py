@@ -136,15 +136,13 @@ def _on_rank(group: Any, case: Case, call: dict[str, Any], layouts: Any, tensors
         call["key_layout"] = keys
     attend: Any = partial(ring_attention, return_lse=True)
     if case.way == "graph":
-        # A graph holds no transport of threads. Cases are many kinds of one function.
+        # Cases are many kinds of one function.
         torch._dynamo.reset()
-        attend = torch.compile(_attend, fullgraph=True, backend="eager")
+        attend = torch.compile(_attend, backend="eager")
     if case.way == "DTensor":
         mesh = DeviceMesh.from_group(group, "cpu")
         q, k, v = (DTensor.from_local(x, mesh, [Shard(1)]) for x in (q, k, v))
-        out, lse = (x.to_local() for x in attend(q, k, v))
-    else:
-        out, lse = attend(q, k, v, group, **call)
+    out, lse = attend(q, k, v, group, **call)
     out, lse = _to(form, out), lse[None] if form == "thd" else lse
     if case.sinks and sinks.dim() == 3:  # of a query of its own: one more merge
         own = _part(queries, sinks, rank, 0).logsumexp(1)

@@ -4,16 +4,14 @@ before.
 
 from __future__ import annotations
 
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-import cp_ring
 from cp_ring.errors import PlanError
-from cp_ring.plan import Layout, Mask, Plan, PlanSpec
+from cp_ring.plan import Layout, Mask, PlanSpec
 from cp_ring.plan import plan as maker
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.plan import plan
@@ -95,25 +93,3 @@ def test_what_does_not_fit_is_rejected_in_one_line(asked, says):
     with pytest.raises(PlanError) as raised:
         plan(MASK, 4, asked)
     assert str(raised.value) == says
-
-
-def test_names_of_before_warn_and_work():
-    layout = Layout.zigzag(64, 4)
-    with pytest.warns(DeprecationWarning, match="RingPlan has another name: write Plan") as told:
-        ring = cp_ring.RingPlan.build(MASK, layout, "ring", node_size=2)
-    assert told[0].filename == __file__ and isinstance(ring, Plan) and ring.route == "ring"
-    with pytest.warns(DeprecationWarning, match="write Plan, and ulysses= for heads") as told:
-        from cp_ring.plan import HeadPlan
-    assert told[0].filename == __file__
-    plan_of_heads = HeadPlan.build(MASK, layout, 2, route="ring")
-    assert plan_of_heads.ulysses == 2 and plan_of_heads.ring.cp == 2
-
-
-def test_a_function_in_routes_is_a_route(monkeypatch):
-    monkeypatch.setitem(ROUTES, "mine", Route(direct))
-    with pytest.warns(
-        DeprecationWarning, match=r"ROUTES\['mine'\] is a function: write Route\(function\)"
-    ):
-        ROUTES["mine"] = direct
-    with warnings.catch_warnings(action="error"):
-        plan(MASK, 4, PlanSpec(route="mine")).verify(rank_plans=True)
