@@ -215,8 +215,14 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
 
 
 def transport_of_call(group: Group, device: torch.device, split: object = None) -> Transport | None:
-    """As `transport_for`, for functions that users call: torch's own functions take all ranks where
-    no group is given, so None is an error in a job of several ranks.
+    """As `transport_for`, for functions that users call; see `check_given` for the errors."""
+    check_given(group, split)
+    return transport_for(group, device)
+
+
+def check_given(group: Group, split: object = None) -> None:
+    """Raises `ConfigError` for None in a job of several ranks: torch's own functions take all of
+    them where no group is given.
 
     `split` may be a layout or a plan; one for a single rank says that None is meant.
     """
@@ -229,7 +235,6 @@ def transport_of_call(group: Group, device: torch.device, split: object = None) 
                 "ones, group=dist.group.WORLD for all of them, or group=cp_ring.ALONE where each "
                 "rank holds a whole sequence"
             )
-    return transport_for(group, device)
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:

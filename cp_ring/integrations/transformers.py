@@ -14,16 +14,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+)
 
-from cp_ring.api import ring_attention
+from cp_ring.api import CallOptions, ring_attention
 from cp_ring.comm.same_batch import check_same_batch
-from cp_ring.comm.transport import Group, transport_for
+from cp_ring.comm.transport import Group, check_given, transport_for, transport_of_call
 from cp_ring.errors import ConfigError
+from cp_ring.options import LEFT
 from cp_ring.sharding import parts_of
 
 OFFSETS = "cp_ring_offsets"
 """What `shard_batch` adds to a batch, and the models hand to attention: where the documents of the
 whole batch row begin and end, (0, ..., n)."""
+
+LAST = "cp_ring_last_position"
+"""What `shard_batch` adds too: the largest position of the whole batch, a tensor without dimensions.
+Rotary embeddings whose frequencies follow the length of the batch ask for it."""
+
+_OPTIONS = (
+    "route", "schedule", "heads", "deterministic", "kernel", "num_slots", "wire", "wire_dtype",
+    "timeout",
+)  # fmt: skip
+"""Keywords of `ring_attention` that neither the layers of a model nor `shard_batch` settle."""
 
 _KINDS = {"full_attention", "sliding_attention"}
 _IGNORED = -100  # the label of tokens without a loss
@@ -33,12 +49,19 @@ def use_ring_attention(model: PreTrainedModel, group: Group = None, **options: A
     """Makes ring attention over the ranks of `group` the attention of all layers of `model`.
 
     The windows, learned sinks and scales of its layers are kept. The model is then called
-    with what `shard_batch` returns. options: those of `cp_ring.ring_attention`, such as `route`,
-    `heads`, `kernel` and `wire`.
+    with what `shard_batch` returns. options: of those of `cp_ring.ring_attention`, `route`,
+    `schedule`, `heads`, `deterministic`, `kernel`, `num_slots`, `wire`, `wire_dtype` and `timeout`.
 
-    Raises `ConfigError` for models with other layers, or whose attention transformers cannot
-    replace.
+    Models with a head for each token are accepted: causal language models, base models, token
+    classification; adapters of PEFT too. Heads that pool a row, as for sequence classification,
+    would pool a rank's part of it.
+
+    Raises `ConfigError` for other heads and layers, attention that transformers cannot replace, and
+    other options.
     """
+    check_given(group)
+    _check_options(options)
+    model = _unwrapped(model)
     config, name = model.config, type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS
     if kinds or getattr(model, "_is_stateful", False):
@@ -49,10 +72,113 @@ def use_ring_attention(model: PreTrainedModel, group: Group = None, **options: A
     # flash attention, as ring attention, has its mask from the layers and not from a tensor
     if not model._supports_attention_backend or not model._supports_flash_attn:
         raise ConfigError(f"{name} does not let transformers replace its attention")
+    _check_head(model)
     implementation = f"cp_ring_{id(model):x}"
     AttentionInterface.register(implementation, partial(_attend, group, options))
     AttentionMaskInterface.register(implementation, _no_mask)
     model.set_attn_implementation(implementation)
+    _tell_length(model)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a keyword that has no place here."""
+    for name, value in options.items():
+        if name in _OPTIONS or (name == "layout" and value in (None, "zigzag")):
+            continue
+        if name in LEFT:
+            raise ConfigError(f"{name} left cp_ring: {LEFT[name]}")
+        why = "shard_batch and the layers of the model settle it"
+        if name not in CallOptions.__annotations__:
+            why = f"there is no such option of ring_attention; known here are {', '.join(_OPTIONS)}"
+        raise ConfigError(f"use_ring_attention does not take {name}={value!r:.40}: {why}")
+
+
+def _unwrapped(model: Any) -> PreTrainedModel:
+    """The model inside of adapters of PEFT. Raises `ConfigError` for what is no model."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ConfigError(
+            f"{type(model).__name__} puts learned tokens before those of each rank: take adapters "
+            "of weights, such as LoRA"
+        )
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if isinstance(model, PreTrainedModel):
+        return model
+    inside = ("module", "_orig_mod", "pretrained_model")
+    names = [name for name in inside if isinstance(getattr(model, name, None), PreTrainedModel)]
+    hint = f": give model.{names[0]}, before it is wrapped" if names else ""
+    raise ConfigError(f"model is a {type(model).__name__}, not a PreTrainedModel{hint}")
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    """Raises `ConfigError` for a model whose head does not treat each token by itself."""
+    tables = MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    known: list[type] = []
+    for table in tables:
+        found = table.get(type(model.config), ())
+        known += found if isinstance(found, tuple) else (found,)
+    names = [kind.__name__ for kind in type(model).__mro__]
+    if not isinstance(model, tuple(known)) and not any(name.endswith(_HEADS) for name in names):
+        raise ConfigError(
+            f"{names[0]} has a head that may pool a row, of which a rank holds a part: give the "
+            f"model inside of it, as model.{model.base_model_prefix}, and pool "
+            "cp_ring.unshard(hidden_states, group=group)"
+        )
+    if any(name.endswith(_HEADS[1]) for name in names):
+        model.register_forward_pre_hook(_check_labels, with_kwargs=True)
+
+
+_HEADS = ("ForCausalLM", "ForTokenClassification")
+
+
+def _check_labels(model: nn.Module, _: Any, named: dict[str, Any]) -> None:
+    if OFFSETS in named and named.get("labels") is not None:
+        raise ConfigError(
+            f"shard_batch shifts labels, which {type(model).__name__} compares with their own "
+            "tokens: leave labels out of the batch, and give cp_ring.shard(labels, group=group) to "
+            "a loss of the logits"
+        )
+
+
+def _tell_length(model: PreTrainedModel) -> None:
+    """Rotary embeddings whose frequencies follow the largest position get that of the whole batch,
+    as one more token, which is taken off what they return.
+    """
+    last: list[Tensor] = []
+
+    def note(_: nn.Module, __: Any, named: dict[str, Any]) -> None:
+        last[:] = [named[LAST]] if LAST in named else []
+
+    def add(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not last:
+            return None
+        positions = named["position_ids"] if "position_ids" in named else args[1]
+        longest = last[0].to(positions).expand(*positions.shape[:-1], 1)
+        more = torch.cat([positions, longest], -1)
+        if "position_ids" in named:
+            return args, {**named, "position_ids": more}
+        return (args[0], more, *args[2:]), named
+
+    def remove(_: nn.Module, __: Any, rotations: Any) -> Any:
+        if not last:
+            return rotations
+        if isinstance(rotations, Tensor):
+            return rotations[:, :-1]
+        return tuple(x[:, :-1] for x in rotations)
+
+    rotary = [part for part in model.modules() if _follows_length(part)]
+    if rotary:
+        model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    for part in rotary:
+        part.register_forward_pre_hook(add, with_kwargs=True)
+        part.register_forward_hook(remove)
+
+
+def _follows_length(part: nn.Module) -> bool:
+    """Whether it is a rotary embedding whose frequencies follow the largest position."""
+    kinds = getattr(part, "rope_type", None)
+    names = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any("dynamic" in str(name) or name == "longrope" for name in names)
 
 
 def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
@@ -69,28 +195,36 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
     whole batch, or by `num_items_in_batch`. So the average over the ranks, of losses and of
     gradients, is that of the whole batch: DDP or FSDP over the same ranks takes it.
 
-    Raises `ConfigError` for padding before tokens, and for entries of another shape.
+    Raises `ConfigError` for padding before tokens, and for entries of another shape; `PlanError` on
+    all ranks, where they hold other batches.
     """
-    tokens = batch["input_ids"]
-    transport = transport_for(group, tokens.device)
+    tokens = _tokens_of(batch)
+    transport = transport_of_call(group, tokens.device)
     check_same_batch(transport, batch)
     cp, (batch_size, n) = transport.size if transport else 1, tokens.shape
     whole = {
         "input_ids": tokens,
         "position_ids": batch.get("position_ids", torch.arange(n, device=tokens.device)[None]),
     }
-    if "labels" in batch:
-        whole["labels"] = pad(batch["labels"][:, 1:], (0, 1), value=_IGNORED)
-    rest = {name: x for name, x in batch.items() if name not in {*whole, *_OF_THE_ROW}}
-    for name, x in (whole | {"attention_mask": batch.get("attention_mask", tokens)}).items():
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    rest = {name: x for name, x in batch.items() if name not in {*whole, *_OF_THE_ROW, "labels"}}
+    named = whole | {"labels": labels, "attention_mask": mask}
+    for name, x in named.items():
+        if x is None and name not in whole:
+            continue
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{name} is a {type(x).__name__}: it must be a tensor [b, n]")
         if x.shape not in ((batch_size, n), (1, n)):
             raise ConfigError(
                 f"{name} is {tuple(x.shape)}: it must be {(batch_size, n)} as input_ids"
             )
     if rest:
         raise ConfigError(f"shard_batch does not know how to split {', '.join(sorted(rest))}")
-    _check_padding(batch.get("attention_mask"))
-    offsets = _offsets(whole["position_ids"], batch_size)
+    if labels is not None:
+        whole["labels"] = pad(labels[:, 1:], (0, 1), value=_IGNORED)
+    _check_padding(mask)
+    offsets = _offsets(whole["position_ids"], mask, batch_size)
+    last = whole["position_ids"].max()
     counted = batch.get("num_items_in_batch")
     more = -n % (2 * cp) if cp > 1 else 0
     if more:
@@ -99,11 +233,24 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
         offsets = (*offsets, n + more) if len(offsets) > 2 else (0, n + more)
     parts = {name: x if cp == 1 else parts_of(x, None, group, 1) for name, x in whole.items()}
     parts["position_ids"] = parts["position_ids"].expand(batch_size, -1)
-    parts |= {OFFSETS: offsets, "use_cache": False}
+    parts |= {OFFSETS: offsets, LAST: last, "use_cache": False}
     if "labels" in whole:
         total = (whole["labels"] != _IGNORED).sum() if counted is None else counted
         parts |= {"shift_labels": parts["labels"], "num_items_in_batch": total / cp}
     return parts
+
+
+def _tokens_of(batch: Any) -> Tensor:
+    """`input_ids` of a batch. Raises `ConfigError` where it has none."""
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f"batch is a {type(batch).__name__}: give a dict with input_ids [b, n]")
+    tokens = batch.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        what = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        has = ", ".join(sorted(batch)) or "nothing"
+        said = f"the batch has {has}" if tokens is None else f"input_ids is {what}"
+        raise ConfigError(f"{said}: give input_ids, a tensor of tokens [b, n]")
+    return tokens
 
 
 _OF_THE_ROW = {
@@ -120,17 +267,21 @@ def _check_padding(mask: Tensor | None) -> None:
         )
 
 
-def _offsets(positions: Tensor, batch_size: int) -> tuple[int, ...]:
-    """Where the documents of the batch row begin, and its end."""
+def _offsets(positions: Tensor, mask: Tensor | None, batch_size: int) -> tuple[int, ...]:
+    """Where the documents of the batch row begin, and its end. Positions of hidden tokens begin
+    none.
+    """
     n = positions.shape[1]
-    starts = (positions[:, 1:] != positions[:, :-1] + 1).nonzero()
+    begin = positions[:, 1:] != positions[:, :-1] + 1
+    starts = (begin if mask is None else begin & (mask[:, 1:] != 0)).nonzero()
     if not len(starts):
         return 0, n
     if batch_size > 1:
         raise ConfigError(
-            "position_ids of several batch rows begin again: give packed documents as one batch row"
+            "position_ids of several batch rows begin again: give packed documents as one batch "
+            "row, or the attention_mask that hides padding"
         )
-    return 0, *(starts[:, 1] + 1).tolist(), n
+    return 0, *sorted({*(starts[:, 1] + 1).tolist()}), n
 
 
 def _no_mask(*args: Any, **named: Any) -> None:
@@ -150,7 +301,11 @@ def _attend(
     q, k, v = (x.transpose(1, 2) for x in tensors[:3])  # a mask, which there is not, comes fourth
     offsets, transport = named.get(OFFSETS), transport_for(group, q.device)
     if offsets is None or offsets[-1] != q.shape[1] * (transport.size if transport else 1):
-        raise ConfigError("the model was not called with what shard_batch returns")
+        raise ConfigError(
+            "attention did not get what shard_batch returns: call the model with it; if it was, "
+            f"the layers around {type(module).__name__} do not hand keywords on, as ring attention "
+            "needs it"
+        )
     causal = named.get("is_causal")
     if not (module.is_causal if causal is None else causal) or named.get("dropout"):
         raise ConfigError(

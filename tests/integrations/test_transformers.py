@@ -3,6 +3,7 @@ whole one, with transformers' own attention.
 """
 
 import functools
+import re
 
 import pytest
 import torch
@@ -29,11 +30,32 @@ FAMILIES = {
 LENGTHS = (11, 1, 30)  # of packed documents
 
 
-def model_of(family):
+LENGTH = 42  # of batch rows
+# Trained for fewer tokens than a row has, and for more than some rank's part shows:
+ROTARY = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.5, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 36,
+    },
+}
+FAMILIES |= {
+    f"Llama, {name}": {
+        "max_position_embeddings": 36 if name == "dynamic" else 128,
+        "rope_parameters": {"rope_theta": 1e4, **parameters},
+    }
+    for name, parameters in ROTARY.items()
+}
+
+
+def model_of(family, head="ForCausalLM"):
     import transformers
 
+    first = family.split(",")[0]
     names = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
-    config, model = names.get(family, (f"{family}Config", f"{family}ForCausalLM"))
+    config, model = names.get(family, (f"{first}Config", f"{first}{head}"))
     torch.manual_seed(5)
     made = getattr(transformers, model)(getattr(transformers, config)(**SIZES | FAMILIES[family]))
     made.set_experts_implementation("eager")  # the other one is not for float64
@@ -42,7 +64,7 @@ def model_of(family):
 
 def batch_of(packed):
     generator = torch.Generator().manual_seed(3)
-    rows, n = (1, sum(LENGTHS)) if packed else (2, 42)
+    rows, n = (1, sum(LENGTHS)) if packed else (2, LENGTH)
     tokens = torch.randint(61, (rows, n), generator=generator)
     labels = tokens.masked_fill(torch.rand(rows, n, generator=generator) < 0.2, -100)
     if packed:
@@ -109,6 +131,19 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(pool, family, packed):
         assert largest_error(found, whole(family, packed)) < 1e-6
 
 
+def test_frequencies_that_follow_the_length_do_so_on_each_number_of_ranks(pool):
+    """Of a row of 42 tokens in zigzag, ranks of 2 see positions up to 31 and 41."""
+    for name in ROTARY:
+        family = f"Llama, {name}"
+        assert largest_error(pool.run(on_rank, 4, family, False)[3], whole(family, False)) < 1e-6
+        length, batch = [], batch_of(False)
+        for n in (30, LENGTH):  # one rank sees that the frequencies differ
+            rotary = model_of(family).model.rotary_emb
+            positions = torch.arange(n)[None]
+            length.append(rotary(batch["input_ids"].double(), positions)[0][:, :30])
+        assert (length[0] - length[1]).abs().max() > 0.1
+
+
 def test_on_four_ranks(pool):
     assert largest_error(pool.run(on_rank, 4, "GptOss", True)[0], whole("GptOss", True)) < 1e-6
 
@@ -138,12 +173,130 @@ def test_what_cannot_be_split_is_rejected():
     )
     assert "its attention" in rejected(use_ring_attention, bloom)
     tokens = torch.arange(8)[None]
-    left = {"input_ids": tokens, "attention_mask": (tokens > 2).long()}
-    assert "padding_side" in rejected(shard_batch, left)
-    assert "pixel_values" in rejected(shard_batch, {"input_ids": tokens, "pixel_values": tokens})
-    assert "labels" in rejected(shard_batch, {"input_ids": tokens, "labels": tokens[:, 1:]})
-    rows = {"input_ids": tokens.expand(2, -1), "position_ids": tokens.expand(2, -1) % 4}
-    assert "one batch row" in rejected(shard_batch, rows)
+    good = {"input_ids": tokens}
+    batches = {
+        "padding_side": good | {"attention_mask": (tokens > 2).long()},
+        "pixel_values": good | {"pixel_values": tokens},
+        "labels is \\(1, 7\\): it must be \\(1, 8\\)": good | {"labels": tokens[:, 1:]},
+        "labels is \\(1,\\)": good | {"labels": torch.ones(1, dtype=torch.int64)},
+        "labels is a list: it must be a tensor": good | {"labels": tokens.tolist()},
+        "attention_mask is a list": good | {"attention_mask": [[1] * 8]},
+        "input_ids is list: give input_ids, a tensor": {"input_ids": tokens.tolist()},
+        "input_ids is \\(8,\\)": {"input_ids": tokens[0]},
+        "the batch has inputs_embeds: give input_ids": {"inputs_embeds": torch.ones(1, 8, 32)},
+        "batch is a list: give a dict": [good],
+        "one batch row": {
+            "input_ids": tokens.expand(2, -1),
+            "position_ids": tokens.expand(2, -1) % 4,
+        },
+    }
+    for line, batch in batches.items():
+        assert re.search(line, rejected(shard_batch, batch))
+
+
+def test_models_that_are_none_or_pool_a_row_are_rejected():
+    import transformers
+
+    from cp_ring.integrations.transformers import use_ring_attention
+
+    llama = model_of("Llama")
+    assert "model is a str, not" in rejected(use_ring_attention, "meta-llama/Llama-3.2-1B")
+    wrapped = torch.nn.DataParallel(llama)
+    assert "give model.module, before it is wrapped" in rejected(use_ring_attention, wrapped)
+    compiled = torch.compile(llama)
+    assert "give model._orig_mod" in rejected(use_ring_attention, compiled)
+    for head in ("ForSequenceClassification", "ForQuestionAnswering"):
+        line = rejected(use_ring_attention, model_of("Llama", head))
+        assert "may pool a row" in line and "cp_ring.unshard(hidden_states, group=group)" in line
+    sizes = {"vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    two_heads = transformers.GPT2DoubleHeadsModel(transformers.GPT2Config(**sizes))
+    assert "may pool a row" in rejected(use_ring_attention, two_heads)
+    for kind in (transformers.GPT2LMHeadModel, transformers.GPT2Model):
+        use_ring_attention(kind(transformers.GPT2Config(**sizes)))
+    for head in ("ForCausalLM", "ForTokenClassification", "Model"):
+        use_ring_attention(model_of("Llama", head))
+
+
+def test_options_that_the_integration_cannot_follow_are_rejected():
+    from cp_ring.integrations.transformers import use_ring_attention
+
+    model = model_of("Llama")
+    for name, value in {
+        "layout": "contiguous", "qkv_format": "bhsd", "causal": False, "window_size": (3, 0),
+        "cu_seqlens": [0, 8], "mask": None, "plan": None, "softmax_scale": 1.0, "sink": None,
+    }.items():  # fmt: skip
+        line = rejected(use_ring_attention, model, **{name: value})
+        assert f"does not take {name}=" in line and "shard_batch and the layers" in line
+    assert "known here are route, schedule" in rejected(use_ring_attention, model, rout="ring")
+    assert "dropout_p left cp_ring" in rejected(use_ring_attention, model, dropout_p=0.1)
+    use_ring_attention(model, layout="zigzag", route="ring", kernel="cpu")
+
+
+def pooled(group):
+    """Scores of a row by the way out that the line of a pooling head names."""
+    from cp_ring import unshard
+    from cp_ring.integrations.transformers import shard_batch, use_ring_attention
+
+    model, tokens = model_of("Llama", "ForSequenceClassification"), batch_of(False)["input_ids"]
+    tokens = tokens[:, :40]  # which 2 * cp divides
+    with torch.no_grad():
+        wanted = model(tokens[:1], attention_mask=torch.ones_like(tokens[:1])).logits
+        use_ring_attention(model.model, group)
+        hidden = model.model(**shard_batch({"input_ids": tokens[:1]}, group)).last_hidden_state
+        found = model.score(unshard(hidden, group=group)[:, -1])
+    return (found - wanted).abs().max().item()
+
+
+def test_the_way_out_of_a_head_that_pools_a_row_is_right(pool):
+    assert max(pool.run(pooled, 2)) < 1e-6
+
+
+def of_tokens(group):
+    from cp_ring import shard, unshard
+    from cp_ring.integrations.transformers import shard_batch, use_ring_attention
+
+    model = model_of("Llama", "ForTokenClassification").eval()
+    tokens = batch_of(False)["input_ids"][:, :40]
+    wanted = model(tokens).logits
+    use_ring_attention(model, group)
+    with pytest.raises(ConfigError, match="leave labels out of the batch"):
+        model(**shard_batch({"input_ids": tokens, "labels": tokens % 2}, group))
+    logits = model(**shard_batch({"input_ids": tokens}, group)).logits
+    labels = shard(tokens % 2, group=group)
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    loss = loss.detach()
+    dist.all_reduce(loss, group=group)
+    whole = torch.nn.functional.cross_entropy(
+        wanted.flatten(0, 1), tokens.flatten() % 2, reduction="sum"
+    )
+    off = (unshard(logits, group=group) - wanted).abs().max()
+    return off.item(), abs(loss.item() - whole.item())
+
+
+def test_classes_of_tokens_are_those_of_the_whole_row(pool):
+    for off in pool.run(of_tokens, 2):
+        assert max(off) < 1e-6, off
+
+
+def with_positions_of_a_mask(group):
+    """As trainers make them for padded rows: the number of tokens before, and 1 for hidden ones."""
+    from cp_ring.integrations.transformers import shard_batch, use_ring_attention
+
+    model, batch = model_of("Llama"), batch_of(False)
+    mask = batch["attention_mask"]
+    batch["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    use_ring_attention(model, group)
+    loss, _ = trained(model, shard_batch(batch, group))
+    mean = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(mean, group=group)
+    return mean.item() / group.size()
+
+
+def test_positions_of_hidden_tokens_begin_no_document(pool):
+    for loss in pool.run(with_positions_of_a_mask, 2):
+        assert abs(loss - whole("Llama", False)[0]) < 1e-6
 
 
 def test_what_attention_does_not_know_is_rejected():
