@@ -123,7 +123,7 @@ def ring_attention(
             query and the last key then have one position, as in flash-attn, for `causal`
             and `window_size`; a `mask` says so by its `keys`.
         route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`, or
-            `auto`: the one of least predicted time (`cp_ring.plan.costs.shapes`).
+            `auto`, which is the default.
         schedule: at which hop a rank uses the keys of which others: `auto`, 2 sources
             first and 4 a hop then, or all in one hop where few keys are remote; `ring`, one source
             a hop; `gather`, all remote sources in one hop; or the hop of each ring distance, as

@@ -16,12 +16,11 @@ from torch import Tensor
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.options import Options
-from cp_ring.plan.costs.shapes import AUTO, Assumed, choose
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import REPLICATED, Plan, PlanSpec, plan
 from cp_ring.plan.ranges import offsets, window_of
-from cp_ring.plan.routes import DEFAULT
+from cp_ring.plan.routes import AUTO, DEFAULT
 from cp_ring.plan.schedule import text
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.runtime import RUNTIME
@@ -38,7 +37,7 @@ _OF_MASKS = ("causal", "window_size", "cu_seqlens", "cu_seqlens_k")
 _OTHERS = ("layout", "key_layout", "route", "schedule", "heads", "node_size")
 Offsets = Sequence[int] | np.ndarray | Tensor
 
-_choices: OrderedDict[tuple[object, ...], tuple[str, int]] = RUNTIME.keep(OrderedDict())
+_choices: OrderedDict[tuple[object, ...], int] = RUNTIME.keep(OrderedDict())
 _lock = Lock()
 
 
@@ -141,12 +140,13 @@ class PlanOptions:
         spec = PlanSpec(
             layout, self.route, self.schedule, node_size=near, key_layout=self.key_layout
         )
-        if AUTO in (self.route, self.heads) and layout == REPLICATED:
-            spec = replace(spec, route=DEFAULT)  # no key travels, and no head
-        elif AUTO in (self.route, self.heads):
-            spec = _fastest(mask, cp, spec, self.heads, _sizes(*tensors, batch))
-        else:
+        if self.route == AUTO:
+            spec = replace(spec, route=DEFAULT)
+        if self.heads != AUTO:
             spec = replace(spec, ulysses=int(self.heads))
+        elif layout != REPLICATED:  # there no head travels
+            heads = _fastest_heads(mask, cp, spec, _sizes(*tensors, batch))
+            spec = replace(spec, ulysses=heads)
         proven = plan(mask, cp, spec)
         for layout, of, has, ends in (
             (proven.layout, "q", tokens, self.cu_seqlens),
@@ -177,24 +177,22 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes:
     return AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype=dtype, batch=batch)
 
 
-def _fastest(
-    mask: Mask, cp: int, spec: PlanSpec, heads: int | str, sizes: AttentionSizes
-) -> PlanSpec:
-    """The spec with route and heads of least predicted time, in place of `auto`; found once for
-    equal arguments.
+def _fastest_heads(mask: Mask, cp: int, spec: PlanSpec, sizes: AttentionSizes) -> int:
+    """The number of ranks that exchange heads of least predicted time, in place of `auto`; found
+    once for equal arguments.
     """
-    split = [getattr(of, "digest", of) for of in (spec.layout, spec.key_layout)]
-    key = mask.digest, *split, cp, spec.route, text(spec.schedule), heads, spec.node_size, sizes
+    from cp_ring.plan.cost import fastest_heads
+
+    layout = getattr(spec.layout, "digest", spec.layout)
+    key = mask.digest, layout, cp, spec.route, text(spec.schedule), spec.node_size, sizes
     with _lock:
         if key not in _choices:
-            assumed = Assumed(sizes, ranks_per_node=spec.node_size)
-            shape = choose([(mask, 1)], cp, spec.settled(mask, cp), assumed, heads).shape
-            _choices[key] = shape.route, shape.ulysses
+            settled = spec.settled(mask, cp)
+            _choices[key] = fastest_heads([(mask, 1)], cp, settled, sizes)[0]
             while len(_choices) > MAX_CHOICES:
                 _choices.popitem(last=False)
         _choices.move_to_end(key)
-        route, ulysses = _choices[key]
-    return replace(spec, route=route, ulysses=ulysses)
+        return _choices[key]
 
 
 def _maker(mask: object) -> str:

@@ -449,7 +449,7 @@ def test_caches_of_plans_are_bounded_and_hold_nothing_else(monkeypatch):
     monkeypatch.setattr(plan_cache, "MAX_CHOICES", 2)
     monkeypatch.setattr(maker, "MAX_PLANS", 2)
     for width in (3, 4, 5):
-        ring_attention(q, k, v, window_size=(width, 0), route="auto")
+        ring_attention(q, k, v, window_size=(width, 0), heads="auto")
     assert len(plan_cache._choices) == len(maker._plans) == 2
     plan = Plan.build(Mask.causal(24, (7, 0)), Layout.zigzag(24, 1))
     x = q.clone().requires_grad_()

@@ -16,7 +16,7 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.inputs import AttentionOptions, Inputs, KeptOutput
 from cp_ring.observe.counters import record
 from cp_ring.plan import split_heads
-from cp_ring.plan.costs.cost import crossing
+from cp_ring.plan.cost import bytes_between_nodes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.loopback import LoopbackTransport
@@ -131,24 +131,15 @@ def _bytes_by_link(group, case, plan):
     return between, counters.bytes_sent - between
 
 
-@pytest.mark.parametrize(
-    ("route", "heads", "kv_heads"),
-    [("direct", 1, 2), ("relay", 1, 2), ("direct", 2, 2), ("direct", 4, 4)],
-)
-def test_bytes_by_link_are_those_of_the_plan(pool, route, heads, kv_heads):
-    """All ranks on 2 nodes of 2: keys in forward and again in backward, gradients once, exchanged
-    heads both ways; among all 4 ranks there is nothing else.
+@pytest.mark.parametrize("heads", [1, 2])
+def test_bytes_between_nodes_are_those_of_the_plan(pool, heads):
+    """All ranks on 2 nodes of 2: keys in forward and again in backward, gradients once; heads are
+    exchanged inside a node.
     """
-    plan = Plan.build(Mask.full(64), Layout.zigzag(64, 4), ulysses=heads, route=route, node_size=2)
-    sizes = AttentionSizes(4, kv_heads, 16, dtype="fp32")
-    parts = pool.run(_bytes_by_link, 4, Case.draw(64, h=4, g=kv_heads), plan)
-    counted = [sum(column) for column in zip(*parts, strict=True)]
-    between, everywhere = (crossing(plan, sizes, ranks_per_node) for ranks_per_node in (2, 1))
-    assert bool(everywhere.keys or everywhere.gradients) == (heads < 4)
-    by_plan = [
-        2 * moved.keys + moved.gradients + 2 * moved.exchange for moved in (between, everywhere)
-    ]
-    assert counted == [by_plan[0], by_plan[1] - by_plan[0]]
+    plan = Plan.build(Mask.full(64), Layout.zigzag(64, 4), ulysses=heads, node_size=2)
+    parts = pool.run(_bytes_by_link, 4, Case.draw(64, h=4, g=2), plan)
+    sizes = AttentionSizes(4, 2, 16, dtype="fp32")
+    assert sum(between for between, _ in parts) == 3 * bytes_between_nodes(plan, sizes, 2)
 
 
 def test_batch_rows_with_masks_of_their_own():
@@ -198,8 +189,7 @@ def test_the_fastest_shape():
         alone = ring_attention(q, k, v, group, causal=True)
         choices = (
             {"heads": "auto"},
-            {"route": "auto"},
-            {"route": "auto", "heads": "auto", "node_size": 2},
+            {"heads": "auto", "node_size": 2},
         )
         return [
             error(ring_attention(q, k, v, group, causal=True, **choice), alone.double())

@@ -4,9 +4,7 @@ the same documents.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,65 +21,25 @@ def exponential(n: int, mean: float, seed: int) -> Ints:
     return _offsets(np.random.default_rng(seed).exponential(mean, _enough(n, mean)), n)
 
 
-class LengthPreset(NamedTuple):
-    """Documents as published statistics describe them.
-
-    published: what is published, and where. assumed: what is assumed beside. draw: random lengths,
-    about so many tokens together.
-    """
-
-    published: str
-    assumed: str
-    draw: Callable[[np.random.Generator, int], np.ndarray]
-
-
-def _logs(
-    rng: np.random.Generator,
-    tokens: int,
-    mean: float,
-    sigma: float,
-    most: float,
-) -> np.ndarray:
-    return np.minimum(
-        rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, _enough(tokens, mean)), most
-    )
-
-
 def _conversations(rng: np.random.Generator, tokens: int) -> np.ndarray:
-    short = _logs(rng, tokens, 1000, 1.0, 8192)
+    """As LongAlign has them (arXiv:2401.18058): long instructions of 8,192 to 65,536 tokens mixed
+    with short ones. Assumed: a tenth are long, log-uniform; the others are log-normal with mean
+    1,000 and sigma 1, at most 8,192 tokens.
+    """
+    short = np.minimum(_log_normal(rng, tokens, 1000, 1.0), 8192)
     long = np.exp(rng.uniform(np.log(8192), np.log(65536), len(short)))
     return np.where(rng.random(len(short)) < 0.1, long, short)
 
 
-PRESETS = {
-    "web": LengthPreset(
-        "C4, English: 364,868,892 documents (data set card of allenai/c4), 156 billion tokens "
-        "(arXiv:2104.08758); 428 on average",
-        "log-normal with sigma 1.1, at most 16,384 tokens",
-        lambda rng, n: _logs(rng, n, 428, 1.1, 16384),
-    ),
-    "code": LengthPreset(
-        "The Stack v2, full training set, grouped by repositories: about 900 billion tokens "
-        "(huggingface.co/blog/starcoder2)",
-        "40 million repositories, so 22,400 tokens on average; log-normal with sigma 1.5, at most "
-        "131,072 tokens",
-        lambda rng, n: _logs(rng, n, 22400, 1.5, 131072),
-    ),
-    "sft": LengthPreset(
-        "LongAlign: 10,000 long instructions of 8,192 to 65,536 tokens, mixed with short ones "
-        "(arXiv:2401.18058)",
-        "a tenth are long, log-uniform; the others log-normal with mean 1,000 and sigma 1, at "
-        "most 8,192 tokens",
-        _conversations,
-    ),
-}
-"""Lengths for `cp-ring plan --lengths preset:NAME`."""
+def _log_normal(rng: np.random.Generator, tokens: int, mean: float, sigma: float) -> np.ndarray:
+    return rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, _enough(tokens, mean))
+
 
 LENGTHS = "--lengths"
 
 
 def lengths(text: str, n: int | None, seed: int) -> Ints:
-    """Lengths of documents, int64 [documents], that `text` describes: `preset:NAME`,
+    """Lengths of documents, int64 [documents], that `text` describes: `preset:sft`,
     `lognormal:MEAN[,SIGMA]`, or a file.
 
     Random lengths sum to exactly `n`; the last document is cut there. A file has one number a
@@ -97,9 +55,9 @@ def lengths(text: str, n: int | None, seed: int) -> Ints:
         )
     rng = np.random.default_rng(seed)
     if kind == "preset":
-        if rest not in PRESETS:
-            raise PlanError(f"{LENGTHS} {text}: known presets are {', '.join(PRESETS)}")
-        return np.diff(_offsets(PRESETS[rest].draw(rng, n), n))
+        if rest != "sft":
+            raise PlanError(f"{LENGTHS} {text}: the known preset is sft")
+        return np.diff(_offsets(_conversations(rng, n), n))
     try:
         mean, sigma = map(float, (rest if "," in rest else f"{rest},1.2").split(","))
     except ValueError:
@@ -109,7 +67,7 @@ def lengths(text: str, n: int | None, seed: int) -> Ints:
         ) from None
     if not (1 <= mean < np.inf and 0 <= sigma <= 5):
         raise PlanError(f"{LENGTHS} {text}: the mean must be at least 1 and finite, sigma 0 to 5")
-    return np.diff(_offsets(_logs(rng, n, mean, sigma, n), n))
+    return np.diff(_offsets(_log_normal(rng, n, mean, sigma), n))
 
 
 def _lengths_of_file(path: str, n: int | None) -> Ints:

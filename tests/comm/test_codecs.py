@@ -19,7 +19,7 @@ from cp_ring.attention import codec_of
 from cp_ring.comm.codecs import CODECS, Decoding, Quantized
 from cp_ring.observe.counters import record
 from cp_ring.observe.debug import debugging
-from cp_ring.plan.costs.cost import cost
+from cp_ring.plan.cost import cost
 from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, brute_force, error

@@ -13,7 +13,7 @@ import torch
 from cp_ring import ConfigError, LatentKeys, Layout, Mask, Plan, PlanError, ring_attention
 from cp_ring.observe.counters import record
 from cp_ring.observe.debug import debugging
-from cp_ring.plan.costs.cost import cost
+from cp_ring.plan.cost import cost
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes, LatentSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, brute_force, error

@@ -7,7 +7,7 @@ import torch
 
 from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import KernelError
-from cp_ring.plan.costs.cost import cost
+from cp_ring.plan.cost import cost
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from tests.gpu.one_device import RankSizes, replay, single_call
 

@@ -274,7 +274,7 @@ def test_rules_read_arguments_that_megatron_has():
         (["--cp-ring-heads", "auto", "--cp-comm-type", "a2a"],
             "--cp-comm-type a2a and --cp-ring-heads auto are mutually exclusive"),
         (["--cp-ring-heads", "most"], "--cp-ring-heads 'most': "),
-        ([*CP4, "--cp-ring-route", "auto", "--cp-ring-heads", "3"],
+        ([*CP4, "--cp-ring-heads", "3"],
             "--cp-ring-heads 3 does not divide the 4 context-parallel"),
         ([*CP4, "--cp-ring-node-size", "3"],
             "--cp-ring-node-size 3 does not divide the 4 context-parallel ranks"),
@@ -481,11 +481,7 @@ def test_what_is_said_of_recomputation(applied, parse, capsys, monkeypatch, flag
 @pytest.mark.parametrize(
     ("flags", "chosen", "said"),
     [
-        ("--cp-ring-route auto --cp-ring-heads auto", None, "nodes of 2 context-parallel ranks: "),
-        ("--cp-ring-route relay --cp-ring-heads auto", ("relay", 4), "route relay, heads 4: "),
-        ("--cp-ring-route auto --cp-comm-type a2a", ("direct", 1), "route direct, heads 4: "),
-        ("--cp-ring-route auto --cp-comm-type all_gather", ("direct", 1), "direct, heads 1: "),
-        ("--cp-ring-heads 2 --cp-ring-route auto", ("direct", 2), "route direct, heads 2: "),
+        ("--cp-ring-heads auto", None, "nodes of 2 context-parallel ranks: "),
     ],
 )
 def test_the_fastest_shape_is_chosen_and_said(

@@ -87,16 +87,15 @@ def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:
 
 
 def _latent_pays(args: argparse.Namespace, config: Options) -> bool:
-    """Whether attention of one causal sequence takes less time with latents, in the model of
-    `cp_ring.plan.costs.simulate`.
-    """
-    from cp_ring.plan.costs.simulate import simulate
+    """Whether attention of one causal sequence is predicted to take less time with latents."""
+    from cp_ring.plan.cost import attention_time
 
     cp = args.context_parallel_size
     node = config.node_size or max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
     plan = make_plan("causal", args.seq_length, cp)
     report = plan.verify()
     latent, plain = (
-        simulate(plan, report, _sizes(args, wire), RATES, node).both for wire in ("latent", "plain")
+        attention_time(plan, report, _sizes(args, wire), RATES, node).both
+        for wire in ("latent", "plain")
     )
     return latent < plain

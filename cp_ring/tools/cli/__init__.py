@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
-from cp_ring.tools import bench
+from cp_ring.tools import bench, plan
 from cp_ring.tools.cli.option_models import (
     Job,
     Overrides,
@@ -23,8 +23,6 @@ from cp_ring.tools.cli.option_models import (
     Verbose,
     command,
 )
-from cp_ring.tools.cli.plan_command import run_plan
-from cp_ring.tools.cli.plan_options import PlanRequest
 from cp_ring.tools.cli.tune_command import TuneOptions, run_tune
 
 # of click, or of typer's own copy of click; typer does not export it
@@ -123,7 +121,7 @@ def patches() -> None:
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {
-    "plan": command(PlanRequest, run_plan),
+    "plan": plan.plan_command,
     "tune": command(TuneOptions, run_tune),
 }
 for _name, _run in _COMMANDS.items():

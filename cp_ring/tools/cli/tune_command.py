@@ -59,7 +59,7 @@ class TuneOptions:
     lengths: str | None = _search(
         None,
         "Batch rows of documents with lengths like these: a file, lognormal:MEAN,SIGMA, or "
-        f"preset:NAME of {', '.join(samples.PRESETS)}.",
+        "preset:sft.",
         metavar="SPEC",
     )
     seed: int = _search(0, "Seed of the drawn documents.", min=0)

@@ -1,0 +1,279 @@
+"""What attention of one layer costs by a proven plan: FLOP, bytes that travel, memory, and the one
+formula of time.
+
+A pass of a rank, forward or backward, is a series of stages: its hops that have work or messages,
+where backward does half of hop 0 first and half of it last. A stage lasts as long as the longer of
+two things: what the rank computes, and what arrives or leaves meanwhile, over links inside a node
+and between nodes. These are the keys of the next hop, and in backward also the gradients of the hop
+before. Exchanges of heads come beside. Everything that chooses or predicts reads this formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_ring.plan.exchange.members import members_of_node
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import Plan, PlanSpec
+from cp_ring.plan.proof.verify import Report
+from cp_ring.plan.ranges import Ints
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.plan.sizes.head_split import split_heads
+from cp_ring.plan.tables import PlanTables, Transfers
+from cp_ring.plan.tiles import OPEN
+from cp_ring.plan.updates import MAX_PARTS
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """Cost of one layer's attention. Arrays are [cp, cp], rank by hop; FLOPs are float64, bytes
+    int64.
+
+    Forward FLOPs count two matrix products over the allowed pairs, backward FLOPs five. `bytes_in`
+    and `bytes_out` are the keys and values of the forward pass; the backward pass moves them again,
+    beside the gradients. `memory` names every buffer and its bytes on the rank where it is largest.
+    `decode_flops` are those of the codec, beside attention: (forward, backward).
+    """
+
+    forward_flops: Floats
+    backward_flops: Floats
+    bytes_in: Ints
+    bytes_out: Ints
+    gradient_bytes_in: Ints
+    gradient_bytes_out: Ints
+    memory: dict[str, int]
+    decode_flops: tuple[Floats, Floats]
+
+
+def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
+    """The cost of a proven plan for tensors of these sizes."""
+    work = report.work.astype(np.float64)
+    keys, gradients = sizes.on_wire()
+    forward, backward = sizes.pair_flops
+    arriving = report.keys_in.astype(np.float64) * sizes.batch
+    decode_forward, decode_backward = sizes.codec.decode_flops(sizes.kv_heads, sizes.latent)
+    return Cost(
+        forward_flops=work * forward,
+        backward_flops=work * backward,
+        bytes_in=report.keys_in * keys,
+        bytes_out=report.keys_out * keys,
+        gradient_bytes_in=report.grads_in * gradients,
+        gradient_bytes_out=report.grads_out * gradients,
+        memory=memory(report, sizes, num_slots),
+        decode_flops=(arriving * decode_forward, arriving * decode_backward),
+    )
+
+
+def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[str, int]:
+    """Bytes of every buffer on the rank where it is largest. Only the first two are kept from
+    forward to backward.
+    """
+    tokens = int(report.tokens_per_rank.max())
+    width, element, wire, float32 = sizes.key_width, sizes.element, sizes.wire_element, 4
+    heads = sizes.batch * sizes.heads
+    arriving, leaving, returning = (
+        int(table.max(initial=0)) for table in (report.keys_in, report.grads_out, report.grads_in)
+    )
+    return {
+        "kept: q, k, v, out": tokens * (sizes.query_width + sizes.out_width + width) * element,
+        "kept: lse": tokens * heads * float32,
+        "forward: partial results of out": MAX_PARTS * tokens * sizes.out_width * element,
+        "forward: out in float32": tokens * sizes.out_width * float32,
+        "both: key and value slots": num_slots * arriving * sizes.wire_key_bytes,
+        **({} if sizes.codec.plain else _codec_memory(sizes, tokens, arriving, leaving)),
+        "backward: partial results of dq": MAX_PARTS * tokens * sizes.query_width * element,
+        "backward: dq in float32": tokens * sizes.query_width * float32,
+        "backward: dk, dv in float32": tokens * width * float32,
+        "backward: a hop's dk, dv in float32": leaving * width * float32,
+        "backward: a hop's dk, dv that leave": leaving * sizes.wire_gradient_width * wire,
+        "backward: dk, dv that arrive": returning * sizes.wire_gradient_width * wire,
+    }
+
+
+def _codec_memory(
+    sizes: AttentionSizes, tokens: int, arriving: int, leaving: int
+) -> dict[str, int]:
+    """What a codec needs beside the slots."""
+    buffers = {
+        "both: own keys and values, encoded": tokens * sizes.wire_key_bytes,
+        "both: a hop's keys and values, decoded": arriving * sizes.key_width * sizes.element,
+    }
+    if sizes.codec.latent and sizes.latent is not None:
+        weight = sizes.kv_heads * (sizes.latent.nope + sizes.latent.value) * sizes.latent.latent
+        buffers["backward: a hop's dk, dv before the up-projection"] = (
+            leaving * sizes.key_width * sizes.element
+        )
+        buffers["backward: gradients of latents in float32"] = (
+            tokens * sizes.wire_gradient_width * 4
+        )
+        buffers["backward: gradient of the up-projection in float32"] = weight * 4
+    return buffers
+
+
+def bytes_between_nodes(plan: Plan, sizes: AttentionSizes, ranks_per_node: int) -> int:
+    """Bytes of keys and values of all ranks that go to other nodes in the ring in forward, where
+    each `ranks_per_node` neighboring ranks share a node.
+    """
+    near = members_of_node(ranks_per_node, plan.ulysses)
+    keys = plan.ring.transfers
+    crosses = keys.sender // near != keys.receiver // near
+    own = sizes.of_rank(plan.ulysses).on_wire()[0]
+    return int(keys.tokens[crosses].sum()) * own * plan.ulysses
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTime:
+    """Predicted seconds of one layer's attention: of forward and of backward.
+
+    compute, moving: what each stage of each member of the ring computes, and what moves meanwhile:
+    [members, stages]. hops: the hop of each stage of forward. exchange: the exchange of heads that
+    hides behind nothing. ideal: one kernel call on the whole sequence, divided evenly among the
+    ranks.
+    """
+
+    compute: tuple[Floats, Floats]
+    moving: tuple[Floats, Floats]
+    hops: Ints
+    exchange: tuple[float, float]
+    ideal: tuple[float, float]
+
+    @property
+    def stages(self) -> tuple[Floats, Floats]:
+        """How long each stage lasts."""
+        forward, backward = map(np.maximum, self.compute, self.moving)
+        return forward, backward
+
+    def _slowest(self, passes: int) -> tuple[float, float]:
+        """The time of the slowest rank in so many passes, and what of it the rank waits."""
+        total = sum(stages.sum(1) for stages in self.stages[:passes])
+        busy = sum(compute.sum(1) for compute in self.compute[:passes])
+        exchange, rank = sum(self.exchange[:passes]), int(np.argmax(total))
+        return float(total[rank] + exchange), float(total[rank] - busy[rank] + exchange)
+
+    @property
+    def forward(self) -> float:
+        """Seconds of forward on the slowest rank."""
+        return self._slowest(1)[0]
+
+    @property
+    def both(self) -> float:
+        """Seconds of forward and backward together on the slowest rank."""
+        return self._slowest(2)[0]
+
+    @property
+    def waits(self) -> tuple[float, float]:
+        """What of `forward` and of `both` the slowest rank waits for messages."""
+        return self._slowest(1)[1], self._slowest(2)[1]
+
+
+def attention_time(
+    plan: Plan,
+    report: Report,
+    sizes: AttentionSizes,
+    rates: Rates = RATES,
+    ranks_per_node: int = 1,
+) -> AttentionTime:
+    """The time of a proven plan for a layer of these sizes, all heads together, where each
+    `ranks_per_node` neighboring ranks share a node.
+    """
+    ring, heads = plan.ring, plan.ulysses
+    own, hops = sizes.of_rank(heads), ring.schedule[-1] + 1
+    groups = split_heads(sizes.heads, sizes.kv_heads, heads).groups if heads > 1 else 1
+    near = members_of_node(ranks_per_node, heads)
+    costs = cost(report, own)
+    keys, gradients = (
+        _link_seconds(table, width, near, (ring.cp, hops), rates)
+        for table, width in zip((ring.transfers, ring.gradients), own.on_wire(), strict=True)
+    )
+    calls = groups * rates.call * _kernel_calls(ring, hops)
+    flops = (costs.forward_flops, costs.backward_flops)
+    there, back = (
+        (attention + decode)[:, :hops] / rates.flops + calls
+        for attention, decode in zip(flops, costs.decode_flops, strict=True)
+    )
+    live = (there + keys + gradients) > 0
+    live[:, 0] = True
+    order = np.argsort(~live, 1, kind="stable")  # a rank skips hops without work and messages
+    there, back, keys, gradients = (
+        np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
+    )
+    none = np.zeros((ring.cp, 1))
+    halves = back[:, :1] / 2
+    exchange = _exchange_seconds(plan, own, rates, ranks_per_node) / groups
+    exchange += 2 * groups * rates.call if heads > 1 else 0.0
+    return AttentionTime(
+        compute=(there, np.concatenate([halves, back[:, 1:], halves], 1)),
+        moving=(
+            np.concatenate([keys[:, 1:], none], 1),
+            np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, gradients], 1),
+        ),
+        hops=order,
+        exchange=(exchange, exchange),
+        ideal=(
+            float(costs.forward_flops.sum()) / ring.cp / rates.flops,
+            float(costs.backward_flops.sum()) / ring.cp / rates.flops,
+        ),
+    )
+
+
+def _link_seconds(
+    table: Transfers, width: int, near: int, shape: tuple[int, int], rates: Rates
+) -> Floats:
+    """Seconds in which the messages of each member's hop travel [members, hops]: in and out, inside
+    nodes of `near` members and between nodes, at the same time.
+    """
+    crosses = table.sender // near != table.receiver // near
+    seconds = np.zeros(shape)
+    for link, rate in ((~crosses, rates.inside), (crosses, rates.between)):
+        for member in (table.receiver, table.sender):
+            place = (member * shape[1] + table.hop)[link]
+            size = np.bincount(place, table.tokens[link] * width, shape[0] * shape[1])
+            seconds = np.maximum(seconds, size.reshape(shape) / rate)
+    return seconds
+
+
+def _kernel_calls(ring: PlanTables, hops: int) -> Floats:
+    """Kernel calls of each member's hop [members, hops], by a kernel that takes many tiles in one
+    call: one for tiles with a band, one for those without.
+    """
+    banded = (ring.tiles.lo != -OPEN) | (ring.tiles.hi != OPEN)
+    kinds = np.unique((ring.tile_rank * hops + ring.tile_hop) * 2 + banded)
+    return np.bincount(kinds // 2, minlength=ring.cp * hops).reshape(ring.cp, hops).astype(float)
+
+
+def _exchange_seconds(plan: Plan, own: AttentionSizes, rates: Rates, ranks_per_node: int) -> float:
+    """Seconds of the exchange of heads before and after attention, in either pass: queries, keys,
+    values and outputs, or their gradients.
+    """
+    others = plan.ulysses - 1
+    inside = min(ranks_per_node, plan.ulysses) - 1
+    tokens = int(plan.layout.tokens_per_rank.max())
+    size = tokens * own.element * (own.query_width + own.key_width + own.out_width)
+    return max(size * inside / rates.inside, size * (others - inside) / rates.between)
+
+
+def fastest_heads(
+    layers: Sequence[tuple[Mask, int]], cp: int, spec: PlanSpec, sizes: AttentionSizes
+) -> tuple[int, dict[int, float]]:
+    """How many neighboring ranks exchange heads, such that attention of layers with these masks
+    (mask, number of layers) takes the least time; and the seconds of each number that is possible.
+
+    Of numbers that differ by less than a hundredth, the smallest is taken.
+    """
+    seconds = {}
+    for heads in range(1, cp + 1):
+        if cp % heads == 0 and sizes.heads % heads == 0:
+            plans = [(replace(spec, ulysses=heads).build(mask, cp), n) for mask, n in layers]
+            seconds[heads] = sum(
+                count * attention_time(plan, plan.verify(), sizes, RATES, spec.node_size).both
+                for plan, count in plans
+            )
+    least = min(seconds.values())
+    return next(heads for heads, time in seconds.items() if time <= 1.01 * least), seconds

@@ -1,0 +1,427 @@
+"""`cp-ring plan`: the plan of one attention layer as a table, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.cost import AttentionTime, attention_time, bytes_between_nodes, cost
+from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.lower import ASSUMED, KERNELS, call_groups, lower
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import Plan, PlanSpec
+from cp_ring.plan.proof.verify import Report
+from cp_ring.plan.ranges import Ints
+from cp_ring.plan.rank_plan import rank_tiles
+from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.schedule import NAMES, SLOT_SHARDS, group_sizes
+from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes, LatentSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.tools import lengths as documents
+from cp_ring.tools.cli.option_models import WRITTEN, AsJson, Overrides, parse_tokens
+from cp_ring.tools.cli.terminal import emit, mib, show_table
+
+PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets
+MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
+MAX_RANKS_SHOWN, MAX_RANKS_COUNTED = 32, 256  # of the kernel calls of each rank
+
+FORMS = {
+    "shared-prefix": "PROMPT,RESPONSE[xCOUNT],...[+PROMPT,...]",
+    "images": "START-END,...",
+    "global": "START-END,...",
+    "tree": "FILE.json",
+    "block-causal": "BLOCK",
+    "block-diffusion": "BLOCK",
+}
+"""What follows the colon of each kind of mask."""
+
+
+def _tokens(text: str) -> Any:
+    return typer.Option(help=text, parser=parse_tokens, metavar="TOKENS")
+
+
+def _number(text: str) -> Any:
+    return typer.Option(help=text, min=1)
+
+
+def plan_command(
+    job: Annotated[
+        str | None,
+        typer.Argument(help="A job, whose first attention layer is planned.", metavar="JOB"),
+    ] = None,
+    overrides: Overrides = None,
+    cp: Annotated[int | None, _number("Context-parallel ranks.")] = None,
+    seq_length: Annotated[int | None, _tokens("Tokens of the sequence: 65536, 64K, 1M.")] = None,
+    mask: Annotated[
+        str | None, typer.Option(help=f"{', '.join(FORMS)}, as in block-causal:512.")
+    ] = None,
+    window: Annotated[int | None, _tokens("A query sees itself and so many keys before.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="No causal mask.")] = False,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Packed documents: a file of lengths, lognormal:MEAN or preset:sft."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of random documents.", min=0)] = 0,
+    layout: Annotated[
+        str | None, typer.Option(help=f"{', '.join(LAYOUTS)}, {PER_DOCUMENT}. Default: zigzag.")
+    ] = None,
+    route: Annotated[
+        str | None, typer.Option(help=f"{', '.join(ROUTES)}. Default: direct.")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help=f"{', '.join(NAMES)}, or hops as in 0,1,2,2.")
+    ] = None,
+    slot_shards: Annotated[int | None, _number("Most source ranks of a hop. Default: 4.")] = None,
+    head_parallel: Annotated[
+        int | None, _number("Neighboring ranks that exchange tokens for heads. Default: 1.")
+    ] = None,
+    ranks_per_node: Annotated[int | None, _number("Default: 8.")] = None,
+    heads: Annotated[int | None, _number("Query heads. Default: 32.")] = None,
+    kv_heads: Annotated[int | None, _number("Key/value heads. Default: 8.")] = None,
+    head_dim: Annotated[int | None, _number("Size of a head. Default: 128.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16 (the default), fp16 or fp32.")] = None,
+    mla: Annotated[
+        str | None, typer.Option(help="Latent, rotated key, own key, value, as 512,64,128,128.")
+    ] = None,
+    wire: Annotated[
+        str | None, typer.Option(help=f"How keys travel: {', '.join(WIRES)}. Default: plain.")
+    ] = None,
+    kernel: Annotated[
+        str, typer.Option(help=f"Whose calls are counted: {', '.join(KERNELS)}.")
+    ] = ASSUMED,
+    tflops: Annotated[float | None, typer.Option(help="TFLOP/s of attention; 400.")] = None,
+    node_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s of a rank inside a node; 300.")
+    ] = None,
+    network_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s of a rank between nodes; 40.")
+    ] = None,
+    draw: Annotated[
+        str | None, typer.Option(help="Write the picture: a .png, .svg or .pdf file.", **WRITTEN)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan the attention of one layer, prove the plan, show its cost, and draw it. Needs no GPU."""
+    given = {
+        "cp": cp, "seq_length": seq_length, "window": window, "layout": layout, "route": route,
+        "schedule": schedule, "slot_shards": slot_shards, "head_parallel": head_parallel,
+        "ranks_per_node": ranks_per_node, "heads": heads, "kv_heads": kv_heads,
+        "head_dim": head_dim, "dtype": dtype, "mla": mla, "wire": wire,
+    }  # fmt: skip
+    if draw:
+        from cp_ring.tools.draw import check_ending
+
+        check_ending(draw)
+    if kernel not in KERNELS:
+        raise PlanError(f"--kernel {kernel!r}: known are {', '.join(KERNELS)}")
+    rates = _rates(tflops, node_bandwidth, network_bandwidth)
+    asked = _defaults(job, overrides) | {k: v for k, v in given.items() if v is not None}
+    if asked["cp"] is None:
+        raise PlanError("--cp: give the context-parallel ranks, or a JOB")
+    n, offsets = asked["seq_length"], None
+    if n is not None and not 1 <= n <= MAX_TOKENS:
+        raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
+    if lengths is not None:
+        offsets = np.cumsum([0, *documents.lengths(lengths, n, seed)])
+        n = int(offsets[-1]) if n is None else n
+    sizes = _sizes(asked)
+    try:
+        of = make_mask(mask, n, asked["window"], full, offsets)
+        made, build_ms = _timed(lambda: _build(of, offsets, asked))
+        report, verify_ms = _timed(lambda: made.verify(2))
+    except MemoryError as error:
+        size = f"--seq-length {n} --cp {asked['cp']}"
+        raise PlanError(f"{size}: the plan does not fit into memory: {error}") from None
+    timed = attention_time(made, report, sizes, rates, asked["ranks_per_node"])
+    facts = summary(made, report, sizes, asked["ranks_per_node"]) | {
+        "head_parallel": made.ulysses,
+        "build_ms": build_ms,
+        "verify_ms": verify_ms,
+        "kernel": kernel,
+        "kernel_calls_per_rank": kernel_calls(made, kernel),
+        "wire": sizes.wire,
+        "predicted": predicted(timed),
+    }
+    emit(facts, as_json, lambda: _print(made, facts))
+    if draw:
+        from cp_ring.tools.draw import draw as draw_plan
+
+        draw_plan(made.ring, report, timed, _in_words(rates), draw)
+        typer.echo(f"wrote {draw}", err=as_json)
+
+
+def _defaults(job: str | None, overrides: list[str] | None) -> dict[str, Any]:
+    """The values of the options that are not given: those of a job, or the defaults."""
+    values: dict[str, Any] = {
+        "cp": None, "seq_length": None, "window": -1, "layout": "zigzag", "route": "direct",
+        "schedule": "auto", "slot_shards": SLOT_SHARDS, "head_parallel": 1, "ranks_per_node": 8,
+        "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bf16", "mla": None, "wire": "plain",
+    }  # fmt: skip
+    if job is None:
+        if overrides:
+            raise ConfigError(f"--set {overrides[0]} changes a job: name one")
+        return values
+    from cp_ring.comm.nodes import node_size
+    from cp_ring.megatron.flags.comm_types import spec_of_layer
+    from cp_ring.tools.job import load
+
+    loaded = load(job, overrides or ())
+    megatron, settings = loaded.megatron, loaded.cp_ring.without_auto()
+    tp, ranks = (
+        loaded.parallel.tensor_model_parallel_size,
+        loaded.parallel.context_parallel_size,
+    )
+    n, windows = megatron.get("seq_length"), megatron.get("window_size") or (-1, 0)
+    if not isinstance(n, int):
+        raise ConfigError(f"{loaded.source}: megatron.seq_length {n!r} is no number of tokens")
+    if isinstance(windows, str):
+        windows = [int(number) for number in windows.strip("()[] ").split(",")]
+    sizes = AttentionSizes.from_megatron(megatron, tp)
+    kinds = megatron.get("cp_comm_type") or "p2p"
+    levels = megatron.get("hierarchical_context_parallel_sizes")
+    kind = kinds if isinstance(kinds, str) else kinds[0]
+    spec = spec_of_layer(kind, settings, ranks, levels)
+    near = settings.node_size or node_size([*range(0, tp * ranks, tp)], 8)
+    return values | {
+        "cp": ranks, "seq_length": n, "window": windows[0], "layout": settings.layout,
+        "route": spec.route, "schedule": spec.schedule, "slot_shards": spec.slot_shards or ranks,
+        "head_parallel": spec.ulysses, "ranks_per_node": near, "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "dtype": sizes.dtype,
+        "mla": ",".join(map(str, sizes.latent)) if sizes.latent else None, "wire": settings.wire,
+    }  # fmt: skip
+
+
+def _rates(tflops: float | None, inside: float | None, between: float | None) -> Rates:
+    changes = {}
+    for name, flag, value, unit in (
+        ("flops", "--tflops", tflops, 1e12),
+        ("inside", "--node-bandwidth", inside, 1e9),
+        ("between", "--network-bandwidth", between, 1e9),
+    ):
+        if value is not None:
+            if not 0 < value < float("inf"):
+                raise PlanError(f"{flag} {value:g}: it must be a number above 0")
+            changes[name] = value * unit
+    return replace(RATES, **changes)
+
+
+def _in_words(rates: Rates) -> str:
+    return (
+        f"{rates.flops / 1e12:g} TFLOP/s a rank, {rates.inside / 1e9:g} GB/s inside a node, "
+        f"{rates.between / 1e9:g} GB/s between nodes"
+    )
+
+
+def _sizes(asked: dict[str, Any]) -> AttentionSizes:
+    """The sizes of the layer. Raises `PlanError` that names the option."""
+    heads, mla, wire = asked["heads"], asked["mla"], asked["wire"]
+    if wire not in WIRES and wire != "auto":
+        raise PlanError(f"--wire {wire!r}: known are {', '.join(WIRES)}")
+    if WIRES.get(wire, WIRES["plain"]).latent and asked["head_parallel"] > 1:
+        raise PlanError(f"--wire {wire}: latents have no heads to exchange: --head-parallel 1")
+    more = {"dtype": asked["dtype"], "wire": "plain" if wire == "auto" else wire}
+    if mla is None:
+        return AttentionSizes(heads, asked["kv_heads"], asked["head_dim"], **more)
+    numbers = [int(word) if word.isdecimal() else 0 for word in mla.split(",")]
+    if len(numbers) != 4 or min(numbers) < 1:
+        raise PlanError(f"--mla {mla}: it must be 4 numbers of at least 1, as 512,64,128,128")
+    latent = LatentSizes(*numbers)
+    width = latent.nope + latent.rope
+    return AttentionSizes(heads, heads, width, latent.value, latent=latent, **more)
+
+
+def make_mask(
+    text: str | None, n: int | None, window: int, full: bool, offsets: Ints | None
+) -> Mask:
+    """The mask that the options describe, for `n` tokens; offsets: of packed documents. Raises
+    `PlanError` that names the option.
+    """
+    kind, _, values = (text or "").partition(":")
+    if n is None and kind not in ("shared-prefix", "tree"):
+        raise PlanError("--seq-length: give the tokens of the sequence")
+    if text is None:
+        ends = (window, window if full else 0)
+        if offsets is None:
+            return (Mask.full if full else Mask.causal)(n or 0, ends)
+        return Mask.documents(offsets, causal=not full, window=ends, n=n)
+    if kind not in FORMS or not values:
+        known = ", ".join(f"{kind}:{form}" for kind, form in FORMS.items())
+        raise PlanError(f"--mask {text!r}: known are {known}")
+    if full or (offsets is not None and kind != "images"):
+        raise PlanError(f"--mask {text} is a mask by itself: leave out --full and --lengths")
+    try:
+        made = _mask(kind, values, n, window, offsets)
+    except OSError as error:
+        raise PlanError(f"--mask {text}: cannot read it: {error.strerror}") from None
+    except PlanError as error:
+        raise PlanError(f"--mask {text}: {error}") from None
+    except (ValueError, KeyError, TypeError, typer.BadParameter):
+        raise PlanError(f"--mask {text}: write it as {FORMS[kind]}") from None
+    return made & (window, -1) if window >= 0 and kind != "global" else made
+
+
+def _mask(kind: str, values: str, n: int | None, window: int, offsets: Ints | None) -> Mask:
+    if kind == "shared-prefix":
+        return Mask.shared_prefix([_group(group) for group in values.split("+")], n)
+    if kind == "tree":
+        tree = json.loads(Path(values).read_text())
+        return Mask.tree(tree["parents"], tree["lengths"], n)
+    tokens = n or 0
+    if kind in ("images", "global"):
+        edges = (span.split("-") for span in values.split(","))
+        spans = [(parse_tokens(start), parse_tokens(end)) for start, end in edges]
+        if kind == "images":
+            return Mask.images(tokens, spans, offsets)
+        return Mask.with_global(tokens, spans, (window, 0))
+    make = Mask.block_causal if kind == "block-causal" else Mask.block_diffusion
+    return make(tokens, parse_tokens(values))
+
+
+def _group(text: str) -> tuple[int, list[int]]:
+    """`4096,1024x8,512` is a prompt of 4,096 tokens, 8 responses of 1,024 and one of 512."""
+    prompt, *responses = text.split(",")
+    lengths: list[int] = []
+    for response in responses:
+        length, _, count = response.partition("x")
+        lengths += [parse_tokens(length)] * (int(count) if count else 1)
+    return parse_tokens(prompt), lengths
+
+
+def _build(mask: Mask, offsets: Ints | None, asked: dict[str, Any]) -> Plan:
+    """The plan; names of parameters become options in a `PlanError`."""
+    name, cp, near = asked["layout"], asked["cp"], asked["ranks_per_node"]
+    layout: Layout | str = name
+    if name == PER_DOCUMENT:
+        layout = Layout.per_document_zigzag([0, mask.n] if offsets is None else offsets, cp)
+    spec = PlanSpec(
+        layout,
+        asked["route"],
+        asked["schedule"],
+        ulysses=asked["head_parallel"],
+        node_size=near if cp % near == 0 else 1,
+        slot_shards=asked["slot_shards"],
+    )
+    try:
+        return spec.build(mask, cp)
+    except PlanError as error:
+        line = str(error).replace("slot_shards", "--slot-shards")
+        for parameter, flag in (("heads=", "--head-parallel "), ("schedule ", "--schedule ")):
+            line = flag + line.removeprefix(parameter) if line.startswith(parameter) else line
+        for parameter in ("layout", "route"):
+            line = line.replace(f"{parameter}=", f"--{parameter} ", 1)
+        raise PlanError(line) from None
+
+
+def _timed[T](make: Callable[[], T]) -> tuple[T, float]:
+    """What `make` returns, and the milliseconds that it takes."""
+    start = time.perf_counter()
+    return make(), (time.perf_counter() - start) * 1e3
+
+
+def kernel_calls(plan: Plan, kernel: str) -> list[int] | None:
+    """Kernel calls of each member of the ring in forward; None for many ranks."""
+    if plan.ring.cp > MAX_RANKS_COUNTED:
+        return None
+    able = KERNELS[kernel]
+    parts = (rank_tiles(plan.ring, member) for member in range(plan.ring.cp))
+    return [len(call_groups(lower(tiles, able, hop), able.varlen)) for tiles, hop in parts]
+
+
+def predicted(times: AttentionTime) -> dict[str, float]:
+    """The predicted times, as JSON has them."""
+    waits, waits_both = times.waits
+    return {
+        "forward_s": times.forward,
+        "both_s": times.both,
+        "waits_forward_s": waits,
+        "waits_both_s": waits_both,
+        "share_of_one_call": sum(times.ideal) / (times.both or 1),
+    }
+
+
+def summary(
+    plan: Plan, report: Report, sizes: AttentionSizes, ranks_per_node: int
+) -> dict[str, Any]:
+    """The numbers of a plan, ready for JSON. Bytes are those of one layer: of keys and values in
+    forward, and of gradients in backward.
+    """
+    ring, own = plan.ring, sizes.of_rank(plan.ulysses)
+    costs = cost(report, own)
+    names = ("bytes_in", "bytes_out", "gradient_bytes_in", "gradient_bytes_out")
+    names += ("forward_flops", "backward_flops")
+    return {
+        "mask": ring.mask.name,
+        "layout": ring.layout.name,
+        "route": ring.route,
+        "schedule": list(ring.schedule),
+        "n": ring.n,
+        "cp": ring.cp,
+        "tokens_per_rank": report.tokens_per_rank.tolist(),
+        "work_per_rank": report.work_per_rank.tolist(),
+        **{f"{name}_per_rank": getattr(costs, name).sum(1).tolist() for name in names},
+        "moving_hops_per_rank": report.moving_hops.tolist(),
+        "share_of_full_ring": report.share_of_full_ring,
+        "bytes_between_nodes": bytes_between_nodes(plan, sizes, ranks_per_node),
+        "balance": report.balance,
+        "slots": report.slots,
+        "memory": costs.memory,
+    }
+
+
+def _print(plan: Plan, facts: dict[str, Any]) -> None:
+    ring, ranks = plan.ring, range(min(plan.ring.cp, MAX_RANKS_SHOWN))
+    mean = sum(facts["work_per_rank"]) / ring.cp or 1
+    show_table(
+        f"{ring.mask.describe()}; {ring.n:,} tokens on {ring.cp} ranks, {ring.layout.name} layout, "
+        f"{ring.route} route",
+        "",
+        ["rank", "tokens", "work (pairs)", "of mean", "MiB in", "MiB out", "moving hops"],
+        (
+            [
+                str(rank),
+                f"{facts['tokens_per_rank'][rank]:,}",
+                f"{facts['work_per_rank'][rank]:,}",
+                f"{facts['work_per_rank'][rank] / mean:.3f}",
+                mib(facts["bytes_in_per_rank"][rank]),
+                mib(facts["bytes_out_per_rank"][rank]),
+                str(facts["moving_hops_per_rank"][rank]),
+            ]
+            for rank in ranks
+        ),
+    )
+    for line in _lines(plan, facts):
+        typer.echo(line)
+    buffers = [[name, mib(size)] for name, size in facts["memory"].items()]
+    show_table("", "buffer, on the rank that needs most of it", ["MiB"], buffers)
+
+
+def _lines(plan: Plan, facts: dict[str, Any]) -> Iterator[str]:
+    ring, times = plan.ring, facts["predicted"]
+    if ring.cp > MAX_RANKS_SHOWN:
+        yield f"... and {ring.cp - MAX_RANKS_SHOWN} more ranks (--json has all)"
+    yield (
+        f"proven for {ring.cp} ranks: built in {facts['build_ms']:.1f} ms, verified in "
+        f"{facts['verify_ms']:.1f} ms"
+    )
+    yield (
+        f"balance {facts['balance']:.3f} (max / mean work); {facts['share_of_full_ring']:.1%} of a "
+        f"full ring on the wire, {facts['bytes_between_nodes'] / 2**30:.2f} GiB between nodes in "
+        "forward"
+    )
+    sources = ", ".join(map(str, group_sizes(ring.schedule)[:MAX_RANKS_SHOWN])) or "none"
+    calls = facts["kernel_calls_per_rank"]
+    most = f"; at most {max(calls)} kernel calls of a rank in forward ({facts['kernel']})"
+    yield f"remote sources of each hop: {sources}{most if calls else ''}"
+    yield (
+        f"a layer takes {1e3 * times['forward_s']:.3g} ms forward, {1e3 * times['both_s']:.3g} ms "
+        f"with backward (predicted), of which it waits {1e3 * times['waits_both_s']:.3g} ms; "
+        f"{times['share_of_one_call']:.3f} of the speed of one kernel call"
+    )

@@ -1,0 +1,83 @@
+"""FLOP, bytes and memory of plans, and the formula of time."""
+
+from __future__ import annotations
+
+import pytest
+
+from cp_ring.plan import Layout, Mask, Plan
+from cp_ring.plan.cost import attention_time, bytes_between_nodes, cost, fastest_heads
+from cp_ring.plan.plan import PlanSpec
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import Rates
+
+SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32")
+
+
+def test_cost_by_hand() -> None:
+    plan = Plan.build(Mask.full(8), Layout.contiguous(8, 2))
+    costs = cost(plan.verify(), SIZES)
+    # 16 pairs a hop, 4 heads, a multiply and an add for each element of q and v.
+    assert costs.forward_flops.tolist() == [[2 * 16 * 4 * 24] * 2] * 2
+    assert costs.backward_flops.tolist() == [[2 * 16 * 4 * (3 * 16 + 2 * 8)] * 2] * 2
+    assert costs.bytes_in.tolist() == [[0, 4 * 2 * 24 * 4]] * 2
+    assert costs.memory["both: key and value slots"] == 2 * 4 * 2 * 24 * 4
+    assert costs.memory["kept: lse"] == 4 * 4 * 4
+
+
+def test_time_by_hand() -> None:
+    """Two hops of 1 s each in forward, whose keys take 0.75 s in a node and 3 s beside it."""
+    plan = Plan.build(Mask.full(8), Layout.contiguous(8, 2))
+    report = plan.verify()
+    flops, keys = 2 * 16 * 4 * 24, 4 * 2 * 24 * 4
+    rates = Rates(flops=flops, inside=keys / 0.75, between=keys / 3, call=1e-9)
+    inside, between = (attention_time(plan, report, SIZES, rates, node) for node in (2, 1))
+    back = 2 * 16 * 4 * 64 / flops
+    assert inside.forward == pytest.approx(2) and between.forward == pytest.approx(3 + 1)
+    assert inside.waits[0] == pytest.approx(0, abs=1e-6)
+    assert between.waits[0] == pytest.approx(2)
+    # the keys come during half of hop 0, the gradients leave during the other half
+    assert inside.both == pytest.approx(2 + 2 * back)
+    assert between.both == pytest.approx(4 + 3 + back + 3)
+    assert sum(inside.ideal) == pytest.approx(2 + 2 * back)
+
+
+def test_hops_without_work_take_no_time() -> None:
+    mask = Mask.causal(1024, (64, 0))
+    rates = Rates(call=1e-3)
+    ring, gather = (
+        Plan.build(mask, Layout.contiguous(1024, 8), schedule=name) for name in ("ring", "gather")
+    )
+    times = [attention_time(plan, plan.verify(), SIZES, rates) for plan in (ring, gather)]
+    assert times[0].forward == pytest.approx(times[1].forward)
+    assert times[0].hops[1, :2].tolist() == [0, 1]
+    assert (times[0].compute[0][0, 1:] == 0).all(), "the first rank has no key of another"
+
+
+def test_bytes_between_nodes() -> None:
+    for heads in (1, 2, 4):
+        plan = PlanSpec(ulysses=heads).build(Mask.causal(4096), 8)
+        own = SIZES.of_rank(heads).on_wire()[0] * heads
+        keys = plan.ring.transfers
+        assert bytes_between_nodes(plan, SIZES, 1) == int(keys.tokens.sum()) * own
+        assert bytes_between_nodes(plan, SIZES, 8) == 0
+    # 2 nodes of 4 ranks: with a node's ranks as a member every key crosses once
+    nodes = PlanSpec(ulysses=4).build(Mask.full(4096), 8)
+    assert bytes_between_nodes(nodes, SIZES, 4) == 4096 * SIZES.of_rank(4).on_wire()[0] * 4
+
+
+def test_heads_are_chosen_where_links_between_nodes_are_slow() -> None:
+    sizes = AttentionSizes()
+    layers = [(Mask.causal(1 << 17), 1)]
+    near, _ = fastest_heads(layers, 8, PlanSpec(node_size=8), sizes)
+    assert near == 1, "the ring hides inside a node"
+    short = [(Mask.full(1 << 15), 1)]
+    far, seconds = fastest_heads(short, 16, PlanSpec(node_size=8), sizes)
+    assert far > 1 and seconds[far] < seconds[1] and set(seconds) == {1, 2, 4, 8, 16}
+
+
+def test_time_of_a_large_plan_is_found_in_milliseconds() -> None:
+    """Without a limit that a slow machine meets: what it takes does not grow with the tokens."""
+    plan = Plan.build(Mask.causal(1 << 22), Layout.zigzag(1 << 22, 64))
+    times = attention_time(plan, plan.verify(), AttentionSizes())
+    assert times.compute[0].shape == (64, plan.schedule[-1] + 1)
+    assert times.forward < times.both

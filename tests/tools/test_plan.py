@@ -1,0 +1,157 @@
+"""The `cp-ring plan` command and its picture."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan import Capabilities, Layout, Mask, Plan, lower
+from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.routes import ROUTES
+from cp_ring.tools import draw
+from cp_ring.tools.cli import app
+
+USUAL = "--seq-length 4096 --cp 4 "
+
+
+def invoke(options: str) -> str:
+    """What `cp-ring plan` prints; raises what it raises."""
+    result = CliRunner().invoke(app, ["plan", *shlex.split(options)])
+    if result.exception:
+        raise result.exception
+    return result.stdout
+
+
+def facts_of(options: str) -> dict:
+    return json.loads(invoke(f"{options} --json"))
+
+
+def test_numbers_are_those_of_the_plan() -> None:
+    facts = facts_of("--seq-length 64K --cp 8")
+    plan = Plan.build(Mask.causal(65536), Layout.zigzag(65536, 8))
+    report = plan.verify()
+    assert facts["schedule"] == [0, 1, 1, 2, 2, 2, 2, 3]
+    assert facts["work_per_rank"] == report.work_per_rank.tolist()
+    assert facts["bytes_in_per_rank"] == (report.keys_in.sum(1) * 8 * 256 * 2).tolist()
+    assert facts["kernel_calls_per_rank"] == [
+        sum(len(lower(hop.tiles, Capabilities()).tiles) for hop in plan.rank_plan(rank).hops)
+        for rank in range(8)
+    ]
+    assert facts["bytes_between_nodes"] == 0
+    assert facts_of("--seq-length 64K --cp 8 --ranks-per-node 1")["bytes_between_nodes"] == sum(
+        facts["bytes_in_per_rank"]
+    )
+    times = facts["predicted"]
+    assert 0 < times["forward_s"] < times["both_s"] and 0.5 < times["share_of_one_call"] < 1
+    text = " ".join(invoke("--seq-length 64K --cp 8").split())
+    assert "remote sources of each hop: 2, 4, 1; at most 5 kernel calls of a rank" in text
+    assert "causal; 65,536 tokens on 8 ranks, zigzag layout, direct route" in text
+
+
+def test_heads_inside_a_node_send_keys_once_to_each_other_node() -> None:
+    line = "--seq-length 512K --cp 64 --kv-heads 8 --heads 64 --full"
+    direct, heads = (
+        facts_of(f"{line} {more}")["bytes_between_nodes"] for more in ("", "--head-parallel 8")
+    )
+    assert direct == 64 * 56 * (524288 // 64) * 2 * 8 * 128 * 2 == 8 * heads
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "per_document_zigzag"])
+def test_every_layout_and_route(tmp_path: Path, layout: str, route: str) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("1000 2000 1096")
+    facts = facts_of(f"{USUAL} --lengths {lengths} --layout {layout} --route {route}")
+    assert facts["layout"].startswith(layout.split("_")[0]) and facts["route"] == route
+    assert sum(facts["tokens_per_rank"]) == 4096
+
+
+@pytest.mark.parametrize(
+    ("options", "mask"),
+    [
+        ("--mask shared-prefix:1024,256x8+512,512x2", Mask.shared_prefix),
+        (f"{USUAL} --mask images:100-356,1000-1256", Mask.images),
+        (f"{USUAL} --mask global:0-16 --window 64", Mask.with_global),
+        (f"{USUAL} --mask block-causal:512 --window 1024", Mask.block_causal),
+        (f"{USUAL} --mask block-diffusion:512", Mask.block_diffusion),
+        (f"{USUAL} --window 128", Mask.causal),
+    ],
+)
+def test_masks(options: str, mask: object) -> None:
+    more = "" if "--cp" in options else "--cp 4"
+    assert sum(facts_of(f"{options} {more}")["work_per_rank"]) > 0
+
+
+def test_a_tree_and_documents_of_a_file(tmp_path: Path) -> None:
+    tree = tmp_path / "tree.json"
+    tree.write_text('{"parents": [-1, 0, 0], "lengths": [512, 256, 256]}')
+    assert facts_of(f"--mask tree:{tree} --cp 4")["n"] == 1024
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("1000 2000 1096")
+    facts = facts_of(f"--lengths {lengths} --cp 4")
+    assert facts["n"] == 4096
+    assert sum(facts["work_per_rank"]) == sum(n * (n + 1) // 2 for n in (1000, 2000, 1096))
+
+
+def test_a_job_has_the_sizes_of_its_layer() -> None:
+    facts = facts_of("llama3-8b-128k")
+    assert (facts["n"], facts["cp"]) == (131072, 4)
+    other = facts_of("llama3-8b-128k --cp 8 --set cp_ring.heads=2 --seq-length 64K")
+    assert (other["n"], other["head_parallel"], other["cp"]) == (65536, 2, 4)
+    assert facts_of("deepseek-style-mla-moe --wire latent")["wire"] == "latent"
+    with pytest.raises(ConfigError, match=r"--set a\.b=1 changes a job: name one"):
+        invoke(f"{USUAL} --set a.b=1")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("--seq-length 64", "--cp: give the context-parallel ranks, or a JOB"),
+        ("--cp 2", "--seq-length: give the tokens of the sequence"),
+        ("--cp 2 --seq-length 2G", "--seq-length 2147483648: it must be at least 1 and at most"),
+        (f"{USUAL} --layout spiral", "--layout 'spiral': unknown; known are zigzag"),
+        (f"{USUAL} --route spiral", "--route 'spiral': unknown; known are direct"),
+        (f"{USUAL} --schedule spiral", "--schedule 'spiral': known are auto"),
+        (f"{USUAL} --schedule gather --slot-shards 2", "--schedule gather: a hop has 3 sources"),
+        (f"{USUAL} --head-parallel 3", "--head-parallel 3: it must divide the 4"),
+        (f"{USUAL} --wire latent", "wire latent needs the sizes of multi-latent attention"),
+        (f"{USUAL} --mla 1,2,3", "--mla 1,2,3: it must be 4 numbers"),
+        (f"{USUAL} --dtype int8", "unknown dtype 'int8'"),
+        (f"{USUAL} --kernel warp", "--kernel 'warp': known are"),
+        (f"{USUAL} --tflops 0", "--tflops 0: it must be a number above 0"),
+        (f"{USUAL} --mask stripes:3", "--mask 'stripes:3': known are shared-prefix"),
+        (f"{USUAL} --mask images:9", "--mask images:9: write it as START-END"),
+        (f"{USUAL} --mask block-causal:64 --full", "is a mask by itself"),
+        (f"{USUAL} --lengths preset:poems", "--lengths preset:poems: the known preset is sft"),
+        (f"{USUAL} --lengths lognormal:x", "--lengths lognormal:x: give lognormal:MEAN"),
+        (f"{USUAL} --draw plan.txt", "--draw plan.txt: the file must end in .png, .svg or .pdf"),
+    ],
+)
+def test_bad_options_are_one_line(options: str, line: str) -> None:
+    with pytest.raises((PlanError, ConfigError)) as caught:
+        invoke(options)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_help_fits_a_terminal() -> None:
+    assert all(len(line) <= 80 for line in invoke("--help").splitlines())
+
+
+@pytest.mark.parametrize("cp", [1, 4, 20])
+def test_picture(tmp_path: Path, cp: int) -> None:
+    path = tmp_path / "plan.svg"
+    assert f"wrote {path}" in invoke(f"--seq-length 4000 --cp {cp} --window 300 --draw {path}")
+    text = path.read_text()
+    assert "which rank computes which pairs" in text and "predicted at 400 TFLOP/s" in text
+    assert ("rank 0" in text) == (cp <= draw.MAX_LEGEND)
+
+
+def test_colors_are_told_apart() -> None:
+    few = {draw.color(rank, hop, 8, 4) for rank in range(8) for hop in range(4)}
+    assert len(few) == 32 and len({draw.color(rank, 0, 64, 1) for rank in range(64)}) == 64
+    assert [draw.tokens_of(n) for n in (0, 512, 8192, 1 << 20)] == ["0", "512", "8K", "1M"]
