@@ -14,13 +14,13 @@ from itertools import groupby
 import pytest
 
 from cp_ring.plan import Mask, PlanSpec
-from cp_ring.plan.costs.rank_updates import rank_updates
 from cp_ring.plan.lower import KERNELS, lower
 from cp_ring.plan.plan import plan
 from cp_ring.plan.tables import RankPlan
 from tests.fakegpu.log import Log
 from tests.fakegpu.process import FakeGpus
 from tests.fakegpu.replay import Content, hangs, in_flight_together, mismatches, read_by
+from tests.kernels.planned_updates import rank_updates
 
 RANKS = 4
 FLASH = {"causal": True, "kernel": "flash_aten"}

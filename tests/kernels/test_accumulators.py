@@ -4,23 +4,19 @@ were grouped.
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections import Counter
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.base import Capabilities
 from cp_ring.ops import totals
-from cp_ring.plan.costs.rank_updates import accumulator_bytes, rank_updates
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.testing.loopback import LoopbackTransport
-from cp_ring.tools.cli import app
 from tests.kernels import emulated_te
+from tests.kernels.planned_updates import accumulator_bytes, rank_updates
 
 SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16)
 MASKS = {
@@ -85,8 +81,3 @@ def test_bytes_are_those_of_the_plan(moved, mask, schedule):
         assert moved == {
             name: n for name, n in (("merge", forward), ("add", backward)) if n or name in moved
         }
-
-
-def test_many_ranks_are_not_costed():
-    result = CliRunner().invoke(app, shlex.split("plan --seq-length 4096 --cp 128 --json"))
-    assert json.loads(result.stdout)["accumulator_bytes_per_rank"] is None

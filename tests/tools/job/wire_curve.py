@@ -67,29 +67,8 @@ def losses(
     return {int(step): float(loss) for step, loss in _VALIDATION.findall(log)}
 
 
-def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
-    """Above the validation losses, below how far each run is from plain, in percent."""
-    from cp_ring.tools.cli.drawing import COLORS, INK, picture, set_frame
-
-    with picture(str(path), 9, 5) as figure:
-        whole, difference = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        for (name, curve), style, color in zip(
-            curves.items(), ("-", "--", ":", "-."), COLORS[:4], strict=True
-        ):
-            look = {"linestyle": style, "color": color, "marker": "o", "markersize": 3}
-            whole.plot(list(curve), list(curve.values()), label=name, **look)
-            off = [100 * (loss / curves["plain"][step] - 1) for step, loss in curve.items()]
-            difference.plot(list(curve), off, **look)
-        whole.set_ylabel("validation loss", color=INK)
-        whole.legend(frameon=False)
-        difference.set_ylabel("from plain, %", color=INK)
-        difference.set_xlabel("step", color=INK)
-        for axes in (whole, difference):
-            set_frame(axes)
-
-
 def main(
-    folder: Annotated[Path, typer.Argument(help="Where runs, losses and the picture go.")],
+    folder: Annotated[Path, typer.Argument(help="Where runs and losses go.")],
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 300,
     interval: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = 50,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of a batch row.")] = 512,
@@ -100,7 +79,6 @@ def main(
     """
     curves = {name: losses(folder, name, steps, interval, tokens, rate) for name in RUNS}
     (folder / "curve.json").write_text(json.dumps(curves, indent=1) + "\n")
-    draw(curves, folder / "curve.png")
     off = {name: curve[steps] / curves["plain"][steps] - 1 for name, curve in curves.items()}
     print(
         "; ".join(f"{name} {curves[name][steps]:.4f}, {value:+.2%}" for name, value in off.items())
