@@ -35,7 +35,6 @@ def _replacements() -> Iterator[Replacement]:
         return accept(parsed)
 
     def validate_and_check(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-        from cp_ring.megatron.certificate import record
         from cp_ring.megatron.compat import logits_without_te
         from cp_ring.megatron.flags.validate import accept_complete
         from cp_ring.megatron.rejection import megatrons_rejections, rejecting
@@ -49,8 +48,6 @@ def _replacements() -> Iterator[Replacement]:
         if config.enabled:
             with rejecting():
                 install_for_model(args, config)
-                if config.certify != "off":
-                    record.check(args)
         return result
 
     yield arguments, "add_megatron_arguments", add_arguments

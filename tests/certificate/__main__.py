@@ -30,18 +30,17 @@ def examine(
         "name": job.name,
         "argv": job.argv(),
         "script": path if job.by_script else "",
-        "cases": cases,
         "seconds": SECONDS,
     }
-    log = folder / f"{job.name}.log"
-    code = fork(job.ranks, (entry, folder, log), target=doors.rank)
-    result = folder / f"{job.name}.json"
-    if code or not result.exists():
-        return [
-            {"fault": fault, "error": f"exit code {code}: {log.read_text()[-6000:]}"}
-            for fault, _ in cases
-        ]
-    found: list[dict[str, Any]] = json.loads(result.read_text())
+    log, result = folder / f"{job.name}.log", folder / f"{job.name}.json"
+    found: list[dict[str, Any]] = []
+    while left := cases[len(found) :]:
+        result.unlink(missing_ok=True)
+        code = fork(job.ranks, (entry | {"cases": left}, folder, log), target=doors.rank)
+        if code not in (0, doors.STOPPED) or not result.exists():
+            error = f"exit code {code}: {log.read_text()[-6000:]}"
+            return found + [{"fault": fault, "error": error} for fault, _ in left]
+        found += json.loads(result.read_text())
     return found
 
 

@@ -15,13 +15,15 @@ from typing import Any
 
 from tests.certificate.faults import planted
 
+STOPPED = 3
+
 
 def run(job: dict[str, Any], folder: Path) -> None:
     """Job {"name", "argv", "script", "cases": [(fault, seed)], "seconds"}: script is "" for
     cp_ring's own entry.
 
-    FOLDER/name.json gets, from rank 0, a list of {"fault", "seed", "rejections", "failure",
-    "not_covered", "seconds"}.
+    FOLDER/name.json gets a list of {"fault", "seed", "rejections", "failure", "not_covered",
+    "seconds"}, which ends with the first case that ends the job (exit code `STOPPED`).
     """
     import torch.distributed as dist
 
@@ -34,32 +36,26 @@ def run(job: dict[str, Any], folder: Path) -> None:
     def examine(args: Any, step: Any = None) -> None:
         found = []
         for fault, seed in job["cases"]:
+            entry = {"fault": fault, "seed": seed, "failure": "", "not_covered": []}
             with planted(fault, step):
                 try:
                     certificate = module.run_probes(args, seed, step, job["seconds"])
-                except ConfigError as error:  # cp_ring stops the job
-                    found.append(
-                        {
-                            "fault": fault,
-                            "seed": seed,
-                            "rejections": [str(error)],
-                            "failure": "",
-                            "not_covered": [],
-                        }
-                    )
-                    continue
-            entry = {
-                "fault": fault,
-                "seed": seed,
-                "rejections": [probe.rejection() for probe in certificate.failures],
-            }
+                except ConfigError as error:  # which other ranks may wait for
+                    write([*found, entry | {"rejections": [str(error)]}])
+                    os._exit(STOPPED)
+            entry["rejections"] = [probe.rejection() for probe in certificate.failures]
             entry |= {"failure": certificate.failure, "not_covered": certificate.not_covered}
             found.append(entry | {"seconds": certificate.seconds})
         if os.environ["RANK"] == "0":
-            (folder / f"{job['name']}.json").write_text(json.dumps(found))
+            write(found)
         dist.barrier()
         sys.stdout.flush()
         os._exit(0)
+
+    def write(found: list[dict[str, Any]]) -> None:
+        path = folder / f"{job['name']}.{os.environ['RANK']}"
+        path.write_text(json.dumps(found))
+        path.replace(folder / f"{job['name']}.json")
 
     worker.import_stand_ins(job["argv"])
     module.certify = examine  # which the patch `certificate` looks up

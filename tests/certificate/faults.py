@@ -483,25 +483,6 @@ ATTENTION: dict[str, Any] = {
 # Faults of other layers, each where the job has them.
 
 
-def _capacity_of_all_ranks(drop: Any, *args: Any, capacity_factor: float, **kwargs: Any) -> Any:
-    """Experts take as many tokens of this rank as they would of all ranks."""
-    return drop(*args, capacity_factor=capacity_factor * _cp(), **kwargs)
-
-
-def _unbalanced(sinkhorn: Any, cost: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sinkhorn's algorithm gives the tokens as they are with context parallelism."""
-    return sinkhorn(cost, *args, **kwargs) if _cp() == 1 else cost
-
-
-def _router(name: str, faulty: Any) -> Any:
-    def found() -> list[Any]:
-        from megatron.core.transformer.moe import router
-
-        return [(router, name, faulty)]
-
-    return found
-
-
 def _states_out_of_order() -> list[Any]:
     """The states of recurrent layers run over the tokens in the order of the ranks, and not of the
     sequence.
@@ -522,8 +503,6 @@ def _states_out_of_order() -> list[Any]:
 
 
 LAYERS: dict[str, Any] = {
-    "capacity of all ranks on each": _router("apply_router_token_dropping", _capacity_of_all_ranks),
-    "sinkhorn skipped": _router("sinkhorn", _unbalanced),
     "states run in the order of ranks": _states_out_of_order,
     "states run across documents": known._parity("state across documents"),
     "states begin anew too late": known._parity("state begins anew too late"),

@@ -34,7 +34,6 @@ HETEROGENEOUS = f"""
     {UNTIED} --num-layers 4 --use-rope-scaling --rope-scaling-factor 8.0 --use-rotary-position-embeddings --rotary-percent 1.0
     --rotary-base 10000 --heterogeneous-layers-config-path {Path(__file__).with_name("heterogeneous.json")}
 """
-CAPACITY = f"{EXPERTS} --moe-expert-capacity-factor 0.5 --moe-token-dispatcher-type alltoall"
 SINKHORN = f"{UNTIED} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type sinkhorn"
 OF_SCRIPT = "--no-create-attention-mask-in-dataloader"
 SECONDS = 600.0  # for probes at the job's own length, which machines of any speed must reach
@@ -82,11 +81,7 @@ OF_BATCH = ("second batch row like the first",)
 OF_POSITIONS = ("position ids of each rank from 0",)
 OF_FOUR = ("stale slot at four ranks",)
 OF_EXPERTS = ("aux loss weighed twice",)
-OF_CAPACITY, OF_SINKHORN, OF_STATES = (
-    ("capacity of all ranks on each",),
-    ("sinkhorn skipped",),
-    tuple(LAYERS)[2:3],
-)
+OF_STATES = tuple(LAYERS)[:1]
 OF_OTHER_LAYERS = (
     "rotary positions of one rank shifted",
     "label at a chunk's border",
@@ -165,12 +160,10 @@ FAULTY = (
         f"{EXPERTS} --calculate-per-token-loss --expert-model-parallel-size 2",
         OF_EXPERTS,
     ),
-    Job("capacity", 2, f"{CAPACITY} --calculate-per-token-loss", OF_CAPACITY),
-    Job("sinkhorn", 2, f"{SINKHORN} --calculate-per-token-loss", OF_SINKHORN),
     Job("hybrid", 2, f"{HYBRID} --calculate-per-token-loss", (*OF_STATES, *OF_OTHER_LAYERS)),
-    Job("hybrid-documents", 2, f"{HYBRID} --cp-ring-document-mask", tuple(LAYERS)[3:]),
+    Job("hybrid-documents", 2, f"{HYBRID} --cp-ring-document-mask", tuple(LAYERS)[1:]),
     Job("linear-attention", 2, f"{LINEAR} --calculate-per-token-loss", OF_STATES),
-    Job("linear-attention-documents", 2, f"{LINEAR} --cp-ring-document-mask", tuple(LAYERS)[3:]),
+    Job("linear-attention-documents", 2, f"{LINEAR} --cp-ring-document-mask", tuple(LAYERS)[1:]),
     Job("heterogeneous", 2, f"{HETEROGENEOUS} --calculate-per-token-loss", OF_OTHER_LAYERS),
     Job("sparse", 2, f"{SPARSE} --calculate-per-token-loss", OF_SPARSE[:2]),
     Job(
@@ -182,8 +175,6 @@ FAULTY = (
     ),
     Job("latents", 2, _LATENTS, OF_LATENTS),
     Job("latents-on-tp", 4, _ON_TP, OF_LATENTS_ON_TP),
-    Job("capacity-script", 2, f"{CAPACITY} --calculate-per-token-loss", OF_CAPACITY, True),
-    Job("sinkhorn-script", 2, f"{SINKHORN} --calculate-per-token-loss", OF_SINKHORN, True),
     Job(
         "hybrid-script",
         2,

@@ -9,9 +9,8 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from cp_ring.megatron.certificate import routing, tiny_layers
+from cp_ring.megatron.certificate import tiny_layers
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.flags.layer_pattern import (
     attention_layers,
@@ -126,6 +125,14 @@ def test_layers_without_kernels_are_named(monkeypatch):
     assert changes["hybrid_layer_pattern"] == "G*-/*"
 
 
+def test_routing_by_the_tokens_of_a_rank_is_named():
+    why = "(which Megatron defines by the tokens of a rank)"
+    args = flags("", num_experts=4, moe_expert_capacity_factor=0.5)
+    assert tiny_layers.uncovered_layers(args) == [f"the capacity of experts {why}"]
+    args = flags("", num_experts=4, moe_router_load_balancing_type="sinkhorn")
+    assert tiny_layers.uncovered_layers(args) == [f"Sinkhorn routing {why}"]
+
+
 def test_recurrent_heads_are_shared_as_the_ranks_need_it():
     args = flags("M*", mamba_num_groups=4, context_parallel_size=8)
     kinds = find_layer_kinds(args, configuration(), ("causal",))
@@ -174,27 +181,3 @@ def test_a_tiny_heterogeneous_model_has_each_kind_of_block():
         for b in made["block_configs"]
     ]
     assert found == [(1, 32), (None, 32), (4, 32), (1, None), (None, 32)]
-
-
-def test_routers_see_the_tokens_of_each_rank_alone(one_rank):
-    from megatron.core.transformer.moe import router
-
-    # two batch rows
-    positions = [torch.tensor([[0, 1, 6, 7]] * 2), torch.tensor([[2, 3, 4, 5]] * 2)]
-    scores = torch.randn(16, 4, generator=torch.Generator().manual_seed(1)).softmax(1)
-    chosen = torch.zeros(16, 4, dtype=torch.bool).scatter(1, scores.topk(2, 1).indices, True)
-    limits = {"router_topk": 2, "capacity_factor": 0.5, "drop_policy": "probs"}
-    drop, sinkhorn = router.apply_router_token_dropping, router.sinkhorn
-    mine = [
-        [2 * position + batch_row for position in of_rank[0].tolist() for batch_row in (0, 1)]
-        for of_rank in positions
-    ]
-    with routing.routed_by_rank(Namespace(tensor_model_parallel_size=1), positions):
-        probs, left = router.apply_router_token_dropping(scores * chosen, chosen, **limits)
-        balanced = router.sinkhorn(scores)
-    for tokens in mine:
-        kept, which = drop((scores * chosen)[tokens], chosen[tokens], **limits)
-        torch.testing.assert_close(probs[tokens], kept)
-        assert torch.equal(left[tokens], which) and not torch.equal(which, chosen[tokens])
-        torch.testing.assert_close(balanced[tokens], sinkhorn(scores[tokens]))
-    assert router.sinkhorn is sinkhorn

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import itertools
 import time
 
 import torch.distributed as dist
@@ -10,13 +12,19 @@ import torch.distributed as dist
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
 from cp_ring.megatron.certificate import layer_probe, loss_probe, record
-from cp_ring.megatron.certificate.isolation import ProbeGroups, probe_groups, states_restored
+from cp_ring.megatron.certificate.loss_probe import NotProbed, shown
 from cp_ring.megatron.certificate.report import Certificate, ProbesOfRank
+from cp_ring.megatron.certificate.states import states_restored
 from cp_ring.megatron.certificate.training_step import ForwardStep
+from cp_ring.megatron.rejection import first_line
+from cp_ring.runtime import RUNTIME
 
 SEED = 20261121
 LENGTH_SECONDS = 5.0  # for all probes at the job's own sequence length together
 LOADED_SECONDS = 1.0  # for those after a checkpoint is loaded
+SKEW_S = 5.0  # between ranks that fail alike
+
+_runs = RUNTIME.of_process(itertools.count())
 
 
 def certify(
@@ -32,12 +40,9 @@ def certify(
     Leaves random states, arguments, groups and settings as they were. Rank 0 writes the certificate
     beside the checkpoints.
     """
-    try:
-        certificate = run_probes(
-            args, step=step, seconds=LOADED_SECONDS if loaded else LENGTH_SECONDS
-        )
-    except ConfigError as error:
-        rejection.reject(str(error))
+    seconds = LOADED_SECONDS if loaded else LENGTH_SECONDS
+    with rejection.rejecting():
+        certificate = run_probes(args, step=step, seconds=seconds)
     if loaded:
         certificate.about["loaded"] = True
     if problem := verdict(certificate):
@@ -83,64 +88,63 @@ def run_probes(
     step: ForwardStep | None = None,
     seconds: float = LENGTH_SECONDS,
 ) -> Certificate:
-    """All probes of the job of `args`, each the worst of all ranks; every rank calls it and gets
-    the same certificate.
+    """All probes of the job of `args`, over its own groups, each the worst of all ranks; every rank
+    calls it and gets the same certificate.
 
-    `seconds` limits the time of the probes at the job's own sequence length.
-
-    Raises `ConfigError` on all ranks where attention cannot be probed on one of them.
+    `seconds` limits the time of the probes at the job's own sequence length. Errors of attention
+    are raised, and so are those of the loss that only some of the ranks have.
     """
     start = time.monotonic()
-    of_ranks: list[ProbesOfRank] = [ProbesOfRank()] * dist.get_world_size()
-    with states_restored(), probe_groups() as groups:
-        mine = _probe_on_this_rank(groups, args, seed, step, seconds)
+    mine, of_ranks = ProbesOfRank(), [ProbesOfRank()] * dist.get_world_size()
+    with states_restored():
+        layer_probe.probe_layers(args, mine, seed, seconds)
+        _probe_losses(args, mine, step, seed)
         dist.all_gather_object(of_ranks, mine)
-    failed = (each.failure for each in of_ranks if each.failure)
-    failure = min(failed, key=lambda each: each.order, default=None)
-    if failure and failure.fatal:
-        raise ConfigError(f"--cp-ring-certify: {failure}")
-    certificate = Certificate(about=record.about(args))
+    certificate = Certificate(about=record.about(args), not_covered=list(mine.not_covered))
     everywhere = set.intersection(*({probe.mask for probe in each.loss} for each in of_ranks))
     certificate.merge(
         [each.attention + [p for p in each.loss if p.mask in everywhere] for each in of_ranks]
     )
-    certificate.not_covered = list(mine.not_covered)
     certificate.about["up_to"] = least_reach([each.up_to for each in of_ranks], args)
-    if failure:
-        certificate.failure = str(failure)
+    certificate.failure = of_ranks[0].failure
+    if certificate.failure:
         what = "the loss of packed sequences" if "causal" in everywhere else "the loss"
-        certificate.not_covered.append(f"{what} ({failure})")
+        certificate.not_covered.append(f"{what} ({certificate.failure})")
     certificate.seconds = time.monotonic() - start
     return certificate
 
 
-def _probe_on_this_rank(
-    groups: ProbeGroups,
-    args: argparse.Namespace,
-    seed: int,
-    step: ForwardStep | None,
-    seconds: float,
-) -> ProbesOfRank:
-    """Runs all probes; an exception becomes the failure of this rank. Other ranks learn of it and
-    stop too.
-
-    A job whose flags no tiny model can have may be right, so only attention that cannot be probed
-    is fatal.
+def _probe_losses(
+    args: argparse.Namespace, results: ProbesOfRank, step: ForwardStep | None, seed: int
+) -> None:
+    """Probes the loss. An error that all ranks have says that it cannot be probed, for a job whose
+    flags no tiny model can have may be right; after one that some have, the others wait for these.
     """
-    results = ProbesOfRank()
-    of_attention = True
-    with groups.in_force():
-        try:
-            layer_probe.probe_layers(args, results, seed, seconds)
-            of_attention = False
-            loss_probe.probe_losses(args, results, step, seed)
-        except Exception as error:
-            fatal = of_attention or isinstance(error, ConfigError | PlanError | KernelError)
-            results.failure = groups.fail(error, fatal)
-    groups.done.set()
-    if results.failure:
-        groups.close()
-    return results
+    run = next(_runs)
+    try:
+        loss_probe.probe_losses(args, results, step, seed)
+    except (ConfigError, PlanError, KernelError):
+        raise
+    except Exception as error:
+        text = first_line(error) if isinstance(error, NotProbed) else shown(error)
+        if not _all_ranks_fail(run):
+            raise ConfigError(
+                f"--cp-ring-certify: {text} (rank {dist.get_rank()}, not on all ranks); "
+                "--no-cp-ring-certify trains without the probes"
+            ) from error
+        results.failure = text
+
+
+def _all_ranks_fail(run: int) -> bool:
+    """Whether the probe `run` fails on every rank within `SKEW_S` seconds."""
+    store, key = dist.distributed_c10d._get_default_store(), f"cp_ring/certificate/{run}"
+    if store.add(key, 1) == dist.get_world_size():
+        store.set(f"{key}/all", "")
+    try:
+        store.wait([f"{key}/all"], datetime.timedelta(seconds=SKEW_S))
+    except RuntimeError:
+        return False
+    return True
 
 
 def least_reach(

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import compat, settings
 from cp_ring.megatron.certificate import batch_probe
-from cp_ring.megatron.certificate.isolation import attempting, made_by_members
 from cp_ring.megatron.certificate.layer_kinds import (
     LayerKind,
     find_layer_kinds,
@@ -35,7 +35,6 @@ from cp_ring.megatron.certificate.layer_kinds import (
     masks_of,
 )
 from cp_ring.megatron.certificate.report import Probe, ProbesOfRank
-from cp_ring.megatron.certificate.routing import routed_by_rank
 from cp_ring.megatron.certificate.tiny_batch import Microbatch
 from cp_ring.megatron.certificate.tiny_layers import uncovered_layers
 from cp_ring.megatron.certificate.tiny_model import (
@@ -49,7 +48,6 @@ from cp_ring.megatron.certificate.tiny_model import (
     transformer_config,
     uncovered,
     with_changes,
-    without_groups,
 )
 from cp_ring.megatron.certificate.training_step import (
     ForwardStep,
@@ -64,6 +62,40 @@ from cp_ring.megatron.certificate.twin import (
     whole_rows,
     whole_rows_in_force,
 )
+from cp_ring.megatron.rejection import first_line
+from cp_ring.megatron.wrapping import replaced
+
+
+class NotProbed(Exception):
+    """Says in words what a probe could not do, and why."""
+
+
+@contextmanager
+def attempting(what: str) -> Iterator[None]:
+    """Errors in the block become a `NotProbed` that begins with `what`; those of cp_ring stay as
+    they are.
+    """
+    try:
+        yield
+    except (NotProbed, ConfigError, PlanError, KernelError):
+        raise
+    except Exception as error:
+        raise NotProbed(f"{what}: {shown(error)}") from error
+
+
+def shown(error: BaseException) -> str:
+    """The kind of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+
+
+def _group_of_this_rank() -> Any:
+    """A process group of this rank alone, for which it waits for no other.
+
+    Where the job's group is bound to a device, torch would split its NCCL communicator, and NCCL
+    waits for all ranks of the job.
+    """
+    with replaced((dist.distributed_c10d._get_default_group(), "bound_device_id", None)):
+        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def is_own(step: ForwardStep | None) -> bool:
@@ -85,8 +117,7 @@ def probe_losses(
         return
     results.not_covered += [f"{layers}, in the loss" for layers in uncovered_layers(args)]
     config = transformer_config(args)
-    with made_by_members():
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = _group_of_this_rank()
     used = settings.current()
     try:
         for mask in _masks_of_loss(args, step):
@@ -150,32 +181,26 @@ def _probe_loss(
     tiny = tiny_args(args, kinds, len(batch.positions[0]))
     whole = with_changes(tiny, {"context_parallel_size": 1})
     weights = []
-    with ExitStack() as done:
-        with arguments_in_force(tiny, one_stage(alone)):
-            with attempting("no tiny model can be built from the job's flags"):
-                model = build(tiny)
-            done.callback(without_groups, model)
-            about = name_of(tiny, model), kinds[0].mask
-            with arguments_in_force(with_changes(tiny, long.sizes), one_stage(alone)):
-                seen = batch_probe.observe(model, step, long.fresh(), VOCABULARY)
-            (ours,) = train(tiny, model, batch, step)
-            (blind,) = train(tiny, model, batch.blind(), step)
-            # whose mean losses Megatron averages as they are
-            stock = settings.current().stock_loss_average or ours.tokens is None
-            if stock and not args.calculate_per_token_loss:
-                weights.append(_weights(batch, _counts_of_ranks(ours)))
-        with whole_rows_in_force(whole, alone, batch, own):
-            twin = build(whole)
-            done.callback(without_groups, twin)
-            twin.load_state_dict(model.state_dict())
-        with whole_rows_in_force(with_changes(whole, long.sizes), alone, long, own):
-            truth = batch_probe.observe(twin, theirs, long.fresh(), VOCABULARY)
-        with (
-            whole_rows_in_force(whole, alone, batch, own),
-            routed_by_rank(whole, batch.positions),
-        ):
-            follow_rules(twin, batch.batch_rows.rules)
-            twins = train(whole, twin, batch, theirs, None, *weights)
+    with arguments_in_force(tiny, one_stage(alone)):
+        with attempting("no tiny model can be built from the job's flags"):
+            model = build(tiny)
+        about = name_of(tiny, model), kinds[0].mask
+        with arguments_in_force(with_changes(tiny, long.sizes), one_stage(alone)):
+            seen = batch_probe.observe(model, step, long.fresh(), VOCABULARY)
+        (ours,) = train(tiny, model, batch, step)
+        (blind,) = train(tiny, model, batch.blind(), step)
+        # whose mean losses Megatron averages as they are
+        stock = settings.current().stock_loss_average or ours.tokens is None
+        if stock and not args.calculate_per_token_loss:
+            weights.append(_weights(batch, _counts_of_ranks(ours)))
+    with whole_rows_in_force(whole, alone, batch, own):
+        twin = build(whole)
+        twin.load_state_dict(model.state_dict())
+    with whole_rows_in_force(with_changes(whole, long.sizes), alone, long, own):
+        truth = batch_probe.observe(twin, theirs, long.fresh(), VOCABULARY)
+    with whole_rows_in_force(whole, alone, batch, own):
+        follow_rules(twin, batch.batch_rows.rules)
+        twins = train(whole, twin, batch, theirs, None, *weights)
     rank = compat.group_of(None, "cp").rank()
     mine, mine_long = (each.positions[rank].to(own_device()) for each in (batch, long))
     probes = compare(ours, twins, own, mine, about)

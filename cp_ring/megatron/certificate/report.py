@@ -56,21 +56,6 @@ class Probe:
 
 
 @dataclass
-class Failure:
-    """Why the probes of a rank ended early. `order` counts the failures of all ranks from 1: the
-    first causes the others.
-    """
-
-    rank: int
-    order: int
-    message: str
-    fatal: bool  # an error of cp_ring itself, with which the job cannot train
-
-    def __str__(self) -> str:
-        return f"{self.message} (rank {self.rank})"
-
-
-@dataclass
 class Certificate:
     """The probes of a job, what the job was, what the probes left out, and how long they took.
 
@@ -112,11 +97,11 @@ class ProbesOfRank:
     """What the probes of one rank found.
 
     `up_to` tells, by layer and mask, how far the probes went (tokens, batch rows) where the job
-    goes further; `failure` why they ended early.
+    goes further; `failure` why the loss could not be probed.
     """
 
     attention: list[Probe] = field(default_factory=list)
     loss: list[Probe] = field(default_factory=list)
     not_covered: list[str] = field(default_factory=list)
     up_to: dict[str, tuple[int, int]] = field(default_factory=dict)
-    failure: Failure | None = None
+    failure: str = ""

@@ -88,12 +88,19 @@ def uncovered_layers(args: argparse.Namespace) -> list[str]:
     """What of the layers of the job no tiny model can have here, with the reason, as in
     `Mamba layers (mamba_ssm is missing)`.
     """
-    return [
+    reasons = [
         f"{RECURRENT[letter]} layers ({_KERNELS[letter][2]} cannot be imported)"
         for letter in missing_kernels(args)
-    ] + ["relu of sparse attention's scores"] * (
-        SPARSE in letters_of(args) and getattr(args, "dsa_indexer_scoring_relu", True)
-    )
+    ]
+    if SPARSE in letters_of(args) and getattr(args, "dsa_indexer_scoring_relu", True):
+        reasons.append("relu of sparse attention's scores")
+    if getattr(args, "num_experts", None):
+        by_rank = "which Megatron defines by the tokens of a rank"
+        if getattr(args, "moe_expert_capacity_factor", None) is not None:
+            reasons.append(f"the capacity of experts ({by_rank})")
+        if "sinkhorn" in (getattr(args, "moe_router_load_balancing_type", None) or ""):
+            reasons.append(f"Sinkhorn routing ({by_rank})")
+    return reasons
 
 
 def _has_kernels(letter: str) -> bool:

@@ -190,7 +190,7 @@ def _experts(args: argparse.Namespace) -> dict[str, Any]:
         )
         return dict.fromkeys(names)
     tp, shared = args.tensor_model_parallel_size, args.moe_shared_expert_intermediate_size
-    weights = args.moe_aux_loss_coeff
+    weights, balance = args.moe_aux_loss_coeff, args.moe_router_load_balancing_type
     return {
         "num_experts": min(count, max(EXPERTS, args.moe_router_topk)),
         "moe_ffn_hidden_size": HIDDEN * tp,
@@ -198,6 +198,9 @@ def _experts(args: argparse.Namespace) -> dict[str, Any]:
         "expert_tensor_parallel_size": tp,
         "expert_tensor_parallel_num_weight_shards": tp,
         "moe_token_dispatcher_type": "allgather",
+        # Megatron defines both by the tokens of a rank, so that another cp size is another model.
+        "moe_expert_capacity_factor": None,
+        "moe_router_load_balancing_type": "none" if "sinkhorn" in balance else balance,
         "moe_aux_loss_coeff": (
             [float(x > 0) for x in weights] if isinstance(weights, list) else float(weights > 0)
         ),
@@ -260,17 +263,6 @@ def build(args: argparse.Namespace) -> Any:
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model.to(own_device())
-
-
-def without_groups(model: Any) -> None:
-    """Takes the process groups from a model that is done: Megatron's caches keep some of its
-    modules, and groups must close.
-    """
-    for module in model.modules():
-        for name in [
-            name for name, value in vars(module).items() if isinstance(value, dist.ProcessGroup)
-        ]:
-            delattr(module, name)
 
 
 @contextmanager

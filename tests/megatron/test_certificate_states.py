@@ -1,4 +1,4 @@
-"""The process groups of the probes."""
+"""What the certificate leaves as it was, and its process group of one rank."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from cp_ring.megatron.certificate import isolation
+from cp_ring.megatron.certificate import loss_probe, states
 
 
-def test_groups_of_probes_are_made_by_their_members(monkeypatch):
+def test_the_group_of_a_rank_is_made_by_itself(monkeypatch):
     """Of a job whose group is bound to a device, torch would split the NCCL communicator, which
     takes all ranks of the job.
     """
     device = torch.device("cuda", 0)
     job, bound = SimpleNamespace(bound_device_id=device), []
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: job)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(
         dist, "new_group", lambda *args, **options: bound.append(job.bound_device_id)
     )
-    isolation._new_group("nccl", (0, 1), 3)
+    loss_probe._group_of_this_rank()
     assert bound == [None]
     assert job.bound_device_id == device
 
@@ -31,7 +32,7 @@ def test_losses_of_indexers_are_those_of_the_job():
 
     tracker = dsa.DSAIndexerLossLoggingHelper.tracker
     before = dict(tracker)
-    with isolation.states_restored():
+    with states.states_restored():
         dsa.DSAIndexerLossLoggingHelper.tracker["values"] = torch.ones(1)
     assert dsa.DSAIndexerLossLoggingHelper.tracker is tracker and tracker == before
 
@@ -45,7 +46,7 @@ def test_generators_of_the_tracker_are_restored():
     try:
         tracker.set_states({"model": torch.Generator().manual_seed(5)})
         wanted = torch.rand(3, generator=torch.Generator().manual_seed(5))
-        with isolation.states_restored():
+        with states.states_restored():
             torch.rand(2, generator=tracker.get_states()["model"])
         assert torch.equal(torch.rand(3, generator=tracker.get_states()["model"]), wanted)
     finally:
