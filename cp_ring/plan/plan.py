@@ -246,7 +246,9 @@ class Plan:
             self._rank_plans[rank] = own
         return self._rank_plans[rank]
 
-    def verify(self, num_slots: int = 2, rank_plans: bool = False) -> Report:
+    def verify(
+        self, num_slots: int = 2, rank_plans: bool = False, executed: RankPlan | None = None
+    ) -> Report:
         """Proves the plan for all ranks, run with `num_slots` receive buffers; see
         `cp_ring.plan.proof.verify`.
 
@@ -255,9 +257,12 @@ class Plan:
         that the mask allows is computed exactly once.
 
         With `rank_plans` it also proves the rank plans that the executor runs, at a higher cost;
-        see `cp_ring.plan.proof.verify_ranks`. Raises `PlanError` that names the rank, the hop and
-        the tokens.
+        see `cp_ring.plan.proof.verify_ranks`. `executed` is the plan of a rank that made it without
+        this one, and is proven as its part. Raises `PlanError` that names the rank, the hop and the
+        tokens.
         """
+        if executed is not None:
+            self._rank_plans[executed.rank] = executed
         for layout, members, name in (
             (self.layout, self.ring.layout, "exchange"),
             (self.key_layout, self.ring.key_layout, "key_exchange"),

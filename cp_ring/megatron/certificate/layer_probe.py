@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cp_ring.errors import PlanError
 from cp_ring.megatron.certificate import attention_probe, value_probe
 from cp_ring.megatron.certificate.layer_kinds import (
     GRAIN,
@@ -28,6 +29,8 @@ from cp_ring.megatron.certificate.report import Probe, ProbesOfRank
 from cp_ring.megatron.certificate.subject import Subject
 from cp_ring.megatron.certificate.tiny_model import own_device, transformer_config
 from cp_ring.megatron.flags.layer_pattern import config_of_layer
+from cp_ring.plan.plan import Plan
+from cp_ring.plan.proof.verify_ranks import MOST_RANKS
 
 
 def probe_layers(
@@ -63,6 +66,12 @@ def probe_layers(
         if tokens > kind.tokens or kind.probed != kind.window:
             results.attention += attention_probe.probe_long(long)
         results.attention.append(probe_plans(long, others))
+        if (cp := groups.cp.size()) <= MOST_RANKS:
+            results.attention.append(probe_rank_plans(long))
+        else:
+            results.not_covered.append(
+                f"the plans that {cp} ranks run (up to {MOST_RANKS} are proven)"
+            )
         results.up_to |= _limits(args, kind, tokens)
         if args.params_dtype in (torch.float16, torch.bfloat16):
             layer.window = kind.probed
@@ -135,6 +144,22 @@ def probe_plans(subject: Subject, layers: Mapping[int, Any]) -> Probe:
         if layer.plan_of(query, "causal", batch.packed) is not declared
     }
     return _of_layers(subject, "plan", wrong)
+
+
+def probe_rank_plans(subject: Subject) -> Probe:
+    """Whether what all ranks run computes the mask: their rank plans, which `Plan.verify` proves
+    together. Those of packed microbatches are proven where they are made.
+    """
+    batch, where = subject.batch, ""
+    query = batch.local(subject.zeros(1, 1)).transpose(0, 1)
+    plan = subject.layer.plan_of(query, "causal", batch.packed)
+    try:
+        if isinstance(plan, Plan):
+            plan.verify(subject.layer.options.num_slots, rank_plans=True)
+    except PlanError as error:
+        where = str(error)
+    probe = subject.probe("plans of all ranks", float(bool(where)), 0.0, where)
+    return replace(probe, unit="plans")
 
 
 def _of_layers(subject: Subject, name: str, wrong: Mapping[int, str]) -> Probe:

@@ -27,6 +27,7 @@ from cp_ring.megatron.plans import layout_of_row
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import PlanSpec
+from cp_ring.plan.proof.verify_ranks import FEW_RANKS, MOST_RANKS
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.tables import RankPlan
 from cp_ring.runtime import RUNTIME
@@ -270,12 +271,14 @@ def _seen_by(mask: Mask, window: tuple[int, int], causal: bool) -> Mask:
 def _make_plan(
     mask: Mask, spec: PlanSpec, cp: int, rank: int, kind: tuple[object, ...]
 ) -> RankPlan:
-    """The plan of one rank; that of all ranks is made and proven now and then. Plans of one `kind`
-    are alike.
+    """The plan of one rank; that of all ranks is made and proven now and then, with this part in
+    it. Plans of one `kind` are alike.
     """
-    if kind not in _proven or next(_made) % PROVE_EVERY == 0:
+    own = spec.build_rank_plan(mask, cp, rank)
+    first = kind not in _proven
+    if first or next(_made) % PROVE_EVERY == 0:
         plan = spec.build(mask, cp)  # not kept: the next microbatch has another mask
-        plan.verify()
+        of_ranks = cp <= (MOST_RANKS if first else FEW_RANKS)
+        plan.verify(rank_plans=of_ranks, executed=own)
         _proven.add(kind)
-        return plan.rank_plan(rank)
-    return spec.build_rank_plan(mask, cp, rank)
+    return own

@@ -17,8 +17,8 @@ errors in the step from tables to rank plans. The argument, by function:
 5. `cp_ring.plan.proof.verify` proves these tables.
 
 Cost: proportional to the messages and tiles of all ranks, one Python object each, so much slower
-than the proof of the tables, which works on arrays. It is meant for tests and for one plan of each
-kind of mask, not for every plan.
+than the proof of the tables, which works on arrays: 0.1 s for a causal mask on 16 ranks, 3 s on
+128. It is meant for tests and for one plan of each kind of mask, not for every plan.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ from cp_ring.plan.proof import verify
 from cp_ring.plan.schedule import Order
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.tiles import Tile, Tiles
+
+MOST_RANKS = 128
+"""Up to so many ranks the certificate of a job proves its rank plans."""
+
+FEW_RANKS = 16
+"""Up to so many ranks a job proves them again while it trains."""
 
 
 class Message(NamedTuple):
