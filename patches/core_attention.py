@@ -37,7 +37,7 @@ def _replacements() -> Iterator[Replacement]:
     variants = "megatron.core.transformer.experimental_attention_variant"
     if importlib.util.find_spec(f"{variants}.absorbed_mla"):  # since 0.19
         absorbed = importlib.import_module(f"{variants}.absorbed_mla").AbsorbedMLASelfAttention
-        yield absorbed, "__init__", _with_sparse(absorbed.__init__)
+        yield absorbed, "__init__", _with_all_gather(absorbed.__init__)
     if importlib.util.find_spec("megatron.core.ssm.gated_delta_product"):  # since 0.20
         from megatron.core.ssm.gated_delta_product import GatedDeltaProductMixer
 
@@ -45,12 +45,11 @@ def _replacements() -> Iterator[Replacement]:
 
 
 @around
-def _with_sparse(
-    constructor: Function, self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
-) -> None:
-    from cp_ring.megatron.layers.sparse import sparse_submodules
-
-    constructor(self, config, sparse_submodules(submodules), *args, **kwargs)
+def _with_all_gather(constructor: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Megatron's sparse attention is split as Megatron splits it, whatever other layers use."""
+    if "cp_comm_type" in kwargs:
+        kwargs["cp_comm_type"] = "all_gather"
+    constructor(self, *args, **kwargs)
 
 
 @around
@@ -63,12 +62,12 @@ def _with_numbers(constructor: Function, self: Any, *args: Any, **kwargs: Any) -
 
 @around
 def _with_any_type(check: Function, config: Any) -> None:
-    """Megatron's sparse attention knows all_gather alone; its check sees that in place of p2p."""
+    """Megatron's sparse attention knows all_gather alone, which its layers get: the check of the
+    types sees it in place of those of other layers.
+    """
     kinds = config.cp_comm_type
     if getattr(config, "experimental_attention_variant", None) == "dsa":
-        several = kinds if isinstance(kinds, list) else [kinds]
-        seen = ["all_gather" if kind in ("p2p", None) else kind for kind in several]
-        kinds = seen if isinstance(kinds, list) else seen[0]
+        kinds = ["all_gather"] * len(kinds) if isinstance(kinds, list) else "all_gather"
     with replaced((config, "cp_comm_type", kinds)):
         check(config)
 
@@ -86,7 +85,7 @@ def _with_ring(
     from cp_ring.megatron.layers import layer_offload
     from cp_ring.megatron.specs import ring_submodules
 
-    # what its own constructor has changed
+    # it brings its own context parallelism
     sparse = type(self).__name__ == "AbsorbedMLASelfAttention"
     constructor(
         self, config, submodules if sparse else ring_submodules(submodules), *args, **kwargs

@@ -21,7 +21,7 @@ from tests.certificate.faults import (
     SUBTLE,
 )
 from tests.certificate.faults import OF_LENGTH as OF_LONG_POSITIONS
-from tests.parity.models import COMMON, EXPERTS, LATENT, QWEN, SPARSE, UNTIED
+from tests.parity.models import COMMON, EXPERTS, LATENT, QWEN, UNTIED
 
 OSS = f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
 HYBRID = f"""
@@ -91,13 +91,6 @@ OF_LATENTS, OF_LATENTS_ON_TP = (
     ("weight gradient twice", "rotated part not returned"),
     ("latent not summed over tp",),
 )
-# not in scripts; the last one needs heads of several tensor-parallel ranks
-OF_SPARSE = (
-    "latents of the wrong rank",
-    "a hop is not scored",
-    "selection by positions of the rank",
-    "loss of the indexer by rank",
-)
 OF_BF16 = ("gradients of keys summed in bf16",)
 # not in scripts
 OF_DECLARED = (
@@ -115,7 +108,7 @@ ELSEWHERE = (
     *OF_POSITIONS,
     *OF_FOUR,
 )
-ELSEWHERE += (*OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP, *OF_SPARSE)
+ELSEWHERE += (*OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP)
 ELSEWHERE += (*LAYERS, *SUBTLE)
 OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
 
@@ -165,14 +158,6 @@ FAULTY = (
     Job("linear-attention", 2, f"{LINEAR} --calculate-per-token-loss", OF_STATES),
     Job("linear-attention-documents", 2, f"{LINEAR} --cp-ring-document-mask", tuple(LAYERS)[1:]),
     Job("heterogeneous", 2, f"{HETEROGENEOUS} --calculate-per-token-loss", OF_OTHER_LAYERS),
-    Job("sparse", 2, f"{SPARSE} --calculate-per-token-loss", OF_SPARSE[:2]),
-    Job(
-        "sparse-on-tp",
-        4,
-        f"{SPARSE} --calculate-per-token-loss --context-parallel-size 2 "
-        "--tensor-model-parallel-size 2",
-        OF_SPARSE[2:],
-    ),
     Job("latents", 2, _LATENTS, OF_LATENTS),
     Job("latents-on-tp", 4, _ON_TP, OF_LATENTS_ON_TP),
     Job(

@@ -32,19 +32,12 @@ OF_DECLARED = (
 OF_LONGER_JOBS = ("window beyond 256 tokens", "second batch row like the first")
 OF_EXPERTS = ("aux loss weighed twice",)
 OF_LATENT_WIRE = ("weight gradient twice", "rotated part not returned", "latent not summed over tp")
-OF_SPARSE = (
-    "latents of the wrong rank",
-    "a hop is not scored",
-    "selection by positions of the rank",
-    "loss of the indexer by rank",
-)
 ELSEWHERE = (
     *OF_DOCUMENTS,
     *OF_DECLARED,
     *OF_LONGER_JOBS,
     *OF_EXPERTS,
     *OF_LATENT_WIRE,
-    *OF_SPARSE,
 )
 OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
 QUICK = ("window off by one", *(name for name in OF_OSS[::3] if name != "window off by one"))

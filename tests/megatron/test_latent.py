@@ -209,7 +209,7 @@ SPARSE = {"experimental_attention_variant": "dsa", "num_layers": 2, "dsa_indexer
             SPARSE,
             {},
             "plain",
-            "latents of 1,152 bytes a token and layer travel, and keys of the indexer of 260",
+            "Megatron gathers the keys of all",
         ),
         (SPARSE | {"cp_comm_type": "all_gather"}, {}, "plain", "Megatron gathers the keys of all"),
         ({"context_parallel_size": 1}, {"wire": "latent"}, "plain", ""),

@@ -153,21 +153,13 @@ def test_sparse_attention_takes_packed_documents_alone():
     [
         ({}, {}, ""),
         ({"cp_comm_type": ["p2p", "all_gather"]}, {}, ""),
-        ({"cp_comm_type": "a2a"}, {}, "does not support --cp-comm-type a2a"),
         ({}, {"wire": "int8"}, "does not support --cp-ring-wire int8"),
         ({}, {"wire": "latent"}, ""),
-        ({}, {"heads": 2}, "--cp-ring-heads 2: leave it out, or give --cp-comm-type all_gather"),
-        ({"dsa_kernel_backend": "cudnn"}, {}, "--dsa-kernel-backend cudnn: leave it out, or give"),
-        ({"dsa_kernel_backend": "cudnn", "cp_comm_type": "all_gather"}, {}, ""),
-        (
-            {"dsa_kernel_backend": "cudnn", "attention_backend": SimpleNamespace(name="unfused")},
-            {},
-            "",
-        ),
-        ({"dsa_kernel_backend": "cudnn", "context_parallel_size": 1}, {}, ""),
+        ({}, {"heads": 2}, ""),
+        ({"dsa_kernel_backend": "cudnn"}, {}, ""),
     ],
 )
-def test_what_latents_of_sparse_attention_do_not_support_is_left_to_all_gather(more, own, found):
+def test_sparse_attention_is_split_as_megatron_splits_it(more, own, found):
     args = {"experimental_attention_variant": "dsa", "num_layers": 2, "context_parallel_size": 2}
     job = Job(argparse.Namespace(**args | more), Options.make(enabled=True, **own))
     line = problem(job, validate.attention_rules.ATTENTION)

@@ -63,19 +63,13 @@ MODELS = {
         "",
         False,
     ),
-    "sparse_gathered": (
-        f"{SPARSE} --cp-comm-type all_gather --calculate-per-token-loss",
-        "",
-        "",
-        False,
-    ),
 }
 
 
 def usual_flags(model, folder):
     """Multi-latent attention has no groups of heads; documents end within batch rows."""
     flags = " ".join(FLAGS)
-    if model in ("mla", "sparse", "sparse_gathered"):
+    if model in ("mla", "sparse"):
         flags = flags.replace("--group-query-attention --num-query-groups 2", "")
     if model == "documents":
         flags = flags.replace("--mock-data", f"--data-path {corpora.write(folder / model)}")

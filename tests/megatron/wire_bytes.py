@@ -2,13 +2,11 @@
 transport counts them.
 
 `python -m tests.megatron.wire_bytes [--heads 32] [--seq-length 1024]` trains two steps with each
-codec and prints a table; with `--sparse`, of sparse attention on 2 and on 4 ranks. All sizes of
-the model but its layers and its width are a quarter of DeepSeek-V3's.
+codec and prints a table. All sizes of the model but its layers and its width are a quarter of DeepSeek-V3's.
 """
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -17,7 +15,7 @@ import typer
 
 from cp_ring import Layout, Mask, Plan
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes, LatentSizes
-from tests.megatron.launch import FULL, _lines, train
+from tests.megatron.launch import _lines, train
 
 CODECS = ("plain", "latent", "int8", "fp8")
 CP, LAYERS = 4, 2
@@ -31,15 +29,7 @@ class Sent(NamedTuple):
     gradients: int
 
 
-INDEXER = 32
-SPARSE = f"""
-    --experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim {INDEXER} --dsa-indexer-topk 64
-    --dsa-indexer-loss-coeff 1e-2 --no-dsa-indexer-rotate-activation --calculate-per-token-loss
-    --spec tests.parity.recurrent linear_attention
-""".split()
-
-
-def flags(heads: int, tokens: int, cp: int = CP) -> list[str]:
+def flags(heads: int, tokens: int) -> list[str]:
     """Flags of the model and of its training, without the codec."""
     return f"""
         --cp-ring-cpu --num-layers {LAYERS} --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads {heads}
@@ -49,7 +39,7 @@ def flags(heads: int, tokens: int, cp: int = CP) -> list[str]:
         --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 8 --mock-data --split 90,5,5
         --dataloader-type single --num-workers 0 --lr 1e-3 --train-iters 2 --micro-batch-size 1 --global-batch-size 1
         --eval-iters 0 --eval-interval 10 --seq-length {tokens} --max-position-embeddings {tokens}
-        --cp-ring --context-parallel-size {cp}
+        --cp-ring --context-parallel-size {CP}
     """.split()
 
 
@@ -72,36 +62,6 @@ def _sent(folder: Path, name: str) -> Sent:
     )
 
 
-def counted_sparse(folder: Path, heads: int, tokens: int, cp: int, again: bool) -> Sent:
-    """The same of sparse attention with a loss of the indexer; `again`: layers are recomputed."""
-    name = f"sparse on {cp}{' again' * again}"
-    train(cp, {name: SPARSE + FULL * again}, folder, flags(heads, tokens, cp))
-    return _sent(folder, name)
-
-
-def planned_sparse(heads: int, tokens: int, cp: int, again: bool) -> Sent:
-    """The indexer's keys with positions, and latents; both once more in backward or in the
-    recomputation before it, and their gradients.
-    """
-    report = Plan.build(Mask.causal(tokens), Layout.zigzag(tokens, cp)).verify()
-    sizes = AttentionSizes(
-        heads, heads, SIZES.nope + SIZES.rope, SIZES.value, "fp32", wire="latent", latent=SIZES
-    )
-    indexer, latents = sizes.sparse_on_wire(INDEXER)
-    back = latents + INDEXER * sizes.element
-    forward = indexer + latents
-    keys = int(report.keys_in.sum()) * (forward + (forward if again else back))
-    return Sent(LAYERS * keys, LAYERS * int(report.grads_in.sum()) * back)
-
-
-def gathered_sparse(tokens: int, cp: int, again: bool) -> Sent:
-    """By Megatron's code: all-gathers of all latents and keys of the indexer in forward, and
-    reduce-scatters of their gradients, of which each rank gets those of all other ranks' tokens.
-    """
-    size = LAYERS * (cp - 1) * tokens * 4 * (SIZES.latent + SIZES.rope + INDEXER)
-    return Sent(size * (1 + again), size)
-
-
 def planned(wire: str, heads: int, tokens: int) -> Sent:
     """What the plan says, of all layers."""
     report = Plan.build(Mask.causal(tokens), Layout.zigzag(tokens, CP)).verify()
@@ -118,21 +78,9 @@ def planned(wire: str, heads: int, tokens: int) -> Sent:
 def main(
     heads: Annotated[int, typer.Option(min=1)] = 32,
     seq_length: Annotated[int, typer.Option(min=8)] = 1024,
-    sparse: Annotated[bool, typer.Option("--sparse", help="Of sparse attention.")] = False,
 ) -> None:
     """Print the bytes that a step sends, by codec."""
     with tempfile.TemporaryDirectory() as folder:
-        if sparse:
-            names = "ranks", "recomputed", "wire", "keys, MB", "gradients, MB", "together, MB"
-            print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
-            for cp, again in itertools.product((2, 4), (False, True)):
-                found = counted_sparse(Path(folder), heads, seq_length, cp, again)
-                assert found == planned_sparse(heads, seq_length, cp, again), found
-                gathered = gathered_sparse(seq_length, cp, again)
-                for name, sent in (("p2p", found), ("all_gather", gathered)):
-                    megabytes = " | ".join(f"{size / 1e6:.2f}" for size in (*sent, sum(sent)))
-                    print(f"| {cp} | {'layers' if again else ''} | `{name}` | {megabytes} |")
-            return
         found = counted(Path(folder), heads, seq_length)
     print(
         "| codec | keys and values, MB | gradients, MB | together, MB | of plain "

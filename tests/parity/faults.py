@@ -229,29 +229,7 @@ def _latent_not_summed(of_all_tokens: Any, tap: Any, latent: Any, config: Any) -
     )
 
 
-def _latents_of_the_wrong_rank(attend: Any, call: Any, selection: Any, *tensors: Any) -> Any:
-    q, latents, held = tensors
-    last = call.rank_plan.rank == call.rank_plan.cp - 1
-    return attend(call, selection, q, latents.roll(1, 0) if last else latents, held)
-
-
-def _hop_not_scored(seen: Any, hop: Any, size: int, device: Any) -> Any:
-    return iter(()) if hop.index == 1 else seen(hop, size, device)
-
-
-def _by_positions_of_the_rank(select: Any, call: Any, *tensors: Any) -> Any:
-    return select(call, *tensors[:-1], torch.arange(len(tensors[-1])))
-
-
 FAULTS = {
-    "latents of the wrong rank": at("cp_ring.comm.sparse_loop._attend", _latents_of_the_wrong_rank),
-    "a hop is not scored": at("cp_ring.comm.sparse_loop.seen", _hop_not_scored),
-    "selection by positions of the rank": at(
-        "cp_ring.megatron.layers.sparse.select", _by_positions_of_the_rank
-    ),
-    "loss of the indexer by rank": at(
-        "cp_ring.megatron.layers.sparse._over_heads", lambda over_heads, group, x: None
-    ),
     "weight gradient twice": at(
         "cp_ring.comm.latent.LatentGradients.finish", _weight_gradient_twice
     ),

@@ -135,24 +135,13 @@ def check_window(window: Any, causal: bool) -> None:
 SPARSE_RULES = (
     Rule(lambda job: SPARSE in job.letters and (job.holds(_DOCUMENTS_IN_ROWS)
          or (job.reorders and job["--cp-ring-layout"])
-         or (job.own.wire not in ("auto", "plain", "latent") and job["--cp-ring-wire"])
-         or (job.cp > 1 and {*job.comm_types} - {"all_gather", "p2p"} and job["--cp-comm-type"])),
+         or (job.own.wire not in ("auto", "plain", "latent") and job["--cp-ring-wire"])),
          "{pattern}: sparse attention does not support {found}",
-         "it is split with --cp-ring-layout zigzag, and --cp-comm-type p2p or all_gather",
+         "it is split with --cp-ring-layout zigzag, as Megatron splits it",
          example="--experimental-attention-variant dsa --cp-ring-layout balanced / "
                  "--experimental-attention-variant dsa --cp-ring-document-mask --sft / "
                  "--experimental-attention-variant dsa --cp-ring-wire int8 / "
                  "--hybrid-layer-pattern D- --cp-ring-layout balanced"),
-    Rule(lambda job: SPARSE in job.letters and job.cp > 1 and "p2p" in job.comm_types
-         and ((str(job.own.heads) != "1" and job["--cp-ring-heads"]) or job.graphs_of_attention
-              or (getattr(job.attention_backend, "name", "") != "unfused"
-                  and job.dsa_kernel_backend not in (None, "none")
-                  and job["--dsa-kernel-backend"])),
-         "{pattern}: sparse attention whose latents travel from rank to rank does not support "
-         "{found}", "leave it out, or give --cp-comm-type all_gather",
-         example="--experimental-attention-variant dsa --context-parallel-size 2 "
-                 "--cp-ring-heads 2 / --experimental-attention-variant dsa "
-                 "--context-parallel-size 2 --dsa-kernel-backend tilelang"),
     Rule(lambda job: SPARSE in job.letters
          and job.holds("--dsa-indexer-topk-freq>1 --pipeline-model-parallel-size>1")
          and (job.recomputes_attention or job.recompute_granularity == "full"),
@@ -171,7 +160,6 @@ SPARSE_RULES = (
          example="--experimental-attention-variant dsa --context-parallel-size 2 "
                  "--cp-comm-type all_gather --dsa-indexer-loss-coeff 0.01"),
 )  # fmt: skip
-"""Of flags, and of a layer of sparse attention whose latents travel from rank to rank."""
 
 ATTENTION = (
     Rule("--attention-dropout", "--cp-ring does not support {--attention-dropout}",

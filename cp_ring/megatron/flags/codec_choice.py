@@ -46,15 +46,7 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
     if cp == 1 or (config.wire == "auto" and not latent):
         return "plain"
     if latent and SPARSE in letters_of(args):
-        size = getattr(args, "dsa_indexer_head_dim", None) or 0
-        indexer, latents = _sizes(args, "latent").sparse_on_wire(size)
-        gathered = all(kind == "all_gather" for kind in comm_types.types_by_layer(args))
-        note(
-            "sparse attention: Megatron gathers the keys of all tokens"
-            if gathered
-            else f"sparse attention: latents of {latents:,} bytes a token and layer travel, and "
-            f"keys of the indexer of {indexer:,}, of tokens that queries see"
-        )
+        note("sparse attention: Megatron gathers the keys of all tokens")
         return "plain"
     ulysses = max(spec.ulysses for _, spec in comm_types.specs(args, config))
     check_latent(args, ulysses, config)

@@ -16,12 +16,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import rules
-from cp_ring.megatron.flags.attention_rules import SPARSE_RULES
 from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.options import Options
 from cp_ring.plan.plan import PlanSpec
@@ -74,17 +72,6 @@ def spec_of_layer(
         ulysses=heads,
         slot_shards=settings.slot_shards,
     )
-
-
-def spec_of_sparse_layer(
-    config: Any, kind: str, settings: Options, group: Sequence[int]
-) -> PlanSpec:
-    """How sparse attention of Megatron's `config` is split over the ranks `group`, where latents
-    travel by `cp_comm_type` `kind`. Raises `ConfigError` as the rules say.
-    """
-    named = {"experimental_attention_variant": "dsa", "cp_comm_type": kind}
-    check_rules(Job(argparse.Namespace(**vars(config) | named), settings), SPARSE_RULES)
-    return spec_of_layer(kind, settings, len(group), None, group)
 
 
 def types_by_layer(args: argparse.Namespace) -> list[str]:

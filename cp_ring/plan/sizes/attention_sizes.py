@@ -243,14 +243,6 @@ class AttentionSizes:
             heads, size, self.latent
         ) * self.wire_element
 
-    def sparse_on_wire(self, indexer: int) -> tuple[int, int]:
-        """Bytes of a token where sparse attention selects keys: (the indexer's key of that size
-        with its position, the latent with the rotated key).
-        """
-        assert self.latent is not None, "sparse attention is multi-latent"
-        width = self.batch * self.element
-        return width * indexer + 4, width * (self.latent.latent + self.latent.rope)
-
     def exchanging(self, heads: int) -> AttentionSizes:
         """The sizes where ranks exchange heads: latents have none, so keys travel as they are."""
         return replace(self, wire="plain") if heads > 1 and self.codec.latent else self
