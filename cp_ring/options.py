@@ -42,6 +42,7 @@ LEFT = {
     "dropout_seed": "no GPU kernel drops weights by positions; train without attention dropout",
     "alibi_slopes": "no GPU kernel has slopes of tiles; use rotary positions",
     "bias": "no GPU kernel has a bias of tiles; use rotary positions",
+    "run_dir": "TensorBoard has the steps (--tensorboard-dir), and the log of the ranks; drop it",
     "verbose": "ranks print where they always printed; torchrun's --log-dir, --redirects and --tee "
     "keep it in files",
 }
@@ -220,10 +221,6 @@ class Options:
         convert=option_values.joined,
         check=partial(option_values.only_known, "untried feature", UNTRIED),
     )
-    run_dir: str = _setting(
-        "",
-        "Folder for steps.jsonl, a line per logged step, and the file DONE; none by default.",
-    )
     hop_timeout: float = _setting(
         600,
         "Timeout in seconds of a hop, after which the job ends with a report; a collective that "
@@ -247,7 +244,7 @@ class Options:
     trace: str = _setting(
         "",
         "STEP or STEP:COUNT: write a trace of these steps, of all ranks on one clock, to "
-        "trace-STEP.json in --cp-ring-run-dir, or where the job runs.",
+        "trace-STEP.json where the job runs.",
         convert=str,
         check=option_values.parse_trace,
     )

@@ -35,15 +35,14 @@ def main() -> None:
         flags = _FLAGS[1:] if "--use-torch-fsdp2" in sys.argv else _FLAGS
         sys.argv += [flag for flag in flags if flag not in sys.argv]
         _mask_documents(sys.argv)
-        config = install(sys.argv[1:])
+        install(sys.argv[1:])
         # these load Megatron: only after `install`
-        from cp_ring.megatron import compat, gpt, gpt_model, training_log
+        from cp_ring.megatron import compat, gpt, gpt_model
 
         log_steps()
         gc.freeze()
         gc.enable()
         compat.pretrain(gpt.datasets_provider, gpt.forward_step, gpt_model.build)
-        training_log.finish(config.run_dir)
 
 
 def _mask_documents(argv: list[str]) -> None:

@@ -64,22 +64,12 @@ def _show_help(script: Path) -> None:
 
 
 def _run_patched(script: Path, config: Options) -> None:
-    """Runs the script with the patches in force, and writes what the run directory is to hold."""
+    """Runs the script with the patches in force."""
     signals.keep_warnings(sys.argv)
-    # these load torch and Megatron, which takes seconds
-    from cp_ring.megatron import training_log
-
     _check_batches(script, config)
-    if config.run_dir or config.timing or config.trace:
+    if config.timing or config.trace:
         log_steps()
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:
-        # A script may end with `sys.exit(0)` after its last step. Megatron too exits with 0
-        # where a signal stops it earlier.
-        if end.code or not training_log.all_steps_done():
-            raise
-    training_log.finish(config.run_dir)
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _check_batches(script: Path, config: Options) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from cp_ring.megatron import compat
-from cp_ring.observe import clocks, links, progress, timing
+from cp_ring.observe import clocks, timing
 from cp_ring.observe.alarms import Alarms
 from cp_ring.observe.findings import Findings, combined, group_findings
 from cp_ring.observe.timed_messages import RankTimes
@@ -31,8 +30,6 @@ class StepTiming:
         sampler: what decides; its recording of a step is read at the end of the next one, when a
         device has passed its marks.
         group: returns the context-parallel group of this rank.
-        folder: where the last rank writes the trace of the steps that are traced, and where
-        preflight has written its speeds.
         say: gets the lines for people, on the last rank.
     """
 
@@ -40,10 +37,9 @@ class StepTiming:
         self,
         sampler: timing.Sampler,
         group: Callable[[], Any],
-        folder: str = "",
         say: Callable[[str], None] = lambda line: print(line, flush=True),
     ) -> None:
-        self.sampler, self.group, self.folder, self.say = sampler, group, folder, say
+        self.sampler, self.group, self.say = sampler, group, say
         self._alarms = Alarms()
         self._pending: timing.Recording | None = None
         self._traced: dict[int, list[RankTimes]] = {}
@@ -87,7 +83,7 @@ class StepTiming:
         ]
         if not groups:
             return []
-        whole = replace(combined(groups), possible=links.possible(self.folder))
+        whole = combined(groups)
         self.say(f"cp_ring: {whole.line()}")
         for line in self._alarms.lines(whole):
             self.say(f"cp_ring: warning: {line}")
@@ -99,13 +95,16 @@ class StepTiming:
             return
         self._traced[step] = [times for times, _ in ranks]
         self._clock_error = max(self._clock_error, *(error for _, error in ranks))
-        path = Path(self.folder) / f"trace-{self.sampler.traced.start}.json"
-        with progress.warning_once("the trace"):
-            from cp_ring.observe import trace
+        path = Path(f"trace-{self.sampler.traced.start}.json").absolute()
+        from cp_ring.observe import trace
 
+        try:
             trace.write(path, self._traced, self._clock_error)
-            if step == self.sampler.traced[-1]:
-                self.say(f"cp_ring: the trace is in {path}: open it at https://ui.perfetto.dev")
+        except OSError as error:
+            self.say(f"cp_ring: {path} cannot be written; the job goes on: {error.strerror}")
+            return
+        if step == self.sampler.traced[-1]:
+            self.say(f"cp_ring: the trace is in {path}: open it at https://ui.perfetto.dev")
 
 
 def _gathered(mine: Any, group: Any, place: int) -> list[Any]:
@@ -125,4 +124,4 @@ def step_timing(config: Options) -> StepTiming | None:
     timing.SAMPLER.value = sampler
     if sampler is None:
         return None
-    return StepTiming(sampler, lambda: compat.group_of(None, "cp"), config.run_dir)
+    return StepTiming(sampler, lambda: compat.group_of(None, "cp"))

@@ -13,16 +13,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from cp_ring.observe.links import BETWEEN, INSIDE, class_of
 from cp_ring.observe.timed_messages import RankTimes, TimedMessage, messages
 from cp_ring.observe.timing import CallTimes
 
 NOTABLE = 1.05
 """A call is notable in which a rank is this many times slower than the median of the others."""
+
+
+INSIDE, BETWEEN = "inside nodes", "between nodes"
+"""Classes of links: both ranks on one host, or on two."""
+
+
+def class_of(hosts: Sequence[str] | dict[int, str], sender: int, receiver: int) -> str:
+    """`INSIDE` or `BETWEEN`, from the host of each rank."""
+    return INSIDE if hosts[sender] == hosts[receiver] else BETWEEN
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,6 @@ class Findings:
         seconds.
         plans: seconds that the rank that waited longest waited for plans of microbatches.
         clock_error: seconds by which times of different hosts may be off.
-        possible: bytes a second of a link class that preflight measured, before training.
     """
 
     step: int
@@ -86,10 +93,9 @@ class Findings:
     slowest_rank: SlowRank | None
     slowest_link: SlowLink | None
     clock_error: float = 0.0
-    possible: dict[str, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """As JSON, for steps.jsonl: times in milliseconds, rates in GB/s."""
+        """As JSON: times in milliseconds, rates in GB/s."""
         return {
             "step": self.step,
             "calls": self.calls,
@@ -108,9 +114,6 @@ class Findings:
             ],
             "waits_ms": {name: _ms(seconds) for name, seconds in self.waits.items()},
             "wire_gb_s": {name: round(rate / 1e9, 3) for name, (rate, _) in self.wire.items()},
-            "wire_possible_gb_s": {
-                name: round(rate / 1e9, 3) for name, rate in self.possible.items()
-            },
             "wire_at_least": [name for name, (_, at_least) in self.wire.items() if at_least],
             "balance_planned": round(self.balance_planned, 4),
             "balance_timed": round(self.balance_timed, 4),
@@ -143,9 +146,8 @@ class Findings:
 
     def line(self) -> str:
         """One line for people."""
-        possible = {name: f" of {rate / 1e9:.3g}" for name, rate in self.possible.items()}
         wire = ", ".join(
-            f"{'at least ' * low}{rate / 1e9:.3g}{possible.get(name, '')} GB/s {name}"
+            f"{'at least ' * low}{rate / 1e9:.3g} GB/s {name}"
             for name, (rate, low) in self.wire.items()
         )
         parts = [

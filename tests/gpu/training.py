@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import runpy
 import shlex
 import socket
@@ -183,7 +183,7 @@ def _train(
         }
         command = (
             module,
-            [*line, "--cp-ring-run-dir", folder],
+            line,
             _without_choices_of_te() | environment,
         )
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(cp)]
@@ -192,12 +192,8 @@ def _train(
             if job.cuda
             else [fork(cp, (*command, folder), target=_forked)]
         )
-        steps = Path(folder) / "steps.jsonl"
-        losses = (
-            [json.loads(step)["lm loss"] for step in steps.read_text().splitlines()]
-            if steps.exists()
-            else []
-        )
+        said = "".join(log.read_text() for log in logs if log.exists())
+        losses = [*map(float, re.findall(r"iteration +\d+/.*?lm loss: (\S+)", said))]
         failed = any(codes) or len(losses) != 5
         facts = {"cp": cp, "flags": " ".join(flags), "losses": losses, "exit_codes": codes}
         if failed:

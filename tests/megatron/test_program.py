@@ -183,8 +183,6 @@ def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):
         enabled(rout="ring")
     with pytest.raises(ConfigError, match=r"--cp-ring-certify only \(certify=\) needs a job of"):
         enabled(certify="only")
-    with pytest.raises(ConfigError, match=r"--cp-ring-run-dir \(run_dir=\) needs a job of flags"):
-        enabled(run_dir="x")
     for name in ("route", "heads"):
         with pytest.raises(
             ConfigError, match=rf"--cp-ring-{name} auto \({name}='auto'\) needs seq_length="

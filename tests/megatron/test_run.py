@@ -11,10 +11,9 @@ import pytest
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import argument_parser
-from cp_ring.observe import progress
 from cp_ring.options import SETTINGS, Options
 from cp_ring.testing.rank_pool import LIMIT_S
-from tests.megatron.launch import HERE, TINY, environment, launch, trace, train
+from tests.megatron.launch import HERE, TINY, environment, launch, train
 
 SCRIPT = str(HERE / "small_script.py")
 FLAGS = [*TINY, "--train-iters", "3", "--log-interval", "1", "--calculate-per-token-loss"]
@@ -93,7 +92,7 @@ def test_the_reason_of_argparse_is_on_the_console():
 
 @pytest.mark.ci
 def test_without_its_flags_nothing_is_changed(tmp_path):
-    flags = ["--some-flag", "3", "--cp-ring-run-dir", "kept"]
+    flags = ["--some-flag", "3", "--cp-ring-timing", "5"]
     script = tmp_path / "probe.py"
     script.write_text(PROBE)
     command = [sys.executable, "-m", "cp_ring.run", str(script), *flags]
@@ -104,37 +103,16 @@ def test_without_its_flags_nothing_is_changed(tmp_path):
     assert "applied: []" in done.stdout
     assert f"argv: {flags} name: __main__ path: True" in done.stdout
     assert "homes: ['megatron.training.arguments', 'torch.cuda']" in done.stdout
-    assert not (tmp_path / "kept").exists()
 
 
-@pytest.mark.slow
-def test_a_run_directory_is_kept_and_marked_at_the_end(tmp_path):
-    """DONE is there where the last step was done and the script ended well; a line per step in any
-    case.
-    """
-    ending = "import runpy, sys\nrunpy.run_path({!r}, run_name='__main__')\nsys.exit({})\n"
-    for code in (0, 3):
-        (tmp_path / f"exits_{code}.py").write_text(ending.format(SCRIPT, code))
-    scripts = {
-        "returns": SCRIPT,
-        "exits": str(tmp_path / "exits_0.py"),
-        "fails": str(tmp_path / "exits_3.py"),
-        "stops": SCRIPT,
-    }
-    common = [*FLAGS, "--cp-ring-cpu", "--cp-ring", "--context-parallel-size", "2"]
-    jobs = {
-        name: [script, "--cp-ring-run-dir", str(tmp_path / "runs" / name)]
-        for name, script in scripts.items()
-    }
-    jobs["stops"] += ["--exit-interval", "2"]  # Megatron then ends the process with code 0
-    train(2, jobs | {"plain": [SCRIPT]}, tmp_path, common, codes={"fails": 3})
-    done = {name: tmp_path / "runs" / name / "DONE" for name in scripts}
-    assert {name for name, file in done.items() if file.exists()} == {"returns", "exits"}
-    assert done["returns"].read_text() == done["exits"].read_text() == "3\n"
-    for name, file in done.items():
-        steps = progress.read(file.parent)
-        assert [line["step"] for line in steps] == ([1, 2] if name == "stops" else [1, 2, 3])
-        assert steps[0]["lm loss"] == pytest.approx(trace(tmp_path, name)[1]["loss"])
+def test_without_cuda_the_flag_for_the_cpu_is_named():
+    done = subprocess.run(
+        [sys.executable, "-m", "cp_ring.run", SCRIPT, "--cp-ring"],
+        env=environment() | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+        timeout=LIMIT_S,
+    )  # fmt: skip
+    line = "cp_ring: error: --cp-ring: torch finds no CUDA device here; add --cp-ring-cpu to train"
+    assert done.returncode == 2 and line in done.stderr.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +120,7 @@ def test_a_run_directory_is_kept_and_marked_at_the_end(tmp_path):
     [
         (["nowhere.py", "--cp-ring"], "nowhere.py does not exist"),
         (
-            [SCRIPT, "--cp-ring", "--cp-ring-layout", "contiguous"],
+            [SCRIPT, "--cp-ring", "--cp-ring-cpu", "--cp-ring-layout", "contiguous"],
             "--cp-ring-layout contiguous needs cp_ring.pretrain_gpt",
         ),
         ([SCRIPT, "--cp-ring", "--cp-ring-kernel", "magic"], "--cp-ring-kernel 'magic'"),

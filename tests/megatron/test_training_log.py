@@ -1,9 +1,7 @@
-"""The record of a step: losses, tokens per second of training time alone, memory; and the patch
+"""What a step adds to TensorBoard: tokens per second of training time alone, memory; and the patch
 that installs it.
 """
 
-import errno
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.megatron import training_log
-from cp_ring.megatron.training_log import StepLine, finish
-from cp_ring.observe import progress
+from cp_ring.megatron.training_log import StepLine
 
 
 @pytest.fixture
@@ -25,9 +22,8 @@ def one_rank():
 class Megatron:
     """What the wrapped function reads: arguments, a clock that it may stop, a TensorBoard writer."""
 
-    def __init__(self, run_dir, log_interval=1, consumed=0):
+    def __init__(self, log_interval=1, consumed=0):
         self.args = SimpleNamespace(
-            cp_ring_run_dir=str(run_dir),
             curr_iteration=consumed // 2 - 1,
             consumed_train_samples=consumed,
             train_iters=10,
@@ -63,92 +59,33 @@ class Megatron:
         return StepLine(self.training_log, functions)
 
 
-def test_each_step_has_its_own_rate(one_rank, tmp_path, capsys):
-    megatron = Megatron(tmp_path)
+def test_each_step_has_its_own_rate(one_rank, capsys):
+    megatron = Megatron()
     line = megatron.line()
     assert megatron.step(line, 2.0, 8.5) == "flag"
     megatron.step(line, 0.5, 8.25)
-    steps = progress.read(tmp_path)
-    assert [(step["step"], step["lm loss"], step["tokens per second"]) for step in steps] == [
-        (1, 8.5, 100.0),
-        (2, 8.25, 400.0),
-    ]
-    assert all(step["memory"] > 10 << 20 for step in steps)
     assert megatron.scalars["tokens per second"] == {1: 100.0, 2: 400.0}
     assert megatron.scalars["peak memory of a rank (bytes)"][2] > 10 << 20
     assert megatron.logged == [(1e-3, 0.5)] * 2
-    assert [(step["learning rate"], step["gradient norm"]) for step in steps] == [(1e-3, 0.5)] * 2
     assert not capsys.readouterr().out, "Megatron has printed the step"
 
 
-def test_a_step_that_waited_for_plans_says_so(one_rank, tmp_path, monkeypatch):
+def test_a_step_that_waited_for_plans_says_so(one_rank, monkeypatch):
     waited = iter([2e-3, 0.9e-3])
     monkeypatch.setattr(training_log, "take_waited", lambda: next(waited))
-    megatron = Megatron(tmp_path)
+    megatron = Megatron()
     line = megatron.line()
     megatron.step(line, 1.0, 3.0)
     megatron.step(line, 1.0, 3.0)
-    assert [step.get(progress.WAITED) for step in progress.read(tmp_path)] == [0.002, None]
+    assert megatron.scalars["waited for plans (s)"] == {1: 0.002}
 
 
-def test_log_interval_and_resumption(one_rank, tmp_path):
-    megatron = Megatron(tmp_path, log_interval=4, consumed=10)
+def test_log_interval_and_resumption(one_rank):
+    megatron = Megatron(log_interval=4, consumed=10)
     line = megatron.line()
     for _ in range(5):  # steps 6 to 10: the first one is always recorded, then every fourth
         megatron.step(line, 1.0, 3.0)
-    assert [(step["step"], step["tokens per second"]) for step in progress.read(tmp_path)] == [
-        (6, 200.0),
-        (8, 200.0),
-    ]
-
-
-def test_without_a_run_directory_only_tensorboard_has_it(one_rank, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    megatron = Megatron("")
-    megatron.step(megatron.line(), 1.0, 3.0)
-    assert megatron.scalars["tokens per second"] == {1: 200.0} and not list(tmp_path.iterdir())
-
-
-class FullDisk:
-    """A file, or standard error, on a full disk."""
-
-    def write(self, *_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    flush = write
-
-
-@pytest.mark.parametrize("standard_error_too", [False, True])
-def test_a_full_disk_warns_once_and_the_job_goes_on(
-    one_rank, tmp_path, monkeypatch, capsys, standard_error_too
-):
-    megatron = Megatron("/dev/full/run" if standard_error_too else tmp_path / "run")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / progress.STEPS).symlink_to("/dev/full")
-    monkeypatch.setattr(progress, "_warned", set())
-    line = megatron.line()
-    if standard_error_too:
-        monkeypatch.setattr(sys, "stderr", FullDisk())
-    for _ in range(3):
-        assert megatron.step(line, 1.0, 3.0) == "flag"
-    (tmp_path / "run" / progress.DONE).symlink_to("/dev/full")
-    finish(megatron.args.cp_ring_run_dir)
-    assert megatron.scalars["tokens per second"] == {1: 200.0, 2: 200.0, 3: 200.0}
-    if not standard_error_too:
-        said = capsys.readouterr().err.splitlines()
-        assert [line.split(" cannot")[0] for line in said] == [
-            "cp_ring: steps.jsonl",
-            "cp_ring: DONE",
-        ]
-        assert all("the job goes on" in line and "No space left" in line for line in said)
-
-
-def test_a_tensorboard_that_cannot_write_does_not_end_the_job(one_rank, tmp_path, monkeypatch):
-    megatron = Megatron(tmp_path)
-    line = megatron.line()
-    line.megatron.get_tensorboard_writer = lambda: SimpleNamespace(add_scalar=FullDisk().write)
-    assert megatron.step(line, 1.0, 3.0) == "flag"
-    assert len(progress.read(tmp_path)) == 1
+    assert megatron.scalars["tokens per second"] == {6: 200.0, 8: 200.0}
 
 
 def test_patch_wraps_and_restores_megatrons_function():
@@ -169,7 +106,7 @@ def test_patch_wraps_and_restores_megatrons_function():
     assert training.training_log is original
 
 
-def test_the_times_of_a_sampled_step_are_in_the_log(one_rank, tmp_path):
+def test_the_times_of_a_sampled_step_are_in_the_log(one_rank):
     from cp_ring.observe.findings import Findings
 
     found = Findings(
@@ -177,7 +114,7 @@ def test_the_times_of_a_sampled_step_are_in_the_log(one_rank, tmp_path):
         waits={"inside nodes": 0.1}, wire={"inside nodes": (2e9, False)}, balance_planned=1.0, balance_timed=1.1, plans=0.0,
         slowest_rank=None, slowest_link=None,
     )  # fmt: skip
-    megatron, asked = Megatron(tmp_path, log_interval=2), []
+    megatron, asked = Megatron(log_interval=2), []
     line = megatron.line()
     line.timing = SimpleNamespace(
         end_of_step=lambda step, last: asked.append((step, last)) or ([found] if step == 3 else [])
@@ -188,18 +125,5 @@ def test_the_times_of_a_sampled_step_are_in_the_log(one_rank, tmp_path):
     for _ in range(10):
         megatron.step(line, 1.0, 3.0)
     assert asked == [(step, step == 10) for step in range(1, 11)]
-    steps = progress.read(tmp_path)
-    assert [step["step"] for step in steps if "timing" in step] == [4], (
-        "with the next step that is logged"
-    )
-    (times,) = [step["timing"] for step in steps if "timing" in step]
-    assert (
-        times["step"] == 2
-        and times["exposed_share"] == 0.2
-        and times["wire_gb_s"] == {"inside nodes": 2.0}
-    )
-    assert times["hops"] == [
-        {"direction": "forward", "hop": 1, "compute_ms": 250.0, "wait_ms": 125.0}
-    ]
     assert megatron.scalars["cp_ring/exposed communication (ms)"] == {2: pytest.approx(100)}
     assert [step for _, step in logged] == [3] and logged[0][0]["cp_ring/balance, timed"] == 1.1

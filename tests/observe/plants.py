@@ -89,7 +89,7 @@ def case(
 
     said: list[str] = []
     timing.SAMPLER.value = sampler = timing.Sampler(1)
-    steps = StepTiming(sampler, lambda: group, "", said.append)
+    steps = StepTiming(sampler, lambda: group, said.append)
     own = replace(plant, slower=1.0) if plant.rank != dist.get_rank(group) or plant.rate else plant
     q, k, v = (
         torch.randn(1, setting.tokens, setting.heads, setting.head_dim, requires_grad=True)
