@@ -118,8 +118,8 @@ def _on_its_group(
 def _with_cache(adjust: Function, self: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
     if context is not None and self.config.context_parallel_size > 1:
         raise ConfigError(
-            "generation from a cache of keys needs --context-parallel-size 1: call "
-            "cp_ring.megatron.generate instead"
+            "generation from a cache of keys needs --context-parallel-size 1: load the checkpoint "
+            "at that size"
         )
     return adjust(self, context, *args, **kwargs)
 

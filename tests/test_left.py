@@ -29,3 +29,11 @@ def test_each_way_to_give_it_names_it(name):
 def test_a_name_that_left_says_what_to_write(name):
     with pytest.raises(AttributeError, match=f"^cp_ring.{name} left: "):
         getattr(cp_ring, name)
+
+
+def test_functions_of_megatron_that_left_say_what_to_do():
+    import cp_ring.megatron
+
+    for name in cp_ring.megatron.LEFT:
+        with pytest.raises(ConfigError, match=rf"^cp_ring\.megatron\.{name} left cp_ring: "):
+            getattr(cp_ring.megatron, name)

@@ -10,32 +10,41 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from cp_ring.errors import ConfigError
+
 # the functions for programs that build their models themselves; imported on first use, as in
 # `cp_ring`
 enable: Any
 certify: Any
 split_batch: Any
-generate: Any
 with_ring_attention: Any
 
 _MODULES = {
     "enable": "cp_ring.patches.enable",  # above this package: it knows the patches
     "certify": "cp_ring.megatron.program",
     "split_batch": "cp_ring.megatron.batches",
-    "generate": "cp_ring.megatron.generation",
     "with_ring_attention": "cp_ring.megatron.specs",
 }
 
 __all__ = [
     "certify",
     "enable",
-    "generate",
     "split_batch",
     "with_ring_attention",
 ]
 
 
+LEFT = {
+    "generate": "Megatron's own engines generate at --context-parallel-size 1",
+    "save_checkpoint": "call megatron.core.dist_checkpointing.save",
+    "load_checkpoint": "call megatron.core.dist_checkpointing.load",
+}
+"""Functions of the version before, and what to do in their place."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in LEFT:
+        raise ConfigError(f"cp_ring.megatron.{name} left cp_ring: {LEFT[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module 'cp_ring.megatron' has no attribute {name!r}")
     try:

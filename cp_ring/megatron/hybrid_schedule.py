@@ -22,8 +22,7 @@ def hybrid_groups(lengths: np.ndarray, ranks: int, tokens_per_rank: int) -> list
         from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
     except ImportError as error:
         raise ConfigError(
-            "the scheduler of hybrid context parallelism is in megatron-core 0.16 and later: "
-            f"{error}"
+            f"the scheduler of hybrid context parallelism is not there: {error}"
         ) from None
     scheduler = BalancedCPScheduler(tokens_per_rank, SimpleNamespace(size=lambda: ranks))
     samples = [(index, int(length)) for index, length in enumerate(lengths)]

@@ -12,7 +12,6 @@ from cp_ring.megatron.settings import LayerWindows, layer_windows
 from cp_ring.plan.layout import Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec, plan
-from cp_ring.plan.tables import RankPlan
 from cp_ring.runtime import RUNTIME
 
 _MASKS = {"causal": Mask.causal, "no_mask": Mask.full}
@@ -59,13 +58,3 @@ def make_plan(
     return plan(
         _mask(mask, n, window), cp, replace(spec, layout=make_layout(str(spec.layout), n, cp))
     )
-
-
-@RUNTIME.cache(maxsize=16)
-def plan_of_last(mask: str, n: int, queries: int, window: tuple[int, int]) -> RankPlan:
-    """As `make_plan` on one rank, of the last `queries` of the `n` tokens alone. Each token that is
-    generated has its own, so that plans of training are not dropped for them.
-    """
-    whole = PlanSpec().build(_mask(mask, n, window), 1)
-    whole.verify()
-    return whole.rank_plan(0).last(queries)

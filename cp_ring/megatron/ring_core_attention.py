@@ -22,6 +22,7 @@ from cp_ring.megatron.flags import graphs
 from cp_ring.megatron.layers import recomputation
 from cp_ring.megatron.layers.layer_offload import offload, saving
 from cp_ring.megatron.layers.planned import PlannedAttention, mask_of
+from cp_ring.megatron.wrapping import replaced
 from cp_ring.observe import debug, timing, watchdog
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
@@ -49,7 +50,6 @@ class RingDotProductAttention(PlannedAttention):
     """
 
     softmax_offset: torch.Tensor | None
-    cache: Any = None  # while `cp_ring.megatron.generate` runs
     # How `softmax_offset` is split over tensor-parallel ranks, for converters of weights that know
     # stock attention by name, as Megatron Bridge's.
     tensor_model_parallel, partition_dim = True, 0
@@ -73,6 +73,18 @@ class RingDotProductAttention(PlannedAttention):
             config, layer_number, attn_mask_type, attention_type, cp_comm_type, pg_collection
         )
         self.name: int | str = self.layer_number  # in messages
+        self._stock_layer: list[Any] = []
+        self._stock_settings = {
+            "layer_number": layer_number,
+            "attn_mask_type": attn_mask_type,
+            "attention_type": attention_type,
+            "attention_dropout": attention_dropout,
+            "softmax_scale": softmax_scale,
+            "cp_comm_type": cp_comm_type,
+            "pg_collection": pg_collection,
+            "k_channels": k_channels,
+            "v_channels": v_channels,
+        }
         self.softmax_scale = (
             1.0 / math.sqrt(k_channels or config.kv_channels)
             if softmax_scale is None
@@ -135,7 +147,7 @@ class RingDotProductAttention(PlannedAttention):
         Args:
             query: [s, b, h, d], or [s, h, d] of packed documents (thd).
             key: [s, b, g, d] or [s, g, d]. More keys than queries are those of earlier tokens
-            too, as in generation; then the mask type is that of the layer.
+            too, as in generation, which stock attention answers.
             value: [s, b, g, dv] or [s, g, dv].
             attention_mask: None, or the causal mask of this rank's tokens where that is the
             declared one (see `batch_mask`).
@@ -152,18 +164,18 @@ class RingDotProductAttention(PlannedAttention):
             ConfigError: for another mask, a bias, or packed sequences that ring attention does not
             support.
         """
-        cached, packed = key.shape[0] - query.shape[0], query.dim() == 3
-        own = attn_mask_type is None or cached
-        mask = mask_of(self.attn_mask_type if own else attn_mask_type, packed)
+        if key.shape[0] != query.shape[0]:
+            generated: torch.Tensor = self._stock()(
+                query, key, value, attention_mask, attn_mask_type=attn_mask_type,
+                packed_seq_params=packed_seq_params,
+            )  # fmt: skip
+            return generated
+        packed = query.dim() == 3
+        mask = mask_of(self.attn_mask_type if attn_mask_type is None else attn_mask_type, packed)
         _check_inputs(attention_bias, unknown)
         latents: Latents | None = None
         if self.tap is not None:
             latents = self.tap.take(self.config.qk_head_dim, self.config.v_head_dim)
-        if self.cache is not None and self.cache.position is not None:
-            generated: torch.Tensor = self.cache.attend(self, query, key, value)
-            return generated
-        if self.cache is not None:
-            self.cache.keep(self, key, value)
         group, packed_seq_params = self.shared_by(query, packed_seq_params)
         if packed:  # the documents lie end to end, and Megatron has no batch dimension
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -173,7 +185,7 @@ class RingDotProductAttention(PlannedAttention):
             self.check_batch_mask(attention_mask, mask, *sizes, packed_seq_params)
         step = compat.training_step()
         timing.at_step(step)
-        plan = self.plan_of(query, mask, packed_seq_params, cached)
+        plan = self.plan_of(query, mask, packed_seq_params)
         inputs = Inputs(query, key, value, self.softmax_offset, latents).alike()
         kept = recomputation.take(self)
         if kept is None:  # else the watchdog knows the call as the one whose output was kept
@@ -188,6 +200,30 @@ class RingDotProductAttention(PlannedAttention):
         self._keep_largest(output.max_logit)
         out = output.out.flatten(2)
         return out.squeeze(1) if packed else out
+
+    def _stock(self) -> Any:
+        """Megatron's own core attention with the settings of this layer and its `softmax_offset`;
+        no module of this one, so that checkpoints stay as they are.
+        """
+        if not self._stock_layer:
+            from megatron.core.extensions import transformer_engine
+            from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+            with_te = self.config.transformer_impl == "transformer_engine"
+            Stock = (
+                transformer_engine.TEDotProductAttention
+                if with_te and transformer_engine.HAVE_TE
+                else DotProductAttention
+            )
+            given = {name: x for name, x in self._stock_settings.items() if x is not None}
+            # its own parameter would be drawn from the random state of training
+            with replaced((self.config, "perform_initialization", False)):
+                stock = Stock(self.config, **compat.known_arguments(Stock, given))
+            self._stock_layer.append(stock)
+        (stock,) = self._stock_layer
+        if self.softmax_offset is not None:
+            stock.softmax_offset = self.softmax_offset
+        return stock.train(self.training)
 
     def _keep_largest(self, max_logit: torch.Tensor | None) -> None:
         """Keeps the largest logits [h], which Megatron's clipping and log read."""

@@ -293,15 +293,6 @@ class RankPlan:
     replicated: bool = False
     forwards: bool = False
 
-    def last(self, queries: int) -> RankPlan:
-        """Of a rank alone: its last queries, with the keys of all tokens. Without backward."""
-        (hop,) = self.hops
-        cached = self.num_tokens - queries
-        tiles = hop.tiles.within(q0=cached).trimmed().shifted(-cached, 0)
-        hop = replace(hop, tiles=tiles, grad_shift=np.zeros(len(tiles), np.int64))
-        keys = self.num_tokens
-        return replace(self, num_tokens=queries, hops=(hop,), identity=(), keys=keys)
-
     @property
     def num_keys(self) -> int:
         """Tokens of the member's shard of keys."""

@@ -1,5 +1,5 @@
-"""`cp_ring.megatron.generate` at context-parallel sizes 1, 2 and 4 against stock attention that
-sees all tokens again at each step.
+"""Megatron's own generation engines on models with ring attention at context-parallel size 1,
+against stock attention that sees all tokens again at each step.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
 from tests.megatron.groups import program
@@ -83,142 +82,6 @@ def all_again(group: Any, kind: str) -> torch.Tensor:
             logits = model(tokens, places, given, runtime_gather_output=True)
             tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
         return tokens
-
-
-def generated(
-    group: Any, kind: str, cp: int, prompt: int = 21, fault: bool = False, **settings: Any
-) -> torch.Tensor:
-    """On a rank: the likeliest tokens from a cache of keys."""
-    import cp_ring.megatron
-    from cp_ring.megatron.generation import KeyCache
-
-    keep, tp = KeyCache.keep, settings.get("tp", 1)
-
-    def with_padding(self: Any, *tensors: Any) -> None:
-        self.prompt += 4
-        keep(self, *tensors)
-        self.prompt -= 4
-
-    KeyCache.keep = with_padding if fault else keep  # type: ignore[method-assign]
-    try:
-        with program(cp, **settings):
-            model = build(cp, kind, tensor_model_parallel_size=tp)
-            return cp_ring.megatron.generate(model, PROMPT[:, :prompt], COUNT + 21 - prompt)
-    finally:
-        KeyCache.keep = keep  # type: ignore[method-assign]
-
-
-def test_tokens_are_those_of_all_tokens_at_once(pool):
-    wanted = pool.run(all_again, 4, "window")[0]
-    assert len(set(wanted[:, 21:].flatten().tolist())) > 8
-    assert all(torch.equal(found, wanted) for found in pool.run(generated, 4, "window", 2))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_at_every_size(pool, kind):
-    wanted = pool.run(all_again, 4, kind)[0]
-    for cp in (1, 2, 4):
-        assert all(torch.equal(found, wanted) for found in pool.run(generated, 4, kind, cp))
-    assert not torch.equal(pool.run(generated, 4, kind, 4, fault=True)[0], wanted)
-
-
-@pytest.mark.ci
-def test_tokens_under_other_settings(pool):
-    wanted = pool.run(all_again, 4, "predictions")[0]
-    for settings in (
-        {"tp": 2},
-        {"layout": "balanced"},
-        {"layout": "balanced", "document_mask": True},
-        {"mask_kinds": ("documents",)},
-    ):
-        found = pool.run(generated, 4, "predictions", 2, **settings)
-        assert all(torch.equal(each, wanted) for each in found), settings
-    short = [pool.run(generated, 4, "predictions", cp, prompt=1)[0] for cp in (1, 2)]
-    assert torch.equal(*short)
-
-
-def around_a_step(group: Any) -> list[Any]:
-    """On a rank: gradients before and after generation with tokens that ranks choose for
-    themselves; the tokens; lines of models that cannot generate.
-    """
-    import cp_ring.megatron
-
-    def line(change: dict[str, Any], of: Any) -> str:
-        before = {name: getattr(of, name, None) for name in change}
-        vars(of).update(change)
-        try:
-            cp_ring.megatron.generate(model, PROMPT, 1)
-        except ConfigError as error:
-            return str(error)
-        finally:
-            vars(of).update(before)
-        return ""
-
-    with program(2):
-        model = build(2, "window")
-        batch = cp_ring.megatron.split_batch({"tokens": PROMPT[:, :20], "position_ids": PLACES})
-
-        def gradients() -> list[torch.Tensor]:
-            model.zero_grad()
-            model(batch["tokens"], batch["position_ids"], None).sum().backward()
-            return [parameter.grad.clone() for parameter in model.parameters()]
-
-        model.decoder.layers[0].eval()  # a frozen one
-        before, modes = gradients(), [part.training for part in model.modules()]
-        torch.manual_seed(dist.get_rank())
-        tokens = cp_ring.megatron.generate(
-            model, PROMPT, 9, lambda logits: torch.multinomial(logits.softmax(-1), 1)[:, 0]
-        )
-        early = cp_ring.megatron.generate(
-            model, PROMPT, 9, lambda logits: torch.full((2,), 5), end=5
-        )
-        same = [part.training for part in model.modules()] == modes
-        same &= all(torch.equal(x, y) for x, y in zip(before, gradients(), strict=True))
-        lines = [
-            line({"pipeline_model_parallel_size": 2}, model.config),
-            line({"sequence_parallel": True, "tensor_model_parallel_size": 2}, model.config),
-            line({"position_embedding_type": "mrope"}, model),
-            line({"apply_rope_fusion": True, "multi_latent_attention": True}, model.config),
-        ]
-        model.decoder.other = type("MambaMixer", (torch.nn.Module,), {})()
-        return [same, tokens, early.shape[1], [*lines, line({}, model)]]
-
-
-PLACES = torch.arange(20).expand(2, 20)
-
-
-def test_training_is_what_it_was_before_generation(pool):
-    parts = (
-        "pipeline-model-parallel-size 2",
-        "--sequence-parallel",
-        "mrope",
-        "fusion",
-        "MambaMixer",
-    )
-    found = pool.run(around_a_step, 4)
-    for same, tokens, early, lines in found:
-        assert same and early == 22
-        assert torch.equal(tokens[:, :21], PROMPT) and tokens.shape == (2, 30)
-        assert all(part in line for part, line in zip(parts, lines, strict=True)), lines
-    assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[2][1], found[3][1])
-
-
-def example(group: Any, cp: int) -> Any:
-    """On a rank: docs/examples/generate.py."""
-    with program(cp):
-        from docs.examples import generate
-
-        return generate.main(generate.build(cp))
-
-
-def test_the_example_is_one_rank(pool):
-    (wanted, _, likelihoods), *_ = pool.run(example, 4, 1)
-    first, second, *_ = pool.run(example, 4, 2)
-    assert torch.equal(first[0], wanted) and torch.equal(first[1], second[1])
-    assert (likelihoods[0] < -1).all() and torch.allclose(first[2], likelihoods, rtol=1e-5)
-    # all greedy tokens are the likeliest ones
-    assert likelihoods[1, :2].tolist() == [0, 0] and (likelihoods[1, 2:] > 0).all()
 
 
 @torch.no_grad()

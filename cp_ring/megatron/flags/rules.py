@@ -355,25 +355,6 @@ SUBGROUP = (
 )  # fmt: skip
 """Of microbatches on a group of their own."""
 
-GENERATION = (
-    *(Rule(when, "cp_ring.megatron.generate does not support {found}", way_out)
-      for when, way_out in (
-        ("--pipeline-model-parallel-size>1", "load the checkpoint without stages"),
-        ("--sequence-parallel --tensor-model-parallel-size>1",
-         "set config.sequence_parallel to False while you generate"),
-        ("--position-embedding-type=mrope", "images have positions of their own"),
-    )),
-    Rule("apply_rope_fusion multi_latent_attention",
-         "cp_ring.megatron.generate does not support apply_rope_fusion with multi-latent attention",
-         "set config.apply_rope_fusion to False while you generate",
-         "the fused kernel splits positions over the ranks itself"),
-    Rule("other_layers", "cp_ring.megatron.generate does not support {other_layers}",
-         "give the model Megatron's own inference context, at --context-parallel-size 1",
-         "their states are not split over ranks"),
-    Rule("graphs_of_attention", "cp_ring.megatron.generate does not support {graphs}",
-         "build the model without CUDA graphs"),
-)  # fmt: skip
-"""Of `cp_ring.megatron.generate`."""
 
 PROGRAM = (
     Rule("--cp-ring-certify=only", "--cp-ring-certify only (certify=) needs a job of flags",
@@ -429,6 +410,6 @@ READING = (
 TABLE = {
     "Attention": WITHOUT_CUDA + LAYERS + ATTENTION + DOCUMENTS + LATENT,
     "Sizes": COMPLETE + SIZES + MODEL + SPLITS + MEMBERS + SUBGROUP,
-    "Training": RING + TRAINING + DATA + INSTALLED + READING + SCRIPT + PROGRAM + GENERATION,
+    "Training": RING + TRAINING + DATA + INSTALLED + READING + SCRIPT + PROGRAM,
 }
 """All rules, by the parts of the page on troubleshooting."""

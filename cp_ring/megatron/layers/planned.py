@@ -28,7 +28,7 @@ from cp_ring.megatron.flags.attention_rules import check_layer, check_window
 from cp_ring.megatron.flags.comm_types import check_members, spec_of_layer
 from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.flags.rules import SUBGROUP
-from cp_ring.megatron.plans import make_layout, make_plan, plan_of_last
+from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.observe import timing
 
@@ -91,17 +91,13 @@ class PlannedAttention(MegatronModule):
             )
         return group, without_whole_rows(packed_seq_params, query.shape[0] * group.size())
 
-    def plan_of(
-        self, query: torch.Tensor, mask: str, packed_seq_params: Any, cached: int = 0
-    ) -> AnyPlan:
+    def plan_of(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> AnyPlan:
         """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any,
-        the documents of the batch, or the `cached` keys of earlier tokens.
+        the documents of the batch.
         """
         group = group_of_microbatch(packed_seq_params, self.cp_group)
         cp, (tokens, batch) = group.size(), query.shape[:2]
         if packed_seq_params is None:
-            if cached and cp == 1:
-                return plan_of_last(mask, tokens + cached, tokens, self.window)
             return make_plan(mask, tokens * cp, cp, self.window, self.spec)
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
         with timing.waiting_for_plan():
