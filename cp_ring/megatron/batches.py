@@ -26,6 +26,7 @@ from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.plan.ranges import offsets
 
 OFFSETS, PADDED, SIZE = "cu_seqlens", "cu_seqlens_padded", "local_cp_size"
+_OF_TOKENS = ("tokens", "input_ids", "labels", "loss_mask", "position_ids")
 _OF_PACKED = (OFFSETS, PADDED, SIZE, "max_seqlen")
 
 
@@ -39,7 +40,8 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
             `position_ids` are 0. What is not a tensor [b, n] is left as it is, such as position ids
             [3, b, n] of images, which the model splits (mrope). With `cu_seqlens`,
             and `cu_seqlens_padded` where documents are padded, offsets int32 [1, documents + 1] or
-            [documents + 1], the one batch row holds packed documents; with `local_cp_size` they
+            [documents + 1], perhaps with -1 after the last one, the one batch row holds packed
+            documents; with `local_cp_size` they
             are split over as many ranks as it says, see `group_of_size`.
         cp_group: the context-parallel process group, by default Megatron's.
 
@@ -53,7 +55,8 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
 
     Raises:
         ConfigError: for a mask of another length, or of a kind that --cp-ring-mask-kinds does not
-            name; for packed documents that cannot be split.
+            name; for packed documents that cannot be split; for a tensor of another shape that has
+            values of each token.
         PlanError: on all ranks, where they hold other tensors of integers; they are compared in the
             first microbatches, then in one of --cp-ring-compare-every.
     """
@@ -77,6 +80,8 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
             f"{', '.join(map(str, sorted(sizes))) or 'none'}"
         )
     ((count, n),) = sizes
+    others = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor)}
+    _check_rest({name: x for name, x in others.items() if name not in whole}, count, n)
     rest = {name: value for name, value in batch.items() if name not in whole and name != KEY}
     if KEY not in batch and not current().kinds and not current().document_mask:
         _check_length(n, group.size())
@@ -138,18 +143,20 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
         max_seqlen_kv=longest,
         cp_group=None if batch.get(SIZE) is None else group,
     )
-    whole = {
+    n = int(padded[-1])
+    tensors = {
         name: value
         for name, value in batch.items()
         if isinstance(value, torch.Tensor) and name not in _OF_PACKED
     }
-    sizes = {tuple(value.shape) for value in whole.values()}
-    if len(sizes) != 1 or next(iter(sizes))[0] != 1:
+    whole = {name: value for name, value in tensors.items() if value.shape == (1, n)}
+    if not whole:
+        sizes = ", ".join(sorted({str(tuple(value.shape)) for value in tensors.values()}))
         raise ConfigError(
-            f"{OFFSETS}: packed documents need tensors [1, n] of one size, not "
-            f"{', '.join(map(str, sorted(sizes)))}"
+            f"{OFFSETS} ends at {n} tokens, so tensors of a batch must be {(1, n)}, not "
+            f"{sizes or 'none'}"
         )
-    n = next(iter(sizes))[1]
+    _check_rest({name: x for name, x in tensors.items() if name not in whole}, 1, n)
     together = batch.get(SIZE) is None and current().document_mask
     if together:
         _check_length(n, cp)
@@ -174,9 +181,28 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
     )
 
 
+def _check_rest(tensors: Mapping[str, torch.Tensor], batch: int, n: int) -> None:
+    """Raises `ConfigError` for a tensor that stays whole although it holds values of each token of
+    `batch` rows of `n` tokens; position ids with sections, [3, b, n], are split by the model.
+    """
+    for name, x in tensors.items():
+        by_row = x.dim() <= 2 and (name in _OF_TOKENS or (x.numel() >= n and x.numel() % n == 0))
+        if by_row or (x.dim() > 2 and x.shape[:2] == (batch, n)):
+            raise ConfigError(
+                f"{name} is {tuple(x.shape)}: only tensors {(batch, n)} are split, and this one "
+                "has values of each token; give it as tensors of that size, or leave it out"
+            )
+
+
 def _offsets(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Checked offsets of documents, int32 [documents + 1], on their device."""
-    checked = offsets(tensor.reshape(-1), name)
+    """Checked offsets of documents, int32 [documents + 1], on their device. Entries of -1 after the
+    last one fill a tensor of fixed size, and are cut off.
+    """
+    flat = tensor.detach().reshape(-1)
+    used = (flat >= 0).nonzero()
+    if len(used):
+        flat = flat[: int(used[-1]) + 1]
+    checked = offsets(flat, name)
     if len(checked) < 2:
         raise ConfigError(f"{name} is {checked.tolist()}: it must hold a document")
     return torch.from_numpy(checked).to(tensor.device, torch.int32)

@@ -177,6 +177,47 @@ def test_positions_with_sections_stay_whole_and_tell_documents(configured):
     assert part["position_ids"] is ids
 
 
+STAY = {
+    "position_ids": torch.arange(24).repeat(3, 1, 1),  # with sections, which the model splits
+    "cu_seqlens_argmin": torch.tensor([[2]]),
+    "weight": torch.tensor(0.5),
+    "pixels": torch.zeros(3, 8, 8),
+    "note": "x",
+}
+"""Entries without values of each token in dimension 1."""
+OF_TOKENS = {
+    "top_k": torch.zeros(1, 24, 5),
+    "values": torch.zeros(24),
+    "pairs": torch.zeros(2, 24),
+    "loss_mask": torch.zeros(1, 12),
+}
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 8, 24], [0, 8, 24, -1, -1]])
+def test_what_holds_no_values_of_each_token_stays_with_documents_and_without(offsets):
+    whole = {"tokens": torch.arange(24)[None], **STAY}
+    if offsets is None:
+        del whole["cu_seqlens_argmin"]  # tensors [b, n] are of one size
+    else:
+        whole["cu_seqlens"] = torch.tensor([offsets], dtype=torch.int32)
+    part = batches.split_batch(whole, Group(0, 2))
+    assert part["tokens"].shape == (1, 12)
+    assert all(part[name] is whole[name] for name in STAY if name in whole)
+    if offsets is not None:
+        assert part["packed_seq_params"].cu_seqlens_q.tolist() == [0, 8, 24]
+    for name, x in OF_TOKENS.items():
+        if offsets is None and name in ("pairs", "loss_mask"):
+            continue  # another line, as all tensors of two dimensions are batch rows
+        with pytest.raises(ValueError, match=f"{name} is .*: only tensors .* are split"):
+            batches.split_batch(whole | {name: x}, Group(0, 2))
+
+
+def test_minus_one_between_offsets_is_no_end():
+    whole = {"tokens": torch.arange(24)[None], "cu_seqlens": torch.tensor([0, -1, 24])}
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        batches.split_batch(whole, Group(0, 2))
+
+
 def test_packed_documents_are_split_one_by_one():
     whole = {
         "tokens": torch.arange(24)[None],
@@ -204,8 +245,9 @@ def test_packed_documents_are_split_one_by_one():
     assert padded["tokens"].tolist() == parts[0]["tokens"].tolist()
     assert padded["packed_seq_params"].cu_seqlens_q.tolist() == [0, 7, 20]
     for wrong, message in [
-        ({"tokens": torch.zeros(2, 12)}, r"packed documents need tensors \[1, n\]"),
-        ({"tokens": torch.zeros(1, 23)}, "23 packed tokens cannot be split over 2"),
+        ({"tokens": torch.zeros(2, 12)}, r"ends at 24 tokens, so .* be \(1, 24\), not \(2, 12\)"),
+        ({"tokens": torch.zeros(1, 23)}, r"ends at 24 tokens, so .* not \(1, 23\)"),
+        ({"labels": torch.zeros(1, 23)}, r"labels is \(1, 23\): only tensors \(1, 24\) are split"),
         ({"cu_seqlens": torch.tensor([0, 6, 24])}, "document 0 has 6 tokens, not a multiple of 2"),
     ]:
         with pytest.raises(ValueError, match=message):
