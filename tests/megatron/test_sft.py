@@ -4,6 +4,7 @@ padding.
 
 import json
 import shlex
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from cp_ring import Options
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
+from cp_ring.megatron.data import sft
+from cp_ring.megatron.data.file_checks import conversations_of
 from tests.megatron import conversations
 from tests.megatron.launch import HERE, MODEL, TRAIN, attempt
 
@@ -130,6 +133,35 @@ def test_tokens_are_kept_and_samples_repeat(files, settings_of, monkeypatch):
                 rows[index].values(), again[index + rows.packing.rows].values(), strict=True
             )
         )
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_another_template_in_the_folder_of_the_tokenizer_gives_other_tokens(
+    files, tmp_path, settings_of, name
+):
+    """The tokens of the old one were kept by the path of the folder alone."""
+    settings_of(cut_long=True)
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(files[2], folder)
+    before = make((tmp_path, files[1], folder))._identity()
+    assert make((tmp_path, files[1], folder))._identity() == before
+    (folder / name).write_text('{"chat_template": "{{ messages }}"}')
+    assert sft._digest_of_tokenizer(folder) != sft._digest_of_tokenizer(files[2])
+
+
+def test_messages_that_call_tools_are_the_template_s_matter():
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "what?"}]}
+    line = json.dumps({"messages": [parts, calls, {"role": "tool", "content": "4"}]}).encode()
+    assert conversations_of(line, "line 1") == [[parts, calls, {"role": "tool", "content": "4"}]]
+    del calls["content"]
+    line = json.dumps({"messages": [parts, calls]}).encode()
+    assert conversations_of(line, "line 1")[0][1]["content"] is None
+    for bad in ({"role": "assistant", "content": None}, {"role": "user", "content": 3}):
+        with pytest.raises(ConfigError, match="or null beside tool_calls"):
+            conversations_of(json.dumps({"messages": [bad]}).encode(), "line 1")
+    with pytest.raises(ConfigError, match="line 1 has tools"):
+        conversations_of(json.dumps({"messages": [parts], "tools": [1]}).encode(), "line 1")
 
 
 @pytest.mark.parametrize(

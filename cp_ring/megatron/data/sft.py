@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.training import get_args, print_rank_0
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron.data.file_checks import Conversation, conversations_of
 from cp_ring.megatron.rejection import first_line
 from cp_ring.megatron.settings import current
 from cp_ring.plan.packing import PackedRows, pack
@@ -36,10 +36,8 @@ from cp_ring.plan.ranges import Ints
 IGNORED = -100
 """Megatron's target of a token that does not count in the loss."""
 
-FORMAT = 1
+FORMAT = 2
 """Part of the name of kept tokens: raise it when the same files give other ones."""
-
-Conversation = list[dict[str, Any]]
 
 
 class ConversationFile:
@@ -72,27 +70,6 @@ class ConversationFile:
         )
 
 
-def conversations_of(line: bytes, where: str) -> list[Conversation]:
-    """The conversations of a line of JSON. Raises `ConfigError` that begins with `where`."""
-    try:
-        messages = json.loads(line)["messages"]
-        conversations: list[Conversation] = []
-        for message in messages:
-            if not isinstance(message["role"], str) or not isinstance(message["content"], str):
-                raise TypeError
-            if message["role"] == "system" or not conversations:
-                conversations.append([])
-            conversations[-1].append(message)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ConfigError(
-            f'{where} is not a JSON object with "messages", a list of {{"role": ..., "content": '
-            f"...}}"
-        ) from None
-    if not conversations:
-        raise ConfigError(f"{where} has no message")
-    return conversations
-
-
 class Tokens:
     """The tokens and the targets of conversations, end to end: int32 [tokens] each, and int64
     offsets [conversations + 1].
@@ -115,7 +92,7 @@ class Tokens:
                     ids, wanted = tokenizer.tokenize_conversation(
                         conversation, return_target=True, add_generation_prompt=False
                     )
-                except (ValueError, AssertionError, TypeError) as error:
+                except Exception as error:  # templates raise errors of their own
                     reason = first_line(error)[:200] or type(error).__name__
                     raise ConfigError(
                         f"{where}: the tokenizer does not take this conversation: {reason}"
@@ -212,6 +189,7 @@ class PackedConversations(MegatronDataset):
             os.path.abspath(self.dataset.path),
             stat.st_size,
             stat.st_mtime_ns,
+            _digest_of_tokenizer(getattr(self.config.tokenizer, "path", None)),
         )
         indices = np.ascontiguousarray(self.indices).tobytes()
         return "cp_ring-sft-" + hashlib.sha256(repr(about).encode() + indices).hexdigest()[:24]
@@ -261,6 +239,20 @@ class PackedConversations(MegatronDataset):
                 self._tokens.tokens[place].astype(np.int64),
                 self._tokens.targets[place].astype(np.int64),
             )
+
+
+def _digest_of_tokenizer(path: Any) -> str:
+    """A digest of the files of a tokenizer, its chat template among them; "" where it has none on
+    this host.
+    """
+    place = Path(str(path or ""))
+    files = [place] if place.is_file() else sorted(place.glob("*")) if path else []
+    digest = hashlib.sha256()
+    for file in files:
+        # a folder may hold the weights of the model too
+        if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken"):
+            digest.update(f"{file.name} ".encode() + file.read_bytes())
+    return digest.hexdigest() if files else ""
 
 
 class PackedWithOffsets(PackedConversations):

@@ -261,6 +261,14 @@ STATES = (
 """What the ranks of recurrent layers need to pass states."""
 
 DOCUMENTS = (
+    Rule(lambda job: job.cp > 1 and "seq_aux_loss" in str(job.moe_router_load_balancing_type)
+         and not job.own.document_mask
+         and job.holds("--dataloader-inter-document-masking --micro-batch-size>1"),
+         "{found} --moe-router-load-balancing-type seq_aux_loss: Megatron takes the tokens of a "
+         "rank for whole rows", "give --micro-batch-size 1, or aux_loss",
+         "a rank holds parts of all rows", "--context-parallel-size 2 --micro-batch-size 2 "
+         "--dataloader-inter-document-masking --num-experts 4 "
+         "--moe-router-load-balancing-type seq_aux_loss"),
     Rule(lambda job: job.recurrent and next((kind for kind in job.own.kinds if kind not in (
              "documents", "causal", *(() if job.recurrent_with("heads") else FORKING))), ""),
          "--cp-ring-mask-kinds {found} does not reach the {recurrent} layers of {pattern}, whose "

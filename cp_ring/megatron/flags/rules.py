@@ -8,6 +8,7 @@ rule of Megatron's stands here if it says nothing with it, or not before a rank 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from cp_ring.errors import one_line
+from cp_ring.megatron.data.file_checks import problem_of_conversations, problem_of_tokens
 from cp_ring.megatron.flags import graphs, implementations
 from cp_ring.megatron.flags.attention_rules import (
     ATTENTION,
@@ -174,7 +176,22 @@ def _why_no_layers(job: Job) -> str:
     return ""
 
 
+def _unwritable_folder(job: Job) -> str:
+    """Why checkpoints cannot be written to --save, "" where they can."""
+    folder = str(job.save or "")
+    if not folder or "://" in folder:
+        return ""
+    above = Path(folder).absolute()
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir():
+        return f"{above} is a file"
+    return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} cannot be written to"
+
+
 TRAINING = (
+    Rule(_unwritable_folder, "{--save}: {found}", "give a folder that all ranks can write to",
+         "a job would train until its first save", "--save /proc/version/checkpoints"),
     Rule(lambda job: job.lr_warmup_iters and job.lr_warmup_iters >= (
          job.lr_decay_iters or job.train_iters or inf),
          "{--lr-warmup-iters} must be below --lr-decay-iters, by default --train-iters",
@@ -223,8 +240,10 @@ LAYERS = (
 )  # fmt: skip
 
 
-def _missing_files(job: Job) -> Iterator[list[str]]:
-    """Data sets of which a file is missing or empty: the flag with the name, and the problem."""
+def _bad_files(job: Job) -> Iterator[list[str]]:
+    """Data sets of which a file is missing, empty or cut short, or holds nothing for a part that is
+    used: the flag with the name, and the problem.
+    """
     suffixes = ("",) if job.sft else (".idx", ".bin")
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words: Sequence[str] = job.value(name) or []
@@ -241,6 +260,15 @@ def _missing_files(job: Job) -> Iterator[list[str]]:
                         file + ("is empty" if path.is_file() else "does not exist"),
                     ]
                     break
+            else:
+                split = (job.split or "969, 30, 1") if name == "data_path" else None
+                problem = (
+                    problem_of_conversations(prefix)
+                    if job.sft
+                    else problem_of_tokens(prefix, split)
+                )
+                if problem:
+                    yield [f"--{name.replace('_', '-')} {prefix}", problem]
 
 
 def _is_number(word: str) -> bool:
@@ -259,7 +287,7 @@ RING = (
 )  # fmt: skip
 
 DATA = (
-    Rule(_missing_files, "{found[0]}: {found[1]}",
+    Rule(_bad_files, "{found[0]}: {found[1]}",
          example="--data-path /nowhere/corpus / --train-data-path 0.5 /nowhere/a 0.5 /nowhere/b"),
 )  # fmt: skip
 

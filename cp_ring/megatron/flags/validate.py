@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from cp_ring.errors import Reasons
@@ -30,6 +31,9 @@ from cp_ring.megatron.settings import LayerWindows, configure
 from cp_ring.options import Options
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.runtime import RUNTIME
+
+_CHECKPOINTS = ("latest_checkpointed_iteration.txt", "non_persistent", ".metadata")
+"""What a folder holds one of if --load finds a checkpoint in it."""
 
 _CPU_SETTINGS: dict[str, Any] = {
     "distributed_backend": "gloo",
@@ -136,6 +140,7 @@ def windows_of(args: argparse.Namespace) -> LayerWindows | None:
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
     """As `accept`, for checks that need `args` after Megatron has validated and completed them."""
     with rejecting():
+        _note_new_start(args)
         config = Options.from_args(args)
         if config.enabled:
             check_rules(Job(args, config), rules.INSTALLED)
@@ -212,6 +217,21 @@ def run_on_cpu(job: Job) -> None:
         "no CUDA: training on the CPU over gloo, with Megatron's local layers and without fused "
         "kernels"
     )
+
+
+def _note_new_start(args: argparse.Namespace) -> None:
+    """Says that a job which was told to load finds nothing to load."""
+    folder = getattr(args, "load", None)
+    other = getattr(args, "pretrained_checkpoint", None)
+    if not folder or other or "://" in str(folder):
+        return
+    if not any(Path(folder, name).exists() for name in _CHECKPOINTS):
+        what = (
+            "--exit-on-missing-checkpoint ends the job"
+            if getattr(args, "exit_on_missing_checkpoint", False)
+            else "training starts anew"
+        )
+        note(f"--load {folder}: there is no checkpoint: {what}")
 
 
 def note_recompute(args: argparse.Namespace, config: Options) -> None:
