@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from cp_ring.comm.latent import LatentKeys
     from cp_ring.comm.transport import ALONE
     from cp_ring.errors import ConfigError, KernelError, PlanError
-    from cp_ring.offload import Offload
     from cp_ring.options import Options
     from cp_ring.plan import Layout, Mask, Plan, PlanSpec
     from cp_ring.rollouts import PrefixPack, logprobs, prefix_pack
@@ -26,7 +25,6 @@ __all__ = [
     "LatentKeys",
     "Layout",
     "Mask",
-    "Offload",
     "Options",
     "Plan",
     "PlanError",
@@ -48,7 +46,6 @@ _MODULES = {
     "LatentKeys": "cp_ring.comm.latent",
     "Layout": "cp_ring.plan",
     "Mask": "cp_ring.plan",
-    "Offload": "cp_ring.offload",
     "Options": "cp_ring.options",
     "Plan": "cp_ring.plan",
     "PlanError": "cp_ring.errors",
@@ -67,6 +64,7 @@ LEFT = {
     "RingPlan": "it is cp_ring.Plan",
     "ContextParallelConfig": "it is cp_ring.Options",
     "with_ring_attention": "it is cp_ring.megatron.with_ring_attention",
+    "Offload": "torch.autograd.graph.save_on_cpu keeps saved tensors in host memory",
     "convert_layout": "unshard the tensor and shard it by the other layout",
 }
 """Names of the version before, and what to write in their place."""

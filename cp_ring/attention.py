@@ -309,8 +309,4 @@ def _check_tokens(rank_plan: RankPlan, queries: int, keys: int) -> None:
 
 
 def _taken(kept: KeptOutput | None, group: int) -> tuple[Tensor, ...] | None:
-    if kept is None:
-        return None
-    from cp_ring.offload import tensor_of
-
-    return tuple(map(tensor_of, kept.parts[group]))
+    return None if kept is None else kept.parts[group]

@@ -27,7 +27,6 @@ from cp_ring.plan.sizes.attention_sizes import WIRES
 
 if TYPE_CHECKING:
     from cp_ring.comm.latent import Latents
-    from cp_ring.offload import Offload, Waiting
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -167,17 +166,15 @@ class KeptOutput(NamedTuple):
     and sending; its backward is the usual one.
     """
 
-    parts: Sequence[tuple[Tensor | Waiting, ...]]
+    parts: Sequence[tuple[Tensor, ...]]
     place: Place
 
     @classmethod
-    def of(cls, output: Output, offload: Offload | None = None) -> KeptOutput:
-        """What is kept of an output. With `offload` it waits in host memory."""
+    def of(cls, output: Output) -> KeptOutput:
+        """What is kept of an output."""
         # Copies: the caller owns the tensors of the first run and may change them in place.
-        copies = [tuple(x.detach().clone() for x in part) for part in output.parts]
-        return cls(
-            [part if offload is None else offload.put(*part) for part in copies], WATCH.place
-        )
+        parts = [tuple(x.detach().clone() for x in part) for part in output.parts]
+        return cls(parts, WATCH.place)
 
     @property
     def nbytes(self) -> int:

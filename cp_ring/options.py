@@ -37,6 +37,7 @@ LEFT = {
     "keep_checkpoints": "Megatron's --save-retain-interval removes checkpoints",
     "trust_checkpoint": "checkpoints are loaded as Megatron loads them; drop it",
     "compute_streams": "kernel calls have one stream; drop it",
+    "offload": "Megatron's --fine-grained-activation-offloading of core_attn moves the same tensors",
     "softcap": "no kernel that trains long sequences caps scores; give 0 by leaving it out",
     "dropout_p": "no GPU kernel drops weights by positions; train without attention dropout",
     "dropout_seed": "no GPU kernel drops weights by positions; train without attention dropout",
@@ -196,11 +197,6 @@ class Options:
         "Recomputed attention layers: keep their out and lse, so that the ring runs once; or "
         "replay the ring.",
         choices=("keep", "replay"),
-    )
-    offload: bool = _setting(
-        False,
-        "Offload what attention layers save for backward (q, k, v, out and lse; out and lse "
-        "under recomputation) to host memory, prefetched one layer ahead.",
     )
     loss_chunk: int = _setting(
         0,

@@ -82,7 +82,6 @@ def _with_ring(
 ) -> None:
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-    from cp_ring.megatron.layers import layer_offload
     from cp_ring.megatron.specs import ring_submodules
 
     # it brings its own context parallelism
@@ -94,7 +93,6 @@ def _with_ring(
         from cp_ring.megatron.layers import latent_tap
 
         latent_tap.link(self)
-    layer_offload.link(self)
     self.core_attention.positions_by_group = True
 
 

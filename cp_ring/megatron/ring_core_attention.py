@@ -20,7 +20,7 @@ from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.megatron import compat
 from cp_ring.megatron.flags import graphs
 from cp_ring.megatron.layers import recomputation
-from cp_ring.megatron.layers.layer_offload import offload, saving
+from cp_ring.megatron.layers.layer_offload import saving
 from cp_ring.megatron.layers.planned import PlannedAttention, mask_of
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.observe import debug, timing, watchdog
@@ -196,7 +196,7 @@ class RingDotProductAttention(PlannedAttention):
         ):
             attend = attention_of(plan, group if plan.cp > 1 else None, self.options, inputs)
             output = attend(inputs, kept)
-        recomputation.keep(self, output, offload() if self.settings.offload else None)
+        recomputation.keep(self, output)
         self._keep_largest(output.max_logit)
         out = output.out.flatten(2)
         return out.squeeze(1) if packed else out

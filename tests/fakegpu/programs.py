@@ -18,8 +18,6 @@ from cp_ring.ops import merge_triton, sums_triton
 from tests.fakegpu.accesses import label, mark, recorded
 from tests.fakegpu.plants import PLANTS
 
-OFFLOAD = cp_ring.Offload()
-
 
 def rings(
     cases: dict[str, dict[str, Any]],
@@ -55,12 +53,10 @@ def attend(
     sizes: tuple[int, ...] = (4, 2, 64, 64),
     sink: bool = False,
     latent: int = 0,
-    offload: bool = False,
     **options: Any,
 ) -> None:
     """Of `tokens` on each rank; sizes are h, g, d, e. latent: the size of the latents that stand
-    for keys and values, whose keys have 64 rotated channels. offload: what is saved for backward
-    waits in host memory.
+    for keys and values, whose keys have 64 rotated channels.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     h, g, d, e = sizes
@@ -74,8 +70,7 @@ def attend(
     if sink:
         leaves.append(_empty(h))
         options["sink"] = leaves[-1]
-    with OFFLOAD.layer() if offload else nullcontext():
-        out = cp_ring.ring_attention(q, k, v, group, **options)
+    out = cp_ring.ring_attention(q, k, v, group, **options)
     # The engine's own thread would free the tensors of a step while the next one begins: how much
     # memory is needed would be chance.
     with torch.autograd.set_multithreading_enabled(False):

@@ -64,9 +64,6 @@ STEPS = {
         "Megatron GPT at cp 1 and 2, with TransformerEngine's and local layers",
     ),
     "k": Step(("replays:million",), 90, "ranks of cp 64 over 1,048,576 tokens"),
-    "l": Step(
-        ("offloading:offloading",), 60, "saved tensors of layers in host memory: bits, bytes, time"
-    ),
     "j": Step(("rings:suite",), 300, "the conformance suite for each kernel"),
     "m": Step(
         ("graphs:captured", "training:graphs"),

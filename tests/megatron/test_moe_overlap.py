@@ -50,16 +50,10 @@ def test_two_microbatches_at_a_time_train_as_one(tmp_path):
     """The same bits as one at a time, with as many hops and bytes; at context parallel size 1 the
     losses of bfloat16.
     """
-    with_more = {"offload": ["--cp-ring-offload"]}
     jobs = {"one": CP2, "two": [*CP2, *OVERLAP], "whole": []}
-    for name, flags in with_more.items():
-        jobs |= {name: [*CP2, *flags], f"two {name}": [*CP2, *flags, *OVERLAP]}
     train(2, {name: EXPERTS + flags for name, flags in jobs.items()}, tmp_path, TINY)
-    for name in ("two", *(f"two {more}" for more in with_more)):
-        alone = name.removeprefix("two").strip() or "one"
-        assert steps(tmp_path, name) == steps(tmp_path, alone)
-        assert sent(tmp_path, name) == sent(tmp_path, alone)
-    assert steps(tmp_path, "offload") == steps(tmp_path, "one")
+    assert steps(tmp_path, "two") == steps(tmp_path, "one")
+    assert sent(tmp_path, "two") == sent(tmp_path, "one")
     for (loss, _), (whole, _) in zip(steps(tmp_path, "two"), steps(tmp_path, "whole"), strict=True):
         # bfloat16 weights round another way from the second step on
         assert loss == pytest.approx(whole, rel=1e-4)

@@ -1,22 +1,15 @@
-"""Saved tensors in host memory, by --cp-ring-offload and by Megatron: the same bits, exact bytes,
-and the device forgets them.
-"""
+"""Saved tensors in host memory, where Megatron moves them there: the same bits."""
 
-import gc
 import re
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cp_ring import Options
 from cp_ring.megatron import settings
-from cp_ring.megatron.layers import layer_offload, recomputation
 from tests.megatron import host_memory
 from tests.megatron.launch import HERE, attempt
 from tests.megatron.test_recompute import (
-    BYTES,
-    FULL,
     HEADS,
     HIDDEN,
     LAYERS,
@@ -25,7 +18,6 @@ from tests.megatron.test_recompute import (
     batches,
     build,
     forward,
-    step,
 )
 
 no_cuda = pytest.mark.skipif(
@@ -41,59 +33,6 @@ def configured(applied, one_rank):
     before = settings.current()
     yield lambda **values: settings.configure(Options.make(enabled=True, **values))
     settings.configure(before)
-
-
-@no_cuda
-@pytest.mark.parametrize("kind", ["none", *FULL])
-def test_gradients_are_the_same_bits(configured, kind):
-    values = {} if kind == "none" else {"recompute_granularity": "full", **FULL[kind]}
-    expected = step(build(**values))
-    configured(offload=True)
-    found = step(build(**values))
-    assert torch.equal(found[0], expected[0]) and found[2:] == expected[2:]
-    assert all(torch.equal(found[1][name], grad) for name, grad in expected[1].items())
-    assert (
-        layer_offload.offload().host_bytes(),
-        layer_offload.offload().device_bytes(),
-        recomputation.kept_bytes(),
-    ) == (0, 0, 0)
-
-
-@no_cuda
-def test_bytes_are_those_of_all_layers_in_host_memory_and_of_two_on_the_device(configured):
-    configured(offload=True)
-    model, store = build(), layer_offload.offload()
-    model.zero_grad()
-    outs = []
-    for layer in model.decoder.layers:
-        layer.self_attention.core_attention.register_forward_hook(
-            lambda *call: outs.append(StorageWeakRef(call[2].untyped_storage()))
-        )
-    store.peak = 0
-    loss = forward(model, batches()[0])
-    gc.collect()
-    assert store.host_bytes() == LAYERS * LAYER and store.device_bytes() == 0
-    # the output projection does not hold them either
-    assert len(outs) == LAYERS and all(out.expired() for out in outs)
-    loss.backward()
-    assert store.peak == 2 * LAYER and store.host_bytes() == 0
-
-
-@no_cuda
-def test_recomputed_layers_keep_out_and_lse_in_host_memory(configured):
-    configured(offload=True)
-    loss = forward(build(recompute_granularity="full", **FULL["uniform"]), batches()[0])
-    assert layer_offload.offload().host_bytes() == recomputation.kept_bytes() == LAYERS * BYTES
-    loss.backward()
-    assert layer_offload.offload().host_bytes() == 0
-
-
-@no_cuda
-def test_nothing_moves_without_gradients(configured):
-    configured(offload=True)
-    with torch.no_grad():
-        forward(build(), batches()[0])
-    assert layer_offload.offload().host_bytes() == 0
 
 
 def steps(model, after=lambda: None):
@@ -196,12 +135,11 @@ SPLITS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_training_is_the_same_bits(tmp_path, split):
-    """As without, by --cp-ring-offload and by Megatron's fine-grained offloading."""
+    """As without, by Megatron's fine-grained offloading."""
     ranks, flags = SPLITS[split]
     job = ["--cp-ring", "--cp-ring-cpu", "--train-iters", "3", *flags]
     kinds = {
         "plain": job,
-        "ours": [*job, "--cp-ring-offload"],
         "fine-grained": [str(HERE / "fine_grained_script.py"), *job],
     }
     found = {name: attempt(ranks, name, line, tmp_path) for name, line in kinds.items()}

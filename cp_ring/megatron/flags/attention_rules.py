@@ -57,10 +57,6 @@ _GRAPHS = (
     _in_graph("--qk-clip|--log-max-attention-logit",
               "{found} collects values in Python, which a graph leaves out", "leave it out",
               "--log-max-attention-logit --bf16"),
-    _in_graph("--cp-ring-offload",
-              "{found} chooses in Python what moves to host memory, which a graph leaves out",
-              "leave it out",
-              "--cp-ring-offload"),
     _in_graph("moved_to_host", "{moved_to_host} was not tried in a graph", "leave it out",
               "--fine-grained-activation-offloading --offload-modules core_attn"),
     _in_graph("--cp-ring-kernel=cpu|--cp-ring-kernel=reference", "{found} waits for the host",
@@ -79,11 +75,6 @@ _GRAPHS = (
               "give --cp-ring-recompute replay, or --hidden-dropout 0",
               "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
               "--hidden-dropout 0.1"),
-    Rule(lambda job: job.own.offload and "local" in job.graphs,
-         "{graphs}: --cp-ring-offload adds hooks to layers, which Megatron's graphs reject",
-         "leave it out",
-         "Megatron checks each module of a layer for hooks before it replays a graph",
-         "--cuda-graph-impl local --cuda-graph-scope moe_router --cp-ring-offload"),
 )  # fmt: skip
 
 
@@ -226,20 +217,8 @@ ATTENTION = (
     Rule(lambda job: job.attention_output_gate and "core_attn" in job.moved_to_host,
          "{moved_to_host} with --attention-output-gate: Megatron frees the memory of values, in "
          "which the gate lies too, before it uses the gate", "leave core_attn out",
-         "or give --cp-ring-offload",
-         "--attention-output-gate --fine-grained-activation-offloading "
+         example="--attention-output-gate --fine-grained-activation-offloading "
          "--offload-modules core_attn"),
-    Rule("--cp-ring-offload moved_to_host",
-         "--cp-ring-offload and {moved_to_host} move the same tensors to host memory",
-         "give one of them",
-         "both would move q, k, v and out",
-         "--cp-ring-offload --fine-grained-activation-offloading --offload-modules attn_norm "
-         "core_attn attn_proj / --cp-ring-offload --cpu-offloading-num-layers 1"),
-    Rule("--cp-ring-offload recomputes_attention",
-         "--cp-ring-offload moves q, k and v, which --recompute-granularity selective of "
-         "core_attn holds on the device", "leave core_attn out of --recompute-modules",
-         "it frees nothing with ring attention",
-         "--cp-ring-offload --recompute-granularity selective"),
     Rule("--position-embedding-type=relative",
          "--cp-ring does not support an attention bias: {found} makes one",
          why="Megatron gives biases as a tensor of all scores; RoPE and learned positions need "

@@ -16,16 +16,13 @@ import contextvars
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cp_ring.inputs import KeptOutput, Output
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.runtime import RUNTIME
-
-if TYPE_CHECKING:
-    from cp_ring.offload import Offload
 
 _now: contextvars.ContextVar[KeptCall | None] = contextvars.ContextVar(
     "cp_ring_kept_call", default=None
@@ -57,10 +54,10 @@ class KeptCall:
         kept = self._kept[layer]
         return kept.popleft() if self._runs > 1 and kept else None
 
-    def keep(self, layer: Any, output: Output, offload: Offload | None) -> None:
+    def keep(self, layer: Any, output: Output) -> None:
         """Keeps an output of the first run, unless autograd keeps the tensors of this run."""
         if self._runs == 1 and not torch.is_grad_enabled():
-            self._kept[layer].append(KeptOutput.of(output, offload))
+            self._kept[layer].append(KeptOutput.of(output))
 
     def size(self) -> int:
         """Number of bytes kept."""
@@ -75,13 +72,11 @@ def take(layer: Any) -> KeptOutput | None:
     return call.take(layer) if call else None
 
 
-def keep(layer: Any, output: Output, offload: Offload | None) -> None:
-    """Keeps the output of a call of `layer` where the block that runs now is recomputed later; with
-    `offload` on the host.
-    """
+def keep(layer: Any, output: Output) -> None:
+    """Keeps the output of a call of `layer` where the block that runs now is recomputed later."""
     call = _now.get()
     if call:
-        call.keep(layer, output, offload)
+        call.keep(layer, output)
 
 
 def kept_bytes() -> int:
