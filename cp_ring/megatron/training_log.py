@@ -1,4 +1,4 @@
-"""What a logged step adds to TensorBoard: tokens per second, memory, and the times of sampled steps.
+"""What a logged step adds to TensorBoard: tokens per second, memory, times of sampled steps.
 
 `StepLine` is installed by the patch `step_line`.
 """

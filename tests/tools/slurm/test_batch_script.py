@@ -28,6 +28,9 @@ export SLURM_PROCID=0 SLURM_LOCALID=0 SLURMD_NODENAME=n1
 (while [[ -e ${HOLD:-} ]]; do sleep 0.1; done; exec "$@") & pid=$! # a task may begin late
 while wait $pid; kill -0 $pid 2>/dev/null; do :; done
 wait $pid # a signal at the end has taken the place of the code
+code=$?
+[[ $code == 0 || -z ${KILLS_OTHERS:-} ]] || { echo "srun: error: n1: task 0: Exited with exit code $code" >&2; exit 143; }
+exit $code
 """
 SCONTROL = """#!/bin/bash
 case $1 in show) printf 'n1\\nn2\\n' ;; *) echo "$@" >>"$CALLS"; exit ${REFUSES:-0} ;; esac
@@ -152,6 +155,15 @@ def test_two_tries_without_a_new_checkpoint_are_the_end(machine):
     code, last, _ = machine.run(*fails, attempt=2)
     assert (code, machine.requeues) == (1, 2)
     assert last.startswith("given up: ") and last.endswith("; 2 tries without a new checkpoint")
+
+
+def test_the_first_rank_that_failed_tells_the_code(machine):
+    """srun ends with that of the ranks which it ended then."""
+    code, last, output = machine.run(*machine.saves(10, 3), KILLS_OTHERS="1")
+    assert code == 3 and last.startswith("requeued: failed; the ranks ended with exit code 3")
+    assert "srun: error: n1: task 0: Exited with exit code 3\n" in output
+    code, last, _ = machine.run(*machine.saves(20, 2), attempt=1, KILLS_OTHERS="1")
+    assert code == 2 and last.startswith("rejected: the ranks ended with exit code 2")
 
 
 def test_old_files_do_not_make_a_failure_a_success(machine):

@@ -127,7 +127,16 @@ def test_an_error_in_the_script_ends_the_job(cluster):
     script = cluster.folder / "my_gpt.py"
     script.write_text((HERE / "small_script.py").read_text().replace(BEGINS, FAILS))
     save = str(cluster.folder / "fails" / "checkpoints")
-    flags = [*TRAINS, "--num-workers", "2", "--exit-signal-handler", "--save", save]
+    flags = [
+        *TRAINS,
+        "--num-workers",
+        "2",
+        "--exit-signal-handler",
+        "--save",
+        save,
+        "--save-interval",
+        "100",
+    ]
     ring = ["--context-parallel-size", "2", "--cp-ring", "--cp-ring-cpu"]
     words = ("--", sys.executable, "-m", "cp_ring.run", str(script), *flags, *ring)
     job = Job(cluster, "fails", ranks=2, words=words)
