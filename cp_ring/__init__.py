@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cp_ring.errors import ConfigError, KernelError, PlanError
     from cp_ring.options import Options
     from cp_ring.plan import Layout, Mask, Plan, PlanSpec
-    from cp_ring.rollouts import PrefixPack, logprobs, prefix_pack
+    from cp_ring.prefixes import PrefixPack, prefix_pack
     from cp_ring.sharding import roll, shard, unshard
 
     __version__: str
@@ -31,7 +31,6 @@ __all__ = [
     "PlanSpec",
     "PrefixPack",
     "__version__",
-    "logprobs",
     "prefix_pack",
     "ring_attention",
     "roll",
@@ -50,9 +49,8 @@ _MODULES = {
     "Plan": "cp_ring.plan",
     "PlanError": "cp_ring.errors",
     "PlanSpec": "cp_ring.plan",
-    "PrefixPack": "cp_ring.rollouts",
-    "logprobs": "cp_ring.rollouts",
-    "prefix_pack": "cp_ring.rollouts",
+    "PrefixPack": "cp_ring.prefixes",
+    "prefix_pack": "cp_ring.prefixes",
     "ring_attention": "cp_ring.api",
     "roll": "cp_ring.sharding",
     "shard": "cp_ring.sharding",
@@ -65,6 +63,7 @@ LEFT = {
     "ContextParallelConfig": "it is cp_ring.Options",
     "with_ring_attention": "it is cp_ring.megatron.with_ring_attention",
     "Offload": "torch.autograd.graph.save_on_cpu keeps saved tensors in host memory",
+    "logprobs": "docs/rl.md has it as ten lines of torch",
     "convert_layout": "unshard the tensor and shard it by the other layout",
 }
 """Names of the version before, and what to write in their place."""

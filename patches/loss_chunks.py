@@ -10,10 +10,12 @@ logits of each part are computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.settings import current
@@ -66,13 +68,16 @@ def _scaled(scale: Callable[..., Any], logits: Logits) -> Logits:
 @around
 def losses_in_chunks(loss: Callable[..., Tensor], labels: Tensor, logits: Logits) -> Tensor:
     """The loss of each token, [b, s], as `loss` of its labels and logits gives it."""
-    from cp_ring.rollouts import in_chunks
 
     def losses(hidden: Tensor, wanted: Tensor) -> Tensor:
         values = loss(wanted.flatten(1), logits.of(hidden))
         return values.unflatten(1, wanted.shape[1:])
 
-    return in_chunks(losses, logits.chunks(labels), 2).flatten(1)
+    if torch.is_grad_enabled():
+        # Without reentry each parameter gets its gradient once, as the buckets of Megatron's
+        # DistributedDataParallel expect.
+        losses = partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([losses(*chunk) for chunk in logits.chunks(labels)], 2).flatten(1)
 
 
 @around

@@ -9,7 +9,7 @@ at the ends of rows, so that only the last row has padding. The result depends o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -246,52 +246,6 @@ def imbalance(work: Work) -> tuple[float, float]:
     mean = work.sum(2).mean()
     microbatch, rank = _longest(work)
     return (microbatch / mean, rank / (mean * work.shape[1])) if mean else (1.0, 1.0)
-
-
-def deal(
-    lengths: Sequence[int] | np.ndarray, ranks: int, capacity: int, token_work: float = 0
-) -> list[list[list[int]]]:
-    """For each of `ranks` data-parallel ranks and each of its microbatches, the documents that it
-    gets of a global batch, by their numbers: about equal work on each rank and then in each of its
-    microbatches, of which ranks have equally many, the fewest that `capacity` allows or some more.
-
-    lengths: tokens of the documents, padding included. capacity: tokens of a microbatch.
-    token_work: what a token costs beside causal attention, in pairs of attention. The longest
-    microbatches of all ranks come first. With fewer documents than microbatches, some are empty.
-
-    Raises `PlanError` as `pack` does, and for `ranks` or `token_work` that are no such numbers.
-    """
-    size = _checked(lengths)
-    ranks = size_within(ranks, "data-parallel ranks", MAX_TOKENS, f"{ranks} ranks: there must be")
-    if not np.isfinite(token_work) or token_work < 0:
-        raise PlanError(f"token_work {token_work}: it must be finite and not negative")
-    work = size * (size + 1) / 2 + token_work * size
-    each = -(-pack(size, capacity).rows // ranks)  # microbatches of a rank
-    while True:
-        of_rank = _with_room(np.argsort(-work, kind="stable"), size, work, ranks, each * capacity)
-        while min(map(len, of_rank)) < each < max(map(len, of_rank)):
-            min(of_rank, key=len).append(max(of_rank, key=len).pop())  # the shortest
-        dealt = [_with_room(mine, size, work, each, capacity) for mine in of_rank]
-        if sum(map(len, of_rank)) == sum(len(x) for mine in dealt for x in mine) == len(size):
-            return [sorted(mine, key=lambda x: -float(work[x].sum())) for mine in dealt]
-        each += 1
-
-
-def _with_room(
-    documents: Iterable[int], size: Ints, work: Work, groups: int, capacity: int
-) -> list[list[int]]:
-    """The documents of each of `groups`, each to the one of least work that has room for its
-    tokens; without those for which none has.
-    """
-    load, room = np.zeros(groups), np.full(groups, capacity)
-    sequences: list[list[int]] = [[] for _ in range(groups)]
-    for document in map(int, documents):
-        least = int(np.argmin(np.where(room >= size[document], load, np.inf)))
-        if room[least] >= size[document]:
-            sequences[least].append(document)
-            load[least] += work[document]
-            room[least] -= size[document]
-    return sequences
 
 
 def _longest(work: Work) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.packing import balanced_order, deal, imbalance, pack
+from cp_ring.plan.packing import balanced_order, imbalance
 
 STEPS = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)).flatmap(
     lambda shape: st.lists(
@@ -52,45 +52,3 @@ def test_equal_rows_stay_where_they_are():
 def test_bad_work_is_one_line(work):
     with pytest.raises(PlanError, match="work must be finite and not negative"):
         balanced_order(work)
-
-
-@given(
-    st.lists(st.integers(1, 64), min_size=1, max_size=40),
-    st.integers(1, 5),
-    st.sampled_from((0, 3.5, 1e4)),
-)
-@settings(max_examples=100, deadline=None)
-def test_a_global_batch_is_dealt_out_once_and_fits(lengths, ranks, token_work):
-    dealt = deal(lengths, ranks, 64, token_work)
-    assert len(dealt) == ranks and len({len(mine) for mine in dealt}) == 1
-    microbatches = [documents for mine in dealt for documents in mine]
-    assert sorted(i for documents in microbatches for i in documents) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in documents) <= 64 for documents in microbatches)
-    assert all(microbatches) or len(lengths) < len(microbatches)
-
-
-def test_a_global_batch_is_dealt_out_with_equal_work():
-    lengths = np.random.default_rng(0).lognormal(6, 1, 400).astype(int).clip(1, 8192)
-    work = lengths * (lengths + 1) / 2
-    dealt = deal(lengths, 8, 8192)
-    fewest = -(-pack(lengths, 8192).rows // 8)
-    assert fewest <= len(dealt[0]) <= fewest + 1
-    loads = np.array([[work[documents].sum() for documents in mine] for mine in dealt])
-    rank = loads.sum(1)
-    assert rank.max() < max(1.03 * rank.mean(), 1.03 * work.max())
-    # beside the longest document; and within the ranks that have short ones
-    assert np.sort(rank)[-2] < 1.01 * np.sort(rank)[0] and (np.diff(loads) <= 0).all()
-    assert (np.sort(loads.max(1) / loads.mean(1))[:3] < 1.05).all()
-
-
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        (([1, 2], 0, 8), "0 ranks: there must be"),
-        (([1, 9], 2, 8), "document 1 has 9 tokens, more than the 8 of a row"),
-        (([1, 2], 2, 8, -1.0), "token_work -1.0"),
-    ],
-)
-def test_what_cannot_be_dealt_out_is_one_line(given, line):
-    with pytest.raises(PlanError, match=line):
-        deal(*given)

@@ -9,13 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_ring
-from cp_ring import ConfigError, Layout, Mask, Plan, PlanError
-from cp_ring.testing.local_ring import LocalRing
+from cp_ring import Layout, Plan, PlanError
 
 VOCAB, SIZE, HEADS = 29, 12, 3
 DOCUMENTS = [0, 1, 20, 20, 37, 48]
@@ -38,149 +34,6 @@ def whole(hidden, tokens, weight, edges, temperature=1.0):
             found[0, :, start : end - 1] = p.gather(-1, label)[..., 0].log()
             found[1, :, start : end - 1] = -(p * p.log()).sum(-1)
     return found
-
-
-def weighed(found):
-    """A loss in which every entry counts differently."""
-    return (found * torch.linspace(1, 2, found.numel(), dtype=found.dtype).view_as(found)).sum()
-
-
-def of_shard(group, hidden, tokens, weight, layout, given):
-    """On a rank of `group`, or of a mesh (tensor parallel, context parallel)."""
-    tp, part = None, weight
-    if given.get("tp"):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
-        group, tp = mesh["cp"], mesh["tp"]
-        # the ranks may have parts of different sizes
-        part = weight.split([10, VOCAB - 10])[tp.get_local_rank()]
-    mine, part = (x.detach().requires_grad_() for x in (cp_ring.shard(hidden, layout, group), part))
-    tokens = cp_ring.shard(tokens, layout, group)
-    labels = cp_ring.roll(
-        tokens, -1, layout, group, cu_seqlens=given.get("edges", [0, layout.n]), fill=-100
-    )
-    logits = mine @ part.T if given.get("logits") else mine
-    options = {"temperature": 0.7, "chunk": 7, "entropy": True}
-    found = cp_ring.logprobs(logits, labels, None if given.get("logits") else part, tp, **options)
-    weights = torch.linspace(1, 2, 2 * hidden.shape[0] * layout.n, dtype=torch.float64)
-    weights = cp_ring.shard(weights.view(2, *hidden.shape[:-1]), layout, group, dim=2)
-    gradients = torch.autograd.grad((found * weights).sum(), (mine, part))
-    if tp and given.get("logits"):  # each rank has the gradient through its part of the logits
-        dist.all_reduce(gradients[0], group=tp.get_group())
-    return found.detach(), *gradients
-
-
-@pytest.mark.parametrize(
-    ("cp", "given"),
-    [
-        (1, {}),
-        (2, {"edges": DOCUMENTS}),
-        (4, {"edges": DOCUMENTS, "logits": True}),
-        (4, {}),
-        (4, {"edges": DOCUMENTS, "tp": True}),
-        (4, {"logits": True, "tp": True}),
-    ],
-)
-def test_logprobs_and_gradients_are_those_of_the_whole_sequence(pool, cp, given):
-    hidden, weight = (x.requires_grad_() for x in draw((2, 48, SIZE), (VOCAB, SIZE)))
-    tokens = torch.randint(VOCAB, (2, 48))
-    wanted = whole(hidden, tokens, weight, given.get("edges", [0, 48]), 0.7)
-    truth = torch.autograd.grad(weighed(wanted), (hidden, weight))
-    mask = Mask.documents(DOCUMENTS)
-    layout = Layout.balanced(mask, 2 if given.get("tp") else cp)
-    arguments = hidden.detach(), tokens, weight.detach(), layout, given
-    ranks = pool.run(of_shard, cp, *arguments)
-    parts = [ranks[:2], ranks[2:]] if given.get("tp") else [ranks]
-    for part in parts:
-        torch.testing.assert_close(
-            layout.unshard([x[0] for x in part], 2), wanted, rtol=0, atol=1e-12
-        )
-        torch.testing.assert_close(
-            layout.unshard([x[1] for x in part], 1), truth[0], rtol=0, atol=1e-12
-        )
-    dweight = torch.cat([sum(x[2] for x in part) for part in parts])
-    torch.testing.assert_close(dweight, truth[1], rtol=0, atol=1e-11)
-
-
-class Largest(TorchDispatchMode):
-    """The elements of the largest result of an operation."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor):
-            self.elements = max(self.elements, found.numel())
-        return found
-
-
-def test_logits_are_those_of_a_chunk_also_in_backward():
-    hidden, weight = draw((300, 4), (500, 4), dtype=torch.float32)
-    hidden.requires_grad_(), weight.requires_grad_()
-    kept = []
-    keeping = saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x)
-    with Largest() as seen, keeping:
-        cp_ring.logprobs(hidden, torch.arange(300), weight, chunk=10, entropy=True).sum().backward()
-    assert seen.elements == 10 * 500
-    assert sum(kept) < 10 * 500, "backward computes logits again"
-
-
-def test_bfloat16_hidden_and_a_wide_weight():
-    """The softmax is in float32, and so is the sum of the weight's gradients over chunks."""
-    hidden, weight = draw((4096, 8), (16, 8), dtype=torch.bfloat16)
-    labels = torch.randint(16, (4096,))
-    wide = weight.float().requires_grad_()
-    found = cp_ring.logprobs(hidden, labels, wide, chunk=64)
-    assert found.dtype == torch.float32
-    found.sum().backward()
-    exact = weight.double().requires_grad_()
-    F.cross_entropy(hidden.double() @ exact.T, labels, reduction="sum").neg().backward()
-    assert float((wide.grad - exact.grad).norm() / exact.grad.norm()) < 2e-3
-
-
-def test_hidden_vocabulary_entries_have_no_share():
-    logits = draw((5, VOCAB))[0]
-    logits[:, 20:] = -torch.inf
-    logits.requires_grad_()
-    found = cp_ring.logprobs(logits, torch.tensor([0, 1, 2, 3, -100]), entropy=True)
-    expected = cp_ring.logprobs(logits[:, :20], torch.tensor([0, 1, 2, 3, -100]), entropy=True)
-    assert torch.equal(found, expected)
-    (gradient,) = torch.autograd.grad(weighed(found), logits)
-    assert gradient.isfinite().all() and not gradient[:, 20:].any() and not gradient[4].any()
-
-
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ({"labels": torch.tensor([0, VOCAB])}, "label 29: it must be below the vocabulary's 29"),
-        ({"labels": torch.tensor([-1, 0])}, "label -1: it must be below"),
-        ({"labels": torch.zeros(3, dtype=torch.int64)}, "needs labels of shape .2., not .3."),
-        ({"chunk": 0}, "chunk=0: it must be at least 1 token"),
-        ({"temperature": 0.0}, "temperature=0.0: it must be a finite number above 0"),
-    ],
-)
-def test_bad_input_of_logprobs(given, line):
-    with pytest.raises(ConfigError, match=line):
-        cp_ring.logprobs(
-            **{"hidden": torch.zeros(2, VOCAB), "labels": torch.tensor([0, 1]), **given}
-        )
-
-
-def test_a_vocabulary_over_threads_is_rejected():
-    with pytest.raises(ConfigError, match="vocab_group must be a process group"):
-        LocalRing(2).run(
-            lambda group: cp_ring.logprobs(torch.zeros(1, 2), torch.zeros(1).long(), None, group)
-        )
-
-
-def other_labels(group, chunk, shift):
-    labels = torch.arange(4) + shift * group.rank()
-    with pytest.raises(ConfigError, match="the ranks of vocab_group pass other labels or chunks"):
-        cp_ring.logprobs(torch.zeros(4, VOCAB), labels, None, group, chunk=8 + chunk * group.rank())
-
-
-def test_ranks_of_a_vocabulary_with_other_tokens_stop(pool):
-    pool.run(other_labels, 2, 0, 1)
-    pool.run(other_labels, 2, 1, 0)
 
 
 A, B, C = [7, 7, 1], [7, 7, 1, 2, 3, 4], [7, 7, 1, 2, 5]
@@ -221,7 +74,7 @@ def packed(group, weights, pack):
     hidden = model(
         weights, tokens, positions, lambda *qkv: cp_ring.ring_attention(*qkv, group, plan=plan)
     )
-    found = cp_ring.logprobs(hidden, labels, weights[0], chunk=5)
+    found = -F.cross_entropy(hidden @ weights[0].T, labels, reduction="none")
     hidden, found = (cp_ring.unshard(x, plan, group, dim=0) for x in (hidden, found))
     loss = loss_of([found[index[:-1]] for index in pack.indices])
     masked = (found * pack.loss_mask).sum().detach()
