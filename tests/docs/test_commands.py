@@ -108,5 +108,5 @@ def test_every_command_is_known():
     run_here = (ON_CPU, "cp-ring train my.yaml", "cp-ring tune llama3-8b-128k")
     known = (*SETUP, *ELSEWHERE, *run_here)
     left = [(page, line) for page, line in commands() if not line.startswith(known)]
-    # of eight GPUs (tests/tools/job/test_configs.py), and with a data loader of one's own
+    # of eight GPUs (tests/tools/test_configs.py), and with a data loader of one's own
     assert [page for page, _ in left] == ["megatron.md"] * 2, left

@@ -12,7 +12,7 @@ from cp_ring.tools import job as config
 from cp_ring.tools.cli import app
 from cp_ring.tools.cli.tune_command import _documents, parse_memory
 from cp_ring.tools.tune_job import Request, configured, tune
-from tests.tools.job.test_configs import megatron  # noqa: F401, a fixture
+from tests.tools.test_configs import megatron  # noqa: F401, a fixture
 
 BIG = {
     "llama3-8b-128k": (64, None),

@@ -331,7 +331,7 @@ def test_the_table_names_every_outcome():
 
 def test_shellcheck():
     needs.programs("shellcheck")
-    scripts = [*FOLDER.iterdir(), *Path(__file__).parent.glob("*.sh")]
+    scripts = [*FOLDER.iterdir(), *FOLDER.parent.glob("*.sh"), *Path(__file__).parent.glob("*.sh")]
     done = subprocess.run(["shellcheck", "-x", *map(str, scripts)], capture_output=True, text=True)
     assert done.returncode == 0 and len(scripts) >= 4, done.stdout
 

@@ -88,6 +88,7 @@ FILES = [
     ("launch:\n  device:\n", "launch.device"),
     ("\xff\xfe", "not valid YAML | needs the sections"),
     ("[" * 5000, "not valid YAML"),
+    ('a: !!python/object/apply:os.system ["exit 3"]', "not valid YAML: could not determine"),
 ]
 
 # What typer rejects, and `main` says: a whole command line.
