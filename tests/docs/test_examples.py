@@ -18,7 +18,7 @@ from cp_ring.testing.rank_pool import LIMIT_S
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 ON_TWO_RANKS = ("ring_attention", "plan_and_window", "packed_documents", "hugging_face")
-ON_FOUR_RANKS = ("grpo", "device_mesh", "accelerate_loop")
+ON_FOUR_RANKS = ("grpo", "device_mesh", "accelerate_loop", "hugging_face_trainer")
 # tests/megatron/test_declared_masks.py runs them
 IN_MEGATRON = ("rl_shared_prefix", "multimodal_spans")
 ON_ONE = (
