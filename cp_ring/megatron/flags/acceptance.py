@@ -1,5 +1,4 @@
-"""What Megatron itself says of a job that has not started: whether it accepts the arguments, and
-what its weights take.
+"""Whether Megatron itself accepts the arguments of a job that has not started.
 
 Megatron's validation is written for a rank with CUDA and TransformerEngine. Here it is asked on any
 machine, in this process.
@@ -18,19 +17,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from cp_ring.errors import ConfigError, PlanError, one_line
+from cp_ring.errors import one_line
 from cp_ring.megatron.compat import logits_without_te
-from cp_ring.megatron.flags.layer_pattern import (
-    expert_layers,
-    letters_of,
-    main_layers,
-    pattern_of,
-)
 from cp_ring.options import Options
-from cp_ring.plan.costs.model_sizes import Experts, ModelSizes
-from cp_ring.plan.costs.recurrent_costs import RecurrentLayers
-from cp_ring.plan.costs.step_costs import ParallelSizes
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 
 _HOPPER = (9, 0)
 _FUSED = {
@@ -121,78 +110,3 @@ def _as_on_a_gpu(connections: str) -> Iterator[None]:
                 if getattr(module, function, None) is None:
                     stack.enter_context(mock.patch.object(module, function, object(), create=True))
         yield
-
-
-def model_sizes(
-    args: argparse.Namespace, windows: tuple[tuple[tuple[int, int], int], ...], vocabulary: int
-) -> ModelSizes:
-    """The model of parsed arguments, which Megatron has not completed yet.
-
-    Raises `ConfigError` for a model of which times are not known.
-    """
-    if getattr(args, "heterogeneous_layers_config_path", None):
-        raise ConfigError(
-            "cp-ring tune knows models of equal blocks alone: leave out "
-            "--heterogeneous-layers-config-path"
-        )
-    pattern = main_layers(pattern_of(args))
-    try:
-        whole = AttentionSizes.from_megatron(args)
-        return ModelSizes(
-            layers=len(pattern) or args.num_layers,
-            hidden=args.hidden_size,
-            ffn=args.ffn_hidden_size or 4 * args.hidden_size,
-            heads=whole.heads,
-            kv_heads=whole.kv_heads,
-            head_dim=whole.head_dim,
-            value_dim=whole.value_dim or whole.head_dim,
-            vocabulary=vocabulary,
-            windows=windows,
-            latent=whole.latent,
-            query_latent=(getattr(args, "q_lora_rank", None) or 0) if whole.latent else 0,
-            gated=bool(args.swiglu),
-            tied=not args.untie_embeddings_and_output_weights,
-            dtype=whole.dtype,
-            experts=_experts(args, pattern),
-            loss_chunk=Options.from_args(args).loss_chunk,
-            recurrent=RecurrentLayers.of_model(args, main_layers(letters_of(args))),
-            networks=pattern.count("-") if pattern else None,
-        )
-    except PlanError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _experts(args: argparse.Namespace, pattern: str) -> Experts | None:
-    if not args.num_experts:
-        return None
-    return Experts(
-        number=args.num_experts,
-        layers=pattern.count("E") if pattern else sum(expert_layers(args)),
-        top_k=args.moe_router_topk,
-        width=args.moe_ffn_hidden_size or args.ffn_hidden_size,
-        shared_width=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
-        parallel=args.expert_model_parallel_size,
-    )
-
-
-def weight_bytes(args: argparse.Namespace, sizes: ParallelSizes, vocabulary: int) -> float:
-    """Bytes of weights, gradients and the optimizer's states of the fullest rank, by Megatron's own
-    report.
-
-    args: parsed, not completed by Megatron. The report divides the optimizer's states by the data
-    parallel size alone; with
-    context parallelism Megatron shares them among the context-parallel ranks too, so it is told
-    their product.
-    """
-    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
-
-    asked = copy.copy(args)
-    asked.kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
-    asked.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
-    asked.moe_ffn_hidden_size = args.moe_ffn_hidden_size or asked.ffn_hidden_size
-    asked.padded_vocab_size = vocabulary
-    asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size = sizes.tp, sizes.pp
-    asked.data_parallel_size = sizes.dp * sizes.cp
-    asked.world_size = sizes.tp * sizes.cp * sizes.pp * sizes.dp
-    asked.expert_tensor_parallel_size = getattr(args, "expert_tensor_parallel_size", None) or 1
-    return float(compute_weight_and_optimizer_memory(asked))

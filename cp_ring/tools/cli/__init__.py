@@ -14,16 +14,14 @@ from typing import Annotated, Any
 import typer
 
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
-from cp_ring.tools import bench, plan
+from cp_ring.tools import bench, plan, tune
 from cp_ring.tools.cli.option_models import (
     Job,
     Overrides,
     QuietCommand,
     QuietGroup,
     Verbose,
-    command,
 )
-from cp_ring.tools.cli.tune_command import TuneOptions, run_tune
 
 # of click, or of typer's own copy of click; typer does not export it
 _USAGE_ERROR: Any = typer.BadParameter.__base__
@@ -122,7 +120,7 @@ def patches() -> None:
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan.plan_command,
-    "tune": command(TuneOptions, run_tune),
+    "tune": tune.tune_command,
 }
 for _name, _run in _COMMANDS.items():
     app.command(

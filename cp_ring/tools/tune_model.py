@@ -1,0 +1,537 @@
+"""The model of `cp-ring tune`: the sizes of a GPT or hybrid model by Megatron's arguments, and the
+predicted time and memory of a training step, by item, for sizes of all parallel dimensions.
+
+The model of the time: pipeline stages work one microbatch after the other (1F1B), all with the same
+number of layers, the last one with the output layer besides. Attention takes what
+`cp_ring.plan.cost` says. Messages of tensor and expert parallelism are not hidden. Those of
+gradients hide behind backward of the last microbatch, and those of weights behind forward of the
+first one, where Megatron's flags ask for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from math import log, sqrt
+from typing import NamedTuple
+
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron.flags.layer_pattern import expert_layers, letters_of, main_layers, pattern_of
+from cp_ring.options import Options
+from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES, AttentionSizes, LatentSizes
+from cp_ring.plan.sizes.device_rates import Rates
+
+RESERVED_BYTES = 6 << 30
+"""Assumed for CUDA, NCCL's buffers and fragmentation."""
+
+# of a parameter: Adam reads and writes its states and the float32 weight, reads the gradient, casts
+_OPTIMIZER_BYTES = 30
+
+RECOMPUTE = ("none", "keep", "replay")
+"""Nothing is recomputed; all layers, but out and lse of attention are kept; all layers with
+attention, whose ring runs again.
+"""
+
+
+class Experts(NamedTuple):
+    """Experts of a model: so many in each of `layers` layers, of which a token takes `top_k`;
+    widths; parallel size.
+    """
+
+    number: int
+    layers: int
+    top_k: int
+    width: int
+    shared_width: int = 0
+    parallel: int = 1
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A GPT model, or a hybrid one, whose layers are one part each: attention, a feed-forward
+    network, experts, or a recurrence.
+
+    windows: each window (left, right) of the attention layers and the number of layers that have
+    it. latent, query_latent: of multi-latent attention. gated: whether feed-forward networks have a
+    gate (SwiGLU, quick GeGLU). output_gate: whether attention's output has one. loss_chunk: tokens
+    whose logits are made at a time, 0 for all. recurrent: of those of `layers` whose state runs
+    along the sequence, the channels of a token that their projections make. networks: dense
+    feed-forward networks of a hybrid model; by default one in each layer without experts.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    vocabulary: int
+    windows: tuple[tuple[tuple[int, int], int], ...]
+    latent: LatentSizes | None = None
+    query_latent: int = 0
+    gated: bool = True
+    output_gate: bool = False
+    tied: bool = False
+    dtype: str = "bf16"
+    experts: Experts | None = None
+    loss_chunk: int = 0
+    recurrent: tuple[int, ...] = ()
+    networks: int | None = None
+
+    @property
+    def attending(self) -> int:
+        """Layers of attention."""
+        return sum(count for _, count in self.windows)
+
+    @property
+    def dense(self) -> int:
+        """Feed-forward networks without experts."""
+        if self.networks is not None:
+            return self.networks
+        return self.layers - (self.experts.layers if self.experts else 0)
+
+    @property
+    def parts(self) -> int:
+        """Attention, recurrences and feed-forward networks, each with a norm: a layer has two, and
+        one in a hybrid model.
+        """
+        return self.layers * (2 if self.networks is None else 1)
+
+    def attention(self, tp: int, batch: int, wire: str = "plain") -> AttentionSizes:
+        """The attention of one layer on a tensor-parallel rank."""
+        groups = max(self.kv_heads // tp, 1)
+        sizes = (self.heads // tp, groups, self.head_dim, self.value_dim)
+        return AttentionSizes(*sizes, dtype=self.dtype, batch=batch, wire=wire, latent=self.latent)
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of weights and activations."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of the projections of one attention layer."""
+        queries, values = self.heads * self.head_dim, self.heads * self.value_dim
+        if self.latent is None:
+            keys = self.kv_heads * (self.head_dim + self.value_dim)
+            return self.hidden * (queries * (2 if self.output_gate else 1) + keys + values)
+        down, width = self.latent, self.heads * (self.latent.nope + self.latent.value)
+        of_queries = (
+            self.query_latent * (self.hidden + queries)
+            if self.query_latent
+            else self.hidden * queries
+        )
+        return (
+            of_queries
+            + self.hidden * (down.latent + down.rope)
+            + down.latent * width
+            + self.hidden * values
+        )
+
+    def _network(self, width: int) -> int:
+        """Parameters of a feed-forward network."""
+        return (3 if self.gated else 2) * self.hidden * width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of all layers, without those that every token takes."""
+        return (
+            self.experts.layers * self.experts.number * self._network(self.experts.width)
+            if self.experts
+            else 0
+        )
+
+    @property
+    def other_parameters(self) -> int:
+        """Parameters of all layers that are no experts' own; norms and biases are left out."""
+        attention = self.attending * self.attention_parameters
+        attention += self.hidden * sum(self.recurrent)
+        others = attention + self.dense * self._network(self.ffn)
+        if self.experts is None:
+            return others
+        shared = self._network(self.experts.shared_width) + self.hidden * self.experts.number
+        return others + self.experts.layers * shared
+
+    def embedding_parameters(self, pp: int) -> int:
+        """Parameters of the embedding, and of the output layer where it has its own, on a rank of
+        `pp` pipeline stages.
+        """
+        return (1 if self.tied or pp > 1 else 2) * self.hidden * self.vocabulary
+
+    @property
+    def token_flops(self) -> float:
+        """FLOP of forward of all layers for a token, without attention's scores and without the
+        output layer.
+        """
+        active = self.other_parameters
+        if self.experts is not None:
+            active += self.experts.layers * self.experts.top_k * self._network(self.experts.width)
+        return 2.0 * active
+
+    @property
+    def logit_flops(self) -> float:
+        """FLOP of forward of the output layer for a token."""
+        return 2.0 * self.hidden * self.vocabulary
+
+    def activation_bytes(self, tp: int, shared: bool) -> float:
+        """Bytes of a token that all layers keep for backward on a rank, where nothing is
+        recomputed.
+
+        Those that attention keeps (q, k, v, out, lse) are not among them. shared: whether
+        tensor-parallel ranks share the activations of norms (sequence parallelism). The input and
+        the output of each norm are kept, the input of the gate and of the last product of a
+        feed-forward network, and the inputs of experts.
+        """
+        per_rank = tp if shared else 1
+        inner = 3 if self.gated else 2
+        latent = self.latent.latent + self.latent.rope + self.query_latent if self.latent else 0
+        elements = (2 * self.parts * self.hidden + self.attending * latent) / per_rank
+        elements += self.dense * inner * self.ffn / tp + sum(self.recurrent) / tp
+        if self.experts is not None:
+            of_experts = (
+                self.experts.top_k * (2 * self.hidden + inner * self.experts.width) / per_rank
+            )
+            elements += self.experts.layers * (of_experts + inner * self.experts.shared_width / tp)
+        return elements * self.element
+
+
+def model_sizes(
+    args: argparse.Namespace, windows: tuple[tuple[tuple[int, int], int], ...], vocabulary: int
+) -> ModelSizes:
+    """The model of parsed arguments, which Megatron has not completed yet.
+
+    Raises `ConfigError` for a model of which times are not known.
+    """
+    if getattr(args, "heterogeneous_layers_config_path", None):
+        raise ConfigError(
+            "cp-ring tune knows models of equal blocks alone: leave out "
+            "--heterogeneous-layers-config-path"
+        )
+    pattern, letters = main_layers(pattern_of(args)), main_layers(letters_of(args))
+    try:
+        whole = AttentionSizes.from_megatron(args)
+    except PlanError as error:
+        raise ConfigError(str(error)) from None
+    ffn = args.ffn_hidden_size or (
+        int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size
+    )
+    experts = None
+    if args.num_experts:
+        experts = Experts(
+            number=args.num_experts,
+            layers=pattern.count("E") if pattern else sum(expert_layers(args)),
+            top_k=args.moe_router_topk,
+            width=args.moe_ffn_hidden_size or ffn,
+            shared_width=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
+            parallel=args.expert_model_parallel_size,
+        )
+    return ModelSizes(
+        layers=len(pattern) or args.num_layers,
+        hidden=args.hidden_size,
+        ffn=ffn,
+        heads=whole.heads,
+        kv_heads=whole.kv_heads,
+        head_dim=whole.head_dim,
+        value_dim=whole.value_dim or whole.head_dim,
+        vocabulary=vocabulary,
+        windows=windows,
+        latent=whole.latent,
+        query_latent=(getattr(args, "q_lora_rank", None) or 0) if whole.latent else 0,
+        gated=bool(args.swiglu or getattr(args, "quick_geglu", False)),
+        output_gate=bool(getattr(args, "attention_output_gate", False)),
+        tied=not args.untie_embeddings_and_output_weights,
+        dtype=whole.dtype,
+        experts=experts,
+        loss_chunk=Options.from_args(args).loss_chunk,
+        recurrent=(_mamba_width(args),) * letters.count("M")
+        + (_delta_net_width(args),) * letters.count("G"),
+        networks=pattern.count("-") if pattern else None,
+    )
+
+
+def _mamba_width(args: argparse.Namespace) -> int:
+    """Channels of a token that the projections of a Mamba layer make."""
+    size = getattr(args, "mamba_head_dim", None) or 64
+    heads = getattr(args, "mamba_num_heads", None) or 2 * args.hidden_size // size
+    state = getattr(args, "mamba_state_dim", None) or 128
+    return int(
+        3 * heads * size + 2 * (getattr(args, "mamba_num_groups", None) or 8) * state + heads
+    )
+
+
+def _delta_net_width(args: argparse.Namespace) -> int:
+    """Channels of a token that the projections of a gated delta net layer make."""
+    sizes = {"key_head_dim": 128, "value_head_dim": 128}
+    sizes |= {"num_key_heads": 16, "num_value_heads": 32}
+    key, value, keys, values = (
+        getattr(args, f"linear_{name}", None) or default for name, default in sizes.items()
+    )
+    return int(2 * keys * key + 3 * values * value + 2 * values)
+
+
+class ParallelSizes(NamedTuple):
+    """Tensor, context, pipeline and data parallel size."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+
+    @property
+    def name(self) -> str:
+        """As texts show it."""
+        return f"tp {self.tp} x cp {self.cp} x pp {self.pp} x dp {self.dp}"
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A model, its batches and the machines.
+
+    memory: bytes of a device. spread: of attention's work from one batch row to another, standard
+    deviation over mean. overlap: whether messages of gradients and weights are hidden. distributed:
+    whether ranks share the states of the optimizer. shared_norms: whether tensor-parallel ranks
+    share the activations of norms.
+    """
+
+    model: ModelSizes
+    seq_length: int
+    global_batch: int
+    gpus: int
+    ranks_per_node: int
+    rates: Rates
+    memory: float
+    spread: float = 0.0
+    overlap: bool = True
+    distributed: bool = True
+    shared_norms: bool = True
+
+    def link(self, ranks: int) -> float:
+        """Bytes per second of a rank in a group of so many consecutive ranks."""
+        return self.rates.inside if ranks <= self.ranks_per_node else self.rates.between
+
+    def microbatches(self, sizes: ParallelSizes, micro_batch: int) -> int:
+        """Microbatches of a pipeline in a step."""
+        return self.global_batch // (sizes.dp * micro_batch)
+
+    def tokens(self, sizes: ParallelSizes, micro_batch: int) -> int:
+        """Tokens of a rank in a microbatch."""
+        return self.seq_length * micro_batch // sizes.cp
+
+
+class AttentionCost(NamedTuple):
+    """Attention of all layers of a model, for one microbatch, on the slowest rank.
+
+    heads: neighboring ranks that exchange heads. seconds: forward, forward with backward, and what
+    waits of each. kept: bytes that a layer keeps for backward; kept_results: those of out and lse
+    alone. slots: bytes of receive buffers. sums: bytes of the other buffers of one layer, at the
+    time they are most.
+    """
+
+    heads: int
+    wire: str
+    layout: str
+    seconds: tuple[float, float, float, float]
+    kept: int
+    kept_results: int
+    slots: int
+    sums: int
+
+
+def step_seconds(
+    setup: TrainingSetup,
+    sizes: ParallelSizes,
+    micro_batch: int,
+    recompute: str,
+    attention: tuple[float, float, float, float],
+) -> dict[str, float]:
+    """Seconds of a step by item; their sum is the step.
+
+    attention: of one microbatch in all layers: forward, forward with backward, and what waits of
+    each.
+    """
+    model = setup.model
+    rates = setup.rates
+    tokens = setup.tokens(sizes, micro_batch)
+    again = recompute != "none"
+    products = rates.flops * rates.products * sizes.tp
+    shared = setup.shared_norms
+    layers = tokens * (
+        model.token_flops / products + 2 * model.activation_bytes(sizes.tp, shared) / rates.memory
+    )
+    forward, both, waits, waits_both = attention
+    if recompute == "replay":
+        both, waits_both = both + forward, waits_both + waits
+    passes = 3 if not model.loss_chunk else 4
+    logits = (
+        passes
+        * tokens
+        * (model.logit_flops / products + 6 * model.vocabulary / sizes.tp / rates.memory)
+    )
+    of_microbatch = {
+        "attention": both - waits_both,
+        "attention waits for messages": waits_both,
+        "other layers": 3 * layers,
+        "recomputation": layers if again else 0.0,
+        "recurrent layers exchange": _recurrent(setup, sizes, tokens) * (3 if again else 2),
+        "tensor-parallel messages": _tensor_parallel(setup, sizes, tokens) * (6 if again else 4),
+        "expert-parallel messages": _expert_parallel(setup, sizes, tokens) * (6 if again else 4),
+    }
+    count = setup.microbatches(sizes, micro_batch)
+    pp = sizes.pp
+    stage = sum(of_microbatch.values()) / pp
+    pipeline = (count - 1) * (stage + logits) + pp * stage + logits
+    items = {name: count / pp * seconds for name, seconds in of_microbatch.items()}
+    items["output layer"] = count / pp * logits
+    items["pipeline waits"] = pipeline - sum(items.values()) if pp > 1 else 0.0
+    items["pipeline messages"] = _pipeline(setup, sizes, tokens) * 2 * (count + pp - 1)
+    items["gradients and weights"] = _gradients(setup, sizes, of_last=2 * layers / pp)
+    items["optimizer"] = _optimizer(setup, sizes)
+    # The slowest of dp ranks has so much more attention than the mean.
+    spread = setup.spread * sqrt(2 * log(sizes.dp) / (count * micro_batch))
+    items["uneven documents"] = count / pp * both * spread
+    return {name: seconds for name, seconds in items.items() if seconds}
+
+
+EXPOSED = (
+    "attention waits for messages",
+    "recurrent layers exchange",
+    "tensor-parallel messages",
+    "expert-parallel messages",
+    "pipeline messages",
+    "gradients and weights",
+)
+"""Items of a step that wait for messages."""
+
+
+def _tensor_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
+    """Seconds of one gather, or one sum, of the activations of all parts."""
+    volume = (sizes.tp - 1) / sizes.tp * tokens * setup.model.hidden * setup.model.element
+    return setup.model.parts * volume / setup.link(sizes.tp)
+
+
+def _recurrent(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
+    """Seconds in which recurrent layers exchange tokens for heads, there and back."""
+    size = tokens * sum(setup.model.recurrent) / sizes.tp * setup.model.element
+    near = min(max(1, setup.ranks_per_node // sizes.tp), sizes.cp)
+    far = (sizes.cp - near) / sizes.cp
+    return size * max((near - 1) / sizes.cp / setup.rates.inside, far / setup.rates.between)
+
+
+def _expert_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
+    """Seconds in which the experts' inputs go to them, in all layers with experts."""
+    experts = setup.model.experts
+    if experts is None or experts.parallel == 1:
+        return 0.0
+    copies = tokens / sizes.tp * experts.top_k * setup.model.hidden * setup.model.element
+    near = min(setup.ranks_per_node, experts.parallel)
+    inside, between = (near - 1) / experts.parallel, (experts.parallel - near) / experts.parallel
+    slow = between / setup.link(setup.ranks_per_node + 1)
+    return experts.layers * copies * max(inside / setup.rates.inside, slow)
+
+
+def _pipeline(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
+    """Seconds of one message from stage to stage."""
+    if sizes.pp == 1:
+        return 0.0
+    held = sizes.tp if setup.shared_norms else 1
+    return (
+        tokens
+        * setup.model.hidden
+        * setup.model.element
+        / held
+        / setup.link(2 * sizes.tp * sizes.cp * sizes.dp)
+    )
+
+
+def parameters(setup: TrainingSetup, sizes: ParallelSizes) -> tuple[float, float]:
+    """Parameters of a rank: experts' own, and all others."""
+    model, experts = setup.model, setup.model.experts
+    embedding = model.embedding_parameters(sizes.pp)
+    others = (model.other_parameters / sizes.pp + embedding) / sizes.tp
+    return (model.expert_parameters / experts.parallel / sizes.pp if experts else 0.0), others
+
+
+def _optimizer(setup: TrainingSetup, sizes: ParallelSizes) -> float:
+    return _optimized(setup, sizes) * _OPTIMIZER_BYTES / setup.rates.memory
+
+
+def _optimized(setup: TrainingSetup, sizes: ParallelSizes) -> float:
+    """Parameters whose optimizer states a rank holds."""
+    of_experts, others = parameters(setup, sizes)
+    if not setup.distributed:
+        return of_experts + others
+    return others / (sizes.dp * sizes.cp) + of_experts / _expert_replicas(setup, sizes)
+
+
+def weight_bytes(setup: TrainingSetup, sizes: ParallelSizes) -> float:
+    """Bytes of a rank's weights in 16 bits, gradients, and the optimizer's states in float32."""
+    return 6 * sum(parameters(setup, sizes)) + 12 * _optimized(setup, sizes)
+
+
+def _expert_replicas(setup: TrainingSetup, sizes: ParallelSizes) -> float:
+    experts = setup.model.experts
+    return setup.gpus / sizes.pp / (experts.parallel if experts else 1)
+
+
+def _gradients(setup: TrainingSetup, sizes: ParallelSizes, of_last: float) -> float:
+    """Seconds for gradients (float32) and weights between replicas that are not hidden. of_last:
+    backward of a microbatch.
+    """
+    of_experts, others = parameters(setup, sizes)
+    near = max(1, setup.ranks_per_node // sizes.tp)
+    total = []
+    for size in (4, setup.model.element):
+        seconds = 0.0
+        for amount, replicas, together in (
+            (others, sizes.dp * sizes.cp, near),
+            (of_experts, _expert_replicas(setup, sizes), 1),
+        ):
+            if replicas > 1:
+                volume = amount * size * (replicas - 1) / replicas
+                inside = volume / setup.rates.inside
+                between = volume / (setup.link(setup.ranks_per_node + 1) * min(together, replicas))
+                seconds += max(inside, between if replicas > together else 0.0)
+        total.append(seconds)
+    hidden = (of_last, of_last / 2) if setup.overlap else (0.0, 0.0)
+    return sum(max(0.0, seconds - behind) for seconds, behind in zip(total, hidden, strict=True))
+
+
+def step_memory(
+    setup: TrainingSetup,
+    sizes: ParallelSizes,
+    micro_batch: int,
+    recompute: str,
+    attention: AttentionCost | None,
+) -> dict[str, float]:
+    """Bytes of a rank by item, of the first stage or the last, whichever needs more. attention:
+    None leaves its buffers and what it keeps out, so that the sum is the least that is needed.
+    """
+    model = setup.model
+    tokens = setup.tokens(sizes, micro_batch)
+    layers = model.layers / sizes.pp
+    kept, results, slots, sums = (
+        (attention.kept, attention.kept_results, attention.slots, attention.sums)
+        if attention
+        else (0, 0, 0, 0)
+    )
+    of_layers = tokens * model.activation_bytes(sizes.tp, setup.shared_norms) / sizes.pp
+    attending = model.attending / sizes.pp
+    if recompute == "none":
+        of_microbatch, working = of_layers + attending * kept, 0.0
+    else:
+        inputs = tokens * model.hidden * model.element / (sizes.tp if setup.shared_norms else 1)
+        of_microbatch = layers * inputs + attending * (results if recompute == "keep" else 0)
+        working = of_layers / layers + kept
+    chunk = min(model.loss_chunk or tokens, tokens)
+    logits = chunk * model.vocabulary / sizes.tp * (model.element + 4)
+    flying = min(setup.microbatches(sizes, micro_batch), sizes.pp)
+    first = flying * of_microbatch > of_microbatch + logits and sizes.pp > 1
+    return {
+        "weights, gradients, optimizer": weight_bytes(setup, sizes),
+        "activations": of_microbatch * (flying if first else 1) + working,
+        "logits": 0.0 if first else logits,
+        "attention: receive buffers": float(slots),
+        "attention: sums and gradients": float(sums),
+        "CUDA, NCCL, fragmentation": float(RESERVED_BYTES),
+    }

@@ -1,0 +1,389 @@
+"""`cp-ring tune`: the search, the time and the memory of a step, what it prints and writes, and that
+Megatron accepts what it recommends.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from typer.testing import CliRunner
+
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.sizes.attention_sizes import LatentSizes
+from cp_ring.plan.sizes.device_rates import Rates
+from cp_ring.tools import job as jobs
+from cp_ring.tools.cli import app
+from cp_ring.tools.tune import (
+    Given,
+    Request,
+    Search,
+    TuneResult,
+    configured,
+    draw_documents,
+    parse_memory,
+    possible_sizes,
+    tune,
+)
+from cp_ring.tools.tune_model import (
+    RECOMPUTE,
+    Experts,
+    ModelSizes,
+    ParallelSizes,
+    TrainingSetup,
+    model_sizes,
+    step_memory,
+    step_seconds,
+    weight_bytes,
+)
+from tests.tools.job.test_configs import megatron  # noqa: F401, a fixture
+
+MODEL = ModelSizes(
+    layers=4,
+    hidden=512,
+    ffn=1408,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    value_dim=64,
+    vocabulary=4096,
+    windows=(((-1, -1), 4),),
+)
+LATENT = replace(MODEL, kv_heads=8, head_dim=96, latent=LatentSizes(64, 32, 64, 64))
+SLOW = Rates(flops=1e14, inside=2e10, between=2e9)
+SETUP = TrainingSetup(
+    MODEL, seq_length=8192, global_batch=8, gpus=8, ranks_per_node=4, rates=SLOW, memory=80e9
+)
+BIG = {
+    "llama3-8b-128k": (64, None),
+    "deepseek-style-mla-moe": (64, None),
+    "packed-sft-64k": (8, "preset:sft"),
+}
+
+
+def search(setup=SETUP, given=Given(), mask=Mask.causal):  # noqa: B008
+    return Search(setup, [[(mask(setup.seq_length), setup.model.layers)]], given)
+
+
+def test_the_order_is_that_of_the_exact_times():
+    found = search()
+    every = list(found.ranked())
+    assert len(every) > 30 and [way.step for way in every] == sorted(way.step for way in every)
+    bounds = {(sizes, micro): bound for bound, sizes, micro in found._bounds}
+    assert all(bounds[way.sizes, way.micro_batch] <= way.step * (1 + 1e-9) for way in every)
+    lazy = search()
+    first = next(lazy.ranked())
+    assert first.step == every[0].step and len(lazy._costs) < len(found._costs), "few plans"
+    assert {way.sizes.cp for way in search().ranked(4)} == {4}
+    assert {way.sizes.tp for way in search(given=Given(tp=2)).ranked()} == {2}
+    assert {way.micro_batch for way in search(given=Given(micro_batch=2)).ranked()} == {2}
+
+
+def test_sizes_multiply_to_the_gpus_and_divide_the_model():
+    for tp, cp, pp, dp in possible_sizes(SETUP, Given()):
+        assert tp * cp * pp * dp == 8 and tp <= 4 and 4 % pp == 0 and 8 % dp == 0
+    with_experts = replace(SETUP, model=replace(MODEL, experts=Experts(8, 4, 2, 256, parallel=4)))
+    assert {sizes.pp for sizes in possible_sizes(with_experts, Given())} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({"gpus": 7}, Given(), "^--gpus 7: no sizes of tp, cp, pp and dp have this product"),
+        ({}, Given(tp=3), "^--tp 3: it does not divide the 8 GPUs of --gpus"),
+        ({}, Given(cp=0), "^--cp 0: it does not divide"),
+        ({}, Given(tp=8), "^--gpus 8: no sizes of tp, cp, pp and dp with tp 8 "),
+    ],
+)
+def test_what_does_not_factor_is_rejected(changes, given, message):
+    with pytest.raises(PlanError, match=message):
+        possible_sizes(replace(SETUP, **changes), given)
+
+
+def test_memory_decides_what_is_recomputed():
+    sizes = ParallelSizes(1, 8, 1, 1)
+    cost = search()._attention(sizes, 1)[0]
+    needs = [sum(step_memory(SETUP, sizes, 1, how, cost).values()) for how in RECOMPUTE]
+    assert needs == sorted(needs, reverse=True)
+    for limit, how in zip(needs, RECOMPUTE, strict=True):
+        within = replace(SETUP, memory=limit + 1)
+        assert next(search(within, Given(1, 8, 1, 1)).ranked()).recompute == how
+    nothing = search(replace(SETUP, memory=1e9))
+    assert list(nothing.ranked()) == [] and sum(nothing.smallest[1].values()) > 6e9
+
+
+def test_the_time_of_a_pipeline():
+    """Stages of t and a last one of t + l: m microbatches take (m - 1)(t + l) + pp t + l."""
+    setup = replace(SETUP, rates=Rates(inside=1e30, between=1e30, memory=1e30))
+    attention = (1.0, 3.5, 0.0, 0.0)
+    one = step_seconds(setup, ParallelSizes(1, 4, 1, 2), 1, "none", attention)
+    two = step_seconds(setup, ParallelSizes(1, 4, 2, 1), 1, "none", attention)
+    layers, logits = (one["attention"] + one["other layers"]) / 4, one["output layer"] / 4
+    assert one["attention"] == pytest.approx(4 * 3.5)
+    assert sum(one.values()) == pytest.approx(4 * (layers + logits))
+    stage = layers / 2
+    assert sum(two.values()) == pytest.approx(7 * (stage + logits) + 2 * stage + logits)
+
+
+def test_uneven_documents_cost_time_between_data_parallel_ranks_alone():
+    setup, attention = replace(SETUP, spread=0.5), (1.0, 3.5, 0.0, 0.0)
+    several = step_seconds(setup, ParallelSizes(1, 4, 1, 2), 1, "none", attention)
+    alone = step_seconds(setup, ParallelSizes(1, 8, 1, 1), 1, "none", attention)
+    assert several["uneven documents"] > 0 and "uneven documents" not in alone
+
+
+def test_slow_links_make_latents_and_heads_worth_it():
+    sizes = ParallelSizes(1, 8, 1, 1)
+    slow = replace(SETUP, seq_length=4096, rates=replace(SLOW, inside=2e11, between=2e8))
+    latent, plain = (
+        search(replace(slow, model=model))._attention(sizes, 1)[0] for model in (LATENT, MODEL)
+    )
+    assert latent.wire == "latent" and (plain.wire, plain.heads) == ("plain", 4)
+
+
+def test_documents_choose_the_layout():
+    mask = Mask.documents([0, 7000, 7100, 7200, 7300, 8192])
+    ways = search(replace(SETUP, rates=Rates()), mask=lambda n: mask)
+    costs = ways._attention(ParallelSizes(1, 8, 1, 1), 1)
+    assert costs[0].layout == "balanced" and {cost.layout for cost in costs} == {
+        "zigzag",
+        "balanced",
+    }
+
+
+KINDS = {
+    "plain": {},
+    "swiglu": {"swiglu": True},
+    "experts with a gate of quick GeGLU": {"quick_geglu": True, "num_experts": 4},
+    "experts beside a shared one": {
+        "swiglu": True,
+        "num_experts": 4,
+        "moe_shared_expert_intermediate_size": 96,
+    },
+    "multi-latent": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 48,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 16,
+    },
+}
+
+
+@pytest.fixture
+def one_rank():
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_the_model_that_megatron_builds(one_rank, monkeypatch, kind):
+    """All but norms: within 1 percent."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # MLA asks without a GPU too
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
+    given = KINDS[kind]
+    gate = given.get("swiglu") or given.get("quick_geglu")
+    latent = {k: v for k, v in given.items() if k.endswith(("_rank", "_head_dim"))}
+    config = (MLATransformerConfig if latent else TransformerConfig)(
+        num_layers=3,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=4 if latent else 2,
+        ffn_hidden_size=320,
+        moe_ffn_hidden_size=320 if "num_experts" in given else None,
+        num_moe_experts=given.get("num_experts"),
+        moe_shared_expert_intermediate_size=given.get("moe_shared_expert_intermediate_size"),
+        gated_linear_unit=bool(gate),
+        activation_func=F.silu if gate else F.gelu,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        use_cpu_initialization=True,
+        multi_latent_attention=bool(latent),
+        **({"rope_type": "rope"} | latent if latent else {}),
+    )
+    spec = get_gpt_layer_local_spec(
+        given.get("num_experts"), multi_latent_attention=bool(latent), qk_layernorm=bool(latent)
+    )
+    built = GPTModel(
+        config,
+        spec,
+        512,
+        64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    counted = sum(weight.numel() for weight in built.parameters())
+    args = Namespace(
+        num_layers=3,
+        hidden_size=128,
+        num_attention_heads=4,
+        group_query_attention=not latent,
+        num_query_groups=2,
+        ffn_hidden_size=320,
+        moe_ffn_hidden_size=None,
+        moe_layer_freq=1,
+        moe_router_topk=2,
+        expert_model_parallel_size=1,
+        untie_embeddings_and_output_weights=True,
+        bf16=True,
+        swiglu=bool(given.get("swiglu")),
+        quick_geglu=bool(given.get("quick_geglu")),
+        num_experts=given.get("num_experts"),
+        **{k: v for k, v in given.items() if k not in ("swiglu", "quick_geglu", "num_experts")},
+    )
+    model = model_sizes(args, (((-1, -1), 3),), 512)
+    setup = replace(SETUP, model=model, gpus=1)
+    by_model = weight_bytes(setup, ParallelSizes(1, 1, 1, 1)) / 18
+    assert by_model == pytest.approx(counted, rel=0.01)
+
+
+def test_experts_of_gpt_oss_have_a_gate():
+    """Of 80 GB, 8 GPUs need 47 for the weights of 24 layers of 32 experts; without a gate 30."""
+    result = tune(jobs.load("gpt-oss-style"), Request(gpus=8))
+    assert result.setup.model.expert_parameters == 24 * 32 * 3 * 2880**2
+    assert result.best[0][0].memory["weights, gradients, optimizer"] > 45e9
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["tune", *map(str, arguments)], env={"COLUMNS": "120"})
+
+
+def test_the_tiny_llama_on_four_ranks(tmp_path):
+    """Through all doors: JSON, and the configuration that it writes."""
+    target = tmp_path / "my.yaml"
+    line = "--set preset=tiny --gpus 4 --seq-length 1024 --json --rates a100-nvlink-200g"
+    done = run("llama3-8b-128k", *line.split(), "--lengths", "lognormal:100", "--write", target)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    best = found["best"][0]
+    assert len(found["best"]) == 5 and best["tp"] * best["cp"] * best["pp"] * best["dp"] == 4
+    steps = [way["step_s"] for way in found["best"]]
+    assert steps == sorted(steps) and best["step_s"] == pytest.approx(sum(best["seconds"].values()))
+    assert best["bytes"] == sum(best["memory"].values())
+    assert found["by_cp"].keys() == {"1", "2", "4"}
+    assert any("lognormal:100, packed into 1,024" in x for x in found["assumptions"])
+    job = jobs.load(str(target))
+    assert job.parallel.context_parallel_size == found["written"]["cp"]
+    assert job.parallel.ranks == 4 and job.cp_ring.document_mask
+    assert job.megatron["seq_length"] == job.megatron["max_position_embeddings"] == 1024
+
+
+def test_the_table_names_reasons_and_assumptions():
+    done = run("gemma-style-window", "--set", "preset=tiny", "--gpus", 2, "--tp", 1, "--pp", 1)
+    assert done.exit_code == 0, done.output
+    for words in ("predicted, not measured", "tokens/s/GPU", "Why tp 1 x cp", "Assumed:"):
+        assert words in done.output
+
+
+def test_what_is_hardly_slower_and_spares_memory_is_written():
+    ways = list(search().ranked())[:3]
+    first = ways[0]
+    total = {"all": 60e9}
+    close = first._replace(seconds={"all": 1.015 * first.step}, memory=total)
+    result = TuneResult([(first._replace(memory={"all": 79e9}), 1), (close, 2)], [], {}, [], SETUP)
+    assert result.written[1] == 2
+    late = close._replace(seconds={"all": 1.03 * first.step})
+    for other in (late, close._replace(memory={"all": 75e9})):
+        assert replace(result, best=[result.best[0], (other, 2)]).written[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--gpus 7", "--gpus 7: no sizes"),
+        ("--gpus 12", "--gpus 12 is not a multiple of --ranks-per-node 8"),
+        ("--gpus 8 --memory 3GB", "--memory 3GB: nothing fits; tp"),
+        ("--gpus 8 --memory much", "--memory much: it must be a size"),
+        ("--gpus 8 --rates h101", "--rates h101: known are"),
+        ("--gpus 8 --lengths preset:poems", "--lengths preset:poems"),
+        ("--gpus 8 --write /nowhere/x.yaml", "--write /nowhere/x.yaml: cannot write"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message):
+    done = run("llama3-8b-128k", "--set", "preset=tiny", *shlex.split(arguments))
+    assert isinstance(done.exception, ConfigError | PlanError), done.output
+    assert message in str(done.exception) and "\n" not in str(done.exception)
+
+
+def test_where_nothing_fits_the_advice_does():
+    job, request = jobs.load("llama3-8b-128k"), Request(gpus=2, ranks_per_node=2)
+    with pytest.raises(ConfigError) as caught:
+        tune(job, request)
+    line = str(caught.value)
+    assert "needs least, " in line and "weights, gradients, optimizer" in line
+    option, gpus = line.partition("; --")[2].split()[0:2][:2]
+    assert option == "gpus" and tune(job, replace(request, gpus=int(gpus))).best
+
+
+def test_memory_sizes():
+    sizes = [parse_memory(size) for size in ("80", "80GB", "80 gib", "1.5TB")]
+    assert sizes == [80e9, 80e9, 80 * 2**30, 1.5e12]
+    with pytest.raises(PlanError):
+        parse_memory("0GB")
+
+
+def test_hybrid_models_have_layers_of_several_kinds():
+    job = jobs.load("llama3-8b-128k", [
+        "preset=tiny", "megatron.hybrid_layer_pattern='M*-GM-'", "megatron.mamba_num_groups=4",
+        "megatron.mamba_head_dim=16", "megatron.mamba_num_heads=8", "launch.device=cuda",
+        "megatron.transformer_impl=transformer_engine",
+    ])  # fmt: skip
+    result = tune(job, Request(gpus=4, ranks_per_node=4, given=Given(2, 2, 1)))
+    model = result.setup.model
+    assert (model.layers, model.attending, model.dense, model.parts) == (6, 1, 2, 6)
+    assert len(model.recurrent) == 3
+    way = result.best[0][0]
+    assert way.seconds["recurrent layers exchange"] > 0
+
+
+def test_models_of_unequal_blocks_are_rejected():
+    asked = ["preset=tiny", "megatron.heterogeneous_layers_config_path=x.json"]
+    with pytest.raises(ConfigError, match="leave out --heterogeneous-layers-config-path"):
+        tune(jobs.load("llama3-8b-128k", asked), Request(gpus=2, ranks_per_node=2))
+
+
+def test_megatron_is_asked():
+    """fp16 and bf16 exclude one another by a rule of Megatron's alone."""
+    job = jobs.load("llama3-8b-128k", ["preset=tiny", "megatron.bf16=true", "megatron.fp16=true"])
+    with pytest.raises(ConfigError, match="Megatron rejects all of the"):
+        tune(job, Request(gpus=2, ranks_per_node=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BIG)
+def test_megatron_accepts_the_five_best(megatron, name):  # noqa: F811
+    """By the way of a real start: its parser, its validation and its configuration, with cp_ring's
+    patches.
+    """
+    gpus, lengths = BIG[name]
+    job = jobs.load(name)
+    documents, origin = draw_documents(job, lengths, None, 0)
+    request = Request(gpus=gpus, documents=documents, of_documents=origin)
+    result = tune(job, request)
+    assert len(result.best) == 5
+    for way, chosen in result.best:
+        assert configured(job, way) == chosen
+        line, _ = jobs.megatron_flags(chosen, None, "cuda")
+        args, model = megatron(line, gpus)
+        assert (args.tensor_model_parallel_size, args.context_parallel_size) == way.sizes[:2]
+        assert args.data_parallel_size == way.sizes.dp
+        assert model.context_parallel_size == way.sizes.cp
