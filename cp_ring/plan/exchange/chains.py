@@ -321,9 +321,7 @@ class Chains:
 
         def of(senders: Ints, receivers: Ints, size: int) -> float:
             inside = senders // near == receivers // near
-            cost = np.where(
-                inside, size / rates.inside, size / rates.between
-            )
+            cost = np.where(inside, size / rates.inside, size / rates.between)
             cost[senders == receivers] = 0
             return rates.call + float(np.bincount(receivers, cost).max(initial=0.0))
 
