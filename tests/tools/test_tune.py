@@ -43,7 +43,7 @@ from cp_ring.tools.tune_model import (
     step_seconds,
     weight_bytes,
 )
-from tests.tools.job.test_configs import megatron  # noqa: F401, a fixture
+from tests.tools.test_configs import megatron  # noqa: F401, a fixture
 
 MODEL = ModelSizes(
     layers=4,
