@@ -1,0 +1,334 @@
+"""What an error line of the function advises works when it is done: each line of ring 1 that says
+give, pass, make, cut, pad, drop or leave has a case here that provokes it, and then follows it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import create_block_mask
+
+import cp_ring
+from cp_ring import ConfigError, Layout, Mask, Plan, PlanError, ring_attention, roll, shard
+from cp_ring.testing.local_ring import LocalRing
+
+ROOT = Path(cp_ring.__file__).parent
+ELSEWHERE = {"megatron", "tools", "testing", "run.py", "pretrain_gpt.py", "patches", "observe"}
+ADVICE = re.compile(r"\b(give|pass|make (?:it|one)|cut them|pad|drop one|leave)\b")
+X = torch.ones(1, 16, 2, 8)
+WHOLE = (X, X, X)
+
+
+def words(node: ast.AST) -> str:
+    """The text of a message, with {} for what is put in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join("{}" if isinstance(x, ast.FormattedValue) else words(x) for x in node.values)
+    if isinstance(node, ast.BinOp):
+        return words(node.left) + words(node.right)
+    if isinstance(node, ast.IfExp):
+        return words(node.body) + words(node.orelse)
+    return "{}"
+
+
+def lines() -> list[str]:
+    """The texts of ring 1 that advise something, in errors and in what is put into them."""
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        if ELSEWHERE & {*path.relative_to(ROOT).parts}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                if node.func.id in ("ConfigError", "PlanError", "KernelError", "warn"):
+                    found.append(" ".join(words(x) for x in node.args))
+            elif isinstance(node, ast.Return | ast.Assign) and isinstance(
+                node.value, ast.JoinedStr | ast.BinOp | ast.Constant
+            ):
+                text = words(node.value)
+                found += [text] * text.startswith((": ", "; "))
+    return [line for line in found if ADVICE.search(line)]
+
+
+def said(call: Callable[[], Any]) -> str:
+    with pytest.raises((ConfigError, PlanError)) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def on(cp: int, case: Callable[[Any], Any]) -> None:
+    LocalRing(cp).run(case)
+
+
+def a_layout_that_follows_from_the_mask() -> str:
+    mask = Mask.documents([0, 5, 16])
+
+    def case(group: Any) -> str:
+        line = said(lambda: shard(X, "balanced", group))
+        layout = Layout.balanced(mask, 2)
+        parts = [shard(x, layout, group) for x in WHOLE]
+        ring_attention(*parts, group, mask=mask, layout=layout)
+        return line
+
+    return str(LocalRing(2).run(case)[0])
+
+
+def a_layout_of_a_group() -> str:
+    layout = Layout.zigzag(16, 2)
+    line = said(lambda: shard(X, layout))
+    on(2, lambda group: shard(X, layout, group=group))
+    return line
+
+
+def a_plan_of_a_group() -> str:
+    plan = Plan.build(Mask.full(16), Layout.zigzag(16, 2))
+    line = said(lambda: ring_attention(*WHOLE, plan=plan))
+    on(2, lambda group: ring_attention(*shard(WHOLE, group=group), group=group, plan=plan))
+    return line
+
+
+def what_is_no_plan() -> str:
+    mask, layout = Mask.causal(16), Layout.zigzag(16, 1)
+    for wrong, way in (
+        (mask, {"mask": mask}),
+        (layout, {"layout": layout}),
+        (3, {"plan": Plan.build(mask, layout)}),
+    ):
+        line = said(lambda wrong=wrong: ring_attention(*WHOLE, plan=wrong))
+        assert f"pass {next(iter(way))}=" in line
+        ring_attention(*WHOLE, **way)
+    return line
+
+
+def what_is_no_mask() -> str:
+    causal = torch.ones(16, 16, dtype=torch.bool).tril()
+    right = ring_attention(*WHOLE, causal=True)
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q >= k
+
+    n, found = 16, []
+    for mask in (
+        mask_mod,
+        create_block_mask(mask_mod, None, None, n, n, "cpu"),
+        causal,
+        causal.numpy(),
+        causal[None, None],
+        torch.zeros(n, n).masked_fill(~causal, float("-inf"))[None, None],
+    ):
+        line = said(lambda mask=mask: ring_attention(*WHOLE, mask=mask))
+        (way,) = re.findall(r": make one by (.*)$", line)
+        made = eval(way, {"Mask": Mask, "mask": mask, "n": n})
+        assert torch.equal(ring_attention(*WHOLE, mask=made), right), line
+        found.append(line)
+    return "\n".join(found)
+
+
+def rows_with_masks_of_their_own() -> str:
+    allowed = np.stack([np.tri(16, dtype=bool), np.ones((16, 16), bool)])
+    two = [torch.cat([x, x]) for x in WHOLE]
+    line = said(lambda: ring_attention(*two, mask=allowed))
+    mask = Mask.batch([Mask.from_dense(rows) for rows in allowed])
+    layout = Layout.batch([Layout.zigzag(16, 1)] * 2)
+    ring_attention(*two, mask=mask, layout=layout)
+    return line
+
+
+def a_length_that_is_unknown() -> str:
+    def case(group: Any) -> str:
+        odd = torch.ones(1, 7, 2, 8)
+        line = said(lambda: ring_attention(odd, odd, odd, group))
+        ring_attention(odd, odd, odd, group, layout=Layout.contiguous(14, 2))
+        ring_attention(*[torch.ones(1, 8, 2, 8)] * 3, group)
+        return line
+
+    return str(LocalRing(2).run(case)[0])
+
+
+def two_answers_to_one_question() -> str:
+    plan = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
+    line = said(lambda: ring_attention(*WHOLE, plan=plan, causal=True))
+    ring_attention(*WHOLE, plan=plan)
+    ring_attention(*WHOLE, causal=True)
+    return line
+
+
+def a_mask_and_its_words() -> str:
+    mask = Mask.causal(16)
+    line = said(lambda: ring_attention(*WHOLE, mask=mask, causal=True))
+    ring_attention(*WHOLE, mask=mask)
+    ring_attention(*WHOLE, causal=True)
+    return line
+
+
+def slices_in_place_of_shards() -> str:
+    def case(group: Any) -> str:
+        parts = [x.chunk(2, 1)[group.rank] for x in WHOLE]
+        line = said(lambda: ring_attention(*parts, group))
+        ring_attention(*parts, group, layout="contiguous")
+        return line
+
+    first = LocalRing(2).run(case)[0]
+    on(2, lambda group: ring_attention(*[shard(x, group=group) for x in WHOLE], group))
+    return str(first)
+
+
+def two_layouts() -> str:
+    def case(group: Any) -> str:
+        parts = shard(WHOLE, "contiguous", group)
+        line = said(lambda: ring_attention(*parts, group))
+        ring_attention(*parts, group, layout="contiguous")
+        return line
+
+    return str(LocalRing(2).run(case)[0])
+
+
+def tokens_that_a_name_cannot_cut() -> str:
+    def case(group: Any) -> str:
+        x = torch.ones(1, 15, 2, 8)
+        line = said(lambda: shard(x, "contiguous", group))
+        (way,) = re.findall(r"pass layout=(.*\)), here", line)
+        part = shard(x, eval(way), group)
+        ring_attention(part, part, part, group, layout=eval(way))
+        return line
+
+    return str(LocalRing(2).run(case)[0])
+
+
+def parents_of_branches() -> str:
+    line = said(lambda: Mask.tree([-1], [4, 4]))
+    Mask.tree([-1, 0], [4, 4])
+    return line
+
+
+def a_mask_of_many_pieces() -> str:
+    allowed = np.arange(64)[:, None] * 7919 % 3 == np.arange(64) % 3
+    line = said(lambda: Mask.from_dense(allowed, max_pieces=8))
+    Mask.from_dense(allowed, max_pieces=64 * 64)
+    Mask.from_dense(np.tri(64, dtype=bool), max_pieces=8)
+    return line
+
+
+def a_function_that_reads_b_and_h() -> str:
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.arange(16)[b] <= q - k
+
+    line = said(lambda: Mask.from_mask_mod(mask_mod, 16))
+    Mask.from_mask_mod(lambda b, h, q, k: mask_mod(0 * q, 0 * q, q, k), 16)
+    return line
+
+
+def a_block_mask_as_a_function() -> str:
+    block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16, "cpu")
+    line = said(lambda: Mask.from_mask_mod(block_mask, 16))
+    Mask.from_mask_mod(block_mask.mask_mod, 16)
+    return line
+
+
+def what_is_no_group() -> str:
+    mask, layout = Mask.causal(16), Layout.zigzag(16, 1)
+    for wrong in (mask, layout, Plan.build(mask, layout)):
+        line = said(lambda wrong=wrong: ring_attention(*WHOLE, wrong))
+        (name,) = re.findall(r"; pass it as (\w+)=$", line)
+        ring_attention(*WHOLE, **{name: wrong})
+    return line
+
+
+def what_is_no_plain_tensor() -> str:
+    sparse = X.to_sparse()
+    line = said(lambda: roll(sparse, 1))
+    roll(sparse.to_dense(), 1)
+    return line
+
+
+def in_a_job(group: Any) -> list[str]:
+    """Without a group, and with a mesh of two dimensions."""
+    x = [torch.ones(1, 16, 2, 8)] * 3
+    absent = said(lambda: ring_attention(*x))
+    ring_attention(*x, group=dist.group.WORLD)
+    ring_attention(*x, group=cp_ring.ALONE)
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "cp"))
+    two = said(lambda: ring_attention(*x, mesh))
+    (way,) = re.findall(r"one of them, as (.*)$", two)
+    ring_attention(*x, eval(way, {"mesh": mesh}))
+    return [absent, two]
+
+
+CASES = {
+    "make it, as in Layout.balanced": a_layout_that_follows_from_the_mask,
+    "layout is for {} ranks, but the group has {}: pass": a_layout_of_a_group,
+    "the plan is for {} ranks: pass their": a_plan_of_a_group,
+    "not a Plan: pass {}": what_is_no_plan,
+    ": make one by Mask.from_mask_mod(mask.mask_mod, n)": what_is_no_mask,
+    ": make one by Mask.from_mask_mod(mask, n)": what_is_no_mask,
+    ": make one by Mask.from_dense(": what_is_no_mask,
+    "so the length of the sequence is unknown: pad": a_length_that_is_unknown,
+    "and plan are both given": two_answers_to_one_question,
+    "and mask are both given": a_mask_and_its_words,
+    "which are not those that rank {} holds in {}: cut": slices_in_place_of_shards,
+    "cp_ring.shard cut the {} tokens": two_layouts,
+    "tokens cannot be cut evenly over": tokens_that_a_name_cannot_cut,
+    "parents for {} branches: give": parents_of_branches,
+    "more than max_pieces={}": a_mask_of_many_pieces,
+    "mask_mod failed with {}": a_function_that_reads_b_and_h,
+    ": give its mask_mod": a_block_mask_as_a_function,
+    "; pass it as {}=": what_is_no_group,
+    "pass the part of this rank that the layout says": what_is_no_plain_tensor,
+}
+ON_FOUR_RANKS = {
+    "group is not given, but this job has": 0,
+    "group is a DeviceMesh with {} dimensions": 1,
+}
+# What others follow: tests of transformers, of CUDA graphs, and `rows_with_masks_of_their_own` below
+OF_OTHERS = (
+    "has a head that may pool a row",
+    "shard_batch shifts labels",
+    "give a dict with input_ids",
+    "give input_ids, a tensor",
+    "pad at the end",
+    "give packed documents as one batch row",
+    "before it is wrapped",
+    "a CUDA graph cannot begin with it: make it once",
+    "batch rows with masks of their own are Mask.batch",
+)
+WITHOUT_A_WAY = (
+    "give a language model",
+    "has a schedule of its own, leave schedule out",
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    list(dict.fromkeys([*CASES.values(), rows_with_masks_of_their_own])),
+    ids=lambda case: case.__name__,
+)
+def test_the_advice_of_a_line_works(case):
+    line = case()
+    keys = [key for key, of in CASES.items() if of is case]
+    for key in keys:
+        pattern = re.escape(key.strip()).replace(r"\{\}", ".*")
+        assert re.search(pattern, line), (key, line)
+
+
+def test_the_advice_of_lines_in_a_job_works(pool):
+    for found in pool.run(in_a_job, 4):
+        for key, number in ON_FOUR_RANKS.items():
+            assert re.search(re.escape(key).replace(r"\{\}", ".*"), found[number])
+
+
+def test_each_line_that_advises_has_a_case():
+    known = [*CASES, *ON_FOUR_RANKS, *OF_OTHERS, *WITHOUT_A_WAY]
+    found = lines()
+    assert len(found) > 20
+    for line in found:
+        assert any(key in line for key in known), f"tests/test_advice.py has no case for: {line}"
