@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from cp_ring.errors import ConfigError
-from cp_ring.tools.cli.option_models import AsJson, QuietGroup
+from cp_ring.tools.terminal import AsJson, QuietGroup
 
 Result = dict[str, Any]
 Columns = Mapping[str, Callable[[Result], str]]

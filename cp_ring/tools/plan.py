@@ -26,8 +26,7 @@ from cp_ring.plan.schedule import NAMES, SLOT_SHARDS, group_sizes
 from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes, LatentSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.tools import lengths as documents
-from cp_ring.tools.cli.option_models import WRITTEN, AsJson, Overrides, parse_tokens
-from cp_ring.tools.cli.terminal import emit, mib, show_table
+from cp_ring.tools.terminal import WRITTEN, AsJson, Overrides, emit, mib, parse_tokens, show_table
 
 PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte

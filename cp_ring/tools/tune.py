@@ -35,9 +35,8 @@ from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.device_rates import NAMED, RATES, Rates
 from cp_ring.tools import job as jobs
 from cp_ring.tools import lengths as documents
-from cp_ring.tools.cli.option_models import JOB, WRITTEN, AsJson, Overrides, parse_tokens
-from cp_ring.tools.cli.terminal import emit
 from cp_ring.tools.job import JobConfig
+from cp_ring.tools.terminal import JOB, WRITTEN, AsJson, Overrides, emit, parse_tokens
 from cp_ring.tools.tune_model import (
     EXPOSED,
     RECOMPUTE,

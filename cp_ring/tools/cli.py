@@ -8,14 +8,13 @@ import contextlib
 import logging
 import sys
 import textwrap
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
 from cp_ring.tools import bench, plan, tune
-from cp_ring.tools.cli.option_models import (
+from cp_ring.tools.terminal import (
     Job,
     Overrides,
     QuietCommand,
@@ -118,14 +117,8 @@ def patches() -> None:
             print(textwrap.fill(text, 80, initial_indent="    ", subsequent_indent="    "))
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "plan": plan.plan_command,
-    "tune": tune.tune_command,
-}
-for _name, _run in _COMMANDS.items():
-    app.command(
-        _name, cls=QuietCommand, help=one_line(_run.__doc__), rich_help_panel="Plan and measure"
-    )(_run)
+for _name, _run in (("plan", plan.plan_command), ("tune", tune.tune_command)):
+    app.command(_name, cls=QuietCommand, rich_help_panel="Plan and measure")(_run)
 app.add_typer(bench.app, name="bench", rich_help_panel="Plan and measure")
 
 

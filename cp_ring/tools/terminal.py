@@ -1,18 +1,16 @@
-"""Options of commands as fields of a dataclass, and parsers of option values that several commands
-share.
-"""
+"""What several commands share: options and their values, help, tables, and the same facts as JSON."""
 
 from __future__ import annotations
 
-import inspect
-import operator
+import json
 import re
-from collections.abc import Callable
-from dataclasses import MISSING, field, fields
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
 from cp_ring.errors import ConfigError
@@ -63,47 +61,6 @@ class QuietGroup(_Quiet, TyperGroup):
     """A group of commands."""
 
 
-def option(default: Any, text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
-    """A field of a dataclass of options, with its help, and the panel that has it there; `names`
-    and `more` are as in `typer.Option`. MISSING: it is required.
-    """
-    info = typer.Option(*names, help=text, rich_help_panel=panel, **more)
-    return field(default=default, metadata={"typer": info})
-
-
-def argument(text: str, default: Any = None, **more: Any) -> Any:
-    """As `option`, of a value without a name."""
-    return field(default=default, metadata={"typer": typer.Argument(help=text, **more)})
-
-
-def command[T](options: type[T], run: Callable[[T], None]) -> Callable[..., None]:
-    """A command with the options of a dataclass. It calls `run`, whose docstring is the help, with
-    an instance.
-    """
-
-    def with_options(**values: Any) -> None:
-        run(options(**values))
-
-    hints = get_type_hints(options)
-    parameters = []
-    of_all_last = sorted(
-        fields(options),  # type: ignore[arg-type]
-        key=lambda one: one.name == "as_json",
-    )
-    for one in of_all_last:
-        default = inspect.Parameter.empty if one.default is MISSING else one.default
-        hint: Any = operator.getitem(Annotated, (hints[one.name], one.metadata["typer"]))
-        parameters.append(
-            inspect.Parameter(
-                one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
-            )
-        )
-    with_options.__doc__ = run.__doc__
-    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {one.name: one.annotation for one in parameters}
-    return with_options
-
-
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NUMBER = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
 
@@ -124,15 +81,31 @@ def parse_tokens(text: str | int) -> int:
     raise typer.BadParameter(f"{str(text)!r} is not a number of tokens such as 65536, 64K or 1M")
 
 
-def parse_mean_tokens(text: str | float) -> float:
-    """An average number of tokens: any number, or a text that `parse_tokens` accepts."""
-    try:
-        return float(text)
-    except ValueError:
-        return float(parse_tokens(str(text)))
+def emit(facts: Any, as_json: bool, show: Callable[[], object], indent: int | None = None) -> None:
+    """Prints the facts as JSON, or calls `show`, which prints them for people."""
+    if as_json:
+        typer.echo(json.dumps(facts, indent=indent))
+    else:
+        show()
 
 
-def parse_numbers(text: str, count: int) -> list[int] | None:
-    """So many whole numbers of at least 1, with commas between; None for another text."""
-    numbers = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
-    return numbers if len(numbers) == count and min(numbers) > 0 else None
+def show_table(
+    title: str,
+    words: str,
+    numbers: Sequence[str],
+    lines: Iterable[Sequence[str]],
+) -> None:
+    """Prints a table: `words` names a first column of words, if any, before those of numbers."""
+    table = Table(title=title)
+    if words:
+        table.add_column(words, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    for line in lines:
+        table.add_row(*line)
+    Console().print(table)
+
+
+def mib(size: float) -> str:
+    """Bytes as MiB, with one digit behind the point."""
+    return f"{size / 2**20:,.1f}"
