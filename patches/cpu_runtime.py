@@ -232,6 +232,7 @@ def _megatron_replacements() -> Iterator[Replacement]:
 
     with functions_uncompiled():
         from megatron.core import utils
+        from megatron.core.models.hybrid import hybrid_block
         from megatron.core.models.multimodal import llava_model
         from megatron.core.models.vision import clip_vit_model
         from megatron.core.tensor_parallel import random
@@ -270,6 +271,8 @@ def _megatron_replacements() -> Iterator[Replacement]:
     if utils.tex is None:  # TransformerEngine, by which Megatron splits packed documents
         split = SimpleNamespace(thd_get_partitioned_indices=_partitioned_indices)
         yield utils, "tex", split
+        # the last norm of a hybrid model, whatever its specification says
+        yield hybrid_block, "TENorm", WrappedTorchNorm
         # which wants TransformerEngine's class in layers of a language model that is split;
         # Megatron's own one takes no split without --cp-ring
         stand_ins = {

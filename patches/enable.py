@@ -62,6 +62,6 @@ def enable(
     if said := development():
         note(said)
     patches.apply_for(job)
-    configure(used, whole_rows=False)
+    configure(used, whole_rows=False, row=seq_length)
     program.begin(program.Program(seq_length, micro_batch_size, packed))
     return used

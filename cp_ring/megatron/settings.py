@@ -26,6 +26,7 @@ layers have it.
 class _InForce:
     config: Options = field(default_factory=lambda: Options.make(enabled=True))
     whole_rows: bool = False
+    row: int = 0
     layers: LayerWindows = (((-1, -1), 1),)
 
 
@@ -47,6 +48,11 @@ def packed_in_whole_rows() -> bool:
     return _in_force.whole_rows
 
 
+def tokens_of_a_row() -> int:
+    """What a program told `enable` of the tokens of a whole batch row; 0 if nothing."""
+    return _in_force.row
+
+
 def layer_windows() -> LayerWindows:
     """The windows of the model's layers, for which a balanced layout is balanced together."""
     return _in_force.layers
@@ -62,11 +68,14 @@ def configure(
     config: Options,
     whole_rows: bool | None = None,
     layers: LayerWindows | None = None,
+    row: int | None = None,
 ) -> None:
-    """Puts `config` in force for layers and batches made from now on; `whole_rows` and `layers`
-    too, unless they are None.
+    """Puts `config` in force for layers and batches made from now on; `whole_rows`, `layers` and
+    the tokens of a whole `row` too, unless they are None.
     """
     _in_force.config = config
+    if row is not None:
+        _in_force.row = row
     if whole_rows is not None:
         _in_force.whole_rows = whole_rows
     if layers is not None:

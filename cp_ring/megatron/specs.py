@@ -1,7 +1,7 @@
 """Layer specifications of Megatron with ring attention, for use without any patch.
 
-`--spec cp_ring.megatron.specs gpt_local` (or `gpt_te`) selects a whole layer. `with_ring_attention`
-changes any specification.
+`--spec cp_ring.megatron.specs gpt_local` (or `gpt_te`) selects a whole layer, `hybrid_local` those of
+a hybrid model. `with_ring_attention` changes any specification.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.ring_core_attention import RingDotProductAttention
+from cp_ring.megatron.wrapping import replaced
 
 try:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -214,3 +216,18 @@ gpt_local = LayerOfFlags(gpt_layer_specs.get_gpt_layer_local_spec)
 
 gpt_te = LayerOfFlags(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec)
 """A GPT layer of TransformerEngine's modules with ring attention."""
+
+
+def _hybrid_local_stack() -> ModuleSpec:
+    """Megatron's hybrid layers without TransformerEngine are those that it quantizes."""
+    from megatron.core.post_training.modelopt.hybrid import model_specs
+
+    with replaced((model_specs, "Norm", WrappedTorchNorm)):
+        stack: ModuleSpec = model_specs.get_mamba_stack_modelopt_spec(local_core_attention=True)
+    return stack
+
+
+hybrid_local = LayerOfFlags(_hybrid_local_stack)
+"""The layers of a hybrid model of Megatron's own modules with ring attention, as
+`pretrain_hybrid.py` needs them on the CPU. Layers of Mamba and gated delta nets need CUDA.
+"""

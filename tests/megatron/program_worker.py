@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import torch
 import torch.distributed as dist
 
 
@@ -42,6 +43,7 @@ def main(folder: Path) -> None:
     found |= other_kinds(example)
     found["wrong settings"] = rejection(lambda: example.build(configuration(2, window_size=(5, 3))))
     model = example.build(config)
+    found["whole rows"] = rejection(lambda: whole_rows(model))
     found["attention"] = type(model.decoder.layers[0].self_attention.core_attention).__name__
     parallel_state.destroy_model_parallel()
     found["cp 1"] = example.main(1)
@@ -190,6 +192,12 @@ def configuration(cp: int, kind: Any = None, **more: Any) -> Any:
         hidden_size=64, num_attention_heads=4, attention_dropout=0.0, hidden_dropout=0.0, context_parallel_size=cp,
         calculate_per_token_loss=True, use_cpu_initialization=True, masked_softmax_fusion=False, **more,
     )  # fmt: skip
+
+
+def whole_rows(model: Any) -> None:
+    """A step of a program that has forgotten to split its batch."""
+    tokens = torch.zeros(2, 128, dtype=torch.int64)
+    model(tokens, torch.arange(128).expand(2, 128), None, labels=tokens)
 
 
 def wrong_split(example: Any) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from cp_ring.megatron.flags.comm_types import check_members, spec_of_layer
 from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.flags.rules import SUBGROUP
 from cp_ring.megatron.plans import make_layout, make_plan
-from cp_ring.megatron.settings import current, packed_in_whole_rows
+from cp_ring.megatron.settings import current, packed_in_whole_rows, tokens_of_a_row
 from cp_ring.observe import timing
 
 if TYPE_CHECKING:
@@ -88,6 +88,12 @@ class PlannedAttention(MegatronModule):
             raise ConfigError(
                 "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's: "
                 "only packed documents (thd) can be split so"
+            )
+        if group.size() > 1 and query.shape[0] == tokens_of_a_row():
+            raise ConfigError(
+                f"this rank attends to all {query.shape[0]} tokens of a batch row, of which it "
+                f"should hold one part of {group.size()}: cp_ring.megatron.split_batch(batch) "
+                "gives each rank its part (enable was told seq_length)"
             )
         return group, without_whole_rows(packed_seq_params, query.shape[0] * group.size())
 
