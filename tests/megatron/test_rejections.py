@@ -3,6 +3,7 @@ exit code 2.
 """
 
 import argparse
+import ast
 import contextlib
 import importlib
 import itertools
@@ -20,7 +21,15 @@ import torch
 from cp_ring import Layout, Mask, Options, patches, run
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, rejection, settings
-from cp_ring.megatron.flags import argument_parser, graphs, implementations, rules, validate
+from cp_ring.megatron.flags import (
+    argument_parser,
+    attention_rules,
+    comm_types,
+    graphs,
+    implementations,
+    rules,
+    validate,
+)
 from cp_ring.megatron.flags.rule import Job, problem
 from cp_ring.tools import job as config
 from tests.megatron.launch import DATA, FULL, MODEL, TINY, TRAIN, fork, launch
@@ -216,28 +225,114 @@ def test_each_rule(parse, capsys, rule, example):
     assert {flag for flag in parts[1::2] if flag[0] == "-"} <= set(known)
 
 
+GRAPHED = {"cuda_graph_impl": "local"}
+LATENT = {"cp_ring_wire": "latent"}
+WITHOUT_EXAMPLE = [
+    ("transformer_impl: transformer_engine", {"transformer_impl": "transformer_engine"}),
+    ("--cp-ring does not support {--cp-partition-mode}", {"cp_partition_mode": "contiguous"}),
+    ("--cp-ring does not support {--experimental-at", {"experimental_attention_variant": "new"}),
+    ("--cp-ring does not support {found}", {"mtp_hsm": True}),
+    ("--cp-ring does not support {--megatron-fsdp-version}",
+     {"use_megatron_fsdp": True, "megatron_fsdp_version": 2}),
+    ("{--cp-ring-wire} needs --multi-latent-attention", LATENT),
+    ("{--cp-ring-wire} does not support --cp-ring-heads", LATENT),
+    ("{--cp-ring-wire} does not support {found}", LATENT | {"fp8": "hybrid"}),
+    ("{--cp-ring-wire} does not support --recompute-granularity",
+     LATENT | {"recompute_granularity": "selective"}),
+    ("{--cp-ring-wire} does not support {graphs}", LATENT | GRAPHED),
+    ("section megatron lacks {found}", {"num_layers": 2}),
+    ("--train-iters must be at least 1, or --train-samples", {}),
+    ("--lr is missing", {}),
+    ("packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, for which",
+     {}),
+    ("packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which needs",
+     {}),
+    ("packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which does "
+     "not support {--moe", {"moe_aux_loss_coeff": 0.01}),
+    ("packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which "
+     "models with", {"is_hybrid_model": True}),
+    ("packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which does "
+     "not support {graphs}", GRAPHED),
+    ("{pattern}: its layers need {found}", {"hybrid_layer_pattern": "M*"}),
+    ("{graphs}: cp_ring.pretrain_gpt sends",
+     {"cuda_graph_impl": "full_iteration", "tensor_model_parallel_size": 2}),
+    ("{script} builds {found} models", {"cp_ring": True, "script": Path("pretrain_bert.py")}),
+    ("--cp-ring-document-mask needs cp_ring.pretrain_gpt",
+     {"cp_ring_document_mask": True, "script": "a.py"}),
+    ("{--cp-ring-layout} needs cp_ring.pretrain_gpt",
+     {"cp_ring": True, "cp_ring_layout": "balanced", "script": "a.py"}),
+    ("--cp-ring-certify only", {"cp_ring_certify": "only"}),
+    ("--cp-ring-balance-microbatches (", {"cp_ring_balance_microbatches": True}),
+    ("--cp-ring-route auto", {"cp_ring_route": "auto"}),
+    ("--cp-ring-heads auto", {"cp_ring_heads": "auto"}),
+    ("enable(seq_length=", {"seq_length": 6, "context_parallel_size": 4}),
+]  # fmt: skip
+"""Rules that no command line alone breaks: how the line begins, and arguments that it rejects."""
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [r for part in rules.TABLE.values() for r in part if not r.example],
+    ids=lambda r: r.text,
+)
+def test_each_rule_without_an_example(rule, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("pretrain_bert.py").write_text("from megatron.core.models.bert.bert_model import X\n")
+    monkeypatch.setattr(implementations, "has_transformer_engine", lambda: False)
+    monkeypatch.setattr(implementations, "lacking", lambda letters, spec: letters and "mamba_ssm")
+    given = [arguments for text, arguments in WITHOUT_EXAMPLE if rule.text.startswith(text)]
+    assert given
+    for arguments in given:
+        job = Job(argparse.Namespace(**arguments), Options.from_args(argparse.Namespace(**arguments)),
+                  ulysses=2)  # fmt: skip
+        (line,) = rule.lines(job)
+        assert "None" not in line and "{" not in line
+        # and a job of nothing but what is asked for is not rejected by chance
+        assert not rule.way_out or line.endswith(rule.way_out.format_map(job))
+
+
 def test_rules_read_arguments_that_megatron_has():
+    """A name that nobody has is None, and its rule would never reject anything."""
     known = argument_parser.build_parser()
     names = (
         {action.dest for action in known._actions}
-        | set(known._option_string_actions)
+        | {flag.removeprefix("--").replace("-", "_") for flag in known._option_string_actions}
         | set(dir(Job))
+        | {"args", "own", "argv", "ulysses", "found"}
     )
-    words = [
-        rule.when for part in rules.TABLE.values() for rule in part if isinstance(rule.when, str)
-    ]
-    read = {
-        each.lstrip("!")
-        for when in words
-        for each in re.split(r"[ |%]|[<>=][^ |]+", when)
-        if each.lstrip("!")
-    }
-    only_later = {"--enable-cuda-graph", "--hybrid-override-pattern", "heads_of_rank", "ulysses",
-                  "--dynamic-context-parallel", "--cp-partition-mode", "--mtp-hsm",
-                  "--megatron-fsdp-version", "positions_by_group", "other_layers"}  # fmt: skip
-    assert {
-        name for name in read if name not in names and name.replace("-", "_")[2:] not in names
-    } <= only_later
+    of_programs = {"members", "exchange", "hops", "heads_of_rank", "positions_by_group", "other_layers", "program", "packed",
+                   "script", "is_hybrid_model", "build"}  # fmt: skip
+    of_other_versions = {"enable_cuda_graph", "hybrid_override_pattern", "cache_mla_latents",
+                         "dynamic_context_parallel", "cp_partition_mode", "mtp_hsm",
+                         "megatron_fsdp_version"}  # fmt: skip
+    assert read_by_rules() - names <= of_programs | of_other_versions
+
+
+def read_by_rules():
+    """The names that rules, and functions with a parameter `job`, read of a job."""
+    read = set()
+    for part in rules.TABLE.values():
+        for each in part:
+            fields = re.findall(r"\{([\w-]+)", each.text + each.way_out)
+            words = re.split(r"[ |%]|[<>=][^ |]+", each.when) if isinstance(each.when, str) else []
+            read |= {name.lstrip("!") for name in [*fields, *words]}
+    for module in (rules, attention_rules, comm_types, validate):
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            holds = isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "job.holds",
+                "job.value",
+            )
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("job", "self.job"):
+                read.add(node.attr)
+            elif holds and node.args and isinstance(node.args[0], ast.Constant):
+                words = re.split(r"[ |%]|[<>=][^ |]+", node.args[0].value)
+                read |= {word.lstrip("!") for word in words}
+    return {name.removeprefix("--").replace("-", "_") for name in read if name}
+
+
+def test_the_supported_versions_are_those_of_the_package():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"megatron-core[training]{compat.SUPPORTED}"' in text
 
 
 @pytest.mark.parametrize(

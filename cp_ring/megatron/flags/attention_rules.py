@@ -296,10 +296,10 @@ DOCUMENTS = (
 
 LATENT = (
     Rule("!--multi-latent-attention", "{--cp-ring-wire} needs --multi-latent-attention",
-         "or give --cp-ring-wire plain"),
+         "give it, or --cp-ring-wire plain"),
     Rule("ulysses>1",
          "{--cp-ring-wire} does not support --cp-ring-heads {ulysses} or --cp-comm-type a2a",
-         "the MLA latent has no head dimension to split"),
+         "give --cp-ring-wire plain", "the MLA latent has no head dimension to split"),
     Rule("--fp8-format|--fp4-format|--delay-wgrad-compute|--use-megatron-fsdp|--use-torch-fsdp2|"
          "--cache-mla-latents", "{--cp-ring-wire} does not support {found}",
          "leave it out, or give --cp-ring-wire plain"),

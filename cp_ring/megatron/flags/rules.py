@@ -386,12 +386,12 @@ SUBGROUP = (
 
 PROGRAM = (
     Rule("--cp-ring-certify=only", "--cp-ring-certify only (certify=) needs a job of flags",
-         "it ends Megatron's training before the first step",
-         "leave it out, and call cp_ring.megatron.certify"),
+         "leave it out, and call cp_ring.megatron.certify",
+         "it ends Megatron's training before the first step"),
     Rule("--cp-ring-balance-microbatches",
          "--cp-ring-balance-microbatches (balance_microbatches=) needs a job of flags",
-         "batch rows are dealt out by Megatron's own data loaders",
-         "leave it out, or train with cp_ring.run or cp_ring.pretrain_gpt"),
+         "leave it out, or train with cp_ring.run or cp_ring.pretrain_gpt",
+         "batch rows are dealt out by Megatron's own data loaders"),
     *(Rule(f"--cp-ring-{name}=auto !seq_length",
            f"--cp-ring-{name} auto ({name}='auto') needs seq_length=, for "
            "which the shape is chosen")
@@ -410,12 +410,11 @@ SCRIPT = (
     Rule("--cp-ring-document-mask",
          "--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document "
          "boundaries with its batches; --dataloader-inter-document-masking does",
-         why="or leave it out"),
+         "leave it out, or give that"),
     Rule("--cp-ring reorders !--cp-ring-mask-kinds|splits_packed",
          "{--cp-ring-layout} needs cp_ring.pretrain_gpt: {script} splits its batches by "
          "Megatron's zigzag; balanced can split packed batches (--sft, "
-         "--dataloader-inter-document-masking)",
-         why="or leave it out"),
+         "--dataloader-inter-document-masking)", "leave it out"),
 )  # fmt: skip
 """Of scripts that `cp_ring.run` runs."""
 
