@@ -49,6 +49,13 @@ LEFT = {
 }
 """Settings and keywords of the version before, and what to do in their place."""
 
+LEFT_VALUES = {
+    "kernel": {
+        "cudnn": "transformer_engine has cuDNN's kernels, and flash_aten is PyTorch's own attention"
+    },
+}
+"""Values of settings of the version before, and what to give in their place."""
+
 
 class OptionError(ConfigError):
     """A value that a setting cannot have; its one line names the flag."""
@@ -264,6 +271,9 @@ class Options:
             if type(value) is type(default) and value == default:
                 continue  # and the names of kernels, which need torch, are not asked for
             try:
+                left = LEFT_VALUES.get(setting.name, {}).get(str(value))
+                if left:
+                    raise ConfigError(f"it left cp_ring: {left}")
                 object.__setattr__(self, setting.name, option_values.read(setting, value))
             except ConfigError as error:
                 raise OptionError(setting.name, value, str(error)) from None

@@ -83,8 +83,12 @@ def test_selected_by_setting_and_by_call(registries):
     [
         (
             {"kernel": "magic"},
-            "--cp-ring-kernel 'magic': input should be 'auto', 'transformer_engine', 'cudnn', "
-            "'flash',",
+            "--cp-ring-kernel 'magic': input should be 'auto', 'transformer_engine', 'flash', ",
+        ),
+        (
+            {"kernel": "cudnn"},
+            "--cp-ring-kernel 'cudnn': it left cp_ring: transformer_engine has cuDNN's kernels, "
+            "and flash_aten",
         ),
         (
             {"layout": "diagonal"},

@@ -32,14 +32,13 @@ __all__ = [
 
 REGISTRY = {
     "transformer_engine": "cp_ring.kernels.transformer_engine",
-    "cudnn": "cp_ring.kernels.cudnn",
     "flash": "cp_ring.kernels.flash",
     "flash_aten": "cp_ring.kernels.flash_aten",
     "efficient": "cp_ring.kernels.efficient",
     "cpu": "cp_ring.kernels.cpu",
     "reference": "cp_ring.kernels.reference",
 }
-"""Name to module, fastest first. A module holds its kernel as `KERNEL` and is imported when the
+"""Name to module, in the order in which `auto` asks. A module holds its kernel as `KERNEL` and is imported when the
 kernel is first asked whether it takes some tensors.
 
 One assignment adds a kernel of another package:
@@ -48,7 +47,7 @@ One assignment adds a kernel of another package:
 `kernel="auto"` tries it last.
 """
 
-OF_CUDA = frozenset(("transformer_engine", "cudnn", "flash", "flash_aten", "efficient"))
+OF_CUDA = frozenset(("transformer_engine", "flash", "flash_aten", "efficient"))
 """Kernels that take tensors on CUDA devices alone: "auto" asks them last about others."""
 
 _log = logging.getLogger(__name__)

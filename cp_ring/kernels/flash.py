@@ -1,5 +1,5 @@
-"""flash-attn where it is installed: version 4 (flash_attn.cute), 3 (flash_attn_interface) or 2
-(flash_attn), fastest first.
+"""flash-attn where it is installed: version 4 (flash_attn.cute) or 3 (flash_attn_interface), the
+newest first. The kernels of version 2 are those of PyTorch (`cp_ring.kernels.flash_aten`).
 
 Their inner functions have other parameters in every version, so values are bound by name to the
 parameters of the installed version.
@@ -23,43 +23,19 @@ from cp_ring.kernels.window import Window, WindowKernel
 from cp_ring.runtime import RUNTIME
 
 _HOMES = (
-    (
-        "4",
-        "flash_attn.cute.interface",
-        ("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_fwd", "_flash_attn_bwd"),
-    ),
-    (
-        "3",
-        "flash_attn_interface",
-        (
-            "_flash_attn_forward",
-            "_flash_attn_backward",
-            "_flash_attn_forward",
-            "_flash_attn_backward",
-        ),
-    ),
-    (
-        "2",
-        "flash_attn.flash_attn_interface",
-        (
-            "_flash_attn_forward",
-            "_flash_attn_backward",
-            "_flash_attn_varlen_forward",
-            "_flash_attn_varlen_backward",
-        ),
-    ),
+    ("4", "flash_attn.cute.interface", ("_flash_attn_fwd", "_flash_attn_bwd")),
+    ("3", "flash_attn_interface", ("_flash_attn_forward", "_flash_attn_backward")),
 )
-_GENERATIONS = {"4": range(9, 13), "3": range(8, 10), "2": range(8, 99)}
+_GENERATIONS = {"4": range(9, 13), "3": range(8, 10)}
 """Compute capabilities, major, that a version has kernels for."""
 _NOT_EXACT_IN_4 = 12
 _FORWARD = ("q", "k", "v", "return_lse")
 _BACKWARD = ("dout", "q", "k", "v", "out", "softmax_lse", "lse", "deterministic", "dq", "dk", "dv")
-# Values for parameters without a default: attention without dropout, caches, rotation and
-# quantization.
-_ABSENT: dict[str, Any] = {"dropout_p": 0.0, "softcap": 0.0, "return_softmax": False}
+# Values for parameters without a default: attention without caches, rotation and quantization.
+_ABSENT: dict[str, Any] = {"softcap": 0.0}
 _ABSENT |= dict.fromkeys(
     (
-        "alibi_slopes", "k_new", "v_new", "qv", "out", "out_", "cu_seqlens_q", "cu_seqlens_k",
+        "k_new", "v_new", "qv", "out", "out_", "cu_seqlens_q", "cu_seqlens_k",
         "cu_seqlens_k_new",
         "seqused_q", "seqused_k", "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k",
         "page_table",
@@ -77,8 +53,6 @@ class Functions:
     version: str
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    varlen_forward: Callable[..., Any]
-    varlen_backward: Callable[..., Any]
 
 
 def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +72,7 @@ def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str,
                 f"kernel='flash': {name_of(function)} of the installed version has no "
                 f"{' or '.join(sorted(wanted))}"
             )
-    # Version 4 writes None for an open side, the others -1.
+    # Version 4 writes None for an open side, version 3 -1.
     for side in ("window_size_left", "window_size_right"):
         if bound.get(side) == -1 and parameters_of(function)[side].default is None:
             bound[side] = None
@@ -112,10 +86,10 @@ def _mismatch(functions: Functions) -> str | None:
     """
     packing = Packing(torch.empty(0), torch.empty(0), 0, 0)
     try:
-        for function, packed in ((functions.forward, None), (functions.varlen_forward, packing)):
-            arguments(function, dict.fromkeys(_FORWARD) | _options(Window(-1, -1, packed, 1.0)))
-        for function, packed in ((functions.backward, None), (functions.varlen_backward, packing)):
-            arguments(function, dict.fromkeys(_BACKWARD) | _options(Window(-1, -1, packed, 1.0)))
+        for packed in (None, packing):
+            options = _options(Window(-1, -1, packed, 1.0))
+            arguments(functions.forward, dict.fromkeys(_FORWARD) | options)
+            arguments(functions.backward, dict.fromkeys(_BACKWARD) | options)
     except KernelError as error:
         return str(error).removeprefix("kernel='flash': ")
     return None
@@ -123,7 +97,7 @@ def _mismatch(functions: Functions) -> str | None:
 
 @RUNTIME.cache()
 def _installed() -> Functions | str:
-    """The fastest version that is installed and runs on this GPU, or why there is none, in one
+    """The newest version that is installed and runs on this GPU, or why there is none, in one
     line.
     """
     reasons = []
@@ -146,7 +120,7 @@ def _installed() -> Functions | str:
             reasons.append(
                 f"{version} has no backward for GPUs of compute capability {_generation()}"
             )
-    return "; ".join(reasons) or "needs flash-attn, which is not installed"
+    return "; ".join(reasons) or "needs flash-attn 3 or 4, which is not installed"
 
 
 def _generation() -> int:
@@ -173,8 +147,7 @@ class FlashKernel(WindowKernel):
             return self.functions
         if dtype not in (torch.float16, torch.bfloat16):
             return f"knows float16 and bfloat16, not {dtype}"
-        backwards = (self.functions.backward, self.functions.varlen_backward)
-        if deterministic() and any("deterministic" not in parameters_of(x) for x in backwards):
+        if deterministic() and "deterministic" not in parameters_of(self.functions.backward):
             return f"{self.functions.version} as installed has no deterministic backward"
         if deterministic() and self.functions.version == "4" and _generation() == _NOT_EXACT_IN_4:
             return (
@@ -183,7 +156,7 @@ class FlashKernel(WindowKernel):
         mismatch = _mismatch(self.functions)
         if mismatch:
             return mismatch
-        limit = {"4": 128, "3": 256, "2": 256}[self.functions.version]
+        limit = {"4": 128, "3": 256}[self.functions.version]
         if max(d, e) <= limit or (self.functions.version == "4" and (d, e) == (192, 128)):
             return None
         return f"{self.functions.version} knows head sizes up to {limit}, not {d} and {e}"
@@ -198,12 +171,10 @@ class FlashKernel(WindowKernel):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         assert isinstance(self.functions, Functions)
-        function = self.functions.varlen_forward if window.packing else self.functions.forward
+        function = self.functions.forward
         values = dict(zip(_FORWARD, (q, k, v, True), strict=True))
-        options = _options(window)
-        results = function(**arguments(function, values | options))
-        # Version 2 before 2.7 also returns its inputs.
-        return (results[0], results[5]) if len(results) == 8 else (results[0], results[1])
+        out, lse, *_ = function(**arguments(function, values | _options(window)))
+        return out, lse
 
     def gradients(
         self,
@@ -216,13 +187,12 @@ class FlashKernel(WindowKernel):
         window: Window,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(self.functions, Functions)
-        function = self.functions.varlen_backward if window.packing else self.functions.backward
+        function = self.functions.backward
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         values = dict(
             zip(_BACKWARD, (dout, q, k, v, out, lse, lse, deterministic(), dq, dk, dv), strict=True)
         )
-        options = _options(window)
-        function(**arguments(function, values | options))
+        function(**arguments(function, values | _options(window)))
         return dq, dk, dv
 
 

@@ -56,7 +56,6 @@ _FLASH = Capabilities(bands=True, varlen=True, deterministic=True, concurrent=Tr
 
 KERNELS = {
     "transformer_engine": replace(_FLASH, bands=False, block=BLOCK),
-    "cudnn": Capabilities(concurrent=True),
     "flash": _FLASH,
     "flash_aten": _FLASH,
     "efficient": Capabilities(deterministic=True, concurrent=True),

@@ -18,14 +18,14 @@ import torch
 from cp_ring.errors import one_line
 from cp_ring.kernels import choose, te_library
 from cp_ring.kernels.base import OPEN, Packing, determinism
-from cp_ring.kernels.cudnn import CudnnKernel
+from cp_ring.kernels.flash_aten import FlashAtenKernel
 from tests.fakegpu.accesses import mark
 from tests.fakegpu.log import Log
 from tests.fakegpu.process import FakeGpus
 from tests.fakegpu.te_build import VERSIONS
 
 DEVICES = {80: "A100", 90: "H100", 100: "B200"}
-KERNELS = ("transformer_engine", "cudnn", "auto")
+KERNELS = ("transformer_engine", "auto")
 HEADS = (32, 8, 128, 128)
 DOCUMENTS = [1024, 3000, 40, 4128]  # 8,192 tokens
 # Queries and keys of a tile (hi 0 is causal) or packed documents, and heads h, g and sizes d, e.
@@ -68,12 +68,12 @@ def calls(
 ) -> None:
     """Runs on a fake GPU. Of each kernel and case, forward and backward are the parts "<kernel>
     <case> forward" and "... backward" of the log; where the kernel rejects the case or fails, "<kernel>
-    <case> rejected: <why>" comes last. planted: the kernel `cudnn` rejects nothing, and
+    <case> rejected: <why>" comes last. planted: `flash_aten` rejects nothing, and
     `transformer_engine` has no faulty versions. variables: of the environment.
     """
     os.environ.update(variables or {})
     if planted:
-        CudnnKernel.rejection = lambda *_: None  # type: ignore[method-assign]
+        FlashAtenKernel.rejection = lambda *_: None  # type: ignore[method-assign]
         te_library.fault_of = lambda *_: None
     for name, case in cases.items():
         for kernel in kernels:

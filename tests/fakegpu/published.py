@@ -21,16 +21,18 @@ from tests.fakegpu.build import Missing
 
 TABLES = Path(__file__).resolve().parents[1] / "kernels"
 OF_TE = "pytorch/cpp_extensions/fused_attn.py"
-FLASH = {"2": "flash_attn/flash_attn_interface.py", "3": "hopper/flash_attn_interface.py"}
 PUBLISHED = {
     **{
         f"2.{minor}": ("transformer_engine", f"transformer_engine==2.{minor}.*", OF_TE)
         for minor in range(9, 21)
     },
     **{
-        f"{kind}: flash-attn {version}": ("flash_attn", f"flash-attn=={version}.*", path)
+        f"3: flash-attn {version}": (
+            "flash_attn",
+            f"flash-attn=={version}.*",
+            "hopper/flash_attn_interface.py",
+        )
         for version in ("2.7.0", "2.7.4", "2.8.3")
-        for kind, path in FLASH.items()
     },
     "4: flash-attn 4.0.0b36": (
         "flash_attn",

@@ -27,7 +27,7 @@ IMPORTED = (
     "triton.compiler",
     "cp_ring.attention",
     "cp_ring.api",
-    "cp_ring.kernels.cudnn",
+    "cp_ring.kernels.flash_aten",
     "tests.fakegpu.programs",
 )
 

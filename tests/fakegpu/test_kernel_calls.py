@@ -54,10 +54,10 @@ def test_the_newest_cudnn_needs_a_variable_on_hopper(newest, planted, limit, exp
 
 @pytest.mark.ci
 def test_a_kernel_that_promises_too_much_is_seen(gpus):
-    arguments = {"kernels": ["auto"], "cases": {"heads of 256": CASES["heads of 256"]}}
-    for planted, expected in ((False, "flash"), (True, "no")):
+    arguments = {"kernels": ["auto"], "cases": {"heads of 512": CASES["heads of 512"]}}
+    for planted, expected in ((False, "efficient"), (True, "no")):
         (log,) = gpus.run(PROGRAM, 1, 100, planted=planted, **arguments)
-        assert verdict(log, "auto", "heads of 256") == expected
+        assert verdict(log, "auto", "heads of 512") == expected
 
 
 @pytest.mark.ci

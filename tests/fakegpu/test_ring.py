@@ -45,7 +45,6 @@ ALL = FEW | {
     "latent": FLASH | {"latent": 128, "sizes": (4, 4, 128, 128)},
 }
 CASES = {80: FEW, 90: ALL, 100: FEW}
-CUDNN = {"causal": {"causal": True, "kernel": "cudnn", "sizes": (4, 2, 128, 128)}}
 
 
 def slow_steps(log: Log, case: str) -> list[str]:
@@ -238,17 +237,6 @@ def test_a_slot_is_used_again_when_its_hop_has_been_computed(gpus):
     for log in logs:
         assert not races(log)
         assert not any(slow_steps(log, case) for case in cases)
-
-
-@pytest.mark.ci
-@capabilities
-def test_cudnn(gpus, sm):
-    """With plans of the real cuDNN for each device."""
-    logs = gpus.run("tests.fakegpu.programs:rings", 2, sm, cases=CUDNN)
-    assert not hangs(logs) and not mismatches(logs)
-    for log in logs:
-        assert not slow_steps(log, "causal") and not races(log)
-        assert [x for x in log.kernels("causal 2") if x.name.startswith("cudnn")]
 
 
 # Of TransformerEngine with cuDNN 9.20; other kernels run them.

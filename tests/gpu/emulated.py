@@ -1,4 +1,4 @@
-"""TransformerEngine, cuDNN's and flash attention's operators of torch, and flash-attn on the CPU,
+"""TransformerEngine, the operators of torch for attention, and flash-attn on the CPU,
 as their adapters call them.
 
 The adapters compute bands, padding, packing and layouts as on a GPU. The libraries behind them are
@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cp_ring.kernels import REGISTRY, _chosen, cudnn, efficient, flash_aten
+from cp_ring.kernels import REGISTRY, _chosen, efficient, flash_aten
 from cp_ring.kernels.base import OPEN, Packing, deterministic
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from tests.kernels import emulated_te
@@ -31,31 +31,10 @@ class _OnCpu:
         return super().rejection(CUDA if device.type == "cpu" else device, *kind)  # type: ignore[misc, no-any-return]
 
 
-class Cudnn(_OnCpu, cudnn.CudnnKernel): ...
-
-
 class FlashAten(_OnCpu, flash_aten.FlashAtenKernel): ...
 
 
 class Efficient(_OnCpu, efficient.EfficientKernel): ...
-
-
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, bias: None, compute_lse: bool, dropout: float, causal: bool, debug: bool,
-                   *, scale: float) -> tuple[Tensor, ...]:  # fmt: skip
-    """Tensors [b, heads, tokens, size]; lse [b, h, s, 1]."""
-    out, lse = REFERENCE.forward(
-        *(x.transpose(1, 2) for x in (q, k, v)), lo=-OPEN, hi=0 if causal else OPEN, scale=scale
-    )
-    return out.transpose(1, 2), lse.float()[..., None]
-
-
-def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any,
-                    scale: float) -> tuple[Tensor, ...]:  # fmt: skip
-    band = {"lo": -OPEN, "hi": 0 if rest[-1] else OPEN, "scale": scale}
-    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    return tuple(
-        x.transpose(1, 2) for x in REFERENCE.backward(dout, q, k, v, out, lse[..., 0], **band)
-    )
 
 
 def _packing(q: Tensor, k: Tensor, lengths: tuple[Any, ...], window: dict[str, int]) -> Packing:
@@ -120,8 +99,7 @@ def _efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Non
 def emulated() -> Iterator[None]:
     """In the block, the kernels of a GPU run on the CPU in float16 and bfloat16."""
     kernels = {
-        "cudnn": Cudnn(),
-        "flash": stand_in("2: flash-attn 2.8.3"),
+        "flash": stand_in("3: flash-attn August 2026"),
         "flash_aten": FlashAten(),
         "efficient": Efficient(),
     }
@@ -135,7 +113,6 @@ def emulated() -> Iterator[None]:
         )
         sys.modules.update(homes)  # they stay: modules that are imported in the block must too
         for module, forward, backward in (
-            (cudnn, _cudnn_forward, _cudnn_backward),
             (flash_aten, _flash_forward, _flash_backward),
             (efficient, _efficient_forward, _efficient_backward),
         ):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cp_ring.errors import KernelError
-from cp_ring.kernels import choose, cudnn, determinism, flash_aten, versions
+from cp_ring.kernels import _chosen, choose, determinism, flash, flash_aten
 from cp_ring.kernels.base import OPEN, Packing, no_random_state
 from cp_ring.testing import conformance
 from tests.gpu.emulated import CPU, emulated
+from tests.kernels.test_flash import stand_in
 
 HEADS = [(4, 4, 64, 64), (8, 2, 60, 36), (8, 2, 192, 128), (4, 1, 128, 128)]
 
@@ -69,8 +69,7 @@ def tensors(h, g, d, e, queries, keys, dtype=torch.bfloat16):
 @pytest.mark.parametrize(("h", "g", "d", "e"), HEADS)
 @pytest.mark.parametrize(
     ("name", "band"),
-    [(n, b) for n in ("cudnn", "flash_aten") for b in ((-OPEN, OPEN), (-OPEN, 0))]
-    + [("flash_aten", (-7, 3)), ("flash_aten", (5, OPEN))],
+    [("flash_aten", band) for band in ((-OPEN, OPEN), (-OPEN, 0), (-7, 3), (5, OPEN))],
 )
 def test_dense(name, band, h, g, d, e):
     lo, hi = band
@@ -96,36 +95,6 @@ def test_varlen(h, g, d, e):
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
-def test_cudnn_leaves_gradients_that_may_be_nan_to_flash_attention(monkeypatch):
-    """On Hopper, full tiles whose keys are 64 modulo 128."""
-    seen = []
-    for name, module in (("cudnn", cudnn), ("flash_aten", flash_aten)):
-        plain = module._attention_backward
-        monkeypatch.setattr(
-            module,
-            "_attention_backward",
-            lambda *a, name=name, plain=plain, **b: seen.append(name) or plain(*a, **b),
-        )
-    shapes = (
-        (192, OPEN, 9),
-        (64, OPEN, 9),
-        (128, OPEN, 9),
-        (96, OPEN, 9),
-        (192, 0, 9),
-        (192, OPEN, 10),
-    )
-    with FakeTensorMode():
-        for keys, hi, capability in shapes:
-            monkeypatch.setattr(
-                versions, "compute_capability", lambda device, major=capability: (major, 0)
-            )
-            q, k, v, dout = tensors(8, 2, 192, 128, keys, keys)
-            out, lse = cudnn.KERNEL.forward(q, k, v, lo=-OPEN, hi=hi, scale=0.1)
-            grads = cudnn.KERNEL.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=hi, scale=0.1)
-            assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
-    assert seen == ["flash_aten", "flash_aten", "cudnn", "cudnn", "cudnn", "cudnn"]
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_efficient_attention_of_wide_heads(deterministic):
     """Copies of key/value heads, sizes padded, and lse to a multiple of 32, as on a GPU."""
@@ -135,34 +104,27 @@ def test_efficient_attention_of_wide_heads(deterministic):
         conformance.check(kernel, CPU, torch.bfloat16, heads=heads)
 
 
-def test_cudnn_leaves_single_queries_and_keys_to_plain_products():
-    with FakeTensorMode():
-        for queries, keys in ((1, 32), (32, 1), (1, 1)):
-            q, k, v, dout = tensors(4, 2, 64, 64, queries, keys)
-            kernel = choose("cudnn", device=q.device, dtype=q.dtype, d=64, e=64)
-            out, lse = kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=0.1)
-            assert out.dtype == torch.float64
-            assert [
-                x.shape
-                for x in kernel.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=OPEN, scale=0.1)
-            ] == [
-                q.shape,
-                k.shape,
-                v.shape,
-            ]
-
-
 def test_order_on_cuda_and_rejections():
     cuda = torch.device("cuda")
-    assert choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64).name == "cudnn"
+
+    def auto(d, e, dtype=torch.bfloat16, **more):
+        return choose("auto", device=cuda, dtype=dtype, d=d, e=e, **more).name
+
+    assert auto(64, 64) == auto(64, 64, packed=True) == auto(256, 192) == "flash_aten"
     with determinism(True):
-        assert choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64).name == "flash_aten"
-        with pytest.raises(KernelError, match="cudnn does not give the same bits in every run"):
-            choose("cudnn", device=cuda, dtype=torch.bfloat16, d=64, e=64)
-    assert (
-        choose("auto", device=cuda, dtype=torch.bfloat16, d=64, e=64, packed=True).name
-        == "flash_aten"
-    )
-    assert choose("auto", device=cuda, dtype=torch.float32, d=64, e=64).name == "reference"
-    assert choose("auto", device=cuda, dtype=torch.bfloat16, d=256, e=192).name == "flash_aten"
-    assert choose("auto", device=cuda, dtype=torch.bfloat16, d=512, e=512).name == "efficient"
+        assert auto(64, 64) == "flash_aten"
+    assert auto(64, 64, torch.float32) == "reference"
+    assert auto(512, 512) == "efficient"
+
+
+@pytest.mark.parametrize("version", ["3", "4"])
+def test_flash_attn_comes_before_torchs_own_kernels_where_it_fits(version, monkeypatch):
+    """Without TransformerEngine."""
+    made = stand_in("3: flash-attn August 2026" if version == "3" else "4: flash-attn August 2026")
+    monkeypatch.setattr(flash, "_installed", lambda: made.functions)
+    _chosen.cache_clear()
+    cuda = torch.device("cuda")
+    of_256 = {"3": "flash", "4": "flash_aten"}[version]
+    for size, wanted in ((128, "flash"), (256, of_256), (512, "efficient")):
+        assert choose("auto", device=cuda, dtype=torch.bfloat16, d=size, e=size).name == wanted
+    _chosen.cache_clear()

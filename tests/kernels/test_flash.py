@@ -33,9 +33,6 @@ from cp_ring.kernels.window import live_part
 from cp_ring.testing import conformance
 
 CUSTOM_OPS = {  # label: outputs of forward
-    "2: flash-attn 2.7.0": 4,
-    "2: flash-attn 2.7.4": 4,
-    "2: flash-attn 2.8.3": 4,
     "3: flash-attn August 2026": 4,
 }
 SIGNATURES = json.loads((Path(__file__).parent / "flash_attn_signatures.json").read_text())
@@ -46,18 +43,8 @@ CPU = torch.device("cpu")
 def stand_in(label: str) -> FlashKernel:
     """The adapter on functions with a version's exact parameters."""
     found = functions_of(label)
-    names = list(found)
-    dense = next(
-        n
-        for n in names
-        if "f" in n and ("fwd" in n or n.endswith("_forward")) and "varlen" not in n
-    )
-    dense_backward = next(
-        n for n in names if ("bwd" in n or n.endswith("_backward")) and "varlen" not in n
-    )
-    varlen = found.get("_flash_attn_varlen_forward", found[dense])
-    varlen_backward = found.get("_flash_attn_varlen_backward", found[dense_backward])
-    functions = Functions(label[0], found[dense], found[dense_backward], varlen, varlen_backward)
+    names = next(names for version, _, names in flash._HOMES if version == label[0])
+    functions = Functions(label[0], *(found[name] for name in names))
     return type("StandIn", (FlashKernel,), {"devices": ("cpu",), "functions": functions})()
 
 
@@ -73,7 +60,7 @@ def functions_of(label: str) -> dict[str, Callable]:
             "Tensor": torch.Tensor,
         }
         if label in CUSTOM_OPS:
-            wants = [annotated(word, label[0] == "3") for word in signature.split()]
+            wants = [annotated(word) for word in signature.split()]
             returns = torch.Tensor if back else tuple[(torch.Tensor,) * CUSTOM_OPS[label]]
             source = f"def {name}({', '.join(wants)}) -> returns: return run(label, dict(locals()))"
             exec(
@@ -105,16 +92,11 @@ KINDS = {
 TYPES = {name: kind for kind, names in KINDS.items() for name in names.split()}
 
 
-def annotated(word: str, third: bool) -> str:
+def annotated(word: str) -> str:
     """A parameter with the type that flash-attn's source gives it."""
     name, _, default = word.partition("=")
-    of_version = {"softmax_scale": "float", "max_seqlen_q": "int", "max_seqlen_k": "int"}
-    of_version |= {"cu_seqlens_q": "Tensor", "cu_seqlens_k": "Tensor"}
-    kind = TYPES.get(name) or (
-        f"Optional[{of_version.get(name, 'Tensor')}]"
-        if third or name not in of_version
-        else of_version[name]
-    )
+    numbers = {"softmax_scale": "float", "max_seqlen_q": "int", "max_seqlen_k": "int"}
+    kind = TYPES.get(name) or f"Optional[{numbers.get(name, 'Tensor')}]"
     return f"{name}: {kind}" + (f" = {default}" if default else "")
 
 
@@ -162,7 +144,7 @@ def forward(label: str, a: dict):
         lse = lse.unflatten(1, a["q"].shape[:2]).transpose(0, 1).contiguous()
     if label in CUSTOM_OPS:
         return out, lse, *(torch.empty(0) for _ in range(CUSTOM_OPS[label] - 2))
-    return (out, *flat, out, lse, None, None) if "2.6" in label else (out, lse, None, None)
+    return out, lse, None, None
 
 
 def backward(label: str, a: dict):
@@ -195,7 +177,7 @@ def test_custom_ops_hide_their_parameters(label):
 
 
 def test_auto_skips_functions_that_cannot_be_called(monkeypatch):
-    kernel = stand_in("2: flash-attn 2.8.3")
+    kernel = stand_in("3: flash-attn August 2026")
     functions = kernel.functions
     monkeypatch.setitem(sys.modules, "tests_flash_stand_in", SimpleNamespace(KERNEL=kernel))
     monkeypatch.setitem(REGISTRY, "flash", "tests_flash_stand_in")
@@ -215,6 +197,7 @@ def test_auto_skips_functions_that_cannot_be_called(monkeypatch):
         softmax_scale,
         causal,
         window_size,
+        cu_seqlens_q,
         deterministic,
         mood,
     ):
@@ -248,12 +231,26 @@ def test_no_deterministic_backward_no_determinism():
     """A version without the parameter is rejected where the same bits are wanted, and not
     otherwise.
     """
-    kernel = stand_in("2: flash-attn 2.8.3")
+    kernel = stand_in("3: flash-attn August 2026")
     with determinism(True):
         assert kernel.rejection(CPU, torch.float16, 64, 64) is None
     bare = kernel.functions
 
-    def inexact(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, window_size):
+    def inexact(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        softmax_scale,
+        causal,
+        window_size,
+        cu_seqlens_q,
+    ):
         raise AssertionError("not called")
 
     kernel.__class__.functions = replace(bare, backward=inexact)
@@ -264,7 +261,10 @@ def test_no_deterministic_backward_no_determinism():
 
 def test_whole_conformance():
     conformance.check(
-        stand_in("2: flash-attn 2.8.3"), CPU, torch.bfloat16, heads=[(8, 1, 32, 32), (6, 2, 24, 40)]
+        stand_in("3: flash-attn August 2026"),
+        CPU,
+        torch.bfloat16,
+        heads=[(8, 1, 32, 32), (6, 2, 24, 40)],
     )
 
 
@@ -302,7 +302,7 @@ def test_rejections_are_one_line():
         == "knows float16 and bfloat16, not torch.float32"
     )
     with pytest.raises(
-        KernelError, match="kernel='flash': flash needs flash-attn, which is not installed"
+        KernelError, match="kernel='flash': flash needs flash-attn 3 or 4, which is not installed"
     ):
         choose("flash", device=torch.device("cuda"), dtype=torch.bfloat16, d=64, e=64)
 
@@ -364,30 +364,25 @@ def reason_of(device: str = "cuda") -> str | None:
 
 def library(home: str) -> SimpleNamespace:
     """All functions of a home, with the parameters of a listed version."""
-    names = next(names for _, where, names in flash._HOMES if where == home)
-    label = next(
-        label
-        for label in SIGNATURES
-        if label[0] == next(v for v, where, _ in flash._HOMES if where == home)
-    )
-    functions = functions_of(label)
+    version, names = next((v, names) for v, where, names in flash._HOMES if where == home)
+    functions = functions_of(next(label for label in SIGNATURES if label[0] == version))
     return SimpleNamespace(**{name: functions[name] for name in names})
 
 
 def test_why_an_installed_flash_attn_cannot_be_used(homes):
-    assert reason_of() == "needs flash-attn, which is not installed"
-    homes["flash_attn.flash_attn_interface"] = ImportError(
-        "libcudart.so.12: cannot open shared object file"
-    )
+    missing = "needs flash-attn 3 or 4, which is not installed"
+    assert reason_of() == missing
+    # where version 2 is installed, the package is there, and the module of version 4 is not
+    homes["flash_attn.cute.interface"] = ModuleNotFoundError("no", name="flash_attn.cute")
+    assert reason_of() == missing
+    homes["flash_attn_interface"] = ImportError("libcudart.so.12: cannot open shared object file")
     assert (
-        reason_of() == "cannot load flash-attn 2: libcudart.so.12: cannot open shared object file"
+        reason_of() == "cannot load flash-attn 3: libcudart.so.12: cannot open shared object file"
     )
-    homes["flash_attn.flash_attn_interface"] = ModuleNotFoundError(
-        "No module named 'einops'", name="einops"
-    )
-    assert reason_of() == "cannot load flash-attn 2: it needs einops, which is not installed"
-    homes["flash_attn.flash_attn_interface"] = ModuleNotFoundError("no", name="flash_attn_2_cuda")
-    assert "flash_attn_2_cuda" in reason_of()
+    homes["flash_attn_interface"] = ModuleNotFoundError("No module named 'einops'", name="einops")
+    assert reason_of() == "cannot load flash-attn 3: it needs einops, which is not installed"
+    homes["flash_attn_interface"] = ModuleNotFoundError("no", name="flash_attn_3_cuda")
+    assert "flash_attn_3_cuda" in reason_of()
 
 
 def test_a_version_3_without_packed_tiles_is_rejected(homes):
@@ -397,14 +392,10 @@ def test_a_version_3_without_packed_tiles_is_rejected(homes):
 
 def test_version_3_is_taken_only_where_it_has_kernels(homes, monkeypatch):
     homes["flash_attn_interface"] = library("flash_attn_interface")
-    for generation, version in ((8, "3"), (9, "3"), (10, "2"), (12, "2")):
+    for generation in (8, 9, 10, 12):
         monkeypatch.setattr(flash, "compute_capability", lambda device, g=generation: (g, 0))
-        if version == "2":
-            homes.pop("flash_attn.flash_attn_interface", None)
-            line = f"3 has no backward for GPUs of compute capability {generation}"
-            assert reason_of() == line
-            homes["flash_attn.flash_attn_interface"] = library("flash_attn.flash_attn_interface")
-        assert reason_of() is None and FlashKernel().functions.version == version
+        line = f"3 has no backward for GPUs of compute capability {generation}"
+        assert reason_of() == (None if generation < 10 else line)
 
 
 def test_version_4_is_taken_only_where_it_has_a_backward(homes, monkeypatch):
@@ -412,8 +403,8 @@ def test_version_4_is_taken_only_where_it_has_a_backward(homes, monkeypatch):
     generation = [8]
     monkeypatch.setattr(flash, "compute_capability", lambda device: (generation[0], 0))
     assert reason_of() == "4 has no backward for GPUs of compute capability 8"
-    homes["flash_attn.flash_attn_interface"] = library("flash_attn.flash_attn_interface")
-    assert reason_of() is None and FlashKernel().functions.version == "2"
+    homes["flash_attn_interface"] = library("flash_attn_interface")
+    assert reason_of() is None and FlashKernel().functions.version == "3"
     for generation[0] in (9, 10, 12):
         assert reason_of() is None and FlashKernel().functions.version == "4"
     with determinism(True):
@@ -421,4 +412,4 @@ def test_version_4_is_taken_only_where_it_has_a_backward(homes, monkeypatch):
         generation[0] = 9
         assert "compute capability" not in (reason_of() or "")
     generation[0] = 13
-    assert reason_of() is None and FlashKernel().functions.version == "2"
+    assert "4 has no backward for GPUs of compute capability 13" in reason_of()

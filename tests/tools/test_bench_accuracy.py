@@ -92,10 +92,10 @@ def test_a_lossy_sum_is_seen(monkeypatch, what):
 def test_command_gives_json_and_says_what_is_rejected():
     line = shlex.split("bench accuracy --seq-length 64 --cp 2 --seeds 1 --dtype float32 --json")
     found = json.loads(
-        CliRunner().invoke(app, [*line, "--kernel", "cpu", "--kernel", "cudnn"]).stdout
+        CliRunner().invoke(app, [*line, "--kernel", "cpu", "--kernel", "flash_aten"]).stdout
     )
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert {result["kernel"] for result in found["rows"] if "rejected" in result} == {"cudnn"}
+    assert {result["kernel"] for result in found["rows"] if "rejected" in result} == {"flash_aten"}
     assert all(result["cp"] == 2 for result in found["rows"] if result["kernel"] == "cpu")
 
 
