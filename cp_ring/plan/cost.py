@@ -260,10 +260,15 @@ def _exchange_seconds(plan: Plan, own: AttentionSizes, rates: Rates, ranks_per_n
 
 
 def fastest_heads(
-    layers: Sequence[tuple[Mask, int]], cp: int, spec: PlanSpec, sizes: AttentionSizes
+    layers: Sequence[tuple[Mask, int]],
+    cp: int,
+    spec: PlanSpec,
+    sizes: AttentionSizes,
+    ranks_per_node: int = 1,
 ) -> tuple[int, dict[int, float]]:
     """How many neighboring ranks exchange heads, such that attention of layers with these masks
-    (mask, number of layers) takes the least time; and the seconds of each number that is possible.
+    (mask, number of layers) takes the least time, where each `ranks_per_node` neighboring ranks
+    share a node; and the seconds of each number that is possible.
 
     Of numbers that differ by less than a hundredth, the smallest is taken.
     """
@@ -272,7 +277,7 @@ def fastest_heads(
         if cp % heads == 0 and sizes.heads % heads == 0:
             plans = [(replace(spec, ulysses=heads).build(mask, cp), n) for mask, n in layers]
             seconds[heads] = sum(
-                count * attention_time(plan, plan.verify(), sizes, RATES, spec.node_size).both
+                count * attention_time(plan, plan.verify(), sizes, RATES, ranks_per_node).both
                 for plan, count in plans
             )
     least = min(seconds.values())

@@ -188,7 +188,7 @@ def _defaults(job: str | None, overrides: list[str] | None) -> dict[str, Any]:
     levels = megatron.get("hierarchical_context_parallel_sizes")
     kind = kinds if isinstance(kinds, str) else kinds[0]
     spec = spec_of_layer(kind, settings, ranks, levels)
-    near = settings.node_size or node_size([*range(0, tp * ranks, tp)], 8)
+    near = node_size([*range(0, tp * ranks, tp)], 8)
     return values | {
         "cp": ranks, "seq_length": n, "window": windows[0], "layout": settings.layout,
         "route": spec.route, "schedule": spec.schedule, "slot_shards": spec.slot_shards or ranks,
@@ -296,7 +296,7 @@ def _group(text: str) -> tuple[int, list[int]]:
 
 def _build(mask: Mask, offsets: Ints | None, asked: dict[str, Any]) -> Plan:
     """The plan; names of parameters become options in a `PlanError`."""
-    name, cp, near = asked["layout"], asked["cp"], asked["ranks_per_node"]
+    name, cp = asked["layout"], asked["cp"]
     layout: Layout | str = name
     if name == PER_DOCUMENT:
         layout = Layout.per_document_zigzag([0, mask.n] if offsets is None else offsets, cp)
@@ -305,7 +305,6 @@ def _build(mask: Mask, offsets: Ints | None, asked: dict[str, Any]) -> Plan:
         asked["route"],
         asked["schedule"],
         ulysses=asked["head_parallel"],
-        node_size=near if cp % near == 0 else 1,
         slot_shards=asked["slot_shards"],
     )
     try:

@@ -363,11 +363,6 @@ def test_the_supported_versions_are_those_of_the_package():
         (["--cp-ring-heads", "most"], "--cp-ring-heads 'most': "),
         ([*CP4, "--cp-ring-heads", "3"],
             "--cp-ring-heads 3 does not divide the 4 context-parallel"),
-        ([*CP4, "--cp-ring-node-size", "3"],
-            "--cp-ring-node-size 3 does not divide the 4 context-parallel ranks"),
-        ([*CP4, "--cp-ring-node-size", "2", "--cp-ring-route", "relay", "--cp-ring-schedule",
-            "gather"],
-         "--cp-ring-schedule gather: the route relay has a schedule of its own"),
     ],
 )  # fmt: skip
 def test_flags(parse, capsys, flags, line):

@@ -191,7 +191,7 @@ def settle_shape(args: argparse.Namespace, config: Options) -> Options:
     layers, where the flags ask for `auto`.
     """
     config = recurrent_choice.settle(args, config)
-    if "auto" not in (config.route, config.heads):
+    if config.heads != "auto":
         return config
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     group = [place * tp for place in range(cp)]  # each context-parallel group has this pattern
