@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
@@ -121,7 +120,7 @@ def bytes_between_nodes(plan: Plan, sizes: AttentionSizes, ranks_per_node: int) 
     """Bytes of keys and values of all ranks that go to other nodes in the ring in forward, where
     each `ranks_per_node` neighboring ranks share a node.
     """
-    near = members_of_node(ranks_per_node, plan.ulysses)
+    near = _members_of_node(ranks_per_node, plan.ulysses)
     keys = plan.ring.transfers
     crosses = keys.sender // near != keys.receiver // near
     own = sizes.of_rank(plan.ulysses).on_wire()[0]
@@ -186,7 +185,7 @@ def attention_time(
     ring, heads = plan.ring, plan.ulysses
     own, hops = sizes.of_rank(heads), ring.schedule[-1] + 1
     groups = split_heads(sizes.heads, sizes.kv_heads, heads).groups if heads > 1 else 1
-    near = members_of_node(ranks_per_node, heads)
+    near = _members_of_node(ranks_per_node, heads)
     costs = cost(report, own)
     keys, gradients = (
         _link_seconds(table, width, near, (ring.cp, hops), rates)
@@ -221,6 +220,11 @@ def attention_time(
             float(costs.backward_flops.sum()) / ring.cp / rates.flops,
         ),
     )
+
+
+def _members_of_node(ranks_per_node: int, heads: int) -> int:
+    """Members of the ring on a node: 1 if a node does not hold whole members, or has one."""
+    return ranks_per_node // heads if ranks_per_node % heads == 0 else 1
 
 
 def _link_seconds(

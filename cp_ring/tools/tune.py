@@ -365,7 +365,7 @@ def _with_length(job: JobConfig, request: Request) -> JobConfig:
 def _alone(job: JobConfig) -> JobConfig:
     """The job on one rank, whose arguments have the sizes of the model."""
     one = dict.fromkeys(type(job.parallel).model_fields, 1)
-    simple = {"heads": 1, "route": "direct", "schedule": "auto", "wire": "auto", "node_size": 0}
+    simple = {"heads": 1, "route": "direct", "schedule": "auto", "wire": "auto"}
     absent = dict.fromkeys((*_SAYS_THE_SAME, "sequence_parallel"))
     return _changed(job, megatron=absent, parallel=one, cp_ring=simple)
 
@@ -397,7 +397,6 @@ def configured(job: JobConfig, way: Way) -> JobConfig:
         "wire": attention.wire,
         "layout": attention.layout,
         "recompute": way.recompute if again else job.cp_ring.recompute,
-        "node_size": 0,
     }
     return _changed(job, megatron=megatron, parallel=parallel, cp_ring=cp_ring)
 

@@ -185,7 +185,7 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
     "ranges": lambda a, b: Layout.zigzag(N, 2).ranges(a),
     "merged": lambda a, b: Layout.zigzag(N, 2).merged(a),
     "shard": lambda a, b: Layout.zigzag(N, 2).shard(torch.zeros(N, 1), a, b),
-    "plan, slots": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), slot_shards=b),
+    "plan, slots": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), slot_shards=a),
     "heads": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), ulysses=a),
     "plan, schedule": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), schedule=(a, b)),
     "plan, rank": lambda a, b: Plan.build_rank_plan(Mask.causal(N), Layout.zigzag(N, 2), a),
