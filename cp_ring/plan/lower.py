@@ -39,7 +39,7 @@ class Capabilities:
         documents. Packed calls of a new size are slow at first, so they are filled up to few sizes.
         0: any size is as good as another.
     deterministic: the same bits in every run, if the caller asks for it. It changes no tile.
-    slow: made to compare others with; `auto` takes it last, and for dropout it must be named.
+    slow: made to compare others with; `auto` takes it last.
     """
 
     bands: bool = False

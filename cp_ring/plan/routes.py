@@ -27,7 +27,7 @@ import numpy as np
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, sort_index, starts_of, union
+from cp_ring.plan.ranges import Ints, integer, sort_index, starts_of, union
 from cp_ring.plan.schedule import SLOT_SHARDS, Schedule, resolve, ring_distance
 from cp_ring.plan.tables import Need, PlanTables, Transfers
 from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
@@ -145,7 +145,8 @@ class Route:
         """
         cp = split[0].cp
         free = requested == AUTO and not self.one_source
-        few = free and remote_keys(mask, *split) <= min(2, slot_shards or SLOT_SHARDS)
+        most = SLOT_SHARDS if slot_shards is None else integer(slot_shards, "slot_shards")
+        few = free and remote_keys(mask, *split) <= min(2, most)
         return resolve(requested, cp, slot_shards, one_source=self.one_source, few_keys=few)
 
 
