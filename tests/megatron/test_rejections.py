@@ -1022,3 +1022,14 @@ def test_an_assertion_while_the_job_is_set_up_quotes_its_source():
         OptimizerParamScheduler(optimizer, **numbers, **named, wd_incr_style="constant")
     line = rejection._objection(failed.value)
     assert line.startswith("Megatron rejects this job: assert ") and "min_lr 2.0" in line
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_job_that_was_told_to_load_and_starts_anew_says_so(parse, capsys, tmp_path, ends):
+    from megatron.training.arguments import validate_args
+
+    flags = [*BASE, "--load", str(tmp_path), *["--exit-on-missing-checkpoint"] * ends]
+    validate_args(parse(*flags), {})
+    what = "--exit-on-missing-checkpoint ends the job" if ends else "training starts anew"
+    line = f"cp_ring: --load {tmp_path}: there is no checkpoint: {what}"
+    assert capsys.readouterr().out.count(line) == 1
