@@ -131,7 +131,9 @@ def test_own_datasets_need_no_corpus(tmp_path, data, parser):
 
 def test_packed_data_sets_mask_documents(tmp_path, data, parser):
     talks = tmp_path / "talks.jsonl"
-    talks.write_text("{}")
+    talks.write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+    )
     packed = [
         "megatron.sft=true",
         f"megatron.data_path=[{talks}]",
