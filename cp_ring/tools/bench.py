@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from cp_ring.errors import ConfigError
-from cp_ring.tools.terminal import AsJson, QuietGroup
+from cp_ring.tools.terminal import AsJson, QuietCommand, QuietGroup
 
 Result = dict[str, Any]
 Columns = Mapping[str, Callable[[Result], str]]
@@ -97,7 +97,7 @@ def _positive(text: str) -> Any:
     return typer.Option(min=1, help=text)
 
 
-@app.command()
+@app.command(cls=QuietCommand)
 def attention(
     seq_length: Annotated[int, _positive("Tokens of the whole sequence.")] = 8192,
     cp: Annotated[int, _positive("Ranks; on the CPU each has one thread.")] = 2,
@@ -111,8 +111,8 @@ def attention(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time causal ring attention, forward and backward, beside one kernel call on one rank and
-    beside packages that are installed: ring-attention-pytorch on the CPU, TransformerEngine on CUDA.
+    """Time attention, forward and backward. Beside one kernel call on one rank, and beside packages
+    that are installed: ring-attention-pytorch on the CPU, TransformerEngine on CUDA.
     """
     import torch
 
@@ -154,7 +154,7 @@ def attention(
     _print(title, columns, results, as_json)
 
 
-@app.command()
+@app.command(cls=QuietCommand)
 def host(
     repeats: Annotated[int, _positive("Calls of each measurement; the least time counts.")] = 50,
     against: Annotated[
@@ -162,7 +162,7 @@ def host(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what the host does in a hop beyond the attention library and the messages."""
+    """Time what the host does in a hop. Beyond the attention library and the messages."""
     from cp_ring.tools import bench_host
 
     if against is not None and not (against / "cp_ring" / "__init__.py").is_file():
@@ -177,7 +177,7 @@ def host(
     _print("causal, one source a hop, 4 heads, CPU", columns, results, as_json)
 
 
-@app.command()
+@app.command(cls=QuietCommand)
 def accuracy(
     seq_length: Annotated[int, _positive("Tokens of the whole sequence.")] = 2048,
     heads: Annotated[int, _positive("Query heads.")] = 2,
@@ -202,8 +202,8 @@ def accuracy(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Error of ring attention against float64, divided by the error of one call of the same kernel
-    on the whole sequence. Of a codec that rounds, the error itself.
+    """Compare errors with those of one kernel call. Both against float64, on the whole sequence; of
+    a codec that rounds, the error itself.
     """
     from cp_ring.kernels import REGISTRY
     from cp_ring.plan.sizes.attention_sizes import WIRES
