@@ -27,12 +27,8 @@ MASK_KINDS = (
 FORKING = ("shared-prefix", "tree")
 """Those in which branches continue one another, and so do the states of recurrent layers."""
 
-UNTRIED = ("cuda-graphs", "moe-overlap")
-"""Features of Megatron for which ring attention is written, and which no GPU run has shown yet:
-rejected unless allowed.
-"""
-
 LEFT = {
+    "allow_untried": "nothing has to be allowed by name; drop it",
     "keep_checkpoints": "Megatron's --save-retain-interval removes checkpoints",
     "trust_checkpoint": "checkpoints are loaded as Megatron loads them; drop it",
     "compute_streams": "kernel calls have one stream; drop it",
@@ -210,13 +206,6 @@ class Options:
         "Without --calculate-per-token-loss, average the means of context-parallel ranks as "
         "stock Megatron does, for a comparison bit by bit; tokens on ranks with few valid "
         "tokens then weigh more.",
-    )
-    allow_untried: str = _setting(
-        "",
-        "Features of Megatron, comma separated, to accept although no GPU run has tested them "
-        "with ring attention: cuda-graphs, moe-overlap.",
-        convert=option_values.joined,
-        check=partial(option_values.only_known, "untried feature", UNTRIED),
     )
     hop_timeout: float = _setting(
         600,

@@ -21,23 +21,24 @@ import torch
 from cp_ring import Layout, Mask, Options, patches, run
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, rejection, settings
+<<<<<<< HEAD
 from cp_ring.megatron.flags import (
     argument_parser,
     attention_rules,
     comm_types,
-    graphs,
     implementations,
     rules,
     validate,
 )
+=======
+from cp_ring.megatron.flags import argument_parser, implementations, rules, validate
+>>>>>>> 176195a (Flags: CUDA graphs that hold attention are one rule; nothing is allowed by name, a line at the start says that no GPU has run it)
 from cp_ring.megatron.flags.rule import Job, problem
 from cp_ring.tools import job as config
 from tests.megatron.launch import DATA, FULL, MODEL, TINY, TRAIN, fork, launch
 
 CP4 = ["--context-parallel-size", "4"]
 SCOPE = "--cuda-graph-scope"  # since 0.18 another name of --cuda-graph-modules
-UNTRIED = ["--cp-ring-allow-untried", "cuda-graphs,moe-overlap"]
-GRAPH = ["--cuda-graph-impl", "local", *UNTRIED]
 BASE = [*TINY, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu"]
 
 
@@ -350,8 +351,6 @@ def test_the_supported_versions_are_those_of_the_package():
         (["--cp-ring-loss-chunk", "-1"], "--cp-ring-loss-chunk '-1'"),
         (["--cp-ring-heads", "0"], "--cp-ring-heads '0'"),
         (["--cp-ring-recompute", "never"], "--cp-ring-recompute 'never'"),
-        (["--cp-ring-allow-untried", "fp4"],
-            "--cp-ring-allow-untried 'fp4': fp4 is no untried feature; known are cuda-graphs"),
         (["--cp-ring-mask-kinds", "stripes"],
             "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
         (["--cp-ring-pack", "loosely"],
@@ -669,29 +668,11 @@ def test_good_flags_pass_and_come_into_force(parse):
         ["--cuda-graph-impl", "local", SCOPE, "moe_router"],
         ["--cuda-graph-impl", "transformer_engine", SCOPE, "mlp", "moe_router", "moe_preprocess"],
         ["--cuda-graph-impl", "local", SCOPE, "mlp", "mamba", "--hybrid-layer-pattern", "M*-"],
-        GRAPH,
     ],
 )
-def test_graphs_without_attention_and_those_that_are_allowed(parse, flags):
-    """Graphs of other modules hold nothing of ring attention; with attention they are accepted by
-    name.
-    """
-    assert graphs.hold_attention(parse(*BASE, *flags)) is (flags is GRAPH)
-
-
-@pytest.mark.parametrize(
-    ("version", "part", "values", "line"),
-    [
-        ("0.19.2", rules.READING, {"cuda_graph_impl": "full_iteration", "tensor_model_parallel_size": 2},
-            "--cuda-g"),
-    ],
-)  # fmt: skip
-def test_rules_that_no_flag_shows_here(monkeypatch, version, part, values, line):
-    """Those of other versions of Megatron, and of what only a running job does."""
-    monkeypatch.setattr(compat, "megatron_version", lambda: version)
-    assert problem(Job(SimpleNamespace(**values)), part).startswith(line)
-    monkeypatch.setattr(compat, "megatron_version", lambda: "0.19.2")
-    assert not problem(Job(SimpleNamespace(**values | {"tensor_model_parallel_size": 1})), part)
+def test_graphs_without_attention(parse, flags):
+    job = Job(parse(*BASE, *flags))
+    assert job.graphs and not job.graphs_of_attention
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import numpy as np
 
 from cp_ring.errors import one_line
 from cp_ring.megatron.data.file_checks import problem_of_conversations, problem_of_tokens
-from cp_ring.megatron.flags import graphs, implementations
+from cp_ring.megatron.flags import implementations
 from cp_ring.megatron.flags.attention_rules import (
     ATTENTION,
     DOCUMENT_FLAGS,
@@ -372,9 +372,6 @@ SUBGROUP = (
          "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which "
          "models with recurrent or sparse layers do not support", "leave it out",
          "these layers exchange tokens among all context-parallel ranks"),
-    Rule("graphs_of_attention",
-         "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which "
-         "does not support {graphs}", "leave it out"),
 )  # fmt: skip
 """Of microbatches on a group of their own."""
 
@@ -419,17 +416,9 @@ INSTALLED = (
 )  # fmt: skip
 """Of layers that Megatron makes of other packages."""
 
-READING = (
-    Rule(lambda job: job.tp > 1 and graphs.implementation(job.args) == graphs.FULL,
-         "{graphs}: cp_ring.pretrain_gpt sends batches to the ranks of "
-         "{--tensor-model-parallel-size} by way of the host, which no graph can hold",
-         "run Megatron-LM's pretrain_gpt.py by cp_ring.run, or give --cuda-graph-impl local"),
-)  # fmt: skip
-"""Of the batches of `cp_ring.pretrain_gpt`."""
-
 TABLE = {
     "Attention": WITHOUT_CUDA + LAYERS + ATTENTION + DOCUMENTS + LATENT,
     "Sizes": COMPLETE + SIZES + MODEL + SPLITS + MEMBERS + SUBGROUP,
-    "Training": RING + TRAINING + DATA + INSTALLED + READING + SCRIPT + PROGRAM,
+    "Training": RING + TRAINING + DATA + INSTALLED + SCRIPT + PROGRAM,
 }
 """All rules, by the parts of the page on troubleshooting."""
