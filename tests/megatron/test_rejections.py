@@ -21,7 +21,6 @@ import torch
 from cp_ring import Layout, Mask, Options, patches, run
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, rejection, settings
-<<<<<<< HEAD
 from cp_ring.megatron.flags import (
     argument_parser,
     attention_rules,
@@ -30,15 +29,12 @@ from cp_ring.megatron.flags import (
     rules,
     validate,
 )
-=======
-from cp_ring.megatron.flags import argument_parser, implementations, rules, validate
->>>>>>> 176195a (Flags: CUDA graphs that hold attention are one rule; nothing is allowed by name, a line at the start says that no GPU has run it)
 from cp_ring.megatron.flags.rule import Job, problem
 from cp_ring.tools import job as config
 from tests.megatron.launch import DATA, FULL, MODEL, TINY, TRAIN, fork, launch
 
 CP4 = ["--context-parallel-size", "4"]
-SCOPE = "--cuda-graph-scope"  # since 0.18 another name of --cuda-graph-modules
+SCOPE = "--cuda-graph-scope"  # another name of --cuda-graph-modules
 BASE = [*TINY, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu"]
 
 
@@ -226,7 +222,6 @@ def test_each_rule(parse, capsys, rule, example):
     assert {flag for flag in parts[1::2] if flag[0] == "-"} <= set(known)
 
 
-GRAPHED = {"cuda_graph_impl": "local"}
 LATENT = {"cp_ring_wire": "latent"}
 WITHOUT_EXAMPLE = [
     ("transformer_impl: transformer_engine", {"transformer_impl": "transformer_engine"}),
@@ -240,7 +235,6 @@ WITHOUT_EXAMPLE = [
     ("{--cp-ring-wire} does not support {found}", LATENT | {"fp8": "hybrid"}),
     ("{--cp-ring-wire} does not support --recompute-granularity",
      LATENT | {"recompute_granularity": "selective"}),
-    ("{--cp-ring-wire} does not support {graphs}", LATENT | GRAPHED),
     ("section megatron lacks {found}", {"num_layers": 2}),
     ("--train-iters must be at least 1, or --train-samples", {}),
     ("--lr is missing", {}),
@@ -252,11 +246,7 @@ WITHOUT_EXAMPLE = [
      "not support {--moe", {"moe_aux_loss_coeff": 0.01}),
     ("packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which "
      "models with", {"is_hybrid_model": True}),
-    ("packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which does "
-     "not support {graphs}", GRAPHED),
     ("{pattern}: its layers need {found}", {"hybrid_layer_pattern": "M*"}),
-    ("{graphs}: cp_ring.pretrain_gpt sends",
-     {"cuda_graph_impl": "full_iteration", "tensor_model_parallel_size": 2}),
     ("{script} builds {found} models", {"cp_ring": True, "script": Path("pretrain_bert.py")}),
     ("--cp-ring-document-mask needs cp_ring.pretrain_gpt",
      {"cp_ring_document_mask": True, "script": "a.py"}),
