@@ -151,8 +151,8 @@ class AttentionTime:
 
     def _slowest(self, passes: int) -> tuple[float, float]:
         """The time of the slowest rank in so many passes, and what of it the rank waits."""
-        total = sum(stages.sum(1) for stages in self.stages[:passes])
-        busy = sum(compute.sum(1) for compute in self.compute[:passes])
+        total = np.sum([stages.sum(1) for stages in self.stages[:passes]], axis=0)
+        busy = np.sum([compute.sum(1) for compute in self.compute[:passes]], axis=0)
         exchange, rank = sum(self.exchange[:passes]), int(np.argmax(total))
         return float(total[rank] + exchange), float(total[rank] - busy[rank] + exchange)
 

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,8 +112,14 @@ def attention(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
+<<<<<<< HEAD
     """Time attention, forward and backward. Beside one kernel call on one rank, and beside packages
     that are installed: ring-attention-pytorch on the CPU, TransformerEngine on CUDA.
+=======
+    """Time causal ring attention, forward and backward, beside one kernel call on one rank and
+    beside packages that are installed: ring-attention-pytorch on the CPU, TransformerEngine on
+    CUDA.
+>>>>>>> 6e98a69 (Tools and costs type-check; lines fit)
     """
     import torch
 
@@ -225,9 +232,9 @@ def accuracy(
             return result["rejected"] if part == "out" else ""
         return f"{result['error'][part]:.1e}" if "error" in result else f"{result[part]:.2f}"
 
-    columns: dict[str, Callable[[Result], str]] = {
-        name: lambda x, name=name: str(x.get(name, ""))
-        for name in ("kernel", "dtype", "mask", "cp", "wire")
-    }
-    columns |= {part: lambda x, part=part: error(part, x) for part in PARTS}
+    def text(name: str, result: Result) -> str:
+        return error(name, result) if name in PARTS else str(result.get(name, ""))
+
+    names = ("kernel", "dtype", "mask", "cp", "wire", *PARTS)
+    columns = {name: partial(text, name) for name in names}
     _print("error, ring / one call", columns, results, as_json)

@@ -362,8 +362,10 @@ def summary(
     """
     ring, own = plan.ring, sizes.of_rank(plan.ulysses)
     costs = cost(report, own)
-    names = ("bytes_in", "bytes_out", "gradient_bytes_in", "gradient_bytes_out")
-    names += ("forward_flops", "backward_flops")
+    names = (
+        "bytes_in", "bytes_out", "gradient_bytes_in", "gradient_bytes_out", "forward_flops",
+        "backward_flops",
+    )  # fmt: skip
     return {
         "mask": ring.mask.name,
         "layout": ring.layout.name,

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """What commands share: options, numbers of tokens, tables."""
+=======
+"""What several commands share: options and their values, help, tables and JSON."""
+>>>>>>> 6e98a69 (Tools and costs type-check; lines fit)
 
 from __future__ import annotations
 
