@@ -96,7 +96,7 @@ def test_selected_by_setting_and_by_call(registries):
         ),
         (
             {"route": "pigeon"},
-            "--cp-ring-route 'pigeon': input should be 'direct' or 'ring'",
+            "--cp-ring-route 'pigeon': input should be 'auto', 'direct', 'ring' or 'relay'",
         ),
         (
             {"wire_dtype": "int8"},

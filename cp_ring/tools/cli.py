@@ -14,17 +14,19 @@ import typer
 
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
 from cp_ring.tools import bench, plan, tune
-from cp_ring.tools.terminal import JOB, Overrides, QuietCommand, QuietGroup
+from cp_ring.tools.terminal import (
+    Job,
+    Overrides,
+    QuietCommand,
+    QuietGroup,
+    Verbose,
+)
 
 # of click, or of typer's own copy of click; typer does not export it
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
-    name="cp-ring",
-    cls=QuietGroup,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    name="cp-ring", cls=QuietGroup, no_args_is_help=True, pretty_exceptions_enable=False
 )
 
 
@@ -37,9 +39,9 @@ def _list_configurations(switched_on: bool) -> None:
         raise typer.Exit
 
 
-@app.command(cls=QuietCommand)
+@app.command(cls=QuietCommand, rich_help_panel="Run a job")
 def train(
-    job: Annotated[str, typer.Argument(help=JOB, metavar="JOB")],
+    job: Job,
     set_: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the job, print its command line, and stop.")
@@ -55,9 +57,7 @@ def train(
         int | None,
         typer.Option(min=1, help="With --print-flags: of one rank of so many, for Slurm."),
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")
-    ] = False,
+    verbose: Verbose = False,
     list_: Annotated[
         bool,
         typer.Option(
@@ -69,8 +69,8 @@ def train(
     ] = False,
     again: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Train or resume the job of a YAML file. On this machine: on GPUs, or on the CPU if there are
-    none.
+    """Train the job of a YAML file, or resume it, on this machine: on GPUs, or on the CPU if there
+    are none.
     """
     from cp_ring.tools import train
 
@@ -84,38 +84,42 @@ def train(
     raise typer.Exit(train.train(job, set_ or [], dry_run, verbose, again))
 
 
-for _name, _run in (("plan", plan.plan_command), ("tune", tune.tune_command)):
-    app.command(_name, cls=QuietCommand, help=one_line(_run.__doc__))(_run)
-app.add_typer(bench.app, name="bench")
-
-
-@app.command(cls=QuietCommand)
+@app.command(cls=QuietCommand, rich_help_panel="This installation")
 def doctor() -> None:
-    """Show what is installed and what is wrong. Versions, devices, kernels, patches; the exit code
-    is 1 for a problem.
+    """Show versions, devices, kernels and patches, and what is wrong with them. The exit code is 1
+    for a problem.
     """
     from cp_ring.tools import doctor
 
     raise typer.Exit(doctor.main())
 
 
-@app.command(cls=QuietCommand)
+@app.command(cls=QuietCommand, rich_help_panel="This installation")
 def flags() -> None:
-    """List the flags that cp_ring adds to a script."""
+    """List the flags that cp_ring adds to a Megatron script: values, default, and what each
+    does.
+    """
     from cp_ring.options import Options
 
     print(Options.help(), end="")
 
 
-@app.command(cls=QuietCommand)
+@app.command(cls=QuietCommand, rich_help_panel="This installation")
 def patches() -> None:
-    """List where cp_ring changes other code. With its state for the installed versions."""
+    """List every place where cp_ring changes other code at run time, and its state for the
+    installed versions.
+    """
     from cp_ring.patches import table
 
     for patch in table():
         print(f"{patch.pop('name')}: {patch.pop('state')}")
         for text in filter(None, patch.values()):
             print(textwrap.fill(text, 80, initial_indent="    ", subsequent_indent="    "))
+
+
+for _name, _run in (("plan", plan.plan_command), ("tune", tune.tune_command)):
+    app.command(_name, cls=QuietCommand, rich_help_panel="Plan and measure")(_run)
+app.add_typer(bench.app, name="bench", rich_help_panel="Plan and measure")
 
 
 def _print_versions(switched_on: bool) -> None:

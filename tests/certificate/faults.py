@@ -1,5 +1,5 @@
-"""Planted faults for both doors: those of attention are the same, those of batch and loss are in
-the code that the door runs.
+"""The faults that the certificate must stop, for both doors: those of attention are the same, those
+of batch and loss are in the code that the door runs.
 
 A fault of a script's own functions is put into its namespace while it runs; its file stays as it
 is. It acts at context-parallel sizes above 1 alone: what is the same at size 1 is what the script
@@ -9,6 +9,8 @@ means.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,7 +18,6 @@ from unittest.mock import patch
 
 import torch
 
-from tests.megatron import certificate_faults as known
 from tests.parity import faults as parity
 
 Parts = dict[str, Any]  # tensors of a microbatch by name, of one rank
@@ -275,7 +276,110 @@ def _faulty_loss(fault: Callable[..., Any]) -> Callable[..., Any]:
     return faulty
 
 
-# More faults of attention; the first ones are those of the tests of the certificate.
+# Faults of attention.
+
+
+def _instead(right: Any, faulty: Any) -> Any:
+    return lambda *args, **kwargs: faulty(right, *args, **kwargs)
+
+
+def _parity(name: str) -> Any:
+    return lambda: [parity.FAULTS[name]()]
+
+
+def _at(name: str, faulty: Any) -> Any:
+    return lambda: [parity.at(name, faulty)()]
+
+
+def _plain_causal(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
+    return make_plan(mask, n, cp, spec=spec)
+
+
+def _rotary() -> list[Any]:
+    name = "get_pos_emb_on_this_cp_rank"
+    loaded = [
+        module
+        for key, module in list(sys.modules.items())
+        if key.startswith("megatron.core.models") and module
+    ]
+
+    def contiguous(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
+        return pos_emb.chunk(cp_group.size(), seq_dim)[cp_group.rank()]
+
+    return [(module, name, contiguous) for module in loaded if hasattr(module, name)]
+
+
+def _stale(stream: Any, self: Any) -> Any:
+    """Every hop reads what the slots held at the first: the rank's own keys, as far as they go."""
+    first = None
+    for hop, *keys in stream(self):
+        first = first or keys
+        fits = len(keys[0]) <= len(first[0])
+        yield hop, *([x[: len(keys[0])] for x in first] if fits else keys)
+
+
+def _hop_lost(start: Any, self: Any, hop: Any) -> None:
+    start(self, hop)
+    add = type(self).add
+    self.add = lambda dk, dv: add(self, 0 * dk, 0 * dv) if hop.index == 1 else add(self, dk, dv)
+
+
+def _scaled(attention_of: Any, plan: Any, group: Any, options: Any, inputs: Any) -> Any:
+    return attention_of(
+        plan, group, replace(options, softmax_scale=options.softmax_scale * 1.05), inputs
+    )
+
+
+def _totals(operation: str, rounded: Any) -> Any:
+    """After each update, what `rounded` picks of its tensors is rounded to bf16."""
+
+    def faulty(work: Any, segments: Any, *tensors: Any) -> None:
+        work(segments, *tensors)
+        for total in rounded(*tensors):
+            if total is not None:
+                total.copy_(total.bfloat16())
+
+    return _at(f"cp_ring.ops.totals.{operation}", faulty)
+
+
+def _padding_attended(in_thd: Any, packed: Any, *args: Any) -> Any:
+    return in_thd(
+        dataclasses.replace(
+            packed,
+            cu_seqlens_q=packed.cu_seqlens_q_padded,
+            cu_seqlens_kv=packed.cu_seqlens_kv_padded,
+        ),
+        *args,
+    )
+
+
+def _wrong_beyond_256(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
+    left, right = window
+    return make_plan(mask, n, cp, (left if n <= 256 else 200, right), spec)
+
+
+def _second_row_like_the_first(inputs: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
+    return inputs(
+        q, k[:, :1].expand(k.shape).contiguous(), v[:, :1].expand(v.shape).contiguous(), *more
+    )
+
+
+def _key_gradients_in_bf16(finish: Any, self: Any) -> Any:
+    return [total.copy_(total.bfloat16()) for total in finish(self)]
+
+
+def _aux_loss_twice(
+    attach: Any,
+    self: Any,
+    activation: Any,
+    coefficient: float,
+    loss: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The load-balancing loss weighs twice as much with context parallelism as without."""
+    twice = 2 if self.config.context_parallel_size > 1 else 1
+    return attach(self, activation, coefficient, loss * twice, *args, **kwargs)
 
 
 def _window_narrowed(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
@@ -285,8 +389,6 @@ def _window_narrowed(make_plan: Any, mask: str, n: int, cp: int, window: Any, sp
 
 def _group_permuted(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
     """Attention takes the ranks of the group in another order than the batch."""
-    import dataclasses
-
     from cp_ring import Plan
 
     right = make_plan(mask, n, cp, window, spec)
@@ -342,8 +444,6 @@ def _pos_emb(faulty: Any) -> Any:
     """`faulty` in place of the function that picks the rotary embeddings of a rank."""
 
     def found() -> list[Any]:
-        import sys
-
         name = "get_pos_emb_on_this_cp_rank"
         return [
             (module, name, faulty)
@@ -413,10 +513,8 @@ OF_ONE_LAYER: dict[str, Any] = {
     "window of one layer in long rows": _layer(
         "plan_of", _in_one_layer("window", lambda window: (window[0] + 1, window[1]), beyond=100)
     ),
-    "window of one layer": known._at(
-        "cp_ring.megatron.layers.planned._window", _window_of_one_layer
-    ),
-    "window of the last layer": known._at(
+    "window of one layer": _at("cp_ring.megatron.layers.planned._window", _window_of_one_layer),
+    "window of the last layer": _at(
         "cp_ring.megatron.layers.planned._window", _window_of_the_last_layer
     ),
     "scale of one layer": _layer(
@@ -432,7 +530,6 @@ OF_ONE_LAYER: dict[str, Any] = {
 
 def _further_label() -> list[Any]:
     """Multi-token prediction shifts the tokens of long batch rows once too often."""
-    import sys
 
     def twice(right: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         rolled = right(tensor, *args, **kwargs)
@@ -456,24 +553,54 @@ OF_LENGTH: dict[str, Any] = {
 }
 
 ATTENTION: dict[str, Any] = {
-    name: known.FAULTS[name] for name in known.FAULTS if name not in (*SPLITS, *LOSSES)
-} | {
-    "window too small by one": known._at(
-        "cp_ring.megatron.layers.planned.make_plan", _window_narrowed
+    "mask dropped to plain causal": _at("cp_ring.megatron.layers.planned.make_plan", _plain_causal),
+    "window off by one": _parity("window widened"),
+    "window on every layer": _parity("window on every layer"),
+    "documents merged": _parity("documents merged"),
+    "boundary shifted by one": _parity("boundary shifted by one"),
+    "rotary positions contiguous": _rotary,
+    "stale slot": _at("cp_ring.comm.streams.KeyStream.__iter__", _stale),
+    "gradients of one hop lost": _at("cp_ring.comm.streams.GradStream.start", _hop_lost),
+    "sink ignored": _parity("sink dropped"),
+    "sink gradient dropped": _parity("sink gradient dropped"),
+    "softmax scale": _at("cp_ring.megatron.ring_core_attention.attention_of", _scaled),
+    "softmax denominators accumulated in bf16": _totals(
+        "merge", lambda outs, lses, running, lse, out: [lse]
     ),
-    "mask widened": known._parity("mask widened"),
-    "group permuted": known._at("cp_ring.megatron.layers.planned.make_plan", _group_permuted),
-    "stale slot at four ranks": known._at(
-        "cp_ring.comm.streams.KeyStream.__iter__", _stale_at_four
+    "outputs accumulated in bf16": _totals(
+        "merge", lambda outs, lses, running, lse, out: [running, out]
     ),
-    "key heads rolled": known._at("cp_ring.megatron.ring_core_attention.Inputs", _heads_rolled),
-    "softmax scale of one rank": known._at(
+    "gradients accumulated in bf16": _totals("add", lambda parts, running, total: [running, total]),
+    "padding attended": _at("cp_ring.megatron.data.documents.Documents.in_thd", _padding_attended),
+    "window beyond 256 tokens": _at("cp_ring.megatron.layers.planned.make_plan", _wrong_beyond_256),
+    "second batch row like the first": _at(
+        "cp_ring.megatron.ring_core_attention.Inputs", _second_row_like_the_first
+    ),
+    "gradients of keys summed in bf16": _at(
+        "cp_ring.comm.streams.GradStream.finish", _key_gradients_in_bf16
+    ),
+    "weight gradient twice": _parity("weight gradient twice"),
+    "rotated part not returned": _parity("rotated part not returned"),
+    "latent not summed over tp": _parity("latent not summed over tp"),
+    "siblings seen": _parity("siblings seen"),
+    "spans cut at borders": _parity("spans cut at borders"),
+    "global tokens hidden": _parity("global tokens hidden"),
+    "positions not continued": _parity("positions not continued"),
+    "roll across documents": _parity("roll across documents"),
+    "aux loss weighed twice": _at(
+        "megatron.core.transformer.moe.router.TopKRouter.attach_and_log_load_balancing_loss",
+        _aux_loss_twice,
+    ),
+    "window too small by one": _at("cp_ring.megatron.layers.planned.make_plan", _window_narrowed),
+    "mask widened": _parity("mask widened"),
+    "group permuted": _at("cp_ring.megatron.layers.planned.make_plan", _group_permuted),
+    "stale slot at four ranks": _at("cp_ring.comm.streams.KeyStream.__iter__", _stale_at_four),
+    "key heads rolled": _at("cp_ring.megatron.ring_core_attention.Inputs", _heads_rolled),
+    "softmax scale of one rank": _at(
         "cp_ring.megatron.ring_core_attention.attention_of", _one_rank_scaled
     ),
-    "last key of a hop lost": known._at("cp_ring.comm.streams.KeyStream.__iter__", _last_key_lost),
-    "gradients of one hop twice": known._at(
-        "cp_ring.comm.streams.GradStream.send", _gradients_twice
-    ),
+    "last key of a hop lost": _at("cp_ring.comm.streams.KeyStream.__iter__", _last_key_lost),
+    "gradients of one hop twice": _at("cp_ring.comm.streams.GradStream.send", _gradients_twice),
     "rotary positions of one rank shifted": _pos_emb(_positions_shifted),
     **OF_ONE_LAYER,
     **OF_LENGTH,
@@ -487,8 +614,6 @@ def _states_out_of_order() -> list[Any]:
     """The states of recurrent layers run over the tokens in the order of the ranks, and not of the
     sequence.
     """
-    import sys
-
     name = "_undo_attention_load_balancing"
     loaded = [
         module
@@ -504,8 +629,8 @@ def _states_out_of_order() -> list[Any]:
 
 LAYERS: dict[str, Any] = {
     "states run in the order of ranks": _states_out_of_order,
-    "states run across documents": known._parity("state across documents"),
-    "states begin anew too late": known._parity("state begins anew too late"),
+    "states run across documents": _parity("state across documents"),
+    "states begin anew too late": _parity("state begins anew too late"),
 }
 FAULTS = (*ATTENTION, *LAYERS, *SPLITS, *LOSSES)
 SUBTLE = (*OF_WEIGHTS, *OF_LONG_ROWS, *OF_BORDERS, *OF_ONE_LAYER, *OF_LENGTH)
@@ -524,13 +649,11 @@ def planted(name: str, step: Any = None) -> Iterator[None]:
         for owner, attribute, faulty in _places(name, step):
             if isinstance(owner, dict):
                 stack.enter_context(
-                    patch.dict(owner, {attribute: known._instead(owner[attribute], faulty)})
+                    patch.dict(owner, {attribute: _instead(owner[attribute], faulty)})
                 )
             else:
                 stack.enter_context(
-                    patch.object(
-                        owner, attribute, known._instead(getattr(owner, attribute), faulty)
-                    )
+                    patch.object(owner, attribute, _instead(getattr(owner, attribute), faulty))
                 )
         yield
 

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from tests.megatron.certificate_faults import planted
+from tests.certificate.faults import planted
 
 
 def states():

@@ -1,10 +1,7 @@
-"""The layers of the certificate's tiny model: one of each kind that the flags or the configuration
-describe.
-"""
+"""The layers of the certificate's tiny model: one of each kind that the flags describe."""
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -54,10 +51,10 @@ def test_the_letters_of_a_pattern():
 def test_a_tiny_pattern_has_each_kind_of_layer_once(pattern, tiny):
     args, config = flags(pattern), configuration()
     kinds = find_layer_kinds(args, config, ("causal",))
+    chosen = tiny_layers.chosen_layers(args, config, kinds)
+    assert tiny_layers.tiny_pattern(args, chosen) == {"hybrid_layer_pattern": tiny}
     changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
-    assert changes["hybrid_layer_pattern"] == tiny and changes["num_layers"] == len(
-        main_layers(tiny)
-    )
+    assert changes["num_layers"] == len(main_layers(tiny))
 
 
 def test_windows_follow_the_numbers_of_layers():
@@ -66,12 +63,8 @@ def test_windows_follow_the_numbers_of_layers():
     kinds = find_layer_kinds(args, config, ("causal",))
     assert [(kind.layer, kind.window) for kind in kinds] == [(2, (5, 0)), (4, (-1, -1))]
     changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
-    assert changes["hybrid_layer_pattern"] == "-**E" and changes["window_attn_skip_freq"] == [
-        1,
-        1,
-        0,
-        1,
-    ]
+    assert changes["window_attn_skip_freq"] == [1, 1, 0, 1]
+    assert tiny_layers.chosen_layers(args, config, kinds) == [1, 2, 4, 7]
 
 
 @pytest.mark.parametrize(
@@ -118,66 +111,27 @@ def test_linear_attention_of_a_gpt_model(every, letters, tiny, experts, monkeypa
 def test_layers_without_kernels_are_named(monkeypatch):
     monkeypatch.setattr(tiny_layers, "_has_kernels", lambda letter: letter == "G")
     args, config = flags("MG*-/M*"), configuration()
-    assert tiny_layers.uncovered_layers(args) == ["Mamba layers (mamba_ssm cannot be imported)"]
-    changes = tiny_layers.changes_of_layers(
-        args, config, find_layer_kinds(args, config, ("causal",)), 1
-    )
-    assert changes["hybrid_layer_pattern"] == "G*-/*"
+    assert tiny_layers.uncovered_layers(args, configuration()) == [
+        "Mamba layers (mamba_ssm cannot be imported)"
+    ]
+    chosen = tiny_layers.chosen_layers(args, config, find_layer_kinds(args, config, ("causal",)))
+    assert tiny_layers.tiny_pattern(args, chosen) == {"hybrid_layer_pattern": "G*-/*"}
 
 
 def test_routing_by_the_tokens_of_a_rank_is_named():
     why = "(which Megatron defines by the tokens of a rank)"
     args = flags("", num_experts=4, moe_expert_capacity_factor=0.5)
-    assert tiny_layers.uncovered_layers(args) == [f"the capacity of experts {why}"]
+    assert tiny_layers.uncovered_layers(args, configuration()) == [f"the capacity of experts {why}"]
     args = flags("", num_experts=4, moe_router_load_balancing_type="sinkhorn")
-    assert tiny_layers.uncovered_layers(args) == [f"Sinkhorn routing {why}"]
+    assert tiny_layers.uncovered_layers(args, configuration()) == [f"Sinkhorn routing {why}"]
+
+
+def test_heterogeneous_blocks_are_named():
+    config = configuration(per_block_parameters=[])
+    assert tiny_layers.uncovered_layers(flags(""), config) == ["the kinds of heterogeneous blocks"]
 
 
 def test_recurrent_heads_are_shared_as_the_ranks_need_it():
     args = flags("M*", mamba_num_groups=4, context_parallel_size=8)
     kinds = find_layer_kinds(args, configuration(), ("causal",))
     assert tiny_layers.changes_of_layers(args, configuration(), kinds, 2)["mamba_num_heads"] == 16
-
-
-def test_a_tiny_heterogeneous_model_has_each_kind_of_block():
-    def block(groups=None, mlp=64, **attention):
-        return SimpleNamespace(
-            attention=SimpleNamespace(
-                **{"no_op": False, "replace_with_linear": False, "num_query_groups": groups}
-                | attention
-            ),
-            mlp=SimpleNamespace(no_op=mlp is None, replace_with_linear=False, ffn_hidden_size=mlp),
-        )
-
-    blocks = [
-        block(2),
-        block(no_op=True),
-        block(2, 128),
-        block(8),
-        block(2, None),
-        block(replace_with_linear=True),
-    ]
-    config = configuration(num_attention_heads=8, per_block_parameters=blocks)
-    config.get_config_for_layer = lambda layer: SimpleNamespace(
-        num_query_groups=blocks[layer - 1].attention.num_query_groups
-    )
-    args = flags("", num_layers=6)
-    kinds = find_layer_kinds(args, config, ("causal",))
-    assert [(kind.layer, kind.numbers, kind.groups) for kind in kinds] == [
-        (1, (1, 3, 5), 2),
-        (4, (4,), 8),
-    ]
-    assert (
-        tiny_layers.chosen_layers(args, config, kinds) == [1, 2, 4, 5, 6]
-        and tiny_layers.sharing_of(config) == 4
-    )
-    made = json.loads(
-        tiny_layers.changes_of_blocks(args, config, kinds, 4, 32)[
-            "heterogeneous_layers_config_encoded_json"
-        ]
-    )
-    found = [
-        (b["attention"]["num_query_groups"], b["ffn"]["ffn_hidden_size"])
-        for b in made["block_configs"]
-    ]
-    assert found == [(1, 32), (None, 32), (4, 32), (1, None), (None, 32)]

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring.megatron.certificate.declared import document_rule
 from cp_ring.megatron.certificate.dense_oracle import attend
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.certificate.report import Certificate, Probe
+from cp_ring.megatron.certificate.user_masks import document_rule
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (0, 0), (3, 0)])

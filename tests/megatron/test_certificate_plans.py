@@ -25,7 +25,7 @@ def probed(plan: Any) -> Probe:
     """What the certificate says of a layer that runs this plan."""
     batch = SimpleNamespace(local=lambda x: x, packed=None)
     layer = SimpleNamespace(plan_of=lambda *_: plan, options=SimpleNamespace(num_slots=2))
-    subject = SimpleNamespace(
+    tested = SimpleNamespace(
         batch=batch,
         layer=layer,
         zeros=lambda *sizes: torch.zeros(1, 1, *sizes),
@@ -33,7 +33,7 @@ def probed(plan: Any) -> Probe:
             name, "layer 1", "causal", error, bound, where
         ),
     )
-    return probe_rank_plans(subject)
+    return probe_rank_plans(tested)
 
 
 def of_another_rank(ring: Any, rank: int) -> Any:

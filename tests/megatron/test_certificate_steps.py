@@ -4,7 +4,6 @@ own length and batch size.
 
 from __future__ import annotations
 
-import functools
 import json
 import shlex
 from pathlib import Path
@@ -131,40 +130,28 @@ def test_length_grows_as_far_as_time_allows(monkeypatch):
     from cp_ring.megatron.certificate import attention_probe
 
     monkeypatch.setattr(
-        attention_probe, "_forward_seconds", lambda subject: (subject.tokens / 1000) ** 2
+        attention_probe, "_forward_seconds", lambda tested: (tested.tokens / 1000) ** 2
     )
-    monkeypatch.setattr(attention_probe, "at_length", lambda subject, n: SimpleNamespace(tokens=n))
+    monkeypatch.setattr(attention_probe, "at_length", lambda tested, n: SimpleNamespace(tokens=n))
     monkeypatch.setattr(attention_probe, "_bytes", lambda kind, n, dtype: 0)
-    monkeypatch.setattr(attention_probe, "_on_any_rank", lambda condition, subject: condition)
+    monkeypatch.setattr(attention_probe, "_on_any_rank", lambda condition: condition)
     monkeypatch.setattr(attention_probe, "_memory", lambda device: 1)
     kind = SimpleNamespace(tokens=64, mask="causal")
-    subject = SimpleNamespace(
+    tested = SimpleNamespace(
         kind=kind, group=SimpleNamespace(size=lambda: 2), dtype=None, device=None
     )
-    assert longest_in_time(subject, 1000, 10.0) == 1000
-    assert longest_in_time(subject, 100_000, 10.0) == 512  # 1024 would take 10 * 1.024 ** 2 seconds
+    assert longest_in_time(tested, 1000, 10.0) == 1000
+    assert longest_in_time(tested, 100_000, 10.0) == 512  # 1024 would take 10 * 1.024 ** 2 seconds
 
 
-def test_the_least_reach_of_all_ranks_counts():
-    """Each context-parallel group probes as far as its own time allows."""
-    args = SimpleNamespace(seq_length=4096, micro_batch_size=40)
-    kind = SimpleNamespace(layer_name="layer 1 (no window)", mask="causal", batch_size=32)
-    limits = functools.partial(
-        layer_probe._limits, SimpleNamespace(**vars(args), context_parallel_size=2)
-    )
-    of_ranks = [limits(kind, tokens) for tokens in (1024, 512, 4096)]
-    found = module.least_reach([*of_ranks, {}], args)
-    assert found == {
-        "layer 1 (no window) under causal": "512 of 4096 tokens and 32 of 40 batch rows"
-    }
-    assert module.least_reach(of_ranks[:1], args)["layer 1 (no window) under causal"].startswith(
-        "1024 of 4096 tokens"
-    )
-    assert (
-        limits(SimpleNamespace(**vars(kind) | {"batch_size": 40}), 4096)
-        == {}
-        == module.least_reach([{}], args)
-    )
+def test_what_a_job_has_beyond_the_probes_is_said():
+    args = SimpleNamespace(seq_length=4096, micro_batch_size=40, context_parallel_size=2)
+    kind = SimpleNamespace(mask="causal", batch_size=32)
+    assert layer_probe._reach(args, kind, 512) == "512 of 4096 tokens and 32 of 40 batch rows"
+    kind.batch_size = 40
+    assert layer_probe._reach(args, kind, 4095) == "4095 of 4096 tokens"
+    kind.mask = "packed"  # of whole chunks
+    assert layer_probe._reach(args, kind, 4095) == layer_probe._reach(args, kind, 4096) == ""
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -33,36 +33,54 @@ NAMES = {
     "loss_mask": "loss mask",
     "next": "label of the further prediction",
     "weights": "weight in the loss",
+    "embedded": "embedding",
+    "rotary": "rotary embedding",
 }
-WHOLE = {"embedded": "embedding", "rotary": "rotary embedding"}
 
 Seen = dict[str, Tensor]
-"""What the forward step gave the model, tensors [b, s] by the names of `NAMES`; those of `WHOLE`
-are [s, b or 1, ...].
+"""What the forward step gave the model, tensors [b or 1, s, ...] by the names of `NAMES`.
 
 `weights` are the derivatives of the loss by the losses of tokens; they are missing where the step
 gave the model no labels.
 """
 
 
-class _LayersBegin(BaseException):
-    """Ends the forward pass of the tiny model before its first layer; no handler of a script takes
-    it for an error of its own.
-    """
+class _LayersBegin(Exception):
+    """Ends the forward pass of the tiny model before its first layer."""
 
 
 def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabulary: int) -> Seen:
     """Runs the forward step `step` and its loss on `data`, without the layers of `model`, which has
     `vocabulary` tokens.
+
+    The model returns a loss of 1 for each token. Where it is called without labels, what the step
+    wants in place of losses is unknown, and the step ends there.
     """
     seen: Seen = {}
-    with _recording(model, seen, vocabulary), suppress(_LayersBegin):
-        output, loss = step(iter([data]), model)
-        if (
-            isinstance(output, Tensor)
-            and output.requires_grad
-            and output.numel() == seen["labels"].numel()
-        ):
+    called: list[bool] = []
+    forward, signature = model.forward, inspect.signature(model.forward)
+
+    @functools.wraps(forward)
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        called.append(True)
+        bound = signature.bind(*args, **kwargs)
+        _record(model, bound.arguments, seen)
+        if "tokens" in seen:
+            name = next(name for name in TOKENS if name in bound.arguments)
+            bound.arguments[name] = seen["tokens"] % vocabulary
+            _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
+        if "tokens" not in seen or "labels" not in seen:
+            raise _LayersBegin
+        return torch.ones_like(seen["labels"], dtype=torch.float32, requires_grad=True)
+
+    with replaced((model, "forward", record)):
+        try:
+            output, loss = step(iter([data]), model)
+        except Exception:
+            if called and "labels" not in seen:
+                return seen
+            raise
+        if output.requires_grad and output.numel() == seen["labels"].numel():
             (weights,) = torch.autograd.grad(
                 loss(output)[0], output, allow_unused=True, materialize_grads=True
             )
@@ -70,39 +88,17 @@ def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabula
     return seen
 
 
-@contextmanager
-def _recording(model: Any, seen: Seen, vocabulary: int) -> Iterator[None]:
-    """Within the block the model notes its arguments in `seen`, and returns a loss of 1 for each
-    token.
-
-    Without labels it ends the forward step, because what the step wants in place of losses is
-    unknown.
-    """
-    forward, signature = model.forward, inspect.signature(model.forward)
-
-    @functools.wraps(forward)
-    def record(*args: Any, **kwargs: Any) -> Tensor:
-        bound = signature.bind(*args, **kwargs)
-        inputs = bound.arguments
-        name = next((name for name in TOKENS if isinstance(inputs.get(name), Tensor)), None)
-        if name is None:
-            raise _LayersBegin
-        tokens, packed = inputs[name], inputs.get("packed_seq_params")
-        for each in NAMES:
-            if isinstance(inputs.get(each), Tensor):
-                seen[each] = inputs[each].detach()
-        seen["tokens"] = tokens.detach()
-        if "labels" in seen and getattr(model.config, "mtp_num_layers", None):
-            seen["next"] = _next_labels(seen["labels"], packed)
-        seen.update(_rotary_of_layers(model, packed, tokens.shape[1]))
-        inputs[name] = tokens % vocabulary
-        _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
-        if "labels" not in seen:
-            raise _LayersBegin
-        return torch.ones(seen["labels"].shape, device=tokens.device, requires_grad=True)
-
-    with replaced((model, "forward", record)):
-        yield
+def _record(model: Any, inputs: dict[str, Any], seen: Seen) -> None:
+    """Notes what a call gives the model."""
+    given = {name: x.detach() for name, x in inputs.items() if isinstance(x, Tensor)}
+    packed = inputs.get("packed_seq_params")
+    tokens = next((given[name] for name in TOKENS if name in given), None)
+    if tokens is None:
+        return
+    seen |= {name: given[name] for name in NAMES if name in given} | {"tokens": tokens}
+    if "labels" in seen and getattr(model.config, "mtp_num_layers", None):
+        seen["next"] = _next_labels(seen["labels"], packed)
+    seen |= _rotary_of_layers(model, packed, tokens.shape[1])
 
 
 def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
@@ -116,7 +112,7 @@ def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
     def begin(hidden_states: Any = None, *args: Any, **kwargs: Any) -> None:
         for name, x in ("embedded", hidden_states), ("rotary", kwargs.get("rotary_pos_emb")):
             if isinstance(x := _first(x), Tensor):
-                seen[name] = x.detach()
+                seen[name] = _by_row(x)
         raise _LayersBegin
 
     def empty(input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -126,12 +122,10 @@ def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
         parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
         return torch.zeros(input_ids.shape[1] // parts, len(input_ids), 1, device=input_ids.device)
 
-    with ExitStack() as stack:
-        stack.enter_context(suppress(_LayersBegin))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(replaced((layers, "forward", begin)))
-        if not getattr(embedding, "add_position_embedding", True):
-            stack.enter_context(replaced((embedding, "forward", empty)))
+    changes: list[tuple[Any, str, Any]] = [(layers, "forward", begin)]
+    if not getattr(embedding, "add_position_embedding", True):
+        changes.append((embedding, "forward", empty))
+    with suppress(_LayersBegin), torch.no_grad(), replaced(*changes):
         forward()
 
 
@@ -148,13 +142,18 @@ def _rotary_of_layers(model: Any, packed: Any, s: int) -> dict[str, Tensor]:
     for module in model.modules():
         make = getattr(module, "rotary_pos_emb", None)
         if hasattr(module, "core_attention") and make is not None:
-            return {"rotary": _first(make(s * compat.group_of(None, "cp").size()))}
+            return {"rotary": _by_row(_first(make(s * compat.group_of(None, "cp").size())))}
     return {}
 
 
 def _first(rotary: Any) -> Any:
     """Of yarn's embeddings and their scale the former; others as they are."""
     return rotary[0] if isinstance(rotary, tuple) else rotary
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """Megatron's [s, b or 1, ...] as [b or 1, s, x]."""
+    return x.detach().transpose(0, 1).flatten(2)
 
 
 def _next_labels(labels: Tensor, packed: Any) -> Tensor:
@@ -179,23 +178,21 @@ def compare(ours: Seen, truth: Seen, positions: Tensor, mask: str) -> list[Probe
     probes = []
     for name, shown in NAMES.items():
         mine, whole = ours.get(name), truth.get(name)
-        if mine is None or whole is None or mine.shape != positions.shape or whole.dim() != 2:
-            # a model gets whole positions where it splits them by itself, as those of several axes
+        if mine is None or whole is None:
             continue
-        expected = whole.gather(1, positions)
+        if mine.shape[1] != positions.shape[1] or whole.shape[1] <= int(positions.max()):
+            # A model gets whole positions where it splits them by itself, as those of several axes;
+            # a table of packed documents ends with the longest.
+            continue
+        batch_rows = max(len(mine), len(whole))
+        places = positions[:batch_rows]
+        which = torch.arange(batch_rows, device=places.device)[:, None]
+        expected = whole.expand(batch_rows, *whole.shape[1:])[which, places]
         if name == "weights":
             # Megatron, or the loss function, divides by numbers of tokens: the tiny model shows
             # whether by the right ones.
             mine, expected = (x / x.sum() if x.sum() else x for x in (mine, expected))
         probes.append(_probe(shown, mine, expected, positions, about))
-    for name, shown in WHOLE.items():
-        mine, whole = ours.get(name), truth.get(name)
-        if mine is None or whole is None or len(whole) <= int(positions.max()):
-            # a table of packed documents ends with the longest; the loss tells where only one side
-            # has documents
-            continue
-        if len(mine) == positions.shape[1]:
-            probes.append(_probe_of_embeddings(shown, mine, whole, positions, about))
     return probes
 
 
@@ -230,41 +227,17 @@ def _probe(
     about: tuple[str, str],
     source: str = "at cp 1",
 ) -> Probe:
-    """Tokens [b, s] whose value is not the expected one, that of `source`."""
+    """Tokens [b, s, ...] whose value is not the expected one, that of `source`."""
     tolerance = SAME * torch.maximum(mine.abs(), expected.abs()) if mine.is_floating_point() else 0
-
-    def shown(*place: int) -> str:
-        return f"{mine[place]:.6g}, {source} {expected[place]:.6g}"
-
-    return _of_tokens(name, ~((mine - expected).abs() <= tolerance), positions, about, shown)
-
-
-def _probe_of_embeddings(
-    name: str, mine: Tensor, whole: Tensor, positions: Tensor, about: tuple[str, str]
-) -> Probe:
-    """Tokens whose embedding, of this rank [s, b or 1, ...] and of whole batch rows [n, b or 1,
-    ...], differs.
-    """
-    batch_rows = max(mine.shape[1], whole.shape[1])
-    places = positions.T[:, :batch_rows].to(whole.device)
-    which = torch.arange(batch_rows, device=whole.device) if whole.shape[1] > 1 else 0
-    wrong = (mine.flatten(2) != whole.flatten(2)[places, which]).any(2).T
-    return _of_tokens(name, wrong, positions, about, lambda *place: "another than at cp 1")
-
-
-def _of_tokens(
-    name: str,
-    wrong: Tensor,
-    positions: Tensor,
-    about: tuple[str, str],
-    shown: Callable[[int, int], str],
-) -> Probe:
-    """Which tokens [b, s] are wrong; `shown` tells what one of them has, by batch row and place."""
-    where = ""
-    for batch_row, place in wrong.nonzero()[:1].tolist():
+    wrong = ~((mine - expected).abs() <= tolerance)
+    tokens, where = wrong.flatten(2).any(2) if wrong.dim() > 2 else wrong, ""
+    for batch_row, place in tokens.nonzero()[:1].tolist():
+        has = f"another {name} than {source}"
+        if wrong.dim() == 2:
+            has = f"{mine[batch_row, place]:.6g}, {source} {expected[batch_row, place]:.6g}"
         token = int(positions[batch_row, place])
-        where = f"token {token} of batch row {batch_row} has {shown(batch_row, place)}"
-    return Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens")
+        where = f"token {token} of batch row {batch_row} has {has}"
+    return Probe(name, *about, float(tokens.sum()), 0.0, where, "tokens")
 
 
 def uncovered(seen: Seen) -> list[str]:

@@ -101,14 +101,11 @@ def run_probes(
         _probe_losses(args, mine, step, seed)
         dist.all_gather_object(of_ranks, mine)
     certificate = Certificate(about=record.about(args), not_covered=list(mine.not_covered))
-    everywhere = set.intersection(*({probe.mask for probe in each.loss} for each in of_ranks))
-    certificate.merge(
-        [each.attention + [p for p in each.loss if p.mask in everywhere] for each in of_ranks]
-    )
-    certificate.about["up_to"] = least_reach([each.up_to for each in of_ranks], args)
+    certificate.merge([each.attention + each.loss for each in of_ranks])
+    certificate.about["up_to"] = mine.up_to
     certificate.failure = of_ranks[0].failure
     if certificate.failure:
-        what = "the loss of packed sequences" if "causal" in everywhere else "the loss"
+        what = "the loss of packed sequences" if mine.loss else "the loss"
         certificate.not_covered.append(f"{what} ({certificate.failure})")
     certificate.seconds = time.monotonic() - start
     return certificate
@@ -145,22 +142,3 @@ def _all_ranks_fail(run: int) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def least_reach(
-    of_ranks: list[dict[str, tuple[int, int]]], args: argparse.Namespace
-) -> dict[str, str]:
-    """How far the probes went on all ranks, in words, as in `4096 of 131072 tokens`.
-    Context-parallel groups may differ in it.
-    """
-    words = {}
-    for name in dict.fromkeys(name for up_to in of_ranks for name in up_to):
-        reached = [up_to[name] for up_to in of_ranks if name in up_to]
-        least = (min(one) for one in zip(*reached, strict=True))
-        wanted = (args.seq_length, "tokens"), (args.micro_batch_size, "batch rows")
-        words[name] = " and ".join(
-            f"{n} of {whole} {unit}"
-            for n, (whole, unit) in zip(least, wanted, strict=True)
-            if n < whole
-        )
-    return words

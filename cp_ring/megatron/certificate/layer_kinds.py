@@ -13,7 +13,7 @@ import torch
 
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.megatron import settings
-from cp_ring.megatron.certificate.declared import PREFIX
+from cp_ring.megatron.certificate.user_masks import PREFIX
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import (
     attention_layers,

@@ -26,7 +26,7 @@ from cp_ring.megatron.certificate.layer_kinds import (
     masks_of,
 )
 from cp_ring.megatron.certificate.report import Probe, ProbesOfRank
-from cp_ring.megatron.certificate.subject import Subject
+from cp_ring.megatron.certificate.tested_layer import TestedLayer
 from cp_ring.megatron.certificate.tiny_model import own_device, transformer_config
 from cp_ring.megatron.flags.layer_pattern import config_of_layer
 from cp_ring.plan.plan import Plan
@@ -54,15 +54,15 @@ def probe_layers(
             for number in kind.numbers
         }
         layer = layers[kind.layer]
-        subject = Subject(kind, layer, groups.cp, args.params_dtype, own_device(), seed)
-        results.attention.append(probe_built(subject, layers))
+        tested = TestedLayer(kind, layer, groups.cp, args.params_dtype, own_device(), seed)
+        results.attention.append(probe_built(tested, layers))
         others = {number: each for number, each in reversed(layers.items()) if number != kind.layer}
-        results.attention += probe_others(subject, others)
+        results.attention += probe_others(tested, others)
         layer.window = kind.probed
-        results.attention += attention_probe.probe(subject, rounds=4)
+        results.attention += attention_probe.probe(tested, rounds=4)
         layer.window = kind.window
-        tokens = attention_probe.longest_in_time(subject, args.seq_length, seconds / len(kinds))
-        long = attention_probe.at_length(subject, tokens)
+        tokens = attention_probe.longest_in_time(tested, args.seq_length, seconds / len(kinds))
+        long = attention_probe.at_length(tested, tokens)
         if tokens > kind.tokens or kind.probed != kind.window:
             results.attention += attention_probe.probe_long(long)
         results.attention.append(probe_plans(long, others))
@@ -72,29 +72,30 @@ def probe_layers(
             results.not_covered.append(
                 f"the plans that {cp} ranks run (up to {MOST_RANKS} are proven)"
             )
-        results.up_to |= _limits(args, kind, tokens)
+        if reach := _reach(args, kind, tokens):
+            results.up_to[f"{kind.layer_name} under {kind.mask}"] = reach
         if args.params_dtype in (torch.float16, torch.bfloat16):
             layer.window = kind.probed
-            results.attention += _probe_sums(subject)
+            results.attention += _probe_sums(tested)
 
 
-def _probe_sums(subject: Subject) -> list[Probe]:
+def _probe_sums(tested: TestedLayer) -> list[Probe]:
     """The probes of values again in float32, which show sums that are kept in too few bits."""
-    layer = subject.layer.float()
-    kernel = kernel_in_float32(layer.options.kernel, subject.kind, subject.device)
+    layer = tested.layer.float()
+    kernel = kernel_in_float32(layer.options.kernel, tested.kind, tested.device)
     layer.options = replace(layer.options, kernel=kernel)
-    return value_probe.value_probes(replace(subject, dtype=torch.float32, note=" in float32"))
+    return value_probe.value_probes(replace(tested, dtype=torch.float32, note=" in float32"))
 
 
-def _limits(args: argparse.Namespace, kind: LayerKind, tokens: int) -> dict[str, tuple[int, int]]:
-    """How far the probes of a kind went, (tokens, batch rows) by layer and mask, where the job goes
-    further.
-    """
-    short = tokens + 2 * args.context_parallel_size * GRAIN <= args.seq_length
-    short |= kind.mask == "causal" and tokens < args.seq_length
-    few = kind.batch_size < args.micro_batch_size and kind.mask != "packed"
-    reach = tokens if short else args.seq_length, kind.batch_size if few else args.micro_batch_size
-    return {f"{kind.layer_name} under {kind.mask}": reach} if short or few else {}
+def _reach(args: argparse.Namespace, kind: LayerKind, tokens: int) -> str:
+    """How far the probes of a kind went where the job goes further, as in `512 of 4096 tokens`."""
+    unit = 1 if kind.mask == "causal" else 2 * args.context_parallel_size * GRAIN
+    words = []
+    if tokens + unit <= args.seq_length:
+        words.append(f"{tokens} of {args.seq_length} tokens")
+    if kind.batch_size < args.micro_batch_size and kind.mask != "packed":
+        words.append(f"{kind.batch_size} of {args.micro_batch_size} batch rows")
+    return " and ".join(words)
 
 
 def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
@@ -121,62 +122,62 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
     return layer.eval()
 
 
-def probe_built(subject: Subject, layers: Mapping[int, Any]) -> Probe:
+def probe_built(tested: TestedLayer, layers: Mapping[int, Any]) -> Probe:
     """Whether each of `layers`, by number, has the declared window."""
     wrong = {
-        number: f"window {layer.window}, declared {subject.kind.window}"
+        number: f"window {layer.window}, declared {tested.kind.window}"
         for number, layer in layers.items()
-        if layer.window != subject.kind.window
+        if layer.window != tested.kind.window
     }
-    return _of_layers(subject, "settings", wrong)
+    return _of_layers(tested, "settings", wrong)
 
 
-def probe_plans(subject: Subject, layers: Mapping[int, Any]) -> Probe:
+def probe_plans(tested: TestedLayer, layers: Mapping[int, Any]) -> Probe:
     """Whether `layers`, by number, have the plan of the probed layer, which is made once, for the
     microbatch.
     """
-    batch = subject.batch
-    query = batch.local(subject.zeros(1, 1)).transpose(0, 1)
-    declared = subject.layer.plan_of(query, "causal", batch.packed)
+    batch = tested.batch
+    query = batch.local(tested.zeros(1, 1)).transpose(0, 1)
+    declared = tested.layer.plan_of(query, "causal", batch.packed)
     wrong = {
         number: "another plan"
         for number, layer in layers.items()
         if layer.plan_of(query, "causal", batch.packed) is not declared
     }
-    return _of_layers(subject, "plan", wrong)
+    return _of_layers(tested, "plan", wrong)
 
 
-def probe_rank_plans(subject: Subject) -> Probe:
+def probe_rank_plans(tested: TestedLayer) -> Probe:
     """Whether what all ranks run computes the mask: their rank plans, which `Plan.verify` proves
     together. Those of packed microbatches are proven where they are made.
     """
-    batch, where = subject.batch, ""
-    query = batch.local(subject.zeros(1, 1)).transpose(0, 1)
-    plan = subject.layer.plan_of(query, "causal", batch.packed)
+    batch, where = tested.batch, ""
+    query = batch.local(tested.zeros(1, 1)).transpose(0, 1)
+    plan = tested.layer.plan_of(query, "causal", batch.packed)
     try:
         if isinstance(plan, Plan):
-            plan.verify(subject.layer.options.num_slots, rank_plans=True)
+            plan.verify(tested.layer.options.num_slots, rank_plans=True)
     except PlanError as error:
         where = str(error)
-    probe = subject.probe("plans of all ranks", float(bool(where)), 0.0, where)
+    probe = tested.probe("plans of all ranks", float(bool(where)), 0.0, where)
     return replace(probe, unit="plans")
 
 
-def _of_layers(subject: Subject, name: str, wrong: Mapping[int, str]) -> Probe:
+def _of_layers(tested: TestedLayer, name: str, wrong: Mapping[int, str]) -> Probe:
     where = [f"layer {number} has {wrong[number]}" for number in wrong]
-    return replace(subject.probe(name, len(wrong), 0.0, min(where, default="")), unit="layers")
+    return replace(tested.probe(name, len(wrong), 0.0, min(where, default="")), unit="layers")
 
 
-def probe_others(subject: Subject, layers: Mapping[int, Any]) -> list[Probe]:
+def probe_others(tested: TestedLayer, layers: Mapping[int, Any]) -> list[Probe]:
     """Outputs and gradients of `layers`, by number, on one short microbatch; of each tensor the
     worst layer.
     """
-    short = replace(subject, kind=subject.kind.short(subject.group.size()))
+    short = replace(tested, kind=tested.kind.short(tested.group.size()))
     worst: dict[str, Probe] = {}
     truth = None
     for number, layer in layers.items():
         one, built = short.with_layer(number, layer), layer.window
-        if one.kind.probed != subject.kind.window:
+        if one.kind.probed != tested.kind.window:
             layer.window = one.kind.probed
         if truth is None:
             inputs = value_probe.draw(one)
@@ -187,7 +188,7 @@ def probe_others(subject: Subject, layers: Mapping[int, Any]) -> list[Probe]:
             worst[probe.name] = max(known, probe, key=lambda each: each.badness)
         layer.window = built
     return [
-        replace(probe, layer=subject.kind.layer_name, name=f"{name} of {len(layers)} more layers")
+        replace(probe, layer=tested.kind.layer_name, name=f"{name} of {len(layers)} more layers")
         if probe.passed
         else probe
         for name, probe in worst.items()

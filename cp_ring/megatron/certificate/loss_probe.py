@@ -3,17 +3,19 @@ context parallel size 1.
 
 The model takes one training step's forward and backward as the job does: the job's split of the
 batch, its forward step and loss, Megatron's schedule, DistributedDataParallel and reduction of
-gradients. Its twin has the same weights, holds whole batch rows, and attends by a dense mask in
-float64. Both compute in float32, so that they differ in context parallelism alone.
+gradients. The reference run has the same weights, holds whole batch rows, and attends by a dense
+mask in float64. Both compute in float32, so that they differ in context parallelism alone, and in
+the labels that the loss mask hides, which must not count.
 
-With --cp-ring-stock-loss-average, or where the loss function returns a mean, Megatron averages the
-mean losses of the ranks, so a token on a rank where few tokens count weighs more than one
-elsewhere. The twin then gives each token that weight.
+With --cp-ring-stock-loss-average, or where the loss function returns a mean of its rank, Megatron
+averages the mean losses of the ranks, so a token on a rank where few tokens count weighs more than
+one elsewhere. The reference run then gives each token that weight.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +36,12 @@ from cp_ring.megatron.certificate.layer_kinds import (
     kernel_in_float32,
     masks_of,
 )
+from cp_ring.megatron.certificate.reference_run import (
+    follow_rules,
+    uncovered_states,
+    whole_rows,
+    whole_rows_in_force,
+)
 from cp_ring.megatron.certificate.report import Probe, ProbesOfRank
 from cp_ring.megatron.certificate.tiny_batch import Microbatch
 from cp_ring.megatron.certificate.tiny_layers import uncovered_layers
@@ -53,17 +61,12 @@ from cp_ring.megatron.certificate.training_step import (
     ForwardStep,
     Outcome,
     compare,
-    compare_blind,
     train,
-)
-from cp_ring.megatron.certificate.twin import (
-    follow_rules,
-    uncovered_states,
-    whole_rows,
-    whole_rows_in_force,
 )
 from cp_ring.megatron.rejection import first_line
 from cp_ring.megatron.wrapping import replaced
+
+ALIKE = 1e-3  # relative difference of what the losses of ranks weigh where their means are averaged
 
 
 class NotProbed(Exception):
@@ -115,8 +118,8 @@ def probe_losses(
     if reason:
         results.not_covered.append(f"the loss of {reason}")
         return
-    results.not_covered += [f"{layers}, in the loss" for layers in uncovered_layers(args)]
     config = transformer_config(args)
+    results.not_covered += [f"{what}, in the loss" for what in uncovered_layers(args, config)]
     alone = _group_of_this_rank()
     used = settings.current()
     try:
@@ -135,7 +138,8 @@ def probe_losses(
             rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")
             shown = any(probe.name == "rotary embedding" for probe in probes)
             if rotates and tokens < args.seq_length and not shown:
-                results.up_to[f"{probes[0].layer} under {mask}"] = tokens, args.micro_batch_size
+                limit = f"{tokens} of {args.seq_length} tokens"
+                results.up_to[f"{probes[0].layer} under {mask}"] = limit
             results.not_covered += [one for one in missing if one not in results.not_covered]
     finally:
         dist.destroy_process_group(alone)
@@ -175,38 +179,34 @@ def _probe_loss(
 
         step = forward_step
     step = _in_words(step)
-    theirs = whole_rows if own else step
     batch = Microbatch.draw(args, kinds[0], seed)
     long = Microbatch.draw_long(args, kinds[0], seed)
     tiny = tiny_args(args, kinds, len(batch.positions[0]))
     whole = with_changes(tiny, {"context_parallel_size": 1})
-    weights = []
     with arguments_in_force(tiny, one_stage(alone)):
         with attempting("no tiny model can be built from the job's flags"):
             model = build(tiny)
-        about = name_of(tiny, model), kinds[0].mask
+        weights = copy.deepcopy(model.state_dict())  # a step may change buffers
         with arguments_in_force(with_changes(tiny, long.sizes), one_stage(alone)):
             seen = batch_probe.observe(model, step, long.fresh(), VOCABULARY)
-        (ours,) = train(tiny, model, batch, step)
-        (blind,) = train(tiny, model, batch.blind(), step)
-        # whose mean losses Megatron averages as they are
-        stock = settings.current().stock_loss_average or ours.tokens is None
-        if stock and not args.calculate_per_token_loss:
-            weights.append(_weights(batch, _counts_of_ranks(ours)))
+        ours = train(tiny, model, batch.blind(), step)
+    factors = _weights_of_ranks(args, batch, ours)
+    theirs = whole_rows if own else step
     with whole_rows_in_force(whole, alone, batch, own):
-        twin = build(whole)
-        twin.load_state_dict(model.state_dict())
+        reference = build(whole)
+        reference.load_state_dict(weights)
     with whole_rows_in_force(with_changes(whole, long.sizes), alone, long, own):
-        truth = batch_probe.observe(twin, theirs, long.fresh(), VOCABULARY)
+        truth = batch_probe.observe(reference, theirs, long.fresh(), VOCABULARY)
     with whole_rows_in_force(whole, alone, batch, own):
-        follow_rules(twin, batch.batch_rows.rules)
-        twins = train(whole, twin, batch, theirs, None, *weights)
+        follow_rules(reference, batch.batch_rows.rules)
+        wanted = train(whole, reference, batch, theirs, factors, reported=not ours.sums)
     rank = compat.group_of(None, "cp").rank()
     mine, mine_long = (each.positions[rank].to(own_device()) for each in (batch, long))
-    probes = compare(ours, twins, own, mine, about)
-    probes.append(compare_blind(ours, blind, about))
-    probes += batch_probe.compare(seen, truth, mine_long, long.batch_rows.kind.mask)
-    probes += batch_probe.compare_declared(truth, long.data, long.batch_rows.kind.mask)
+    counts = batch.data["loss_mask"].to(own_device()).gather(1, mine) > 0
+    mask = long.batch_rows.kind.mask
+    probes = compare(ours, wanted, counts, mine, (name_of(tiny, model), kinds[0].mask))
+    probes += batch_probe.compare(seen, truth, mine_long, mask)
+    probes += batch_probe.compare_declared(truth, long.data, mask)
     return probes, batch_probe.uncovered(seen) + _unseen(args, long.batch_rows.kind)
 
 
@@ -247,25 +247,26 @@ def _in_words(step: ForwardStep) -> ForwardStep:
     return called
 
 
-def _counts_of_ranks(ours: Outcome) -> list[float] | None:
-    """How many tokens count on each context-parallel rank by a script's own loss function, which
-    may change the loss mask.
+def _weights_of_ranks(args: argparse.Namespace, batch: Microbatch, ours: Outcome) -> Tensor | None:
+    """How much each token weighs [b, n] where the mean losses of ranks are averaged as they are,
+    relative to a mean over all tokens; None where that is the job's loss.
     """
+    by_rank = settings.current().stock_loss_average or ours.tokens is None
+    if args.calculate_per_token_loss or not by_rank:
+        return None
     group = compat.group_of(None, "cp")
-    counts: list[Any] = [None] * group.size()
-    dist.all_gather_object(counts, ours.tokens, group=group)
-    return None if None in counts else [max(count, 1.0) for count in counts]
-
-
-def _weights(batch: Microbatch, tokens: list[float] | None) -> Tensor:
-    """How much each token weighs [b, n] where the mean losses of ranks are averaged, relative to a
-    mean over all tokens.
-
-    `tokens` is how many tokens count on each rank, by default as many as the loss mask says.
-    """
-    mask, positions = batch.data["loss_mask"], batch.positions
-    counts = tokens or [float(mask.gather(1, of_rank).sum().clamp(min=1)) for of_rank in positions]
+    of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_ranks, (ours.tokens, ours.pull), group=group)
+    tokens, pulls = zip(*of_ranks, strict=True)
+    if max(pulls) > min(pulls) * (1 + ALIKE):
+        return None  # the loss function divides by the tokens of all ranks
+    mask = batch.data["loss_mask"]
+    # a script's own loss function may change the loss mask
+    counts = [
+        max(float(mask.gather(1, mine).sum()) if count is None else count, 1.0)
+        for count, mine in zip(tokens, batch.positions, strict=True)
+    ]
     weights = torch.empty_like(mask)
-    for of_rank, count in zip(positions, counts, strict=True):
-        weights.scatter_(1, of_rank, sum(counts) / (len(positions) * count))
+    for mine, count in zip(batch.positions, counts, strict=True):
+        weights.scatter_(1, mine, sum(counts) / (len(counts) * count))
     return weights

@@ -4,7 +4,7 @@ on a query.
 With equal scores everything is linear in the values, and each channel of the value heads belongs to
 one token: so one call probes as many tokens as there are channels.
 
-Shapes: as in `subject`.
+Shapes: as in `tested_layer`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from cp_ring.megatron.certificate.report import Probe
-from cp_ring.megatron.certificate.subject import Subject
+from cp_ring.megatron.certificate.tested_layer import TestedLayer
 
 
-def mask_probes(subject: Subject, rounds: int) -> list[Probe]:
+def mask_probes(tested: TestedLayer, rounds: int) -> list[Probe]:
     """Changes one token's value, or the gradient of one query's output: which outputs, or gradients
     of values, change? `rounds` limits the number of calls.
     """
-    channels = subject.kind.groups * subject.kind.e
-    if subject.of_latents:
+    channels = tested.kind.groups * tested.kind.e
+    if tested.of_latents:
         from cp_ring.megatron.certificate.latent_probe import CHANNELS
 
         channels = min(channels, CHANNELS)
-    tokens = _chosen_tokens(subject, rounds * channels)
+    tokens = _chosen_tokens(tested, rounds * channels)
     rounds_of_tokens = [tokens[at : at + channels] for at in range(0, len(tokens), channels)]
     probes = []
     for name, changed, of_keys in (
@@ -33,19 +33,19 @@ def mask_probes(subject: Subject, rounds: int) -> list[Probe]:
         ("mask of gradients", _changed_gradients, False),
     ):
         wrong = [
-            _wrong_pairs(subject, changed(subject, picked), picked, of_keys)
+            _wrong_pairs(tested, changed(tested, picked), picked, of_keys)
             for picked in rounds_of_tokens
         ]
         count = float(sum(number for number, _ in wrong))
-        probes.append(subject.probe(name, count, 0.0, next((w for _, w in wrong if w), "")))
+        probes.append(tested.probe(name, count, 0.0, next((w for _, w in wrong if w), "")))
     return probes
 
 
-def _chosen_tokens(subject: Subject, most: int) -> list[int]:
+def _chosen_tokens(tested: TestedLayer, most: int) -> list[int]:
     """Positions to probe, at most `most`: half of them edges, or all if there are fewer, and others
     evenly between them.
     """
-    n, edges = subject.kind.tokens, list(subject.batch.edges)
+    n, edges = tested.kind.tokens, list(tested.batch.edges)
     edges = _evenly(edges, max(most // 2, most - n + len(edges)))
     others = _evenly(sorted(set(range(n)) - set(edges)), most - len(edges))
     return sorted([*edges, *others])
@@ -56,54 +56,54 @@ def _evenly(values: list[int], most: int) -> list[int]:
     return values[:: -(-len(values) // most) or 1] if most > 0 else []
 
 
-def _ones(subject: Subject, heads: int, picked: list[int]) -> Tensor:
+def _ones(tested: TestedLayer, heads: int, picked: list[int]) -> Tensor:
     """Zeros [b, n, heads, e] with a one for each picked token, in a channel of its own of the first
     head that shares a key/value head.
     """
-    kind, x = subject.kind, subject.zeros(heads, subject.kind.e)
+    kind, x = tested.kind, tested.zeros(heads, tested.kind.e)
     for number, token in enumerate(picked):
         group, channel = divmod(number, kind.e)
         x[:, token, group * (heads // kind.groups), channel] = 1
     return x
 
 
-def _changed_outputs(subject: Subject, picked: list[int]) -> Tensor:
+def _changed_outputs(tested: TestedLayer, picked: list[int]) -> Tensor:
     """What each picked token adds to outputs: [b, s, g, e]."""
-    kind = subject.kind
+    kind = tested.kind
     with torch.no_grad():
-        out = subject.call(*subject.equal_scores(), _ones(subject, kind.groups, picked))
+        out = tested.call(*tested.equal_scores(), _ones(tested, kind.groups, picked))
     return out[:, :, :: kind.heads // kind.groups]
 
 
-def _changed_gradients(subject: Subject, picked: list[int]) -> Tensor:
+def _changed_gradients(tested: TestedLayer, picked: list[int]) -> Tensor:
     """What the output of each picked query adds to the gradients of values: [b, s, g, e]."""
-    kind, batch = subject.kind, subject.batch
-    v = subject.zeros(kind.groups, kind.e).requires_grad_()
+    kind, batch = tested.kind, tested.batch
+    v = tested.zeros(kind.groups, kind.e).requires_grad_()
     with torch.enable_grad():
-        out = subject.call(*subject.equal_scores(), v)
-        (dv,) = torch.autograd.grad(out, v, batch.local(_ones(subject, kind.heads, picked)))
+        out = tested.call(*tested.equal_scores(), v)
+        (dv,) = torch.autograd.grad(out, v, batch.local(_ones(tested, kind.heads, picked)))
     return batch.local(dv)
 
 
-def _smallest_weight(subject: Subject) -> float:
+def _smallest_weight(tested: TestedLayer) -> float:
     """A quarter of the smallest weight that a visible token can have."""
-    sink = subject.layer.softmax_offset
+    sink = tested.layer.softmax_offset
     extra = 0.0 if sink is None else float(sink.detach().double().exp().max())
-    return 0.25 / (subject.kind.tokens + extra)
+    return 0.25 / (tested.kind.tokens + extra)
 
 
 def _wrong_pairs(
-    subject: Subject, changed: Tensor, picked: list[int], of_keys: bool
+    tested: TestedLayer, changed: Tensor, picked: list[int], of_keys: bool
 ) -> tuple[int, str]:
     """On how many pairs `changed` [b, s, g, e] and the declared mask disagree, and the first in
     words; `picked` are keys of this rank's queries, or queries of its keys.
     """
-    seen = changed.flatten(2)[..., : len(picked)].abs() > _smallest_weight(subject)
-    others, batch = torch.tensor(picked, device=seen.device), subject.batch
+    seen = changed.flatten(2)[..., : len(picked)].abs() > _smallest_weight(tested)
+    others, batch = torch.tensor(picked, device=seen.device), tested.batch
     count, where = 0, ""
     for batch_row, (mine, rule) in enumerate(zip(batch.positions, batch.rules, strict=True)):
         queries, keys = (mine, others) if of_keys else (others, mine)
-        allowed = rule.allowed(queries, keys, subject.kind.probed)
+        allowed = rule.allowed(queries, keys, tested.kind.probed)
         wrong = (seen[batch_row] != (allowed if of_keys else allowed.T)).nonzero()
         if len(wrong) and not where:
             local, other = wrong[0].tolist()

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring.megatron.certificate.declared import PREFIX, document_rule, sample
 from cp_ring.megatron.certificate.dense_oracle import MaskRule
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
+from cp_ring.megatron.certificate.user_masks import PREFIX, document_rule, sample
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints

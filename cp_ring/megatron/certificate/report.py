@@ -96,12 +96,12 @@ class Certificate:
 class ProbesOfRank:
     """What the probes of one rank found.
 
-    `up_to` tells, by layer and mask, how far the probes went (tokens, batch rows) where the job
-    goes further; `failure` why the loss could not be probed.
+    `up_to` tells, by layer and mask, how far the probes went where the job goes further; `failure`
+    why the loss could not be probed.
     """
 
     attention: list[Probe] = field(default_factory=list)
     loss: list[Probe] = field(default_factory=list)
     not_covered: list[str] = field(default_factory=list)
-    up_to: dict[str, tuple[int, int]] = field(default_factory=dict)
+    up_to: dict[str, str] = field(default_factory=dict)
     failure: str = ""

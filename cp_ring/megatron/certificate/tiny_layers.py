@@ -1,14 +1,13 @@
 """Which of a job's layers a tiny model copies: one of each kind, in the job's order; and the flags
 that ask for them.
 
-A hybrid model has layers by the letters of its pattern, a heterogeneous one by a list of blocks.
+A hybrid model has layers by the letters of its pattern.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 from math import lcm
 from typing import Any
 
@@ -18,7 +17,6 @@ from cp_ring.megatron.flags.layer_pattern import (
     PATTERNS,
     RECURRENT,
     SPARSE,
-    attends,
     expert_layers,
     letters_of,
     main_layers,
@@ -45,24 +43,19 @@ def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind])
         return list(range(1, args.num_layers + 1))
     attention = {kind.layer for kind in kinds}
     without = missing_kernels(args)
-    alike = _kinds_of_layers(args, config)
+    alike = _kinds_of_layers(args)
     first = {alike.index(kind) + 1 for kind in alike if not {*kind} & {*without}}
     return sorted(attention | first)
 
 
-def _kinds_of_layers(args: argparse.Namespace, config: Any) -> list[Any]:
+def _kinds_of_layers(args: argparse.Namespace) -> list[Any]:
     """What tells the layers of the job from one another, apart from their attention; [] where
     nothing does.
     """
     if letters := main_layers(letters_of(args)):
         experts = layers_with_experts(args) or [0] * len(letters)
         return list(zip(letters, experts, strict=True))
-    blocks = getattr(config, "per_block_parameters", None)
-    return (
-        [_kind_of_block(block) for block in blocks]
-        if blocks
-        else [(kind,) for kind in layers_with_experts(args)]
-    )
+    return [(kind,) for kind in layers_with_experts(args)]
 
 
 def layers_with_experts(args: argparse.Namespace) -> list[int]:
@@ -84,7 +77,7 @@ def missing_kernels(args: argparse.Namespace) -> list[str]:
     return [letter for letter in present if not _has_kernels(letter)]
 
 
-def uncovered_layers(args: argparse.Namespace) -> list[str]:
+def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
     """What of the layers of the job no tiny model can have here, with the reason, as in
     `Mamba layers (mamba_ssm is missing)`.
     """
@@ -94,6 +87,8 @@ def uncovered_layers(args: argparse.Namespace) -> list[str]:
     ]
     if SPARSE in letters_of(args) and getattr(args, "dsa_indexer_scoring_relu", True):
         reasons.append("relu of sparse attention's scores")
+    if hasattr(config, "per_block_parameters"):
+        reasons.append("the kinds of heterogeneous blocks")
     if getattr(args, "num_experts", None):
         by_rank = "which Megatron defines by the tokens of a rank"
         if getattr(args, "moe_expert_capacity_factor", None) is not None:
@@ -115,39 +110,42 @@ def _has_kernels(letter: str) -> bool:
 def changes_of_layers(
     args: argparse.Namespace, config: Any, kinds: list[LayerKind], tp: int
 ) -> dict[str, Any]:
-    """Arguments of a tiny model, by name, that give it the layers of `chosen_layers`."""
+    """Fields of the configuration of a tiny model that give it the layers of `chosen_layers`."""
     chosen = chosen_layers(args, config, kinds)
-    experts = layers_with_experts(args)
+    experts, letters = layers_with_experts(args), letters_of(args)
     changes: dict[str, Any] = {"num_layers": len(chosen)}
-    if SPARSE in letters_of(args):
+    if SPARSE in letters:
         # fewer than a tiny batch row has; relu makes equal scores, of which Megatron selects any
         changes |= {"dsa_indexer_topk": STATE, "dsa_indexer_scoring_relu": False}
     changes["moe_layer_freq"] = [experts[layer - 1] for layer in chosen] if experts else 1
+    if letters and not pattern_of(args):
+        changes["linear_attention_freq"] = [int(letters[at - 1] in RECURRENT) for at in chosen]
+    if isinstance(without := getattr(config, "no_rope_freq", None), list):
+        changes["no_rope_freq"] = [without[layer - 1] for layer in chosen]
     # Layers that predict further tokens count from 1 again, and Megatron looks them up in the same
     # lists.
     depth = max(
         getattr(args, "mtp_num_layers", None) or 0, *map(len, pattern_of(args).split("/")[1:]), 0
     )
     numbered = [*chosen, *range(len(chosen) + 1, depth + 1)]
-    if len(comm_types.types_by_layer(args)) > 1:
-        changes["cp_comm_type"] = [comm_types.type_of(args, layer) for layer in numbered]
+    types = comm_types.types_by_layer(args)
+    changes["cp_comm_type"] = (
+        [comm_types.type_of(args, layer) for layer in numbered] if len(types) > 1 else types[0]
+    )
     if args.window_size is not None:
         window = max(kinds, key=lambda kind: kind.probed[0]).probed
         narrow = [int(declared_window(config, layer)[0] >= 0) for layer in numbered]
         changes |= {"window_size": window, "window_attn_skip_freq": narrow}
-    return changes | _pattern(args, chosen) | _recurrent(args, config, tp)
+    return changes | _recurrent(args, config, tp)
 
 
-def _pattern(args: argparse.Namespace, chosen: list[int]) -> dict[str, Any]:
+def tiny_pattern(args: argparse.Namespace, chosen: list[int]) -> dict[str, str]:
     """The pattern of the chosen layers, under the names that the job has it; those that predict
-    tokens have one of each kind.
+    tokens have one of each kind. {} without a pattern.
     """
     pattern, without = pattern_of(args), missing_kernels(args)
     if not pattern:
-        linear = [
-            int(letters_of(args)[layer - 1] in RECURRENT) for layer in chosen if letters_of(args)
-        ]
-        return {"linear_attention_freq": linear} if linear else {}
+        return {}
     letters, (_, *further) = main_layers(pattern), pattern.split("/")
     kept = [
         "".join(letter for letter in dict.fromkeys(part) if letter not in without)
@@ -169,83 +167,3 @@ def _recurrent(args: argparse.Namespace, config: Any, tp: int) -> dict[str, Any]
         "linear_key_head_dim": STATE,
         "linear_value_head_dim": STATE,
     }
-
-
-def _kind_of_block(block: Any) -> tuple[Any, ...]:
-    """What tells the block of a heterogeneous layer from others, apart from the size of its MLP."""
-    attention, mlp = block.attention, block.mlp
-    return (
-        attention.no_op,
-        attention.replace_with_linear,
-        attention.num_query_groups,
-        mlp.no_op,
-        mlp.replace_with_linear,
-    )
-
-
-def sharing_of(config: Any) -> int:
-    """The largest number of query heads that share a key/value head in a layer of the job."""
-    groups = [
-        block.attention.num_query_groups
-        for block in getattr(config, "per_block_parameters", None) or []
-        if attends(block)
-    ]
-    return int(
-        max(
-            config.num_attention_heads // (own or config.num_query_groups)
-            for own in groups or [None]
-        )
-    )
-
-
-def changes_of_blocks(
-    args: argparse.Namespace, config: Any, kinds: list[LayerKind], heads: int, hidden: int
-) -> dict[str, Any]:
-    """Arguments of a tiny heterogeneous model: blocks as the chosen layers have them; {} for other
-    models.
-
-    heads: query heads of the tiny model. hidden: the size of its MLPs.
-    """
-    blocks = getattr(config, "per_block_parameters", None)
-    if not blocks:
-        return {}
-    described = []
-    for layer in chosen_layers(args, config, kinds):
-        block = blocks[layer - 1]
-        shared = config.num_attention_heads // (
-            block.attention.num_query_groups or config.num_query_groups
-        )
-        own = max(1, heads // shared) if attends(block) else None
-        mlp = None if block.mlp.no_op or block.mlp.replace_with_linear else hidden
-        described.append(
-            {
-                "attention": _flags(block.attention) | {"num_query_groups": own},
-                "ffn": _flags(block.mlp) | {"ffn_hidden_size": mlp},
-            }
-        )
-    return {"heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": described})}
-
-
-def blocks_of(config: Any) -> list[Any]:
-    """The blocks that the JSON of a heterogeneous configuration describes, by Megatron's rules."""
-    # installed with Megatron only
-    from megatron.core.transformer.heterogeneous import heterogeneous_config as megatron
-
-    attention, mlp = (
-        megatron.AttentionConfig.build_config_from_dict,
-        megatron.MLPConfig.build_config_from_dict,
-    )
-    described = json.loads(config.heterogeneous_layers_config_encoded_json)["block_configs"]
-    return [
-        megatron.TransformerBlockConfig(
-            attention=attention(
-                block_config_dict=block, num_attention_heads=config.num_attention_heads
-            ),
-            mlp=mlp(block_config_dict=block, hidden_size=config.hidden_size),
-        )
-        for block in described
-    ]
-
-
-def _flags(part: Any) -> dict[str, bool]:
-    return {"no_op": part.no_op, "replace_with_linear": part.replace_with_linear}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import lcm
@@ -15,13 +16,12 @@ import torch.distributed as dist
 from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
 from cp_ring.megatron.certificate.tiny_layers import (
-    blocks_of,
-    changes_of_blocks,
     changes_of_layers,
-    sharing_of,
+    chosen_layers,
+    tiny_pattern,
 )
 from cp_ring.megatron.flags import comm_types
-from cp_ring.megatron.flags.layer_pattern import pattern_of
+from cp_ring.megatron.flags.layer_pattern import attends, pattern_of
 from cp_ring.megatron.wrapping import replaced
 
 VOCABULARY = 128
@@ -29,99 +29,94 @@ HIDDEN = 64
 EXPERTS = 4
 PACKING = ("sft", "dataloader_inter_document_masking")
 """Arguments with which the batches of Megatron's scripts are packed."""
-_NONE = (
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "num_virtual_stages_per_pipeline_rank",
-    "fp8",
-    "fp4",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "embedding_init_method_std",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_input_jitter_eps",
-    "inference_cuda_graph_scope",
-)
-"""Arguments that a tiny model has no value of."""
-_OFF = (
-    "bf16",
-    "fp16",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "use_megatron_fsdp",
-    "use_torch_fsdp2",
-    "check_for_nan_in_loss_and_grad",
-    "gradient_accumulation_fusion",
-    "tp_comm_overlap",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "cpu_offloading",
-    "fine_grained_activation_offloading",
-    "init_model_with_meta_device",
-    "moe_shared_expert_overlap",
-    "fp8_param_gather",
-    "overlap_moe_expert_parallel_comm",
-    "check_for_spiky_loss",
-    "moe_grouped_gemm",
-    "log_num_zeros_in_grad",
-    "moe_pad_expert_input_to_capacity",
-    "enable_cuda_graph",
-    "external_cuda_graph",
-    "delay_wgrad_compute",
-    "moe_router_enable_expert_bias",
-    "moe_router_force_load_balancing",
-    "moe_layer_recompute",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-)
-"""Flags that a tiny model does not have."""
+
+KEPT = """
+    tensor_model_parallel_size sequence_parallel context_parallel_size
+    hierarchical_context_parallel_sizes use_cpu_initialization transformer_impl
+    kv_channels softmax_scale softmax_type add_qkv_bias qk_layernorm qk_l2_norm
+    attention_output_gate
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    rotary_interleaved mrope_section apply_rope_fusion
+    rope_type rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings
+    beta_fast beta_slow mscale mscale_all_dim
+    normalization layernorm_epsilon layernorm_zero_centered_gamma
+    gated_linear_unit activation_func
+    moe_router_topk moe_router_score_function moe_router_pre_softmax moe_z_loss_coeff
+    calculate_per_token_loss mtp_num_layers mtp_loss_scaling_factor
+    is_hybrid_model heterogeneous_block_specs mamba_num_groups
+    experimental_attention_variant linear_conv_kernel_dim linear_num_key_heads
+    linear_num_value_heads
+    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
+"""
+"""Fields of the job's `TransformerConfig` that its tiny model has too: what changes attention,
+positions, norms, experts, the loss, or recurrent layers. Others have Megatron's default.
+"""
 
 
 def tiny_args(
     args: argparse.Namespace, kinds: list[LayerKind], batch_size: int
 ) -> argparse.Namespace:
-    """The job's arguments with one small layer of each kind, in float32, without pipeline stages;
-    with experts if it has them.
+    """The job's arguments with the sizes of a tiny model and one layer of each kind, in float32,
+    without pipeline stages. `tiny_config` is the configuration of the model.
     """
-    tp, config = args.tensor_model_parallel_size, transformer_config(args)
-    sharing = sharing_of(config)
-    groups = _key_heads(args, sharing)
-    changes: dict[str, Any] = {
-        "hidden_size": HIDDEN * tp,
-        "ffn_hidden_size": 2 * HIDDEN * tp,
-        "num_attention_heads": groups * sharing,
-        "num_query_groups": groups if args.group_query_attention else args.num_query_groups,
+    config = transformer_config(args)
+    tiny = _tiny_config(args, config, kinds)
+    changes = vars(tiny) | {
         "vocab_size": VOCABULARY,
-        "padded_vocab_size": VOCABULARY * tp,
+        "padded_vocab_size": VOCABULARY * args.tensor_model_parallel_size,
+        "num_experts": tiny.num_moe_experts,
         "seq_length": kinds[0].tokens,
         "micro_batch_size": batch_size,
         # A table of positions is as long as the job's: a microbatch of that length is probed too.
         "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
-        "pipeline_model_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "perform_initialization": True,  # also where the program loads its weights
+        "check_for_nan_in_loss_and_grad": False,
+        "check_for_spiky_loss": False,
+    }
+    if kinds[0].mask != "packed":
+        changes |= dict.fromkeys(PACKING, False)
+    changes |= tiny_pattern(args, chosen_layers(args, config, kinds))
+    known = {name: value for name, value in changes.items() if hasattr(args, name)}
+    if not isinstance(tiny.cp_comm_type, list):
+        known["cp_comm_type"] = [tiny.cp_comm_type]
+    # a program may have fields of its own, such as the length of a batch row
+    own = copy.copy(config)
+    vars(own).update({name: changes[name] for name in vars(own) if name in changes} | vars(tiny))
+    if hasattr(config, "per_block_parameters"):
+        own.per_block_parameters = [_one_block(config, tiny)] * tiny.num_layers
+    return with_changes(argparse.Namespace(**vars(args), tiny_config=own), known)
+
+
+def _one_block(config: Any, tiny: Any) -> Any:
+    """A heterogeneous block of the job that attends, in the sizes of the tiny model; has an MLP."""
+    block = copy.deepcopy(next(filter(attends, config.per_block_parameters)))
+    block.attention.num_query_groups = tiny.num_query_groups
+    block.mlp.no_op = block.mlp.replace_with_linear = False
+    block.mlp.ffn_hidden_size = tiny.ffn_hidden_size
+    return block
+
+
+def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> Any:
+    """A new configuration of Megatron with what is `KEPT` of the job's."""
+    # heavy, and installed with Megatron only
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    latent = getattr(config, "multi_latent_attention", False)
+    made = MLATransformerConfig if latent else TransformerConfig
+    fields = {field.name for field in dataclasses.fields(made)}
+    tp, sharing = config.tensor_model_parallel_size, _queries_of_a_key_head(config)
+    groups = _key_heads(args, sharing)
+    values = {name: getattr(config, name) for name in KEPT.split() if hasattr(config, name)} | {
+        "hidden_size": HIDDEN * tp,
+        "ffn_hidden_size": 2 * HIDDEN * tp,
+        "num_attention_heads": groups * sharing,
+        "num_query_groups": groups if sharing > 1 else None,
         "init_method_std": HIDDEN**-0.5,
-        "params_dtype": torch.float32,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "pipeline_dtype": None,
-        "cuda_graph_impl": "none",
-        "cuda_graph_modules": [],
-        "cuda_graph_scope": [],
+        "add_bias_linear": config.add_bias_linear,
     }
-    off = _OFF if kinds[0].mask == "packed" else _OFF + PACKING
-    changes |= dict.fromkeys(_NONE) | dict.fromkeys(off, False) | _experts(args)
-    changes |= changes_of_layers(args, config, kinds, tp)
-    changes |= changes_of_blocks(args, config, kinds, groups * sharing, 2 * HIDDEN * tp)
-    kept = {name: value for name, value in changes.items() if hasattr(args, name)}
-    return with_changes(args, kept)
+    values |= _experts(config) | changes_of_layers(args, config, kinds, tp)
+    return made(**{name: value for name, value in values.items() if name in fields})
 
 
 def name_of(args: argparse.Namespace, model: Any) -> str:
@@ -136,32 +131,13 @@ def name_of(args: argparse.Namespace, model: Any) -> str:
 
 
 def with_changes(args: argparse.Namespace, changes: dict[str, Any]) -> argparse.Namespace:
-    """A copy of the arguments with `changes`, which the configuration of a program without a
-    command line follows.
-    """
+    """A copy of the arguments of a tiny model with `changes`, which its configuration follows."""
     changed = argparse.Namespace(**(vars(args) | changes))
-    if hasattr(args, "transformer_config"):
-        changed.transformer_config = _resized(args.transformer_config, changed)
+    changed.tiny_config = copy.copy(args.tiny_config)
+    for name, value in changes.items():
+        if hasattr(changed.tiny_config, name) and name != "cp_comm_type":
+            setattr(changed.tiny_config, name, value)
     return changed
-
-
-def _resized(config: Any, values: argparse.Namespace) -> Any:
-    """A copy of a `TransformerConfig` with those of its fields that `values` has."""
-    from megatron.core.utils import init_method_normal  # heavy, and installed with Megatron only
-
-    resized = copy.copy(config)
-    for name in vars(config):
-        if hasattr(values, name):
-            setattr(resized, name, getattr(values, name))
-    # of the model and the optimizer that the program has made already
-    for name in ("finalize_model_grads", "no_sync", "grad_sync", "param_sync", "grad_scale"):
-        setattr(resized, f"{name}_func", None)
-    if hasattr(config, "per_block_parameters"):
-        resized.per_block_parameters = blocks_of(resized)
-    resized.init_method = resized.output_layer_init_method = init_method_normal(
-        resized.init_method_std
-    )
-    return resized
 
 
 def transformer_config(args: argparse.Namespace) -> Any:
@@ -176,38 +152,33 @@ def transformer_config(args: argparse.Namespace) -> Any:
     return core_transformer_config_from_args(args)
 
 
-def _experts(args: argparse.Namespace) -> dict[str, Any]:
+def _experts(config: Any) -> dict[str, Any]:
     """A few small experts on each rank, if the job has experts. Their auxiliary losses have weight
     1, so that it matters.
     """
-    count = getattr(args, "num_experts", None)
+    count, size = config.num_moe_experts, HIDDEN * config.tensor_model_parallel_size
     if not count:
-        names = (
-            "num_experts",
-            "moe_ffn_hidden_size",
-            "moe_shared_expert_intermediate_size",
-            "expert_tensor_parallel_size",
-        )
-        return dict.fromkeys(names)
-    tp, shared = args.tensor_model_parallel_size, args.moe_shared_expert_intermediate_size
-    weights, balance = args.moe_aux_loss_coeff, args.moe_router_load_balancing_type
+        return {}
+    weights, balance = config.moe_aux_loss_coeff, config.moe_router_load_balancing_type
     return {
-        "num_experts": min(count, max(EXPERTS, args.moe_router_topk)),
-        "moe_ffn_hidden_size": HIDDEN * tp,
-        "moe_shared_expert_intermediate_size": HIDDEN * tp if shared else None,
-        "expert_tensor_parallel_size": tp,
-        "expert_tensor_parallel_num_weight_shards": tp,
-        "moe_token_dispatcher_type": "allgather",
-        # Megatron defines both by the tokens of a rank, so that another cp size is another model.
-        "moe_expert_capacity_factor": None,
+        "num_moe_experts": min(count, max(EXPERTS, config.moe_router_topk)),
+        "moe_ffn_hidden_size": size,
+        "moe_shared_expert_intermediate_size": (
+            size if config.moe_shared_expert_intermediate_size else None
+        ),
+        # Megatron defines it by the tokens of a rank, so that another cp size is another model.
         "moe_router_load_balancing_type": "none" if "sinkhorn" in balance else balance,
         "moe_aux_loss_coeff": (
             [float(x > 0) for x in weights] if isinstance(weights, list) else float(weights > 0)
         ),
         # Experts with biases fail in Megatron where one rank has all of them: it adds a bias in
         # place to a view.
-        "add_bias_linear": args.add_bias_linear and tp > 1,
+        "add_bias_linear": config.add_bias_linear and config.tensor_model_parallel_size > 1,
     }
+
+
+def _queries_of_a_key_head(config: Any) -> int:
+    return int(config.num_attention_heads // config.num_query_groups)
 
 
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
@@ -244,20 +215,21 @@ def build(args: argparse.Namespace) -> Any:
     """The model of `args` with all its layers, on this rank's device."""
     from megatron.core import tensor_parallel
 
+    config = args.tiny_config
     if hasattr(args, "transformer_config"):
-        return args.build(args.transformer_config).to(own_device())
+        return args.build(config).to(own_device())
     try:
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
     except ImportError:
         from cp_ring.megatron.gpt_model import build as build_from_flags
 
-        model = build_from_flags()
+        model = build_from_flags(config=config)
     else:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        config = hybrid_config_from_args(args) if pattern_of(args) else gpt_config_from_args(args)
-        builder = config.get_builder_cls()(config)
-        model = builder.build_model(
+        make = hybrid_config_from_args if pattern_of(args) else gpt_config_from_args
+        of_model = make(args, config)
+        model = of_model.get_builder_cls()(of_model).build_model(
             ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
         )
     for parameter in model.parameters():
@@ -288,58 +260,29 @@ def arguments_in_force(args: argparse.Namespace, groups: dict[str, Any]) -> Iter
         yield
 
 
-def one_stage(alone: Any) -> dict[str, Any]:
-    """The parallel state of a rank that holds every stage and every expert of its model."""
-    from megatron.core import parallel_state
-
-    pipeline = "PIPELINE_MODEL_PARALLEL"
-    stage: dict[str, Any] = dict.fromkeys(
-        (f"_{kind}_GROUP" for kind in (pipeline, "EMBEDDING", "POSITION_EMBEDDING")), alone
-    )
-    for kind in ("PIPELINE", "EMBEDDING", "POSITION_EMBEDDING"):
-        stage[f"_{kind}_GLOBAL_RANKS"] = [dist.get_rank()]
-    for kind in ("MPU", "VIRTUAL"):
-        stage[f"_{kind}_{pipeline}_RANK"] = stage[f"_{kind}_{pipeline}_WORLD_SIZE"] = None
-    return stage | _experts_everywhere(
-        alone, parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
-
-
-def _experts_everywhere(alone: Any, data: Any) -> dict[str, Any]:
-    """The parallel state of a rank that holds all experts, as other parameters; `data` are the
-    ranks that hold the same.
+def one_stage(alone: Any, whole: bool = False) -> dict[str, Any]:
+    """The parallel state of a rank that holds every stage and every expert of its model and, if
+    `whole`, whole batch rows and batches: context and data parallel size 1.
     """
     from megatron.core import parallel_state
 
     tensor = parallel_state.get_tensor_model_parallel_group()
-    of_tensor = ("TENSOR", "TENSOR_AND_MODEL", "TENSOR_MODEL_PIPELINE")
-    groups = {f"_EXPERT_{name}_PARALLEL_GROUP": tensor for name in of_tensor} | {
-        "_EXPERT_MODEL_PARALLEL_GROUP": alone
-    }
-    return groups | dict.fromkeys(
-        ("_EXPERT_DATA_PARALLEL_GROUP", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"), data
-    )
-
-
-def one_rank(alone: Any) -> dict[str, Any]:
-    """As `one_stage`, and with whole batch rows and batches: context and data parallel size 1."""
-    from megatron.core import parallel_state
-
-    data = [
-        name
-        for name in vars(parallel_state)
-        if "DATA_PARALLEL_GROUP" in name
-        and not ("EXPERT" in name or "GLOO" in name or name.startswith("_TENSOR"))
-    ]
-    groups = dict.fromkeys((*data, "_CONTEXT_PARALLEL_GROUP"), alone) | {
-        "_CONTEXT_PARALLEL_GLOBAL_RANKS": [dist.get_rank()]
-    }
-    tensor = parallel_state.get_tensor_model_parallel_group()
-    both = (
-        "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
-        "_TENSOR_AND_DATA_PARALLEL_GROUP",
-        "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
-    )
-    return (
-        one_stage(alone) | groups | dict.fromkeys(both, tensor) | _experts_everywhere(alone, alone)
-    )
+    data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    kinds = ("PIPELINE", "EMBEDDING", "EXPERT") + ("DATA", "CONTEXT") * whole
+    state: dict[str, Any] = {}
+    for name, group in vars(parallel_state).items():
+        if not isinstance(group, dist.ProcessGroup) or "GLOO" in name:
+            continue
+        if "TENSOR" in name:
+            if whole or "EXPERT" in name:
+                state[name] = tensor
+        elif "EXPERT" in name and "DATA" in name:
+            state[name] = alone if whole else data
+        elif any(kind in name for kind in kinds):
+            state[name] = alone
+    for kind in ("PIPELINE", "EMBEDDING", "POSITION_EMBEDDING") + ("CONTEXT_PARALLEL",) * whole:
+        state[f"_{kind}_GLOBAL_RANKS"] = [dist.get_rank()]
+    for kind in ("MPU", "VIRTUAL"):
+        for what in ("RANK", "WORLD_SIZE"):
+            state[f"_{kind}_PIPELINE_MODEL_PARALLEL_{what}"] = None
+    return state

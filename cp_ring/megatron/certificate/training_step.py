@@ -1,4 +1,4 @@
-"""One training step of a model, and how its outcome is compared with that of another one."""
+"""One training step of a model, and how its outcome is compared with that of the reference run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ class Outcome:
     parameter.
 
     `sums` tells whether the loss function reports a sum and a number of tokens, which are added up
-    over ranks, and not a mean. `tokens` is the number of tokens that it returns, if it does.
+    over ranks, and not a mean. `tokens` is the number of tokens that it returns, if it does. `pull`
+    is how much the losses of this rank weigh in what is differentiated.
     """
 
     losses: Tensor
     loss: float
     gradients: dict[str, Tensor]
     sums: bool
-    tokens: float | None = None
+    tokens: float | None
+    pull: float
 
 
 def train(
@@ -44,19 +46,42 @@ def train(
     model: Any,
     batch: Microbatch,
     step: ForwardStep,
-    *weights: Tensor | None,
-) -> list[Outcome]:
+    weights: Tensor | None = None,
+    reported: bool = False,
+) -> Outcome:
     """Forward, backward and reduction of gradients of one microbatch, as Megatron's training loop
     runs them.
 
-    Once for each of `weights`, the factors [b, n] of the losses of tokens; None is 1.
+    `weights` are factors [b, n] of the losses of tokens in the gradients and, if `reported`, in the
+    reported loss.
     """
+    from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
     from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+    seen: list[Tensor] = []
+    pulls: list[float] = []
+    tokens: list[float] = []
+
+    def observed(iterator: Any, module: Any) -> Any:
+        output, loss = step(iterator, module)
+        seen.append(output.detach().clone())
+        output.register_hook(lambda gradient: pulls.append(float(gradient.abs().sum())))
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            outputs = loss(*args, **kwargs)
+            tokens.extend([float(outputs[1])] if len(outputs) == 3 else [])
+            return outputs
+
+        if weights is not None:
+            weighted = output * weights.to(output.device)
+            output = weighted if reported else weighted + (output - weighted).detach()
+        return output, counted
 
     known = {
         "grad_reduce_in_fp32": True,
@@ -68,40 +93,6 @@ def train(
     wrapped = DistributedDataParallel(model.config, config, model)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.model_type = ModelType.encoder_or_decoder
-    # a step may change them, as quantile balancing does
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    outcomes = []
-    try:
-        for factors in weights or (None,):
-            outcomes.append(_train_once(wrapped, batch, step, factors))
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        return outcomes
-    finally:
-        # a cycle through autograd, which would keep the model and its groups alive
-        wrapped.grad_accs.clear()
-
-
-def _train_once(
-    wrapped: Any, batch: Microbatch, step: ForwardStep, weights: Tensor | None
-) -> Outcome:
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-
-    seen: list[Tensor] = []
-    tokens: list[float] = []
-
-    def observed(iterator: Any, module: Any) -> Any:
-        output, loss = step(iterator, module)
-        seen.append(output.detach().clone())
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            outputs = loss(*args, **kwargs)
-            tokens.extend([float(outputs[1])] if len(outputs) == 3 else [])
-            return outputs
-
-        return (output if weights is None else output * weights.to(output.device)), counted
-
     wrapped.zero_grad_buffer()
     batch_size, n = batch.data["tokens"].shape
     reports = forward_backward_no_pipelining(
@@ -113,6 +104,7 @@ def _train_once(
         micro_batch_size=batch_size,
         forward_only=False,
     )
+    wrapped.grad_accs.clear()  # a cycle through autograd, which would keep the model
     report = next(iter(reports[0].values())).detach().clone().double().reshape(-1)
     sums = report.numel() == 2
     report = report if sums else torch.stack([report[0], torch.ones_like(report[0])])
@@ -124,55 +116,44 @@ def _train_once(
         for name, parameter in wrapped.module.named_parameters()
     }
     losses = seen[0].reshape(batch_size, -1).double()
-    return Outcome(
-        losses, float(report[0] / report[1]), gradients, sums, tokens[0] if tokens else None
-    )
+    loss = float(report[0] / report[1])
+    return Outcome(losses, loss, gradients, sums, tokens[0] if tokens else None, sum(pulls))
 
 
 def compare(
     ours: Outcome,
-    twins: list[Outcome],
-    own: bool,
+    reference: Outcome,
+    counts: Tensor,
     positions: Tensor,
     about: tuple[str, str],
 ) -> list[Probe]:
-    """The job's outcome against its twin's, of which the first has the gradients of one mean, the
-    last those of averaged means.
-
-    A script may average either way, so that its gradients are compared with both. `about` names the
-    model and its mask.
+    """The job's outcome against that of the reference run. `counts` [b, s] tells which of this
+    rank's tokens have a weight in the loss; the labels of others differ between the runs, and must
+    change nothing. `about` names the model and its mask.
     """
-    plain, weighted = twins[0], twins[-1]
     bound = BOUND["cuda" if ours.losses.is_cuda else "cpu"] + widening(settings.current().wire)
-    truth = plain.losses.gather(1, positions)
-    difference = ours.losses - truth
+    truth = reference.losses.gather(1, positions)
+    difference = (ours.losses - truth).masked_fill(~counts, 0.0)
     batch_row, token = divmod(int(difference.abs().nan_to_num(torch.inf).argmax()), truth.shape[1])
+    worst, error, ratio = _compare_gradients(ours, reference)
     place = f"worst at query {int(positions[batch_row, token])} of batch row {batch_row}"
-    possible = [weighted] if own else [weighted, plain]
-    worst, error, ratio = min(
-        (_compare_gradients(ours, one) for one in possible), key=lambda result: _number(result[1])
-    )
-    loss, difference_of_loss = min(
-        ((one.loss, abs(ours.loss / one.loss - 1)) for one in ([plain] if ours.sums else possible)),
-        key=lambda result: _number(result[1]),
-    )
     probes = (
         ("loss of each token", float(difference.norm() / truth.norm()), bound, place),
-        ("loss", difference_of_loss, bound, f"{ours.loss:.6g}, at cp 1 {loss:.6g}"),
+        (
+            "loss",
+            abs(ours.loss / reference.loss - 1),
+            bound,
+            f"{ours.loss:.6g}, at cp 1 {reference.loss:.6g}",
+        ),
         ("gradient norm", abs(ratio - 1), bound, f"{ratio:.6g} of that at cp 1"),
-        ("gradients", error, 10 * bound, f"worst in {worst}"),
+        (
+            "gradients",
+            error,
+            10 * bound,
+            f"worst in {worst}; labels that the loss mask hides are others",
+        ),
     )
     return [Probe(name, *about, measured, limit, where) for name, measured, limit, where in probes]
-
-
-def compare_blind(ours: Outcome, blind: Outcome, about: tuple[str, str]) -> Probe:
-    """The job's gradients against those of the same step with other labels where the loss mask is
-    0: a loss that ignores the mask, such as one of further predictions, does so at any size.
-    """
-    worst, error, _ = _compare_gradients(blind, ours)
-    bound = BOUND["cuda" if ours.losses.is_cuda else "cpu"]
-    where = f"labels that the loss mask hides change {worst}"
-    return Probe("gradients of hidden labels", *about, error, bound, where)
 
 
 def _compare_gradients(ours: Outcome, wanted: Outcome) -> tuple[str, float, float]:
@@ -188,9 +169,5 @@ def _compare_gradients(ours: Outcome, wanted: Outcome) -> tuple[str, float, floa
         name: float((ours.gradients[name] - gradient).norm() / gradient.norm().clamp(min=least))
         for name, gradient in wanted.gradients.items()
     }
-    worst = max(errors, key=lambda name: _number(errors[name]))
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     return worst, errors[worst], float(norms[0] / norms[1])
-
-
-def _number(error: float) -> float:
-    return math.inf if math.isnan(error) else error

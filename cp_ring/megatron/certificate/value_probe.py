@@ -1,7 +1,7 @@
 """Probes of the values of one attention layer: outputs and gradients of random tensors against
 float64.
 
-Shapes: as in `subject`; m sampled queries of a rank, c a latent, r the rotated part of a key.
+Shapes: as in `tested_layer`; m sampled queries of a rank, c a latent, r the rotated part of a key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cp_ring.megatron.certificate.dense_oracle import attend
 from cp_ring.megatron.certificate.report import Probe
-from cp_ring.megatron.certificate.subject import Subject
+from cp_ring.megatron.certificate.tested_layer import TestedLayer
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
 if TYPE_CHECKING:
@@ -48,72 +48,72 @@ class RandomTensors:
     sampled: Tensor
 
 
-def value_probes(subject: Subject, samples: int | None = None) -> list[Probe]:
+def value_probes(tested: TestedLayer, samples: int | None = None) -> list[Probe]:
     """Outputs and gradients of random tensors against float64; with `samples` of that many queries
     of this rank only.
     """
-    inputs = draw(subject, samples)
-    return compare(subject, inputs, reference(subject, inputs))
+    inputs = draw(tested, samples)
+    return compare(tested, inputs, reference(tested, inputs))
 
 
-def compare(subject: Subject, inputs: RandomTensors, truth: dict[str, Tensor]) -> list[Probe]:
+def compare(tested: TestedLayer, inputs: RandomTensors, truth: dict[str, Tensor]) -> list[Probe]:
     """What the layer makes of `inputs` against the truth."""
-    computed = _of_layer(subject, inputs)
+    computed = _of_layer(tested, inputs)
     return [
-        _probe(subject, name, computed[name], expected, inputs.sampled)
+        _probe(tested, name, computed[name], expected, inputs.sampled)
         for name, expected in truth.items()
     ]
 
 
-def draw(subject: Subject, samples: int | None = None) -> RandomTensors:
-    """Random tensors for the microbatch of `subject`, and values of its learnable sinks."""
-    subject.draw_sink()
-    kind, batch = subject.kind, subject.batch
+def draw(tested: TestedLayer, samples: int | None = None) -> RandomTensors:
+    """Random tensors for the microbatch of `tested`, and values of its learnable sinks."""
+    tested.draw_sink()
+    kind, batch = tested.kind, tested.batch
     batch_size, s = batch.positions.shape
     # large ones are drawn where they are needed
-    on_device = subject.device if samples else torch.device("cpu")
-    generator = torch.Generator(on_device).manual_seed(subject.seed)
+    on_device = tested.device if samples else torch.device("cpu")
+    generator = torch.Generator(on_device).manual_seed(tested.seed)
 
     def drawn(*shape: int) -> Tensor:
         x = torch.randn(shape, generator=generator, dtype=torch.float32, device=on_device)
-        return subject.of_first_rank(x.to(subject.dtype)).to(subject.device)
+        return tested.of_first_rank(x.to(tested.dtype)).to(tested.device)
 
     def normal(heads: int, size: int) -> Tensor:
         return drawn(batch_size, kind.tokens, heads, size)
 
     q = normal(kind.heads, kind.d)
-    if subject.of_latents:
+    if tested.of_latents:
         from cp_ring.megatron.certificate import latent_probe
 
-        of_keys = latent_probe.draw(subject.layer.config, kind.groups, normal, drawn)
+        of_keys = latent_probe.draw(tested.layer.config, kind.groups, normal, drawn)
     else:
         of_keys = {"k": normal(kind.groups, kind.d), "v": normal(kind.groups, kind.e)}
     dout = normal(kind.heads, kind.e)
     if samples is None or samples >= s:
-        return RandomTensors(q, of_keys, dout, torch.arange(s, device=subject.device))
+        return RandomTensors(q, of_keys, dout, torch.arange(s, device=tested.device))
     ends = [0, s // 2 - 1, s // 2, s - 1]  # of the chunks that a rank holds
     sampled = sorted({*ends, *torch.linspace(1, s - 2, samples - len(ends)).long().tolist()})
-    index = torch.tensor(sampled, device=subject.device)
+    index = torch.tensor(sampled, device=tested.device)
     kept = torch.zeros_like(dout)
     for batch_row, positions in enumerate(batch.positions):
         kept[batch_row, positions[index]] = dout[batch_row, positions[index]]
     return RandomTensors(q, of_keys, kept, index)
 
 
-def _of_layer(subject: Subject, inputs: RandomTensors) -> dict[str, Tensor]:
+def _of_layer(tested: TestedLayer, inputs: RandomTensors) -> dict[str, Tensor]:
     """What the layer computes, by name: out and dq of the sampled queries [b, m, h, size], dk and
     dv of this rank's keys.
 
     The gradients of parameters are summed over ranks: `dsink` [h] of a learnable sink, `dweight`
     where latents travel.
     """
-    batch, sink = subject.batch, subject.layer.softmax_offset
+    batch, sink = tested.batch, tested.layer.softmax_offset
     tensors = {"q": inputs.q, **inputs.of_keys}
     leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
     if sink is not None and sink.requires_grad:
         leaves["sink"] = sink
     with torch.enable_grad():
-        out = subject.call(leaves["q"], *_keys(subject, leaves), _latents(subject, leaves))
+        out = tested.call(leaves["q"], *_keys(tested, leaves), _latents(tested, leaves))
         grads = torch.autograd.grad(
             out,
             list(leaves.values()),
@@ -124,91 +124,84 @@ def _of_layer(subject: Subject, inputs: RandomTensors) -> dict[str, Tensor]:
     computed = {"out": out.detach()[:, inputs.sampled]}
     for name, grad in zip(leaves, grads, strict=True):
         if name in PARAMETERS:
-            computed["d" + name] = subject.summed(grad.detach().double())
+            computed["d" + name] = tested.summed(grad.detach().double())
         else:
             mine = batch.local(grad)
             computed["d" + name] = mine[:, inputs.sampled] if name == "q" else mine
     return computed
 
 
-def _keys(subject: Subject, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _keys(tested: TestedLayer, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values of `RandomTensors.of_keys`."""
-    if not subject.of_latents:
+    if not tested.of_latents:
         return tensors["k"], tensors["v"]
     from cp_ring.megatron.certificate import latent_probe
 
     return latent_probe.keys(
-        tensors["latent"], tensors["rope"], tensors["weight"], subject.layer.config.qk_head_dim
+        tensors["latent"], tensors["rope"], tensors["weight"], tested.layer.config.qk_head_dim
     )
 
 
-def _latents(subject: Subject, tensors: dict[str, Tensor]) -> Latents | None:
-    if not subject.of_latents:
+def _latents(tested: TestedLayer, tensors: dict[str, Tensor]) -> Latents | None:
+    if not tested.of_latents:
         return None
     from cp_ring.comm.latent import Latents
 
-    weight, key_dim = tensors["weight"], subject.layer.config.qk_head_dim
+    weight, key_dim = tensors["weight"], tested.layer.config.qk_head_dim
     return Latents(tensors["latent"].squeeze(2), weight[:, :key_dim], weight[:, key_dim:])
 
 
-def reference(subject: Subject, inputs: RandomTensors) -> dict[str, Tensor]:
+def reference(tested: TestedLayer, inputs: RandomTensors) -> dict[str, Tensor]:
     """What the declared layer computes, in float64: each rank computes its own queries, and
     gradients of keys are summed over the group.
     """
-    kind, batch, sink = subject.kind, subject.batch, subject.layer.softmax_offset
-    keys = torch.arange(kind.tokens, device=subject.device)
-    parameters = {name: x for name, x in inputs.of_keys.items() if name in PARAMETERS}
-    parameters |= {} if sink is None else {"sink": sink}
-    by_row: dict[str, list[Tensor]] = {}
-    totals = {
-        "d" + name: torch.zeros_like(x, dtype=torch.float64, requires_grad=False)
-        for name, x in parameters.items()
-        if name != "sink" or kind.sink == "learnable"
-    }
-    for batch_row, (positions, rule) in enumerate(zip(batch.positions, batch.rules, strict=True)):
-        mine = positions[inputs.sampled]
-        of_keys = {
-            name: x[batch_row : batch_row + 1]
-            for name, x in inputs.of_keys.items()
-            if name not in PARAMETERS
-        }
-        leaves = {"q": inputs.q[batch_row, mine], **of_keys, **parameters}
-        leaves = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
-        with torch.enable_grad():
-            k, v = _keys(subject, leaves)
-            allowed = rule.allowed(mine, keys, kind.probed)
-            out = attend(leaves["q"], k[0], v[0], allowed, kind.scale, leaves.get("sink"))
-            grads = torch.autograd.grad(
-                out, list(leaves.values()), inputs.dout[batch_row, mine].double()
-            )
-        by_row.setdefault("out", []).append(out.detach())
-        for name, grad in zip(leaves, grads, strict=True):
-            if name in of_keys:
-                of_rank = subject.summed(grad)[0, positions]
-                by_row.setdefault("d" + name, []).append(of_rank)
-            elif name == "q":
-                by_row.setdefault("dq", []).append(grad)
-            elif "d" + name in totals:
-                totals["d" + name] += grad
-    stacked = {name: torch.stack(values) for name, values in by_row.items()}
-    return stacked | {name: subject.summed(total) for name, total in totals.items()}
+    kind, batch, sink = tested.kind, tested.batch, tested.layer.softmax_offset
+    keys = torch.arange(kind.tokens, device=tested.device)
+    queries = batch.positions[:, inputs.sampled]
+    batch_rows = torch.arange(len(queries), device=tested.device)[:, None]
+    tensors = {"q": inputs.q[batch_rows, queries], **inputs.of_keys}
+    if sink is not None:
+        tensors["sink"] = sink
+    leaves = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
+    with torch.enable_grad():
+        of_rows = zip(leaves["q"], *_keys(tested, leaves), queries, batch.rules, strict=True)
+        out = torch.stack(
+            [
+                attend(
+                    q, k, v, rule.allowed(mine, keys, kind.probed), kind.scale, leaves.get("sink")
+                )
+                for q, k, v, mine, rule in of_rows
+            ]
+        )
+        grads = torch.autograd.grad(
+            out, list(leaves.values()), inputs.dout[batch_rows, queries].double()
+        )
+    truth = {"out": out.detach()}
+    for name, grad in zip(leaves, grads, strict=True):
+        if name == "q":
+            truth["dq"] = grad
+        elif name not in PARAMETERS:
+            truth["d" + name] = batch.local(tested.summed(grad))
+        elif name != "sink" or kind.sink == "learnable":
+            truth["d" + name] = tested.summed(grad)
+    return truth
 
 
-def _probe(subject: Subject, name: str, computed: Tensor, truth: Tensor, sampled: Tensor) -> Probe:
+def _probe(
+    tested: TestedLayer, name: str, computed: Tensor, truth: Tensor, sampled: Tensor
+) -> Probe:
     difference = computed.double() - truth
-    bound = BOUNDS[subject.dtype] + WIRES[subject.layer.wire].widening
+    bound = BOUNDS[tested.dtype] + WIRES[tested.layer.wire].widening
     if name == "dsink":
         bound *= SINK_FACTOR
-    elif subject.of_latents and subject.dtype.itemsize == 2:
+    elif tested.of_latents and tested.dtype.itemsize == 2:
         bound *= LATENT_FACTOR
     where = ""
     if computed.dim() == 4:
         worst = int(difference.abs().amax((2, 3)).nan_to_num(torch.inf).argmax())
         batch_row, token = divmod(worst, computed.shape[1])
-        what, positions = "key", subject.batch.positions[batch_row]
+        what, positions = "key", tested.batch.positions[batch_row]
         if name in ("out", "dq"):
             what, positions = "query", positions[sampled]
         where = f"worst at {what} {int(positions[token])} of batch row {batch_row}"
-    return subject.probe(
-        name, float(difference.norm()) / (float(truth.norm()) or 1.0), bound, where
-    )
+    return tested.probe(name, float(difference.norm()) / (float(truth.norm()) or 1.0), bound, where)

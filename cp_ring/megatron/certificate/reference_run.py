@@ -1,5 +1,5 @@
-"""The twin of a tiny model, at context parallel size 1: it holds whole batch rows, and attends by a
-dense mask in float64.
+"""The reference run of a tiny model, at context parallel size 1: it holds whole batch rows, and
+attends by a dense mask in float64.
 
 Its Mamba and gated delta net layers run each document by itself, and each branch of a tree after
 those that it continues: then no state can cross into another.
@@ -21,15 +21,15 @@ from cp_ring.megatron import compat, settings
 from cp_ring.megatron.certificate.dense_oracle import DenseAttention, MaskRule
 from cp_ring.megatron.certificate.layer_kinds import declared_scale, declared_window
 from cp_ring.megatron.certificate.tiny_batch import Microbatch
-from cp_ring.megatron.certificate.tiny_model import arguments_in_force, one_rank, own_device
+from cp_ring.megatron.certificate.tiny_model import arguments_in_force, one_stage, own_device
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, is_recurrent, letters_of
 from cp_ring.megatron.layers.rotary import positions_in_force
 from cp_ring.megatron.wrapping import loaded_modules, replaced
 
 
 def uncovered_states(args: argparse.Namespace, mask: str) -> str:
-    """What of recurrent layers the twin cannot run, in words, or "": a part of a document on each
-    tensor-parallel rank.
+    """What of recurrent layers the reference run cannot have, in words, or "": a part of a document
+    on each tensor-parallel rank.
     """
     shared = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
     kinds = (kind for letter, kind in RECURRENT.items() if letter in letters_of(args))
@@ -44,8 +44,8 @@ def uncovered_states(args: argparse.Namespace, mask: str) -> str:
 
 
 def follow_rules(model: Any, rules: list[MaskRule]) -> None:
-    """Makes the layers of the twin do what the flags declare: attention by dense masks in place of
-    the ring, and recurrent layers document by document.
+    """Makes the layers of the reference run do what the flags declare: attention by dense masks in
+    place of the ring, and recurrent layers document by document.
     """
     from cp_ring.megatron.ring_core_attention import RingDotProductAttention  # imports Megatron
 
@@ -100,8 +100,8 @@ def _by_document(
 def whole_rows_in_force(
     args: argparse.Namespace, alone: Any, batch: Microbatch, own: bool
 ) -> Iterator[None]:
-    """Megatron's arguments and groups, and cp_ring's settings, of the twin: batch rows in order;
-    multi-token prediction stays within the declared documents.
+    """Megatron's arguments and groups, and cp_ring's settings, of the reference run: batch rows in
+    order; multi-token prediction stays within the declared documents.
 
     Rotary embeddings are those of the declared positions. A script's own step, if not `own`, may
     need the kinds of masks.
@@ -127,7 +127,7 @@ def whole_rows_in_force(
     kinds = "" if own else used.mask_kinds
     plain = replace(used, layout="zigzag", document_mask=False, mask_kinds=kinds, loss_chunk=0)
     with (
-        arguments_in_force(args, one_rank(alone)),
+        arguments_in_force(args, one_stage(alone, whole=True)),
         replaced(*rolls),
         positions_in_force(batch.selected()),
         settings.in_force(plain),
@@ -136,8 +136,8 @@ def whole_rows_in_force(
 
 
 def whole_rows(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
-    """The forward step of the twin: whole batch rows, no packing; the sum of the losses that count,
-    and their number.
+    """The forward step of the reference run: whole batch rows, no packing; the sum of the losses
+    that count, and their number.
     """
     batch = {
         name: tensor.to(own_device())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring.megatron.certificate.declared import PREFIX, sample
+from cp_ring.megatron.certificate.user_masks import PREFIX, sample
 from cp_ring.options import MASK_KINDS
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TestedLayer:
     """A layer under probe: the job's core attention of this kind, its context-parallel group, dtype
     and device, and the seed of its random tensors.
     """
@@ -42,7 +42,7 @@ class Subject:
         """The microbatch of this rank."""
         return ProbeBatch.make(self.kind, self.group, self.device)
 
-    def with_layer(self, number: int, layer: Any) -> Subject:
+    def with_layer(self, number: int, layer: Any) -> TestedLayer:
         """Layer `number` of the same kind, on the same microbatch."""
         other = replace(self, kind=replace(self.kind, layer=number), layer=layer)
         vars(other)["batch"] = self.batch
