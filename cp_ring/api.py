@@ -44,7 +44,6 @@ class CallOptions(TypedDict, total=False):
     route: str
     schedule: str | Sequence[int]
     heads: int | str
-    node_size: int | None
     softmax_scale: float | None
     deterministic: bool | None
     kernel: str
@@ -122,8 +121,8 @@ def ring_attention(
             default a layout of the same name as `layout`, of `replicated` `contiguous`. The last
             query and the last key then have one position, as in flash-attn, for `causal`
             and `window_size`; a `mask` says so by its `keys`.
-        route: how keys reach the ranks that need them, a name in `cp_ring.plan.routes.ROUTES`, or
-            `auto`, which is the default.
+        route: how keys reach the ranks that need them: `direct`, from their owner at the hop that
+            reads them, or `ring`, from neighbor to neighbor.
         schedule: at which hop a rank uses the keys of which others: `auto`, 2 sources
             first and 4 a hop then, or all in one hop where few keys are remote; `ring`, one source
             a hop; `gather`, all remote sources in one hop; or the hop of each ring distance, as
@@ -133,8 +132,6 @@ def ring_attention(
             ring has as many times fewer members. It must divide the ranks and the query heads. The
             number of all ranks is DeepSpeed-Ulysses, 1 the ring alone, `auto` that of least
             predicted time.
-        node_size: neighboring ranks of `group` on one node, by which the routes `direct` and
-            `relay` go. None is what torchrun or Slurm told this process, and 1 for a transport.
         softmax_scale: factor of the scores; d ** -0.5 by default.
         sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each
             query. Zeros give the off-by-one softmax. Its gradient is this rank's share; sum it over

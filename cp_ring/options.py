@@ -13,9 +13,8 @@ from typing import Any
 
 from cp_ring import option_values
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.layout import LAYOUTS, MAX_RANKS, NamedLayout
-from cp_ring.plan.routes import DEFAULT, ROUTES
+from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, resolve
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
@@ -28,16 +27,13 @@ MASK_KINDS = (
 FORKING = ("shared-prefix", "tree")
 """Those in which branches continue one another, and so do the states of recurrent layers."""
 
-UNTRIED = ("cuda-graphs", "moe-overlap")
-"""Features of Megatron for which ring attention is written, and which no GPU run has shown yet:
-rejected unless allowed.
-"""
-
 LEFT = {
+    "allow_untried": "nothing has to be allowed by name; drop it",
     "keep_checkpoints": "Megatron's --save-retain-interval removes checkpoints",
     "trust_checkpoint": "checkpoints are loaded as Megatron loads them; drop it",
     "compute_streams": "kernel calls have one stream; drop it",
     "offload": "Megatron's --fine-grained-activation-offloading of core_attn moves the same tensors",
+    "node_size": "torchrun or Slurm say how many ranks a node has; heads names another exchange",
     "softcap": "no kernel that trains long sequences caps scores; give 0 by leaving it out",
     "dropout_p": "no GPU kernel drops weights by positions; train without attention dropout",
     "dropout_seed": "no GPU kernel drops weights by positions; train without attention dropout",
@@ -143,9 +139,9 @@ class Options:
     )
     route: str = _setting(
         "direct",
-        "How keys and values reach the ranks that need them; auto takes the fastest by predicted "
-        "time.",
-        choices=lambda: ("auto", *ROUTES),
+        "How keys and values reach the ranks that need them: direct, from their owner; ring, from "
+        "neighbor to neighbor.",
+        choices=lambda: tuple(ROUTES),
     )
     schedule: str = _setting(
         "auto",
@@ -166,12 +162,6 @@ class Options:
         "predicted time.",
         least=1,
         words=("auto",),
-    )
-    node_size: int = _setting(
-        0,
-        "Context-parallel ranks on one node, for the routes direct and relay; 0 takes what the "
-        "launcher (torchrun or Slurm) says.",
-        least=0,
     )
     num_slots: int = _setting(
         2,
@@ -216,13 +206,6 @@ class Options:
         "Without --calculate-per-token-loss, average the means of context-parallel ranks as "
         "stock Megatron does, for a comparison bit by bit; tokens on ranks with few valid "
         "tokens then weigh more.",
-    )
-    allow_untried: str = _setting(
-        "",
-        "Features of Megatron, comma separated, to accept although no GPU run has tested them "
-        "with ring attention: cuda-graphs, moe-overlap.",
-        convert=option_values.joined,
-        check=partial(option_values.only_known, "untried feature", UNTRIED),
     )
     hop_timeout: float = _setting(
         600,
@@ -315,37 +298,22 @@ class Options:
 
     def without_auto(self) -> Options:
         """With the simplest shape in place of `auto`: what runs with it runs with any."""
-        return replace(
-            self,
-            route=DEFAULT if self.route == "auto" else self.route,
-            heads=1 if self.heads == "auto" else self.heads,
-        )
+        return replace(self, heads=1 if self.heads == "auto" else self.heads)
 
     def check_schedule(self, cp: int) -> None:
         """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than
         `slot_shards` sources at a hop.
 
-        With `heads` it is that of the ring's members, with `auto` that of the ranks. `relay` has a
-        schedule of its own.
+        With `heads` it is that of the ring's members, with `auto` that of the ranks.
         """
         heads = int(self.without_auto().heads)
-        for name, ranks, advice in (
-            ("node_size", self.node_size or 1, ""),
-            ("heads", heads, ": change either"),
-        ):
-            if cp % ranks:
-                raise ConfigError(
-                    f"{self.flag(name)} {ranks} does not divide the {cp} context-parallel "
-                    f"ranks{advice}"
-                )
+        if cp % heads:
+            raise ConfigError(
+                f"{self.flag('heads')} {heads} does not divide the {cp} context-parallel ranks: "
+                "change either"
+            )
         try:
-            own_schedule = self.route in ROUTES and ROUTES[self.route].own_schedule
-            if own_schedule and cp > 1:
-                own_schedule(
-                    self.schedule, cp // heads, members_of_node(self.node_size or 1, heads)
-                )
-            else:
-                resolve(self.schedule, cp // heads, self.slot_shards)
+            resolve(self.schedule, cp // heads, self.slot_shards)
         except PlanError as error:
             named = str(error).replace("schedule ", self.flag("schedule") + " ", 1)
             raise ConfigError(named.replace("slot_shards", self.flag("slot_shards"))) from None

@@ -20,7 +20,7 @@ from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import REPLICATED, Plan, PlanSpec, plan
 from cp_ring.plan.ranges import offsets, window_of
-from cp_ring.plan.routes import AUTO, DEFAULT
+from cp_ring.plan.routes import AUTO
 from cp_ring.plan.schedule import text
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.runtime import RUNTIME
@@ -34,7 +34,7 @@ MAX_CHOICES = 64
 
 _OF_PLANS = "mask, layout, route, schedule and heads"
 _OF_MASKS = ("causal", "window_size", "cu_seqlens", "cu_seqlens_k")
-_OTHERS = ("layout", "key_layout", "route", "schedule", "heads", "node_size")
+_OTHERS = ("layout", "key_layout", "route", "schedule", "heads")
 Offsets = Sequence[int] | np.ndarray | Tensor
 
 _choices: OrderedDict[tuple[object, ...], int] = RUNTIME.keep(OrderedDict())
@@ -59,7 +59,6 @@ class PlanOptions:
     route: str = Options.route
     schedule: str | Sequence[int] = Options.schedule
     heads: int | str = Options.heads
-    node_size: int | None = None
 
     def __post_init__(self) -> None:
         mask, heads, layout = self.mask, self.heads, self.layout
@@ -134,18 +133,12 @@ class PlanOptions:
                 split = self.key_layout or (named if named != REPLICATED else "contiguous")
                 of_keys = _edges("cu_seqlens_k", self.cu_seqlens_k, split, key_tokens, cp)
             mask = _mask(edges, of_keys, self.causal, window_of(self.window_size))
-        near = self.node_size
-        if near is None:
-            near = node_size(getattr(transport, "ranks", ()), ranks_per_node())
-        spec = PlanSpec(
-            layout, self.route, self.schedule, node_size=near, key_layout=self.key_layout
-        )
-        if self.route == AUTO:
-            spec = replace(spec, route=DEFAULT)
+        spec = PlanSpec(layout, self.route, self.schedule, key_layout=self.key_layout)
         if self.heads != AUTO:
             spec = replace(spec, ulysses=int(self.heads))
         elif layout != REPLICATED:  # there no head travels
-            heads = _fastest_heads(mask, cp, spec, _sizes(*tensors, batch))
+            near = node_size(getattr(transport, "ranks", ()), ranks_per_node())
+            heads = _fastest_heads(mask, cp, spec, _sizes(*tensors, batch), near)
             spec = replace(spec, ulysses=heads)
         proven = plan(mask, cp, spec)
         for layout, of, has, ends in (
@@ -177,18 +170,18 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes:
     return AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype=dtype, batch=batch)
 
 
-def _fastest_heads(mask: Mask, cp: int, spec: PlanSpec, sizes: AttentionSizes) -> int:
-    """The number of ranks that exchange heads of least predicted time, in place of `auto`; found
-    once for equal arguments.
+def _fastest_heads(mask: Mask, cp: int, spec: PlanSpec, sizes: AttentionSizes, near: int) -> int:
+    """The number of ranks that exchange heads of least predicted time, in place of `auto`, where `near`
+    neighboring ranks share a node; found once for equal arguments.
     """
     from cp_ring.plan.cost import fastest_heads
 
     layout = getattr(spec.layout, "digest", spec.layout)
-    key = mask.digest, layout, cp, spec.route, text(spec.schedule), spec.node_size, sizes
+    key = mask.digest, layout, cp, spec.route, text(spec.schedule), near, sizes
     with _lock:
         if key not in _choices:
             settled = spec.settled(mask, cp)
-            _choices[key] = fastest_heads([(mask, 1)], cp, settled, sizes)[0]
+            _choices[key] = fastest_heads([(mask, 1)], cp, settled, sizes, near)[0]
             while len(_choices) > MAX_CHOICES:
                 _choices.popitem(last=False)
         _choices.move_to_end(key)

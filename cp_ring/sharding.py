@@ -307,8 +307,8 @@ def _layout(layout: Layout | Plan | str | None, n: int, cp: int) -> Layout:
 
 
 def _check_even(layout: Layout, name: str) -> None:
-    """Raises `ConfigError` where ranks hold different numbers of tokens: from its own, no rank could
-    tell the length of the sequence.
+    """Raises `ConfigError` where ranks hold different numbers of tokens: from its own number, no
+    rank could tell the length of the sequence.
     """
     if len({*layout.tokens_per_rank.tolist()}) > 1:
         raise ConfigError(

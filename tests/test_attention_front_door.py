@@ -297,11 +297,6 @@ BESIDE_A_PLAN = {
             "num_slots=9223372036854775807: it must be a whole number from 2 to 8",
         ),
         ({"heads": sys.maxsize}, PlanError, "heads=9223372036854775807: it must divide the 1"),
-        (
-            {"node_size": sys.maxsize},
-            PlanError,
-            "node_size=9223372036854775807: it must divide the 1 ranks",
-        ),
         ({"schedule": (0, sys.maxsize)}, PlanError, "schedule 0,9223372036854775807"),
         ({"timeout": 10**400}, ConfigError, "it must be a number of seconds above 0, or None"),
         ({"window_size": 3}, ConfigError, "window_size=3: it must be (left, right)"),
@@ -321,7 +316,7 @@ BESIDE_A_PLAN = {
             ConfigError,
             "layout is for 2 ranks, but the group has 1",
         ),
-        ({"route": "pigeon"}, PlanError, "route='pigeon': unknown; known are direct, ring, relay"),
+        ({"route": "pigeon"}, PlanError, "route='pigeon': unknown; known are direct, ring"),
         ({"plan": Mask.causal(16)}, PlanError, "plan is a Mask, not a Plan: pass mask="),
         ({"plan": Layout.zigzag(16, 1)}, PlanError, "plan is a Layout, not a Plan: pass layout="),
         (

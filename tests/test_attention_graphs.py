@@ -208,7 +208,7 @@ def test_every_message_is_waited_for(name):
         assert transport.posted > forward and transport.waited == transport.posted
 
 
-def test_the_watchdog_does_not_ask_the_device_where_graphs_hold_attention(monkeypatch):
+def test_the_watchdog_does_not_ask_a_device_that_captures(monkeypatch):
     class OnDevice:
         is_cuda, device = True, torch.device("cuda")
 
@@ -216,12 +216,12 @@ def test_the_watchdog_does_not_ask_the_device_where_graphs_hold_attention(monkey
         "Batch", (), {"receives": [(None, [OnDevice()])], "sends": [], "kind": "keys", "hop": 1}
     )()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for asks, captures in ((True, False), (False, False), (True, True)):
+    for captures in (False, True):
         monkeypatch.setattr(
             torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures
         )
         monkeypatch.setattr(watchdog, "_describe", lambda *_: {})
-        watch = Watch(asks_device=asks)
+        watch = Watch()
         watch.begin(batch, [])
-        assert (watch.sampled is not None) is (asks and not captures)
+        assert (watch.sampled is not None) is not captures
         assert watch.longest()[0] is batch

@@ -111,16 +111,6 @@ def test_routes_and_schedules_of_the_ring(options):
     check(case, plan, sink, attend(case, plan, sink=sink))
 
 
-@pytest.mark.parametrize(("cp", "size", "heads"), [(4, 2, 1), (6, 3, 1), (8, 4, 1), (8, 4, 2)])
-def test_relays(cp, size, heads):
-    """Keys are passed on inside nodes, and gradients are summed there before they cross."""
-    n = 16 * cp
-    case, sink = Case.draw(n, h=4, g=2, d=8, e=12), torch.zeros(4)
-    for mask in masks(n).values():
-        plan = Plan.build(mask, Layout.zigzag(n, cp), ulysses=heads, route="relay", node_size=size)
-        check(case, plan, sink, attend(case, plan, sink=sink))
-
-
 def _bytes_by_link(group, case, plan):
     """Bytes that a rank sends: (to the other node, inside its own)."""
     with record() as counters:
@@ -136,7 +126,7 @@ def test_bytes_between_nodes_are_those_of_the_plan(pool, heads):
     """All ranks on 2 nodes of 2: keys in forward and again in backward, gradients once; heads are
     exchanged inside a node.
     """
-    plan = Plan.build(Mask.full(64), Layout.zigzag(64, 4), ulysses=heads, node_size=2)
+    plan = Plan.build(Mask.full(64), Layout.zigzag(64, 4), ulysses=heads)
     parts = pool.run(_bytes_by_link, 4, Case.draw(64, h=4, g=2), plan)
     sizes = AttentionSizes(4, 2, 16, dtype="fp32")
     assert sum(between for between, _ in parts) == 3 * bytes_between_nodes(plan, sizes, 2)
@@ -189,7 +179,7 @@ def test_the_fastest_shape():
         alone = ring_attention(q, k, v, group, causal=True)
         choices = (
             {"heads": "auto"},
-            {"heads": "auto", "node_size": 2},
+            {"heads": "auto"},
         )
         return [
             error(ring_attention(q, k, v, group, causal=True, **choice), alone.double())

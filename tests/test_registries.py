@@ -96,7 +96,7 @@ def test_selected_by_setting_and_by_call(registries):
         ),
         (
             {"route": "pigeon"},
-            "--cp-ring-route 'pigeon': input should be 'auto', 'direct', 'ring' or 'relay'",
+            "--cp-ring-route 'pigeon': input should be 'direct' or 'ring'",
         ),
         (
             {"wire_dtype": "int8"},

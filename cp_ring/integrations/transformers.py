@@ -32,8 +32,8 @@ OFFSETS = "cp_ring_offsets"
 whole batch row begin and end, (0, ..., n)."""
 
 LAST = "cp_ring_last_position"
-"""What `shard_batch` adds too: the largest position of the whole batch, a tensor without dimensions.
-Rotary embeddings whose frequencies follow the length of the batch ask for it."""
+"""What `shard_batch` adds too: the largest position of the whole batch, a tensor []. Rotary
+embeddings whose frequencies follow the length of the batch ask for it."""
 
 _OPTIONS = (
     "route", "schedule", "heads", "deterministic", "kernel", "num_slots", "wire", "wire_dtype",
@@ -113,9 +113,9 @@ def _unwrapped(model: Any) -> PreTrainedModel:
 def _check_head(model: PreTrainedModel) -> None:
     """Raises `ConfigError` for a model whose head does not treat each token by itself."""
     tables = MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-    known: list[type] = []
+    known: list[Any] = []
     for table in tables:
-        found = table.get(type(model.config), ())
+        found: Any = table.get(type(model.config), ())
         known += found if isinstance(found, tuple) else (found,)
     names = [kind.__name__ for kind in type(model).__mro__]
     if not isinstance(model, tuple(known)) and not any(name.endswith(_HEADS) for name in names):

@@ -30,8 +30,6 @@ from cp_ring.megatron.data.documents import DocumentParams, Documents, boundarie
 from cp_ring.megatron.data.masks import KEY, MicrobatchMask, decode, encode, read
 from cp_ring.megatron.data.prefetch import begin, following, wait_for
 from cp_ring.megatron.flags.comm_types import specs
-from cp_ring.megatron.flags.rule import Job, check_rules
-from cp_ring.megatron.flags.rules import READING
 from cp_ring.megatron.settings import current, layer_windows
 from cp_ring.plan.ranges import Ints
 
@@ -354,7 +352,6 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     conversations with --sft.
     """
     args = get_args()
-    check_rules(Job(args), READING)
     kind = _kind_of_dataset(args)
 
     def built_here() -> bool:

@@ -18,7 +18,6 @@ from cp_ring.attention import attention_of
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.megatron import compat
-from cp_ring.megatron.flags import graphs
 from cp_ring.megatron.layers import recomputation
 from cp_ring.megatron.layers.layer_offload import saving
 from cp_ring.megatron.layers.planned import PlannedAttention, mask_of
@@ -93,8 +92,6 @@ class RingDotProductAttention(PlannedAttention):
         # [h]; Megatron's clip_qk reads it after a step, and resets it
         self.current_max_attn_logits: torch.Tensor | None = None
         watchdog.start(self.settings.hop_timeout)
-        if graphs.hold_attention(config):
-            watchdog.WATCH.asks_device = False
         if self.settings.debug:
             debug.switch_on()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout

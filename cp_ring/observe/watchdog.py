@@ -57,9 +57,6 @@ class Watch:
 
     Threads of one process may wait at the same time, each in a group of its own; the place is then
     that of the last one.
-    `asks_device`: whether the thread may ask the device if messages are there. While a CUDA graph
-    is captured it must not, and
-    what a graph repeats it does not see.
     """
 
     place: Place = Place()
@@ -67,14 +64,13 @@ class Watch:
     waits: dict[int, tuple[Any, float]] = field(default_factory=dict)
     last: tuple[Any, ...] | None = None
     sampled: tuple[Any, ...] | None = None
-    asks_device: bool = True
 
     def begin(self, batch: Any, works: Sequence[Any]) -> None:
         """Notes that this rank starts to wait for a batch of messages."""
         now = time.monotonic()
         self.waits[threading.get_ident()] = batch, now
         first = (batch.receives or batch.sends)[0][1][0]
-        if self.sampled is None and self.asks_device and _on_device(first):
+        if self.sampled is None and _on_device(first):
             # on CUDA `wait` returns at once; the device waits
             self.sampled = (_describe(self, batch), now, works, first.device)
 

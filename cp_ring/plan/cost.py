@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.exchange.members import members_of_node
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
@@ -121,7 +120,7 @@ def bytes_between_nodes(plan: Plan, sizes: AttentionSizes, ranks_per_node: int) 
     """Bytes of keys and values of all ranks that go to other nodes in the ring in forward, where
     each `ranks_per_node` neighboring ranks share a node.
     """
-    near = members_of_node(ranks_per_node, plan.ulysses)
+    near = _members_of_node(ranks_per_node, plan.ulysses)
     keys = plan.ring.transfers
     crosses = keys.sender // near != keys.receiver // near
     own = sizes.of_rank(plan.ulysses).on_wire()[0]
@@ -152,8 +151,8 @@ class AttentionTime:
 
     def _slowest(self, passes: int) -> tuple[float, float]:
         """The time of the slowest rank in so many passes, and what of it the rank waits."""
-        total = sum(stages.sum(1) for stages in self.stages[:passes])
-        busy = sum(compute.sum(1) for compute in self.compute[:passes])
+        total = np.sum([stages.sum(1) for stages in self.stages[:passes]], axis=0)
+        busy = np.sum([compute.sum(1) for compute in self.compute[:passes]], axis=0)
         exchange, rank = sum(self.exchange[:passes]), int(np.argmax(total))
         return float(total[rank] + exchange), float(total[rank] - busy[rank] + exchange)
 
@@ -186,7 +185,7 @@ def attention_time(
     ring, heads = plan.ring, plan.ulysses
     own, hops = sizes.of_rank(heads), ring.schedule[-1] + 1
     groups = split_heads(sizes.heads, sizes.kv_heads, heads).groups if heads > 1 else 1
-    near = members_of_node(ranks_per_node, heads)
+    near = _members_of_node(ranks_per_node, heads)
     costs = cost(report, own)
     keys, gradients = (
         _link_seconds(table, width, near, (ring.cp, hops), rates)
@@ -221,6 +220,11 @@ def attention_time(
             float(costs.backward_flops.sum()) / ring.cp / rates.flops,
         ),
     )
+
+
+def _members_of_node(ranks_per_node: int, heads: int) -> int:
+    """Members of the ring on a node: 1 if a node does not hold whole members, or has one."""
+    return ranks_per_node // heads if ranks_per_node % heads == 0 else 1
 
 
 def _link_seconds(
@@ -260,10 +264,15 @@ def _exchange_seconds(plan: Plan, own: AttentionSizes, rates: Rates, ranks_per_n
 
 
 def fastest_heads(
-    layers: Sequence[tuple[Mask, int]], cp: int, spec: PlanSpec, sizes: AttentionSizes
+    layers: Sequence[tuple[Mask, int]],
+    cp: int,
+    spec: PlanSpec,
+    sizes: AttentionSizes,
+    ranks_per_node: int = 1,
 ) -> tuple[int, dict[int, float]]:
     """How many neighboring ranks exchange heads, such that attention of layers with these masks
-    (mask, number of layers) takes the least time; and the seconds of each number that is possible.
+    (mask, number of layers) takes the least time, where each `ranks_per_node` neighboring ranks
+    share a node; and the seconds of each number that is possible.
 
     Of numbers that differ by less than a hundredth, the smallest is taken.
     """
@@ -272,7 +281,7 @@ def fastest_heads(
         if cp % heads == 0 and sizes.heads % heads == 0:
             plans = [(replace(spec, ulysses=heads).build(mask, cp), n) for mask, n in layers]
             seconds[heads] = sum(
-                count * attention_time(plan, plan.verify(), sizes, RATES, spec.node_size).both
+                count * attention_time(plan, plan.verify(), sizes, RATES, ranks_per_node).both
                 for plan, count in plans
             )
     least = min(seconds.values())

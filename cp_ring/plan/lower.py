@@ -39,8 +39,7 @@ class Capabilities:
         documents. Packed calls of a new size are slow at first, so they are filled up to few sizes.
         0: any size is as good as another.
     deterministic: the same bits in every run, if the caller asks for it. It changes no tile.
-    concurrent: on CUDA, calls on several streams may run at the same time.
-    slow: made to compare others with; `auto` takes it last, and for dropout it must be named.
+    slow: made to compare others with; `auto` takes it last.
     """
 
     bands: bool = False
@@ -48,17 +47,16 @@ class Capabilities:
     varlen: bool = False
     block: int = 0
     deterministic: bool = False
-    concurrent: bool = False
     slow: bool = False
 
 
-_FLASH = Capabilities(bands=True, varlen=True, deterministic=True, concurrent=True)
+_FLASH = Capabilities(bands=True, varlen=True, deterministic=True)
 
 KERNELS = {
     "transformer_engine": replace(_FLASH, bands=False, block=BLOCK),
     "flash": _FLASH,
     "flash_aten": _FLASH,
-    "efficient": Capabilities(deterministic=True, concurrent=True),
+    "efficient": Capabilities(deterministic=True),
     "cpu": Capabilities(deterministic=True),
     "reference": Capabilities(bands=True, varlen=True, deterministic=True, slow=True),
 }

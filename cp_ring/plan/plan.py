@@ -24,13 +24,11 @@ from cp_ring.errors import PlanError, expect
 from cp_ring.plan.exchange.members import (
     check_exchange,
     check_members,
-    members_of_node,
     with_exchange,
 )
 from cp_ring.plan.layout import LAYOUTS, Layout, check_rank
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.proof.verify import Report, verify
-from cp_ring.plan.ranges import integer
 from cp_ring.plan.rank_plan import rank_plan
 from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
 from cp_ring.plan.schedule import Schedule, text
@@ -46,21 +44,20 @@ class PlanSpec:
     layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`; of a mask with keys of
         their own, which rank holds which queries, or `replicated`: each holds all of them.
     key_layout: which rank holds which of such keys; None is a layout of the same name.
-    route, schedule, ulysses, node_size, slot_shards: as in `Plan.build`.
+    route, schedule, ulysses, slot_shards: as in `Plan.build`.
     """
 
     layout: Layout | str = "zigzag"
     route: str = DEFAULT
     schedule: str | Sequence[int] = "auto"
     ulysses: int = 1
-    node_size: int = 1
     slot_shards: int | None = None
     key_layout: Layout | str | None = None
 
     @property
     def name(self) -> str:
         """Route, ranks that exchange heads and schedule, as tables show them: direct, direct ring,
-        heads 4, heads 4 relay.
+        heads 4, heads 4 ring.
         """
         parts = [f"heads {self.ulysses}"] if self.ulysses > 1 else []
         parts += [self.route] if self.ulysses == 1 or self.route != DEFAULT else []
@@ -118,13 +115,13 @@ class PlanSpec:
         mask, layout, key_layout = self._streams(mask, cp)
         if self.route not in ROUTES:
             raise PlanError(f"route={self.route!r}: unknown; known are {', '.join(ROUTES)}")
-        route, near = ROUTES[self.route], self.node_size
+        route = ROUTES[self.route]
         for name, of in (("layout", layout), ("key_layout", key_layout)):
             if of.cp != cp:
                 raise PlanError(f"{name} is for {of.cp} ranks, not for {cp}")
         members, of_keys = layout, key_layout
         if self.ulysses != 1:
-            members, near = layout.merged(self.ulysses), members_of_node(near, self.ulysses)
+            members = layout.merged(self.ulysses)
             of_keys = members if key_layout is layout else key_layout.merged(self.ulysses)
         if mask.n != layout.n:
             raise PlanError(f"the mask is for {mask.n} tokens, the layout for {layout.n}")
@@ -133,12 +130,9 @@ class PlanSpec:
                 f"the mask has {mask.num_keys} keys in {layout.rows} batch rows, key_layout is for "
                 f"{key_layout.n} in {key_layout.rows}"
             )
-        if integer(near, "node_size") < 1 or members.cp % near:
-            raise PlanError(f"node_size={near}: it must divide the {members.cp} ranks")
-        near = near if route.node_aware else 1
-        hops = route.schedule(self.schedule, mask, (members, of_keys), self.slot_shards, near)
+        hops = route.schedule(self.schedule, mask, (members, of_keys), self.slot_shards)
         mine = None if rank is None or not route.local else rank // self.ulysses
-        tables = tables_of(mask, (members, of_keys), self.route, hops, near, mine)
+        tables = tables_of(mask, (members, of_keys), self.route, hops, mine)
         return Plan(tables, layout, key_layout, self.ulysses)
 
     def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:
@@ -184,11 +178,8 @@ class Plan:
             schedule: `auto`, `ring` (one source a hop), `gather` (all remote sources in one hop),
                 or the hop of each ring distance, as in (0, 1, 2, 2); see `cp_ring.plan.schedule`.
             slot_shards: the most sources of a hop, so that a receive buffer holds at most so many
-                shards. None is 4 for `auto`, and no limit for another schedule. A route with a
-                schedule of its own has no such limit: that of `relay` has fewer than `node_size`,
-                but up to 2.
-            more: node_size, neighboring ranks on one node, for routes that are `node_aware`, 1 if
-                nodes do not matter; ulysses, neighboring ranks that exchange tokens for heads, so
+                shards. None is 4 for `auto`, and no limit for another schedule.
+            more: ulysses, neighboring ranks that exchange tokens for heads, so
                 that the ring has as many times fewer members; key_layout, which rank holds which
                 keys, for a mask with keys of their own.
 
@@ -318,7 +309,7 @@ def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:
         LAYOUTS.get(of, of) if isinstance(of, str) else of and of.digest
         for of in (spec.layout, spec.key_layout)
     ]
-    names = spec.route, text(spec.schedule), spec.ulysses, spec.node_size, spec.slot_shards
+    names = spec.route, text(spec.schedule), spec.ulysses, spec.slot_shards
     key = mask.digest, cp, *split, ROUTES.get(spec.route), *names
     with _lock:
         if key in _plans:

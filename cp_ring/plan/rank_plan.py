@@ -13,7 +13,7 @@ import numpy as np
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, sort_index, starts_of
-from cp_ring.plan.schedule import Order
+from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.tables import Hop, Hops, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.tiles import Tiles, coalesce
 
@@ -46,7 +46,7 @@ class _HopBuffers:
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     """The plan of one rank, from the tables of all ranks."""
-    cp, order = plan.cp, plan.order
+    cp = plan.cp
     num_tokens, num_keys = (
         int(layout.tokens_per_rank[rank]) for layout in (plan.layout, plan.key_layout)
     )
@@ -54,10 +54,10 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     tiles, tile_hop, grad_shift, tile_far = _own_tiles(plan, rank, keys, grads)
-    receives = _Messages(arriving, rank, "receiver", "receiver", order, keys)
-    sends = _Messages(leaving, rank, "sender", "receiver", order, keys)
-    grad_sends = _Messages(grads_leaving, rank, "sender", "sender", order, grads)
-    grad_receives = _Messages(grads_arriving, rank, "receiver", "sender", order, grads)
+    receives = _Messages(arriving, rank, "receiver", "receiver", cp, keys)
+    sends = _Messages(leaving, rank, "sender", "receiver", cp, keys)
+    grad_sends = _Messages(grads_leaving, rank, "sender", "sender", cp, grads)
+    grad_receives = _Messages(grads_arriving, rank, "receiver", "sender", cp, grads)
     every = (tile_hop, arriving.hop, leaving.hop, grads_leaving.hop, grads_arriving.hop)
     distances = _numbers([0], tile_far, receives.distance, grad_sends.distance)
     hop_of = np.array(plan.schedule)[distances]
@@ -66,7 +66,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
         own = slice(*np.searchsorted(tile_hop, [index, index + 1]))
         return Hop(
             index=index,
-            sources=tuple(order.owner(rank, distances[hop_of == index]).tolist()),
+            sources=tuple(((rank - distances[hop_of == index]) % cp).tolist()),
             tiles=tiles[own],
             num_keys=int(keys.sizes[index]),
             receives=receives.at(index),
@@ -107,7 +107,7 @@ def _buffers(plan: PlanTables, rank: int) -> tuple[Transfers, Transfers, _HopBuf
     arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
     num_keys = int(plan.key_layout.tokens_per_rank[rank])
     keys, grads = (
-        _HopBuffers(t, plan.order.distance(rank, t.owner), num_keys, plan.cp)
+        _HopBuffers(t, ring_distance(rank, t.owner, plan.cp), num_keys, plan.cp)
         for t in (arriving, leaving)
     )
     return arriving, leaving, keys, grads
@@ -124,15 +124,15 @@ def _own_tiles(
     """
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
     tiles, hop = plan.tiles[mine], plan.tile_hop[mine]
-    distance = plan.order.distance(rank, plan.tile_source[mine])
-    slide = keys.slide(distance, tiles.k0)
-    shift = grads.slide(distance, tiles.k0) - slide
+    far = ring_distance(rank, plan.tile_source[mine], plan.cp)
+    slide = keys.slide(far, tiles.k0)
+    shift = grads.slide(far, tiles.k0) - slide
     tiles = tiles.shifted(0, slide)
     several = np.zeros(int(hop.max(initial=0)) + 1, bool)
-    several[hop[1:][(hop[1:] == hop[:-1]) & (distance[1:] != distance[:-1])]] = True
+    several[hop[1:][(hop[1:] == hop[:-1]) & (far[1:] != far[:-1])]] = True
     join = several[hop]
     if not join.any():
-        return tiles, hop, shift, distance
+        return tiles, hop, shift, far
     places, group = np.unique(np.stack([hop[join], shift[join]]), axis=1, return_inverse=True)
     joined, group = coalesce(tiles[join], group.reshape(-1))
     hop, shift = (
@@ -140,7 +140,7 @@ def _own_tiles(
         for x, place in zip((hop, shift), places, strict=True)
     )
     sort = np.argsort(hop, kind="stable")
-    return Tiles.concatenate(tiles[~join], joined)[sort], hop[sort], shift[sort], distance
+    return Tiles.concatenate(tiles[~join], joined)[sort], hop[sort], shift[sort], far
 
 
 class _Messages:
@@ -157,16 +157,16 @@ class _Messages:
         rank: int,
         end: str,
         holder: str,
-        order: Order,
+        cp: int,
         buffers: _HopBuffers,
     ):
         peer = table.sender if end == "receiver" else table.receiver
         buffer = table.hop if end == holder else table.buffer
-        self.distance: Ints = order.distance(rank, table.owner)
+        self.distance: Ints = ring_distance(rank, table.owner, cp)
         slide = buffers.slide(self.distance, table.start)
         # `Transfer.buffer` is 0 for the buffer of the message's own hop.
         named = np.where(buffer == table.hop, 0, buffer)
-        of_holder = order.distance(getattr(table, holder), table.owner)
+        of_holder = ring_distance(getattr(table, holder), table.owner, cp)
         sort = sort_index(table.hop, peer, of_holder, table.start)
         self._hop = table.hop[sort]
         self._messages = np.stack([peer, named, table.start + slide, table.end + slide])[:, sort]

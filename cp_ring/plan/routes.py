@@ -9,9 +9,7 @@ the name that users give:
 
     ROUTES["direct"] = Route(direct)
 
-`need.schedule` maps distance to hop: a hop may have several sources. `need.order` counts distances;
-it is the plain ring distance, (rank - owner) mod cp, for all routes but those that are
-`node_aware`.
+`need.schedule` maps ring distance, (rank - owner) mod cp, to hop: a hop may have several sources.
 
 Flags and settings take their choices from `ROUTES`, so the entry must be made before they are read.
 The tables may be in any order. `verify.check_keys` and `verify.check_gradients` state what they
@@ -26,12 +24,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, sort_index, starts_of, union
-from cp_ring.plan.schedule import SLOT_SHARDS, Order, Schedule, relay_schedule, resolve
+from cp_ring.plan.ranges import Ints, integer, sort_index, starts_of, union
+from cp_ring.plan.schedule import SLOT_SHARDS, Schedule, resolve, ring_distance
 from cp_ring.plan.tables import Need, PlanTables, Transfers
 from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
 
@@ -57,13 +54,12 @@ def ring(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     what it, or a rank upstream, needed.
     """
     before, after = _neighbors(np.array(need.schedule))
-    order = need.order
     last = need.schedule[-1]
     hop, owner, distance, start, end = _passed_on(need, cp, range(last, 0, -1), before)
     keys = Transfers(
         hop,
-        order.reader(owner, before[distance]),
-        order.reader(owner, distance),
+        (owner + before[distance]) % cp,
+        (owner + distance) % cp,
         owner,
         start,
         end,
@@ -73,8 +69,8 @@ def ring(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     onward = np.where(hop < last, hop + 1, 0)
     return keys, Transfers(
         hop,
-        order.reader(owner, distance),
-        order.reader(owner, after[distance]),
+        (owner + distance) % cp,
+        (owner + after[distance]) % cp,
         owner,
         start,
         end,
@@ -105,7 +101,7 @@ def _passed_on(need: Need, cp: int, hops: range, to: Ints) -> tuple[Ints, Ints, 
     """
     sort = sort_index(need.hop)
     hop, start, end = need.hop[sort], need.start[sort], need.end[sort]
-    group = (need.owner * cp + need.order.distance(need.rank, need.owner))[sort]
+    group = (need.owner * cp + ring_distance(need.rank, need.owner, cp))[sort]
     passed = (np.zeros(0, np.int64),) * 3
     parts: list[tuple[Ints, ...]] = []
     for index in hops:
@@ -121,71 +117,6 @@ def _passed_on(need: Need, cp: int, hops: range, to: Ints) -> tuple[Ints, Ints, 
     return tuple(columns)  # type: ignore[return-value]
 
 
-def relay(need: Need, cp: int) -> tuple[Transfers, Transfers]:
-    """Keys cross to each other node once, whatever number of its ranks needs them; their gradients
-    cross back once.
-
-    In a node that reads an owner's keys, ranks have parts by their distance within the node from
-    the owner's place, at hops t, t + 1 and t + 2 (see `relay_schedule`):
-
-    | place | hop | keys | gradients |
-    |---|---|---|---|
-    | 0 | t | from the owner: all that the node needs; sent on to hop t + 1 | to place 1 |
-    | 1 | t + 1 | from place 0, also what the last place needs | with those of 0, to the last |
-    | others | t + 1 | from place 0 | to the last place |
-    | the last | t + 2 | from place 1 | all of the node's, summed in float32, to the owner |
-
-    So gradients are summed in the direction of the hops, and each rank sends and receives as much
-    between nodes as any other. On nodes of two ranks the last place is 1, at hop t + 1. Within the
-    owner's own node the route is direct.
-    """
-    size, order, hops = need.order.node_size, need.order, np.array(need.schedule)
-    if size in (1, cp):
-        return direct(need, cp)
-    node, place = np.divmod(order.distance(need.rank, need.owner), size)
-    near, far, last = node == 0, node > 0, size - 1
-    own, own_back = direct(_part(need, near), cp)
-    owner = need.owner[far]
-    node = node[far]
-    place = place[far]
-    start = need.start[far]
-    end = need.end[far]
-    via = 1 if size > 2 else 0
-
-    def held(*places: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Ranges that ranks at these places have for each owner and node: (owner, node, place,
-        start, end).
-        """
-        tokens = (np.tile(x, len(places)) for x in (start, end))
-        where = np.concatenate([(owner * cp + node * size) + each for each in places])
-        group, low, high = union(where, *tokens)
-        holder, distance = np.divmod(group, cp)
-        return holder, distance // size, distance % size, low, high
-
-    def rank(owner: Ints, node: Ints, place: Ints | int) -> Ints:
-        return order.reader(owner, node * size + place)
-
-    zero = np.zeros_like(place)
-    o, n, p, low, high = held(place, zero, np.where(place == last, via, place))
-    hop = hops[n * size + p]
-    sender = np.where(p == 0, o, rank(o, n, np.where((p == last) & (size > 2), 1, 0)))
-    keys = Transfers(hop, sender, rank(o, n, p), o, low, high, np.where(p == 0, 0, hop - 1))
-    o, n, p, low, high = held(place, zero + last, np.where(place == 0, 1, place))
-    hop = hops[n * size + p]
-    receiver = np.where(p == last, o, rank(o, n, np.where((p == 0) & (size > 2), 1, last)))
-    gradients = Transfers(
-        hop, rank(o, n, p), receiver, o, low, high, np.where(p == last, 0, hop + 1)
-    )
-    return keys.joined(own), gradients.joined(own_back)
-
-
-def _part(need: Need, keep: NDArray[np.bool_]) -> Need:
-    return replace(
-        need,
-        **{name: getattr(need, name)[keep] for name in ("rank", "hop", "owner", "start", "end")},
-    )
-
-
 @dataclass(frozen=True)
 class Route:
     """A route, with all that the rest of the plan asks of it.
@@ -194,19 +125,13 @@ class Route:
     keys and of gradients.
     local: the messages of a rank follow from the tiles of the rank and of those that read its keys,
         so that a rank can plan its own part alone. This only saves time.
-    node_aware: hops may be in the order of nodes (`Order`): a rank's own node first.
     one_source: the schedule `auto` has one source a hop: more would send keys past the next
     neighbor.
-    own_schedule: the schedule of a route that can have no other one, from the given one, the number
-        of ranks and the ranks of a node. It raises `PlanError` where the given one is neither
-        `auto` nor this one.
     """
 
     transfers: Callable[[Need, int], tuple[Transfers, Transfers]]
     local: bool = False
-    node_aware: bool = False
     one_source: bool = False
-    own_schedule: Callable[[str | Sequence[int], int, int], Schedule] | None = None
 
     def schedule(
         self,
@@ -214,28 +139,25 @@ class Route:
         mask: Mask,
         split: tuple[Layout, Layout],
         slot_shards: int | None,
-        node_size: int,
     ) -> Schedule:  # fmt: skip
-        """The hops of a plan, checked; `split` as in `tables_of`, `node_size` as in `Order`. Raises
-        `PlanError` as `cp_ring.plan.schedule.resolve` does.
+        """The hops of a plan, checked; `split` as in `tables_of`. Raises `PlanError` as
+        `cp_ring.plan.schedule.resolve` does.
         """
         cp = split[0].cp
-        if self.own_schedule:
-            return self.own_schedule(requested, cp, node_size)
         free = requested == AUTO and not self.one_source
-        few = free and remote_keys(mask, *split) <= min(2, slot_shards or SLOT_SHARDS)
+        most = SLOT_SHARDS if slot_shards is None else integer(slot_shards, "slot_shards")
+        few = free and remote_keys(mask, *split) <= min(2, most)
         return resolve(requested, cp, slot_shards, one_source=self.one_source, few_keys=few)
 
 
 AUTO = "auto"
-"""The name by which settings ask for the fastest route, schedule or Ulysses degree."""
+"""The name by which settings ask for the schedule of the mask, or the fastest Ulysses degree."""
 
 DEFAULT = "direct"
 
 ROUTES = {
-    DEFAULT: Route(direct, local=True, node_aware=True),
+    DEFAULT: Route(direct, local=True),
     "ring": Route(ring, one_source=True),
-    "relay": Route(relay, node_aware=True, own_schedule=relay_schedule),
 }  # fmt: skip
 """Routes that flags and settings can name."""
 
@@ -264,7 +186,6 @@ def tables_of(
     split: tuple[Layout, Layout],
     route: str,
     hops: Schedule,
-    node_size: int,
     member: int | None = None,
 ) -> PlanTables:
     """The tables of the members of the ring, from the pieces of the mask cut at the edges of their
@@ -272,19 +193,16 @@ def tables_of(
     needs of them.
     """
     (tiles, *chunks), cp = _cut(mask, split, member), split[0].cp
-    order = Order(cp, node_size)
     sides = list(zip(split, chunks, strict=True))
     rank, source = (layout.owner[chunk] for layout, chunk in sides)
     tiles = tiles.shifted(*(layout.starts[chunk] - layout.edges[chunk] for layout, chunk in sides))
-    tiles, group = coalesce(tiles, rank * cp + order.distance(rank, source))
-    rank, distance = np.divmod(group, cp)
-    transfers, gradients = ROUTES[route].transfers(_need(tiles, rank, distance, hops, order), cp)
-    transfers = transfers.in_buffer_order("receiver", order)
-    gradients = gradients.in_buffer_order("sender", order)
-    hop, source = np.array(hops)[distance], order.owner(rank, distance)
-    return PlanTables(
-        mask, *split, route, hops, tiles, rank, hop, source, transfers, gradients, node_size
-    )
+    tiles, group = coalesce(tiles, rank * cp + ring_distance(rank, source, cp))
+    rank, far = np.divmod(group, cp)
+    transfers, gradients = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
+    transfers = transfers.in_buffer_order("receiver", cp)
+    gradients = gradients.in_buffer_order("sender", cp)
+    hop, source = np.array(hops)[far], (rank - far) % cp
+    return PlanTables(mask, *split, route, hops, tiles, rank, hop, source, transfers, gradients)
 
 
 def _cut(mask: Mask, split: tuple[Layout, Layout], member: int | None) -> tuple[Tiles, Ints, Ints]:
@@ -303,9 +221,9 @@ def _cut(mask: Mask, split: tuple[Layout, Layout], member: int | None) -> tuple[
     return Tiles.concatenate(*tiles), query_chunk, key_chunk
 
 
-def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule, order: Order) -> Need:
+def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule) -> Need:
     """What each rank reads of the other ranks' keys at each hop."""
     cp, away = len(hops), np.flatnonzero(distance > 0)
     group, start, end = union(rank[away] * cp + distance[away], tiles.k0[away], tiles.k1[away])
     reader, far = np.divmod(group, cp)
-    return Need(reader, np.array(hops)[far], order.owner(reader, far), start, end, hops, order)
+    return Need(reader, np.array(hops)[far], (reader - far) % cp, start, end, hops)

@@ -18,7 +18,6 @@ too. The price is memory: a buffer holds as many shards as its hop has sources.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +25,6 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.ranges import Ints, integer
-from cp_ring.runtime import RUNTIME
 
 Schedule = tuple[int, ...]
 
@@ -82,37 +80,6 @@ def resolve(
         raise PlanError(
             f"schedule {text(schedule)}: a hop has {largest} sources, but slot_shards is "
             f"{slot_shards}: raise slot_shards to {largest}, or choose another schedule"
-        )
-    return hops
-
-
-def relay_schedule(schedule: str | Sequence[int], cp: int, node_size: int) -> Schedule:
-    """The schedule of the route `relay`, whose ranks pass keys on inside a node: the keys of each
-    other node take 3 hops.
-
-    Counted by `Order`, where rank r of a node comes first to the keys of rank r of another node, at
-    hop t, then to those of the others, at hop t + 1, and last to those of rank r + 1, at hop t + 2,
-    which is hop t of the next node. On nodes of two ranks t + 1 is the last. The keys of the rank's
-    own node come first, at hop 1: while the rank computes with them, the first ones from another
-    node, of hop 2, are on the way.
-
-    `schedule` must be `auto` or this one. Raises `PlanError` if it is not.
-    """
-    node, place = np.divmod(np.arange(cp), node_size)
-    if node_size in (1, cp):
-        return resolve(schedule, cp) if schedule != "auto" else _NAMED["ring"](cp)
-    hop = (
-        1 + node + (place == 1)
-        if node_size == 2
-        else 2 * node + (place > 0) + (place == node_size - 1)
-    )
-    hop[:node_size] = np.arange(node_size) > 0
-    hops = tuple(hop.tolist())
-    requested = parse(schedule) if isinstance(schedule, str) else tuple(schedule)
-    if requested not in ("auto", hops):
-        raise PlanError(
-            f"schedule {text(schedule)}: the route relay has a schedule of its own, leave schedule "
-            "out"
         )
     return hops
 
@@ -183,59 +150,7 @@ def auto(cp: int, slot_shards: int = SLOT_SHARDS) -> Schedule:
     return (0, *[1] * first, *later)
 
 
-@dataclass(frozen=True)
-class Order:
-    """Distances between `cp` ranks, of which each `node_size` neighboring ones share a node.
-
-    Each rank has one owner of keys at each distance from 0, itself, to cp - 1. With one rank a
-    node, or all ranks on one, the distance of rank r from rank s is (r - s) mod cp. Else it counts
-    the node first: distances below `node_size` are those of the rank's own node, the next
-    `node_size` those of the node before, and so on. The first distance of a node, a multiple of
-    `node_size`, is that of its rank with the same place in the node.
-
-    The functions take numbers or int64 arrays, and return an array where one of the two is an
-    array.
-
-    At each distance every rank reads from another owner. So where a hop crosses between nodes, each
-    rank sends as much as it receives, and all network cards of a node carry the same.
-    """
-
-    cp: int
-    node_size: int = 1
-
-    def distance(self, rank: Ints | int, owner: Ints | int) -> Any:
-        """The distance of `rank` from `owner`."""
-        size = self.node_size
-        if size in (1, self.cp):
-            return _wrapped(rank - owner, self.cp)
-        node, place = _nodes(self.cp, size)
-        return _wrapped(node[rank] - node[owner], self.cp) + _wrapped(
-            place[rank] - place[owner], size
-        )
-
-    def owner(self, rank: Ints | int, distance: Ints | int) -> Any:
-        """The owner from which `rank` has this distance."""
-        return self._at(rank, distance, -1)
-
-    def reader(self, owner: Ints | int, distance: Ints | int) -> Any:
-        """The rank that has this distance from `owner`."""
-        return self._at(owner, distance, 1)
-
-    def _at(self, rank: Ints | int, distance: Ints | int, sign: int) -> Any:
-        size = self.node_size
-        if size in (1, self.cp):
-            return (rank + sign * distance) % self.cp
-        node = (rank // size + sign * (distance // size)) % (self.cp // size)
-        return node * size + (rank + sign * distance) % size
-
-
-def _wrapped(number: Any, size: int) -> Any:
-    """A number in [-size, size) modulo `size`. Divisions of many numbers take much longer."""
-    return number + size * (number < 0)
-
-
-@RUNTIME.cache(maxsize=64)
-def _nodes(cp: int, size: int) -> tuple[Ints, Ints]:
-    """Of each rank: the first one of its node, and its place in the node."""
-    ranks = np.arange(cp)
-    return ranks - ranks % size, ranks % size
+def ring_distance(rank: Ints | int, owner: Ints | int, cp: int) -> Any:
+    """The ring distance of `rank` from `owner`, (rank - owner) mod cp; numbers or int64 arrays."""
+    number: Any = rank - owner
+    return number + cp * (number < 0)  # divisions of many numbers take much longer

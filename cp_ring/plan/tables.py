@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, sort_index
-from cp_ring.plan.schedule import Order
+from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.tiles import Tiles, split_in_half
 
 Span = tuple[int, int]
@@ -29,7 +29,7 @@ class Need:
     """Tokens `[start, end)` of `owner`'s shard that `rank` reads at `hop`.
 
     int64 arrays, sorted by rank, hop, distance from the owner, and start. `schedule` maps distance
-    to hop, in `order`.
+    to hop.
     """
 
     rank: Ints
@@ -38,7 +38,6 @@ class Need:
     start: Ints
     end: Ints
     schedule: tuple[int, ...]
-    order: Order
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +83,13 @@ class Transfers:
         """Sorted by the named fields, the most significant first."""
         return self[sort_index(*(getattr(self, name) for name in names))]
 
-    def in_buffer_order(self, holder: str, order: Order) -> Transfers:
+    def in_buffer_order(self, holder: str, cp: int) -> Transfers:
         """Sorted as tokens lie in the buffers of `holder` (`receiver` or `sender`).
 
         That is by holder, hop, distance of the holder from the owner, and start.
         """
         rank: Ints = getattr(self, holder)
-        return self[sort_index(rank, self.hop, order.distance(rank, self.owner), self.start)]
+        return self[sort_index(rank, self.hop, ring_distance(rank, self.owner, cp), self.start)]
 
     def where(self, name: str, value: int) -> Transfers:
         """A view of the messages with this value in field `name`, by which the table must be sorted
@@ -106,7 +105,7 @@ class PlanTables:
 
     layout, key_layout: of the queries and of the keys, one and the same where a mask has no keys of
     their own.
-    schedule: the hop of each distance: rank r works on keys of rank `order.owner(r, d)` at hop
+    schedule: the hop of each distance: rank r works on keys of rank (r - d) mod cp at hop
     `schedule[d]`.
     tiles: queries counted in the rank's shard, keys in the source's shard; sorted by rank and hop.
     tile_rank, tile_hop, tile_source: int64 [tiles], the rank and hop that compute each tile, and
@@ -115,8 +114,6 @@ class PlanTables:
     the owner, and start.
     gradients: messages of their gradients, sorted by sender, hop, distance of the sender from the
     owner, and start.
-    node_size: neighboring ranks on one node, which come first in the order of the hops; 1 is the
-    plain ring distance.
     """
 
     mask: Mask
@@ -130,16 +127,10 @@ class PlanTables:
     tile_source: Ints
     transfers: Transfers
     gradients: Transfers
-    node_size: int = 1
 
     @property
     def cp(self) -> int:
         return self.layout.cp
-
-    @property
-    def order(self) -> Order:
-        """The distances between the ranks, by which `schedule` counts."""
-        return Order(self.cp, self.node_size)
 
     @property
     def n(self) -> int:

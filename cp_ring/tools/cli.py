@@ -14,19 +14,17 @@ import typer
 
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
 from cp_ring.tools import bench, plan, tune
-from cp_ring.tools.terminal import (
-    Job,
-    Overrides,
-    QuietCommand,
-    QuietGroup,
-    Verbose,
-)
+from cp_ring.tools.terminal import JOB, Overrides, QuietCommand, QuietGroup
 
 # of click, or of typer's own copy of click; typer does not export it
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
-    name="cp-ring", cls=QuietGroup, no_args_is_help=True, pretty_exceptions_enable=False
+    name="cp-ring",
+    cls=QuietGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 
@@ -39,9 +37,9 @@ def _list_configurations(switched_on: bool) -> None:
         raise typer.Exit
 
 
-@app.command(cls=QuietCommand, rich_help_panel="Run a job")
+@app.command(cls=QuietCommand)
 def train(
-    job: Job,
+    job: Annotated[str, typer.Argument(help=JOB, metavar="JOB")],
     set_: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the job, print its command line, and stop.")
@@ -57,7 +55,9 @@ def train(
         int | None,
         typer.Option(min=1, help="With --print-flags: of one rank of so many, for Slurm."),
     ] = None,
-    verbose: Verbose = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")
+    ] = False,
     list_: Annotated[
         bool,
         typer.Option(
@@ -69,8 +69,8 @@ def train(
     ] = False,
     again: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Train the job of a YAML file, or resume it, on this machine: on GPUs, or on the CPU if there
-    are none.
+    """Train or resume the job of a YAML file. On this machine: on GPUs, or on the CPU if there are
+    none.
     """
     from cp_ring.tools import train
 
@@ -84,42 +84,38 @@ def train(
     raise typer.Exit(train.train(job, set_ or [], dry_run, verbose, again))
 
 
-@app.command(cls=QuietCommand, rich_help_panel="This installation")
+for _name, _run in (("plan", plan.plan_command), ("tune", tune.tune_command)):
+    app.command(_name, cls=QuietCommand, help=one_line(_run.__doc__))(_run)
+app.add_typer(bench.app, name="bench")
+
+
+@app.command(cls=QuietCommand)
 def doctor() -> None:
-    """Show versions, devices, kernels and patches, and what is wrong with them. The exit code is 1
-    for a problem.
+    """Show what is installed and what is wrong. Versions, devices, kernels, patches; the exit code
+    is 1 for a problem.
     """
     from cp_ring.tools import doctor
 
     raise typer.Exit(doctor.main())
 
 
-@app.command(cls=QuietCommand, rich_help_panel="This installation")
+@app.command(cls=QuietCommand)
 def flags() -> None:
-    """List the flags that cp_ring adds to a Megatron script: values, default, and what each
-    does.
-    """
+    """List the flags that cp_ring adds to a script."""
     from cp_ring.options import Options
 
     print(Options.help(), end="")
 
 
-@app.command(cls=QuietCommand, rich_help_panel="This installation")
+@app.command(cls=QuietCommand)
 def patches() -> None:
-    """List every place where cp_ring changes other code at run time, and its state for the
-    installed versions.
-    """
+    """List where cp_ring changes other code. With its state for the installed versions."""
     from cp_ring.patches import table
 
     for patch in table():
         print(f"{patch.pop('name')}: {patch.pop('state')}")
         for text in filter(None, patch.values()):
             print(textwrap.fill(text, 80, initial_indent="    ", subsequent_indent="    "))
-
-
-for _name, _run in (("plan", plan.plan_command), ("tune", tune.tune_command)):
-    app.command(_name, cls=QuietCommand, rich_help_panel="Plan and measure")(_run)
-app.add_typer(bench.app, name="bench", rich_help_panel="Plan and measure")
 
 
 def _print_versions(switched_on: bool) -> None:

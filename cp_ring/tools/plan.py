@@ -48,7 +48,7 @@ def _tokens(text: str) -> Any:
 
 
 def _number(text: str) -> Any:
-    return typer.Option(help=text, min=1)
+    return typer.Option(metavar="N", help=text, min=1)
 
 
 def plan_command(
@@ -60,55 +60,64 @@ def plan_command(
     cp: Annotated[int | None, _number("Context-parallel ranks.")] = None,
     seq_length: Annotated[int | None, _tokens("Tokens of the sequence: 65536, 64K, 1M.")] = None,
     mask: Annotated[
-        str | None, typer.Option(help=f"{', '.join(FORMS)}, as in block-causal:512.")
+        str | None, typer.Option(metavar="M", help=f"{', '.join(FORMS)}, as in block-causal:512.")
     ] = None,
     window: Annotated[int | None, _tokens("A query sees itself and so many keys before.")] = None,
     full: Annotated[bool, typer.Option("--full", help="No causal mask.")] = False,
     lengths: Annotated[
         str | None,
-        typer.Option(help="Packed documents: a file of lengths, lognormal:MEAN or preset:sft."),
+        typer.Option(
+            metavar="L", help="Packed documents: a file of lengths, lognormal:MEAN or preset:sft."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of random documents.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of random documents.", min=0)] = 0,
     layout: Annotated[
-        str | None, typer.Option(help=f"{', '.join(LAYOUTS)}, {PER_DOCUMENT}. Default: zigzag.")
+        str | None, typer.Option(metavar="NAME", help=f"{', '.join(LAYOUTS)}, {PER_DOCUMENT}.")
     ] = None,
     route: Annotated[
-        str | None, typer.Option(help=f"{', '.join(ROUTES)}. Default: direct.")
+        str | None, typer.Option(metavar="NAME", help=f"{', '.join(ROUTES)}. Default: direct.")
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help=f"{', '.join(NAMES)}, or hops as in 0,1,2,2.")
+        str | None, typer.Option(metavar="NAME", help=f"{', '.join(NAMES)}, or hops as in 0,1,2,2.")
     ] = None,
     slot_shards: Annotated[int | None, _number("Most source ranks of a hop. Default: 4.")] = None,
     head_parallel: Annotated[
-        int | None, _number("Neighboring ranks that exchange tokens for heads. Default: 1.")
+        int | None, _number("Ranks that exchange tokens for heads. Default: 1.")
     ] = None,
     ranks_per_node: Annotated[int | None, _number("Default: 8.")] = None,
     heads: Annotated[int | None, _number("Query heads. Default: 32.")] = None,
     kv_heads: Annotated[int | None, _number("Key/value heads. Default: 8.")] = None,
     head_dim: Annotated[int | None, _number("Size of a head. Default: 128.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16 (the default), fp16 or fp32.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", help="bf16 (the default), fp16 or fp32.")
+    ] = None,
     mla: Annotated[
-        str | None, typer.Option(help="Latent, rotated key, own key, value, as 512,64,128,128.")
+        str | None,
+        typer.Option(
+            metavar="A,B,C,D", help="Latent, rotated key, own key, value: 512,64,128,128."
+        ),
     ] = None,
     wire: Annotated[
-        str | None, typer.Option(help=f"How keys travel: {', '.join(WIRES)}. Default: plain.")
+        str | None, typer.Option(metavar="NAME", help=f"How keys travel: {', '.join(WIRES)}.")
     ] = None,
     kernel: Annotated[
-        str, typer.Option(help=f"Whose calls are counted: {', '.join(KERNELS)}.")
+        str, typer.Option(metavar="NAME", help="The kernel whose calls are counted.")
     ] = ASSUMED,
-    tflops: Annotated[float | None, typer.Option(help="TFLOP/s of attention; 400.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(metavar="X", help="TFLOP/s of attention; 400.")
+    ] = None,
     node_bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s of a rank inside a node; 300.")
+        float | None, typer.Option(metavar="X", help="GB/s of a rank inside a node; 300.")
     ] = None,
     network_bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s of a rank between nodes; 40.")
+        float | None, typer.Option(metavar="X", help="GB/s of a rank between nodes; 40.")
     ] = None,
     draw: Annotated[
         str | None, typer.Option(help="Write the picture: a .png, .svg or .pdf file.", **WRITTEN)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan the attention of one layer, prove the plan, show its cost, and draw it. Needs no GPU."""
+    """Plan the attention of one layer. Prove the plan, show its cost, draw it; needs no GPU."""
     given = {
         "cp": cp, "seq_length": seq_length, "window": window, "layout": layout, "route": route,
         "schedule": schedule, "slot_shards": slot_shards, "head_parallel": head_parallel,
@@ -188,7 +197,7 @@ def _defaults(job: str | None, overrides: list[str] | None) -> dict[str, Any]:
     levels = megatron.get("hierarchical_context_parallel_sizes")
     kind = kinds if isinstance(kinds, str) else kinds[0]
     spec = spec_of_layer(kind, settings, ranks, levels)
-    near = settings.node_size or node_size([*range(0, tp * ranks, tp)], 8)
+    near = node_size([*range(0, tp * ranks, tp)], 8)
     return values | {
         "cp": ranks, "seq_length": n, "window": windows[0], "layout": settings.layout,
         "route": spec.route, "schedule": spec.schedule, "slot_shards": spec.slot_shards or ranks,
@@ -296,7 +305,7 @@ def _group(text: str) -> tuple[int, list[int]]:
 
 def _build(mask: Mask, offsets: Ints | None, asked: dict[str, Any]) -> Plan:
     """The plan; names of parameters become options in a `PlanError`."""
-    name, cp, near = asked["layout"], asked["cp"], asked["ranks_per_node"]
+    name, cp = asked["layout"], asked["cp"]
     layout: Layout | str = name
     if name == PER_DOCUMENT:
         layout = Layout.per_document_zigzag([0, mask.n] if offsets is None else offsets, cp)
@@ -305,7 +314,6 @@ def _build(mask: Mask, offsets: Ints | None, asked: dict[str, Any]) -> Plan:
         asked["route"],
         asked["schedule"],
         ulysses=asked["head_parallel"],
-        node_size=near if cp % near == 0 else 1,
         slot_shards=asked["slot_shards"],
     )
     try:
@@ -354,8 +362,10 @@ def summary(
     """
     ring, own = plan.ring, sizes.of_rank(plan.ulysses)
     costs = cost(report, own)
-    names = ("bytes_in", "bytes_out", "gradient_bytes_in", "gradient_bytes_out")
-    names += ("forward_flops", "backward_flops")
+    names = (
+        "bytes_in", "bytes_out", "gradient_bytes_in", "gradient_bytes_out", "forward_flops",
+        "backward_flops",
+    )  # fmt: skip
     return {
         "mask": ring.mask.name,
         "layout": ring.layout.name,

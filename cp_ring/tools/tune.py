@@ -1,5 +1,5 @@
-"""`cp-ring tune`: the fastest sizes of all parallel dimensions for a job on so many GPUs, by the model
-in `cp_ring.tools.tune_model`, of those that Megatron accepts.
+"""`cp-ring tune`: the fastest sizes of all parallel dimensions for a job on so many GPUs, by the
+model in `cp_ring.tools.tune_model`, of those that Megatron accepts.
 
 Every combination gets a bound first: its time if attention took no longer than its FLOPs do.
 Combinations are looked at in the order of their bounds, until no bound is below the times that are
@@ -153,8 +153,8 @@ class TuneResult:
 
     @property
     def written(self) -> tuple[Way, JobConfig]:
-        """The way that --write takes: the fastest, or one that is hardly slower and leaves much more
-        memory free.
+        """The way that --write takes: the fastest, or one that is hardly slower and leaves much
+        more memory free.
         """
         first = self.best[0][0]
         alike = [one for one in self.best if one[0].step <= (1 + ALIKE) * first.step]
@@ -299,12 +299,15 @@ def _nothing_fits(search: Search, job: JobConfig, request: Request, advise: bool
         f"{sum(items.values()) / 1e9:.1f} GB without attention's buffers ({shown})"
     )
     n = search.setup.seq_length
-    others = [(f"--gpus {k * request.gpus}", {"gpus": k * request.gpus}) for k in (2, 4, 8)]
+    others = [
+        (f"--gpus {k * request.gpus}", replace(request, gpus=k * request.gpus)) for k in (2, 4, 8)
+    ]
     if not request.documents:
-        others += [(f"--seq-length {n // k}", {"seq_length": n // k}) for k in (2, 4, 8)]
-    for option, changes in others if advise else ():
+        shorter = (n // k for k in (2, 4, 8))
+        others += [(f"--seq-length {m}", replace(request, seq_length=m)) for m in shorter]
+    for option, other in others if advise else ():
         with contextlib.suppress(ConfigError, PlanError):
-            way, _ = tune(job, replace(request, **changes), advise=False).best[0]
+            way, _ = tune(job, other, advise=False).best[0]
             return f"{line}; {option} fits ({way.sizes.name}, {way.bytes / 1e9:.0f} GB)"
     return f"{line}; GPUs with more memory, or a smaller model, would"
 
@@ -365,7 +368,7 @@ def _with_length(job: JobConfig, request: Request) -> JobConfig:
 def _alone(job: JobConfig) -> JobConfig:
     """The job on one rank, whose arguments have the sizes of the model."""
     one = dict.fromkeys(type(job.parallel).model_fields, 1)
-    simple = {"heads": 1, "route": "direct", "schedule": "auto", "wire": "auto", "node_size": 0}
+    simple = {"heads": 1, "route": "direct", "schedule": "auto", "wire": "auto"}
     absent = dict.fromkeys((*_SAYS_THE_SAME, "sequence_parallel"))
     return _changed(job, megatron=absent, parallel=one, cp_ring=simple)
 
@@ -397,7 +400,6 @@ def configured(job: JobConfig, way: Way) -> JobConfig:
         "wire": attention.wire,
         "layout": attention.layout,
         "recompute": way.recompute if again else job.cp_ring.recompute,
-        "node_size": 0,
     }
     return _changed(job, megatron=megatron, parallel=parallel, cp_ring=cp_ring)
 
@@ -678,8 +680,8 @@ def reasons(result: TuneResult) -> list[str]:
         lines.append("without recomputation it does not fit")
     if close := sum(other.step < (1 + SURE) * best.step for other in others):
         lines.append(
-            f"within {SURE:.0%} of it: {close} of the others, which the model cannot tell apart for "
-            "sure"
+            f"within {SURE:.0%} of it: {close} of the others, which the model cannot tell apart "
+            "for sure"
         )
     if (way := result.written[0]) is not best:
         spared = (best.bytes - way.bytes) / 1e9

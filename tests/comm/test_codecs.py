@@ -118,7 +118,6 @@ PLANS = {
     "documents, passed on": Plan.build(
         Mask.documents([0, 7, 50, 51, 96]), Layout.zigzag(96, 4), route="ring", schedule="ring"
     ),
-    "relay": Plan.build(Mask.causal(96), Layout.zigzag(96, 4), route="relay", node_size=2),
     "heads": Plan.build(Mask.causal(96), Layout.zigzag(96, 4), ulysses=2),
 }
 

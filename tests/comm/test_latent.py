@@ -129,7 +129,6 @@ def test_two_tensor_parallel_ranks_of_two_are_one(mask):
     "options",
     [
         {"route": "ring", "schedule": "ring"},
-        {"route": "relay", "node_size": 2},
         {"schedule": "gather"},
     ],
     ids=lambda options: options.get("route", "gather"),

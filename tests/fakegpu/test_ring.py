@@ -33,7 +33,7 @@ ALL = FEW | {
     "full": {"kernel": "flash_aten"},
     "one source a hop": FLASH | {"schedule": "ring"},
     "gather": FLASH | {"schedule": "gather"},
-    "relay": FLASH | {"route": "relay", "node_size": 2},
+    "ring": FLASH | {"route": "ring"},
     "window": FLASH | {"window_size": (100, 0), "layout": "contiguous"},
     "sink": FLASH | {"sink": True},
     "sizes": FLASH | {"sizes": (4, 4, 192, 128), "wire_dtype": "float32"},
@@ -251,7 +251,7 @@ def test_transformer_engine(with_te, sm):
     cases = {
         name: {"sizes": (4, 2, 128, 128), "tokens": 512} | case | {"kernel": "transformer_engine"}
         for name, case in ALL.items()
-        if name not in ("relay", "all heads", *lacks)
+        if name not in ("all heads", *lacks)
     }
     logs = with_te.run("tests.fakegpu.programs:rings", 2, sm, cases=cases, steps=3)
     assert not hangs(logs) and not mismatches(logs)

@@ -66,9 +66,9 @@ STEPS = {
     "k": Step(("replays:million",), 90, "ranks of cp 64 over 1,048,576 tokens"),
     "j": Step(("rings:suite",), 300, "the conformance suite for each kernel"),
     "m": Step(
-        ("graphs:captured", "training:graphs"),
+        ("graphs:captured",),
         120,
-        "ring attention in CUDA graphs: bits, time a hop, Megatron's losses",
+        "ring attention in CUDA graphs: bits, time a hop",
     ),
     "n": Step(
         ("training:overlap",),

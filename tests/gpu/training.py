@@ -77,17 +77,6 @@ def training(job: Job) -> None:
             job.check("least loss over the first", min(one) / one[0], 0.999, layers=layers)
 
 
-def graphs(job: Job) -> None:
-    """Losses with CUDA graphs of whole layers, attention in them, are those without."""
-    if not job.cuda:
-        job.row(skipped="Megatron's CUDA graphs, which need CUDA")
-        return
-    wanted = _train(job, 1, ["--hidden-dropout", "0"])
-    asked = ["--cuda-graph-impl", "local", "--cp-ring-allow-untried", "cuda-graphs"]
-    found = _train(job, 1, ["--hidden-dropout", "0", *asked])
-    _compare(job, "losses with graphs over those without", found, wanted)
-
-
 def overlap(job: Job) -> None:
     """Losses of two microbatches at a time (--overlap-moe-expert-parallel-comm), on a second
     stream, are those of one.
@@ -101,7 +90,7 @@ def overlap(job: Job) -> None:
     found = _train(
         job,
         2,
-        [*flags, "--overlap-moe-expert-parallel-comm", "--cp-ring-allow-untried", "moe-overlap"],
+        [*flags, "--overlap-moe-expert-parallel-comm"],
     )
     _compare(job, "losses with two microbatches at a time over those with one", found, wanted)
 

@@ -38,6 +38,10 @@ CASES = {
     "end:all": [*WORKERS, *LISTENS],
     "end:1": WORKERS,
     "exit:1": [*WORKERS, *LISTENS],
+    "entry:all": [*WORKERS, *LISTENS],
+    "entry:0": [*WORKERS, *LISTENS],
+    "program:all": [],
+    "program:1": [],
     "sleep:0": [*WORKERS, *LISTENS, "--cp-ring-hop-timeout", "600"],
 }
 DEFAULT = ("forward:1", "exit:1", "sleep:0")
@@ -49,7 +53,7 @@ def end(folder: Path, names) -> dict[str, dict]:
     cases = [
         {
             "name": name.replace(":", "-"),
-            "argv": ["cp_ring.run", SCRIPT, *TINY, *STEPS, *CASES[name], *RING],
+            "argv": [*_entry(name), *TINY, *STEPS, *CASES[name], *RING],
             "environment": {"FAILS": name},
         }
         for name in names
@@ -68,6 +72,12 @@ def end(folder: Path, names) -> dict[str, dict]:
         texts = [(folder / f"{line['name']}.{rank}.txt").read_text() for rank in (0, 1)]
         line["texts"] = texts
     return found
+
+
+def _entry(name: str) -> list[str]:
+    """A script, the entry of `cp-ring train`, or a program with `enable`."""
+    other = name.startswith(("entry:", "program:"))
+    return ["tests.megatron.failing_entry"] if other else ["cp_ring.run", SCRIPT]
 
 
 def check(name: str, ended: dict) -> None:

@@ -181,7 +181,7 @@ SPARSE = {"experimental_attention_variant": "dsa", "num_layers": 2, "dsa_indexer
         # Eight ranks of one node, where plain keys travel in the time of the computation.
         (
             {"seq_length": 1 << 20},
-            {"node_size": 8},
+            {},
             "plain",
             "auto is plain: 81,920 bytes a token and layer travel, latent has 1,152",
         ),

@@ -23,7 +23,7 @@ EXPERTS = shlex.split("""
     --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2
 """)
 CP2 = ["--context-parallel-size", "2"]
-OVERLAP = shlex.split("--overlap-moe-expert-parallel-comm --cp-ring-allow-untried moe-overlap")
+OVERLAP = shlex.split("--overlap-moe-expert-parallel-comm")
 STAGES = shlex.split(
     "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 )

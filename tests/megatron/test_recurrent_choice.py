@@ -23,7 +23,7 @@ def job(tokens: int = 262_144, cp: int = 8, **given) -> argparse.Namespace:
 
 def options(recurrent: str, **more) -> Options:
     # the ranks of a node share NVLink, whoever runs this test
-    return Options.make(enabled=True, recurrent=recurrent, node_size=8, **more)
+    return Options.make(enabled=True, recurrent=recurrent, **more)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from cp_ring.megatron.flags import (
     argument_parser,
     attention_rules,
     comm_types,
-    graphs,
     implementations,
     rules,
     validate,
@@ -35,9 +34,7 @@ from cp_ring.tools import job as config
 from tests.megatron.launch import DATA, FULL, MODEL, TINY, TRAIN, fork, launch
 
 CP4 = ["--context-parallel-size", "4"]
-SCOPE = "--cuda-graph-scope"  # since 0.18 another name of --cuda-graph-modules
-UNTRIED = ["--cp-ring-allow-untried", "cuda-graphs,moe-overlap"]
-GRAPH = ["--cuda-graph-impl", "local", *UNTRIED]
+SCOPE = "--cuda-graph-scope"  # another name of --cuda-graph-modules
 BASE = [*TINY, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu"]
 
 
@@ -225,7 +222,6 @@ def test_each_rule(parse, capsys, rule, example):
     assert {flag for flag in parts[1::2] if flag[0] == "-"} <= set(known)
 
 
-GRAPHED = {"cuda_graph_impl": "local"}
 LATENT = {"cp_ring_wire": "latent"}
 WITHOUT_EXAMPLE = [
     ("transformer_impl: transformer_engine", {"transformer_impl": "transformer_engine"}),
@@ -239,7 +235,6 @@ WITHOUT_EXAMPLE = [
     ("{--cp-ring-wire} does not support {found}", LATENT | {"fp8": "hybrid"}),
     ("{--cp-ring-wire} does not support --recompute-granularity",
      LATENT | {"recompute_granularity": "selective"}),
-    ("{--cp-ring-wire} does not support {graphs}", LATENT | GRAPHED),
     ("section megatron lacks {found}", {"num_layers": 2}),
     ("--train-iters must be at least 1, or --train-samples", {}),
     ("--lr is missing", {}),
@@ -251,11 +246,7 @@ WITHOUT_EXAMPLE = [
      "not support {--moe", {"moe_aux_loss_coeff": 0.01}),
     ("packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which "
      "models with", {"is_hybrid_model": True}),
-    ("packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which does "
-     "not support {graphs}", GRAPHED),
     ("{pattern}: its layers need {found}", {"hybrid_layer_pattern": "M*"}),
-    ("{graphs}: cp_ring.pretrain_gpt sends",
-     {"cuda_graph_impl": "full_iteration", "tensor_model_parallel_size": 2}),
     ("{script} builds {found} models", {"cp_ring": True, "script": Path("pretrain_bert.py")}),
     ("--cp-ring-document-mask needs cp_ring.pretrain_gpt",
      {"cp_ring_document_mask": True, "script": "a.py"}),
@@ -350,8 +341,6 @@ def test_the_supported_versions_are_those_of_the_package():
         (["--cp-ring-loss-chunk", "-1"], "--cp-ring-loss-chunk '-1'"),
         (["--cp-ring-heads", "0"], "--cp-ring-heads '0'"),
         (["--cp-ring-recompute", "never"], "--cp-ring-recompute 'never'"),
-        (["--cp-ring-allow-untried", "fp4"],
-            "--cp-ring-allow-untried 'fp4': fp4 is no untried feature; known are cuda-graphs"),
         (["--cp-ring-mask-kinds", "stripes"],
             "--cp-ring-mask-kinds 'stripes': stripes is no kind of mask; known are shared"),
         (["--cp-ring-pack", "loosely"],
@@ -363,11 +352,6 @@ def test_the_supported_versions_are_those_of_the_package():
         (["--cp-ring-heads", "most"], "--cp-ring-heads 'most': "),
         ([*CP4, "--cp-ring-heads", "3"],
             "--cp-ring-heads 3 does not divide the 4 context-parallel"),
-        ([*CP4, "--cp-ring-node-size", "3"],
-            "--cp-ring-node-size 3 does not divide the 4 context-parallel ranks"),
-        ([*CP4, "--cp-ring-node-size", "2", "--cp-ring-route", "relay", "--cp-ring-schedule",
-            "gather"],
-         "--cp-ring-schedule gather: the route relay has a schedule of its own"),
     ],
 )  # fmt: skip
 def test_flags(parse, capsys, flags, line):
@@ -674,29 +658,11 @@ def test_good_flags_pass_and_come_into_force(parse):
         ["--cuda-graph-impl", "local", SCOPE, "moe_router"],
         ["--cuda-graph-impl", "transformer_engine", SCOPE, "mlp", "moe_router", "moe_preprocess"],
         ["--cuda-graph-impl", "local", SCOPE, "mlp", "mamba", "--hybrid-layer-pattern", "M*-"],
-        GRAPH,
     ],
 )
-def test_graphs_without_attention_and_those_that_are_allowed(parse, flags):
-    """Graphs of other modules hold nothing of ring attention; with attention they are accepted by
-    name.
-    """
-    assert graphs.hold_attention(parse(*BASE, *flags)) is (flags is GRAPH)
-
-
-@pytest.mark.parametrize(
-    ("version", "part", "values", "line"),
-    [
-        ("0.19.2", rules.READING, {"cuda_graph_impl": "full_iteration", "tensor_model_parallel_size": 2},
-            "--cuda-g"),
-    ],
-)  # fmt: skip
-def test_rules_that_no_flag_shows_here(monkeypatch, version, part, values, line):
-    """Those of other versions of Megatron, and of what only a running job does."""
-    monkeypatch.setattr(compat, "megatron_version", lambda: version)
-    assert problem(Job(SimpleNamespace(**values)), part).startswith(line)
-    monkeypatch.setattr(compat, "megatron_version", lambda: "0.19.2")
-    assert not problem(Job(SimpleNamespace(**values | {"tensor_model_parallel_size": 1})), part)
+def test_graphs_without_attention(parse, flags):
+    job = Job(parse(*BASE, *flags))
+    assert job.graphs and not job.graphs_of_attention
 
 
 @pytest.mark.parametrize(
@@ -1027,3 +993,14 @@ def test_an_assertion_while_the_job_is_set_up_quotes_its_source():
         OptimizerParamScheduler(optimizer, **numbers, **named, wd_incr_style="constant")
     line = rejection._objection(failed.value)
     assert line.startswith("Megatron rejects this job: assert ") and "min_lr 2.0" in line
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_job_that_was_told_to_load_and_starts_anew_says_so(parse, capsys, tmp_path, ends):
+    from megatron.training.arguments import validate_args
+
+    flags = [*BASE, "--load", str(tmp_path), *["--exit-on-missing-checkpoint"] * ends]
+    validate_args(parse(*flags), {})
+    what = "--exit-on-missing-checkpoint ends the job" if ends else "training starts anew"
+    line = f"cp_ring: --load {tmp_path}: there is no checkpoint: {what}"
+    assert capsys.readouterr().out.count(line) == 1

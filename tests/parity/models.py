@@ -153,7 +153,6 @@ SPLITS = (
         like="cp4",
     ),
     Split("gather", cp=4, flags="--cp-comm-type all_gather", like="cp4"),
-    Split("relay", cp=4, flags="--cp-ring-route relay --cp-ring-node-size 2", like="cp4"),
 )
 
 
@@ -507,7 +506,7 @@ MODELS = (
     # two keys whose scores are equal but for rounding may change places
     Model("sparse_hybrid", SPARSE_HYBRID, "positions of another split", splits=("cp2", "cp4"), layers=4, tolerance=1e-4),
     Model("sparse_gathered", SPARSE, "positions of another split", ring="--cp-comm-type all_gather", splits=OF_LATENTS, tolerance=1e-4, drawn_by_tp=True,
-        rejected={"ring": "--cp-ring-schedule gather", "relay": "exclude one another"}),
+        rejected={"ring": "--cp-ring-schedule gather"}),
     Model("sparse_gathered_index_share", f"{SPARSE} --dsa-indexer-topk-freq 2", "positions of another split",
         "--cp-comm-type all_gather", splits=("cp2", "cp4"), layers=4, tolerance=1e-4, drawn_by_tp=True),
     Model("sparse_gathered_packed_thd", SPARSE, "packed documents in order", "--cp-comm-type all_gather",

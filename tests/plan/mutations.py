@@ -14,7 +14,7 @@ import numpy as np
 
 from cp_ring.plan import OPEN, Hop, Plan, RankPlan, Tiles, Transfer
 from cp_ring.plan.ranges import sort_index
-from cp_ring.plan.schedule import Order
+from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.tables import PlanTables, Transfers
 
 Rng = np.random.Generator
@@ -131,12 +131,12 @@ def _table_mutation(
         if (table, column) in (("transfers", "sender"), ("gradients", "receiver")):
             # Another rank of the same hop may have the owner's tokens too, and would be right.
             while (
-                plan.schedule[plan.order.distance(values[i], messages.owner[i])]
+                plan.schedule[ring_distance(values[i], messages.owner[i], plan.cp)]
                 == messages.buffer[i]
             ):
                 values[i] = change(int(values[i]), plan.cp)
         return replace(
-            plan, **{table: _sorted(table, replace(messages, **{column: values}), plan.order)}
+            plan, **{table: _sorted(table, replace(messages, **{column: values}), plan.cp)}
         )
 
     return mutate
@@ -165,12 +165,12 @@ def keys_two_hops_old(plan: PlanTables, rng: Rng) -> PlanTables | None:
     if not late.any():
         return None
     sender = np.where(
-        late, plan.order.reader(keys.owner, _first_distance(plan, keys.hop - 2)), keys.sender
+        late, (keys.owner + _first_distance(plan, keys.hop - 2)) % plan.cp, keys.sender
     )
     buffer = np.where(late, keys.hop - 2, keys.buffer)
     return replace(
         plan,
-        transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer), plan.order),
+        transfers=_sorted("transfers", replace(keys, sender=sender, buffer=buffer), plan.cp),
     )
 
 
@@ -181,18 +181,18 @@ def gradients_two_hops_on(plan: PlanTables, rng: Rng) -> PlanTables | None:
     if not early.any():
         return None
     receiver = np.where(
-        early, plan.order.reader(grads.owner, _first_distance(plan, grads.hop + 2)), grads.receiver
+        early, (grads.owner + _first_distance(plan, grads.hop + 2)) % plan.cp, grads.receiver
     )
     buffer = np.where(early, grads.hop + 2, grads.buffer)
-    late = _sorted("gradients", replace(grads, receiver=receiver, buffer=buffer), plan.order)
+    late = _sorted("gradients", replace(grads, receiver=receiver, buffer=buffer), plan.cp)
     return replace(plan, gradients=late)
 
 
 def _other_source(plan: PlanTables, rank: int, owner: int) -> int | None:
     """Another owner whose keys `rank` uses at the hop at which it uses those of `owner`."""
     hops = np.array(plan.schedule)
-    others = np.flatnonzero(hops == hops[plan.order.distance(rank, owner)])
-    others = plan.order.owner(rank, others[others != plan.order.distance(rank, owner)])
+    others = np.flatnonzero(hops == hops[ring_distance(rank, owner, plan.cp)])
+    others = (rank - others[others != ring_distance(rank, owner, plan.cp)]) % plan.cp
     return int(others[0]) if len(others) else None
 
 
@@ -232,7 +232,7 @@ def another_schedule(plan: PlanTables, rng: Rng) -> PlanTables | None:
     """A right schedule, but not the one of the tables: an owner whose keys are used is at another
     hop.
     """
-    used = sorted({*plan.order.distance(plan.tile_rank, plan.tile_source).tolist()} - {0})
+    used = sorted({*ring_distance(plan.tile_rank, plan.tile_source, plan.cp).tolist()} - {0})
     for distance in used:
         hops = np.array(plan.schedule)
         hops[distance:] += 1 if hops[distance] == hops[distance - 1] else -1
@@ -254,7 +254,7 @@ def _to_itself(table: str) -> Callable[[PlanTables, Rng], PlanTables | None]:
         sender[-1] = receiver[-1] = getattr(more, holder)[-1]
         buffer[-1] = more.hop[-1]
         spoiled = replace(more, sender=sender, receiver=receiver, buffer=buffer)
-        return replace(plan, **{table: _sorted(table, spoiled, plan.order)})
+        return replace(plan, **{table: _sorted(table, spoiled, plan.cp)})
 
     return mutate
 
@@ -264,8 +264,8 @@ def _first_distance(plan: PlanTables, hop: np.ndarray) -> np.ndarray:
     return np.searchsorted(plan.schedule, hop)
 
 
-def _sorted(table: str, messages: Transfers, order: Order) -> Transfers:
-    return messages.in_buffer_order("receiver" if table == "transfers" else "sender", order)
+def _sorted(table: str, messages: Transfers, cp: int) -> Transfers:
+    return messages.in_buffer_order("receiver" if table == "transfers" else "sender", cp)
 
 
 def _next(value: int, cp: int) -> int:

@@ -163,13 +163,11 @@ def plans(draw: st.DrawFn, min_cp: int = 1) -> Plan:
         keys = draw(st.integers(cp, 64))
         mask = draw(masks_of_two_streams(mask.n, keys))
         key_layout = draw(layouts(Mask.full(keys), cp))
-    layout, route = draw(layouts(mask, cp)), draw(st.sampled_from(["direct", "ring", "relay"]))
-    node_size = draw(st.sampled_from([size for size in range(1, cp + 1) if cp % size == 0]))
+    layout, route = draw(layouts(mask, cp)), draw(st.sampled_from(["direct", "ring"]))
     return Plan.build(
         mask,
         layout,
         route,
-        draw(schedules(cp)) if route != "relay" else "auto",
-        node_size=node_size,
+        draw(schedules(cp)),
         key_layout=key_layout,
     )

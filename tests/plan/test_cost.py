@@ -68,10 +68,10 @@ def test_bytes_between_nodes() -> None:
 def test_heads_are_chosen_where_links_between_nodes_are_slow() -> None:
     sizes = AttentionSizes()
     layers = [(Mask.causal(1 << 17), 1)]
-    near, _ = fastest_heads(layers, 8, PlanSpec(node_size=8), sizes)
+    near, _ = fastest_heads(layers, 8, PlanSpec(), sizes, 8)
     assert near == 1, "the ring hides inside a node"
     short = [(Mask.full(1 << 15), 1)]
-    far, seconds = fastest_heads(short, 16, PlanSpec(node_size=8), sizes)
+    far, seconds = fastest_heads(short, 16, PlanSpec(), sizes, 8)
     assert far > 1 and seconds[far] < seconds[1] and set(seconds) == {1, 2, 4, 8, 16}
 
 

@@ -185,12 +185,10 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
     "ranges": lambda a, b: Layout.zigzag(N, 2).ranges(a),
     "merged": lambda a, b: Layout.zigzag(N, 2).merged(a),
     "shard": lambda a, b: Layout.zigzag(N, 2).shard(torch.zeros(N, 1), a, b),
-    "plan, node_size": lambda a, b: Plan.build(
-        Mask.causal(N), Layout.zigzag(N, 2), node_size=a, slot_shards=b
-    ),
+    "plan, slots": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), slot_shards=a),
+    "heads": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), ulysses=a),
     "plan, schedule": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), schedule=(a, b)),
     "plan, rank": lambda a, b: Plan.build_rank_plan(Mask.causal(N), Layout.zigzag(N, 2), a),
-    "heads": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), ulysses=a, node_size=b),
     "pack": lambda a, b: pack([a, 3], b, cut_long=a == b or a == 2),
 }
 

@@ -56,7 +56,6 @@ def check_plan(plan: Plan) -> None:
         rank,
         route=plan.route,
         schedule=plan.schedule,
-        node_size=plan.ring.node_size,
         key_layout=None if plan.key_layout is plan.layout else plan.key_layout,
     )
     assert repr(alone) == repr(plan.rank_plan(rank))
@@ -112,39 +111,6 @@ def several_sources(route: str) -> Plan:
     """Slots of several sources, of each of which several ranges arrive."""
     striped = Layout(96, 6, np.arange(0, 97, 4), np.arange(24) % 6, "striped")
     return Plan.build(Mask.full(96, (6, 6)), striped, route, (0, 1, 1, 2, 2, 2))
-
-
-def relays() -> list[Plan]:
-    """Two and four ranks on a node; of the second, a rank passes on what others of its node need."""
-    return [
-        Plan.build(Mask.full(64), Layout.zigzag(64, 4), "relay", node_size=2),
-        Plan.build(Mask.full(96, (40, 40)), Layout.zigzag(96, 8), "relay", node_size=4),
-    ]
-
-
-@pytest.mark.parametrize("name", PLAN_MUTATIONS)
-def test_each_mutation_of_relays_is_rejected_by_name(name: str) -> None:
-    found = 0
-    for seed in range(3):
-        for plan in relays():
-            spoiled = PLAN_MUTATIONS[name](plan, np.random.default_rng(seed))
-            if spoiled is not None:
-                found += 1
-                with pytest.raises(PlanError, match=r"rank \d"):
-                    spoiled.verify()
-    assert found
-
-
-@pytest.mark.parametrize("name", RANK_PLAN_MUTATIONS)
-def test_each_mutation_of_the_rank_plans_of_relays_is_rejected_by_name(name: str) -> None:
-    for seed in range(3):
-        for plan in relays():
-            parts = RANK_PLAN_MUTATIONS[name](
-                [plan.rank_plan(rank) for rank in range(plan.cp)], np.random.default_rng(seed)
-            )
-            if parts is not None:
-                with pytest.raises(PlanError, match=r"rank \d"):
-                    verify_rank_plans(plan.ring, parts)
 
 
 @pytest.mark.parametrize("route", ["direct", "ring"])

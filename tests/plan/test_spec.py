@@ -32,8 +32,8 @@ def test_equal_arguments_share_one_plan():
         again, 4, PlanSpec(replace(zigzag, name="x"))
     )
     others = [PlanSpec("contiguous"), PlanSpec(route="ring"), PlanSpec(schedule="gather"), PlanSpec(ulysses=2),
-              PlanSpec(node_size=2), PlanSpec(slot_shards=1)]  # fmt: skip
-    assert len({id(plan(MASK, 4, each)) for each in [PlanSpec(), *others]}) == 7
+              PlanSpec(slot_shards=1)]  # fmt: skip
+    assert len({id(plan(MASK, 4, each)) for each in [PlanSpec(), *others]}) == 6
     with ThreadPoolExecutor(4) as threads:
         assert (
             len(set(map(id, threads.map(lambda _: plan(MASK, 4, PlanSpec(ulysses=4)), range(8)))))
@@ -63,9 +63,9 @@ def test_a_plan_that_is_not_proven_is_not_kept(monkeypatch):
 
 
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
-@pytest.mark.parametrize("route", ["direct", "ring", "relay"])
+@pytest.mark.parametrize("route", ["direct", "ring"])
 def test_one_rank_plans_its_part_alone(route, ulysses):
-    chosen = PlanSpec("balanced", route, ulysses=ulysses, node_size=2)
+    chosen = PlanSpec("balanced", route, ulysses=ulysses)
     whole = plan(MASK, 4, chosen)
     for rank in range(4):
         alone = chosen.build_rank_plan(MASK, 4, rank)
@@ -84,7 +84,7 @@ def test_one_rank_plans_its_part_alone(route, ulysses):
             PlanSpec("diagonal"),
             "layout='diagonal': unknown; known are zigzag, contiguous, balanced",
         ),
-        (PlanSpec(route="pigeon"), "route='pigeon': unknown; known are direct, ring, relay"),
+        (PlanSpec(route="pigeon"), "route='pigeon': unknown; known are direct, ring"),
         (PlanSpec(Layout.zigzag(64, 2)), "layout is for 2 ranks, not for 4"),
         (PlanSpec(ulysses=3), "heads=3: it must divide the 4 context-parallel ranks"),
     ],

@@ -131,7 +131,9 @@ def test_own_datasets_need_no_corpus(tmp_path, data, parser):
 
 def test_packed_data_sets_mask_documents(tmp_path, data, parser):
     talks = tmp_path / "talks.jsonl"
-    talks.write_text("{}")
+    talks.write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+    )
     packed = [
         "megatron.sft=true",
         f"megatron.data_path=[{talks}]",
@@ -155,6 +157,7 @@ def test_packed_data_sets_mask_documents(tmp_path, data, parser):
         jobs.build_command(job_of(tmp_path, data, *packed))
 
 
+BENCHES = "bench attention", "bench accuracy", "bench host"
 REJECTIONS = [
     ("data.path=/nosuch/folder", ["data.path /nosuch/folder", "no such file"]),
     ("megatron.seq_length=2046", ["megatron.seq_length 2046", "parallel.context_parallel_size 2"]),
@@ -279,11 +282,14 @@ def test_flags_are_read_at_80_columns(cp_ring, monkeypatch):
     assert "(default: keep; one of keep," in " ".join(out.split())
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["doctor"], ["flags"], ["patches"]])
+@pytest.mark.parametrize(
+    "command",
+    ["", "train", "plan", "tune", "doctor", "flags", "patches", "bench", *BENCHES],
+)
 def test_help_fits_a_terminal(cp_ring, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = cp_ring(*command, "--help")
-    assert code == 0 and "Usage: cp-ring" in out and "\u2026" not in out
+    code, out, _ = cp_ring(*command.split(), "--help")
+    assert code == 0 and "Usage: cp-ring" in out and "..." not in out.partition("Commands:")[2]
     assert len(out.splitlines()) <= 40 and max(map(len, out.splitlines())) <= 80
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
 from cp_ring.errors import ConfigError
@@ -15,67 +14,6 @@ DOCUMENT_FLAGS = (
     "--sft|--dataloader-inter-document-masking|--cp-ring-document-mask|--cp-ring-mask-kinds"
 )
 _DOCUMENTS_IN_ROWS = DOCUMENT_FLAGS.partition("|")[2]  # of --sft each is split by itself
-
-
-def _in_graph(when: str, reason: str, way_out: str, example: str, why: str = "") -> Rule:
-    """A rule for graphs that hold attention."""
-    return Rule(lambda job: job.graphs_of_attention and job.holds(when),
-                "{graphs} puts attention into a CUDA graph: " + reason, way_out, why,
-                f"--cuda-graph-impl local --cp-ring-allow-untried cuda-graphs {example}"
-               )  # fmt: skip
-
-
-def not_allowed(job: Job) -> list[str]:
-    """A feature that no GPU has shown yet and that is not allowed: its flags, what it is, and its
-    name.
-    """
-    return next(
-        (feature for feature in untried(job) if feature[2] not in job.own.allow_untried.split(",")),
-        [],
-    )
-
-
-def untried(job: Job) -> Iterator[list[str]]:
-    """Features of the job that no GPU has shown yet, as `not_allowed` has them."""
-    if job.graphs_of_attention:
-        yield [job.graphs, "CUDA graphs that hold attention", "cuda-graphs"]
-    if job.overlap_moe_expert_parallel_comm:
-        yield ["--overlap-moe-expert-parallel-comm", "two microbatches at a time", "moe-overlap"]
-
-
-UNTRIED = "{found[0]}: no GPU run has shown {found[1]} with ring attention yet"
-
-_GRAPHS = (
-    _in_graph(DOCUMENT_FLAGS,
-        "{found} brings other documents or masks in each step, and a graph repeats one plan",
-              "leave it out, or give --cuda-graph-impl transformer_engine with "
-              "--cuda-graph-modules (before 0.18 --cuda-graph-scope) mlp, without attention",
-              "--cp-ring-document-mask"),
-    _in_graph("--cp-ring-timing|--cp-ring-trace|--cp-ring-debug",
-              "{found} looks at each hop from the host, which a graph leaves out", "leave it out",
-              "--cp-ring-timing 5"),
-    _in_graph("--qk-clip|--log-max-attention-logit",
-              "{found} collects values in Python, which a graph leaves out", "leave it out",
-              "--log-max-attention-logit --bf16"),
-    _in_graph("moved_to_host", "{moved_to_host} was not tried in a graph", "leave it out",
-              "--fine-grained-activation-offloading --offload-modules core_attn"),
-    _in_graph("--cp-ring-kernel=cpu|--cp-ring-kernel=reference", "{found} waits for the host",
-              "give a kernel for CUDA, or auto", "--cp-ring-kernel reference"),
-    _in_graph("--cp-ring-wire=latent", "{found} finds latents by hooks, which a graph leaves out",
-              "give plain, int8 or fp8", "--cp-ring-wire latent"),
-    _in_graph("--context-parallel-size>1 --distributed-backend !--distributed-backend=nccl",
-              "{--distributed-backend} cannot be captured", "give nccl",
-              "--context-parallel-size 4"),
-    _in_graph("--cuda-graph-warmup-steps<1",
-              "{found} leaves no step before the capture, in which plans are proven",
-              "give at least 1",
-              "--cuda-graph-warmup-steps 0"),
-    _in_graph("--hidden-dropout --recompute-granularity=full --cp-ring-recompute=keep",
-              "{--hidden-dropout} would draw other numbers in a recomputation that keeps attention",
-              "give --cp-ring-recompute replay, or --hidden-dropout 0",
-              "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-              "--hidden-dropout 0.1"),
-)  # fmt: skip
 
 
 WINDOWS = (
@@ -200,20 +138,18 @@ ATTENTION = (
     Rule("--batch-invariant-mode",
          "--cp-ring does not support kernels that are invariant to the batch",
          "leave out {found}", example="--batch-invariant-mode"),
-    Rule(not_allowed, UNTRIED, "leave it out, or accept it by --cp-ring-allow-untried {found[2]}",
-         "a feature of Megatron that needs a GPU, and whose code here has run with stand-ins on "
-         "the CPU only",
+    Rule("graphs_of_attention",
+         "--cp-ring does not support {found}, which puts attention into a CUDA graph",
+         "leave it out, or give --cuda-graph-impl transformer_engine with {graph_modules} mlp",
+         "each microbatch has a plan of its own, and a graph repeats one",
          "--cuda-graph-impl local / --cuda-graph-impl transformer_engine / --enable-cuda-graph / "
          "--external-cuda-graph / --cuda-graph-impl local --cuda-graph-scope mlp / "
          "--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp / --cuda-graph-scope "
-         "full_iteration / --overlap-moe-expert-parallel-comm / --cp-ring-allow-untried "
-         "cuda-graphs --cuda-graph-impl local --overlap-moe-expert-parallel-comm"),
-    *_GRAPHS,
+         "full_iteration"),
     Rule(f"{DOCUMENT_FLAGS} --overlap-moe-expert-parallel-comm",
          "--overlap-moe-expert-parallel-comm does not support {found}: Megatron's scripts do not "
          "hand documents to the layers of this schedule", "leave out either",
-         example="--overlap-moe-expert-parallel-comm --cp-ring-allow-untried moe-overlap "
-         "--cp-ring-document-mask"),
+         example="--overlap-moe-expert-parallel-comm --cp-ring-document-mask"),
     Rule(lambda job: job.attention_output_gate and "core_attn" in job.moved_to_host,
          "{moved_to_host} with --attention-output-gate: Megatron frees the memory of values, in "
          "which the gate lies too, before it uses the gate", "leave core_attn out",
@@ -307,7 +243,5 @@ LATENT = (
          "{--cp-ring-wire} does not support --recompute-granularity selective of core_attn, which "
          "hides where keys come from",
          "leave core_attn out of --recompute-modules, or give --cp-ring-wire plain"),
-    Rule("graphs_of_attention", "{--cp-ring-wire} does not support {graphs}",
-         "leave it out, or give --cp-ring-wire plain"),
 )  # fmt: skip
 """Of layers whose latents travel."""

@@ -83,7 +83,7 @@ def _latent_pays(args: argparse.Namespace, config: Options) -> bool:
     from cp_ring.plan.cost import attention_time
 
     cp = args.context_parallel_size
-    node = config.node_size or max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
+    node = max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
     plan = make_plan("causal", args.seq_length, cp)
     report = plan.verify()
     latent, plain = (

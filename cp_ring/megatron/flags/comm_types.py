@@ -17,7 +17,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import rules
 from cp_ring.megatron.flags.rule import Job, check_rules
@@ -31,20 +30,14 @@ def spec_of_layer(
     settings: Options,
     cp: int,
     sizes: Sequence[int] | None = None,
-    group: Sequence[int] | None = None,
 ) -> PlanSpec:
     """How attention of a layer with `cp_comm_type` `kind` is split over `cp` ranks.
 
-    `sizes` are the hierarchical context-parallel sizes.
-
-    `group` are the ranks of the context-parallel group in the whole job, from which the node size
-    follows if no flag gives it. Raises `ConfigError` with a line that names the flag.
+    `sizes` are the hierarchical context-parallel sizes. Raises `ConfigError` with
+    a line that names the flag.
     """
-    if "auto" in (settings.route, settings.heads):
-        raise ConfigError(
-            "--cp-ring-route auto and --cp-ring-heads auto need the flags of a job: give a route "
-            "and a number"
-        )
+    if settings.heads == "auto":
+        raise ConfigError("--cp-ring-heads auto needs the flags of a job: give a number")
     named = {
         "cp_comm_type": kind,
         "context_parallel_size": cp,
@@ -55,10 +48,6 @@ def spec_of_layer(
     (kind,), spec = job.comm_types, PlanSpec(settings.layout, settings.route)
     if cp == 1:
         return spec
-    spec = replace(
-        spec,
-        node_size=settings.node_size or node_size(group or (), ranks_per_node() if group else None),
-    )
     if kind == "all_gather":
         return replace(spec, schedule="gather")
     heads = (
@@ -85,17 +74,12 @@ def type_of(args: argparse.Namespace, layer: int) -> str:
     return kinds[0] if len(kinds) == 1 else kinds[layer - 1]
 
 
-def specs(
-    args: argparse.Namespace, config: Options, group: Sequence[int] | None = None
-) -> list[tuple[str, PlanSpec]]:
-    """The distinct types of the layers, and how attention of each is split; `group` as in
-    `spec_of_layer`.
-    """
+def specs(args: argparse.Namespace, config: Options) -> list[tuple[str, PlanSpec]]:
+    """The distinct types of the layers, and how attention of each is split."""
     sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
     kinds = dict.fromkeys(types_by_layer(args))
     return [
-        (kind, spec_of_layer(kind, config, args.context_parallel_size, sizes, group))
-        for kind in kinds
+        (kind, spec_of_layer(kind, config, args.context_parallel_size, sizes)) for kind in kinds
     ]
 
 

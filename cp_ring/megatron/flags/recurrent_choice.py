@@ -35,8 +35,8 @@ def settle(args: argparse.Namespace, config: Options) -> Options:
         if heads % cp:
             ways[kind] = "states"
             note(
-                f"--cp-ring-recurrent {config.recurrent} is states for {kind} layers: their {heads} "
-                f"heads do not divide among {cp} ranks"
+                f"--cp-ring-recurrent {config.recurrent} is states for {kind} layers: their "
+                f"{heads} heads do not divide among {cp} ranks"
             )
     final = {kind: "heads" if way == "auto" else way for kind, way in ways.items()}
     return replace(config, recurrent=_text(final))

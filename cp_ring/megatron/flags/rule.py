@@ -13,11 +13,12 @@ from math import prod
 from typing import Any
 
 from cp_ring.errors import ConfigError, Reasons
-from cp_ring.megatron.flags import graphs, implementations
+from cp_ring.megatron.flags import implementations
 from cp_ring.megatron.flags.layer_pattern import (
     RECURRENT,
     RECURRENT_KINDS,
     letters_of,
+    pattern_of,
     shown_pattern,
 )
 from cp_ring.options import Options
@@ -268,13 +269,32 @@ class Job:
         return [kind for kind in kinds if ways[kind] == way]
 
     @property
+    def graph_modules(self) -> str:
+        """Megatron's flag for the modules in CUDA graphs, which is another one before 0.19."""
+        has_modules = hasattr(self.args, "cuda_graph_modules")
+        return "--cuda-graph-modules" if has_modules else "--cuda-graph-scope"
+
+    @property
     def graphs(self) -> str:
         """The flags that ask for CUDA graphs, "" without graphs."""
-        return graphs.flags_of(self.args) if graphs.implementation(self.args) != "none" else ""
+        old = [name for name in ("enable", "external") if self.value(f"{name}_cuda_graph")]
+        kind, modules = self.cuda_graph_impl or "none", " ".join(sorted(_modules_in_graphs(self)))
+        if not old and kind == "none" and "full_iteration" not in modules:
+            return ""
+        shown = f"--{old[0]}-cuda-graph" if old else f"--cuda-graph-impl {kind}"
+        return f"{shown} {self.graph_modules} {modules}" if modules else shown
 
     @property
     def graphs_of_attention(self) -> str:
-        return self.graphs if graphs.hold_attention(self.args) else ""
+        """The flags that put attention into a CUDA graph, "" without them: graphs of whole layers,
+        of a whole step, and of `attn`. Layers of a hybrid model are attention or something else.
+        """
+        modules = _modules_in_graphs(self)
+        separate = self.cuda_graph_impl == "transformer_engine" or self.external_cuda_graph
+        alone = {"moe_router", "moe_preprocess", "mamba"}
+        if separate or pattern_of(self.args):  # else graphs hold these with attention
+            alone |= {"mlp", "moe"}
+        return "" if modules and modules <= alone else self.graphs
 
     @property
     def recomputes_attention(self) -> bool:
@@ -296,3 +316,14 @@ class Job:
             if self.cpu_offloading_num_layers
             else ""
         )
+
+
+def _modules_in_graphs(job: Job) -> set[str]:
+    """The modules in CUDA graphs by name, none for all of a layer."""
+    modules: set[str] = set()
+    for name in ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated"):
+        values = job.value(name) or ()
+        values = values.split(",") if isinstance(values, str) else values
+        values = values if isinstance(values, list | tuple) else (values,)
+        modules |= {str(getattr(value, "name", value)) for value in values}
+    return modules - {"full"}

@@ -19,7 +19,7 @@ import numpy as np
 
 from cp_ring.errors import one_line
 from cp_ring.megatron.data.file_checks import problem_of_conversations, problem_of_tokens
-from cp_ring.megatron.flags import graphs, implementations
+from cp_ring.megatron.flags import implementations
 from cp_ring.megatron.flags.attention_rules import (
     ATTENTION,
     DOCUMENT_FLAGS,
@@ -27,7 +27,6 @@ from cp_ring.megatron.flags.attention_rules import (
     LATENT,
 )  # fmt: skip
 from cp_ring.megatron.flags.rule import Job, Rule
-from cp_ring.plan.routes import ROUTES
 
 _TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -304,10 +303,6 @@ SPLIT = (
          "drop one",
          "--cp-ring-heads is for layers of the type p2p",
          "--context-parallel-size 4 --cp-ring-heads 2 --cp-comm-type a2a"),
-    Rule(lambda job: job.gathers and job.own.route in ROUTES and ROUTES[job.own.route].own_schedule,
-         "--cp-comm-type all_gather and {--cp-ring-route} exclude one another", "drop one",
-         "all keys cannot arrive at one hop and be passed on",
-         "--context-parallel-size 4 --cp-ring-route relay --cp-comm-type all_gather"),
     Rule("--cp-ring-schedule gathers !--cp-ring-schedule=auto|--cp-ring-schedule=gather",
          "--cp-comm-type all_gather is --cp-ring-schedule gather, not {own.schedule}", "drop one",
          "all keys arrive at one hop",
@@ -377,9 +372,6 @@ SUBGROUP = (
          "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which "
          "models with recurrent or sparse layers do not support", "leave it out",
          "these layers exchange tokens among all context-parallel ranks"),
-    Rule("graphs_of_attention",
-         "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, which "
-         "does not support {graphs}", "leave it out"),
 )  # fmt: skip
 """Of microbatches on a group of their own."""
 
@@ -392,10 +384,8 @@ PROGRAM = (
          "--cp-ring-balance-microbatches (balance_microbatches=) needs a job of flags",
          "leave it out, or train with cp_ring.run or cp_ring.pretrain_gpt",
          "batch rows are dealt out by Megatron's own data loaders"),
-    *(Rule(f"--cp-ring-{name}=auto !seq_length",
-           f"--cp-ring-{name} auto ({name}='auto') needs seq_length=, for "
-           "which the shape is chosen")
-      for name in ("route", "heads")),
+    Rule("--cp-ring-heads=auto !seq_length",
+         "--cp-ring-heads auto (heads='auto') needs seq_length=, for which the shape is chosen"),
     Rule("seq_length%chunks",
          "enable(seq_length={seq_length}): it is not divisible by 2 x {cp} context-parallel ranks "
          "= {chunks}",
@@ -426,17 +416,9 @@ INSTALLED = (
 )  # fmt: skip
 """Of layers that Megatron makes of other packages."""
 
-READING = (
-    Rule(lambda job: job.tp > 1 and graphs.implementation(job.args) == graphs.FULL,
-         "{graphs}: cp_ring.pretrain_gpt sends batches to the ranks of "
-         "{--tensor-model-parallel-size} by way of the host, which no graph can hold",
-         "run Megatron-LM's pretrain_gpt.py by cp_ring.run, or give --cuda-graph-impl local"),
-)  # fmt: skip
-"""Of the batches of `cp_ring.pretrain_gpt`."""
-
 TABLE = {
     "Attention": WITHOUT_CUDA + LAYERS + ATTENTION + DOCUMENTS + LATENT,
     "Sizes": COMPLETE + SIZES + MODEL + SPLITS + MEMBERS + SUBGROUP,
-    "Training": RING + TRAINING + DATA + INSTALLED + READING + SCRIPT + PROGRAM,
+    "Training": RING + TRAINING + DATA + INSTALLED + SCRIPT + PROGRAM,
 }
 """All rules, by the parts of the page on troubleshooting."""

@@ -16,7 +16,7 @@ from cp_ring.megatron.settings import LayerWindows
 from cp_ring.options import Options
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import PlanSpec
-from cp_ring.plan.routes import AUTO, DEFAULT
+from cp_ring.plan.routes import AUTO
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 
 _CHOSEN_BY = 64  # ranks
@@ -42,18 +42,16 @@ def settle(
     more ranks than 64 it chooses for 64, with as many tokens each. Raises `ConfigError` with the
     flag where no number is possible.
     """
-    if config.route == AUTO:
-        config = replace(config, route=DEFAULT)
     if config.heads != AUTO:
         return config, ""
     if cp == 1:
         return replace(config, heads=1), ""
     from cp_ring.plan.cost import fastest_heads
 
-    node = config.node_size or node_size(ranks, per_node or ranks_per_node())
+    node = node_size(ranks, per_node or ranks_per_node())
     kinds = named.get("cp_comm_type") or ["p2p"]
     levels = named.get("hierarchical_context_parallel_sizes")
-    asked = replace(config, node_size=node, heads=1)
+    asked = replace(config, heads=1)
     specs = [
         spec_of_layer(kind, asked, cp, levels)
         for kind in ([kinds] if isinstance(kinds, str) else kinds)
@@ -62,9 +60,9 @@ def settle(
     n = int(named.get("seq_length") or 1) // cp * few
     schedule = "gather" if any(spec.schedule == "gather" for spec in specs) else AUTO
     try:
-        spec = PlanSpec("zigzag", schedule=schedule, node_size=node)
+        spec = PlanSpec("zigzag", schedule=schedule)
         layers = [(Mask.causal(n, window), count) for window, count in windows]
-        heads, seconds = fastest_heads(layers, few, spec, sizes)
+        heads, seconds = fastest_heads(layers, few, spec, sizes, node)
     except PlanError as error:
         raise ConfigError(f"{config.flag('heads')} {AUTO}: {error}") from None
     others = sorted((time, other) for other, time in seconds.items() if other != heads)

@@ -93,10 +93,10 @@ def check_attention(job: Job) -> None:
     check_rules(job, attention_rules.ATTENTION + attention_rules.DOCUMENTS)
     job.own.check_schedule(job.cp)
     comm_types.check(job)
-    for flags, feature, name in attention_rules.untried(job):
+    if job.overlap_moe_expert_parallel_comm:
         note(
-            f"warning: {flags}: no GPU run has shown {feature} with ring attention yet "
-            f"(--cp-ring-allow-untried {name})"
+            "warning: no GPU has run --overlap-moe-expert-parallel-comm with ring attention yet: "
+            "compare the losses of the first steps with those without it"
         )
     backend = getattr(job.attention_backend, "name", "auto")
     if backend != "auto":
@@ -191,7 +191,7 @@ def settle_shape(args: argparse.Namespace, config: Options) -> Options:
     layers, where the flags ask for `auto`.
     """
     config = recurrent_choice.settle(args, config)
-    if "auto" not in (config.route, config.heads):
+    if config.heads != "auto":
         return config
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     group = [place * tp for place in range(cp)]  # each context-parallel group has this pattern

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
-from torch.distributed import get_process_group_ranks
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
@@ -124,8 +123,7 @@ class PlannedAttention(MegatronModule):
     def _spec_on(self, group: Any) -> PlanSpec:
         kind, cp, heads = self.cp_comm_type, group.size(), self.config.num_attention_heads
         sizes = getattr(self.config, "hierarchical_context_parallel_sizes", None)
-        ranks = get_process_group_ranks(group) if cp > 1 else None
-        spec = spec_of_layer(kind, self.settings, cp, sizes, ranks)
+        spec = spec_of_layer(kind, self.settings, cp, sizes)
         check_members(kind, spec, self.settings, cp, heads, self.tp_group.size())
         return spec
 

@@ -20,20 +20,9 @@ import numpy as np
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.proof.verify import check_layout
-from cp_ring.plan.ranges import Ints, expand, integer, runs, starts_of
+from cp_ring.plan.ranges import Ints, expand, runs, starts_of
 from cp_ring.plan.rank_plan import Part
 from cp_ring.plan.tables import Exchange, RankPlan, Span
-
-
-def members_of_node(node_size: int, ulysses: int) -> int:
-    """Members of the ring on one node of `node_size` ranks: 1 if a node does not hold whole
-    members, or has one.
-    """
-    return (
-        node_size // ulysses
-        if integer(node_size, "node_size") > 0 and node_size % ulysses == 0
-        else 1
-    )
 
 
 def with_exchange(

@@ -42,7 +42,7 @@ from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.proof.cover import check_cover, place_of
 from cp_ring.plan.ranges import Ints, check_all, integer, sort_index, union
-from cp_ring.plan.schedule import check
+from cp_ring.plan.schedule import check, ring_distance
 from cp_ring.plan.tables import PlanTables, Transfers
 
 
@@ -150,8 +150,6 @@ def check_tables(plan: PlanTables) -> None:
             range(cp),
             lambda i: f"tile {i} of rank {plan.tile_rank[i]}, hop {plan.tile_hop[i]}",
         )
-    if cp % plan.node_size:
-        raise PlanError(f"node_size {plan.node_size} does not divide the {cp} ranks")
     for table in (plan.transfers, plan.gradients):
         _check_moves(table, key_size, cp)
     keys, grads = plan.transfers, plan.gradients
@@ -177,7 +175,7 @@ def check_tables(plan: PlanTables) -> None:
 
 
 def _order(table: Transfers, holder: Ints, plan: PlanTables) -> tuple[Ints, ...]:
-    return holder, table.hop, plan.order.distance(holder, table.owner), table.start
+    return holder, table.hop, ring_distance(holder, table.owner, plan.cp), table.start
 
 
 def _check_range(what: str, values: Ints, allowed: range, where: Callable[[int], str]) -> None:
@@ -234,7 +232,7 @@ def check_sources(plan: PlanTables) -> None:
     owner = np.concatenate(
         [plan.tile_source, keys.owner, forwarded.owner, grads.owner, passed.owner]
     )
-    due = np.array(plan.schedule)[plan.order.distance(rank, owner)]
+    due = np.array(plan.schedule)[ring_distance(rank, owner, plan.cp)]
     check_all(
         due == hop,
         lambda i: (
@@ -356,7 +354,7 @@ def _buffer(rank: Ints, owner: Ints, plan: PlanTables) -> Ints:
     """The number of the part of a rank's buffers that holds an owner's tokens, in the order of the
     tables.
     """
-    return rank * plan.cp + plan.order.distance(rank, owner)
+    return rank * plan.cp + ring_distance(rank, owner, plan.cp)
 
 
 def _disjoint(table: Transfers, group: Ints, verb: str) -> tuple[Ints, Ints, Ints]:
@@ -390,7 +388,7 @@ def _same(
         return ", ".join(f"{start}..{end}" for start, end in of_group) or "nothing"
 
     rank, distance = divmod(group, plan.cp)
-    owner = f" of rank {plan.order.owner(rank, distance)}"
+    owner = f" of rank {(rank - distance) % plan.cp}"
     raise PlanError(
         f"rank {rank}, hop {plan.schedule[distance]} {wants} tokens {tokens(wanted)}{owner}, but "
         f"{moves} tokens {tokens(moved)}"

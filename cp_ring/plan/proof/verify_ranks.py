@@ -34,7 +34,7 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.proof import verify
-from cp_ring.plan.schedule import Order
+from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.tables import Hop, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.tiles import Tile, Tiles
 
@@ -257,7 +257,7 @@ def _rebuild(
             summed = _buffer(grad_buffers, part.member, hop.index, "gradient")
             held.check_filled(hop.num_keys)
             summed.check_filled(hop.num_grads)
-            _check_sources(part, hop, held, summed, plan.order)
+            _check_sources(part, hop, held, summed, plan.cp)
             for tile, shift in zip(hop.tiles, hop.grad_shift.tolist(), strict=True):
                 for owner, own_tile in _of_owners(tile, shift, held, summed):
                     tiles.append(own_tile)
@@ -269,8 +269,8 @@ def _rebuild(
         tile_rank=rank,
         tile_hop=index,
         tile_source=source,
-        transfers=_table(transfers).in_buffer_order("receiver", plan.order),
-        gradients=_table(gradients).in_buffer_order("sender", plan.order),
+        transfers=_table(transfers).in_buffer_order("receiver", plan.cp),
+        gradients=_table(gradients).in_buffer_order("sender", plan.cp),
     )
 
 
@@ -305,14 +305,12 @@ def _follow(
     return table
 
 
-def _check_sources(
-    part: RankPlan, hop: Hop, held: _Contents, summed: _Contents, order: Order
-) -> None:
+def _check_sources(part: RankPlan, hop: Hop, held: _Contents, summed: _Contents, cp: int) -> None:
     """Raises `PlanError` unless `hop.sources` are the owners of what the hop's buffers hold, by
     distance.
     """
     owners = {piece[2] for contents in (held, summed) for piece in contents.pieces}
-    sources = tuple(sorted(owners, key=lambda owner: order.distance(part.member, owner)))
+    sources = tuple(sorted(owners, key=lambda owner: ring_distance(part.member, owner, cp)))
     if sources != hop.sources:
         raise PlanError(
             f"rank {part.member}, hop {hop.index}: its buffers hold tokens of ranks {sources}, not "

@@ -32,8 +32,8 @@ class Rates:
     of 400 Gb/s for each rank.
 
     flops: FLOP of attention, forward and backward alike.
-    inside, between: bytes that a rank receives from ranks of its own node, and from other nodes, and
-    sends to them at the same time.
+    inside, between: bytes that a rank receives from ranks of its own node, and from other nodes,
+    and sends to them at the same time.
     memory: bytes that a device reads and writes.
     call: seconds that a kernel call loses, and an exchange of heads.
     products: FLOP of the matrix products of other layers, relative to `flops`. 600 TFLOP/s are
