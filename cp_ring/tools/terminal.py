@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """What commands share: options, numbers of tokens, tables."""
-=======
-"""What several commands share: options and their values, help, tables and JSON."""
->>>>>>> 6e98a69 (Tools and costs type-check; lines fit)
 
 from __future__ import annotations
 
@@ -19,17 +15,15 @@ from typer.core import TyperCommand, TyperGroup
 
 from cp_ring.errors import ConfigError
 
+JSON = "Print JSON instead of the table."
+SET = "Override a key (the value is read as YAML), or preset=NAME. Repeatable."
+
 JOB = "A YAML file, or the name of a packaged one (cp-ring train --list)."
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="A.B=C",
-        help="Override a key (the value is read as YAML), or preset=NAME. Repeatable.",
-    ),
-]
+AsJson = Annotated[bool, typer.Option("--json", help=JSON)]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")]
+Job = Annotated[str, typer.Argument(help=JOB, metavar="JOB")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help=SET)]
 
 
 def _writable(param: typer.CallbackParam, path: Any) -> Any:
