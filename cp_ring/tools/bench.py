@@ -11,6 +11,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from cp_ring.errors import ConfigError
-from cp_ring.tools.terminal import AsJson, QuietGroup
+from cp_ring.tools.terminal import AsJson, QuietCommand, QuietGroup
 
 Result = dict[str, Any]
 Columns = Mapping[str, Callable[[Result], str]]
@@ -97,7 +98,7 @@ def _positive(text: str) -> Any:
     return typer.Option(min=1, help=text)
 
 
-@app.command()
+@app.command(cls=QuietCommand)
 def attention(
     seq_length: Annotated[int, _positive("Tokens of the whole sequence.")] = 8192,
     cp: Annotated[int, _positive("Ranks; on the CPU each has one thread.")] = 2,
@@ -154,7 +155,7 @@ def attention(
     _print(title, columns, results, as_json)
 
 
-@app.command()
+@app.command(cls=QuietCommand)
 def host(
     repeats: Annotated[int, _positive("Calls of each measurement; the least time counts.")] = 50,
     against: Annotated[
@@ -162,7 +163,7 @@ def host(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what the host does in a hop beyond the attention library and the messages."""
+    """Time what the host does in a hop. Beyond the attention library and the messages."""
     from cp_ring.tools import bench_host
 
     if against is not None and not (against / "cp_ring" / "__init__.py").is_file():
@@ -177,7 +178,7 @@ def host(
     _print("causal, one source a hop, 4 heads, CPU", columns, results, as_json)
 
 
-@app.command()
+@app.command(cls=QuietCommand)
 def accuracy(
     seq_length: Annotated[int, _positive("Tokens of the whole sequence.")] = 2048,
     heads: Annotated[int, _positive("Query heads.")] = 2,
@@ -202,8 +203,8 @@ def accuracy(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Error of ring attention against float64, divided by the error of one call of the same kernel
-    on the whole sequence. Of a codec that rounds, the error itself.
+    """Compare errors with those of one kernel call. Both against float64, on the whole sequence; of
+    a codec that rounds, the error itself.
     """
     from cp_ring.kernels import REGISTRY
     from cp_ring.plan.sizes.attention_sizes import WIRES
@@ -225,9 +226,9 @@ def accuracy(
             return result["rejected"] if part == "out" else ""
         return f"{result['error'][part]:.1e}" if "error" in result else f"{result[part]:.2f}"
 
-    columns: dict[str, Callable[[Result], str]] = {
-        name: lambda x, name=name: str(x.get(name, ""))
-        for name in ("kernel", "dtype", "mask", "cp", "wire")
-    }
-    columns |= {part: lambda x, part=part: error(part, x) for part in PARTS}
+    def text(name: str, result: Result) -> str:
+        return error(name, result) if name in PARTS else str(result.get(name, ""))
+
+    names = ("kernel", "dtype", "mask", "cp", "wire", *PARTS)
+    columns = {name: partial(text, name) for name in names}
     _print("error, ring / one call", columns, results, as_json)

@@ -15,15 +15,17 @@ from typer.core import TyperCommand, TyperGroup
 
 from cp_ring.errors import ConfigError
 
-JSON = "Print JSON instead of the table."
-SET = "Override a key (the value is read as YAML), or preset=NAME. Repeatable."
-
 JOB = "A YAML file, or the name of a packaged one (cp-ring train --list)."
 
-AsJson = Annotated[bool, typer.Option("--json", help=JSON)]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")]
-Job = Annotated[str, typer.Argument(help=JOB, metavar="JOB")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help=SET)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="A.B=C",
+        help="Override a key (the value is read as YAML), or preset=NAME. Repeatable.",
+    ),
+]
 
 
 def _writable(param: typer.CallbackParam, path: Any) -> Any:
