@@ -113,6 +113,15 @@ def test_masks_travel_between_ranks_as_numbers():
         assert np.array_equal(sent.positions, came.positions)
 
 
+@pytest.fixture
+def collated():
+    """As the patch of core attention has it."""
+    masks.collate_masks()
+    yield
+    masks.stop_collating_masks()
+
+
+@pytest.mark.usefixtures("collated")
 def test_a_data_loader_makes_batches_of_samples_with_masks():
     samples = [{"tokens": torch.arange(4), "cp_ring_mask": Mask.causal(4)} for _ in range(2)]
     (batch,) = torch.utils.data.DataLoader(samples, batch_size=2)
