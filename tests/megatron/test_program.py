@@ -130,11 +130,11 @@ def test_auto_is_the_shape_chosen_for_the_first_model(enabled, capfd):
         context_parallel_size=4,
         attention_dropout=0.0,
     )
-    enabled(route="auto", heads="auto", seq_length=4096)
+    enabled(heads="auto", seq_length=4096)
     program.accept_model(config)
     chosen = settings.current()
-    assert chosen.route != "auto" and 4 % chosen.heads == 0
-    assert "chosen by predicted time, nodes of" in capfd.readouterr().out
+    assert 4 % chosen.heads == 0
+    assert "chosen by predicted time of attention" in capfd.readouterr().out
     program.accept_model(config)
     assert settings.current() == chosen and "chosen" not in capfd.readouterr().out
 
@@ -163,11 +163,8 @@ def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):
         enabled(rout="ring")
     with pytest.raises(ConfigError, match=r"--cp-ring-certify only \(certify=\) needs a job of"):
         enabled(certify="only")
-    for name in ("route", "heads"):
-        with pytest.raises(
-            ConfigError, match=rf"--cp-ring-{name} auto \({name}='auto'\) needs seq_length="
-        ):
-            enabled(**{name: "auto"})
+    with pytest.raises(ConfigError, match=r"auto \(heads='auto'\) needs seq_length="):
+        enabled(heads="auto")
     with pytest.raises(ConfigError, match=r"call cp_ring\.megatron\.enable first"):
         cp_ring.megatron.certify(None, None, None)
     with pytest.raises(AttributeError, match="has no attribute 'enabel'"):
