@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cp_ring.megatron.certificate import tiny_layers
+from cp_ring.megatron.certificate import tiny_layers, tiny_model
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.flags.layer_pattern import (
     attention_layers,
@@ -135,3 +135,23 @@ def test_recurrent_heads_are_shared_as_the_ranks_need_it():
     args = flags("M*", mamba_num_groups=4, context_parallel_size=8)
     kinds = find_layer_kinds(args, configuration(), ("causal",))
     assert tiny_layers.changes_of_layers(args, configuration(), kinds, 2)["mamba_num_heads"] == 16
+
+
+def test_a_tiny_model_keeps_what_is_listed_and_nothing_else():
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    sizes = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 8, "num_query_groups": 2}
+    kept = {"softmax_scale": 0.3, "layernorm_epsilon": 1e-3, "context_parallel_size": 2}
+    left = {"bf16": True, "params_dtype": torch.bfloat16, "recompute_granularity": "full",
+            "recompute_method": "uniform", "recompute_num_layers": 1}  # fmt: skip
+    config = TransformerConfig(**sizes, **kept, **left)
+    args = flags("", num_layers=4, seq_length=64, num_attention_heads=8)
+    args.transformer_config = config
+    kinds = find_layer_kinds(args, config, ("causal",))
+    tiny = tiny_model.tiny_args(args, kinds, 1).tiny_config
+    assert {name: getattr(tiny, name) for name in kept} == kept
+    assert tiny.params_dtype == torch.float32 and not tiny.bf16
+    assert tiny.recompute_granularity is None and tiny.num_layers == 1
+    assert (tiny.num_attention_heads, tiny.num_query_groups) == (8, 2)
+    assert config.num_layers == 4 and config.bf16

@@ -229,20 +229,15 @@ def _in_words(step: ForwardStep) -> ForwardStep:
     place = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else ""
     name = f"{getattr(function, '__name__', type(function).__name__)}{place}"
 
+    call = attempting(
+        f"{name} could not be called with a microbatch of tokens, labels, loss_mask and "
+        "position_ids"
+    )(step)
+
     def called(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        with attempting(
-            f"{name} could not be called with a microbatch of tokens, labels, loss_mask and "
-            "position_ids"
-        ):
-            output, loss = step(iterator, model)
-
-        def loss_in_words(*args: Any, **kwargs: Any) -> Any:
-            with attempting(
-                f"the loss function of {name} could not be called with the losses of tokens"
-            ):
-                return loss(*args, **kwargs)
-
-        return output, loss_in_words
+        output, loss = call(iterator, model)
+        failing = f"the loss function of {name} could not be called with the losses of tokens"
+        return output, attempting(failing)(loss)
 
     return called
 
