@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from cp_ring.testing.rank_pool import LIMIT_S
+from tests.rank_pool import LIMIT_S
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "google-chrome")
 LEAST = 500

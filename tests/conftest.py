@@ -14,9 +14,9 @@ import torch
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.runtime import RUNTIME
-from cp_ring.testing.network import ThrottledMesh
-from cp_ring.testing.rank_pool import Ranks
 from tests import needs
+from tests.network import ThrottledMesh
+from tests.rank_pool import Ranks
 
 # Ranks of a test share the machine's cores and talk over loopback.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -12,7 +12,7 @@ from torch import Tensor
 from cp_ring import Plan, ring_attention
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, error
-from cp_ring.testing.rank_pool import Ranks
+from tests.rank_pool import Ranks
 
 FLOAT32 = 3e-6
 """Rounding of float32 at the sizes of these tests; a wrong tile or message is off by 0.01 or more."""

@@ -31,8 +31,8 @@ from cp_ring.kernels import calls
 from cp_ring.plan import plan as maker
 from cp_ring.plan_cache import PlanOptions
 from cp_ring.testing.local_ring import LocalRing
-from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case
+from tests.loopback import LoopbackTransport
 from tests.rings import attend, same_bits, scores_of
 
 N = 64

@@ -21,8 +21,8 @@ from cp_ring.kernels import calls
 from cp_ring.observe import watchdog
 from cp_ring.observe.watchdog import Watch
 from cp_ring.testing.local_ring import LocalRing
-from cp_ring.testing.loopback import LoopbackTransport
 from tests import recorded
+from tests.loopback import LoopbackTransport
 
 N, HEADS = 32, (4, 2)
 CASES: dict[str, dict[str, Any]] = {

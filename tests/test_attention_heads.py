@@ -19,9 +19,9 @@ from cp_ring.plan import split_heads
 from cp_ring.plan.cost import bytes_between_nodes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.testing.local_ring import LocalRing
-from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case, brute_force, error
 from cp_ring.tools import bench_accuracy as accuracy
+from tests.loopback import LoopbackTransport
 from tests.rings import FLOAT32, attend, attend_to_shard, joined, off, same_bits, truth
 
 FACTORS = [(2, 2), (4, 2), (4, 4)]

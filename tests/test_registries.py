@@ -25,8 +25,8 @@ from cp_ring.plan.routes import ROUTES, Route, direct
 from cp_ring.plan.sizes.attention_sizes import WIRES, Wire
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
-from cp_ring.testing.rank_pool import LIMIT_S
 from launch.budget import ROOT
+from tests.rank_pool import LIMIT_S
 
 
 class Probe(ReferenceKernel):

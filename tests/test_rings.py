@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from cp_ring.testing.rank_pool import LIMIT_S
 from launch.budget import ROOT, tokens
 from tests.megatron.launch import TINY, launch
+from tests.rank_pool import LIMIT_S
 
 LIMIT = 165_000  # tokens that a training job imports
 

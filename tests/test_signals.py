@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from cp_ring import patches, signals
-from cp_ring.testing.rank_pool import LIMIT_S
+from tests.rank_pool import LIMIT_S
 
 EARLY = """
 import os, signal, sys

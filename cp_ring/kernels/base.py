@@ -8,7 +8,7 @@ To add a kernel:
 2. Add its name and module to `cp_ring.kernels.REGISTRY` (whose docstring tells how a package of its
    own does it). The flag `--cp-ring-kernel`, the YAML key, `ring_attention(kernel=...)` and the
    help text take the names from there.
-3. Test it: `cp_ring.testing.conformance.check(kernel, device, dtype)` checks every property that
+3. Test it: `tests.conformance.check(kernel, device, dtype)` checks every property that
    the ring relies on.
 
 Shapes: b batch, q queries of the tile, k keys of the tile, h query heads, g key/value heads (g

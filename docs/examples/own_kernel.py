@@ -1,5 +1,5 @@
-"""A kernel of your own in plain torch, checked and selected by its name. Run: python
-docs/examples/own_kernel.py
+"""A kernel of your own in plain torch, checked and selected by its name. Run it in a checkout:
+PYTHONPATH=. python docs/examples/own_kernel.py
 """
 
 import torch
@@ -7,7 +7,7 @@ import torch
 from cp_ring import ring_attention
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.base import Capabilities
-from cp_ring.testing import conformance
+from tests import conformance
 
 
 class PlainTorch:

@@ -24,8 +24,8 @@ from cp_ring.plan.rank_plan import identity
 from cp_ring.plan.tables import Transfer
 from cp_ring.testing.local_ring import LocalGroup, LocalRing
 from cp_ring.testing.oracle import Case, brute_force
-from cp_ring.testing.rank_pool import LIMIT_S
 from tests import rings
+from tests.rank_pool import LIMIT_S
 from tests.rings import FLOAT32, off, rank_of
 
 N, CP = 64, 2

@@ -14,7 +14,7 @@ import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.comm.transport import messages
-from cp_ring.testing.loopback import LoopbackTransport
+from tests.loopback import LoopbackTransport
 
 CP, N = 4, 64
 MASKS = {

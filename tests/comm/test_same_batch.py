@@ -16,7 +16,7 @@ from cp_ring.comm import same_batch
 from cp_ring.comm.agreement import FIRST
 from cp_ring.comm.same_batch import BatchComparison, contents, difference
 from cp_ring.testing.local_ring import LocalRing
-from cp_ring.testing.rank_pool import LIMIT_S
+from tests.rank_pool import LIMIT_S
 from tests.rings import rank_of
 
 N, CP = 64, 2

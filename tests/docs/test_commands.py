@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cp_ring.testing.rank_pool import LIMIT_S
 from tests.docs.test_snippets import ROOT, blocks
 from tests.megatron import conversations
 from tests.megatron.launch import HERE, environment
+from tests.rank_pool import LIMIT_S
 
 pytestmark = pytest.mark.ci
 SETUP = ("bash launch/", "source .venv", "pip install", "pre-commit", "git clone", "cd Megatron-LM")

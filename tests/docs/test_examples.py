@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.kernels.cpu import KERNEL
-from cp_ring.testing.rank_pool import LIMIT_S
+from tests.rank_pool import LIMIT_S
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 ON_TWO_RANKS = ("ring_attention", "plan_and_window", "packed_documents", "hugging_face")

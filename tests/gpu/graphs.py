@@ -15,10 +15,10 @@ from torch import Tensor
 
 from cp_ring import ring_attention
 from cp_ring.kernels import determinism
-from cp_ring.testing.loopback import LoopbackTransport
 from tests import recorded
 from tests.gpu.job import Job
 from tests.gpu.replays import causal_plan
+from tests.loopback import LoopbackTransport
 
 RANK, CP = 3, 8
 

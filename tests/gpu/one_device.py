@@ -23,7 +23,7 @@ from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, AttentionKernel, choose
 from cp_ring.kernels.calls import KernelCall, Statistics, kernel_calls
 from cp_ring.plan import Layout, Mask, Plan
-from cp_ring.testing.loopback import LoopbackTransport
+from tests.loopback import LoopbackTransport
 
 _LEAD_CYCLES = 10_000_000  # of the device's clock, about 5 ms
 

@@ -15,9 +15,9 @@ from torch.autograd import DeviceType
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.kernels import choose
 from cp_ring.plan.schedule import SLOT_SHARDS
-from cp_ring.testing.loopback import LoopbackTransport
 from tests.gpu.job import Job
 from tests.gpu.one_device import RankSizes, replay, single_call
+from tests.loopback import LoopbackTransport
 
 ATTENTION = re.compile("sdpa|fmha|flash|cudnn|attention", re.IGNORECASE)
 COPIES = re.compile("Memcpy|Memset")

@@ -24,12 +24,12 @@ from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.comm.codecs import Fp8, Int8
 from cp_ring.kernels import REGISTRY, choose
 from cp_ring.ops.fused import FusedFunction
-from cp_ring.testing import conformance
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, error
-from cp_ring.testing.rank_pool import LIMIT_S
 from cp_ring.tools import bench_accuracy as bench
+from tests import conformance
 from tests.gpu.job import ERRORS, Job
+from tests.rank_pool import LIMIT_S
 
 # properties of the dry run
 DRY = ("full rectangles", "causal squares", "merged backward", "varlen")

@@ -14,9 +14,9 @@ from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.base import Capabilities
 from cp_ring.ops import totals
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.testing.loopback import LoopbackTransport
 from tests.kernels import emulated_te
 from tests.kernels.planned_updates import accumulator_bytes, rank_updates
+from tests.loopback import LoopbackTransport
 
 SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16)
 MASKS = {

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cp_ring.kernels import _chosen, choose, determinism, flash, flash_aten
 from cp_ring.kernels.base import OPEN, Packing, no_random_state
-from cp_ring.testing import conformance
+from tests import conformance
 from tests.gpu.emulated import CPU, emulated
 from tests.kernels.test_flash import stand_in
 

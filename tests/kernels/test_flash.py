@@ -30,7 +30,7 @@ from cp_ring.kernels.flash import FlashKernel, Functions, arguments
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.signatures import parameters_of
 from cp_ring.kernels.window import live_part
-from cp_ring.testing import conformance
+from tests import conformance
 
 CUSTOM_OPS = {  # label: outputs of forward
     "3: flash-attn August 2026": 4,

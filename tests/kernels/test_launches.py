@@ -28,8 +28,8 @@ from cp_ring.kernels import REGISTRY, calls, choose, signatures, te_library
 from cp_ring.kernels.base import OPEN, no_random_state
 from cp_ring.observe.counters import record
 from cp_ring.ops import totals
-from cp_ring.testing.loopback import LoopbackTransport
 from tests.kernels.emulated_te import installed
+from tests.loopback import LoopbackTransport
 
 
 class Launches(TorchDispatchMode):

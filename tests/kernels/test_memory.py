@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention
-from cp_ring.testing.conformance import _nan_memory
-from cp_ring.testing.loopback import LoopbackTransport
 from cp_ring.testing.oracle import Case, brute_force, error
+from tests.conformance import _nan_memory
+from tests.loopback import LoopbackTransport
 from tests.rings import attend
 
 

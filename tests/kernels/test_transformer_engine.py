@@ -19,8 +19,8 @@ from cp_ring.kernels import _chosen, choose, determinism, sizes, te_library, ver
 from cp_ring.kernels.base import OPEN, Packing
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.signatures import bind
-from cp_ring.testing import conformance
 from cp_ring.testing.oracle import Case, brute_force, error, on_rank, whole
+from tests import conformance
 from tests.kernels import emulated_te
 from tests.kernels.emulated_te import KERNEL, SIGNATURES, installed
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_ring.testing.rank_pool import LIMIT_S
+from tests.rank_pool import LIMIT_S
 
 pytestmark = pytest.mark.ci
 ROOT = Path(__file__).resolve().parents[2]

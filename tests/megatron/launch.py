@@ -17,8 +17,8 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from cp_ring.testing.rank_pool import LIMIT_S, start
 from tests.megatron import worker
+from tests.rank_pool import LIMIT_S, start
 
 HERE = Path(__file__).parent
 

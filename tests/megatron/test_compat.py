@@ -8,8 +8,8 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import environment
+from tests.rank_pool import LIMIT_S
 
 
 @pytest.mark.parametrize("version", ["0.18.2", "0.19.0", "0.19.7", "0.19.2+abc", "0.20.0+d98e8a6"])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import HERE, TINY, environment
+from tests.rank_pool import LIMIT_S
 
 SCRIPT = str(HERE / "failing_script.py")
 RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2"]

@@ -12,8 +12,8 @@ import pytest
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import argument_parser
 from cp_ring.options import SETTINGS, Options
-from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import HERE, TINY, environment, launch, train
+from tests.rank_pool import LIMIT_S
 
 SCRIPT = str(HERE / "small_script.py")
 FLAGS = [*TINY, "--train-iters", "3", "--log-interval", "1", "--calculate-per-token-loss"]

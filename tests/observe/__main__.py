@@ -14,10 +14,10 @@ import json
 import random
 import sys
 
-from cp_ring.testing.network import ThrottledMesh
-from cp_ring.testing.rank_pool import Ranks
 from cp_ring.tools.bench import facts
+from tests.network import ThrottledMesh
 from tests.observe.plants import RANKS, Plant, Setting, try_plant
+from tests.rank_pool import Ranks
 
 REAL = Setting(tokens=256, heads=8, calls=3)
 TIMED = Setting(tokens=64, calls=2, pair_s=1.5e-5)

@@ -20,9 +20,9 @@ from cp_ring import ring_attention
 from cp_ring.kernels.cpu import KERNEL
 from cp_ring.observe import timing
 from cp_ring.observe.watchdog import WATCH, Place
-from cp_ring.testing.network import ThrottledMesh
-from cp_ring.testing.rank_pool import Ranks
+from tests.network import ThrottledMesh
 from tests.observe.virtual_time import pairs_of
+from tests.rank_pool import Ranks
 
 RANKS = 4
 SAMPLES = 4  # one more than an alarm takes: noise in one of them may delay it

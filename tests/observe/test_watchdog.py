@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.comm import transport
 from cp_ring.observe import watchdog
-from cp_ring.testing.rank_pool import LIMIT_S
+from tests.rank_pool import LIMIT_S
 
 # seconds: a busy machine must not keep a healthy rank waiting for as long
 TIMEOUT, RANKS, SLEEPER = 20.0, 4, 2

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cp_ring.testing.rank_pool import LIMIT_S
+from tests.rank_pool import LIMIT_S
 
 
 def interpreted(program: str) -> None:

@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from cp_ring.testing.rank_pool import Ranks
 from tests.peers import gym, tables
 from tests.peers.attend import Case, run
+from tests.rank_pool import Ranks
 
 PEERS: dict[str, Callable[[], Iterator[Case]]] = {
     "TransformerEngine": tables.transformer_engine,

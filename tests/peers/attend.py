@@ -20,7 +20,7 @@ from cp_ring import Layout, Mask, ring_attention
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import error
-from cp_ring.testing.rank_pool import Ranks
+from tests.rank_pool import Ranks
 from tests.rings import rank_of
 
 LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}

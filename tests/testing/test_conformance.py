@@ -12,7 +12,7 @@ from cp_ring.kernels.base import OPEN
 from cp_ring.kernels.cpu import KERNEL as CPU
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.reference import ReferenceKernel
-from cp_ring.testing import conformance
+from tests import conformance
 
 
 @pytest.mark.parametrize("prop", conformance.PROPERTIES)

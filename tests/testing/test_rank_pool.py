@@ -3,12 +3,12 @@
 import subprocess
 import sys
 
-from cp_ring.testing.rank_pool import LIMIT_S
+from tests.rank_pool import LIMIT_S
 
 PROGRAM = """
 import multiprocessing as mp, os, signal, sys
 from multiprocessing import forkserver
-from cp_ring.testing.rank_pool import start
+from tests.rank_pool import start
 
 context = mp.get_context("forkserver")
 killed = []

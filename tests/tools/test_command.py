@@ -13,11 +13,11 @@ import yaml
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import argument_parser
 from cp_ring.options import SETTINGS, Options
-from cp_ring.testing.rank_pool import LIMIT_S
 from cp_ring.tools import LEFT, train
 from cp_ring.tools import job as jobs
 from cp_ring.tools import main as console_script
 from cp_ring.tools.cli import main
+from tests.rank_pool import LIMIT_S
 
 
 @pytest.fixture(scope="module")

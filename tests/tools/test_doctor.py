@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_ring.testing.rank_pool import LIMIT_S
 from cp_ring.tools import doctor
+from tests.rank_pool import LIMIT_S
 
 BROKEN = "libcudnn.so.9: cannot open shared object file: No such file or directory"
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from cp_ring.testing.rank_pool import LIMIT_S
 from tests.megatron.launch import environment
+from tests.rank_pool import LIMIT_S
 from tests.tools.slurm.job import TINY
 
 

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from cp_ring.testing.rank_pool import LIMIT_S
 from cp_ring.tools.train import KILLED, TERMINATED, Launch, for_people, new_log
+from tests.rank_pool import LIMIT_S
 
 STEP = (
     " [2026-11-25 21:09:26] iteration       22/      60 | consumed samples:           44 | elapsed "

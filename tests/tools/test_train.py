@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cp_ring.megatron.data.token_files import TokenFile
-from cp_ring.testing.rank_pool import LIMIT_S
+from tests.rank_pool import LIMIT_S
 
 TINY = {
     "megatron.num_layers": 1,

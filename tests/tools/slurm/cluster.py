@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from cp_ring.testing.rank_pool import LIMIT_S
+from tests.rank_pool import LIMIT_S
 from tests.tools.slurm.job import TINY
 
 HERE = Path(__file__).parent

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_ring.testing.rank_pool import LIMIT_S
 from tests import needs
+from tests.rank_pool import LIMIT_S
 
 FOLDER = Path(__file__).resolve().parents[3] / "launch" / "slurm"
 HOSTILE = "a b'c\"d$(touch hacked)`touch hacked`\n#SBATCH --nodes=9;%j"

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from cp_ring.testing.network import Network, enter
+from tests.network import Network, enter
 
 LIMIT_S = 1800.0  # of whatever may hang; a slow or busy machine does not come near it
 
