@@ -41,7 +41,7 @@ def only_known(what: str, known: Sequence[str], value: str) -> None:
 
 def ways_of(text: str) -> dict[str, str]:
     """The way of each kind of recurrent layers. Raises `ConfigError`."""
-    ways = ("heads", "states", "auto")
+    ways = ("heads", "states")
     if text in ways:
         return dict.fromkeys(RECURRENT_KINDS, text)
     pairs = [each.partition("=")[::2] for each in text.split(",")]

@@ -184,8 +184,8 @@ class Options:
     recurrent: str = _setting(
         "heads",
         "What ranks exchange for recurrent layers: heads, an all-to-all as in Megatron; states, "
-        "where each rank scans its own tokens and passes its final state on; auto, the faster "
-        "one by predicted time; or one of these per kind, as in mamba=states,gdn=heads.",
+        "where each rank scans its own tokens and passes its final state on; or one of these per "
+        "kind, as in mamba=states,gdn=heads.",
         convert=option_values.joined,
         check=option_values.ways_of,
     )
@@ -293,7 +293,7 @@ class Options:
 
     @property
     def recurrent_ways(self) -> dict[str, str]:
-        """What ranks exchange, heads, states or auto, for each of `RECURRENT_KINDS`."""
+        """What ranks exchange, heads or states, for each of `RECURRENT_KINDS`."""
         return option_values.ways_of(self.recurrent)
 
     def without_auto(self) -> Options:

@@ -779,50 +779,6 @@ def test_a_single_process_leaves_no_file(tmp_path, monkeypatch, capsys):
     )
 
 
-class FusedAdam:
-    """As the optimizers of TransformerEngine and Apex are called."""
-
-
-@pytest.mark.parametrize(
-    ("package", "flags", "line"),
-    [
-        ("", [], "norm torch RMSNorm, optimizer torch AdamW, gradient accumulation unfused"),
-        (
-            "",
-            ["--optimizer", "sgd", "--normalization", "LayerNorm"],
-            "norm torch LayerNorm, optimizer torch SGD, ",
-        ),
-        (
-            "apex",
-            ["--normalization", "LayerNorm"],
-            "norm Apex LayerNorm, optimizer Apex FusedAdam, gradient accumulation fused by Apex",
-        ),
-        ("apex", [], "norm torch RMSNorm, optimizer Apex FusedAdam, "),
-        (
-            "transformer_engine",
-            ["--transformer-impl", "transformer_engine"],
-            "norm TransformerEngine RMSNorm, optimizer TransformerEngine FusedAdam, gradient "
-            "accumulation fused by Transformer",
-        ),
-        ("", ["--spec", "json", "loads"], "norm of json loads, "),
-    ],
-)
-def test_the_parts_of_a_job_are_named(parse, monkeypatch, package, flags, line):
-    import megatron.core.optimizer as optimizers
-    from megatron.core.fusions import fused_layer_norm
-
-    cpu = [] if package else ["--cp-ring-cpu"]
-    if package:
-        monkeypatch.setattr(
-            implementations, "has_transformer_engine", lambda: package == "transformer_engine"
-        )
-        monkeypatch.setattr(FusedAdam, "__module__", f"{package}.optimizers.fused_adam")
-        monkeypatch.setattr(optimizers, "Adam", FusedAdam)
-        monkeypatch.setattr(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", package == "apex")
-    args = parse(*BASE[:-1], "--transformer-impl", "local", *cpu, *flags)
-    assert implementations.line(args).startswith(line)
-
-
 def test_a_package_of_the_name_of_apex_has_no_norm(monkeypatch, tmp_path):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").touch()

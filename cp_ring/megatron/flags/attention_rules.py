@@ -175,7 +175,24 @@ STATES = (
 )  # fmt: skip
 """What the ranks of recurrent layers need to pass states."""
 
+
+def _undivided_heads(job: Job) -> str:
+    """Heads of recurrent layers that the context-parallel ranks cannot share, "" where they can."""
+    for kind in job.recurrent_with("heads"):
+        heads = job.linear_num_key_heads or 16
+        if kind == "mamba":
+            heads = job.mamba_num_heads or 2 * job.hidden_size // (job.mamba_head_dim or 64)
+        if heads // job.tp % job.cp:
+            return f"{heads // job.tp} heads of the {kind} layers"
+    return ""
+
+
 DOCUMENTS = (
+    Rule(_undivided_heads,
+         "{pattern}: the {found} do not divide among {cp} ranks",
+         "give --cp-ring-recurrent states",
+         "with heads each rank holds all tokens of some heads",
+         "--hybrid-layer-pattern G*- --context-parallel-size 4 --linear-num-key-heads 2"),
     Rule(lambda job: job.cp > 1 and "seq_aux_loss" in str(job.moe_router_load_balancing_type)
          and not job.own.document_mask
          and job.holds("--dataloader-inter-document-masking --micro-batch-size>1"),

@@ -1,60 +1,11 @@
-"""Which packages the parts of a job come from: norms, optimizer and gradient accumulation in this
-environment; what layers need; the models that a script builds.
-"""
+"""Which packages are installed that the parts of a job need; the models that a script builds."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import sys
 from pathlib import Path
-
-_PACKAGES = {
-    "transformer_engine": "TransformerEngine",
-    "apex": "Apex",
-    "torch": "torch",
-    "megatron": "Megatron",
-}
-
-
-def line(args: argparse.Namespace) -> str:
-    """The implementations that a job with these completed `args` uses, as one readable line."""
-    return (
-        f"norm {norm(args)}, optimizer {optimizer(args)}, gradient accumulation "
-        f"{gradient_accumulation(args)}"
-    )
-
-
-def norm(args: argparse.Namespace) -> str:
-    """The layers' norm, as `torch RMSNorm`: TransformerEngine's, Apex's, or torch's."""
-    if args.spec is not None:
-        return f"of {' '.join(args.spec)}"
-    if args.transformer_impl == "local":
-        return f"{'Apex' if has_apex_norm(args.normalization) else 'torch'} {args.normalization}"
-    return f"TransformerEngine {args.normalization}"
-
-
-def optimizer(args: argparse.Namespace) -> str:
-    """The optimizer, as `Apex FusedAdam`: Megatron uses TransformerEngine's, else Apex's, else
-    torch's.
-    """
-    # not at the top: Megatron would be loaded before the patches
-    import megatron.core.optimizer as module
-
-    on_cpu = "CPU" if getattr(args, "optimizer_cpu_offload", False) else ""
-    kind = getattr(module, on_cpu + {"adam": "Adam", "sgd": "SGD"}.get(args.optimizer, ""), None)
-    if kind is None:
-        return str(args.optimizer)
-    name = f"{_PACKAGES.get(kind.__module__.partition('.')[0], kind.__module__)} {kind.__name__}"
-    return f"{name} on the CPU" if on_cpu else name
-
-
-def gradient_accumulation(args: argparse.Namespace) -> str:
-    """Whose matrix multiplication adds weight gradients to float32 sums by itself, or `unfused`."""
-    if not args.gradient_accumulation_fusion:
-        return "unfused"
-    return f"fused by {'Apex' if args.transformer_impl == 'local' else 'TransformerEngine'}"
 
 
 def has_apex_norm(normalization: str) -> bool:

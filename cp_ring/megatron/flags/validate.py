@@ -18,8 +18,6 @@ from cp_ring.errors import Reasons
 from cp_ring.megatron.flags import (
     attention_rules,
     comm_types,
-    implementations,
-    recurrent_choice,
     rules,
     shape_choice,
 )
@@ -144,7 +142,6 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
         config = Options.from_args(args)
         if config.enabled:
             check_rules(Job(args, config), rules.INSTALLED)
-            note(implementations.line(args))
             config = settle(args, config)
             note_gather(args, config)
             note_recompute(args, config)
@@ -176,7 +173,6 @@ def settle(args: argparse.Namespace, config: Options) -> Options:
         "route": shape.route,
         "heads": shape.heads,
         "wire": wire,
-        "recurrent": shape.recurrent,
     }
     _settled[tuple(sys.argv)] = {
         name: value for name, value in choices_made.items() if "auto" in str(getattr(config, name))
@@ -187,10 +183,7 @@ def settle(args: argparse.Namespace, config: Options) -> Options:
 
 
 def settle_shape(args: argparse.Namespace, config: Options) -> Options:
-    """The settings with the fastest route and number of heads, and the faster way of recurrent
-    layers, where the flags ask for `auto`.
-    """
-    config = recurrent_choice.settle(args, config)
+    """The settings with the fastest number of heads where the flags ask for `auto`."""
     if config.heads != "auto":
         return config
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
