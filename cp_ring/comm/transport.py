@@ -289,13 +289,6 @@ def rank_in_job(transport: Transport | None) -> int:
     return int(transport.rank if ranks is None else ranks[transport.rank])
 
 
-def forget(group: dist.ProcessGroup) -> None:
-    """Drops the transports of a group that is about to be destroyed, and what its ranks have agreed
-    on.
-    """
-    _transports.pop(group, None)
-
-
 class _Works:
     def __init__(self, works: list[dist.Work], batch: MessageBatch):
         # The batch keeps its tensors alive until the messages are complete.

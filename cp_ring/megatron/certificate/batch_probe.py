@@ -66,7 +66,7 @@ def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabula
         bound = signature.bind(*args, **kwargs)
         _record(model, bound.arguments, seen)
         if "tokens" in seen:
-            name = next(name for name in TOKENS if name in bound.arguments)
+            name = next(name for name in TOKENS if isinstance(bound.arguments.get(name), Tensor))
             bound.arguments[name] = seen["tokens"] % vocabulary
             _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
         if "tokens" not in seen or "labels" not in seen:
@@ -80,7 +80,8 @@ def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabula
             if called and "labels" not in seen:
                 return seen
             raise
-        if output.requires_grad and output.numel() == seen["labels"].numel():
+        differentiable = isinstance(output, Tensor) and output.requires_grad
+        if differentiable and output.numel() == seen["labels"].numel():
             (weights,) = torch.autograd.grad(
                 loss(output)[0], output, allow_unused=True, materialize_grads=True
             )
@@ -178,13 +179,14 @@ def compare(ours: Seen, truth: Seen, positions: Tensor, mask: str) -> list[Probe
     probes = []
     for name, shown in NAMES.items():
         mine, whole = ours.get(name), truth.get(name)
-        if mine is None or whole is None:
+        if mine is None or whole is None or not mine.dim() == whole.dim() > 1:
             continue
-        if mine.shape[1] != positions.shape[1] or whole.shape[1] <= int(positions.max()):
+        batch_rows = max(len(mine), len(whole))
+        fits = mine.shape[1] == positions.shape[1] and whole.shape[1] > int(positions.max())
+        if not fits or batch_rows > len(positions):
             # A model gets whole positions where it splits them by itself, as those of several axes;
             # a table of packed documents ends with the longest.
             continue
-        batch_rows = max(len(mine), len(whole))
         places = positions[:batch_rows]
         which = torch.arange(batch_rows, device=places.device)[:, None]
         expected = whole.expand(batch_rows, *whole.shape[1:])[which, places]

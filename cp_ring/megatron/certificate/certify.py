@@ -68,7 +68,7 @@ def verdict(certificate: Certificate) -> str:
 
 
 def summary(certificate: Certificate) -> str:
-    """One line: what was probed, what was not, and how long it took."""
+    """One line: what was not probed, what was, and how long it took."""
     limits = certificate.about.get("up_to", {})
     probes, seconds = certificate.probes, certificate.seconds
     layers = sorted({f"{probe.layer} under {probe.mask}" for probe in probes})
@@ -77,9 +77,7 @@ def summary(certificate: Certificate) -> str:
     missing = f"not covered: {', '.join(gaps)}" if gaps else ""
     after = " after loading the checkpoint" * ("loaded" in certificate.about)
     passed = f"{len(probes)} probes passed in {seconds:.1f} s ({'; '.join(layers)})"
-    of_loss = "loss" in {probe.name for probe in probes}
-    parts = [passed, missing] if of_loss else [missing, passed]
-    return f"certificate{after}: {'; '.join(filter(None, parts))}"
+    return f"certificate{after}: {'; '.join(filter(None, [missing, passed]))}"
 
 
 def run_probes(
