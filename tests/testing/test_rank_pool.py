@@ -1,7 +1,9 @@
 """Ranks are started again, once, where the fork server has died, and the reason is said."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.rank_pool import LIMIT_S
 
@@ -37,9 +39,9 @@ if __name__ == "__main__":
 def run(folder, times):
     path = folder / "program.py"
     path.write_text(PROGRAM)
-    return subprocess.run(
-        [sys.executable, str(path), str(times)], capture_output=True, text=True, timeout=LIMIT_S
-    )
+    command, root = [sys.executable, str(path), str(times)], str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def test_a_fork_server_that_died_is_started_again_once(tmp_path):
