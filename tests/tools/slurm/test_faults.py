@@ -129,6 +129,8 @@ def test_an_error_in_the_script_ends_the_job(cluster):
     save = str(cluster.folder / "fails" / "checkpoints")
     flags = [
         *TRAINS,
+        "--train-iters",
+        "30",
         "--num-workers",
         "2",
         "--exit-signal-handler",
