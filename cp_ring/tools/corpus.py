@@ -19,12 +19,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cp_ring.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cp_ring.tools.job import DataConfig
 
 END_OF_DOCUMENT = "<|endoftext|>"
 FORMAT = 1  # part of the cache key: raise it when the same sources give another result
@@ -71,15 +68,18 @@ class Corpus:
         return json.loads((self.folder / "corpus.json").read_text())
 
 
-def find(data: DataConfig) -> Corpus:
+def find(
+    path: Path | None, cache: Path, vocab_size: int = 4096, validation_fraction: float = 0.05
+) -> Corpus:
     """Finds the sources and chooses the folder of their corpus. It reads no text and builds
     nothing.
+
+    path: a folder, a .jsonl file, or None for the standard library.
 
     The folder's name contains a hash of the settings and of the sources' names, sizes and times. So
     a change of any of them makes a new corpus.
     Raises `ConfigError` when the path does not exist or has no files.
     """
-    path = data.path
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
     if not root.exists():
         raise ConfigError(f"data.path {root}: no such file or folder")
@@ -89,7 +89,7 @@ def find(data: DataConfig) -> Corpus:
             f'data.path {root}: is empty; it needs text files, or .jsonl files with a "text" key'
         )
     identity = hashlib.sha256(
-        repr((FORMAT, data.vocab_size, data.validation_fraction, str(root.resolve()))).encode()
+        repr((FORMAT, vocab_size, validation_fraction, str(root.resolve()))).encode()
     )
     for file in files:
         stat = file.stat()
@@ -97,8 +97,8 @@ def find(data: DataConfig) -> Corpus:
             repr((str(file.relative_to(root)), stat.st_size, stat.st_mtime_ns)).encode()
         )
     name = "standard-library" if path is None else root.stem
-    folder = (data.cache / f"{name}-{identity.hexdigest()[:16]}").absolute()
-    return Corpus(folder, files, name, data.vocab_size, data.validation_fraction)
+    folder = (cache / f"{name}-{identity.hexdigest()[:16]}").absolute()
+    return Corpus(folder, files, name, vocab_size, validation_fraction)
 
 
 def build(corpus: Corpus) -> None:

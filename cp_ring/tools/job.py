@@ -393,7 +393,8 @@ def find_corpus(job: JobConfig) -> Corpus | None:
         return None
     from cp_ring.tools import corpus
 
-    return corpus.find(job.data)
+    data = job.data
+    return corpus.find(data.path, data.cache, data.vocab_size, data.validation_fraction)
 
 
 def build_command(job: JobConfig, elsewhere: bool = False, tasks: int | None = None) -> Command:

@@ -17,13 +17,8 @@ from cp_ring.tools import job as jobs
 from cp_ring.tools import train
 
 
-def find(path, cache, vocab_size=300, validation_fraction=0.05):
-    given = {"vocab_size": vocab_size, "validation_fraction": validation_fraction}
-    return corpora.find(jobs.DataConfig(path=path, cache=cache, **given))
-
-
 def make(path, cache):
-    corpus = find(path, cache, validation_fraction=0.25)
+    corpus = corpora.find(path, cache, 300, 0.25)
     corpora.build(corpus)
     return corpus
 
@@ -100,12 +95,12 @@ def test_built_once_and_again_when_the_source_changes(folder, tmp_path):
     (folder / "new.txt").write_text("one more document")
     second = make(folder, cache)
     assert second.folder != first.folder and second.summary()["documents"] == 8
-    assert find(folder, cache, vocab_size=301, validation_fraction=0.25).folder != second.folder
+    assert corpora.find(folder, cache, 301, 0.25).folder != second.folder
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch, number):
-    corpus = find(folder, tmp_path / "cache")
+    corpus = corpora.find(folder, tmp_path / "cache", 300)
     # which jobs in the background of a shell ignore
     handled = signal.signal(signal.SIGINT, signal.default_int_handler)
     with monkeypatch.context() as patched:
@@ -119,11 +114,11 @@ def test_interrupted_build_is_not_used(folder, tmp_path, monkeypatch, number):
 
 
 def test_loser_of_a_race_uses_the_winner(folder, tmp_path, monkeypatch):
-    corpus = find(folder, tmp_path / "cache")
+    corpus = corpora.find(folder, tmp_path / "cache", 300)
     write = corpora._tokenize
 
     def beaten(*args):
-        corpora_winner = find(folder, tmp_path / "cache")
+        corpora_winner = corpora.find(folder, tmp_path / "cache", 300)
         monkeypatch.setattr(corpora, "_tokenize", write)
         corpora.build(corpora_winner)
         return write(*args)
@@ -136,7 +131,7 @@ def test_loser_of_a_race_uses_the_winner(folder, tmp_path, monkeypatch):
 
 
 def test_standard_library_is_the_default(tmp_path):
-    corpus = find(None, tmp_path)
+    corpus = corpora.find(None, tmp_path)
     names = {file.name for file in corpus.files}
     assert {"argparse.py", "typing.py"} <= names and len(names) > 300
     assert not any({"test", "site-packages"} & set(file.parts) for file in corpus.files)

@@ -25,7 +25,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter")
 CP2 = {"ranks": 2, "parallel__context_parallel_size": 2}
 BEGINS = "    batch = {name: value.cuda()"
 FAILS = f"""    forward_step.calls = getattr(forward_step, "calls", 0) + 1
-    if forward_step.calls == 4:
+    if forward_step.calls > 40:  # behind the probes of the certificate
         raise ValueError("my own bug")
 {BEGINS}"""
 CP2_DP2 = {"parallel__context_parallel_size": 2, "parallel__data_parallel_size": 2}
@@ -130,7 +130,7 @@ def test_an_error_in_the_script_ends_the_job(cluster):
     flags = [
         *TRAINS,
         "--train-iters",
-        "30",
+        "60",
         "--num-workers",
         "2",
         "--exit-signal-handler",
@@ -154,7 +154,7 @@ def test_canceled_stays_canceled(cluster):
     cluster.run("scancel", job.number)
     assert job.end() == "CANCELLED"
     # ranks save on SIGTERM
-    assert job.restarts == 0 and job.saved >= 2 and " canceled: " in job.log
+    assert job.restarts == 0 and job.saved >= 2 and " canceled: " in job.log, job.logs()
 
 
 @pytest.mark.slow
