@@ -36,11 +36,9 @@ class CallOptions(TypedDict, total=False):
     causal: bool
     window_size: tuple[int, int]
     cu_seqlens: Sequence[int] | np.ndarray | Tensor | None
-    cu_seqlens_k: Sequence[int] | np.ndarray | Tensor | None
     mask: Mask | None
     plan: AnyPlan | None
     layout: str | Layout
-    key_layout: str | Layout | None
     route: str
     schedule: str | Sequence[int]
     heads: int | str
@@ -103,8 +101,6 @@ def ring_attention(
         cu_seqlens: where packed documents begin and end in the whole sequence, [0, ..., n], as in
             flash-attn's varlen functions. Documents do not see one another. The offsets are those
             of the whole sequence, the same on every rank.
-        cu_seqlens_k: the same of the keys, where these are of another sequence: the queries of a
-            document see the keys of that of the same number.
         mask: any other mask, as a `Mask`: `Mask.prefix`, `Mask.documents`, `Mask.batch`, ... It
             replaces `causal`, `window_size` and `cu_seqlens`. `Mask.from_dense` takes an array of
             booleans, `Mask.from_mask_mod` a `mask_mod` function of FlexAttention.
@@ -113,14 +109,7 @@ def ring_attention(
             proven, and kept for later calls with the same arguments.
         layout: which rank holds which tokens: `zigzag` (the default, and that of `cp_ring.shard`),
             another name in `cp_ring.plan.layout.LAYOUTS`, or a `Layout`. Without `mask`,
-            `cu_seqlens` or a `Layout`, all ranks must hold equally many tokens. `replicated`: every
-            rank holds all queries, and only out and lse travel, as in decoding with a cache of
-            keys. Gradients are then those of the mean of all ranks' losses.
-        key_layout: which rank holds which keys, where keys are not those of the queries' tokens (in
-            cross attention and decoding): k and v may then have another number of tokens than q. By
-            default a layout of the same name as `layout`, of `replicated` `contiguous`. The last
-            query and the last key then have one position, as in flash-attn, for `causal`
-            and `window_size`; a `mask` says so by its `keys`.
+            `cu_seqlens` or a `Layout`, all ranks must hold equally many tokens.
         route: how keys reach the ranks that need them: `direct`, from their owner at the hop that
             reads them, or `ring`, from neighbor to neighbor.
         schedule: at which hop a rank uses the keys of which others: `auto`, 2 sources

@@ -127,7 +127,7 @@ class Attention:
     ):
         q, k, v, sink, latents = inputs
         self._bshd = options.qkv_format == "bshd"
-        inputs.check(rank_plan.keys is not None, int(self._bshd))
+        inputs.check(int(self._bshd))
         self._plan, self._options = weakref.ref(rank_plan), options
         self.transport: Callable[[], Transport | None] = (
             weakref.ref(transport) if transport is not None else lambda: None
@@ -154,7 +154,7 @@ class Attention:
         # Batch rows with masks of their own are one stream of tokens.
         self._batch_rows = batch if rank_plan.batch == batch > 1 else 0
         of_rows = rank_plan.batch if self._batch_rows else 1
-        _check_tokens(rank_plan, tokens * of_rows, k.shape[int(self._bshd)] * of_rows)
+        _check_tokens(rank_plan, tokens * of_rows)
         self._ring = Ring(
             codec=Plain if rank_plan.cp == rank_plan.ulysses else codec,
             scale=q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
@@ -200,7 +200,7 @@ class Attention:
                 self._key,
                 self._all_facts,
                 self._options.compare_every,
-                partial(some_of, inputs.k if plan.replicated else inputs.q),
+                partial(some_of, inputs.q),
             )
         call = RingCall(
             self._ring, plan, transport, kernel, WATCH.place if kept is None else kept.place
@@ -249,7 +249,7 @@ class Attention:
         max_logit = None
         if self._options.max_logit:
             max_logit = q.new_full(q.shape[2:3], -torch.inf, dtype=torch.float32)
-        exchange = HeadExchange(neighbors, (plan.exchange, plan.key_exchange), split)
+        exchange = HeadExchange(neighbors, plan.exchange, split)
 
         def attention(
             q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int
@@ -291,21 +291,17 @@ def _codec_for(wire: str, rank_plan: RankPlan, inputs: Inputs) -> type[Codec]:
     return codec
 
 
-def _check_tokens(rank_plan: RankPlan, queries: int, keys: int) -> None:
-    """Raises `PlanError` where a rank has another number of queries or keys, of all batch rows that
-    have masks of their own, than its plan.
+def _check_tokens(rank_plan: RankPlan, tokens: int) -> None:
+    """Raises `PlanError` where a rank has another number of tokens, of all batch rows that have
+    masks of their own, than its plan.
     """
-    own_keys, count = rank_plan.keys is not None, rank_plan.batch
-    for wanted, has, of, names in (
-        (rank_plan.shard_tokens, queries, "layout", "q has" if own_keys else "q, k and v have"),
-        (rank_plan.shard_keys, keys, "key_layout", "k and v have"),
-    ):
-        if has != wanted:
-            batches = f" ({count} batch rows of {wanted // count})" if count > 1 else ""
-            raise PlanError(
-                f"rank {rank_plan.rank} holds {wanted} tokens of the {of}{batches}, but {names} "
-                f"{has}"
-            )
+    wanted, count = rank_plan.shard_tokens, rank_plan.batch
+    if tokens != wanted:
+        batches = f" ({count} batch rows of {wanted // count})" if count > 1 else ""
+        raise PlanError(
+            f"rank {rank_plan.rank} holds {wanted} tokens of the layout{batches}, but q, k and v "
+            f"have {tokens}"
+        )
 
 
 def _taken(kept: KeptOutput | None, group: int) -> tuple[Tensor, ...] | None:

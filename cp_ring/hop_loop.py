@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cp_ring.comm.codecs import Codec
-from cp_ring.comm.transport import Transport, exchange
+from cp_ring.comm.transport import Transport
 from cp_ring.kernels import AttentionKernel, determinism
 from cp_ring.kernels.calls import Statistics, Work, work_of
 from cp_ring.observe.spans import span, traced
@@ -57,11 +57,6 @@ class RingCall(NamedTuple):
     kernel: AttentionKernel
     place: Place
 
-    @property
-    def merges(self) -> bool:
-        """Whether out is merged over the ranks, which all have the same queries."""
-        return self.rank_plan.replicated and self.transport is not None
-
     def work(self, device: torch.device, backward: bool) -> Work:
         """The kernel calls and updates of a pass."""
         works = self.ring.works
@@ -94,12 +89,9 @@ class RingAttention(torch.autograd.Function):
                     on_device(q),
                     timed(call.ring.rank, call.place, "forward", q.device),
                 ):
-                    # A sink, or other ranks, change out once more: it is not rounded before.
-                    once = sink is None and not call.merges
-                    dtype = q.dtype if once else sum_dtype(q.dtype)
+                    # A sink changes out once more: it is not rounded before.
+                    dtype = q.dtype if sink is None else sum_dtype(q.dtype)
                     out, lse = _run_forward(call, q, k, v, inputs, dtype)
-                    if call.merges:
-                        out, lse = _merged(call, out, lse)
                 if sink is not None:
                     lse = _add_sink(out, lse, sink)
                 out = out.to(q.dtype)
@@ -121,8 +113,6 @@ class RingAttention(torch.autograd.Function):
         # That of queries that see no key, which may be NaN, does not count.
         dlse = None if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
         call = ctx.call
-        if call.merges:
-            dout, dlse = _mean(call, dout), None if dlse is None else _mean(call, dlse)
         WATCH.place, WATCH.backward = call.place, True
         with without_autocast(q.device):
             with (
@@ -132,11 +122,7 @@ class RingAttention(torch.autograd.Function):
             ):
                 merged = out, lse, dlse
                 dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, merged)
-                if call.merges:
-                    dq = _added(_of_ranks(call, dq)).to(q.dtype)
             dsink = None if sink is None else _sink_gradient(dout, merged, sink)
-            if dsink is not None and call.merges:
-                dsink /= call.rank_plan.cp  # its share, as elsewhere
         return None, None, dq, dk, dv, dsink, *others
 
 
@@ -172,8 +158,7 @@ def _run_backward(
     codec = ring.codec(k, v, *inputs)
     keys = codec.keys(call.rank_plan, work.hops, call.transport, ring.num_slots, backward=True)
     grads = codec.gradients(call.rank_plan, work, call.transport, ring.wire_dtype)
-    dtype = sum_dtype(q.dtype) if call.merges else q.dtype
-    statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, dtype)
+    statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, q.dtype)
     if dlse is not None:
         # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first
         # channel, values of 0, and -dlse as out, it is weight * dlse, from any kernel.
@@ -196,37 +181,6 @@ def _run_backward(
                 grads.add(dk, dv)
         grads.send(hop)
     return *total.finish(), *grads.finish()
-
-
-def _of_ranks(call: RingCall, x: Tensor) -> list[Tensor]:
-    """x of every rank, in the order of the ranks."""
-    transport = call.transport
-    assert transport is not None, "one rank has nothing to merge"
-    x = x.contiguous()
-    found = [x if r == transport.rank else torch.empty_like(x) for r in range(transport.size)]
-    exchange(transport, [x] * len(found), found, "queries")
-    return found
-
-
-def _merged(call: RingCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Out [s, b, h, e] and lse [b, h, s] of queries that every rank has, whose keys the ranks hold
-    parts of. The same bits on all ranks.
-    """
-    lses = torch.stack(_of_ranks(call, lse.permute(2, 0, 1)))
-    whole = lses.logsumexp(0)
-    shares = _weight(lses, whole)[..., None]
-    parts = zip(shares, _of_ranks(call, out), strict=True)
-    return _added([share * part for share, part in parts]), whole.permute(1, 2, 0).contiguous()
-
-
-def _mean(call: RingCall, x: Tensor) -> Tensor:
-    """The mean of x over the ranks, in the dtype of x."""
-    parts = [part.to(sum_dtype(x.dtype)) for part in _of_ranks(call, x)]
-    return (_added(parts) / len(parts)).to(x.dtype)
-
-
-def _added(parts: list[Tensor]) -> Tensor:
-    return torch.stack(parts).sum(0)
 
 
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

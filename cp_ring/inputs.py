@@ -98,10 +98,8 @@ class Inputs(NamedTuple):
         tensors = (self.q, self.k, self.v, self.sink, *(self.latents or ()))
         return tuple(x is not None and (type(x), x.shape, x.dtype, x.device) for x in tensors)
 
-    def check(self, own_keys: bool, tokens: int) -> None:
-        """Raises `PlanError` for tensors that do not fit together. own_keys: keys are not those of
-        the queries' tokens. tokens: their dimension.
-        """
+    def check(self, tokens: int) -> None:
+        """Raises `PlanError` for tensors that do not fit together. tokens: their dimension."""
         q, k, v = self[:3]
         sink = self.sink
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -124,7 +122,7 @@ class Inputs(NamedTuple):
         if (
             k.shape[:3] != v.shape[:3]
             or k.shape[1 - tokens] != q.shape[1 - tokens]
-            or not (own_keys or k.shape[tokens] == q.shape[tokens])
+            or k.shape[tokens] != q.shape[tokens]
             or q.shape[3] != k.shape[3]
             or q.shape[2] % k.shape[2]
         ):

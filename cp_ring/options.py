@@ -34,6 +34,8 @@ LEFT = {
     "compute_streams": "kernel calls have one stream; drop it",
     "offload": "Megatron's --fine-grained-activation-offloading of core_attn moves the same tensors",
     "node_size": "torchrun or Slurm say how many ranks a node has; heads names another exchange",
+    "key_layout": "keys are those of the queries' tokens: there is no cross attention",
+    "cu_seqlens_k": "keys are those of the queries' tokens: there is no cross attention",
     "softcap": "no kernel that trains long sequences caps scores; give 0 by leaving it out",
     "dropout_p": "no GPU kernel drops weights by positions; train without attention dropout",
     "dropout_seed": "no GPU kernel drops weights by positions; train without attention dropout",

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
-from types import NoneType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,7 @@ from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.options import Options
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import REPLICATED, Plan, PlanSpec, plan
+from cp_ring.plan.plan import Plan, PlanSpec, plan
 from cp_ring.plan.ranges import offsets, window_of
 from cp_ring.plan.routes import AUTO
 from cp_ring.plan.schedule import text
@@ -33,8 +32,8 @@ MAX_CHOICES = 64
 """How many choices of `auto` are kept: those that were used last."""
 
 _OF_PLANS = "mask, layout, route, schedule and heads"
-_OF_MASKS = ("causal", "window_size", "cu_seqlens", "cu_seqlens_k")
-_OTHERS = ("layout", "key_layout", "route", "schedule", "heads")
+_OF_MASKS = ("causal", "window_size", "cu_seqlens")
+_OTHERS = ("layout", "route", "schedule", "heads")
 Offsets = Sequence[int] | np.ndarray | Tensor
 
 _choices: OrderedDict[tuple[object, ...], int] = RUNTIME.keep(OrderedDict())
@@ -51,11 +50,9 @@ class PlanOptions:
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     cu_seqlens: Offsets | None = None
-    cu_seqlens_k: Offsets | None = None
     mask: Mask | None = None
     plan: Plan | RankPlan | None = None
     layout: str | Layout = Options.layout
-    key_layout: str | Layout | None = None
     route: str = Options.route
     schedule: str | Sequence[int] = Options.schedule
     heads: int | str = Options.heads
@@ -87,7 +84,6 @@ class PlanOptions:
             raise ConfigError(f"heads={heads!r}: it must be a whole number above 0, or 'auto'")
         expect("schedule", self.schedule, str, Sequence)
         expect("layout", layout, Layout, str)
-        expect("key_layout", self.key_layout, Layout, str, NoneType)
 
     def _asks(self, name: str) -> bool:
         """Whether a keyword has another value than its default."""
@@ -107,7 +103,7 @@ class PlanOptions:
 
         Raises `ConfigError` or `PlanError` with a line that names the argument.
         """
-        q, k, _ = tensors
+        q = tensors[0]
         if q.dim() != 4:
             raise PlanError(
                 "q must have 4 dimensions, batch, tokens, heads and head size, not the shape "
@@ -115,43 +111,29 @@ class PlanOptions:
             )
         of_tokens, batch = int(not tokens_first), q.shape[int(tokens_first)]
         tokens = q.shape[of_tokens]
-        key_tokens = k.shape[of_tokens] if k.dim() > 1 else 0
         rank, cp = (transport.rank, transport.size) if transport else (0, 1)
         layout = self.layout
         if isinstance(layout, Layout) and layout.cp != cp:
             raise ConfigError(f"layout is for {layout.cp} ranks, but the group has {cp}")
         mask = self.mask
         if mask is None:
-            edges, of_keys = _edges("cu_seqlens", self.cu_seqlens, layout, tokens, cp), None
-            if (
-                layout == REPLICATED
-                or self._asks("key_layout")
-                or self._asks("cu_seqlens_k")
-                or tokens != key_tokens
-            ):
-                named = layout if isinstance(layout, str) else "contiguous"
-                split = self.key_layout or (named if named != REPLICATED else "contiguous")
-                of_keys = _edges("cu_seqlens_k", self.cu_seqlens_k, split, key_tokens, cp)
-            mask = _mask(edges, of_keys, self.causal, window_of(self.window_size))
-        spec = PlanSpec(layout, self.route, self.schedule, key_layout=self.key_layout)
+            edges = _edges(self.cu_seqlens, layout, tokens, cp)
+            mask = _mask(edges, self.causal, window_of(self.window_size))
+        spec = PlanSpec(layout, self.route, self.schedule)
         if self.heads != AUTO:
             spec = replace(spec, ulysses=int(self.heads))
-        elif layout != REPLICATED:  # there no head travels
+        else:
             near = node_size(getattr(transport, "ranks", ()), ranks_per_node())
             heads = _fastest_heads(mask, cp, spec, _sizes(*tensors, batch), near)
             spec = replace(spec, ulysses=heads)
         proven = plan(mask, cp, spec)
-        for layout, of, has, ends in (
-            (proven.layout, "q", tokens, self.cu_seqlens),
-            (proven.key_layout, "k", key_tokens, self.cu_seqlens_k),
-        ):
-            held = int(layout.tokens_per_rank[rank])
-            if layout.rows == 1 and held != has:
-                name = "the sequence has" if ends is None else "cu_seqlens ends at"
-                raise ConfigError(
-                    f"{name} {layout.n} tokens, of which rank {rank} of {cp} holds {held}, but "
-                    f"{of} has {has} tokens of each batch row"
-                )
+        held = int(proven.layout.tokens_per_rank[rank])
+        if proven.layout.rows == 1 and held != tokens:
+            name = "the sequence has" if self.cu_seqlens is None else "cu_seqlens ends at"
+            raise ConfigError(
+                f"{name} {proven.layout.n} tokens, of which rank {rank} of {cp} holds {held}, but "
+                f"q has {tokens} tokens of each batch row"
+            )
         if proven.layout.rows not in (1, batch):
             raise ConfigError(f"layout is for {proven.layout.rows} batch rows, but q has {batch}")
         return proven
@@ -225,29 +207,18 @@ def zigzag(n: int, cp: int) -> Layout:
     return Layout.zigzag(n, cp)
 
 
-def _edges(
-    name: str, ends: Offsets | None, layout: Layout | str, tokens: int, cp: int
-) -> tuple[int, ...]:
+def _edges(ends: Offsets | None, layout: Layout | str, tokens: int, cp: int) -> tuple[int, ...]:
     """The offsets of documents, of which a rank holds so many tokens; of one document where none
     are given.
     """
     end = layout.n if isinstance(layout, Layout) else None
     if ends is not None:
-        return tuple(offsets(ends, name, end).tolist())
-    return (
-        0,
-        length_of(tokens, 1 if layout == REPLICATED else cp, str(layout)) if end is None else end,
-    )
+        return tuple(offsets(ends, "cu_seqlens", end).tolist())
+    return (0, length_of(tokens, cp, str(layout)) if end is None else end)
 
 
 @RUNTIME.cache(maxsize=64)
-def _mask(
-    edges: tuple[int, ...],
-    of_keys: tuple[int, ...] | None,
-    causal: bool,
-    window: tuple[int, int],
-) -> Mask:
-    keys = None if of_keys is None else of_keys[-1]
-    if max(len(edges), len(of_keys or ())) > 2:
-        return Mask.documents(list(edges), causal=causal, window=window, cu_seqlens_k=of_keys)
-    return (Mask.causal if causal else Mask.full)(edges[-1], window, keys)
+def _mask(edges: tuple[int, ...], causal: bool, window: tuple[int, int]) -> Mask:
+    if len(edges) > 2:
+        return Mask.documents(list(edges), causal=causal, window=window)
+    return (Mask.causal if causal else Mask.full)(edges[-1], window)

@@ -91,71 +91,56 @@ def sub_transports(whole: Transport, heads: int) -> tuple[Transport, Transport |
 
 
 class HeadExchange:
-    """The exchange of one call: a member's `transport`, the plan's `exchanges` of tokens and of
-    keys (None where these are the same), and the split of the heads.
+    """The exchange of one call: a member's `transport`, the plan's `exchange` of tokens, and the
+    split of the heads.
     """
 
     def __init__(
         self,
         transport: Transport,
-        exchanges: tuple[Exchange, Exchange | None],
+        exchange: Exchange,
         split: HeadSplit,
     ):
-        self.transport, self.split, self.place = transport, split, exchanges[0].place
+        self.transport, self.split, self.place = transport, split, exchange.place
         self._peers = [peer for peer in range(transport.size) if peer != self.place]
-        self._tokens = _Side(exchanges[0])
-        self._keys = self._tokens if exchanges[1] is None else _Side(exchanges[1])
+        self._side = _Side(exchange)
 
-    def gather_tokens(self, parts: Sequence[Sequence[Tensor]], keys: int = 0) -> Flight:
+    def gather_tokens(self, parts: Sequence[Sequence[Tensor]]) -> Flight:
         """Sends `parts[x][p]` [s, b, heads of p, size] of each tensor x to rank p; arrives as [S,
-        b, own heads, size]. The last `keys` tensors are of keys.
+        b, own heads, size].
         """
-        mine, sends, receives, arriving = [each[self.place] for each in parts], [], [], []
-        for side, which in self._sides(len(parts), keys):
-            new = [x.new_empty((side.total, *x.shape[1:])) for x in mine[which]]
-            for p in self._peers:
-                sends.append((Transfer(p, side.own[self.place]), [x[p] for x in parts[which]]))
-                receives.append((Transfer(p, side.ranges[p]), new))
-            for (start, end), (first, last) in side.at(self.place):
-                for x, target in zip(mine[which], new, strict=True):
-                    target[first:last].copy_(x[start:end])
-            arriving += [(side, x) for x in new]
+        side, mine = self._side, [each[self.place] for each in parts]
+        new = [x.new_empty((side.total, *x.shape[1:])) for x in mine]
+        sends = [(Transfer(p, side.own[self.place]), [x[p] for x in parts]) for p in self._peers]
+        receives = [(Transfer(p, side.ranges[p]), new) for p in self._peers]
+        for (start, end), (first, last) in side.at(self.place):
+            for x, target in zip(mine, new, strict=True):
+                target[first:last].copy_(x[start:end])
         pending = self.transport.post(MessageBatch(sends, receives, "heads"))
-        return Flight(pending, lambda: [side.in_order(x) for side, x in arriving])
+        return Flight(pending, lambda: [side.in_order(x) for x in new])
 
-    def gather_heads(
-        self, tensors: Sequence[Tensor], heads: Sequence[Sequence[int]], keys: int = 0
-    ) -> Flight:
+    def gather_heads(self, tensors: Sequence[Tensor], heads: Sequence[Sequence[int]]) -> Flight:
         """Sends the tokens of rank p of each tensor x [S, b, own heads, size] to p.
 
         What arrives are lists over the ranks p of tensors [s, b, heads[x][p], size]; one list for
-        each tensor. The last `keys` tensors are of keys.
+        each tensor.
         """
-        sends, receives, arriving = [], [], list[list[Tensor]]()
-        for side, which in self._sides(len(tensors), keys):
-            leaving = [side.end_to_end(x.contiguous()) for x in tensors[which]]
-            held = side.tokens[self.place]
-            new = [
-                [x.new_empty((held, x.shape[1], count, x.shape[3])) for count in counts]
-                for x, counts in zip(leaving, heads[which], strict=True)
-            ]
-            for p in self._peers:
-                sends.append((Transfer(p, side.ranges[p]), leaving))
-                receives.append((Transfer(p, side.own[self.place]), [each[p] for each in new]))
-            for (start, end), (first, last) in side.at(self.place):
-                for x, targets in zip(leaving, new, strict=True):
-                    targets[self.place][start:end].copy_(x[first:last])
-            arriving += new
+        side = self._side
+        leaving = [side.end_to_end(x.contiguous()) for x in tensors]
+        held = side.tokens[self.place]
+        new = [
+            [x.new_empty((held, x.shape[1], count, x.shape[3])) for count in counts]
+            for x, counts in zip(leaving, heads, strict=True)
+        ]
+        sends = [(Transfer(p, side.ranges[p]), leaving) for p in self._peers]
+        receives = [
+            (Transfer(p, side.own[self.place]), [each[p] for each in new]) for p in self._peers
+        ]
+        for (start, end), (first, last) in side.at(self.place):
+            for x, targets in zip(leaving, new, strict=True):
+                targets[self.place][start:end].copy_(x[first:last])
         pending = self.transport.post(MessageBatch(sends, receives, "heads"))
-        return Flight(pending, lambda: arriving)
-
-    def _sides(self, count: int, keys: int) -> list[tuple[_Side, slice]]:
-        """Which of `count` tensors, the last `keys` of them of keys, are exchanged in which way."""
-        if self._keys is self._tokens:
-            return [(self._tokens, slice(count))]
-        cut = count - keys
-        sides = [(self._tokens, slice(cut)), (self._keys, slice(cut, count))]
-        return [(side, which) for side, which in sides if which.start != which.stop]
+        return Flight(pending, lambda: new)
 
 
 class _Side:
@@ -371,11 +356,9 @@ def _keys_trip(exchange: HeadExchange, group: int, q: Tensor, k: Tensor, v: Tens
     query_counts = [last - first for first, last in split.queries[group]]
     key_counts = [last - first for first, last in split.keys[group]]
     return _Trip(
-        lambda *tensors: exchange.gather_tokens([of_ranks(x) for x in tensors], 2),
+        lambda *tensors: exchange.gather_tokens([of_ranks(x) for x in tensors]),
         tuple,
-        lambda *gradients: exchange.gather_heads(
-            gradients, [query_counts, key_counts, key_counts], 2
-        ),
+        lambda *gradients: exchange.gather_heads(gradients, [query_counts, key_counts, key_counts]),
         arrive_back,
     )
 
@@ -435,7 +418,7 @@ class _OwnKeysKept(torch.autograd.graph.saved_tensors_hooks):
                     for each in kept
                 ]
                 repeated = split.repeated[0][place]
-                for which, each in enumerate(exchange.gather_tokens(parts, 2).land()):
+                for which, each in enumerate(exchange.gather_tokens(parts).land()):
                     again[which] = (
                         each
                         if repeated == tuple(range(each.shape[2]))

@@ -160,10 +160,10 @@ def _make_work(
     keys: dict[int, tuple[Update, ...]] = {}
     if backward:
         keys = gradient_updates(
-            hops, [[call.keys for call in calls[hop]] for hop in hops], rank_plan.num_keys
+            hops, [[call.keys for call in calls[hop]] for hop in hops], rank_plan.num_tokens
         )
     of_keys = {index: _segments(updates) for index, updates in keys.items()}
-    work = Work(hops, calls, _segments(queries), of_keys, rank_plan.num_keys)
+    work = Work(hops, calls, _segments(queries), of_keys, rank_plan.num_tokens)
     for call in (call for hop in hops for call in calls[hop]):
         call.prepare(device)
     if device.type == "cuda":

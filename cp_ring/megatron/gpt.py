@@ -21,7 +21,6 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
-from torch.distributed import get_process_group_ranks
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
@@ -213,8 +212,7 @@ def _plan_maker(rank: int) -> Callable[[MicrobatchMask], None]:
     """A function that starts to make the plans of a mask, for the windows of all layers, on another
     thread.
     """
-    group = get_process_group_ranks(parallel_state.get_context_parallel_group())
-    spec, windows = specs(get_args(), current(), group)[0][1], layer_windows()
+    spec, windows = specs(get_args(), current())[0][1], layer_windows()
 
     def prepare(carried: MicrobatchMask) -> None:
         for window, _ in windows:

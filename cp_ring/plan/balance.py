@@ -149,8 +149,6 @@ def tokens_moved(layers: Layers, layout: Chunks) -> int:
     """Tokens whose keys and values move, once for each rank that reads them and each layer."""
     moved = 0
     for mask, count in layers:
-        if mask.keys is not None:
-            continue
         tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, layout.edges)
         reader = layout.owner[query_chunk]
         away = np.flatnonzero(reader != layout.owner[key_chunk])
@@ -163,7 +161,7 @@ def chunk_work(layers: Layers, edges: Ints) -> Ints:
     """Allowed pairs of the queries of each chunk, summed over layers, int64 [chunks]."""
     work = np.zeros(len(edges) - 1, np.int64)
     for mask, count in layers:
-        tiles, chunk, _ = split_at_edges(mask.pieces, edges, key_edges=np.array([0, mask.num_keys]))
+        tiles, chunk, _ = split_at_edges(mask.pieces, edges, key_edges=np.array([0, mask.n]))
         work += count * np.bincount(chunk, tiles.area(), len(work)).astype(np.int64)
     return work
 
@@ -224,8 +222,7 @@ def _reduce_traffic(layers: Layers, split: Split, even: _EvenWork, limit: float)
     the present maximum.
     """
     per_rank = len(split.owner) // split.cp
-    own_keys = any(mask.keys is not None for mask, _ in layers)  # whose layout is another
-    if split.cp == 1 or len(split.owner) > MAX_CHUNKS or own_keys:
+    if split.cp == 1 or len(split.owner) > MAX_CHUNKS:
         return split
     swaps = _Swaps(split, even.of(per_rank), *_traffic(layers, split.edges), limit)
     for _ in range(ROUNDS):

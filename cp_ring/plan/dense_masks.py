@@ -15,23 +15,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def of_array(allowed: Any, max_pieces: int) -> tuple[int, int, Tiles]:
-    """Queries, keys and pieces of a boolean array or tensor; see `Mask.from_dense`."""
+def of_array(allowed: Any, max_pieces: int) -> tuple[int, Tiles]:
+    """Tokens and pieces of a boolean array or tensor; see `Mask.from_dense`."""
     allowed = _booleans(allowed)
-    if allowed.ndim != 2:
+    if allowed.ndim != 2 or allowed.shape[0] != allowed.shape[1]:
         raise PlanError(
             f"a dense mask of shape {list(allowed.shape)}: it must be [n, n], queries by keys"
         )
-    n, keys = (stream_length(size) for size in allowed.shape)
-    block = _queries_at_once(keys)
+    n = stream_length(len(allowed))
+    block = _queries_at_once(n)
     blocks = (allowed[first : first + block] for first in range(0, n, block))
-    return n, keys, _pieces_of(blocks, keys, max_pieces)
+    return n, _pieces_of(blocks, n, max_pieces)
 
 
-def of_function(
-    mask_mod: Callable[..., Any], n: int, keys: int, max_pieces: int, device: str
-) -> Tiles:
-    """The pieces of a function for `n` queries and `keys` keys; see `Mask.from_mask_mod`."""
+def of_function(mask_mod: Callable[..., Any], n: int, max_pieces: int, device: str) -> Tiles:
+    """The pieces of a function for `n` tokens; see `Mask.from_mask_mod`."""
     import torch
 
     if not callable(mask_mod):
@@ -47,7 +45,7 @@ def of_function(
             return torch.as_tensor(mask_mod(none, none, query + first, key))
 
         try:
-            allowed = create_mask(of_pair, None, None, count, keys, device)
+            allowed = create_mask(of_pair, None, None, count, n, device)
         except Exception as error:
             raise ConfigError(
                 f"mask_mod failed with {type(error).__name__}: {one_line(error)}; it gets one "
@@ -62,9 +60,9 @@ def of_function(
             )
         return _booleans(allowed[0, 0])
 
-    most = _queries_at_once(keys)
+    most = _queries_at_once(n)
     blocks = (dense(first, min(most, n - first)) for first in range(0, n, most))
-    return _pieces_of(blocks, keys, max_pieces)
+    return _pieces_of(blocks, n, max_pieces)
 
 
 def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:

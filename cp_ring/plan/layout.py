@@ -33,7 +33,6 @@ from cp_ring.plan.ranges import (
     check_all,
     digest,
     integer,
-    integers,
     offsets,
     runs,
     size_within,
@@ -100,17 +99,6 @@ class Layout:
         ranks.
         """
         return cls._even(n, cp, np.arange(_size(cp)), "contiguous")
-
-    @classmethod
-    def from_lengths(cls, lengths: Sequence[int] | Ints) -> Layout:
-        """Shards of any length: rank r holds the next `lengths[r]` tokens. Raises `PlanError` for a
-        length below 1.
-        """
-        held = integers(lengths, "lengths")
-        if held.ndim != 1 or not len(held) or held.min() < 1:
-            raise PlanError(f"lengths={held.tolist()}: each rank must hold at least one token")
-        edges = np.append(0, held.cumsum())
-        return cls(int(edges[-1]), len(held), edges, np.arange(len(held)), "lengths")
 
     @classmethod
     def batch(cls, rows: Sequence[Layout]) -> Layout:

@@ -49,15 +49,15 @@ class Mask(MaskTable):
     @classmethod
     def from_dense(cls, allowed: Any, max_pieces: int = MAX_PIECES) -> Mask:
         """The mask of a boolean array or tensor [n, n], queries by keys: True where a query sees a
-        key; of one [n, keys], that of a stream of keys of their own.
+        key.
 
         The pieces allow exactly these pairs. Raises `PlanError` for what is no table of booleans,
         `ConfigError` for more than `max_pieces` pieces.
         """
         from cp_ring.plan.dense_masks import of_array
 
-        n, keys, pieces = of_array(allowed, max_pieces)
-        return cls(n, pieces, "dense", keys=None if keys == n else keys)
+        n, pieces = of_array(allowed, max_pieces)
+        return cls(n, pieces, "dense")
 
     @classmethod
     def from_mask_mod(
@@ -66,7 +66,6 @@ class Mask(MaskTable):
         n: int,
         max_pieces: int = MAX_PIECES,
         device: str = "cpu",
-        keys: int | None = None,
     ) -> Mask:
         """The mask of a function of FlexAttention, `mask_mod(b, h, q, k)`, for `n` tokens, and
         `keys` tokens of a stream of keys of their own.
@@ -80,30 +79,22 @@ class Mask(MaskTable):
         """
         from cp_ring.plan.dense_masks import of_function
 
-        n, count = stream_length(n), stream_length(n if keys is None else keys, "keys")
-        pieces = of_function(mask_mod, n, count, max_pieces, device)
-        return cls(n, pieces, "mask_mod", keys=keys)
+        n = stream_length(n)
+        return cls(n, of_function(mask_mod, n, max_pieces, device), "mask_mod")
 
     @classmethod
-    def full(cls, n: int, window: tuple[int, int] = (-1, -1), keys: int | None = None) -> Mask:
+    def full(cls, n: int, window: tuple[int, int] = (-1, -1)) -> Mask:
         """Every query sees every key, or the keys from i - left to i + right; -1 leaves a side open
-        (as flash-attn does). `keys` is as in `documents`.
+        (as flash-attn does).
         """
-        mask = cls._one_document(n, False, window, keys)
+        mask = cls.documents([0, stream_length(n)], False, window)
         return replace(mask, name="full", details=window_in_words(window_of(window), causal=False))
 
     @classmethod
-    def causal(cls, n: int, window: tuple[int, int] = (-1, 0), keys: int | None = None) -> Mask:
-        """Query i sees keys up to i, and with a window no further back than i - left. `keys` is as
-        in `documents`.
-        """
-        mask = cls._one_document(n, True, window, keys)
+    def causal(cls, n: int, window: tuple[int, int] = (-1, 0)) -> Mask:
+        """Query i sees keys up to i, and with a window no further back than i - left."""
+        mask = cls.documents([0, stream_length(n)], True, window)
         return replace(mask, name="causal", details=window_in_words(window_of(window), causal=True))
-
-    @classmethod
-    def _one_document(cls, n: int, causal: bool, window: tuple[int, int], keys: int | None) -> Mask:
-        of_keys = None if keys is None else [0, stream_length(keys, "keys")]
-        return cls.documents([0, stream_length(n)], causal, window, cu_seqlens_k=of_keys)
 
     @classmethod
     def documents(
@@ -112,16 +103,13 @@ class Mask(MaskTable):
         causal: bool = True,
         window: tuple[int, int] | None = None,
         n: int | None = None,
-        cu_seqlens_k: Sequence[int] | np.ndarray | None = None,
     ) -> Mask:
         """Packed documents `[cu_seqlens[i], cu_seqlens[i + 1])` that do not see one another.
 
         `n` is the length of the stream, by default the end of the last document. Tokens behind the
         last document are padding: they see nothing, and nothing sees them. Empty documents are
-        ignored. `cu_seqlens_k` gives the keys a stream of their own, with as many documents: the
-        queries of a document see the keys of that of the same number. As in flash-attn, the last
-        query and the last key of a document then have one position. Raises `PlanError` for offsets
-        that do not start at 0, decrease or pass `n`, and for windows below -1.
+        ignored. Raises `PlanError` for offsets that do not start at 0, decrease or pass `n`, and
+        for windows below -1.
         """
         start, end, n = documents_of(cu_seqlens, n)
         expect("causal", causal, bool)
@@ -133,33 +121,8 @@ class Mask(MaskTable):
             "" if causal else "not causal",
             window_in_words(window, causal),
         )
-        if cu_seqlens_k is not None:
-            mask = cls._of_two_streams((start, end, n), cu_seqlens_k, left, right)
-            return replace(mask, details=details)
         pieces = Tiles.columns(start, end, start, end, left, right).trimmed()
         return cls(n, pieces, "documents", details, segments_of(start, end, n))
-
-    @classmethod
-    def _of_two_streams(
-        cls, queries: tuple[Ints, Ints, int], cu_seqlens_k: Any, left: int, right: int
-    ) -> Mask:
-        """`documents` with keys of their own: key - query from `left` to `right` by positions."""
-        start, end, n = queries
-        first, last, keys = documents_of(cu_seqlens_k, None)
-        if len(first) != len(start):
-            raise PlanError(
-                f"cu_seqlens_k has {len(first)} documents, cu_seqlens {len(start)}: the queries of "
-                "a document see the keys of that of the same number"
-            )
-        ends = np.maximum(end - start, last - first)
-        position, of_keys = ends - (end - start), ends - (last - first)
-        slide = (first - of_keys) - (start - position)
-        lo = np.where(left == -OPEN, -OPEN, left + slide)
-        hi = np.where(right == OPEN, OPEN, right + slide)
-        pieces = Tiles.columns(start, end, first, last, lo, hi).trimmed()
-        segments = segments_of(start, end, n, position)
-        more = segments_of(first, last, keys, of_keys)
-        return cls(n, pieces, "documents", "", segments, keys, more)
 
     @classmethod
     def prefix(

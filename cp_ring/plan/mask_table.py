@@ -44,15 +44,12 @@ MAX_DESCRIBED = 4
 @dataclass(frozen=True, eq=False)
 class MaskTable:
     """Which keys each query of a stream of `n` tokens may see, as disjoint `pieces` in token
-    positions.
-
-    The keys are those of the same tokens, or of a stream of their own of `keys` tokens, as in cross
-    attention and decoding: pieces then are queries of one stream by keys of the other.
+    positions. Queries and keys are those of the same tokens.
 
     `name` is the constructor, `details` is what `describe` says beside it. `segments` are the runs
     of tokens whose positions go up by one: int64 [2, count], the first token of each run and its
     position; the first run begins at token 0. None is one run from position 0, so that every
-    token's position is its place in the stream. `key_segments` are those of `keys`.
+    token's position is its place in the stream.
     """
 
     n: int
@@ -60,13 +57,6 @@ class MaskTable:
     name: str = "mask"
     details: str = ""
     segments: Ints | None = None
-    keys: int | None = None
-    key_segments: Ints | None = None
-
-    @property
-    def num_keys(self) -> int:
-        """Tokens of the stream of keys."""
-        return self.n if self.keys is None else self.keys
 
     @classmethod
     def from_pieces(
@@ -76,26 +66,22 @@ class MaskTable:
         name: str = "mask",
         details: str = "",
         positions: Sequence[int] | np.ndarray | None = None,
-        keys: int | None = None,
     ) -> Self:
         """A mask of `n` tokens from pieces (q0, q1, k0, k1) or (q0, q1, k0, k1, lo, hi), which must
         not overlap.
 
         Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi; without lo and
         hi all of them, and none where lo > hi. `positions`, int64 [n], are those of
-        `Mask.positions`. `keys` is the length of a stream of keys of their own. Raises `PlanError`
-        that names the piece that is outside of the stream or ends before it begins, or the two
-        pieces that overlap, with a pair that both have.
+        `Mask.positions`. Raises `PlanError` that names the piece that is outside of the stream or
+        ends before it begins, or the two pieces that overlap, with a pair that both have.
         """
         n, tiles = stream_length(n), _read(pieces)
-        keys = None if keys is None else stream_length(keys, "keys")
-        ends = (n, n if keys is None else keys)
         ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1)
         outside = np.minimum(tiles.q0, tiles.k0) < 0
-        outside |= (tiles.q1 > ends[0]) | (tiles.k1 > ends[1])
+        outside |= np.maximum(tiles.q1, tiles.k1) > n
         for bad, what in (
             (ends_early, "ends before it begins"),
-            (outside, f"is outside the {sizes_in_words(*ends)} of the mask"),
+            (outside, f"is outside the {n} tokens of the mask"),
         ):
             if bad.any():
                 raise PlanError(f"piece {bad.argmax()} {_numbers(tiles, int(bad.argmax()))} {what}")
@@ -110,7 +96,7 @@ class MaskTable:
                 "masks that overlap"
             )
         segments = None if positions is None else _runs_of(positions, n)
-        return cls(n, fitted[live], name, details, segments, keys)
+        return cls(n, fitted[live], name, details, segments)
 
     @classmethod
     def union(cls, *masks: Self) -> Self:
@@ -123,8 +109,8 @@ class MaskTable:
             raise PlanError("a union must have at least one mask")
         first = _all_masks(masks)[0]
         n = first.n
-        if any((mask.n, mask.num_keys) != (n, first.num_keys) for mask in masks):
-            sizes = ", ".join(sizes_in_words(mask.n, mask.num_keys) for mask in masks)
+        if any(mask.n != n for mask in masks):
+            sizes = ", ".join(f"{mask.n} tokens" for mask in masks)
             raise PlanError(f"a union of masks of {sizes}: they must be as long")
         pieces = Tiles.concatenate(*(mask.pieces for mask in masks)).trimmed()
         if first_overlap(n, pieces) is not None:
@@ -142,16 +128,15 @@ class MaskTable:
         window = window_of(window)
         left, right = band_of(window)
         start, position = self._runs()
-        of_keys, key_position = self._runs(of_keys=True)
         pieces = self.pieces
         query = key = np.zeros(1, np.int64)
-        several = max(len(start), len(of_keys)) > 1
+        several = len(start) > 1
         if several:
-            edges = np.append(start, self.n), np.append(of_keys, self.num_keys)
-            pieces, query, key = split_at_edges(pieces, *edges)
+            edges = np.append(start, self.n)
+            pieces, query, key = split_at_edges(pieces, edges, edges)
         data = pieces.data.copy()
         # Between two runs the distance of positions is that in the stream plus a constant.
-        more = (key_position - of_keys)[key] - (position - start)[query]
+        more = (position - start)[key] - (position - start)[query]
         if left != -OPEN:
             np.maximum(data[4], left - more, out=data[4])
         if right != OPEN:
@@ -164,54 +149,22 @@ class MaskTable:
 
     @classmethod
     def batch(cls, rows: Sequence[Self]) -> Self:
-        """Batch rows, each with its own mask, as one stream: row after row. Raises `PlanError`
-        where some have keys of their own, and others not.
-        """
+        """Batch rows, each with its own mask, as one stream: row after row."""
         if not _all_masks(rows):
             raise PlanError("a batch must have at least one row")
-        own = {row.keys is not None for row in rows}
-        if len(own) > 1:
-            raise PlanError("of the batch rows, all or none have keys of their own")
-        starts, of_keys = (
-            np.cumsum([0, *sizes])
-            for sizes in ([row.n for row in rows], [row.num_keys for row in rows])
-        )
-        masks = list(zip(rows, starts.tolist(), of_keys.tolist(), strict=False))
-        tiles = Tiles.concatenate(*(mask.pieces.shifted(*begin) for mask, *begin in masks))
+        starts = np.cumsum([0, *(row.n for row in rows)]).tolist()
+        masks = list(zip(rows, starts, strict=False))
+        tiles = Tiles.concatenate(*(mask.pieces.shifted(start, start) for mask, start in masks))
         words = f"{len(rows)} rows ({'; '.join(_different(rows))})"
-        runs = [np.add(mask._runs(), [[start], [0]]) for mask, start, _ in masks]
-        whole = cls(
-            stream_length(int(starts[-1])), tiles, "batch", words, np.concatenate(runs, axis=1)
-        )
-        if False in own:
-            return whole
-        runs = [np.add(mask._runs(of_keys=True), [[start], [0]]) for mask, _, start in masks]
-        return replace(
-            whole,
-            keys=stream_length(int(of_keys[-1]), "keys"),
-            key_segments=np.concatenate(runs, axis=1),
-        )
-
-    def spread(self, edges: Ints, owner: Ints, copies: int) -> Self:
-        """Of queries that all of `copies` ranks hold: a copy of the queries for each rank, one
-        after another, which sees that rank's keys alone. Chunk c of the keys, `[edges[c],
-        edges[c + 1])`, is that of rank `owner[c]`.
-        """
-        cut, _, chunk = split_at_edges(self.pieces, np.array([0, self.n]), edges)
-        pieces = in_order(cut.shifted(owner[chunk] * self.n, 0))
-        start, position = self._runs()
-        runs = (np.arange(copies)[:, None] * self.n + start).reshape(-1)
-        segments, of_keys = np.stack([runs, np.tile(position, copies)]), self._runs(of_keys=True)
-        mine, keys = (stream_length(self.n * copies), pieces), (self.num_keys, np.stack(of_keys))
-        return type(self)(*mine, self.name, self.details, segments, *keys)
+        runs = [np.add(mask._runs(), [[start], [0]]) for mask, start in masks]
+        return cls(stream_length(starts[-1]), tiles, "batch", words, np.concatenate(runs, axis=1))
 
     @cached_property
     def digest(self) -> str:
         """Equal for equal masks with equal positions, whatever they are called."""
-        parts = [self.segments, self.key_segments]
-        sizes = f"{self.n} {self.pieces.data.shape} " + f"{self.keys} " * (self.keys is not None)
-        positions = [b"" if part is None else part.tobytes() for part in parts]
-        return digest(sizes.encode(), self.pieces.data.tobytes(), *positions)
+        positions = b"" if self.segments is None else self.segments.tobytes()
+        sizes = f"{self.n} {self.pieces.data.shape} "
+        return digest(sizes.encode(), self.pieces.data.tobytes(), positions)
 
     @property
     def positions(self) -> Ints:
@@ -221,16 +174,8 @@ class MaskTable:
         Documents and groups begin at 0, responses continue from their prompt, branches from their
         parent. Of a mask without such parts it is the place in the stream.
         """
-        return self._positions(self.n)
-
-    @property
-    def key_positions(self) -> Ints:
-        """The position of each key in its own sequence: int64 [num_keys]."""
-        return self._positions(self.num_keys, of_keys=True)
-
-    def _positions(self, n: int, of_keys: bool = False) -> Ints:
-        start, position = self._runs(of_keys)
-        return np.arange(n) + np.repeat(position - start, np.diff(np.append(start, n)))
+        start, position = self._runs()
+        return np.arange(self.n) + np.repeat(position - start, np.diff(np.append(start, self.n)))
 
     @property
     def last(self) -> NDArray[np.bool_]:
@@ -240,8 +185,7 @@ class MaskTable:
         bool [n]. Padding has no next token.
         """
         seen = np.zeros(self.n + 1, np.int64)
-        # Of keys of their own, none is a token of the stream.
-        p = self.pieces if self.keys is None else Tiles.of([(0, self.n, 0, self.n, -OPEN, OPEN)])
+        p = self.pieces
         previous = (p.lo <= -1) & (p.hi >= -1)
         first, end = np.maximum(p.q0, p.k0 + 1)[previous], np.minimum(p.q1, p.k1 + 1)[previous]
         some = first < end
@@ -251,9 +195,9 @@ class MaskTable:
         last[self._runs()[0][1:] - 1] = True
         return last
 
-    def _runs(self, of_keys: bool = False) -> tuple[Ints, Ints]:
-        """First token of each run of positions, of queries or of keys, and its position."""
-        segments = self.key_segments if of_keys and self.keys is not None else self.segments
+    def _runs(self) -> tuple[Ints, Ints]:
+        """First token of each run of positions, and its position."""
+        segments = self.segments
         return (np.zeros(1, np.int64),) * 2 if segments is None else (segments[0], segments[1])
 
     def to_dict(self) -> dict[str, Any]:
@@ -265,7 +209,6 @@ class MaskTable:
         return {
             name: value.tolist() if isinstance(value, np.ndarray) else value
             for name, value in values.items()
-            if name not in _OF_KEYS or self.keys is not None
         }
 
     @classmethod
@@ -280,17 +223,13 @@ class MaskTable:
                 f"a mask in plain numbers has {', '.join(_FIELDS)}; here "
                 f"{unknown or missing} is {'unknown' if unknown else 'missing'}")  # fmt: skip
         words = (str(values.get("name", "mask")), str(values.get("details", "")))
-        keys = values.get("keys")
-        mask = cls.from_pieces(values["n"], values["pieces"], *words, keys=keys)
-        of_keys = None if keys is None else segments_from(values.get("key_segments"), keys)
-        segments = segments_from(values.get("segments"), mask.n)
-        return replace(mask, segments=segments, key_segments=of_keys)
+        mask = cls.from_pieces(values["n"], values["pieces"], *words)
+        return replace(mask, segments=segments_from(values.get("segments"), mask.n))
 
     def allowed(self, i: int, j: int) -> bool:
         """Whether query i may see key j."""
-        if not (0 <= integer(i, "query") < self.n and 0 <= integer(j, "key") < self.num_keys):
-            size = sizes_in_words(self.n, self.num_keys)
-            raise PlanError(f"pair ({i}, {j}) is outside the {size} of the mask")
+        if not (0 <= integer(i, "query") < self.n and 0 <= integer(j, "key") < self.n):
+            raise PlanError(f"pair ({i}, {j}) is outside the {self.n} tokens of the mask")
         pair = self.pieces.within(i, i + 1, j, j + 1)
         return bool((pair.q0 < pair.q1).any())
 
@@ -299,10 +238,10 @@ class MaskTable:
         return int(self.pieces.area().sum())
 
     def dense(self) -> np.ndarray:
-        """The mask as a boolean `[n, num_keys]` array, for small n."""
+        """The mask as a boolean `[n, n]` array, for small n."""
         from cp_ring.plan.dense_masks import paint
 
-        return paint(self.pieces, self.n, self.num_keys) > 0
+        return paint(self.pieces, self.n, self.n) > 0
 
     def describe(self) -> str:
         """The mask in words, as "causal, window 4096" or "documents: 113, mean 580 tokens"."""
@@ -310,11 +249,10 @@ class MaskTable:
         return self.name.replace("_", " ") + separator * bool(self.details) + self.details
 
     def __repr__(self) -> str:
-        return f"<Mask of {sizes_in_words(self.n, self.num_keys)}, {self.describe()}>"
+        return f"<Mask of {self.n} tokens, {self.describe()}>"
 
 
-_FIELDS = ("n", "pieces", "segments", "name", "details", "keys", "key_segments")
-_OF_KEYS = ("keys", "key_segments")
+_FIELDS = ("n", "pieces", "segments", "name", "details")
 
 
 def _all_masks[T: MaskTable](masks: Sequence[T]) -> Sequence[T]:
@@ -353,10 +291,6 @@ def _plain(segments: Ints) -> Ints | None:
 
 def in_order(pieces: Tiles) -> Tiles:
     return pieces[sort_index(pieces.q0, pieces.k0)]
-
-
-def sizes_in_words(n: int, keys: int) -> str:
-    return f"{n} tokens" if n == keys else f"{n} queries and {keys} keys"
 
 
 def listed(*words: str) -> str:

@@ -15,10 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from types import NoneType
 from typing import Any
-
-import numpy as np
 
 from cp_ring.errors import PlanError, expect
 from cp_ring.plan.exchange.members import (
@@ -41,9 +38,7 @@ class PlanSpec:
     """How attention is split over ranks. `cp_ring.plan.plan.plan` makes and proves the plan of a
     mask by it.
 
-    layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`; of a mask with keys of
-        their own, which rank holds which queries, or `replicated`: each holds all of them.
-    key_layout: which rank holds which of such keys; None is a layout of the same name.
+    layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`.
     route, schedule, ulysses, slot_shards: as in `Plan.build`.
     """
 
@@ -52,7 +47,6 @@ class PlanSpec:
     schedule: str | Sequence[int] = "auto"
     ulysses: int = 1
     slot_shards: int | None = None
-    key_layout: Layout | str | None = None
 
     @property
     def name(self) -> str:
@@ -65,45 +59,16 @@ class PlanSpec:
 
     def layout_of(self, mask: Mask, cp: int) -> Layout:
         """Raises `PlanError` for an unknown name."""
-        return _layout_of("layout", self.layout, mask, cp)
+        layout = self.layout
+        if not isinstance(layout, str):
+            return expect("layout", layout, Layout, str)
+        if layout not in LAYOUTS:
+            raise PlanError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
+        return LAYOUTS[layout](mask, cp)
 
     def settled(self, mask: Mask, cp: int) -> PlanSpec:
-        """The same with its layouts in place of their names. Raises `PlanError` as `build` does."""
-        _, layout, key_layout = self._streams(mask, cp)
-        return replace(self, layout=layout, key_layout=None if key_layout is layout else key_layout)
-
-    def _streams(self, mask: Mask, cp: int) -> tuple[Mask, Layout, Layout]:
-        """The mask that is planned, and the layouts of its queries and of its keys."""
-        copies = self.layout == REPLICATED
-        if mask.keys is None:
-            if copies or self.key_layout is not None:
-                asked = f"layout={REPLICATED!r}" if copies else "key_layout"
-                raise PlanError(
-                    f"{asked} is for a mask with keys of their own, as Mask.causal(n, keys=...) "
-                    "makes it: here the keys are those of the queries' tokens"
-                )
-            layout = self.layout_of(mask, cp)
-            return mask, layout, layout
-        of_keys = self.key_layout
-        if of_keys is None:
-            of_keys = "contiguous" if copies else self.layout
-        if of_keys is self.layout and not isinstance(of_keys, str):
-            raise PlanError(
-                "key_layout is missing: layout is that of the queries, and the mask has keys of "
-                "their own"
-            )
-        key_layout = _layout_of("key_layout", of_keys, Mask.full(mask.num_keys), cp)
-        if not copies:
-            return mask, self.layout_of(mask, cp), key_layout
-        if self.ulysses != 1:
-            raise PlanError(
-                f"heads={self.ulysses}: where every rank holds all queries, heads are not exchanged"
-            )
-        n = np.arange(key_layout.cp + 1) * mask.n
-        layout = Layout(
-            int(n[-1]), key_layout.cp, n, np.arange(key_layout.cp), REPLICATED, key_layout.rows
-        )
-        return mask.spread(key_layout.edges, key_layout.owner, key_layout.cp), layout, key_layout
+        """The same with its layout in place of a name. Raises `PlanError` as `build` does."""
+        return replace(self, layout=self.layout_of(mask, cp))
 
     def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
         """The plan of `mask` over `cp` ranks, neither proven nor kept; with `rank`, all that this
@@ -112,28 +77,18 @@ class PlanSpec:
         Raises `PlanError` where mask, ranks and spec do not fit together.
         """
         expect("mask", mask, Mask)
-        mask, layout, key_layout = self._streams(mask, cp)
+        layout = self.layout_of(mask, cp)
         if self.route not in ROUTES:
             raise PlanError(f"route={self.route!r}: unknown; known are {', '.join(ROUTES)}")
         route = ROUTES[self.route]
-        for name, of in (("layout", layout), ("key_layout", key_layout)):
-            if of.cp != cp:
-                raise PlanError(f"{name} is for {of.cp} ranks, not for {cp}")
-        members, of_keys = layout, key_layout
-        if self.ulysses != 1:
-            members = layout.merged(self.ulysses)
-            of_keys = members if key_layout is layout else key_layout.merged(self.ulysses)
+        if layout.cp != cp:
+            raise PlanError(f"layout is for {layout.cp} ranks, not for {cp}")
+        members = layout if self.ulysses == 1 else layout.merged(self.ulysses)
         if mask.n != layout.n:
             raise PlanError(f"the mask is for {mask.n} tokens, the layout for {layout.n}")
-        if mask.num_keys != key_layout.n or key_layout.rows != layout.rows:
-            raise PlanError(
-                f"the mask has {mask.num_keys} keys in {layout.rows} batch rows, key_layout is for "
-                f"{key_layout.n} in {key_layout.rows}"
-            )
-        hops = route.schedule(self.schedule, mask, (members, of_keys), self.slot_shards)
+        hops = route.schedule(self.schedule, mask, members, self.slot_shards)
         mine = None if rank is None or not route.local else rank // self.ulysses
-        tables = tables_of(mask, (members, of_keys), self.route, hops, mine)
-        return Plan(tables, layout, key_layout, self.ulysses)
+        return Plan(tables_of(mask, members, self.route, hops, mine), layout, self.ulysses)
 
     def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:
         """One rank's plan, neither proven nor kept, without planning for the others if the route is
@@ -149,13 +104,11 @@ class Plan:
 
     ring: the tables of the members of the ring; their layout is `layout.merged(ulysses)`.
     layout: which rank holds which tokens, before and after attention.
-    key_layout: which rank holds which keys; `layout`, but for a mask with keys of their own.
     ulysses: ranks of a member; with 1, the ranks themselves are the members.
     """
 
     ring: PlanTables
     layout: Layout
-    key_layout: Layout
     ulysses: int = 1
     _rank_plans: dict[int, RankPlan] = field(default_factory=dict, repr=False)
 
@@ -173,15 +126,14 @@ class Plan:
 
         Args:
             mask: which keys each query sees.
-            layout: which rank holds which tokens; `replicated` with a `key_layout`.
+            layout: which rank holds which tokens.
             route: how keys reach the members that need them, a name in `ROUTES`.
             schedule: `auto`, `ring` (one source a hop), `gather` (all remote sources in one hop),
                 or the hop of each ring distance, as in (0, 1, 2, 2); see `cp_ring.plan.schedule`.
             slot_shards: the most sources of a hop, so that a receive buffer holds at most so many
                 shards. None is 4 for `auto`, and no limit for another schedule.
-            more: ulysses, neighboring ranks that exchange tokens for heads, so
-                that the ring has as many times fewer members; key_layout, which rank holds which
-                keys, for a mask with keys of their own.
+            more: ulysses, neighboring ranks that exchange tokens for heads, so that the ring has as
+                many times fewer members.
 
         Raises `PlanError` if mask and layout differ in length, if `ulysses` does not divide the
         ranks, or if the route or the schedule is not right.
@@ -230,10 +182,7 @@ class Plan:
         if rank not in self._rank_plans:
             own = rank_plan(self.ring, rank // self.ulysses)
             if self.ulysses > 1:
-                layouts = [(self.layout, self.ring.layout)]
-                if self.key_layout is not self.layout:
-                    layouts.append((self.key_layout, self.ring.key_layout))
-                own = with_exchange(own, layouts, rank)
+                own = with_exchange(own, self.layout, self.ring.layout, rank)
             self._rank_plans[rank] = own
         return self._rank_plans[rank]
 
@@ -254,15 +203,11 @@ class Plan:
         """
         if executed is not None:
             self._rank_plans[executed.rank] = executed
-        for layout, members, name in (
-            (self.layout, self.ring.layout, "exchange"),
-            (self.key_layout, self.ring.key_layout, "key_exchange"),
-        ):
-            if layout is not members:
-                check_members(layout, members, self.ulysses)
-                for rank in range(self.cp):
-                    exchange = getattr(self.rank_plan(rank), name) if rank_plans else None
-                    check_exchange(layout, members, rank, exchange)
+        if self.layout is not self.ring.layout:
+            check_members(self.layout, self.ring.layout, self.ulysses)
+            for rank in range(self.cp):
+                exchange = self.rank_plan(rank).exchange if rank_plans else None
+                check_exchange(self.layout, self.ring.layout, rank, exchange)
         proven = verify(self.ring, num_slots)
         if rank_plans:
             from cp_ring.plan.proof.verify_ranks import verify_rank_plans
@@ -274,20 +219,8 @@ class Plan:
 
 
 def _ranks_of(spec: PlanSpec) -> int:
-    held = spec.key_layout if spec.layout == REPLICATED else spec.layout
-    return expect("layout", held, Layout).cp
+    return expect("layout", spec.layout, Layout).cp
 
-
-def _layout_of(what: str, layout: Layout | str, mask: Mask, cp: int) -> Layout:
-    if not isinstance(layout, str):
-        return expect(what, layout, Layout, str)
-    if layout not in LAYOUTS:
-        raise PlanError(f"{what}={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
-    return LAYOUTS[layout](mask, cp)
-
-
-REPLICATED = "replicated"
-"""The layout of queries that every rank holds."""
 
 MAX_PLANS = 64
 """How many plans are kept: those that were used last."""
@@ -303,14 +236,11 @@ def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:
     """
     expect("mask", mask, Mask)
     expect("layout", expect("spec", spec, PlanSpec).layout, Layout, str)
-    expect("key_layout", spec.key_layout, Layout, str, NoneType)
     # The functions and routes, because others may have taken their names in the registries since.
-    split = [
-        LAYOUTS.get(of, of) if isinstance(of, str) else of and of.digest
-        for of in (spec.layout, spec.key_layout)
-    ]
+    layout = spec.layout
+    split = LAYOUTS.get(layout, layout) if isinstance(layout, str) else layout.digest
     names = spec.route, text(spec.schedule), spec.ulysses, spec.slot_shards
-    key = mask.digest, cp, *split, ROUTES.get(spec.route), *names
+    key = mask.digest, cp, split, ROUTES.get(spec.route), *names
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)

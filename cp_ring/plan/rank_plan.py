@@ -4,7 +4,7 @@ the executor holds.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import groupby
 from typing import NamedTuple
 
@@ -26,14 +26,14 @@ class _HopBuffers:
     ranges are sorted.
     """
 
-    def __init__(self, ranges: Transfers, distance: Ints, num_keys: int, cp: int):
+    def __init__(self, ranges: Transfers, distance: Ints, num_tokens: int, cp: int):
         size = ranges.tokens
         self._span = int(ranges.end.max(initial=0)) + 1
         self._keys = distance * self._span + ranges.start
         before = starts_of(size)
         self._slide = before - before[np.searchsorted(ranges.hop, ranges.hop)] - ranges.start
         self.sizes = np.bincount(ranges.hop, size, cp).astype(np.int64)
-        self.sizes[0] = num_keys
+        self.sizes[0] = num_tokens
 
     def slide(self, distance: Ints, start: Ints) -> Ints:
         """What to add to a token of the owner's shard for its place in the buffer that holds it."""
@@ -47,9 +47,7 @@ class _HopBuffers:
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     """The plan of one rank, from the tables of all ranks."""
     cp = plan.cp
-    num_tokens, num_keys = (
-        int(layout.tokens_per_rank[rank]) for layout in (plan.layout, plan.key_layout)
-    )
+    num_tokens = int(plan.layout.tokens_per_rank[rank])
     arriving, grads_leaving, keys, grads = _buffers(plan, rank)
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
@@ -78,13 +76,10 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
         )
 
     hops, pieces = Hops(make, _numbers(*every).tolist()), len(plan.mask.pieces)
-    own = RankPlan(
+    return RankPlan(
         rank, cp, num_tokens, hops, plan.layout.rows, identity(plan), pieces,
         forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
     )  # fmt: skip
-    if plan.key_layout is plan.layout:
-        return own
-    return replace(own, keys=num_keys, replicated=plan.layout.name == "replicated")
 
 
 def _numbers(*lists: Ints | list[int]) -> Ints:
@@ -105,9 +100,9 @@ def _buffers(plan: PlanTables, rank: int) -> tuple[Transfers, Transfers, _HopBuf
     buffers.
     """
     arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
-    num_keys = int(plan.key_layout.tokens_per_rank[rank])
+    num_tokens = int(plan.layout.tokens_per_rank[rank])
     keys, grads = (
-        _HopBuffers(t, ring_distance(rank, t.owner, plan.cp), num_keys, plan.cp)
+        _HopBuffers(t, ring_distance(rank, t.owner, plan.cp), num_tokens, plan.cp)
         for t in (arriving, leaving)
     )
     return arriving, leaving, keys, grads
@@ -204,8 +199,6 @@ def identity(plan: PlanTables) -> tuple[Part, ...]:
     parts = []
     for field in fields(plan):
         value = getattr(plan, field.name)
-        if field.name == "key_layout" and value is plan.layout:
-            continue
         if isinstance(value, Mask | Layout):
             parts.append(Part(field.name, value.digest, repr(value)))
         elif value is None or isinstance(value, str | int | float | tuple):

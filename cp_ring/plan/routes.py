@@ -137,17 +137,16 @@ class Route:
         self,
         requested: str | Sequence[int],
         mask: Mask,
-        split: tuple[Layout, Layout],
+        layout: Layout,
         slot_shards: int | None,
     ) -> Schedule:  # fmt: skip
-        """The hops of a plan, checked; `split` as in `tables_of`. Raises `PlanError` as
+        """The hops of a plan, checked. Raises `PlanError` as
         `cp_ring.plan.schedule.resolve` does.
         """
-        cp = split[0].cp
         free = requested == AUTO and not self.one_source
         most = SLOT_SHARDS if slot_shards is None else integer(slot_shards, "slot_shards")
-        few = free and remote_keys(mask, *split) <= min(2, most)
-        return resolve(requested, cp, slot_shards, one_source=self.one_source, few_keys=few)
+        few = free and remote_keys(mask, layout) <= min(2, most)
+        return resolve(requested, layout.cp, slot_shards, one_source=self.one_source, few_keys=few)
 
 
 AUTO = "auto"
@@ -162,7 +161,7 @@ ROUTES = {
 """Routes that flags and settings can name."""
 
 
-def remote_keys(mask: Mask, layout: Layout, key_layout: Layout) -> float:
+def remote_keys(mask: Mask, layout: Layout) -> float:
     """The most keys of other ranks that a rank reads, relative to the tokens of the largest shard,
     or more: keys that several pieces of the mask show to a chunk of queries count several times.
     """
@@ -175,47 +174,44 @@ def remote_keys(mask: Mask, layout: Layout, key_layout: Layout) -> float:
     begin = np.maximum(pieces.k0[piece], start + pieces.lo[piece])
     last = np.minimum(pieces.k1[piece], np.minimum(pieces.q1[piece], end) + pieces.hi[piece])
     keys = np.maximum(last - begin, 0)
-    if key_layout is layout:
-        keys = keys - np.maximum(np.minimum(last, end) - np.maximum(begin, edges[chunk]), 0)
+    keys = keys - np.maximum(np.minimum(last, end) - np.maximum(begin, edges[chunk]), 0)
     remote = np.bincount(layout.owner[chunk], keys, layout.cp)
     return float(remote.max(initial=0) / layout.tokens_per_rank.max())
 
 
 def tables_of(
     mask: Mask,
-    split: tuple[Layout, Layout],
+    layout: Layout,
     route: str,
     hops: Schedule,
     member: int | None = None,
 ) -> PlanTables:
     """The tables of the members of the ring, from the pieces of the mask cut at the edges of their
-    chunks. `split` are the layouts of queries and keys. With `member`, all that this member's part
-    needs of them.
+    chunks. With `member`, all that this member's part needs of them.
     """
-    (tiles, *chunks), cp = _cut(mask, split, member), split[0].cp
-    sides = list(zip(split, chunks, strict=True))
-    rank, source = (layout.owner[chunk] for layout, chunk in sides)
-    tiles = tiles.shifted(*(layout.starts[chunk] - layout.edges[chunk] for layout, chunk in sides))
+    (tiles, *chunks), cp = _cut(mask, layout, member), layout.cp
+    rank, source = (layout.owner[chunk] for chunk in chunks)
+    tiles = tiles.shifted(*(layout.starts[chunk] - layout.edges[chunk] for chunk in chunks))
     tiles, group = coalesce(tiles, rank * cp + ring_distance(rank, source, cp))
     rank, far = np.divmod(group, cp)
     transfers, gradients = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
     transfers = transfers.in_buffer_order("receiver", cp)
     gradients = gradients.in_buffer_order("sender", cp)
     hop, source = np.array(hops)[far], (rank - far) % cp
-    return PlanTables(mask, *split, route, hops, tiles, rank, hop, source, transfers, gradients)
+    return PlanTables(mask, layout, route, hops, tiles, rank, hop, source, transfers, gradients)
 
 
-def _cut(mask: Mask, split: tuple[Layout, Layout], member: int | None) -> tuple[Tiles, Ints, Ints]:
+def _cut(mask: Mask, layout: Layout, member: int | None) -> tuple[Tiles, Ints, Ints]:
     """Pieces cut at the edges of chunks, and the chunks of their queries and keys. With `member`,
     only the pieces whose queries or keys are this member's.
     """
-    edges, of_keys = (layout.edges for layout in split)
+    edges = layout.edges
     if member is None:
-        return split_at_edges(mask.pieces, edges, of_keys)
-    queries, keys = (layout.owner == member for layout in split)
-    keep = (queries, ~keys), (~queries, keys), (queries, keys)
+        return split_at_edges(mask.pieces, edges, edges)
+    mine = layout.owner == member
+    keep = (mine, ~mine), (~mine, mine), (mine, mine)
     tiles, *chunks = zip(
-        *(split_at_edges(mask.pieces, edges, of_keys, each) for each in keep), strict=True
+        *(split_at_edges(mask.pieces, edges, edges, each) for each in keep), strict=True
     )
     query_chunk, key_chunk = map(np.concatenate, chunks)
     return Tiles.concatenate(*tiles), query_chunk, key_chunk

@@ -103,8 +103,7 @@ class PlanTables:
     """Tiles and transfers of all ranks, or of all members of a ring, which count as ranks here (see
     `cp_ring.plan.exchange.members`).
 
-    layout, key_layout: of the queries and of the keys, one and the same where a mask has no keys of
-    their own.
+    layout: which rank holds which tokens.
     schedule: the hop of each distance: rank r works on keys of rank (r - d) mod cp at hop
     `schedule[d]`.
     tiles: queries counted in the rank's shard, keys in the source's shard; sorted by rank and hop.
@@ -118,7 +117,6 @@ class PlanTables:
 
     mask: Mask
     layout: Layout
-    key_layout: Layout
     route: str
     schedule: tuple[int, ...]
     tiles: Tiles
@@ -263,10 +261,7 @@ class RankPlan:
     Hops are those of the rank's member of the ring, and count ranks as members: `num_tokens` is the
     size of the member's shard, `batch` the number of batch rows that it holds, `pieces` the number
     of pieces of the mask. `exchange` is how the ranks of the member exchange tokens for heads; None
-    where the rank is its own member. `keys` are the tokens of the member's shard of keys, and
-    `key_exchange` their exchange, where they are not those of the queries. With `replicated`, every
-    rank has all queries, and each of them keys of its own: what they computed is merged over the
-    ranks. `forwards` says that some ranks pass on keys of others. `identity` is that of the whole
+    where the rank is its own member. `forwards` says that some ranks pass on keys of others. `identity` is that of the whole
     plan (`cp_ring.plan.rank_plan`), by which ranks find out whether they run the same plan; () is
     not compared.
     """
@@ -279,23 +274,7 @@ class RankPlan:
     identity: tuple[tuple[str, str, str], ...] = ()
     pieces: int = 1
     exchange: Exchange | None = None
-    keys: int | None = None
-    key_exchange: Exchange | None = None
-    replicated: bool = False
     forwards: bool = False
-
-    @property
-    def num_keys(self) -> int:
-        """Tokens of the member's shard of keys."""
-        return self.num_tokens if self.keys is None else self.keys
-
-    @property
-    def shard_keys(self) -> int:
-        """Tokens of the rank's own shard of keys."""
-        held = self.key_exchange
-        if self.keys is None:
-            return self.shard_tokens
-        return self.keys if held is None else held.tokens[held.place]
 
     @property
     def ulysses(self) -> int:

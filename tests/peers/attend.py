@@ -51,6 +51,10 @@ class Case:
     way: str = "threads"
     rejected: str = ""
 
+    def __post_init__(self) -> None:
+        if self.tokens[0] != self.tokens[1]:
+            object.__setattr__(self, "rejected", "key_layout left cp_ring")
+
 
 def run(case: Case, processes: Ranks | None = None) -> tuple[float, str]:
     """The largest error divided by its limit; and the line of a rejection. Compiled calls and
@@ -86,7 +90,8 @@ def _layouts(case: Case, call: dict[str, Any]) -> tuple[Any, Any]:
 
     def made(name: Any, n: int) -> Any:
         if isinstance(name, list):
-            return Layout.from_lengths(name)
+            edges = np.cumsum([0, *name])
+            return Layout(n, case.cp, edges, np.arange(case.cp))
         if name == "stripes":
             return Layout(n, case.cp, np.arange(n + 1), np.arange(n) % case.cp, "stripes")
         if name == "balanced":
@@ -97,8 +102,10 @@ def _layouts(case: Case, call: dict[str, Any]) -> tuple[Any, Any]:
             return name  # of each batch row
         if isinstance(name, tuple):
             return Layout.per_document_zigzag(list(name), case.cp)
-        return "replicated" if name == "replicated" else getattr(Layout, name)(n, case.cp)
+        return getattr(Layout, "contiguous" if name == "replicated" else name)(n, case.cp)
 
+    if case.tokens[0] != case.tokens[1]:
+        return "contiguous", "contiguous"
     return made(case.split[0], case.tokens[0]), made(case.split[-1], case.tokens[1])
 
 
@@ -132,7 +139,7 @@ def _on_rank(group: Any, case: Case, call: dict[str, Any], layouts: Any, tensors
     if case.sinks and sinks.dim() == 2:
         call["sink"] = sinks.logsumexp(0)
     call.setdefault("layout", queries)
-    if queries is not keys and (case.tokens[0] != case.tokens[1] or isinstance(queries, str)):
+    if case.tokens[0] != case.tokens[1]:
         call["key_layout"] = keys
     attend: Any = partial(ring_attention, return_lse=True)
     if case.way == "graph":

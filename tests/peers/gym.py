@@ -125,9 +125,7 @@ MASKS: dict[str, Rule] = {
 def _case(name: str, rule: Rule, cp: int, keys: int = N, **more: Any) -> Case:
     rows, columns = np.arange(N)[:, None], np.arange(keys)
     allowed = np.broadcast_to(np.asarray(rule(rows, columns), bool), (N, keys))
-    mask = {"mask": lambda: Mask.from_mask_mod(lambda b, h, q, k: rule(q, k), N, keys=keys)}
-    if keys == N:
-        mask = {"mask": lambda: Mask.from_mask_mod(lambda b, h, q, k: rule(q, k), N)}
+    mask = {"mask": lambda: Mask.from_mask_mod(lambda b, h, q, k: rule(q, k), N)}
     given = {"heads": (4, 2), "sizes": (16, 16), **more}
     call = mask | dict(given.pop("call", {}))
     return Case(name, cp, (N, keys), allowed=allowed[None, None].copy(), call=call, **given)

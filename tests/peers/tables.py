@@ -344,7 +344,7 @@ def ring_attention_pytorch() -> Iterator[Case]:
     for cp in (2, 4, 8):
         yield Case(
             f"tree attention decoding, cp {cp}", cp, (1, 31), (8, 8), (8, 8),
-            np.ones((1, 1, 1, 31), bool), {}, 1, ("replicated", "contiguous"),
+            np.ones((1, 1, 1, 31), bool), {}, 1, ("contiguous", "contiguous"),
         )  # fmt: skip
         for rotary in (False, True):
             yield Case(

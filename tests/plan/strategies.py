@@ -69,46 +69,16 @@ def masks(draw: st.DrawFn, n: int) -> Mask:
 
 
 @st.composite
-def masks_of_two_streams(draw: st.DrawFn, n: int, keys: int) -> Mask:
-    """Any mask of `n` queries and `keys` keys of their own."""
-    window = draw(st.tuples(*[st.one_of(st.just(-1), st.integers(0, 20))] * 2))
-    match draw(st.sampled_from(["full", "causal", "documents", "pieces", "window", "rows"])):
-        case "full":
-            return Mask.full(n, window, keys)
-        case "causal":
-            return Mask.causal(n, window, keys)
-        case "pieces":
-            return Mask.from_pieces(n, draw(disjoint_pieces(n, keys)), keys=keys)
-        case "rows" if min(n, keys) > 1:
-            cut = draw(st.integers(1, n - 1)), draw(st.integers(1, keys - 1))
-            rows = zip(cut, (n - cut[0], keys - cut[1]), strict=True)
-            of_queries, of_keys = rows
-            return Mask.batch(
-                [Mask.causal(a, window, b) for a, b in zip(of_queries, of_keys, strict=True)]
-            )
-    count = draw(st.integers(0, 4))
-    cu_q, cu_k = (
-        [0, *sorted(draw(st.lists(st.integers(0, size), min_size=count, max_size=count))), size]
-        for size in (n, keys)
-    )
-    mask = Mask.documents(cu_q, draw(st.booleans()), n=n, cu_seqlens_k=cu_k)
-    return mask & window
-
-
-@st.composite
-def disjoint_pieces(draw: st.DrawFn, n: int, keys: int | None = None) -> list[tuple[int, ...]]:
+def disjoint_pieces(draw: st.DrawFn, n: int) -> list[tuple[int, ...]]:
     """Up to 12 pieces of any form that do not overlap."""
-    keys = n if keys is None else keys
-    taken, kept = np.zeros((n, keys), bool), []
+    taken, kept = np.zeros((n, n), bool), []
     for _ in range(draw(st.integers(1, 12))):
         q0, q1, k0, k1 = (
-            edge
-            for end in (n, keys)
-            for edge in sorted(draw(st.tuples(*[st.integers(0, end)] * 2)))
+            edge for end in (n, n) for edge in sorted(draw(st.tuples(*[st.integers(0, end)] * 2)))
         )
-        lo = draw(st.one_of(st.just(-OPEN), st.integers(-n, keys)))
-        hi = draw(st.one_of(st.just(OPEN), st.integers(max(lo, -n), keys)))
-        pairs = paint([(q0, q1, k0, k1, lo, hi)], n, keys) > 0
+        lo = draw(st.one_of(st.just(-OPEN), st.integers(-n, n)))
+        hi = draw(st.one_of(st.just(OPEN), st.integers(max(lo, -n), n)))
+        pairs = paint([(q0, q1, k0, k1, lo, hi)], n, n) > 0
         if not (pairs & taken).any():
             taken |= pairs
             kept.append((q0, q1, k0, k1, lo, hi))
@@ -156,18 +126,13 @@ def schedules(draw: st.DrawFn, cp: int) -> str | Schedule:
 
 @st.composite
 def plans(draw: st.DrawFn, min_cp: int = 1) -> Plan:
-    """Any plan of up to 9 ranks and 64 tokens, a fourth of them with keys of their own."""
+    """Any plan of up to 9 ranks and 64 tokens."""
     cp = draw(st.integers(min_cp, 9))
-    mask, key_layout = draw(masks(draw(st.integers(cp, 64)))), None
-    if draw(st.integers(0, 3)) == 3:
-        keys = draw(st.integers(cp, 64))
-        mask = draw(masks_of_two_streams(mask.n, keys))
-        key_layout = draw(layouts(Mask.full(keys), cp))
+    mask = draw(masks(draw(st.integers(cp, 64))))
     layout, route = draw(layouts(mask, cp)), draw(st.sampled_from(["direct", "ring"]))
     return Plan.build(
         mask,
         layout,
         route,
         draw(schedules(cp)),
-        key_layout=key_layout,
     )

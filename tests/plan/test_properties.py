@@ -28,7 +28,7 @@ def check_plan(plan: Plan) -> None:
     """
     report = plan.verify(rank_plans=True)
     tiles, _ = tiles_in_stream(plan.ring)
-    assert np.array_equal(paint(tiles, plan.n, plan.key_layout.n), plan.mask.dense())
+    assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
     assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
     for capabilities in CAPABILITIES:
         lowered = lower(plan.ring.tiles, capabilities)
@@ -39,8 +39,8 @@ def check_plan(plan: Plan) -> None:
         for parent in np.unique(lowered.parent):
             mine = lowered.tiles[lowered.parent == parent]
             assert np.array_equal(
-                paint(mine, plan.n, plan.key_layout.n),
-                paint(plan.ring.tiles[parent : parent + 1], plan.n, plan.key_layout.n),
+                paint(mine, plan.n, plan.n),
+                paint(plan.ring.tiles[parent : parent + 1], plan.n, plan.n),
             )
         for batch in np.unique(lowered.batch):
             mine = np.flatnonzero(lowered.batch == batch)
@@ -56,7 +56,6 @@ def check_plan(plan: Plan) -> None:
         rank,
         route=plan.route,
         schedule=plan.schedule,
-        key_layout=None if plan.key_layout is plan.layout else plan.key_layout,
     )
     assert repr(alone) == repr(plan.rank_plan(rank))
 

@@ -83,7 +83,7 @@ def test_gradients_of_random_plans(plan: Plan) -> None:
             ]
             for hop in hops
         ]
-        updates = gradient_updates(hops, parts, mine.num_keys)
+        updates = gradient_updates(hops, parts, mine.num_tokens)
         assert updates.keys() == {0} | {hop.index for hop in hops}
         for index, of_hop in updates.items():
             events: list[Partial] = []
@@ -101,7 +101,7 @@ def test_gradients_of_random_plans(plan: Plan) -> None:
                 part.arrived for part in events
             ]
             size = (
-                mine.num_keys
+                mine.num_tokens
                 if index == 0
                 else max(hop.num_grads for hop in hops if hop.index == index)
             )

@@ -216,8 +216,6 @@ def read(entry: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
         )
     masks = [_mask(each) for each in several]
     for mask in masks:
-        if mask.keys is not None:
-            raise ConfigError(f"{KEY} has keys of their own: self attention has none")
         if mask.n != n:
             raise ConfigError(f"{KEY} is for {mask.n} tokens, but a batch row has {n}")
         name = mask.name.replace("_", "-")

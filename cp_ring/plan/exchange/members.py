@@ -12,7 +12,6 @@ https://arxiv.org/abs/2405.07719.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,24 +24,24 @@ from cp_ring.plan.rank_plan import Part
 from cp_ring.plan.tables import Exchange, RankPlan, Span
 
 
-def with_exchange(
-    of_member: RankPlan, layouts: Sequence[tuple[Layout, Layout]], rank: int
-) -> RankPlan:
-    """The plan of a rank, from that of its member in the ring alone. `layouts` are that of the
-    ranks and that of the members: of tokens, then of keys where they are of their own.
+def with_exchange(of_member: RankPlan, layout: Layout, members: Layout, rank: int) -> RankPlan:
+    """The plan of a rank, from that of its member in the ring alone. `layout` is that of the ranks,
+    `members` that of the members.
     """
-    cp, of_members = (layout.cp for layout in layouts[0])
-    ulysses = cp // of_members
-    first, parts, exchanges = rank - rank % ulysses, [Part("heads", str(ulysses), str(ulysses))], []
-    for layout, members in layouts:
-        parts.append(Part("shards", layout.digest, repr(layout)))
-        ranks = range(first, first + ulysses)
-        ranges = tuple(_places(layout, members, other) for other in ranks)
-        exchanges.append(Exchange(rank - first, ranges))
-    exchange, of_keys = (*exchanges, None)[:2]
-    identity = (*of_member.identity, *parts)
-    whole = replace(of_member, rank=rank, cp=cp, identity=identity)
-    return replace(whole, exchange=exchange, key_exchange=of_keys)
+    ulysses = layout.cp // members.cp
+    first = rank - rank % ulysses
+    ranges = tuple(_places(layout, members, other) for other in range(first, first + ulysses))
+    parts = (
+        Part("heads", str(ulysses), str(ulysses)),
+        Part("shards", layout.digest, repr(layout)),
+    )
+    return replace(
+        of_member,
+        rank=rank,
+        cp=layout.cp,
+        identity=(*of_member.identity, *parts),
+        exchange=Exchange(rank - first, ranges),
+    )
 
 
 def check_members(layout: Layout, members: Layout, ulysses: int) -> None:

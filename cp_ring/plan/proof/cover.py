@@ -33,13 +33,11 @@ def check_cover(plan: PlanTables) -> None:
     """
     tiles, parent = tiles_in_stream(plan)
     pieces = plan.mask.pieces
-    n, keys = plan.n, plan.key_layout.n
-    sizes, ends = f"{n} tokens" + f" and {keys} keys" * (keys != n), np.array([[n], [keys]])
-    inside = (pieces.data[[0, 2]] >= 0) & (pieces.data[[1, 3]] <= ends)
+    inside = (pieces.data[[0, 2]] >= 0) & (pieces.data[[1, 3]] <= plan.n)
     check_all(
         inside.all(0),
         lambda i: (
-            f"the mask is for {sizes}, but its piece {_numbers(plan.mask.pieces, i)} lies outside "
+            f"the mask is for {plan.n} tokens, but its piece {_numbers(plan.mask.pieces, i)} lies outside "
             "of them"
         ),
     )
@@ -89,17 +87,16 @@ def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
     """The plan's tiles in positions of the stream, split where chunks of a shard meet, and the
     index of the tile of each.
     """
-    (start, end, slide, shard), of_keys = _shards(plan.layout), _shards(plan.key_layout)
+    start, end, slide, shard = _shards(plan.layout)
     # All shards lie end to end on one axis, so that one search finds the tiles of all ranks.
-    tiles = plan.tiles.shifted(shard[plan.tile_rank], of_keys[3][plan.tile_source])
+    tiles = plan.tiles.shifted(shard[plan.tile_rank], shard[plan.tile_source])
     parent, cell = overlaps(tiles.q0, tiles.q1, start, end)
-    part, key_cell = overlaps(tiles.k0[parent], tiles.k1[parent], *of_keys[:2])
+    part, key_cell = overlaps(tiles.k0[parent], tiles.k1[parent], start, end)
     parent, cell = parent[part], cell[part]
-    key_start, key_end, key_slide = (x[key_cell] for x in of_keys[:3])
     split = (
         tiles[parent]
-        .within(start[cell], end[cell], key_start, key_end)
-        .shifted(slide[cell], key_slide)
+        .within(start[cell], end[cell], start[key_cell], end[key_cell])
+        .shifted(slide[cell], slide[key_cell])
     )
     live = split.live()
     return split[live], parent[live]
@@ -129,8 +126,8 @@ def _numbers(pieces: Tiles, i: int) -> tuple[int, ...]:
 
 def _uncovered(plan: PlanTables, q0: int, q1: int, k0: int, k1: int) -> str:
     rank, source = (
-        layout.owner[np.searchsorted(layout.edges, token, "right") - 1]
-        for layout, token in ((plan.layout, q0), (plan.key_layout, k0))
+        plan.layout.owner[np.searchsorted(plan.layout.edges, token, "right") - 1]
+        for token in (q0, k0)
     )
     return (
         f"rank {rank}: queries {q0}..{q1} see keys {k0}..{k1}, the first of them of rank {source}, "

@@ -59,7 +59,6 @@ class Report:
     """
 
     n: int
-    num_keys: int
     tokens_per_rank: Ints
     work: Ints
     keys_in: Ints
@@ -81,7 +80,7 @@ class Report:
     @property
     def share_of_full_ring(self) -> float:
         """Keys moved, as a share of a ring in which every shard visits every rank."""
-        everything = (len(self.work) - 1) * self.num_keys
+        everything = (len(self.work) - 1) * self.n
         return int(self.keys_in.sum()) / everything if everything else 0.0
 
     @property
@@ -114,7 +113,6 @@ def report(plan: PlanTables, slots: int) -> Report:
 
     return Report(
         n=plan.n,
-        num_keys=plan.key_layout.n,
         tokens_per_rank=plan.layout.tokens_per_rank,
         work=table(plan.tile_rank, plan.tile_hop, plan.tiles.area()),
         keys_in=table(keys.receiver, keys.hop, keys.tokens),
@@ -129,19 +127,10 @@ def check_tables(plan: PlanTables) -> None:
     """Ranks, hops and tokens exist, tables are sorted as `PlanTables` says, and every query of a
     tile sees a key.
     """
-    for layout in (plan.layout, plan.key_layout):
-        check_layout(layout)
-        if layout.cp != plan.cp:
-            raise PlanError(f"a layout of {layout.cp} ranks in a plan of {plan.cp}")
-    same = (
-        np.array_equal(getattr(plan.layout, name), getattr(plan.key_layout, name))
-        for name in ("edges", "owner")
-    )
-    if plan.mask.keys is None and not all(same):
-        raise PlanError("layout and key_layout differ, but the mask has no keys of its own")
+    check_layout(plan.layout)
     check(plan.schedule, plan.cp)
     cp, tiles = plan.cp, plan.tiles
-    size, key_size = plan.layout.tokens_per_rank, plan.key_layout.tokens_per_rank
+    size = plan.layout.tokens_per_rank
     columns = {"rank": plan.tile_rank, "hop": plan.tile_hop, "source": plan.tile_source}
     for what, values in columns.items():
         _check_range(
@@ -151,7 +140,7 @@ def check_tables(plan: PlanTables) -> None:
             lambda i: f"tile {i} of rank {plan.tile_rank[i]}, hop {plan.tile_hop[i]}",
         )
     for table in (plan.transfers, plan.gradients):
-        _check_moves(table, key_size, cp)
+        _check_moves(table, size, cp)
     keys, grads = plan.transfers, plan.gradients
     for what, order in {
         "tiles are not sorted by rank and hop": (plan.tile_rank, plan.tile_hop),
@@ -166,7 +155,7 @@ def check_tables(plan: PlanTables) -> None:
             raise PlanError(what)
     q0, q1, k0, k1, lo, hi = tiles.data
     inside = (q0 >= 0) & (k0 >= 0)
-    inside &= (q1 <= size[plan.tile_rank]) & (k1 <= key_size[plan.tile_source])
+    inside &= (q1 <= size[plan.tile_rank]) & (k1 <= size[plan.tile_source])
     good = inside & (q0 < q1) & (q0 >= k0 - hi) & (q1 <= k1 - lo) & (k0 < k1) & (lo <= hi)
     check_all(
         good,

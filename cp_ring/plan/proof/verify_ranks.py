@@ -217,12 +217,11 @@ class _Contents:
 
 def _check_rank_plan(part: RankPlan, plan: PlanTables) -> None:
     """The sizes of the shards are right, hops ascend, and hop 0 moves nothing."""
-    for layout, held in ((plan.layout, part.num_tokens), (plan.key_layout, part.num_keys)):
-        wanted = int(layout.tokens_per_rank[part.member])
-        if held != wanted:
-            raise PlanError(
-                f"rank {part.member} has {held} tokens, but the layout gives it {wanted}"
-            )
+    wanted = int(plan.layout.tokens_per_rank[part.member])
+    if part.num_tokens != wanted:
+        raise PlanError(
+            f"rank {part.member} has {part.num_tokens} tokens, but the layout gives it {wanted}"
+        )
     for before, after in pairwise(part.hops):
         if before.index >= after.index:
             raise PlanError(f"rank {part.member}: hop {after.index} follows hop {before.index}")
@@ -275,7 +274,7 @@ def _rebuild(
 
 
 def _own_shard(part: RankPlan) -> _Contents:
-    return _Contents(f"rank {part.member}: its own shard", [(0, part.num_keys, part.member, 0)])
+    return _Contents(f"rank {part.member}: its own shard", [(0, part.num_tokens, part.member, 0)])
 
 
 def _buffer(buffers: dict[tuple[int, int], _Contents], rank: int, hop: int, what: str) -> _Contents:
