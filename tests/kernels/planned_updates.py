@@ -45,7 +45,7 @@ def rank_updates(rank_plan: RankPlan, kernel: Capabilities) -> RankUpdates:
     keys = gradient_updates(
         rank_plan.backward,
         [[part for _, part, _ in calls] for calls in backward],
-        rank_plan.num_keys,
+        rank_plan.num_tokens,
     )
     of_calls = [[tiles for hop in hops for *_, tiles in hop] for hops in (forward, backward)]
     return RankUpdates(out, dq, keys, (of_calls[0], of_calls[1]))
