@@ -11,8 +11,8 @@ from __future__ import annotations
 import gc
 import sys
 
-from cp_ring import signals
 from cp_ring.errors import ConfigError
+from cp_ring.megatron import signals
 from cp_ring.megatron.flags import argument_parser
 from cp_ring.megatron.rejection import ending_soon, rejecting
 from cp_ring.patches.install import install, log_steps

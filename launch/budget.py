@@ -48,7 +48,7 @@ def room(name: str, budget: int, limit: int, paths: str) -> Room:
 _LIBRARY = """cp_ring/__init__.py cp_ring/errors.py cp_ring/runtime.py cp_ring/api.py
     cp_ring/plan_cache.py cp_ring/attention.py cp_ring/inputs.py cp_ring/hop_loop.py
     cp_ring/sharding.py cp_ring/prefixes.py cp_ring/options.py cp_ring/option_values.py
-    cp_ring/signals.py cp_ring/offload.py cp_ring/plan cp_ring/kernels cp_ring/comm cp_ring/ops cp_ring/observe
+    cp_ring/plan cp_ring/kernels cp_ring/comm cp_ring/ops cp_ring/observe
     cp_ring/integrations cp_ring/testing"""
 _ADAPTER = "cp_ring/megatron patches cp_ring/run.py cp_ring/pretrain_gpt.py"
 ROOMS = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cp_ring import signals
+from cp_ring.megatron import signals
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
@@ -20,7 +20,7 @@ def _replacements() -> Iterator[Replacement]:
 
     class Handler(module.DistributedSignalHandler):
         """Agrees among all ranks as Megatron's handler does, but reads the signal from
-        `cp_ring.signals`.
+        `cp_ring.megatron.signals`.
         """
 
         def __enter__(self) -> Any:

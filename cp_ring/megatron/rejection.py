@@ -21,9 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from cp_ring import signals
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
-from cp_ring.megatron import compat
+from cp_ring.megatron import compat, signals
 from cp_ring.runtime import RUNTIME
 
 _OURS = (ConfigError, KernelError, PlanError)

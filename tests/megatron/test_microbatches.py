@@ -21,7 +21,7 @@ from cp_ring.megatron.data.balanced_sampler import (
     work_of,
 )
 from cp_ring.megatron.data.masks import KEY
-from cp_ring.plan.packing import imbalance
+from cp_ring.megatron.data.packing import imbalance
 
 WORK = np.random.default_rng(3).lognormal(0, 1, 200)
 

@@ -14,8 +14,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from cp_ring.megatron.data.packing import pack
 from cp_ring.plan import Layout, Mask, Plan
-from cp_ring.plan.packing import pack
 from cp_ring.plan.ranges import offsets
 
 N = 8

@@ -18,10 +18,10 @@ import numpy as np
 
 from cp_ring.megatron.data.documents import boundaries
 from cp_ring.megatron.data.masks import KEY, read
+from cp_ring.megatron.data.packing import balanced_order, imbalance
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import current, layer_windows
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.packing import balanced_order, imbalance
 
 FLAG = "--cp-ring-balance-microbatches"
 

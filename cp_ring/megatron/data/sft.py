@@ -28,9 +28,9 @@ from megatron.training import get_args, print_rank_0
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.data.file_checks import Conversation, conversations_of
+from cp_ring.megatron.data.packing import PackedRows, pack
 from cp_ring.megatron.rejection import first_line
 from cp_ring.megatron.settings import current
-from cp_ring.plan.packing import PackedRows, pack
 from cp_ring.plan.ranges import Ints
 
 IGNORED = -100

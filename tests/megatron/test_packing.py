@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cp_ring.errors import PlanError
+from cp_ring.megatron.data.packing import WAYS, pack
 from cp_ring.plan import Layout, Mask, Plan
-from cp_ring.plan.packing import WAYS, pack
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from cp_ring import patches, signals
+from cp_ring import patches
+from cp_ring.megatron import signals
 from tests.rank_pool import LIMIT_S
 
 EARLY = """
@@ -43,7 +44,7 @@ def test_children_and_the_end_of_the_process_are_safe_too():
     """A spawned child has no handler, and Python takes its own down before it ends."""
     code = """
 import atexit, os, signal, subprocess, sys
-from cp_ring import signals
+from cp_ring.megatron import signals
 
 class Last:
     def __del__(self):
@@ -66,7 +67,7 @@ def test_a_worker_outlives_all_but_its_parent():
     """Slurm sends signals to the workers of a rank too. Without the last line it waits for ever."""
     code = """
 import multiprocessing, os, signal, subprocess, sys, time
-from cp_ring import signals
+from cp_ring.megatron import signals
 
 signals.listen()
 context = multiprocessing.get_context("fork")
@@ -100,7 +101,7 @@ def test_a_second_ctrl_c_ends_the_process(second):
     """torchrun passes on the first Ctrl-C as SIGINT and, at the second one, sends SIGTERM."""
     code = f"""
 import os, signal
-from cp_ring import signals
+from cp_ring.megatron import signals
 
 signals.listen()
 os.kill(os.getpid(), signal.SIGINT)

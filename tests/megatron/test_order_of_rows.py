@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.packing import balanced_order, imbalance
+from cp_ring.megatron.data.packing import balanced_order, imbalance
 
 STEPS = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)).flatmap(
     lambda shape: st.lists(
