@@ -35,7 +35,6 @@ from cp_ring.hop_loop import Ring, RingAttention, RingCall
 from cp_ring.inputs import AttentionOptions, Inputs, KeptOutput, Output
 from cp_ring.kernels import REGISTRY, AttentionKernel, choose, determinism, deterministic
 from cp_ring.kernels.base import CountingKernel, MaxLogitKernel
-from cp_ring.observe.timing import note_rank
 from cp_ring.observe.watchdog import WATCH
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.layout import Layout
@@ -242,7 +241,6 @@ class Attention:
 
         plan, whole = call.rank_plan, call.transport
         assert plan.exchange is not None and whole is not None, "heads are exchanged by one rank"
-        note_rank(self._ring.rank, q.device)
         neighbors, ring = sub_transports(whole, plan.ulysses)
         split = split_heads(q.shape[2], k.shape[2], plan.ulysses)
         parts = list[tuple[Tensor, Tensor]]()

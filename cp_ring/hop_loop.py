@@ -21,8 +21,7 @@ from cp_ring.comm.codecs import Codec
 from cp_ring.comm.transport import Transport
 from cp_ring.kernels import AttentionKernel, determinism
 from cp_ring.kernels.calls import Statistics, Work, work_of
-from cp_ring.observe.spans import span, traced
-from cp_ring.observe.timing import timed
+from cp_ring.observe.spans import span
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import on_device, sum_dtype, without_autocast
 from cp_ring.ops.totals import Merge, Sum
@@ -84,11 +83,7 @@ class RingAttention(torch.autograd.Function):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if taken is None:
             with without_autocast(q.device):
-                with (
-                    determinism(call.ring.exact),
-                    on_device(q),
-                    timed(call.ring.rank, call.place, "forward", q.device),
-                ):
+                with determinism(call.ring.exact), on_device(q):
                     # A sink changes out once more: it is not rounded before.
                     dtype = q.dtype if sink is None else sum_dtype(q.dtype)
                     out, lse = _run_forward(call, q, k, v, inputs, dtype)
@@ -115,11 +110,7 @@ class RingAttention(torch.autograd.Function):
         call = ctx.call
         WATCH.place, WATCH.backward = call.place, True
         with without_autocast(q.device):
-            with (
-                determinism(call.ring.exact),
-                on_device(q),
-                timed(call.ring.rank, call.place, "backward", q.device),
-            ):
+            with determinism(call.ring.exact), on_device(q):
                 merged = out, lse, dlse
                 dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, merged)
             dsink = None if sink is None else _sink_gradient(dout, merged, sink)
@@ -137,7 +128,7 @@ def _run_forward(
     keys = ring.codec(k, v, *inputs).keys(call.rank_plan, work.hops, call.transport, ring.num_slots)
     for hop, k_hop, v_hop in keys:
         with span("forward", hop):
-            for kernel_call in traced(work.calls[hop]):
+            for kernel_call in work.calls[hop]:
                 total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, ring.scale))
     return total.finish()
 
@@ -167,7 +158,7 @@ def _run_backward(
     for hop, k_hop, v_hop in keys:
         grads.start(hop)
         with span("backward", hop):
-            for kernel_call in traced(work.calls[hop]):
+            for kernel_call in work.calls[hop]:
                 dq, dk, dv = kernel_call.gradients(
                     call.kernel, dout, q, k_hop, v_hop, out, statistics, ring.scale
                 )

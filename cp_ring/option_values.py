@@ -5,7 +5,6 @@ Each function raises `ConfigError` that says what it accepts.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import Field
 from functools import partial
@@ -16,16 +15,6 @@ from cp_ring.plan.schedule import parse, text
 
 RECURRENT_KINDS = ("mamba", "gdn")
 """Kinds of recurrent layers: Mamba, and gated delta net."""
-
-
-def parse_trace(text: str) -> range:
-    """The steps that STEP[:COUNT] asks for; none for "". Raises `ConfigError`."""
-    if not text:
-        return range(0)
-    if not re.fullmatch(r"[1-9][0-9]*(:[1-9][0-9]*)?", text):
-        raise ConfigError("it is not STEP or STEP:COUNT, numbers from 1 on")
-    first, _, count = text.partition(":")
-    return range(int(first), int(first) + int(count or "1"))
 
 
 def joined(value: Any) -> Any:

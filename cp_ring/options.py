@@ -42,6 +42,7 @@ LEFT = {
     "alibi_slopes": "no GPU kernel has slopes of tiles; use rotary positions",
     "bias": "no GPU kernel has a bias of tiles; use rotary positions",
     "run_dir": "TensorBoard has the steps (--tensorboard-dir), and the log of the ranks; drop it",
+    "trace": "torch.profiler and Nsight show the marks of hops; docs/timing.md",
     "verbose": "ranks print where they always printed; torchrun's --log-dir, --redirects and --tee "
     "keep it in files",
 }
@@ -225,16 +226,9 @@ class Options:
     )
     timing: int = _setting(
         0,
-        "Sampling interval, in steps, of per-hop timing, which names slow ranks and links; 0 "
-        "disables it.",
+        "Sampling interval, in steps, of timing: what attention computes, what it waits for, and "
+        "the slowest rank; 0 disables it.",
         least=0,
-    )
-    trace: str = _setting(
-        "",
-        "STEP or STEP:COUNT: write a trace of these steps, of all ranks on one clock, to "
-        "trace-STEP.json where the job runs.",
-        convert=str,
-        check=option_values.parse_trace,
     )
     debug: bool = _setting(
         False,
@@ -277,11 +271,6 @@ class Options:
     def named_layout(self) -> NamedLayout:
         """What is known of `layout`."""
         return NamedLayout.named(self.layout)
-
-    @property
-    def traced(self) -> range:
-        """The steps of `trace`."""
-        return option_values.parse_trace(self.trace)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -82,8 +82,6 @@ def log_steps() -> None:
     step_line = patches.get("step_line")
     if not step_line.rejection():
         step_line.apply()
-    elif current().trace:
-        raise ConfigError(f"--cp-ring-trace {current().trace}: {step_line.rejection()}")
     elif current().timing:
         print(
             f"cp_ring: warning: --cp-ring-timing records nothing here: {step_line.rejection()}",

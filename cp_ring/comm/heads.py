@@ -190,7 +190,7 @@ class Flight:
         self._pending, self._arrived = pending, arrived
 
     def land(self) -> Any:
-        with record_function("cp_ring: exchange heads"), waiting("heads", 0):
+        with record_function("cp_ring: exchange heads"), waiting():
             self._pending.wait()
         return self._arrived()
 

@@ -50,7 +50,7 @@ class KeyStream:
         for place, hop in enumerate(self._hops):
             if place == len(self._pending):
                 self._post(hop)
-            with waiting("keys", hop.index):
+            with waiting():
                 self._pending[place].wait()
             self._post_ahead(hop)
             for counters in recording():
@@ -114,7 +114,7 @@ class GradMessages:
 
     def _arrived(self) -> list[tuple[Transfer, Transfer]]:
         """Waits for what was posted last: transfers that have arrived, and where in `buffer`."""
-        with waiting("gradients", self._posted):
+        with waiting():
             self._pending.wait()
         arrived, self._arriving = self._arriving, []
         return arrived

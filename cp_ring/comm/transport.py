@@ -7,7 +7,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +18,7 @@ from torch.profiler import record_function
 from cp_ring.comm.agreement import agreement_of
 from cp_ring.comm.same_batch import comparison_of
 from cp_ring.errors import ConfigError, PlanError, expect
-from cp_ring.observe import timing
 from cp_ring.observe.counters import recording
-from cp_ring.observe.spans import arrived, posted
 from cp_ring.observe.watchdog import WATCH
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -282,7 +279,7 @@ def check_local(name: str, x: Any) -> None:
 
 
 def rank_in_job(transport: Transport | None) -> int:
-    """This process's rank in the whole job, under which timing and the watchdog know it."""
+    """This process's rank in the whole job, under which the watchdog knows it."""
     if transport is None:
         return dist.get_rank() if dist.is_initialized() else 0
     ranks = getattr(transport, "ranks", None)
@@ -293,17 +290,12 @@ class _Works:
     def __init__(self, works: list[dist.Work], batch: MessageBatch):
         # The batch keeps its tensors alive until the messages are complete.
         self._works, self._batch = works, batch
-        # In sampled steps, who sent what a work receives. NCCL has one work for all messages.
-        timed = timing.ACTIVE.value is not None and len(works) > 1
-        self._senders = [batch.ranks[peer] for peer, _ in messages(batch.receives)] if timed else []
 
     def wait(self) -> None:
         WATCH.begin(self._batch, self._works)
         try:
-            for work, peer in zip_longest(self._works, self._senders):
+            for work in self._works:
                 work.wait()
-                if peer is not None:
-                    arrived(peer)
         except BaseException:
             WATCH.give_up()
             raise
@@ -380,14 +372,7 @@ def _size(transfer: Transfer, buffers: Buffers) -> int:
 
 
 def count(batch: MessageBatch) -> None:
-    """Adds a batch to the counters that are recording, and to the times of a sampled step."""
-    if timing.ACTIVE.value is not None:
-        ranks = batch.ranks or range(1 << 30)
-        leave, come = (
-            [(ranks[t.peer], _size(t, buffers)) for t, buffers in each]
-            for each in (batch.sends, batch.receives)
-        )
-        posted(batch.kind, batch.hop, leave, come)
+    """Adds a batch to the counters that are recording."""
     for counters in recording():
         counters.add(
             batch.kind,

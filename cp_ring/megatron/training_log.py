@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from cp_ring.megatron.data.prefetch import take_waited
 from cp_ring.megatron.step_timing import StepTiming
-from cp_ring.observe.findings import Findings
+from cp_ring.observe.timing import Findings
 
 LONG_WAIT_S = 1e-3
 """A step that waits longer for the plans of its microbatches says so, in seconds."""
@@ -29,7 +29,7 @@ class StepLine:
     Args:
         training_log: Megatron's function.
         megatron: its module `global_vars`, which has its arguments, timers and writers.
-        timing: follows sampled steps; None without --cp-ring-timing and --cp-ring-trace.
+        timing: follows sampled steps; None without --cp-ring-timing.
     """
 
     def __init__(

@@ -20,7 +20,6 @@ from cp_ring.comm.agreement import Fact, differences, warn_of_same
 from cp_ring.comm.same_batch import contents, difference
 from cp_ring.comm.transport import MessageBatch, Pending, count, messages
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.observe.spans import arrived
 from cp_ring.plan.ranges import size_within
 
 TIMEOUT = 60.0
@@ -156,4 +155,3 @@ class _Expected:
     def wait(self) -> None:
         for key, buffer in self._buffers:
             buffer.copy_(self._ring.take(key))
-            arrived(key[0])

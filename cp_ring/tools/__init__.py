@@ -22,7 +22,7 @@ LEFT = {
     "slurm": _SBATCH,
     "status": "squeue, and the log of the job; docs/slurm.md",
     "submit": _SBATCH,
-    "trace": "ui.perfetto.dev shows what --cp-ring-trace writes; docs/timing.md",
+    "trace": "torch.profiler and Nsight show the marks of hops; docs/timing.md",
     "watch": "tail -f the log of the job, or TensorBoard; docs/slurm.md",
 }
 """The commands that left, by their words, and what does their work now."""

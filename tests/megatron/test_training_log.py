@@ -107,13 +107,9 @@ def test_patch_wraps_and_restores_megatrons_function():
 
 
 def test_the_times_of_a_sampled_step_are_in_the_log(one_rank):
-    from cp_ring.observe.findings import Findings
+    from cp_ring.observe.timing import Findings
 
-    found = Findings(
-        step=2, ranks=1, calls=4, attention=0.5, exposed=0.1, exposed_max=0.2, hops={("forward", 1): (0.25, 0.125)},
-        waits={"inside nodes": 0.1}, wire={"inside nodes": (2e9, False)}, balance_planned=1.0, balance_timed=1.1, plans=0.0,
-        slowest_rank=None, slowest_link=None,
-    )  # fmt: skip
+    found = Findings(step=2, computing=0.4, waiting=0.1, plans=0.0, slowest=None, slower=1.1)
     megatron, asked = Megatron(log_interval=2), []
     line = megatron.line()
     line.timing = SimpleNamespace(
@@ -126,4 +122,6 @@ def test_the_times_of_a_sampled_step_are_in_the_log(one_rank):
         megatron.step(line, 1.0, 3.0)
     assert asked == [(step, step == 10) for step in range(1, 11)]
     assert megatron.scalars["cp_ring/exposed communication (ms)"] == {2: pytest.approx(100)}
-    assert [step for _, step in logged] == [3] and logged[0][0]["cp_ring/balance, timed"] == 1.1
+    assert [step for _, step in logged] == [3] and logged[0][0][
+        "cp_ring/slowest rank over the median"
+    ] == 1.1

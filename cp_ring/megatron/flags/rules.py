@@ -195,11 +195,6 @@ TRAINING = (
          job.lr_decay_iters or job.train_iters or inf),
          "{--lr-warmup-iters} must be below --lr-decay-iters, by default --train-iters",
          "lower it", example="--lr-warmup-iters 500"),
-    Rule(lambda job: job.train_iters and next((step for step in job.own.traced[-1:]
-         if step > job.train_iters), 0),
-         "{--cp-ring-trace}: step {found} is past the last one, {--train-iters}",
-         "give an earlier step",
-         example="--cp-ring-trace 8:3"),
     Rule(f"--cp-ring-balance-microbatches !{DOCUMENT_FLAGS}",
          "{found} needs batch rows of unequal work: --sft, --dataloader-inter-document-masking, "
          "--cp-ring-document-mask or --cp-ring-mask-kinds",
@@ -280,9 +275,8 @@ def _is_number(word: str) -> bool:
 
 RING = (
     Rule("--cp-ring-document-mask|--cp-ring-mask-kinds|--cp-ring-loss-chunk|"
-         "--cp-ring-balance-microbatches|"
-         "--cp-ring-trace !--cp-ring", "{found} needs --cp-ring",
-         example="--no-cp-ring --cp-ring-trace 1"),
+         "--cp-ring-balance-microbatches !--cp-ring", "{found} needs --cp-ring",
+         example="--no-cp-ring --cp-ring-loss-chunk 64"),
 )  # fmt: skip
 
 DATA = (
