@@ -67,7 +67,7 @@ def _run_patched(script: Path, config: Options) -> None:
     """Runs the script with the patches in force."""
     signals.keep_warnings(sys.argv)
     _check_batches(script, config)
-    if config.timing or config.trace:
+    if config.timing:
         log_steps()
     runpy.run_path(str(script), run_name="__main__")
 
