@@ -13,7 +13,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from cp_ring import patches, signals
+from cp_ring import patches
+from cp_ring.megatron import signals
 from cp_ring.megatron.flags import argument_parser
 from cp_ring.megatron.flags.rule import check_rules
 from cp_ring.megatron.flags.rules import SCRIPT

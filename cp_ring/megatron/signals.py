@@ -7,7 +7,6 @@ Nothing heavy is imported here, so that a rank keeps warnings before it loads to
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import threading
@@ -20,6 +19,8 @@ ASKING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 _WARNING = {signal.SIGUSR1}
 _received: list[signal.Signals] = RUNTIME.of_process([])
+# by children that are forked; a registration cannot be undone
+_forgotten: set[signal.Signals] = RUNTIME.of_process(set())
 
 
 def keep_warnings(argv: Sequence[str]) -> None:
@@ -45,10 +46,11 @@ def listen(*more: signal.Signals) -> None:
     for number in numbers:
         signal.signal(number, _remember)
     signal.pthread_sigmask(signal.SIG_BLOCK, _WARNING)
-    _forget_in_children(numbers)
+    if numbers - _forgotten:
+        _forgotten.update(numbers)
+        _forget_in_children(numbers)
 
 
-@functools.cache  # a registration cannot be undone
 def _forget_in_children(numbers: frozenset[signal.Signals]) -> None:
     masks: list[set[int | signal.Signals]] = []
 

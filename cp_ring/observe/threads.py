@@ -9,7 +9,6 @@ although the job was done.
 from __future__ import annotations
 
 import atexit
-import functools
 from collections.abc import Callable
 from threading import Event, Thread
 from typing import Any
@@ -26,7 +25,8 @@ def start(name: str, target: Callable[..., Any], *args: Any) -> Thread:
     """Starts a daemon thread that the end of the process waits for. It must wait by `sleep`, and
     return where that is False.
     """
-    _end_before_python()
+    if not _threads:  # twice does no harm
+        atexit.register(_end)
     thread = Thread(target=target, args=args, name=name, daemon=True)
     _threads.add(thread)
     thread.start()
@@ -36,11 +36,6 @@ def start(name: str, target: Callable[..., Any], *args: Any) -> Thread:
 def sleep(seconds: float) -> bool:
     """Waits; False, at once, when the process ends."""
     return not _ending.wait(seconds)
-
-
-@functools.cache
-def _end_before_python() -> None:
-    atexit.register(_end)
 
 
 def _end() -> None:
