@@ -18,22 +18,31 @@ LEFT = {
     "bench wire": _BENCH,
     "certify": "give --cp-ring-certify only to the command that trains; docs/certificate.md",
     "compare": "train with cp_ring.enabled=true and =false, and look at both in TensorBoard",
+    "plan --compare": "cp-ring plan of each layout predicts its time",
+    "plan --convert": "shard what unshard returns; docs/masks-and-layouts.md",
+    "plan --documents-mean": "give --lengths lognormal:MEAN",
+    "plan --panel": "--draw FILE.svg has both panels; cut out one",
+    "plan --recurrent": "recurrent layers exchange heads or states; docs/models.md",
+    "plan --sparse": "sparse attention is Megatron's own; docs/models.md",
     "preflight": "Megatron's gpu_sniff_test, nccl-tests and dcgmi check nodes; docs/slurm.md",
     "slurm": _SBATCH,
     "status": "squeue, and the log of the job; docs/slurm.md",
     "submit": _SBATCH,
+    "tune --check": "the prediction has no check; train a few steps of the best ones",
+    "tune --draw": "--json has the times of each context parallel size, by_cp",
+    "tune --lossy": "train with cp_ring.wire=int8 or fp8 yourself; docs/wire.md",
     "trace": "torch.profiler and Nsight show the marks of hops; docs/timing.md",
     "watch": "tail -f the log of the job, or TensorBoard; docs/slurm.md",
 }
-"""The commands that left, by their words, and what does their work now."""
+"""The commands and options that left, by their words, and what does their work now."""
 
 
 def main() -> None:
     """The console script `cp-ring`: without a package that a command needs it ends with one line,
     and `doctor` says what is missing.
     """
-    for count in (2, 1):
-        words = " ".join(sys.argv[1 : 1 + count])
+    command, *given = (*sys.argv[1:], "")
+    for words in (command, *(f"{command} {word.partition('=')[0]}" for word in given)):
         if words in LEFT:
             print(f"cp_ring: error: cp-ring {words} has left: {LEFT[words]}", file=sys.stderr)
             sys.exit(2)

@@ -159,6 +159,8 @@ def main() -> None:
     except typer.Abort:  # Ctrl-C
         sys.exit("Aborted!")
     except _USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # cp-ring, or cp-ring bench, alone
+            sys.exit(error.format_message())
         reasons = [error.format_message()]
     except (ConfigError, PlanError, KernelError) as error:
         reasons = [*error.args]
