@@ -37,7 +37,7 @@ def ways_of(text: str) -> dict[str, str]:
     for kind, way in pairs:
         if kind not in RECURRENT_KINDS or way not in ways or len(dict(pairs)) < len(pairs):
             raise ConfigError(
-                f"it must be {', '.join(ways)}, or one of these for each of "
+                f"it must be {' or '.join(ways)}, or one of these for each of "
                 f"{', '.join(RECURRENT_KINDS)}, as in mamba=states,gdn=heads"
             )
     return dict.fromkeys(RECURRENT_KINDS, "heads") | dict(pairs)

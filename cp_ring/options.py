@@ -24,15 +24,12 @@ MASK_KINDS = (
 )  # fmt: skip
 """Kinds of masks that batches may declare: names of constructors of `Mask`, and `any`."""
 
-FORKING = ("shared-prefix", "tree")
-"""Those in which branches continue one another, and so do the states of recurrent layers."""
-
 LEFT = {
     "allow_untried": "nothing has to be allowed by name; drop it",
     "keep_checkpoints": "Megatron's --save-retain-interval removes checkpoints",
     "trust_checkpoint": "checkpoints are loaded as Megatron loads them; drop it",
     "compute_streams": "kernel calls have one stream; drop it",
-    "offload": "Megatron's --fine-grained-activation-offloading of core_attn moves the same tensors",
+    "offload": "Megatron's --fine-grained-activation-offloading of core_attn moves these tensors",
     "node_size": "torchrun or Slurm say how many ranks a node has; heads names another exchange",
     "key_layout": "keys are those of the queries' tokens: there is no cross attention",
     "cu_seqlens_k": "keys are those of the queries' tokens: there is no cross attention",
@@ -51,6 +48,9 @@ LEFT = {
 LEFT_VALUES = {
     "kernel": {
         "cudnn": "transformer_engine has cuDNN's kernels, and flash_aten is PyTorch's own attention"
+    },
+    "recurrent": {
+        "auto": "give heads, or states where the heads do not divide among the ranks",
     },
 }
 """Values of settings of the version before, and what to give in their place."""
@@ -187,7 +187,7 @@ class Options:
     recurrent: str = _setting(
         "heads",
         "What ranks exchange for recurrent layers: heads, an all-to-all as in Megatron; states, "
-        "where each rank scans its own tokens and passes its final state on; or one of these per "
+        "where each rank scans its own tokens and states pass by one gather; or one of these per "
         "kind, as in mamba=states,gdn=heads.",
         convert=option_values.joined,
         check=option_values.ways_of,
@@ -276,11 +276,6 @@ class Options:
     def kinds(self) -> tuple[str, ...]:
         """The kinds in `mask_kinds`."""
         return tuple(self.mask_kinds.split(",")) if self.mask_kinds else ()
-
-    @property
-    def forks(self) -> bool:
-        """Whether states of recurrent layers fork at branches of `mask_kinds`."""
-        return not {*FORKING}.isdisjoint(self.kinds)
 
     @property
     def recurrent_ways(self) -> dict[str, str]:

@@ -12,12 +12,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from cp_ring import Mask
 
 _CHUNKED = (
     "scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
@@ -196,16 +193,3 @@ def delta_rule(
         if i + 1 == ends[len(finals)]:
             finals.append(state)
     return torch.stack(outs, 1), torch.cat(finals) if output_final_state else None
-
-
-def paths(mask: Mask) -> list[tuple[Tensor, int]]:
-    """Of each branch and of the padding, the tokens from its root to its last one, and how many of
-    them are its own.
-    """
-    starts = [0] if mask.segments is None else mask.segments[0].tolist()
-    sees, found = mask.dense(), []
-    for start, end in zip(starts, [*starts[1:], mask.n], strict=True):
-        seen = sees[end - 1].nonzero()[0]
-        seen = seen if len(seen) else np.arange(start, end)
-        found.append((torch.from_numpy(seen), end - start))
-    return found

@@ -38,8 +38,8 @@ REGISTRY = {
     "cpu": "cp_ring.kernels.cpu",
     "reference": "cp_ring.kernels.reference",
 }
-"""Name to module, in the order in which `auto` asks. A module holds its kernel as `KERNEL` and is imported when the
-kernel is first asked whether it takes some tensors.
+"""Name to module, in the order in which `auto` asks. A module holds its kernel as `KERNEL` and is
+imported when the kernel is first asked whether it takes some tensors.
 
 One assignment adds a kernel of another package:
 `cp_ring.kernels.REGISTRY["mine"] = "my_package.my_kernel"`. From then on

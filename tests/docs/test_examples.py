@@ -21,10 +21,7 @@ ON_TWO_RANKS = ("ring_attention", "plan_and_window", "packed_documents", "huggin
 ON_FOUR_RANKS = ("grpo", "device_mesh", "accelerate_loop", "hugging_face_trainer")
 # tests/megatron/test_declared_masks.py runs them
 IN_MEGATRON = ("rl_shared_prefix", "multimodal_spans")
-ON_ONE = (
-    *("own_mask", "own_layout", "own_route", "own_kernel", "own_codec", "own_patch"),
-    *("own_recurrence", "forked_states"),
-)
+ON_ONE = ("own_mask", "own_layout", "own_route", "own_kernel", "own_codec", "own_patch")
 
 
 def example(name):

@@ -17,13 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_ring import Mask
+from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.options import Options
 from tests.megatron import recurrent_layers
 from tests.megatron.launch import HERE, attempt, launch
 from tests.parity import matrix
 from tests.parity.models import COMMON
-from tests.recurrences import paths
 
 EDGES = [0, 1, 7, 8, 20, 24]
 OFFSETS = torch.tensor(EDGES, dtype=torch.int32)
@@ -146,28 +145,14 @@ def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
     torch.testing.assert_close(ours, torch.cat(alone).squeeze(1), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present"
-)
-@pytest.mark.parametrize("kind", ["mamba", "delta_net"])
-def test_branches_are_the_layer_on_each_sequence_alone(
-    one_rank, applied, kernels, monkeypatch, kind
-):
-    from cp_ring.megatron import settings
-    from cp_ring.megatron.data.documents import DocumentParams
+def test_a_mask_with_branches_is_rejected_by_name(monkeypatch):
     from cp_ring.megatron.data.masks import DeclaredMask
+    from cp_ring.megatron.layers import recurrent
 
-    applied("recurrent_layers")
-    asked = Options.make(enabled=True, mask_kinds="tree", recurrent="states")
-    monkeypatch.setattr(settings._in_force, "config", asked)
-    rows = [Mask.tree([-1, 0, 0, 1, -1], [20, 9, 12, 5, 13], 64), Mask.tree([-1, 0], [30, 34], 64)]
-    layer, hidden = recurrent_layers.build(kind, 1), recurrent_layers.whole_rows()
-    packed = DocumentParams.carry(DeclaredMask.of_rows(rows, "zigzag", 1))
-    ours = recurrent_layers.call(layer, hidden, packed)
-    for row, mask in enumerate(rows):
-        for path, own in paths(mask):
-            alone = recurrent_layers.call(layer, hidden[path, row : row + 1], None)[-own:, 0]
-            torch.testing.assert_close(ours[path[-own:], row], alone, rtol=1e-5, atol=1e-6)
+    for mask in (Mask.tree([-1, 0, 0], [20, 30, 14], 64), Mask.shared_prefix([(20, [30, 14])])):
+        carried = DeclaredMask.of_rows([mask], "zigzag", 1)
+        with pytest.raises(ConfigError, match=r"branch at token 20, .* position 20: the state of"):
+            recurrent.order_of(carried, torch.device("cpu"))
 
 
 @settings(deadline=None, max_examples=40)
@@ -224,13 +209,13 @@ def test_the_halo_is_proven_for_the_convolution_that_runs(monkeypatch):
     from cp_ring import PlanError
     from cp_ring.megatron.data.documents import without_documents
     from cp_ring.megatron.layers import recurrent
-    from cp_ring.plan.exchange.chains import Chains
+    from cp_ring.recurrent.segments import Segments
     from cp_ring.testing.local_ring import LocalRing
     from tests.recurrences import causal_conv1d
 
-    halo = Chains.halo
+    halo = Segments.halo
     monkeypatch.setattr(
-        Chains, "halo", lambda chains, rank, width: halo(chains, rank, width - (width == 6))
+        Segments, "halo", lambda segments, rank, width: halo(segments, rank, width - (width == 6))
     )
 
     def convolved(group, width):
@@ -271,13 +256,6 @@ def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
 )
 def test_the_certificate_knows_documents_of_recurrent_layers(tmp_path, model, fault):
     certified(tmp_path, model, fault, "documents")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["", "branches follow one another"])
-@pytest.mark.parametrize("model", ["mamba_states_tree_balanced", "delta_net_states_tree_balanced"])
-def test_the_certificate_knows_branches_of_recurrent_layers(tmp_path, model, fault):
-    certified(tmp_path, model, fault, "declared tree")
 
 
 def certified(tmp_path, model, fault, mask):

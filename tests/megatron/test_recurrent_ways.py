@@ -38,9 +38,12 @@ def test_a_kind_has_a_way_of_its_own():
     }
 
 
-@pytest.mark.parametrize(
-    "value", ["auto", "tokens", "rwkv=states", "gdn=fast", "gdn=states,gdn=heads"]
-)
+@pytest.mark.parametrize("value", ["tokens", "rwkv=states", "gdn=fast", "gdn=states,gdn=heads"])
 def test_another_way_is_rejected(value):
     with pytest.raises(ConfigError, match=r"--cp-ring-recurrent .*mamba=states,gdn=heads"):
         Options.make(recurrent=value)
+
+
+def test_the_choice_auto_has_left():
+    with pytest.raises(ConfigError, match="--cp-ring-recurrent 'auto': it left cp_ring: give"):
+        Options.make(recurrent="auto")

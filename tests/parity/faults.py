@@ -171,11 +171,6 @@ def _anew_too_late(starts: Any, carried: Any) -> Any:
     return found + (found % (carried.layout.n // carried.batch) != 0)
 
 
-def _one_after_another(forks: Any, carried: Any) -> Any:
-    first = forks(carried)[0]
-    return np.stack([first, first - 1])
-
-
 def _nothing_handed_on(states: Any, *args: Any) -> Any:
     return states(*args) * 0
 
@@ -254,9 +249,7 @@ FAULTS = {
     "state passed by another layout": at(
         "cp_ring.megatron.layers.recurrent.without_documents", _in_another_layout
     ),
-    "state not handed on": at(
-        "cp_ring.comm.state_messages.StateMessages.states", _nothing_handed_on
-    ),
+    "state not handed on": at("cp_ring.recurrent.messages.StateFlight.arrive", _nothing_handed_on),
     "state across documents": at("cp_ring.megatron.layers.recurrent._starts", _across_documents),
     "state begins anew too late": at("cp_ring.megatron.layers.recurrent._starts", _anew_too_late),
     "rotary positions of zigzag": at(
@@ -264,9 +257,6 @@ FAULTS = {
     ),
     "positions of zigzag": at(
         "cp_ring.megatron.data.documents.Documents.positions", _positions_of_zigzag
-    ),
-    "branches follow one another": at(
-        "cp_ring.megatron.data.masks.DeclaredMask.forks", _one_after_another
     ),
     "siblings seen": at("cp_ring.megatron.data.masks.DeclaredMask.mask", _siblings_seen),
     "spans cut at borders": at("cp_ring.megatron.data.masks.DeclaredMask.mask", _cut_at_borders),

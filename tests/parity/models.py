@@ -246,15 +246,6 @@ def _of_states(name: str, flags: str) -> Iterator[Model]:
         f"{name}_states_document_mask_balanced", f"{masked} --micro-batch-size 2",
         "state begins anew too late", f"{BALANCED} {STATES}", REFERENCE, "documents", splits=every,
     )  # fmt: skip
-    order, alone = "branches follow one another", f"{REFERENCE} {STATES}"
-    yield make(
-        f"{name}_states_tree_balanced", f"{flags} --cp-ring-mask-kinds tree", order,
-        f"{BALANCED} {STATES}", alone, "tree", splits=every,
-    )  # fmt: skip
-    yield make(
-        f"{name}_states_shared_prefix", f"{flags} {PREFIXES} --micro-batch-size 2 {RECOMPUTE}",
-        order, STATES, alone, "shared_prefix", splits=("cp2",),
-    )  # fmt: skip
     yield make(f"{name}_states_packed_thd", masked, "state across documents", STATES, REFERENCE,
         "thd", splits=("cp2", "cp4"))  # fmt: skip
 

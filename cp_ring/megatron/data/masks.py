@@ -90,12 +90,6 @@ class MicrobatchMask(ABC):
         Batch rows begin anew without being among them.
         """
 
-    def forks(self) -> Ints:
-        """First tokens of branches, at which such a state forks, and the tokens that they follow:
-        int64 [2, forks].
-        """
-        return np.zeros((2, 0), np.int64)
-
     def kind(self) -> str:
         """A name for masks whose plans are alike."""
         return type(self).__name__
@@ -187,13 +181,17 @@ class DeclaredMask(MicrobatchMask):
         return torch.from_numpy(self.whole.last)
 
     def starts(self) -> Ints:
+        """Raises `ConfigError` for branches, which go on with the state of an earlier token."""
         segments = self.whole.segments
-        return np.zeros(0, np.int64) if segments is None else segments[0, segments[1] == 0]
-
-    def forks(self) -> Ints:
-        from cp_ring.plan.exchange.chains import forks_of
-
-        return forks_of(self.whole)
+        if segments is None:
+            return np.zeros(0, np.int64)
+        if (at := segments[:, segments[1] > 0]).size:
+            raise ConfigError(
+                f"the mask {self.whole.name} has a branch at token {at[0, 0]}, which begins at "
+                f"position {at[1, 0]}: the state of recurrent layers runs along the sequence and "
+                "has no branches; make sequences of their own of them, as Mask.documents has them"
+            )
+        return segments[0]
 
     def kind(self) -> str:
         return self.whole.name

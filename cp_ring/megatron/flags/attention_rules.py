@@ -8,7 +8,6 @@ from typing import Any
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.layer_pattern import SPARSE, VARIANTS
 from cp_ring.megatron.flags.rule import Job, Rule, check_rules
-from cp_ring.options import FORKING
 
 DOCUMENT_FLAGS = (
     "--sft|--dataloader-inter-document-masking|--cp-ring-document-mask|--cp-ring-mask-kinds"
@@ -162,7 +161,7 @@ ATTENTION = (
              example="--position-embedding-type relative"),
 )  # fmt: skip
 
-STATES = (
+_STATES = (
     Rule(lambda job: (kinds := job.recurrent_with("states")) and (
              ("mamba" in kinds and job.use_mamba_mem_eff_path is False
               and "--disable-mamba-mem-eff-path") or job.graphs
@@ -202,11 +201,10 @@ DOCUMENTS = (
          "--dataloader-inter-document-masking --num-experts 4 "
          "--moe-router-load-balancing-type seq_aux_loss"),
     Rule(lambda job: job.recurrent and next((kind for kind in job.own.kinds if kind not in (
-             "documents", "causal", *(() if job.recurrent_with("heads") else FORKING))), ""),
+             "documents", "causal")), ""),
          "--cp-ring-mask-kinds {found} does not reach the {recurrent} layers of {pattern}, whose "
-         "state runs along the sequence", "they support documents and causal, and with "
-         "--cp-ring-recurrent states shared-prefix and tree",
-         "a state has no other mask; tokens that are exchanged for heads have none that forks",
+         "state runs along the sequence", "they support documents and causal",
+         "a state has no other mask, and no branches",
          "--cp-ring-mask-kinds images --hybrid-layer-pattern M*- / "
          "--cp-ring-mask-kinds tree --hybrid-layer-pattern M*-"),
     Rule(lambda job: "M" in job.letters and job.use_mamba_mem_eff_path is False
@@ -218,7 +216,7 @@ DOCUMENTS = (
          "--deterministic-mode: the gated delta net layers of {pattern} then have no documents "
          "(fla's kernels have them, which are not deterministic)", "leave it out",
          example="--cp-ring-mask-kinds documents --hybrid-layer-pattern G*- --deterministic-mode"),
-    *STATES,
+    *_STATES,
     Rule("--cp-ring-mask-kinds --cp-ring-document-mask",
          "--cp-ring-mask-kinds and --cp-ring-document-mask are mutually exclusive (both define the "
          "mask)",

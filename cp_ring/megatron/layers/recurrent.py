@@ -17,22 +17,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from cp_ring.comm.states import StatePassing
 from cp_ring.comm.transport import transport_for
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.data.documents import ALONE, DocumentParams, documents_of, without_documents
 from cp_ring.megatron.data.masks import MicrobatchMask
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.wrapping import Function, around, replaced
-from cp_ring.plan.exchange.chains import Chains
-from cp_ring.plan.exchange.verify_chains import verify_chains
 from cp_ring.runtime import RUNTIME
+
+if TYPE_CHECKING:
+    from cp_ring.recurrent.states import StatePassing
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,16 @@ def passing_of(carried: MicrobatchMask, group: Any, device: torch.device) -> Sta
     """How states pass the ranks of `group` in a microbatch with documents, made once for all
     layers.
     """
+    from cp_ring.recurrent.segments import Segments
+    from cp_ring.recurrent.states import StatePassing
+
     passings = _passing.setdefault(carried, {})
     if (group, device) not in passings:
-        chains = Chains.build(carried.layout, _starts(carried), carried.forks())
+        segments = Segments.build(carried.layout, _starts(carried))
         transport = transport_for(group, device)
         assert transport is not None, "states pass between ranks"
-        passing = passings[group, device] = StatePassing(chains, transport, device)
-        _kinds[passing] = chains.layout.name, chains.layout.cp, carried.kind()
+        passing = passings[group, device] = StatePassing(segments, transport, device)
+        _kinds[passing] = segments.layout.name, segments.layout.cp, carried.kind()
     return passings[group, device]
 
 
@@ -113,8 +116,10 @@ def _prove(passing: StatePassing, width: int) -> None:
     """Of the plans of a kind, the first one is proven with each width of a convolution that runs on
     such a plan.
     """
+    from cp_ring.recurrent.proof import verify
+
     if (key := (*_kinds[passing], width)) not in _proven:
-        verify_chains(passing.chains, width)
+        verify(passing.segments, width)
         _proven.add(key)
 
 
@@ -177,13 +182,11 @@ def made_for_states(
     constructor: Function, layer: Any, *args: Any, pg_collection: Any = None, **named: Any
 ) -> None:
     """Wraps the constructors of recurrent layers: under --cp-ring-recurrent states they have all
-    heads of their tensor-parallel rank, and know the ranks over which states pass. On one rank
-    they pass where they fork.
+    heads of their tensor-parallel rank, and know the ranks over which states pass.
     """
-    group, config = getattr(pg_collection, "cp", None), current()
+    group = getattr(pg_collection, "cp", None)
     kind = "mamba" if hasattr(type(layer), "_ssm_training") else "gdn"
-    alone = group is None or (group.size() == 1 and not config.forks)
-    if config.recurrent_ways[kind] != "states" or alone:
+    if current().recurrent_ways[kind] != "states" or group is None or group.size() == 1:
         return constructor(layer, *args, pg_collection=pg_collection, **named)
     groups = copy.copy(pg_collection)
     groups.cp = ALONE
@@ -196,7 +199,6 @@ def checked_for_states(check: Function, config: Any) -> None:
     """Wraps `TransformerConfig.__post_init__`, which wants a head of each linear layer for each of
     the context-parallel ranks: states need none.
     """
-    # the choice of auto is made once sizes are known
     if current().recurrent_ways["gdn"] == "heads":
         return check(config)
     names = ("linear_num_key_heads", "linear_num_value_heads")
@@ -215,13 +217,9 @@ def _in_order(order: TokenOrder | StatePassing | None) -> Iterator[None]:
         _in_force.reset(token)
 
 
-def _states(
-    packed: Any, n: int, batch: int, group: Any, device: torch.device
-) -> StatePassing | None:
-    """How states pass where this rank holds `n` tokens of each batch row; None if it is alone."""
+def _states(packed: Any, n: int, batch: int, group: Any, device: torch.device) -> StatePassing:
+    """How states pass where this rank holds `n` tokens of each batch row."""
     cp = group.size()
-    if packed is None and cp == 1:
-        return None
     return passing_of(_carried(packed, n * cp, batch, cp), group, device)
 
 
@@ -229,7 +227,7 @@ def _states(
 def mamba_with_states(function: Function, x: torch.Tensor, *params: Any, **named: Any) -> Any:
     """Wraps `mamba_split_conv1d_scan_combined` of the package mamba_ssm."""
     passing = _in_force.get()
-    if not isinstance(passing, StatePassing):
+    if passing is None or isinstance(passing, TokenOrder):
         return function(x, *params, **named)
     named.pop("seq_idx", None)
     _prove(passing, params[0].shape[-1])
