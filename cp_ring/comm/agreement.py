@@ -173,6 +173,15 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
     return _agreements[group]
 
 
+def begin_anew() -> None:
+    """The next calls of this rank are new to its groups, as if it had made none. All ranks call it
+    at the same place.
+    """
+    for agreement in _agreements.values():
+        agreement._known.clear()
+        agreement._new = 0
+
+
 def store_of(group: dist.ProcessGroup) -> Any:
     """The store of a process group: a copy, because a wait blocks a store for other threads."""
     c10d: Any = dist.distributed_c10d

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cp_ring.comm.agreement import begin_anew
 from cp_ring.megatron import settings
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.observe import watchdog
@@ -80,6 +81,8 @@ def states_restored() -> Iterator[None]:
         )
         stack.callback(settings.configure, settings.current())
         stack.enter_context(_losses_of_models_restored())
+        begin_anew()  # so that ranks compare the calls of probes, and then those of the training
+        stack.callback(begin_anew)
         try:
             yield
         finally:
