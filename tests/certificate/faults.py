@@ -321,7 +321,8 @@ def _stale(stream: Any, self: Any) -> Any:
 def _hop_lost(start: Any, self: Any, hop: Any) -> None:
     start(self, hop)
     add = type(self).add
-    self.add = lambda dk, dv: add(self, 0 * dk, 0 * dv) if hop.index == 1 else add(self, dk, dv)
+    kept = 0 if hop.index == 1 else 1
+    self.add = lambda *grads: add(self, *(kept * x for x in grads))
 
 
 def _scaled(attention_of: Any, plan: Any, group: Any, options: Any, inputs: Any) -> Any:
@@ -427,11 +428,11 @@ def _last_key_lost(stream: Any, self: Any) -> Any:
         yield hop, *keys
 
 
-def _gradients_twice(send: Any, self: Any, hop: Any) -> Any:
-    if hop.index == 1:
-        for part in self._now[1]:
-            part.mul_(2)
-    return send(self, hop)
+def _gradients_twice(start: Any, self: Any, hop: Any) -> None:
+    start(self, hop)
+    add = type(self).add
+    twice = 2 if hop.index == 1 else 1
+    self.add = lambda *grads: add(self, *(twice * x for x in grads))
 
 
 def _positions_shifted(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
@@ -600,7 +601,7 @@ ATTENTION: dict[str, Any] = {
         "cp_ring.megatron.ring_core_attention.attention_of", _one_rank_scaled
     ),
     "last key of a hop lost": _at("cp_ring.comm.streams.KeyStream.__iter__", _last_key_lost),
-    "gradients of one hop twice": _at("cp_ring.comm.streams.GradStream.send", _gradients_twice),
+    "gradients of one hop twice": _at("cp_ring.comm.streams.GradStream.start", _gradients_twice),
     "rotary positions of one rank shifted": _pos_emb(_positions_shifted),
     **OF_ONE_LAYER,
     **OF_LENGTH,
