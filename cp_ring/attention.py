@@ -65,7 +65,8 @@ def attention_of(
     rank_plan = rank_plan_of(plan, transport)
     of_plan = _made.setdefault(rank_plan, {})
     exact = deterministic() if options.deterministic is None else options.deterministic
-    key = id(transport), options, exact, tuple(REGISTRY.items()), inputs.kinds()
+    switched = torch.are_deterministic_algorithms_enabled()  # which kernels read
+    key = id(transport), options, exact, switched, tuple(REGISTRY.items()), inputs.kinds()
     attention = of_plan.get(key)
     if attention is None or attention.transport() is not transport:
         if len(of_plan) >= _MAX_KINDS:

@@ -75,7 +75,12 @@ def choose(
         else sorted(REGISTRY, key=lambda each: each in OF_CUDA and device.type != "cuda")
     )
     candidates = tuple((each, REGISTRY[each]) for each in names)
-    return _chosen(name, candidates, (device, dtype, d, e), packed, deterministic(), max_logit)
+    return _chosen(name, candidates, (device, dtype, d, e), packed, _determinism(), max_logit)
+
+
+def _determinism() -> tuple[bool, bool]:
+    """Whether determinism is asked for, and whether torch's own switch is on."""
+    return deterministic(), torch.are_deterministic_algorithms_enabled()
 
 
 @RUNTIME.cache(maxsize=256)
@@ -84,18 +89,18 @@ def _chosen(
     candidates: tuple[tuple[str, str], ...],
     kind: tuple[torch.device, torch.dtype, int, int],
     packed: bool,
-    exact: bool,
+    exact: tuple[bool, bool],
     max_logit: bool,
 ) -> AttentionKernel:
     """`choose` with all that it depends on as arguments, cached for the next call of attention.
-    `exact` asks for determinism.
+    `exact` is `_determinism`.
     """
     reasons = []
     for kernel in _in_order((home for _, home in candidates), packed):
         reason = kernel.rejection(*kind)
         if reason is None and packed and isinstance(kernel, LimitedVarlen):
             reason = kernel.varlen_rejection(*kind[1:])
-        if reason is None and exact and not kernel.capabilities.deterministic:
+        if reason is None and exact[0] and not kernel.capabilities.deterministic:
             reason = "does not give the same bits in every run, which deterministic algorithms need"
         if reason is None and max_logit and not isinstance(kernel, MaxLogitKernel):
             reason = "does not tell the largest logits, which TransformerEngine does"

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -169,15 +168,6 @@ class Packing:
     max_k: int
     left: int = -1
     right: int = -1
-
-    @cached_property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """The tile of each packed query, and the query's position within the tile, int64 [t]; made
-        once. Waits for the device.
-        """
-        position = torch.arange(int(self.cu_q[-1]), device=self.cu_q.device)
-        tile = torch.searchsorted(self.cu_q[1:].long(), position, right=True)
-        return tile, position - self.cu_q[tile]
 
 
 @runtime_checkable

@@ -4,20 +4,19 @@ tiles, head sizes up to 256.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cp_ring.errors import KernelError
 from cp_ring.kernels.base import Packing, deterministic, no_random_state
 from cp_ring.kernels.window import Window, WindowKernel
 
 _attention = torch.ops.aten._flash_attention_forward
 _attention_backward = torch.ops.aten._flash_attention_backward
 _MAX_HEAD_SIZE = 256
+_ONLY_BY_SWITCH = "is deterministic under torch.use_deterministic_algorithms(True) alone"
 
 
 class FlashAtenKernel(WindowKernel):
@@ -32,11 +31,9 @@ class FlashAtenKernel(WindowKernel):
             return f"runs on CUDA, the tensors are on {device}"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"knows float16 and bfloat16, not {dtype}"
-        return (
-            None
-            if max(d, e) <= _MAX_HEAD_SIZE
-            else f"knows head sizes up to {_MAX_HEAD_SIZE}, not {max(d, e)}"
-        )
+        if max(d, e) > _MAX_HEAD_SIZE:
+            return f"knows head sizes up to {_MAX_HEAD_SIZE}, not {max(d, e)}"
+        return _ONLY_BY_SWITCH if _lacks_switch() else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _attention(
@@ -54,40 +51,22 @@ class FlashAtenKernel(WindowKernel):
         lse: Tensor,
         window: Window,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if _lacks_switch():  # another kernel leaves such a call to this one
+            raise KernelError(f"kernel='flash_aten': {_ONLY_BY_SWITCH}")
         state = (no_random_state(shape, q.device).view(torch.uint64) for shape in ((2,), ()))
         lengths = _lengths(q, k, window.packing)
-        with _exact() if deterministic() else nullcontext():
-            dq, dk, dv = _attention_backward(
-                dout, q, k, v, out, lse, *lengths, 0.0, False, *state, **_named(window)
-            )
+        dq, dk, dv = _attention_backward(
+            dout, q, k, v, out, lse, *lengths, 0.0, False, *state, **_named(window)
+        )
         return dq, dk, dv
 
 
-_switch = threading.Lock()
-
-
-@contextmanager
-def _exact() -> Iterator[None]:
-    """Turns torch's deterministic switch on in the block, which is the only one that the operator
-    reads.
-
-    With it torch would fill each tensor that the operator allocates, 8 kernels a call, although all
-    of them are written. The switches are global, so one thread at a time enters.
+def _lacks_switch() -> bool:
+    """Whether determinism is asked of the call, and not of torch. The operator reads torch's switch
+    alone, which is that of the whole process: turning it on for one backward would reach whatever
+    other threads run meanwhile.
     """
-    with _switch:
-        before = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        switches: Any = torch.utils.deterministic  # a module that is an object
-        filled = switches.fill_uninitialized_memory
-        torch.use_deterministic_algorithms(True)
-        switches.fill_uninitialized_memory = False
-        try:
-            yield
-        finally:
-            switches.fill_uninitialized_memory = filled
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    return deterministic() and not torch.are_deterministic_algorithms_enabled()
 
 
 def _named(window: Window) -> dict[str, Any]:

@@ -86,9 +86,6 @@ class TransformerEngineKernel:
         self._bound: dict[tuple[Call, float, torch.device, bool], _Bound] = {}
         self._dense: dict[tuple[object, ...], _Bound] = {}
         self._widths: dict[tuple[torch.dtype, int, int, bool], tuple[int, int] | None] = {}
-        # The lse of packed tiles is [t, h, 1], and [tiles, h, max_q, 1] before cuDNN 9.6.
-        # `forward_varlen` finds out.
-        self._padded_lse = False
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type not in self.devices:
@@ -194,10 +191,6 @@ class TransformerEngineKernel:
             return FLASH.forward_varlen(q, k, v, packing, scale)
         ends = _ends(call, packing.cu_q, packing.cu_k)
         out, stats = self._attend(call, q, k, v, ends, scale)
-        self._padded_lse = stats.dim() == 4
-        if self._padded_lse:
-            tile, position = packing.places
-            stats = stats[tile, :, position]
         return out[..., : v.shape[-1]], stats[..., 0].transpose(0, 1)
 
     def backward_varlen(
@@ -215,11 +208,6 @@ class TransformerEngineKernel:
         if self._backend(call) is None:
             return FLASH.backward_varlen(dout, q, k, v, out, lse, packing, scale)
         stats = lse.float().transpose(0, 1)[..., None].contiguous()
-        if self._padded_lse:
-            tile, position = packing.places
-            padded = stats.new_zeros((call.batch, stats.shape[1], call.queries, 1))
-            padded[tile, :, position] = stats[: len(tile)]
-            stats = padded
         ends = _ends(call, packing.cu_q, packing.cu_k)
         return self._gradients(call, (q, k, v, out, dout), stats, ends, scale)
 

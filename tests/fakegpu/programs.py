@@ -70,6 +70,7 @@ def attend(
     if sink:
         leaves.append(_empty(h))
         options["sink"] = leaves[-1]
+    torch.use_deterministic_algorithms(bool(options.get("deterministic")))
     out = cp_ring.ring_attention(q, k, v, group, **options)
     # The engine's own thread would free the tensors of a step while the next one begins: how much
     # memory is needed would be chance.

@@ -27,32 +27,25 @@ def _no_kept_fakes():
     no_random_state.cache_clear()
 
 
-def test_flash_aten_turns_torchs_switch_on_for_its_backward_alone(monkeypatch):
-    """The operator obeys nothing else. What it allocates is not filled first, because it writes all
-    of it.
+def test_flash_aten_leaves_torchs_switch_alone(monkeypatch):
+    """The operator obeys nothing else, and the switch is that of all threads: so it is rejected
+    where determinism is asked of the call alone.
     """
-    seen = []
-    plain = flash_aten._attention_backward
-
-    def backward(*a, **b):
-        seen.append(
-            (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.utils.deterministic.fill_uninitialized_memory,
-            )
-        )
-        return plain(*a, **b)
-
-    monkeypatch.setattr(flash_aten, "_attention_backward", backward)
-    with FakeTensorMode():
-        q, k, v, dout = tensors(4, 4, 64, 64, 32, 32)
-        for asked in (True, False):
-            with determinism(asked):
+    kind = torch.device("cuda"), torch.bfloat16, 64, 64
+    switch = torch.use_deterministic_algorithms
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", None)
+    with determinism(True):
+        assert "torch.use_deterministic_algorithms(True)" in flash_aten.KERNEL.rejection(*kind)
+        switch(True)
+        try:
+            assert flash_aten.KERNEL.rejection(*kind) is None
+            with FakeTensorMode():
+                q, k, v, dout = tensors(4, 4, 64, 64, 32, 32)
                 out, lse = flash_aten.KERNEL.forward(q, k, v, lo=-OPEN, hi=0, scale=0.1)
                 flash_aten.KERNEL.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=0.1)
-            assert not torch.are_deterministic_algorithms_enabled()
-            assert torch.utils.deterministic.fill_uninitialized_memory
-    assert seen == [(True, False), (False, True)]
+        finally:
+            switch(False)
+    assert flash_aten.KERNEL.rejection(*kind) is None
 
 
 def tensors(h, g, d, e, queries, keys, dtype=torch.bfloat16):
@@ -112,7 +105,12 @@ def test_order_on_cuda_and_rejections():
 
     assert auto(64, 64) == auto(64, 64, packed=True) == auto(256, 192) == "flash_aten"
     with determinism(True):
-        assert auto(64, 64) == "flash_aten"
+        assert auto(64, 64) == "efficient"
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert auto(64, 64) == "flash_aten"
+        finally:
+            torch.use_deterministic_algorithms(False)
     assert auto(64, 64, torch.float32) == "reference"
     assert auto(512, 512) == "efficient"
 

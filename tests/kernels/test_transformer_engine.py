@@ -73,13 +73,6 @@ def test_the_largest_logits_are_those_of_the_library(version):
         assert {call["return_max_logit"] for call in calls} == {True, False}
 
 
-def test_padded_statistics():
-    """cuDNN before 9.6 pads the statistics of packed tiles."""
-    with installed("2.9", packed_stats=False):
-        conformance.check(KERNEL, CPU, torch.float16, only="varlen")
-        conformance.check(KERNEL, CPU, torch.float16, only="causal squares", heads=[(4, 2, 16, 24)])
-
-
 def _through_adapter(group, version, case, plan, **options):
     # Shards of a few tokens have the sizes that a real one has.
     with installed(version) as calls, mock.patch.object(sizes, "_SMALLEST", 16):
