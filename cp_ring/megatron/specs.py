@@ -1,7 +1,7 @@
 """Layer specifications of Megatron with ring attention, for use without any patch.
 
-`--spec cp_ring.megatron.specs gpt_local` (or `gpt_te`) selects a whole layer, `hybrid_local` those of
-a hybrid model. `with_ring_attention` changes any specification.
+`--spec cp_ring.megatron.specs gpt_local` (or `gpt_te`) selects a whole layer, `hybrid_local` those
+of a hybrid model. `with_ring_attention` changes any specification.
 """
 
 from __future__ import annotations

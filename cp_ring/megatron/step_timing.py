@@ -1,5 +1,5 @@
-"""Times of sampled steps in a Megatron job: gathered a step later on the rank that writes Megatron's
-log, the last one.
+"""Times of sampled steps in a Megatron job: gathered a step later on the rank that writes
+Megatron's log, the last one.
 """
 
 from __future__ import annotations
