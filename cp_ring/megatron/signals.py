@@ -1,5 +1,6 @@
 """Signals that ask a job to save and end (time limit, preemption, Ctrl-C): remembered from its
-first step on, until training can act. Before that there is nothing to save, and a signal ends the job.
+first step on, until training can act. Before that there is nothing to save, and a signal ends the
+job.
 
 Nothing heavy is imported here, so that a rank keeps warnings before it loads torch.
 """
