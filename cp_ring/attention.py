@@ -33,7 +33,14 @@ from cp_ring.comm.transport import Group, Transport, rank_in_job, transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.hop_loop import Ring, RingAttention, RingCall
 from cp_ring.inputs import AttentionOptions, Inputs, KeptOutput, Output
-from cp_ring.kernels import REGISTRY, AttentionKernel, choose, determinism, deterministic
+from cp_ring.kernels import (
+    REGISTRY,
+    AttentionKernel,
+    choose,
+    determinism,
+    deterministic,
+    switched,
+)
 from cp_ring.kernels.base import CountingKernel, MaxLogitKernel
 from cp_ring.observe.watchdog import WATCH
 from cp_ring.ops.dtypes import sum_dtype
@@ -65,8 +72,8 @@ def attention_of(
     rank_plan = rank_plan_of(plan, transport)
     of_plan = _made.setdefault(rank_plan, {})
     exact = deterministic() if options.deterministic is None else options.deterministic
-    switched = torch.are_deterministic_algorithms_enabled()  # which kernels read
-    key = id(transport), options, exact, switched, tuple(REGISTRY.items()), inputs.kinds()
+    # kernels read torch's own switch too
+    key = id(transport), options, exact, switched(), tuple(REGISTRY.items()), inputs.kinds()
     attention = of_plan.get(key)
     if attention is None or attention.transport() is not transport:
         if len(of_plan) >= _MAX_KINDS:

@@ -16,6 +16,7 @@ from cp_ring.kernels.base import (
     MaxLogitKernel,
     determinism,
     deterministic,
+    switched,
 )
 from cp_ring.ops.merge import merge_
 from cp_ring.runtime import RUNTIME
@@ -28,6 +29,7 @@ __all__ = [
     "determinism",
     "deterministic",
     "merge_",
+    "switched",
 ]
 
 REGISTRY = {
@@ -75,12 +77,8 @@ def choose(
         else sorted(REGISTRY, key=lambda each: each in OF_CUDA and device.type != "cuda")
     )
     candidates = tuple((each, REGISTRY[each]) for each in names)
-    return _chosen(name, candidates, (device, dtype, d, e), packed, _determinism(), max_logit)
-
-
-def _determinism() -> tuple[bool, bool]:
-    """Whether determinism is asked for, and whether torch's own switch is on."""
-    return deterministic(), torch.are_deterministic_algorithms_enabled()
+    exact = deterministic(), switched()
+    return _chosen(name, candidates, (device, dtype, d, e), packed, exact, max_logit)
 
 
 @RUNTIME.cache(maxsize=256)

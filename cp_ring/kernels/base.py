@@ -46,6 +46,7 @@ __all__ = [
     "determinism",
     "deterministic",
     "no_random_state",
+    "switched",
 ]
 
 _asked: ContextVar[bool | None] = ContextVar("deterministic", default=None)
@@ -70,8 +71,13 @@ class determinism:
 def deterministic() -> bool:
     """Whether kernels must give the same bits in every run."""
     asked = _asked.get()
-    if asked is not None:
-        return asked
+    return switched() if asked is None else asked
+
+
+def switched() -> bool:
+    """Whether torch's switch asks for the same bits, that of the whole process. `warn_only` does
+    not.
+    """
     return (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels.base import Packing, deterministic, no_random_state
+from cp_ring.kernels.base import Packing, deterministic, no_random_state, switched
 from cp_ring.kernels.window import Window, WindowKernel
 
 _attention = torch.ops.aten._flash_attention_forward
@@ -66,7 +66,7 @@ def _lacks_switch() -> bool:
     alone, which is that of the whole process: turning it on for one backward would reach whatever
     other threads run meanwhile.
     """
-    return deterministic() and not torch.are_deterministic_algorithms_enabled()
+    return deterministic() and not switched()
 
 
 def _named(window: Window) -> dict[str, Any]:

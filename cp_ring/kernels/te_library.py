@@ -16,9 +16,13 @@ from torch.torch_version import TorchVersion
 
 from cp_ring.errors import KernelError, one_line
 from cp_ring.kernels.base import deterministic
-from cp_ring.kernels.signatures import bind, parameters_of
+from cp_ring.kernels.signatures import bind
 from cp_ring.kernels.versions import cudnn_name
 from cp_ring.runtime import RUNTIME
+
+_OLDEST = "2.14"
+_CUDNN_PACKED = 90600
+"""Before, the lse of packed tiles was padded to the longest one."""
 
 _CUDNN_THD = 91800
 """On Hopper, gradients of packed tiles can be NaN in older versions of cuDNN
@@ -81,8 +85,9 @@ def installed() -> Library | str:
             if missing
             else f"cannot load TransformerEngine: {one_line(error)[:200]}"
         )
-    if "return_max_logit" not in parameters_of(fused.fused_attn_fwd):
-        return "needs TransformerEngine 2.9 or later"
+    version = importlib.import_module("transformer_engine").__version__
+    if TorchVersion(version) < _OLDEST:
+        return f"needs TransformerEngine {_OLDEST} or later, {version} is installed"
     cudnn = getattr(extension, "get_cudnn_version", torch.backends.cudnn.version)
     library = Library(
         fused.fused_attn_fwd,
@@ -93,7 +98,7 @@ def installed() -> Library | str:
         dtypes,
         getattr(utils, "FusedAttentionParams", None),
         cudnn() or 0,
-        importlib.import_module("transformer_engine").__version__,
+        version,
     )
     return _mismatch(library) or library
 
@@ -153,12 +158,11 @@ def fault_of(library: Library, generation: int) -> str | None:
     )
     # fmt: off
     faults = (
+        (cudnn < _CUDNN_PACKED, f"needs cuDNN {cudnn_name(_CUDNN_PACKED)} or later"),
         (hopper and cudnn < _CUDNN_THD,
          f"needs cuDNN {cudnn_name(_CUDNN_THD)} or later on Hopper, where gradients of packed "
          "tiles could be NaN before"),
         (exact and generation < 9, "has deterministic gradients on Hopper and later"),
-        (exact and generation > 9 and version < "2.12",
-         "needs TransformerEngine 2.12 or later for deterministic gradients on Blackwell"),
         (exact and hopper and cudnn < _CUDNN_EXACT,
          f"needs cuDNN {cudnn_name(_CUDNN_EXACT)} or later {huge}"),
         (exact and hopper and version < "2.18",
@@ -183,17 +187,10 @@ def ask(library: Library, call: Call) -> Any:
     layout, bias = enums.QKVLayout["_".join([call.layout] * 3)], enums.AttnBiasType["no_bias"]
     mask, softmax = enums.AttnMaskType[call.mask], enums.SoftmaxType["vanilla"]
     if library.params is None:
-        # By position: the list grew together with the parameters of the forward function.
-        names = parameters_of(library.forward)
-        extra = [
-            x
-            for name, x in (("cuda_graph", False), ("bottom_right_diagonal", call.deterministic))
-            if name in names
-        ]
         return library.extension.get_fused_attn_backend(
             True, dtype, dtype, layout, bias, mask, softmax, 0.0,
             call.h, call.g, call.queries, call.keys, call.d, call.e,
-            *call.window, call.max_logit, *extra,
+            *call.window, call.max_logit, False, call.deterministic,
         )  # fmt: skip
     values = {
         "is_training": True, "deterministic": call.deterministic, "attn_mask_type": mask,

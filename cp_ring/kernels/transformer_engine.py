@@ -117,7 +117,8 @@ class TransformerEngineKernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
     ) -> tuple[Tensor, Tensor]:
         q_, k_, v_ = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        self._heads = q.shape[2]
+        if self.counts:
+            self._heads = q.shape[2]
         bound = self._dense.get(self._key(q_, k_, v_, hi, scale))
         if bound is not None:
             out, aux, *more = bound.forward(q=q_.contiguous(), k=k_.contiguous(), v=v_.contiguous())

@@ -22,7 +22,7 @@ from cp_ring.kernels.flash_aten import FlashAtenKernel
 from tests.fakegpu.accesses import mark
 from tests.fakegpu.log import Log
 from tests.fakegpu.process import FakeGpus
-from tests.fakegpu.te_build import VERSIONS
+from tests.fakegpu.te_build import VERSION
 
 DEVICES = {80: "A100", 90: "H100", 100: "B200"}
 KERNELS = ("transformer_engine", "auto")
@@ -135,7 +135,7 @@ def verdict(log: Log, kernel: str, case: str, least: int = 64 << 20) -> str:
     return ", then ".join(dict.fromkeys(kinds)) + size
 
 
-def main(version: str = VERSIONS[0], cudnn: str | None = None) -> None:
+def main(version: str = VERSION, cudnn: str | None = None) -> None:
     gpus = FakeGpus(version, cudnn)
     arguments = {"kernels": KERNELS, "cases": CASES}
     logs = {

@@ -36,7 +36,7 @@ def environment(cudnn: str | None = None) -> dict[str, str]:
         "LD_LIBRARY_PATH": ":".join(map(str, folders)),
         "FAKEGPU_CUDNN": str(preloaded[-1]),
         "CUDNN_HOME": str(of_cudnn),
-        "CUDA_HOME": str(nvidia / "cu13"),  # where TransformerEngine 2.9 looks for libraries
+        "CUDA_HOME": str(nvidia / "cu13"),  # where TransformerEngine looks for libraries
         "TRITON_CACHE_DIR": str(libraries.parent / "triton"),
         "GLOO_SOCKET_IFNAME": "lo",
     }
@@ -103,7 +103,7 @@ def main() -> None:
     """Prints shell commands that set `environment()` for an H100, and FAKEGPU_SITE to the folder of
     TransformerEngine if it was built.
     """
-    site = [te_build.place(version) for version in te_build.VERSIONS]
+    site = [te_build.place(te_build.VERSION)]
     more = {
         "FAKEGPU_DEVICE": str(HERE / "devices" / "sm_90.json"),
         "FAKEGPU_SITE": ":".join(str(each) for each in site[:1] if each.exists()),

@@ -24,7 +24,7 @@ OF_TE = "pytorch/cpp_extensions/fused_attn.py"
 PUBLISHED = {
     **{
         f"2.{minor}": ("transformer_engine", f"transformer_engine==2.{minor}.*", OF_TE)
-        for minor in range(9, 21)
+        for minor in range(14, 21)
     },
     **{
         f"3: flash-attn {version}": (

@@ -22,7 +22,7 @@ import torch
 
 from tests.fakegpu.build import CACHE, Missing, includes, run, wheels
 
-VERSIONS = ("2.20.2", "2.9.0")  # the newest, and the oldest that cp_ring supports
+VERSION = "2.20.2"  # the newest
 CUDNN = "9.28.1.4"  # the newest
 # What its import needs, and what no package of the tests brings.
 IMPORTED = ("onnxscript", "onnx", "onnx_ir", "ml_dtypes", "nvidia-cudnn-frontend")
@@ -126,7 +126,7 @@ def _extension(source: Path, site: Path, headers: list[Path], nvidia: Path) -> N
 
 if __name__ == "__main__":
     try:
-        for each in sys.argv[1:] or VERSIONS:
+        for each in sys.argv[1:] or [VERSION]:
             print(build(each))
     except Missing as missing:
         sys.exit(f"fakegpu: {missing}")

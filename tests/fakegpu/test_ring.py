@@ -247,7 +247,7 @@ LACKS = {80: ("packed", "sizes", "deterministic"), 90: ("deterministic",)}
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_transformer_engine(with_te, sm):
     """Its own library and extension, with plans of the real cuDNN for each device."""
-    lacks = LACKS.get(sm, ("deterministic",) * (with_te.transformer_engine == "2.9.0"))
+    lacks = LACKS.get(sm, ())
     cases = {
         name: {"sizes": (4, 2, 128, 128), "tokens": 512} | case | {"kernel": "transformer_engine"}
         for name, case in ALL.items()

@@ -18,7 +18,7 @@ import torch
 
 import cp_ring.kernels.transformer_engine as adapter
 from cp_ring import kernels
-from cp_ring.kernels import REGISTRY, te_library
+from cp_ring.kernels import REGISTRY, deterministic, te_library
 
 SIGNATURES = json.loads((Path(__file__).parent / "transformer_engine_signatures.json").read_text())
 NO_BACKEND, F16 = 0, 1
@@ -44,17 +44,15 @@ class Names:
 
 
 @contextmanager
-def installed(version: str, packed_stats: bool = True, cudnn: int = 92600) -> Iterator[list[dict]]:
-    """TransformerEngine `version` is importable, with version `cudnn`; `packed_stats` is false for
-    cuDNN before 9.6.
-    """
+def installed(version: str, cudnn: int = 92600) -> Iterator[list[dict]]:
+    """TransformerEngine `version` is importable, with version `cudnn` of cuDNN."""
     calls.clear()
     fused = types.ModuleType("transformer_engine.pytorch.cpp_extensions.fused_attn")
     for name, implementation in (("fused_attn_fwd", forward), ("fused_attn_bwd", backward)):
-        scope: dict = {"run": implementation, "packed_stats": packed_stats}
+        scope: dict = {"run": implementation}
         source = (
             f"def {name}({', '.join(SIGNATURES[version][name].split())}): return "
-            "run(dict(locals()), packed_stats)"
+            "run(dict(locals()))"
         )
         exec(source, scope)
         setattr(fused, name, scope[name])
@@ -71,7 +69,7 @@ def installed(version: str, packed_stats: bool = True, cudnn: int = 92600) -> It
         torch.bfloat16: ("dtype", torch.bfloat16),
     }
     extension = types.ModuleType("transformer_engine_torch")
-    extension.get_fused_attn_backend = lambda *x: backend(version, *x)
+    extension.get_fused_attn_backend = backend
     extension.get_cudnn_version = lambda: cudnn
     utils = types.ModuleType("transformer_engine.pytorch.attention.dot_product_attention.utils")
     if "FusedAttentionParams" in SIGNATURES[version]:
@@ -113,10 +111,9 @@ def installed(version: str, packed_stats: bool = True, cudnn: int = 92600) -> It
         library.cache_clear()
 
 
-def backend(version: str, *x):
-    """Positional, 17 arguments in 2.9, then cuda_graph, and deterministic since 2.12."""
-    number = tuple(map(int, version.split("."))) if version[0].isdigit() else (2, 19)
-    assert len(x) == 17 + (number >= (2, 10)) + (number >= (2, 12)), (version, len(x))
+def backend(*x):
+    """19 arguments by position, before 2.20."""
+    assert len(x) == 19, len(x)
     (
         training,
         q_type,
@@ -135,7 +132,10 @@ def backend(version: str, *x):
         left,
         right,
         max_logit,
-    ) = x[:17]
+        graph,
+        exact,
+    ) = x
+    assert (graph, exact) == (False, deterministic())
     assert training is True
     assert q_type == kv_type
     assert isinstance(max_logit, bool)
@@ -179,7 +179,6 @@ def backend_of(p):
     )
     types_ = p.qkv_dtype, p.qkv_dtype, p.qkv_layout, p.bias_type, p.attn_mask_type, p.softmax_type
     return backend(
-        "2.9",
         p.is_training,
         *types_,
         p.dropout,
@@ -187,10 +186,12 @@ def backend_of(p):
         p.window_size_left,
         p.window_size_right,
         False,
+        False,
+        p.deterministic,
     )
 
 
-def forward(a: dict, packed_stats: bool):
+def forward(a: dict):
     calls.append(a)
     check(a)
     # without a generator, the default one advances, though dropout is 0
@@ -208,13 +209,13 @@ def forward(a: dict, packed_stats: bool):
         stats_parts.append(lse)
     shape = (*a["q"].shape[:-1], a["v"].shape[-1])
     out = assemble(a, out_parts, shape).to(a["fake_dtype"])
-    aux = [stats_of(a, stats_parts, packed_stats), torch.tensor([17, 4], dtype=torch.int64)]
+    aux = [stats_of(a, stats_parts), torch.tensor([17, 4], dtype=torch.int64)]
     if a["return_max_logit"]:
         return out, aux, torch.stack(largest).amax(0).to(a["fake_dtype"])
     return out, aux
 
 
-def backward(a: dict, packed_stats: bool):
+def backward(a: dict):
     calls.append(a)
     check(a)
     assert a.get("dqkv_dtype", ("dtype", a["fake_dtype"])) == ("dtype", a["fake_dtype"])
@@ -228,7 +229,7 @@ def backward(a: dict, packed_stats: bool):
     grads = []
     for q, k, v, index in tiles(a):
         o, do = (list(tiles(a | {"q": a[x]}))[index][0] for x in ("o", "d_o"))
-        lse = stats_rows(a, stats, index, len(q), packed_stats)
+        lse = stats_rows(a, stats, index, len(q))
         p = (scores_of(a, q, k) - lse[..., None]).exp()
         dp = torch.einsum("qhe,khe->hqk", do, repeat(v, q))
         ds = p * (dp - (o * do).sum(-1).T[..., None]) * a["attn_scale"]
@@ -315,29 +316,19 @@ def assemble(a: dict, parts, shape):
     return x
 
 
-def stats_of(a: dict, parts, packed_stats: bool):
-    """Parts [h, rows] as [b, h, s, 1], or for thd as [t, h, 1] (cuDNN 9.6 and later), [tiles, h,
-    max_q, 1] (before).
-    """
+def stats_of(a: dict, parts):
+    """Parts [h, rows] as [b, h, s, 1], or for thd as [t, h, 1]."""
     if a["qkv_layout"] != "thd_thd_thd":
         return torch.stack(parts)[..., None]
-    if packed_stats:
-        behind = torch.full((len(parts[0]), len(a["q"]) - int(a["cu_seqlens_q"][-1])), math.nan)
-        return torch.cat([*parts, behind], 1).T.contiguous()[..., None]
-    stats = torch.full((len(parts), parts[0].shape[0], a["max_seqlen_q"], 1), math.nan)
-    for i, x in enumerate(parts):
-        stats[i, :, : x.shape[1], 0] = x
-    return stats
+    behind = torch.full((len(parts[0]), len(a["q"]) - int(a["cu_seqlens_q"][-1])), math.nan)
+    return torch.cat([*parts, behind], 1).T.contiguous()[..., None]
 
 
-def stats_rows(a: dict, stats, index: int, rows: int, packed_stats: bool):
+def stats_rows(a: dict, stats, index: int, rows: int):
     """The statistics of one sequence, [h, rows]."""
     if a["qkv_layout"] != "thd_thd_thd":
         assert stats.shape == (a["q"].shape[1], a["q"].shape[2], len(a["q"]), 1)
         return stats[index, ..., 0]
     cu = a["cu_seqlens_q"].tolist()
-    if packed_stats:
-        assert stats.shape == (len(a["q"]), a["q"].shape[1], 1)
-        return stats[cu[index] : cu[index + 1], :, 0].T
-    assert stats.shape == (len(cu) - 1, a["q"].shape[1], a["max_seqlen_q"], 1)
-    return stats[index, :, :rows, 0]
+    assert stats.shape == (len(a["q"]), a["q"].shape[1], 1)
+    return stats[cu[index] : cu[index + 1], :, 0].T

@@ -36,6 +36,8 @@ def test_flash_aten_leaves_torchs_switch_alone(monkeypatch):
     monkeypatch.setattr(torch, "use_deterministic_algorithms", None)
     with determinism(True):
         assert "torch.use_deterministic_algorithms(True)" in flash_aten.KERNEL.rejection(*kind)
+        switch(True, warn_only=True)  # with which the operator warns, and is not deterministic
+        assert "torch.use_deterministic_algorithms(True)" in flash_aten.KERNEL.rejection(*kind)
         switch(True)
         try:
             assert flash_aten.KERNEL.rejection(*kind) is None

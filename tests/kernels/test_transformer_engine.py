@@ -73,6 +73,23 @@ def test_the_largest_logits_are_those_of_the_library(version):
         assert {call["return_max_logit"] for call in calls} == {True, False}
 
 
+def test_nothing_is_kept_between_calls_but_what_is_known_of_kinds_of_calls():
+    """A backward needs no forward before it on the same object."""
+    q, k, v, dout = Case.draw(256, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 100, 256], dtype=torch.int32)
+    packing = Packing(ends, ends, 156, 156, -1, 0)
+    with installed("2.20.2"):
+        before = dict(vars(KERNEL))
+        q, k, v, dout = (x[0] for x in (q, k, v, dout))
+        out, lse = KERNEL.forward_varlen(q, k, v, packing, 0.25)
+        KERNEL.forward(q[None], k[None], v[None], lo=-OPEN, hi=0, scale=0.25)
+        grads = KERNEL.backward_varlen(dout, q, k, v, out, lse, packing, 0.25)
+        # the same dictionaries, which have kinds of calls as keys
+        assert vars(KERNEL) == before and all(isinstance(x, dict) for x in before.values())
+        alone = emulated_te.CpuKernel().backward_varlen(dout, q, k, v, out, lse, packing, 0.25)
+    assert all(torch.equal(x, y) for x, y in zip(alone, grads, strict=True))
+
+
 def _through_adapter(group, version, case, plan, **options):
     # Shards of a few tokens have the sizes that a real one has.
     with installed(version) as calls, mock.patch.object(sizes, "_SMALLEST", 16):
@@ -85,8 +102,8 @@ def _through_adapter(group, version, case, plan, **options):
 @pytest.mark.parametrize(
     ("cp", "version", "mask"),
     [
-        (2, "2.9", lambda n: Mask.causal(n)),
-        (2, "2.12", lambda n: Mask.causal(n, window=(70, 0))),
+        (2, "2.14", lambda n: Mask.causal(n)),
+        (2, "2.14.1", lambda n: Mask.causal(n, window=(70, 0))),
         (4, "2.15", lambda n: Mask.causal(n)),
         (4, "2.20.2", lambda n: Mask.documents(np.array([0, 3, 100, 131, 132, 300, n]))),
     ],
@@ -174,9 +191,9 @@ def test_conformance_takes_the_dense_path():
         (9, "2.20.2", 92500, True, "-1", "needs CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT="),
         (9, "2.18", 92500, True, "0", None),
         (8, "2.20.2", 92801, True, "0", "has deterministic gradients on Hopper and later"),
-        (8, "2.9", 92000, False, "", None),
-        (10, "2.11", 92801, True, "", "needs TransformerEngine 2.12 or later for deterministic"),
-        (10, "2.12", 91701, True, "", None),
+        (8, "2.14", 92000, False, "", None),
+        (8, "2.14", 90501, False, "", "needs cuDNN 9.6.0 or later"),
+        (10, "2.14", 91701, True, "", None),
     ],
 )
 def test_versions(monkeypatch, generation, version, cudnn, exact, limit, reason):
@@ -239,6 +256,14 @@ def test_names_that_are_tried_are_those_of_the_calls(monkeypatch):
     assert [len(names[name]) for name in ("fused_attn_fwd", "fused_attn_bwd")] == [1, 1]
 
 
+def test_an_older_version_is_one_line():
+    with installed("2.14"):
+        sys.modules["transformer_engine"].__version__ = "2.13"
+        te_library.installed.cache_clear()
+        said = KERNEL.rejection(CPU, torch.bfloat16, 64, 64)
+        assert said == "needs TransformerEngine 2.14 or later, 2.13 is installed"
+
+
 def test_library_whose_parameters_do_not_fit_is_rejected(monkeypatch):
     def fused_attn_bwd(q, temperature):
         return q, temperature
@@ -285,8 +310,8 @@ def test_without_packed_tiles_documents_take_the_next_kernel(monkeypatch):
     """
     plain = emulated_te.backend
 
-    def backend(version, training, q_type, kv_type, layout, *rest):
-        found = plain(version, training, q_type, kv_type, layout, *rest)
+    def backend(training, q_type, kv_type, layout, *rest):
+        found = plain(training, q_type, kv_type, layout, *rest)
         return emulated_te.NO_BACKEND if layout[1] == "thd_thd_thd" else found
 
     monkeypatch.setattr(emulated_te, "backend", backend)
