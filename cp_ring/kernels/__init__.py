@@ -91,7 +91,7 @@ def _chosen(
     max_logit: bool,
 ) -> AttentionKernel:
     """`choose` with all that it depends on as arguments, cached for the next call of attention.
-    `exact` is `_determinism`.
+    exact: whether determinism is asked for, and whether torch's own switch is on.
     """
     reasons = []
     for kernel in _in_order((home for _, home in candidates), packed):
