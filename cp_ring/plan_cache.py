@@ -153,8 +153,8 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes:
 
 
 def _fastest_heads(mask: Mask, cp: int, spec: PlanSpec, sizes: AttentionSizes, near: int) -> int:
-    """The number of ranks that exchange heads of least predicted time, in place of `auto`, where `near`
-    neighboring ranks share a node; found once for equal arguments.
+    """The number of ranks that exchange heads of least predicted time, in place of `auto`, where
+    `near` neighboring ranks share a node; found once for equal arguments.
     """
     from cp_ring.plan.cost import fastest_heads
 

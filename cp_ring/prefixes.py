@@ -1,4 +1,4 @@
-"""Sequences packed so that what they begin with in common is stored once, as rollouts of one prompt."""
+"""Sequences packed so that a common beginning is stored once, as rollouts of one prompt have it."""
 
 from __future__ import annotations
 

@@ -130,13 +130,13 @@ def state(path: str) -> Iterator[str]:
             if kept and not constant and not ast.unparse(node.value).startswith("RUNTIME."):
                 yield f"{path}:{node.lineno} {target}"
         elif isinstance(node, ast.FunctionDef):
-            for each in node.decorator_list:
-                kept = _name(each) in ("cache", "lru_cache")
-                if kept and not ast.unparse(each).startswith("RUNTIME."):
+            for decorator in node.decorator_list:
+                cached = _name(decorator) in ("cache", "lru_cache")
+                if cached and not ast.unparse(decorator).startswith("RUNTIME."):
                     yield f"{path}:{node.lineno} {node.name}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Global):
-            yield f"{path}:{node.lineno} global {', '.join(node.names)}"
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Global):
+            yield f"{path}:{each.lineno} global {', '.join(each.names)}"
 
 
 def long_lines(path: str) -> Iterator[str]:

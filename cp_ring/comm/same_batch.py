@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,9 @@ from torch import Tensor
 
 from cp_ring.comm.agreement import Meetings, is_due, store_of
 from cp_ring.errors import PlanError
-from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
 
-if TYPE_CHECKING:
-    from cp_ring.comm.transport import Transport
-
-EVERY = Options.compare_every
+EVERY = 16  # the default of `Options.compare_every`
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _FACTORS = -7046029254386353131, -4658895280553007687  # odd, of 64 bits
 
@@ -50,11 +46,10 @@ class BatchComparison:
                 raise PlanError(line)
 
 
-def check_same_batch(
-    transport: Transport | None, tensors: Mapping[str, Any], every: int = EVERY
-) -> None:
-    """Compares the tensors of integers among `tensors` over the ranks of a transport, which are to
-    hold the same ones. A collective in the first `FIRST` calls, then in one of `every`; 0 is none.
+def check_same_batch(transport: Any, tensors: Mapping[str, Any], every: int = EVERY) -> None:
+    """Compares the tensors of integers among `tensors` over the ranks of a `Transport` (None is no
+    other rank), which are to hold the same ones. A collective in the first `FIRST` calls, then in
+    one of `every`; 0 is none.
 
     Nothing is compared while a CUDA graph is captured. Raises `PlanError` on all ranks where ranks
     differ: it names the tensors and the ranks.

@@ -1,5 +1,5 @@
-"""Builds the GPT or hybrid model of the flags for megatron-core 0.18, whose training loop leaves that
-to the script.
+"""Builds the GPT or hybrid model of the flags for megatron-core 0.18, whose training loop leaves
+that to the script.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ class StatePassing:
                 [p for p in parts if p.entry >= 0],
             )
         )
-        index = [batch.index[:, width - 1 :].flatten() for batch in (*ends, *alone, *going)]
-        tokens_of_outputs = torch.cat(index)
+        outputs = [batch.index[:, width - 1 :].flatten() for batch in (*ends, *alone, *going)]
+        tokens_of_outputs = torch.cat(outputs)
         real = (tokens_of_outputs < tokens).nonzero()[:, 0]
         places = real[tokens_of_outputs[real].argsort()]
         return _Parts(ends, through, alone, going, places)

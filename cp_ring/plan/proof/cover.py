@@ -37,8 +37,8 @@ def check_cover(plan: PlanTables) -> None:
     check_all(
         inside.all(0),
         lambda i: (
-            f"the mask is for {plan.n} tokens, but its piece {_numbers(plan.mask.pieces, i)} lies outside "
-            "of them"
+            f"the mask is for {plan.n} tokens, but its piece {_numbers(plan.mask.pieces, i)} lies "
+            "outside of them"
         ),
     )
     pieces = pieces.trimmed()
