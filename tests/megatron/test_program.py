@@ -46,7 +46,10 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
         "--cp-ring-certify: microbatch of 2x128 tokens, causal: label wrong in 128 tokens"
     )
     assert found["hybrid"] == ["tiny model of 4 layers under causal"]
-    assert found["heterogeneous"] == ["tiny model of 4 layers under causal"]
+    assert found["heterogeneous"] == [
+        "tiny model of 2 layers under causal",
+        "the kinds of heterogeneous blocks, in the loss",
+    ]
     assert found["packed"] == ["tiny model of 1 layer under packed"]
     # a configuration of weights that are loaded leaves those of the tiny model to chance, and one
     # in use has functions of its own model
