@@ -5,5 +5,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
 prepare_environment "[megatron,tools,corpus,draw]"
-printf -v again 'bash %q' "$PWD/launch/quickstart.sh"
-exec "$VENV/bin/cp-ring" train configs/quickstart.yaml --again "$again" "$@"
+exec "$VENV/bin/cp-ring" train configs/quickstart.yaml "$@"

@@ -31,6 +31,9 @@ LEFT = {
     "tune --check": "the prediction has no check; train a few steps of the best ones",
     "tune --draw": "--json has the times of each context parallel size, by_cp",
     "tune --lossy": "train with cp_ring.wire=int8 or fp8 yourself; docs/wire.md",
+    "train --list": "docs/configurations.md names them; a wrong name does too",
+    "train --verbose": "tail -f the log whose name is printed first",
+    "train -v": "tail -f the log whose name is printed first",
     "trace": "torch.profiler and Nsight show the marks of hops; docs/timing.md",
     "watch": "tail -f the log of the job, or TensorBoard; docs/slurm.md",
 }

@@ -28,15 +28,6 @@ app = typer.Typer(
 )
 
 
-def _list_configurations(switched_on: bool) -> None:
-    if switched_on:
-        from cp_ring.tools import job
-
-        for name, presets, about in job.summaries():
-            print(f"{name:<24}{about}" + (f" (presets: {presets})" if presets else ""))
-        raise typer.Exit
-
-
 @app.command(cls=QuietCommand)
 def train(
     job: Annotated[str, typer.Argument(help=JOB, metavar="JOB")],
@@ -55,19 +46,6 @@ def train(
         int | None,
         typer.Option(min=1, help="With --print-flags: of one rank of so many, for Slurm."),
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show all output of the ranks.")
-    ] = False,
-    list_: Annotated[
-        bool,
-        typer.Option(
-            "--list",
-            is_eager=True,
-            callback=_list_configurations,
-            help="List the packaged configurations.",
-        ),
-    ] = False,
-    again: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train or resume the job of a YAML file. On this machine: on GPUs, or on the CPU if there are
     none.
@@ -81,7 +59,7 @@ def train(
         return
     if ranks is not None:
         raise ConfigError("--ranks needs --print-flags: sbatch launch/slurm/train.sbatch uses both")
-    raise typer.Exit(train.train(job, set_ or [], dry_run, verbose, again))
+    raise typer.Exit(train.train(job, set_ or [], dry_run))
 
 
 for _name, _run in (("plan", plan.plan_command), ("tune", tune.tune_command)):

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import difflib
 import io
-import itertools
 import os
 import re
 import shlex
@@ -46,8 +45,6 @@ OWN_DATA = (
 """Arguments of Megatron that name data sets."""
 RANK_BYTES = 1 << 29
 """Of memory that a rank on the CPU takes at least."""
-# the first comment of a packaged file speaks of commands from here on
-_HINT = re.compile(r"(?:; [^;:]*)?: ")
 _SECTION = "must be a section with keys"
 _PLAIN = {
     "model_type": _SECTION,
@@ -64,14 +61,9 @@ LEFT = {"launch": _LAUNCHER, "cp_ring": LEFT_SETTINGS}
 """Keys of sections that left, and what to use instead."""
 
 
-def _expanded(path: Path) -> Path:
-    try:
-        return path.expanduser()
-    except RuntimeError as error:  # ~name of a user that does not exist
-        raise ValueError(str(error)) from None
-
-
-UserPath = Annotated[Path, AfterValidator(_expanded)]  # ~ is the home directory, as in a shell
+UserPath = Annotated[
+    Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))
+]  # ~ is the home directory, as in a shell
 
 
 def _read_options(section: Any, as_pydantic: Callable[[Any], Options]) -> Options:
@@ -219,18 +211,6 @@ def packaged() -> dict[str, Path]:
         for folder in cp_ring.configs.__path__
         for file in sorted(Path(folder).glob("*.yaml"))
     }
-
-
-def summaries() -> list[tuple[str, str, str]]:
-    """The name, the presets and the first comment of each packaged configuration."""
-    entries = []
-    for name, path in packaged().items():
-        first = itertools.takewhile(
-            lambda line: line.startswith("#"), path.read_text().splitlines()
-        )
-        about = _HINT.split(" ".join(line.lstrip("# ") for line in first), maxsplit=1)[0]
-        entries.append((name, ", ".join(_read(path, name).get("presets", {})), about))
-    return entries
 
 
 def _read(path: Path, source: str) -> dict[str, Any]:

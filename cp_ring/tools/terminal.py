@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from cp_ring.errors import ConfigError
 
-JOB = "A YAML file, or the name of a packaged one (cp-ring train --list)."
+JOB = "A YAML file, or the name of a packaged one (docs/configurations.md)."
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
 Overrides = Annotated[

@@ -7,8 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -41,15 +39,11 @@ def train(
     source: str,
     overrides: Sequence[str] = (),
     dry_run: bool = False,
-    verbose: bool = False,
-    again: str | None = None,
 ) -> int:
     """Runs or resumes the job of a YAML file or packaged name. Returns the exit code: 0, that of
     the first rank that failed (2 where the ranks reject the job), 143 after SIGTERM or Ctrl-C, and
     137 after a second Ctrl-C.
 
-    verbose: print all output of the ranks, which is otherwise only in a log file.
-    again: the command of a shell that runs this job; by default cp-ring itself.
     All checks come before a rank starts. Raises `ConfigError`.
     """
     job = jobs.load(source, overrides)
@@ -72,11 +66,14 @@ def train(
     elif before:
         say(f"resuming from step {before}" + (f" of {steps}" if steps else ""))
     log = new_log(job.launch.run_dir)
-    say(f"the output of all ranks goes to {log}" + ("" if verbose else " (--verbose shows it)"))
+    say(f"the output of all ranks goes to {log}")
     tokens = (job.megatron.get("global_batch_size") or 0) * (job.megatron.get("seq_length") or 0)
-    code = Launch(log, tokens, verbose).run(command)
+    code = Launch(log, tokens).run(command)
     if code in (0, TERMINATED) and _last_step(job):
-        say(_closing_line(job, again or _command(source), overrides))
+        say(
+            f"step {_last_step(job)}: checkpoints and tensorboard are in "
+            f"{job.launch.run_dir.absolute()}; the same command goes on from there"
+        )
     return code
 
 
@@ -133,15 +130,11 @@ def _last_step(job: jobs.JobConfig) -> int:
 
 def new_log(run_dir: Path) -> Path:
     """A new log file in the run directory. Raises `ConfigError` where it cannot be made."""
-    folder, number = run_dir / "logs", 0
+    log = run_dir / "logs" / f"train-{time.strftime('%Y%m%d-%H%M%S')}.log"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            again = f"-{number}" * (number > 0)
-            log = folder / f"train-{time.strftime('%Y%m%d-%H%M%S')}{again}.log"
-            with contextlib.suppress(FileExistsError), log.open("x"):
-                return log
-            number += 1  # another start of the same second has that one
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        return log
     except OSError as error:
         raise ConfigError(f"launch.run_dir {run_dir}: {error.strerror}") from None
 
@@ -150,13 +143,13 @@ class Launch:
     """Runs torchrun, and follows the files that it writes for each rank.
 
     Each line goes to `log` with its rank in front. The console gets the lines that start with
-    `cp_ring:`, validation losses and a line per step; with `verbose` every line. Errors come last.
+    `cp_ring:`, validation losses and a line per step. Errors come last.
 
     tokens: of a step, for the tokens per second; 0 if they are not known.
     """
 
-    def __init__(self, log: Path, tokens: int = 0, verbose: bool = False):
-        self.log, self.tokens, self.verbose = log, tokens, verbose
+    def __init__(self, log: Path, tokens: int = 0):
+        self.log, self.tokens = log, tokens
         self.errors: dict[str, None] = {}
         self.exceptions: dict[int, str] = {}
         self._read: dict[Path, int] = {}
@@ -246,7 +239,7 @@ class Launch:
             self.exceptions[rank] = exception[1]
         if line.startswith(ERROR):
             self.errors[line] = None
-        elif shown := line if self.verbose else for_people(line, self.tokens):
+        elif shown := for_people(line, self.tokens):
             say(shown, "", sys.stdout if path.name == "stdout.log" else sys.stderr)
 
     def _ending(self, torchrun: int) -> tuple[int, str]:
@@ -301,27 +294,6 @@ def for_people(line: str, tokens: int = 0) -> str | None:
                 ms = float(text)
                 shown.append(f"{tokens * 1e3 / ms:,.0f} tokens/s" if tokens else f"{ms:,.0f} ms")
     return " | ".join(shown)
-
-
-def _command(source: str) -> str:
-    """What starts the job of `source` in this folder, also where cp-ring is not on PATH."""
-    program = ["cp-ring"] if shutil.which("cp-ring") else [sys.executable, "-m", "cp_ring.tools"]
-    return shlex.join([*program, "train", source])
-
-
-def _closing_line(job: jobs.JobConfig, again: str, overrides: Sequence[str]) -> str:
-    step, steps = _last_step(job), job.megatron.get("train_iters")
-    settings = [*overrides]
-    if steps and step >= steps:  # the same command would only validate, so add steps
-        settings = [
-            setting for setting in settings if not setting.startswith("megatron.train_iters=")
-        ]
-        settings.append(f"megatron.train_iters={2 * steps}")
-    words = [again, *(f"--set {shlex.quote(setting)}" for setting in settings)]
-    return (
-        f"step {step}: checkpoints and tensorboard are in {job.launch.run_dir.absolute()}; to go "
-        f"on: {' '.join(words)}"
-    )
 
 
 def say(line: str, prefix: str = "cp_ring: ", file: object = None) -> None:

@@ -95,17 +95,6 @@ def test_packaged_configurations_by_name():
         config.load("nosuch")
 
 
-def test_summaries_say_nothing_of_commands():
-    about = {name: text for name, _, text in config.summaries()}
-    assert about["llama3-8b-128k"] == "Llama 3.1 8B at 131,072 tokens on one node of 8 GPUs"
-    assert about["quickstart"].endswith("on two ranks") and about["packed-sft-64k"].endswith(
-        "; on one node of 8 GPUs"
-    )
-    assert not [
-        text for text in about.values() if "two CPU ranks" in text or "--set" in text or ":" in text
-    ]
-
-
 def test_tilde_is_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     job = config.load(

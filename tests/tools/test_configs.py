@@ -286,12 +286,6 @@ def test_the_same_losses_at_cp_2_and_4(tmp_path):
         assert four[step]["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), step
 
 
-def test_list_names_every_configuration():
-    done = CliRunner().invoke(app, ["train", "--list"], env={"COLUMNS": "160"})
-    assert done.exit_code == 0, done.output
-    assert all(name in done.output for name in (*FULL_SIZE, "quickstart")) and "tiny" in done.output
-
-
 # Presets
 
 

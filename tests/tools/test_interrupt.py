@@ -48,6 +48,8 @@ def test_ctrl_c(tmp_path):
     step = int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert step >= 3 and "Traceback" not in text
     assert "cp_ring: Ctrl-C: the job saves and then ends; Ctrl-C again ends it at once" in text
-    assert re.search(rf"cp_ring: step {step}: .*; to go on: .*train", text.splitlines()[-1])
+    assert re.search(
+        rf"cp_ring: step {step}: .*; the same command goes on from there", text.splitlines()[-1]
+    )
     running = [process for process in processes if process.is_running()]
     assert not [each for each in running if each.status() != psutil.STATUS_ZOMBIE]

@@ -75,11 +75,6 @@ print("a line of torch's launcher")
         assert line in log, line
 
 
-def test_verbose_shows_all(tmp_path, capfd):
-    run(tmp_path, 'write(0, "hidden\\n", "noise\\n")', verbose=True)
-    assert capfd.readouterr() == ("hidden\n", "noise\n")
-
-
 @pytest.mark.parametrize(("code", "ending"), [(1, "exit code 1"), (-9, "signal 9")])
 def test_a_rank_that_fails_is_one_line_and_the_exit_code(tmp_path, capfd, code, ending):
     write = 'write(1, "", "Traceback ...\\n[rank1]: ValueError: my own bug\\n")'
@@ -180,12 +175,6 @@ def test_a_log_on_a_full_disk_warns_once_and_the_console_goes_on(tmp_path, capfd
         "cp_ring: one",
         "cp_ring: two",
     ]
-
-
-def test_two_starts_in_one_second_have_a_log_each(tmp_path, monkeypatch):
-    monkeypatch.setattr("time.strftime", lambda _: "20261122-040000")
-    names = [new_log(tmp_path).name for _ in range(2)]
-    assert names == ["train-20261122-040000.log", "train-20261122-040000-1.log"]
 
 
 def test_lines_that_are_no_numbers_stay_readable():

@@ -89,7 +89,7 @@ def test_a_new_user(folder):
     assert (folder / name).read_text() == log
     closing = first.stdout.splitlines()[-1]
     assert closing.startswith(
-        f"cp_ring: step 3: checkpoints and tensorboard are in {folder / 'out'}; to go on: "
+        f"cp_ring: step 3: checkpoints and tensorboard are in {folder / 'out'}; "
     )
     assert list((folder / "out" / "tensorboard").glob("events.*"))
     (corpus,) = (folder / "corpora").iterdir()
