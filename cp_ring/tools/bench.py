@@ -6,12 +6,11 @@ The modules that measure are imported when a bench runs, so that help is quick.
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+import time
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,16 +18,13 @@ from typing import Annotated, Any
 import typer
 
 from cp_ring.errors import ConfigError
-from cp_ring.tools.terminal import AsJson, QuietCommand, QuietGroup
+from cp_ring.tools.terminal import AsJson, QuietCommand, QuietGroup, show_table
 
 Result = dict[str, Any]
-Columns = Mapping[str, Callable[[Result], str]]
-"""What each column shows of a result."""
-
 app = typer.Typer(cls=QuietGroup, no_args_is_help=True, help="Measure cp_ring on this machine.")
 
 _PACKAGES = ("cp-ring", "torch", "numpy", "transformer-engine", "ring-attention-pytorch")
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def facts() -> dict[str, Any]:
@@ -57,39 +53,35 @@ def _processor() -> str:
         return platform.processor() or "unknown processor"
 
 
-def _print(title: str, columns: Columns, results: list[Result], as_json: bool) -> None:
-    """Prints results, and where and when they were measured. A result that could not be measured
-    has the reason in `rejected`.
-    """
+def seconds(
+    work: Callable[[], Any],
+    finish: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Seconds of `work`, and of `finish`, which waits until a device has done it."""
+    start = clock()
+    work()
+    finish()
+    return clock() - start
+
+
+def _print(title: str, columns: Mapping[str, str], results: list[Result], as_json: bool) -> None:
+    """Prints results, and where and when they were measured. columns: how each value is shown."""
     about = facts()
     if as_json:
         typer.echo(json.dumps({**about, "rows": results}))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*columns, title=title)
-    for result in results:
-        table.add_row(*(show(result) for show in columns.values()))
-    console = Console()
-    console.print(table)
+    lines = [[format(result[name], how) for name, how in columns.items()] for result in results]
+    show_table(title, "", [*columns], lines)
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    console.print(
-        f"{about['date']}; {about['machine']}, load {about['load']}; {versions}", soft_wrap=True
-    )
-
-
-def _check(flag: str, values: Iterable[str], known: Iterable[str]) -> None:
-    """Raises `ConfigError` unless each value is one of the known ones."""
-    for value in values:
-        if value not in known:
-            raise ConfigError(f"{flag} {value}: unknown; known are {', '.join(known)}")
+    typer.echo(f"{about['date']}; {about['machine']}, load {about['load']}; {versions}")
 
 
 def _check_device(device: str) -> None:
     import torch
 
-    _check("--device", [device], ("cpu", "cuda"))
+    if device not in DTYPES:
+        raise ConfigError(f"--device {device}: unknown; known are {', '.join(DTYPES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no CUDA device; --device cpu needs none")
 
@@ -98,59 +90,43 @@ def _positive(text: str) -> Any:
     return typer.Option(min=1, help=text)
 
 
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+
+
 @app.command(cls=QuietCommand)
 def attention(
     seq_length: Annotated[int, _positive("Tokens of the whole sequence.")] = 8192,
-    cp: Annotated[int, _positive("Ranks; on the CPU each has one thread.")] = 2,
+    cp: Annotated[int, _positive("Ranks: a thread each on the CPU, or a GPU each.")] = 2,
     heads: Annotated[int, _positive("Heads of queries, keys and values.")] = 8,
     head_dim: Annotated[int, _positive("Size of a head.")] = 64,
-    dtype: Annotated[str, typer.Option(help="Default: float32 on the CPU, bfloat16 on CUDA.")] = "",
-    device: Annotated[str, typer.Option(help="cpu, or cuda with one GPU per rank.")] = "cpu",
+    device: Device = "cpu",
     repeats: Annotated[int, _positive("Rounds; each contestant runs once per round.")] = 5,
     only: Annotated[
         list[str] | None, typer.Option(help="A contestant; repeatable. Default: all installed.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time attention, forward and backward. Beside one kernel call on one rank, and beside packages
-    that are installed: ring-attention-pytorch on the CPU, TransformerEngine on CUDA.
+    """Time causal attention, forward and backward. Beside one kernel call on one rank, and beside
+    packages that are installed: ring-attention-pytorch on the CPU, TransformerEngine on CUDA.
     """
     import torch
 
-    from cp_ring.tools.bench_attention import CONTESTANTS, Contest, run
+    from cp_ring.tools.bench_attention import Contest, installed, run
 
     _check_device(device)
-    _check("--dtype", [dtype] if dtype else [], _DTYPES)
     if device == "cuda" and torch.cuda.device_count() < cp:
         gpus = torch.cuda.device_count()
         raise ConfigError(f"--cp {cp} ranks need a CUDA device each, but there are {gpus}")
     if seq_length % (2 * cp):
         raise ConfigError(f"--seq-length {seq_length} does not divide by 2 * --cp {cp}")
-    installed = {
-        name
-        for name, each in CONTESTANTS.items()
-        if device in each.devices and importlib.util.find_spec(each.module)
-    }
+    known = installed(device)
     for name in only or ():
-        _check("--only", [name], CONTESTANTS)
-        if name not in installed:
-            raise ConfigError(
-                f"--only {name}: it needs the package {CONTESTANTS[name].module} and --device "
-                f"{' or '.join(CONTESTANTS[name].devices)}"
-            )
-    names = tuple(name for name in CONTESTANTS if name in (only or installed))
-    dtype = dtype or {"cpu": "float32", "cuda": "bfloat16"}[device]
-    results = run(Contest(seq_length, cp, heads, head_dim, dtype, device, names, repeats))
-    ring = next((x["median_s"] for x in results if x["name"] == "cp_ring"), None)
-    for result in results:
-        result["over_cp_ring"] = result["median_s"] / ring if ring else None
-    columns: Columns = {
-        "": lambda x: x["name"],
-        "median s": lambda x: f"{x['median_s']:.3f}",
-        "min - max s": lambda x: f"{x['min_s']:.3f} - {x['max_s']:.3f}",
-        "over cp_ring": lambda x: f"{x['over_cp_ring']:.2f}" if ring else "",
-        "error": lambda x: f"{x['error']:.1e}",
-    }
+        if name not in known:
+            raise ConfigError(f"--only {name}: installed for {device} are {', '.join(known)}")
+    names = tuple(only or known)
+    results = run(Contest(seq_length, cp, heads, head_dim, device, names, repeats))
+    columns = {"name": "", **dict.fromkeys(("median_s", "min_s", "max_s"), ".3f")}
+    columns |= {"error": ".1e"}
     title = f"causal, {seq_length} x {heads} x {head_dim}, {cp} ranks"
     _print(title, columns, results, as_json)
 
@@ -168,13 +144,8 @@ def host(
 
     if against is not None and not (against / "cp_ring" / "__init__.py").is_file():
         raise ConfigError(f"--against {against}: there is no cp_ring/__init__.py in it")
-    columns: Columns = {
-        "": lambda x: x["pass"],
-        "ranks": lambda x: str(x["cp"]),
-        "us a hop": lambda x: f"{x['hop_us']:.0f}",
-        "cp_ring": lambda x: x["cp_ring"],
-    }
     results = bench_host.run(repeats, against)
+    columns = {"pass": "", "cp": "", "hop_us": ".0f", "cp_ring": ""}
     _print("causal, one source a hop, 4 heads, CPU", columns, results, as_json)
 
 
@@ -184,51 +155,26 @@ def accuracy(
     heads: Annotated[int, _positive("Query heads.")] = 2,
     kv_heads: Annotated[int, _positive("Key/value heads.")] = 1,
     head_dim: Annotated[int, _positive("Size of a head.")] = 64,
-    kernel: Annotated[
-        list[str] | None, typer.Option(help="As --cp-ring-kernel; repeatable. Default: cpu.")
-    ] = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help="Repeatable. Default: float32, bfloat16.")
-    ] = None,
     cp: Annotated[
         list[int] | None, typer.Option(help="Ranks; repeatable. Default: 1, 2, 4, 8.", min=1)
     ] = None,
-    wire: Annotated[
-        list[str] | None, typer.Option(help="As --cp-ring-wire; repeatable. Default: plain.")
-    ] = None,
-    inputs: Annotated[
-        str, typer.Option(help="normal, or outliers: a few channels of keys are 20 times larger.")
-    ] = "normal",
-    seeds: Annotated[int, _positive("Random draws; the result is their mean.")] = 5,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cpu",
+    kernel: Annotated[str, typer.Option(help="As --cp-ring-kernel.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Compare errors with those of one kernel call. Both against float64, on the whole sequence; of
-    a codec that rounds, the error itself.
-    """
+    """Compare errors with those of one kernel call. Both against float64, on the whole sequence."""
     from cp_ring.kernels import REGISTRY
-    from cp_ring.plan.sizes.attention_sizes import WIRES
-    from cp_ring.tools.bench_accuracy import INPUTS, PARTS, AccuracyCases, run
+    from cp_ring.tools.bench_accuracy import PARTS, AccuracyCases, run
 
-    kernel, dtype, wire = kernel or ["cpu"], dtype or ["float32", "bfloat16"], wire or ["plain"]
-    _check("--kernel", kernel, ("auto", *REGISTRY))
-    _check("--dtype", dtype, (*_DTYPES, "float64"))
-    _check("--wire", wire, [name for name, each in WIRES.items() if not each.latent])
-    _check("--inputs", [inputs], INPUTS)
+    for flag, value, known in (
+        ("--kernel", kernel, ("auto", *REGISTRY)),
+        ("--dtype", dtype, ("float32", "bfloat16", "float16")),
+    ):
+        if value not in known:
+            raise ConfigError(f"{flag} {value}: unknown; known are {', '.join(known)}")
     _check_device(device)
     sizes = seq_length, heads, kv_heads, head_dim
-    results = run(
-        AccuracyCases(*sizes, kernel, dtype, cp or (1, 2, 4, 8), wire, inputs, seeds, device)
-    )
-
-    def error(part: str, result: Result) -> str:
-        if "rejected" in result:
-            return result["rejected"] if part == "out" else ""
-        return f"{result['error'][part]:.1e}" if "error" in result else f"{result[part]:.2f}"
-
-    def text(name: str, result: Result) -> str:
-        return error(name, result) if name in PARTS else str(result.get(name, ""))
-
-    names = ("kernel", "dtype", "mask", "cp", "wire", *PARTS)
-    columns = {name: partial(text, name) for name in names}
-    _print("error, ring / one call", columns, results, as_json)
+    results = run(AccuracyCases(*sizes, kernel, dtype, cp or (1, 2, 4, 8), device=device))
+    columns = {"mask": "", "cp": "", **dict.fromkeys(PARTS, ".2f")}
+    _print(f"error of the ring / of one call, {kernel}, {dtype}", columns, results, as_json)

@@ -8,9 +8,9 @@ slows all contestants alike.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from cp_ring import Layout, ring_attention
 from cp_ring.errors import ConfigError
+from cp_ring.tools.bench import DTYPES, seconds
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of this rank's q, k, v, each [1, tokens, heads, head_dim]."""
@@ -35,14 +36,14 @@ class Contest:
     """Sizes of the attention, which is causal with batch size 1, and who takes part.
 
     `n` tokens on `cp` ranks; `heads` heads of queries, of keys and of values, of size `head_dim`;
-    `device` is cpu or cuda; `names` are keys of `CONTESTANTS`.
+    `device` is cpu, with float32, or cuda, with bfloat16; `names` are keys
+    of `CONTESTANTS`.
     """
 
     n: int
     cp: int
     heads: int
     head_dim: int
-    dtype: str
     device: str
     names: tuple[str, ...]
     repeats: int
@@ -90,7 +91,7 @@ class Contestant:
 
     make: Callable[[Contest, Any], Attend]
     module: str = "torch"
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    devices: tuple[str, ...] = tuple(DTYPES)
     split: Callable[[int, int], Layout] = Layout.zigzag
     alone: bool = False
 
@@ -109,9 +110,18 @@ CONTESTANTS = {
 }
 
 
+def installed(device: str) -> list[str]:
+    """The contestants that run here."""
+    return [
+        name
+        for name, each in CONTESTANTS.items()
+        if device in each.devices and importlib.util.find_spec(each.module)
+    ]
+
+
 def run(contest: Contest) -> list[dict[str, Any]]:
-    """Results {name, median_s, min_s, max_s, error, times}: seconds of one forward and backward on
-    the slowest rank.
+    """Results {name, median_s, min_s, max_s, error}: seconds of one forward and backward on the
+    slowest rank.
 
     `error` compares out with the out of one kernel call: norm of the difference divided by norm.
     Raises `ConfigError` where a contestant fails.
@@ -131,7 +141,7 @@ def _run_rank(rank: int, contest: Contest, folder: str) -> None:
     cuda = contest.device == "cuda"
     torch.set_num_threads(1)
     if cuda:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device(rank)
     store = f"file://{folder}/store"
     dist.init_process_group(
         "nccl" if cuda else "gloo", init_method=store, rank=rank, world_size=contest.cp
@@ -145,24 +155,20 @@ def _run_rank(rank: int, contest: Contest, folder: str) -> None:
     for _ in range(contest.repeats):
         for name, work in rounds.items():
             dist.barrier()
-            start = time.perf_counter()
-            work()
-            if cuda:
-                torch.cuda.synchronize()
-            seconds = torch.tensor(time.perf_counter() - start, device=contest.device)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            times[name].append(float(seconds))
+            taken = seconds(work, torch.cuda.synchronize if cuda else lambda: None)
+            slowest = torch.tensor(taken, device=contest.device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times[name].append(float(slowest))
     if not rank:
         results = [
             {
                 "name": name,
-                "median_s": median(all_times),
-                "min_s": min(all_times),
-                "max_s": max(all_times),
+                "median_s": median(each),
+                "min_s": min(each),
+                "max_s": max(each),
                 "error": errors[name],
-                "times": all_times,
             }
-            for name, all_times in times.items()
+            for name, each in times.items()
         ]
         Path(folder, "results").write_text(json.dumps(results))
     dist.destroy_process_group()
@@ -179,7 +185,7 @@ def _round(contest: Contest, name: str, rank: int, group: Any) -> Callable[[], T
     shape = (1, contest.n, contest.heads, contest.head_dim)
     *inputs, dout = (
         layout.shard(torch.randn(shape, generator=generator), rank, 1)
-        .to(contest.device, getattr(torch, contest.dtype))
+        .to(contest.device, getattr(torch, DTYPES[contest.device]))
         .contiguous()
         for _ in range(4)
     )
