@@ -73,14 +73,14 @@ def one_call(mask: Mask, inputs: list[Tensor], kernel: str) -> list[Tensor]:
         plan = Plan.build(mask, Layout.contiguous(mask.n, 1))
         return _attend_to_shard(None, plan, inputs, kernel)
     q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs)
-    parts = [x.requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
     dense = torch.from_numpy(mask.dense())
     causal = bool((dense == torch.ones_like(dense).tril()).all())
     bias = torch.zeros(dense.shape, dtype=q.dtype).masked_fill_(~dense, -torch.inf)
     how: dict[str, Any] = {} if causal or dense.all() else {"attn_mask": bias}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out = F.scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True, **how)
-        grads = torch.autograd.grad(out, parts, dout)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True, **how)
+        grads = torch.autograd.grad(out, (q, k, v), dout)
     return [x.detach().transpose(1, 2) for x in (out, *grads)]
 
 
