@@ -49,6 +49,11 @@ LEFT_VALUES = {
     "kernel": {
         "cudnn": "transformer_engine has cuDNN's kernels, and flash_aten is PyTorch's own attention"
     },
+    "route": {
+        "relay": "give direct, and --cp-ring-heads with the ranks of a node, which sends each key "
+        "once to each node",
+        "auto": "give direct, or ring",
+    },
     "recurrent": {
         "auto": "give heads, or states where the heads do not divide among the ranks",
     },

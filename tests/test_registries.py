@@ -91,6 +91,10 @@ def test_selected_by_setting_and_by_call(registries):
             "and flash_aten",
         ),
         (
+            {"route": "relay"},
+            "--cp-ring-route 'relay': it left cp_ring: give direct, and --cp-ring-",
+        ),
+        (
             {"layout": "diagonal"},
             "--cp-ring-layout 'diagonal': input should be 'zigzag', 'contiguous' or 'balanced'",
         ),

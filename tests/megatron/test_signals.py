@@ -2,7 +2,6 @@
 all are obeyed by Megatron's own --exit-signal-handler.
 """
 
-import os
 import signal
 import subprocess
 import sys
