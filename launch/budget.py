@@ -65,6 +65,7 @@ ROOMS = (
     room("observation", 6_000, 14_300, "cp_ring/observe"),
     room("other libraries, testing", 4_000, 11_200, "cp_ring/integrations cp_ring/testing"),
     room("ring 1: the library", 105_000, 166_000, _LIBRARY),
+    room("adapter", 14_000, 9_000, "cp_ring/megatron/adapter cp_ring/megatron/specs.py"),
     room("certificate", 20_000, 23_300, "cp_ring/megatron/certificate"),
     room("data", 10_000, 12_700, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
     room("flags", 7_500, 14_700, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),

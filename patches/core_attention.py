@@ -54,7 +54,7 @@ def _with_all_gather(constructor: Function, self: Any, *args: Any, **kwargs: Any
 
 @around
 def _with_numbers(constructor: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    from cp_ring.megatron.ring_core_attention import number_predictions
+    from cp_ring.megatron.adapter.attention import number_predictions
 
     constructor(self, *args, **kwargs)
     number_predictions(self)
@@ -90,7 +90,7 @@ def _with_ring(
         self, config, submodules if sparse else ring_submodules(submodules), *args, **kwargs
     )
     if isinstance(self, MultiLatentAttention):
-        from cp_ring.megatron.layers import latent_tap
+        from cp_ring.megatron.adapter import latent_tap
 
         latent_tap.link(self)
     self.core_attention.positions_by_group = True

@@ -1,5 +1,5 @@
 """Keeps the ring from running again when activations are recomputed: see
-`cp_ring.megatron.layers.recomputation`.
+`cp_ring.megatron.adapter.recomputation`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def _replacements() -> Iterator[Replacement]:
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import random
 
-    from cp_ring.megatron.layers.recomputation import keeping
+    from cp_ring.megatron.adapter.recomputation import keeping
 
     checkpoint, te_checkpoint = random.checkpoint, getattr(extensions, "te_checkpoint", None)
     yield from replace_everywhere([tensor_parallel, random], "checkpoint", keeping(checkpoint))

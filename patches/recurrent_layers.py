@@ -33,7 +33,7 @@ def _replacements() -> Iterator[Replacement]:
     from megatron.core.ssm import mamba_mixer
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
-    from cp_ring.megatron.layers import recurrent
+    from cp_ring.megatron.adapter import recurrent
 
     yield from _of_gated_delta_net()
     modules = loaded_modules("megatron.core.ssm")
@@ -50,7 +50,7 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from cp_ring.megatron.layers import recurrent
+    from cp_ring.megatron.adapter import recurrent
 
     package: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
     wrappers = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cp_ring.megatron.layers.rotary import positions_in_force, selecting, tokens_of
+from cp_ring.megatron.adapter.rotary import positions_in_force, selecting, tokens_of
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current, split_by_microbatch
 from cp_ring.megatron.wrapping import Function, arguments_of, around, loaded_modules

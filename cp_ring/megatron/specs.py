@@ -21,7 +21,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.ring_core_attention import RingDotProductAttention
+from cp_ring.megatron.adapter.attention import RingDotProductAttention
 from cp_ring.megatron.wrapping import replaced
 
 try:
@@ -158,7 +158,7 @@ def with_ring_attention(spec: Any) -> Any:
             and isinstance(value, type)
             and issubclass(value, MultiLatentAttention)
         ):
-            from cp_ring.megatron.layers.latent_tap import linked
+            from cp_ring.megatron.adapter.latent_tap import linked
 
             changes[field.name] = linked(value)
         elif field.name not in ("params", "module"):

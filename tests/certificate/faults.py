@@ -466,7 +466,7 @@ def _shifted_beyond_256(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -
 
 def _layer(attribute: str, faulty: Any) -> Any:
     def found() -> list[Any]:
-        from cp_ring.megatron.ring_core_attention import RingDotProductAttention
+        from cp_ring.megatron.adapter.attention import RingDotProductAttention
 
         return [(RingDotProductAttention, attribute, faulty)]
 
@@ -514,9 +514,9 @@ OF_ONE_LAYER: dict[str, Any] = {
     "window of one layer in long rows": _layer(
         "plan_of", _in_one_layer("window", lambda window: (window[0] + 1, window[1]), beyond=100)
     ),
-    "window of one layer": _at("cp_ring.megatron.layers.planned._window", _window_of_one_layer),
+    "window of one layer": _at("cp_ring.megatron.adapter.planned._window", _window_of_one_layer),
     "window of the last layer": _at(
-        "cp_ring.megatron.layers.planned._window", _window_of_the_last_layer
+        "cp_ring.megatron.adapter.planned._window", _window_of_the_last_layer
     ),
     "scale of one layer": _layer(
         "forward",
@@ -554,7 +554,9 @@ OF_LENGTH: dict[str, Any] = {
 }
 
 ATTENTION: dict[str, Any] = {
-    "mask dropped to plain causal": _at("cp_ring.megatron.layers.planned.make_plan", _plain_causal),
+    "mask dropped to plain causal": _at(
+        "cp_ring.megatron.adapter.planned.make_plan", _plain_causal
+    ),
     "window off by one": _parity("window widened"),
     "window on every layer": _parity("window on every layer"),
     "documents merged": _parity("documents merged"),
@@ -564,7 +566,7 @@ ATTENTION: dict[str, Any] = {
     "gradients of one hop lost": _at("cp_ring.comm.streams.GradStream.start", _hop_lost),
     "sink ignored": _parity("sink dropped"),
     "sink gradient dropped": _parity("sink gradient dropped"),
-    "softmax scale": _at("cp_ring.megatron.ring_core_attention.attention_of", _scaled),
+    "softmax scale": _at("cp_ring.megatron.adapter.attention.attention_of", _scaled),
     "softmax denominators accumulated in bf16": _totals(
         "merge", lambda outs, lses, running, lse, out: [lse]
     ),
@@ -573,9 +575,11 @@ ATTENTION: dict[str, Any] = {
     ),
     "gradients accumulated in bf16": _totals("add", lambda parts, running, total: [running, total]),
     "padding attended": _at("cp_ring.megatron.data.documents.Documents.in_thd", _padding_attended),
-    "window beyond 256 tokens": _at("cp_ring.megatron.layers.planned.make_plan", _wrong_beyond_256),
+    "window beyond 256 tokens": _at(
+        "cp_ring.megatron.adapter.planned.make_plan", _wrong_beyond_256
+    ),
     "second batch row like the first": _at(
-        "cp_ring.megatron.ring_core_attention.Inputs", _second_row_like_the_first
+        "cp_ring.megatron.adapter.attention.Inputs", _second_row_like_the_first
     ),
     "gradients of keys summed in bf16": _at(
         "cp_ring.comm.streams.GradStream.finish", _key_gradients_in_bf16
@@ -592,13 +596,13 @@ ATTENTION: dict[str, Any] = {
         "megatron.core.transformer.moe.router.TopKRouter.attach_and_log_load_balancing_loss",
         _aux_loss_twice,
     ),
-    "window too small by one": _at("cp_ring.megatron.layers.planned.make_plan", _window_narrowed),
+    "window too small by one": _at("cp_ring.megatron.adapter.planned.make_plan", _window_narrowed),
     "mask widened": _parity("mask widened"),
-    "group permuted": _at("cp_ring.megatron.layers.planned.make_plan", _group_permuted),
+    "group permuted": _at("cp_ring.megatron.adapter.planned.make_plan", _group_permuted),
     "stale slot at four ranks": _at("cp_ring.comm.streams.KeyStream.__iter__", _stale_at_four),
-    "key heads rolled": _at("cp_ring.megatron.ring_core_attention.Inputs", _heads_rolled),
+    "key heads rolled": _at("cp_ring.megatron.adapter.attention.Inputs", _heads_rolled),
     "softmax scale of one rank": _at(
-        "cp_ring.megatron.ring_core_attention.attention_of", _one_rank_scaled
+        "cp_ring.megatron.adapter.attention.attention_of", _one_rank_scaled
     ),
     "last key of a hop lost": _at("cp_ring.comm.streams.KeyStream.__iter__", _last_key_lost),
     "gradients of one hop twice": _at("cp_ring.comm.streams.GradStream.start", _gradients_twice),

@@ -58,7 +58,7 @@ def run_program() -> None:
     import cp_ring.megatron
 
     cp_ring.megatron.enable(cpu=True, certify="off", seq_length=128)
-    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
+    from cp_ring.megatron.adapter.attention import RingDotProductAttention
 
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=2)

@@ -15,7 +15,7 @@ from tests.parity.models import COMMON, MAMBA
 def megatron():
     """Imports Megatron when the first test runs: at collection it would cost every worker seconds."""
     global RingDotProductAttention
-    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
+    from cp_ring.megatron.adapter.attention import RingDotProductAttention
 
 
 no_cuda = pytest.mark.skipif(

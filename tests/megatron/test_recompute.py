@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring.megatron.layers import recomputation
+from cp_ring.megatron.adapter import recomputation
 from cp_ring.observe.counters import record
 from tests.kernels.emulated_te import installed
 from tests.megatron.launch import FULL as FULLY
@@ -178,7 +178,7 @@ def attention():
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
+    from cp_ring.megatron.adapter.attention import RingDotProductAttention
 
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=HEADS, attention_dropout=0.0

@@ -146,8 +146,8 @@ def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
 
 
 def test_a_mask_with_branches_is_rejected_by_name(monkeypatch):
+    from cp_ring.megatron.adapter import recurrent
     from cp_ring.megatron.data.masks import DeclaredMask
-    from cp_ring.megatron.layers import recurrent
 
     for mask in (Mask.tree([-1, 0, 0], [20, 30, 14], 64), Mask.shared_prefix([(20, [30, 14])])):
         carried = DeclaredMask.of_rows([mask], "zigzag", 1)
@@ -158,8 +158,8 @@ def test_a_mask_with_branches_is_rejected_by_name(monkeypatch):
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_tokens_come_in_order_and_go_back(data):
+    from cp_ring.megatron.adapter import recurrent
     from cp_ring.megatron.data.documents import DocumentParams, Documents
-    from cp_ring.megatron.layers import recurrent
 
     cp, batch, name = (
         data.draw(st.sampled_from([1, 2, 4])),
@@ -191,9 +191,9 @@ NAMES = ["zigzag", "contiguous", "balanced"]
 
 def test_padding_and_declared_documents_begin_anew_too():
     from cp_ring import Mask
+    from cp_ring.megatron.adapter import recurrent
     from cp_ring.megatron.data.documents import Documents
     from cp_ring.megatron.data.masks import DeclaredMask
-    from cp_ring.megatron.layers import recurrent
     from cp_ring.plan.layout import Layout
 
     def numbers(carried):
@@ -207,8 +207,8 @@ def test_padding_and_declared_documents_begin_anew_too():
 
 def test_the_halo_is_proven_for_the_convolution_that_runs(monkeypatch):
     from cp_ring import PlanError
+    from cp_ring.megatron.adapter import recurrent
     from cp_ring.megatron.data.documents import without_documents
-    from cp_ring.megatron.layers import recurrent
     from cp_ring.recurrent.segments import Segments
     from cp_ring.testing.local_ring import LocalRing
     from tests.recurrences import causal_conv1d

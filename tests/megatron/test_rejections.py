@@ -420,7 +420,7 @@ def core_attention(settings=None, **arguments):
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
+    from cp_ring.megatron.adapter.attention import RingDotProductAttention
 
     config = TransformerConfig(**CONFIG, use_cpu_initialization=True)
     for name, value in (settings or {}).items():

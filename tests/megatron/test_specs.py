@@ -39,7 +39,7 @@ def megatron():
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
+    from cp_ring.megatron.adapter.attention import RingDotProductAttention
     from cp_ring.megatron.specs import with_ring_attention
 
 

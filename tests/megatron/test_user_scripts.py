@@ -146,7 +146,7 @@ def test_a_specification_made_by_hand(one_rank):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
+    from cp_ring.megatron.adapter.attention import RingDotProductAttention
     from cp_ring.megatron.specs import with_ring_attention
 
     config = TransformerConfig(
@@ -188,7 +188,7 @@ def test_a_specification_by_flags(monkeypatch):
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
+    from cp_ring.megatron.adapter.attention import RingDotProductAttention
     from cp_ring.megatron.specs import gpt_local
 
     def parts(**values):

@@ -36,7 +36,7 @@ def observe(path: Path, ledger) -> None:
     import megatron.training.training as training
 
     from cp_ring.megatron import gpt
-    from cp_ring.megatron.layers import recomputation
+    from cp_ring.megatron.adapter import recomputation
 
     training_log, evaluate, next_batch = training.training_log, training.evaluate, gpt._next_batch
     passes = itertools.count()

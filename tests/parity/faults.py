@@ -232,7 +232,7 @@ FAULTS = {
         "cp_ring.comm.latent.LatentGradients._of_latents", _rotated_part_not_returned
     ),
     "latent not summed over tp": at(
-        "cp_ring.megatron.layers.latent_tap.LatentTap._of_all_tokens", _latent_not_summed
+        "cp_ring.megatron.adapter.latent_tap.LatentTap._of_all_tokens", _latent_not_summed
     ),
     "loss averaged by rank": at("cp_ring.megatron.gpt.loss_function", _averaged_by_rank),
     "tokens of the loss counted by rank": at("cp_ring.patches.loss_average.average", _of_the_rank),
@@ -244,14 +244,14 @@ FAULTS = {
     "boundary missed": at("cp_ring.megatron.gpt.boundaries", _boundary_missed),
     "documents merged": at("cp_ring.megatron.data.documents.Documents.mask", _merged),
     "state in the order of another layout": at(
-        "cp_ring.megatron.layers.recurrent.without_documents", _in_another_layout
+        "cp_ring.megatron.adapter.recurrent.without_documents", _in_another_layout
     ),
     "state passed by another layout": at(
-        "cp_ring.megatron.layers.recurrent.without_documents", _in_another_layout
+        "cp_ring.megatron.adapter.recurrent.without_documents", _in_another_layout
     ),
     "state not handed on": at("cp_ring.recurrent.messages.StateFlight.arrive", _nothing_handed_on),
-    "state across documents": at("cp_ring.megatron.layers.recurrent._starts", _across_documents),
-    "state begins anew too late": at("cp_ring.megatron.layers.recurrent._starts", _anew_too_late),
+    "state across documents": at("cp_ring.megatron.adapter.recurrent._starts", _across_documents),
+    "state begins anew too late": at("cp_ring.megatron.adapter.recurrent._starts", _anew_too_late),
     "rotary positions of zigzag": at(
         "cp_ring.patches.rotary_documents._positions", _rotary_by_zigzag
     ),
@@ -271,15 +271,15 @@ FAULTS = {
     ),
     "packed documents in order": at("cp_ring.Layout.per_document_zigzag", _in_order),
     "one position in all sections": at("cp_ring.megatron.gpt._mrope_positions", _one_section),
-    "mask widened": at("cp_ring.megatron.layers.planned.make_plan", _mask_widened),
-    "window widened": at("cp_ring.megatron.layers.planned.make_plan", _window_widened),
+    "mask widened": at("cp_ring.megatron.adapter.planned.make_plan", _mask_widened),
+    "window widened": at("cp_ring.megatron.adapter.planned.make_plan", _window_widened),
     "window on every layer": at("cp_ring.megatron.compat.has_window", _window_everywhere),
-    "sink dropped": at("cp_ring.megatron.ring_core_attention.Inputs", _sink_dropped),
+    "sink dropped": at("cp_ring.megatron.adapter.attention.Inputs", _sink_dropped),
     "sink gradient dropped": at(
-        "cp_ring.megatron.ring_core_attention.Inputs", _sink_gradient_dropped
+        "cp_ring.megatron.adapter.attention.Inputs", _sink_gradient_dropped
     ),
     "scale of the head size": at(
-        "cp_ring.megatron.ring_core_attention.attention_of", _scale_of_head_size
+        "cp_ring.megatron.adapter.attention.attention_of", _scale_of_head_size
     ),
     "positions of another split": at(
         "cp_ring.megatron.gpt.on_this_cp_rank", _positions_of_another_split

@@ -237,7 +237,7 @@ def test_core_attention_is_ring_attention(applied, one_rank):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.spec_utils import build_module
 
-    from cp_ring.megatron.ring_core_attention import RingDotProductAttention
+    from cp_ring.megatron.adapter.attention import RingDotProductAttention
 
     def build():
         spec = get_gpt_layer_local_spec()

@@ -261,7 +261,7 @@ def test_starts_outside_of_the_stream_are_rejected():
         Segments.build(Layout.zigzag(8, 2), np.array([8]))
 
 
-@pytest.mark.parametrize("runs", ["cp_ring", "cp_ring.megatron.layers.recurrent"])
+@pytest.mark.parametrize("runs", ["cp_ring", "cp_ring.megatron.adapter.recurrent"])
 def test_nobody_loads_the_package_without_states(runs):
     code = f"import sys, {runs}; print(*(x for x in sys.modules if 'cp_ring.recurrent' in x))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

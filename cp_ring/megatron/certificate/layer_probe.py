@@ -102,7 +102,7 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
     """The job's core attention of this kind of layer, as its attention layer builds it."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from cp_ring.megatron.ring_core_attention import RingDotProductAttention  # imports Megatron
+    from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
 
     sizes: dict[str, Any] = {}
     if config.multi_latent_attention:

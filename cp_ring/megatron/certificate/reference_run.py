@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from cp_ring.megatron import compat, settings
+from cp_ring.megatron.adapter.rotary import positions_in_force
 from cp_ring.megatron.certificate.dense_oracle import DenseAttention, MaskRule
 from cp_ring.megatron.certificate.layer_kinds import declared_scale, declared_window
 from cp_ring.megatron.certificate.tiny_batch import Microbatch
 from cp_ring.megatron.certificate.tiny_model import arguments_in_force, one_stage, own_device
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, is_recurrent, letters_of
-from cp_ring.megatron.layers.rotary import positions_in_force
 from cp_ring.megatron.wrapping import loaded_modules, replaced
 
 
@@ -47,7 +47,7 @@ def follow_rules(model: Any, rules: list[MaskRule]) -> None:
     """Makes the layers of the reference run do what the flags declare: attention by dense masks in
     place of the ring, and recurrent layers document by document.
     """
-    from cp_ring.megatron.ring_core_attention import RingDotProductAttention  # imports Megatron
+    from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
 
     scale = declared_scale(model.config)[0]
     paths = [_paths(rule) for rule in rules]

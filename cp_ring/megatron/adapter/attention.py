@@ -18,16 +18,16 @@ from cp_ring.attention import attention_of
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.megatron import compat
-from cp_ring.megatron.layers import recomputation
-from cp_ring.megatron.layers.layer_offload import saving
-from cp_ring.megatron.layers.planned import PlannedAttention, mask_of
+from cp_ring.megatron.adapter import recomputation
+from cp_ring.megatron.adapter.layer_offload import saving
+from cp_ring.megatron.adapter.planned import PlannedAttention, mask_of
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.observe import debug, timing, watchdog
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
 if TYPE_CHECKING:
     from cp_ring.comm.latent import Latents
-    from cp_ring.megatron.layers.latent_tap import LatentTap
+    from cp_ring.megatron.adapter.latent_tap import LatentTap
 
 
 class RingDotProductAttention(PlannedAttention):
@@ -232,11 +232,11 @@ class RingDotProductAttention(PlannedAttention):
 
     def _make_tap(self) -> LatentTap | None:
         """What finds the latents of this layer, where they travel; see
-        `cp_ring.megatron.layers.latent_tap.link`.
+        `cp_ring.megatron.adapter.latent_tap.link`.
         """
         if not WIRES[self.wire].latent:
             return None
-        from cp_ring.megatron.layers.latent_tap import make_tap
+        from cp_ring.megatron.adapter.latent_tap import make_tap
 
         return make_tap(self.config, self.spec.ulysses, self.settings, self.tp_group)
 

@@ -1,1 +1,0 @@
-"""What layers do beside attention: positions, states along the sequence, recomputation."""
