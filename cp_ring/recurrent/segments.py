@@ -127,11 +127,6 @@ class Segments:
         goes = self._begun < np.arange(len(self.owner))
         return goes, np.append(goes[1:], False)
 
-    @property
-    def links(self) -> int:
-        """Borders between ranks that lie inside of documents."""
-        return int(np.count_nonzero(self._linked[0]))
-
     def held(self, rank: int) -> Held:
         mine = self.owner == rank
         size = np.diff(self.edges)[mine]
@@ -169,11 +164,6 @@ class Segments:
             walk.append((entries, entries + next_to))
         wanted = np.flatnonzero(wants & (self.owner == rank)) + next_to
         return Gather(swap, tuple(walk), np.searchsorted(mine, wanted))
-
-    def bytes(self, whole: int) -> int:
-        """Bytes of maps that all ranks send, forward and backward. whole: bytes of a map."""
-        pairs = [(self.owner[segments], to) for to, segments in map(self._gathered, (False, True))]
-        return whole * sum(int(np.count_nonzero(far != to)) for far, to in pairs)
 
     def halo(self, rank: int, width: int) -> Halo:
         """For a convolution over `width` tokens, its own among them."""
