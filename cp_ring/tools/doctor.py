@@ -1,4 +1,4 @@
-"""`cp-ring doctor`: versions, devices, kernels and patches of this installation, a line each.
+"""`cp-ring doctor`: versions, GPUs, kernels and patches of this installation, a line each.
 
 It needs the standard library alone: what a missing package hides is a line too. It imports the
 packages that Megatron imports, because only an import shows that a package is broken.
@@ -14,8 +14,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
@@ -35,7 +33,7 @@ class Finding(NamedTuple):
 
 
 def main() -> int:
-    """Prints all findings, and the problems once more at the end. Returns 1 if there are any."""
+    """Prints all findings. Returns 1 if one is a problem."""
     # what packages print when they are imported would be in between
     with (
         open(os.devnull, "w") as nowhere,
@@ -51,11 +49,9 @@ def main() -> int:
             print(f"{section}:")
         state = "" if finding.state == "good" else f"{finding.state}: "
         print(f"  {finding.name:<24}{state}{finding.text}")
-    problems = [finding for finding in findings if finding.state == "problem"]
-    for finding in problems:
-        print(f"cp_ring: problem: {finding.name} {finding.text}", file=sys.stderr)
-    print(f"cp_ring: {len(problems) or 'no'} problem(s)")
-    return int(bool(problems))
+    problems = sum(finding.state == "problem" for finding in findings)
+    print(f"cp_ring: {problems or 'no'} problem(s)")
+    return int(problems > 0)
 
 
 def examine() -> list[Finding]:
@@ -136,18 +132,10 @@ def _torch_and_devices() -> Iterator[Finding]:
         yield Finding("versions", "CUDA", "absent", "this torch is a build for the CPU")
     else:
         yield Finding("versions", "CUDA", "absent", f"{torch.version.cuda}: torch finds no GPU")
-    try:
-        yield Finding("versions", "cuDNN", "good", str(torch.backends.cudnn.version()))
-    except Exception as error:
-        advice = "let only the nvidia-cudnn package that torch asks for be on LD_LIBRARY_PATH"
-        yield Finding("versions", "cuDNN", "problem", f"{_reason(error)}: {advice}")
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
         about = f"{card.name}, {card.total_memory >> 30} GiB, sm_{card.major}{card.minor}"
         yield Finding("machine", f"GPU {index}", "good", about)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
-    cores = len(os.sched_getaffinity(0))
-    yield Finding("machine", "CPU", "good", f"{cores} cores, {memory} GiB")
 
 
 _OPTIONAL = (
@@ -182,17 +170,10 @@ def _optional_packages() -> Iterator[Finding]:
 
 
 def _slurm() -> Iterator[Finding]:
-    text = "no srun on PATH"
-    if shutil.which("srun"):
-        try:
-            done = subprocess.run(["srun", "--version"], capture_output=True, text=True, timeout=30)
-        except (OSError, subprocess.TimeoutExpired):
-            done = None
-        if done is not None and done.returncode == 0:
-            yield Finding("machine", "Slurm", "good", done.stdout.strip())
-            return
-        text = "no cluster: srun is there, without a configuration"
-    yield Finding("machine", "Slurm", "absent", text)
+    if srun := shutil.which("srun"):
+        yield Finding("machine", "Slurm", "good", srun)
+    else:
+        yield Finding("machine", "Slurm", "absent", "no srun on PATH")
 
 
 def _kernels() -> Iterator[Finding]:
@@ -200,23 +181,23 @@ def _kernels() -> Iterator[Finding]:
 
     from cp_ring.kernels import OF_CUDA, REGISTRY
 
-    cuda = torch.cuda.is_available()
+    cpu = ("cpu", torch.float32)
+    devices = [("cuda", torch.bfloat16), cpu] if torch.cuda.is_available() else [cpu]
     for name, home in REGISTRY.items():
-        on_cuda = name in OF_CUDA or cuda
-        device, dtype = ("cuda", torch.bfloat16) if on_cuda else ("cpu", torch.float32)
-        try:
-            kernel = importlib.import_module(home).KERNEL
-            reason = kernel.rejection(torch.device(device), dtype, 128, 128)
-            if reason and on_cuda and name not in OF_CUDA:
-                device = "cpu"
-                reason = kernel.rejection(torch.device("cpu"), torch.float32, 128, 128)
-        # a package that the kernel uses is broken; the finding on that package says what to do
-        except Exception as error:
-            reason = f"cannot be used: {_reason(error)}"
-        if device == "cuda" and not cuda:
-            reason = "; ".join(filter(None, ["no CUDA here", reason]))
-        text = reason or f"usable on {device}"
-        yield Finding("kernels", name, "absent" if reason else "good", text)
+        reasons = []
+        for device, dtype in devices[:1] if name in OF_CUDA else devices:
+            try:
+                kernel = importlib.import_module(home).KERNEL
+                reason = kernel.rejection(torch.device(device), dtype, 128, 128)
+            # a package that the kernel uses is broken; the finding on that package says what to do
+            except Exception as error:
+                reason = f"cannot be used: {_reason(error)}"
+            if not reason:
+                yield Finding("kernels", name, "good", f"usable on {device}")
+                break
+            reasons.append(reason)
+        else:
+            yield Finding("kernels", name, "absent", reasons[0])
 
 
 def _patches() -> Iterator[Finding]:

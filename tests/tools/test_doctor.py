@@ -34,7 +34,7 @@ def test_a_good_installation_is_good():
     shown = {line.split()[0]: line for line in done.stdout.splitlines() if line[0] == " "}
     for name in ("python", "torch", "megatron-core", "cpu", "reference", "core_attention"):
         assert ": " not in shown[name], name
-    names = "CUDA", "cuDNN", "TransformerEngine", "flash-attn", "Apex", "Triton", "Slurm", "CPU"
+    names = "CUDA", "TransformerEngine", "flash-attn", "Apex", "Triton", "Slurm"
     assert {*names} <= shown.keys()
     for section in ("versions", "machine", "kernels", "patches"):
         assert f"{section}:\n" in done.stdout
@@ -60,12 +60,8 @@ def bad(tmp_path_factory):
 def test_each_problem_is_one_line_that_says_what_to_do(bad):
     done = run(path=bad)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "loading" not in done.stdout
-    lines = [
-        line.removeprefix("cp_ring: problem: ")
-        for line in done.stderr.splitlines()
-        if line.startswith("cp_ring: problem: ")
-    ]
-    assert len(lines) == 4, done.stderr
+    lines = [line.strip() for line in done.stdout.splitlines() if "problem: " in line]
+    assert len(lines) == 4, done.stdout + done.stderr
     megatron, engine, flash, apex = lines
     assert (
         "0.12.3" in megatron
@@ -100,7 +96,7 @@ def test_it_needs_the_standard_library_alone(tmp_path):
             capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-        said = done.stderr.splitlines()
+        said = (done.stdout + done.stderr).splitlines()
         if command == "doctor":
             for need in ("numpy>=1.26", "torch>=2.11,<2.16", "typer>=0.12"):
                 assert any(f"not installed: pip install '{need}'" in line for line in said), need
