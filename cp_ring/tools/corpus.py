@@ -25,6 +25,7 @@ from cp_ring.errors import ConfigError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 FORMAT = 1  # part of the cache key: raise it when the same sources give another result
+VALIDATION_STRIDE = 20  # documents, of which one is for validation
 # the tokenizer is trained on the first documents up to this size
 TOKENIZER_DOCUMENTS_BYTES = 32 << 20
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -42,7 +43,6 @@ class Corpus:
     files: tuple[Path, ...]
     name: str
     vocab_size: int
-    validation_fraction: float
 
     @property
     def train(self) -> str:
@@ -68,9 +68,7 @@ class Corpus:
         return json.loads((self.folder / "corpus.json").read_text())
 
 
-def find(
-    path: Path | None, cache: Path, vocab_size: int = 4096, validation_fraction: float = 0.05
-) -> Corpus:
+def find(path: Path | None, cache: Path, vocab_size: int = 4096) -> Corpus:
     """Finds the sources and chooses the folder of their corpus. It reads no text and builds
     nothing.
 
@@ -88,9 +86,7 @@ def find(
         raise ConfigError(
             f'data.path {root}: is empty; it needs text files, or .jsonl files with a "text" key'
         )
-    identity = hashlib.sha256(
-        repr((FORMAT, vocab_size, validation_fraction, str(root.resolve()))).encode()
-    )
+    identity = hashlib.sha256(repr((FORMAT, vocab_size, str(root.resolve()))).encode())
     for file in files:
         stat = file.stat()
         identity.update(
@@ -98,7 +94,7 @@ def find(
         )
     name = "standard-library" if path is None else root.stem
     folder = (cache / f"{name}-{identity.hexdigest()[:16]}").absolute()
-    return Corpus(folder, files, name, vocab_size, validation_fraction)
+    return Corpus(folder, files, name, vocab_size)
 
 
 def build(corpus: Corpus) -> None:
@@ -161,7 +157,7 @@ def _build_in(work: Path, corpus: Corpus) -> None:
         )
     tokenizer = _train_tokenizer(sample, corpus.vocab_size)
     _save_tokenizer(tokenizer, work / "tokenizer")
-    stride = min(documents, max(2, round(1 / corpus.validation_fraction)))
+    stride = min(documents, VALIDATION_STRIDE)
     tokens = _tokenize(work, tokenizer, _read_documents(corpus.files), stride)
     summary = {
         "documents": documents,

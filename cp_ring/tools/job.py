@@ -43,8 +43,6 @@ OWN_DATA = (
     "mock_data",
 )
 """Arguments of Megatron that name data sets."""
-RANK_BYTES = 1 << 29
-"""Of memory that a rank on the CPU takes at least."""
 _SECTION = "must be a section with keys"
 _PLAIN = {
     "model_type": _SECTION,
@@ -57,7 +55,8 @@ _LAUNCHER = dict.fromkeys(
     "several nodes and restarts are those of launch/slurm/train.sbatch, or of torchrun with the "
     "flags of cp-ring train --print-flags",
 )
-LEFT = {"launch": _LAUNCHER, "cp_ring": LEFT_SETTINGS}
+_DATA = {"validation_fraction": "one of 20 documents is for validation; drop it"}
+LEFT = {"launch": _LAUNCHER, "cp_ring": LEFT_SETTINGS, "data": _DATA}
 """Keys of sections that left, and what to use instead."""
 
 
@@ -70,19 +69,18 @@ def _read_options(section: Any, as_pydantic: Callable[[Any], Options]) -> Option
     """The section cp_ring, which `Options` checks itself; its errors get pydantic's form."""
     if not isinstance(section, dict):
         return as_pydantic(section)
-    errors: dict[str, InitErrorDetails] = {}
     known = {key: value for key, value in section.items() if key in SETTINGS}
-    for settings in [*({key: value} for key, value in known.items()), known]:
-        try:
-            options = Options(**settings)
-        except OptionError as error:
-            kind = PydanticCustomError("option", "{problem}", {"problem": error.problem})
-            detail = InitErrorDetails(type=kind, loc=(error.name,), input=error.value)
-            errors.setdefault(error.name, detail)
-    for key in section.keys() - known:
-        errors[key] = InitErrorDetails(type="extra_forbidden", loc=(key,), input=section[key])
+    errors = [
+        InitErrorDetails(type="extra_forbidden", loc=(key,), input=section[key])
+        for key in section.keys() - known
+    ]
+    try:
+        options = Options(**known)
+    except OptionError as error:
+        kind = PydanticCustomError("option", "{problem}", {"problem": error.problem})
+        errors.append(InitErrorDetails(type=kind, loc=(error.name,), input=error.value))
     if errors:
-        raise ValidationError.from_exception_data("cp_ring", [*errors.values()])
+        raise ValidationError.from_exception_data("cp_ring", errors)
     return options
 
 
@@ -104,9 +102,6 @@ class DataConfig(Section):
         4096,
         ge=300,
         description="Vocabulary size of the BPE tokenizer that is trained on the data.",
-    )
-    validation_fraction: float = Field(
-        0.05, gt=0, le=0.5, description="Share of the documents that is used only for validation."
     )
     cache: UserPath = Field(Path("runs/corpora"), description="Where tokenized corpora are kept.")
 
@@ -313,10 +308,6 @@ def _describe(error: Any) -> str:
     }
     names = [*(sections[location[0]] if location[1:] else sections)]
     near = difflib.get_close_matches(last, names, n=1, cutoff=0.5)
-    if not near and not location[1:] and isinstance(error["input"], str | int | float):
-        # perhaps without its section
-        homes = [name for name in sections if name != "megatron" and key in sections[name]]
-        near = [f"{next(iter(homes), 'megatron')}.{key}"]
     if near:
         return f"{key}: unknown key; did you mean {'.'.join([*location[:-1], near[0]])}?"
     return f"{key}: unknown key; {'.'.join(location[:-1]) or 'the file'} has {', '.join(names)}"
@@ -333,27 +324,23 @@ class Command:
     flags: list[str]
     corpus: Corpus | None
 
+    def launcher(self, *more: str) -> list[str]:
+        """torchrun, with more options."""
+        return [sys.executable, "-m", "torch.distributed.run", *self.torchrun, *more]
+
     def words(self, *torchrun: str) -> list[str]:
         """The whole command, with more options of torchrun."""
-        launcher = [sys.executable, "-m", "torch.distributed.run", *self.torchrun, *torchrun]
-        return [*launcher, "-m", ENTRY, *self.flags]
+        return [*self.launcher(*torchrun), "-m", ENTRY, *self.flags]
 
-    def as_shell_line(self) -> str:
-        """One line that a shell can run unchanged."""
+    def as_shell_lines(self, of_one_rank: bool = False) -> str:
+        """What a shell can run unchanged, with each of Megatron's flags in a line of its own. That
+        of one rank, which Slurm starts, has no torchrun.
+        """
         variables = [f"{name}={value}" for name, value in self.environment.items()]
-        return shlex.join(["env", *variables, *self.words()])
-
-    def of_one_rank(self) -> str:
-        """The command of a rank that Slurm starts, as a line of a shell."""
-        return shlex.join([sys.executable, "-m", ENTRY, *self.flags])
-
-
-def by_lines(line: str) -> str:
-    """A line of a shell with each of Megatron's flags in a line of its own."""
-    before, entry, flags = line.partition(f" -m {ENTRY} ")
-    words = [shlex.quote(word) for word in shlex.split(flags)]
-    rest = " ".join(word if not word.startswith("--") else f"\\\n    {word}" for word in words)
-    return before + entry + rest
+        launcher = [sys.executable] if of_one_rank else ["env", *variables, *self.launcher()]
+        words = map(shlex.quote, self.flags)
+        flags = (f"\\\n    {word}" if word.startswith("--") else word for word in words)
+        return " ".join([shlex.join([*launcher, "-m", ENTRY]), *flags])
 
 
 def uses_corpus(job: JobConfig) -> bool:
@@ -374,7 +361,7 @@ def find_corpus(job: JobConfig) -> Corpus | None:
     from cp_ring.tools import corpus
 
     data = job.data
-    return corpus.find(data.path, data.cache, data.vocab_size, data.validation_fraction)
+    return corpus.find(data.path, data.cache, data.vocab_size)
 
 
 def build_command(job: JobConfig, elsewhere: bool = False, tasks: int | None = None) -> Command:
@@ -384,6 +371,9 @@ def build_command(job: JobConfig, elsewhere: bool = False, tasks: int | None = N
 
     Raises `ConfigError` with all reasons, each with its key.
     """
+    from cp_ring.megatron.flags import rules
+    from cp_ring.megatron.flags.rule import Job, check_rules
+
     reasons = Reasons()
     device = "cuda" if job.launch.device == "cuda" else "cpu"
     visible: dict[str, str] = {}
@@ -396,13 +386,11 @@ def build_command(job: JobConfig, elsewhere: bool = False, tasks: int | None = N
     with reasons.of():
         flags, args = megatron_flags(job, corpus, device)
     if args is not None:
-        missing = Reasons() if elsewhere else reasons
-        with missing.of(), _keys_of(job):
-            _check_layers(args, job)
+        if not elsewhere:
+            with reasons.of(), _keys_of(job):
+                check_rules(Job(args), rules.LAYERS)
         with reasons.of():
             _check_by_megatron(job, args)
-        for problem in missing.found if elsewhere else ():
-            print(f"cp_ring: warning: {problem}", file=sys.stderr)
     reasons.end()
     torchrun = ["--standalone", "--local-addr", "127.0.0.1"]
     torchrun += ["--nproc-per-node", str(job.parallel.ranks)]
@@ -422,15 +410,11 @@ def megatron_flags(
     """
     from cp_ring.megatron.flags import argument_parser
 
-    packed = [key for key in PACKED_DATA if job.megatron.get(key)]
-    if packed and not job.cp_ring.enabled:
-        raise ConfigError(
-            f"{job.source}: megatron.{packed[0]} needs cp_ring.enabled, which masks documents"
-        )
+    packed = job.cp_ring.enabled and any(job.megatron.get(key) for key in PACKED_DATA)
     options = replace(
         job.cp_ring,
         cpu=device == "cpu",
-        document_mask=bool(packed) or job.cp_ring.document_mask,
+        document_mask=packed or job.cp_ring.document_mask,
     )
     parser = parser or argument_parser.build_parser()
     sizes = job.parallel.model_dump(exclude={"data_parallel_size"})
@@ -461,22 +445,6 @@ def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
             "tokenizer_model": corpus.tokenizer,
         }
     return settings
-
-
-def _check_layers(args: argparse.Namespace, job: JobConfig) -> None:
-    """Raises `ConfigError` if `args` ask for layers of a package that is not installed, or for
-    context parallelism that their layers do not have.
-    """
-    from cp_ring.megatron.flags import rules
-    from cp_ring.megatron.flags.rule import Job, check_rules
-
-    check_rules(Job(args), rules.LAYERS)
-    cp, stock = job.parallel.context_parallel_size, args.transformer_impl == "transformer_engine"
-    if cp > 1 and not job.cp_ring.enabled and not stock:
-        raise ConfigError(
-            f"parallel.context_parallel_size {cp} needs cp_ring.enabled: true; without it only "
-            "layers of TransformerEngine (megatron.transformer_impl) split a sequence"
-        )
 
 
 def _run_rank_checks(
@@ -545,8 +513,8 @@ def choose_device(
 ) -> tuple[str, dict[str, str]]:
     """`cuda` or `cpu`, and the variables that hide GPUs that the job must not use.
 
-    Raises `ConfigError` where the machine has too few GPUs for launch.device cuda or too little
-    memory for so many ranks on the CPU, and where Slurm's `tasks` are not the ranks of the job.
+    Raises `ConfigError` where the machine has too few GPUs for launch.device cuda, and where
+    Slurm's `tasks` are not the ranks of the job.
     """
     import torch
 
@@ -567,12 +535,6 @@ def choose_device(
             "the sizes in section parallel); lower a size or set launch.device=cpu"
         )
     device = "cpu" if asked == "cpu" or gpus < ranks else "cuda"
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if device == "cpu" and ranks * RANK_BYTES > memory:
-        raise ConfigError(
-            f"{ranks} ranks (the product of the sizes in section parallel) on the CPU need "
-            f"{ranks * RANK_BYTES >> 30} GiB, and this machine has {memory >> 30}: lower a size"
-        )
     if device == "cpu" and gpus and asked == "auto":
         print(
             f"cp_ring: {gpus} GPUs are too few for {ranks} ranks: running on the CPU",

@@ -49,7 +49,7 @@ def train(
     job = jobs.load(source, overrides)
     command = jobs.build_command(job, elsewhere=dry_run)
     if dry_run:
-        print(command.as_shell_line())
+        print(command.as_shell_lines())
         if command.corpus is not None and not command.corpus.ready:
             print(
                 "cp_ring: its corpus is not built yet; `cp-ring train` without --dry-run builds it",
@@ -84,7 +84,7 @@ def line_by_hand(source: str, overrides: Sequence[str], tasks: int | None) -> st
     job = jobs.load(source, overrides)
     command = jobs.build_command(job, tasks=tasks)
     _prepare(job, command.corpus)
-    return jobs.by_lines(command.as_shell_line() if tasks is None else command.of_one_rank())
+    return command.as_shell_lines(of_one_rank=tasks is not None)
 
 
 def _prepare(job: jobs.JobConfig, corpus: Corpus | None) -> None:
