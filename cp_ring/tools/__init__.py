@@ -6,6 +6,9 @@ import sys
 
 _SBATCH = "sbatch launch/slurm/train.sbatch; docs/slurm.md"
 _BENCH = "cp-ring bench attention, host and accuracy are what is measured"
+_OF_JOB = "cp-ring plan JOB has what the job says; --set changes it"
+_RATES = "give --rates NAME"
+_SEED = "the same documents are drawn each time; a file of lengths has others"
 LEFT = {
     "bench accuracy --inputs": "inputs are N(0, 1); docs/wire.md has errors of codecs on others",
     "bench accuracy --seeds": "the result is the mean of 5 draws",
@@ -22,6 +25,16 @@ LEFT = {
     "bench wire": _BENCH,
     "certify": "give --cp-ring-certify only to the command that trains; docs/certificate.md",
     "compare": "train with cp_ring.enabled=true and =false, and look at both in TensorBoard",
+    "plan --dtype": _OF_JOB,
+    "plan --kernel": "calls are counted of the kernel that predictions assume",
+    "plan --mla": _OF_JOB,
+    "plan --node-bandwidth": _RATES,
+    "plan --network-bandwidth": _RATES,
+    "plan --schedule": _OF_JOB,
+    "plan --seed": _SEED,
+    "plan --slot-shards": _OF_JOB,
+    "plan --tflops": _RATES,
+    "plan --wire": "cp-ring plan JOB --set cp_ring.wire=int8 has it",
     "plan --compare": "cp-ring plan of each layout predicts its time",
     "plan --convert": "shard what unshard returns; docs/masks-and-layouts.md",
     "plan --documents-mean": "give --lengths lognormal:MEAN",
@@ -38,6 +51,7 @@ LEFT = {
     "train --list": "docs/configurations.md names them; a wrong name does too",
     "train --verbose": "tail -f the log whose name is printed first",
     "train -v": "tail -f the log whose name is printed first",
+    "tune --seed": _SEED,
     "trace": "torch.profiler and Nsight show the marks of hops; docs/timing.md",
     "watch": "tail -f the log of the job, or TensorBoard; docs/slurm.md",
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ import typer
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.cost import AttentionTime, attention_time, bytes_between_nodes, cost
-from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import ASSUMED, KERNELS, call_groups, lower
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
@@ -22,13 +22,23 @@ from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.schedule import NAMES, SLOT_SHARDS, group_sizes
-from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes, LatentSizes
-from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.plan.schedule import group_sizes
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.tools import lengths as documents
-from cp_ring.tools.terminal import WRITTEN, AsJson, Overrides, emit, mib, parse_tokens, show_table
+from cp_ring.tools.terminal import (
+    DEFAULT_RATES,
+    WRITTEN,
+    AsJson,
+    Overrides,
+    Rates,
+    emit,
+    in_words,
+    mib,
+    named_rates,
+    parse_tokens,
+    show_table,
+)  # fmt: skip
 
-PER_DOCUMENT = "per_document_zigzag"  # needs the documents' offsets
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 MAX_RANKS_SHOWN, MAX_RANKS_COUNTED = 32, 256  # of the kernel calls of each rank
 
@@ -66,21 +76,14 @@ def plan_command(
     full: Annotated[bool, typer.Option("--full", help="No causal mask.")] = False,
     lengths: Annotated[
         str | None,
-        typer.Option(
-            metavar="L", help="Packed documents: a file of lengths, lognormal:MEAN or preset:sft."
-        ),
+        typer.Option(metavar="L", help="Packed documents: a file of lengths, or lognormal:MEAN."),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of random documents.", min=0)] = 0,
     layout: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"{', '.join(LAYOUTS)}, {PER_DOCUMENT}.")
+        str | None, typer.Option(metavar="NAME", help=f"{', '.join(LAYOUTS)}.")
     ] = None,
     route: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"{', '.join(ROUTES)}. Default: direct.")
     ] = None,
-    schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"{', '.join(NAMES)}, or hops as in 0,1,2,2.")
-    ] = None,
-    slot_shards: Annotated[int | None, _number("Most source ranks of a hop. Default: 4.")] = None,
     head_parallel: Annotated[
         int | None, _number("Ranks that exchange tokens for heads. Default: 1.")
     ] = None,
@@ -88,95 +91,83 @@ def plan_command(
     heads: Annotated[int | None, _number("Query heads. Default: 32.")] = None,
     kv_heads: Annotated[int | None, _number("Key/value heads. Default: 8.")] = None,
     head_dim: Annotated[int | None, _number("Size of a head. Default: 128.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="NAME", help="bf16 (the default), fp16 or fp32.")
-    ] = None,
-    mla: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,C,D", help="Latent, rotated key, own key, value: 512,64,128,128."
-        ),
-    ] = None,
-    wire: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"How keys travel: {', '.join(WIRES)}.")
-    ] = None,
-    kernel: Annotated[
-        str, typer.Option(metavar="NAME", help="The kernel whose calls are counted.")
-    ] = ASSUMED,
-    tflops: Annotated[
-        float | None, typer.Option(metavar="X", help="TFLOP/s of attention; 400.")
-    ] = None,
-    node_bandwidth: Annotated[
-        float | None, typer.Option(metavar="X", help="GB/s of a rank inside a node; 300.")
-    ] = None,
-    network_bandwidth: Annotated[
-        float | None, typer.Option(metavar="X", help="GB/s of a rank between nodes; 40.")
-    ] = None,
+    rates: Rates = DEFAULT_RATES,
     draw: Annotated[
         str | None, typer.Option(help="Write the picture: a .png, .svg or .pdf file.", **WRITTEN)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan the attention of one layer. Prove the plan, show its cost, draw it; needs no GPU."""
-    given = {
-        "cp": cp, "seq_length": seq_length, "window": window, "layout": layout, "route": route,
-        "schedule": schedule, "slot_shards": slot_shards, "head_parallel": head_parallel,
-        "ranks_per_node": ranks_per_node, "heads": heads, "kv_heads": kv_heads,
-        "head_dim": head_dim, "dtype": dtype, "mla": mla, "wire": wire,
-    }  # fmt: skip
     if draw:
         from cp_ring.tools.draw import check_ending
 
         check_ending(draw)
-    if kernel not in KERNELS:
-        raise PlanError(f"--kernel {kernel!r}: known are {', '.join(KERNELS)}")
-    rates = _rates(tflops, node_bandwidth, network_bandwidth)
-    asked = _defaults(job, overrides) | {k: v for k, v in given.items() if v is not None}
-    if asked["cp"] is None:
+    assumed = named_rates(rates)
+    asked = _of_job(job, overrides) if job else Asked()
+    if overrides and not job:
+        raise ConfigError(f"--set {overrides[0]} changes a job: name one")
+    given = {
+        "cp": cp, "n": seq_length, "window": window, "ranks_per_node": ranks_per_node,
+        "sizes": _changed(asked.sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
+        "spec": _changed(asked.spec, layout=layout, route=route, ulysses=head_parallel),
+    }  # fmt: skip
+    asked = _changed(asked, **given)
+    if not asked.cp:
         raise PlanError("--cp: give the context-parallel ranks, or a JOB")
-    n, offsets = asked["seq_length"], None
+    if asked.cp % (head_parallel or 1):
+        raise PlanError(f"--head-parallel {head_parallel}: it must divide --cp {asked.cp}")
+    n, offsets = asked.n, None
     if n is not None and not 1 <= n <= MAX_TOKENS:
         raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
     if lengths is not None:
-        offsets = np.cumsum([0, *documents.lengths(lengths, n, seed)])
+        offsets = np.cumsum([0, *documents.lengths(lengths, n)])
         n = int(offsets[-1]) if n is None else n
-    sizes = _sizes(asked)
     try:
-        of = make_mask(mask, n, asked["window"], full, offsets)
-        made, build_ms = _timed(lambda: _build(of, offsets, asked))
-        report, verify_ms = _timed(lambda: made.verify(2))
+        of = make_mask(mask, n, asked.window, full, offsets)
+        start = time.perf_counter()
+        made = asked.spec.build(of, asked.cp)
+        report = made.verify(2)
+        proven_ms = 1e3 * (time.perf_counter() - start)
     except MemoryError as error:
-        size = f"--seq-length {n} --cp {asked['cp']}"
+        size = f"--seq-length {n} --cp {asked.cp}"
         raise PlanError(f"{size}: the plan does not fit into memory: {error}") from None
-    timed = attention_time(made, report, sizes, rates, asked["ranks_per_node"])
-    facts = summary(made, report, sizes, asked["ranks_per_node"]) | {
-        "head_parallel": made.ulysses,
-        "build_ms": build_ms,
-        "verify_ms": verify_ms,
-        "kernel": kernel,
-        "kernel_calls_per_rank": kernel_calls(made, kernel),
-        "wire": sizes.wire,
+    timed = attention_time(made, report, asked.sizes, assumed, asked.ranks_per_node)
+    facts = summary(made, report, asked.sizes, asked.ranks_per_node) | {
+        "proven_ms": proven_ms,
+        "kernel_calls_per_rank": kernel_calls(made),
         "predicted": predicted(timed),
     }
     emit(facts, as_json, lambda: _print(made, facts))
     if draw:
         from cp_ring.tools.draw import draw as draw_plan
 
-        draw_plan(made.ring, report, timed, _in_words(rates), draw)
+        draw_plan(made.ring, report, timed, in_words(assumed), draw)
         typer.echo(f"wrote {draw}", err=as_json)
 
 
-def _defaults(job: str | None, overrides: list[str] | None) -> dict[str, Any]:
-    """The values of the options that are not given: those of a job, or the defaults."""
-    values: dict[str, Any] = {
-        "cp": None, "seq_length": None, "window": -1, "layout": "zigzag", "route": "direct",
-        "schedule": "auto", "slot_shards": SLOT_SHARDS, "head_parallel": 1, "ranks_per_node": 8,
-        "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bf16", "mla": None, "wire": "plain",
-    }  # fmt: skip
-    if job is None:
-        if overrides:
-            raise ConfigError(f"--set {overrides[0]} changes a job: name one")
-        return values
+@dataclass(frozen=True)
+class Asked:
+    """What is planned: ranks, tokens, keys that a query sees before it (-1 for all), how attention
+    is split, its sizes, and the ranks of a node.
+    """
+
+    cp: int | None = None
+    n: int | None = None
+    window: int = -1
+    spec: PlanSpec = PlanSpec("zigzag")
+    sizes: AttentionSizes = field(default_factory=AttentionSizes)
+    ranks_per_node: int = 8
+
+
+def _changed[T](values: T, **changes: Any) -> T:
+    """The dataclass with the values that are not None."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    changed: T = replace(values, **given)  # type: ignore[type-var]
+    return changed
+
+
+def _of_job(job: str, overrides: list[str] | None) -> Asked:
+    """What a job plans in its first attention layer."""
     from cp_ring.comm.nodes import node_size
     from cp_ring.megatron.flags.comm_types import spec_of_layer
     from cp_ring.tools.job import load
@@ -192,58 +183,14 @@ def _defaults(job: str | None, overrides: list[str] | None) -> dict[str, Any]:
         raise ConfigError(f"{loaded.source}: megatron.seq_length {n!r} is no number of tokens")
     if isinstance(windows, str):
         windows = [int(number) for number in windows.strip("()[] ").split(",")]
-    sizes = AttentionSizes.from_megatron(megatron, tp)
     kinds = megatron.get("cp_comm_type") or "p2p"
     levels = megatron.get("hierarchical_context_parallel_sizes")
     kind = kinds if isinstance(kinds, str) else kinds[0]
     spec = spec_of_layer(kind, settings, ranks, levels)
+    wire = "plain" if settings.wire == "auto" else settings.wire
+    sizes = replace(AttentionSizes.from_megatron(megatron, tp), wire=wire)
     near = node_size([*range(0, tp * ranks, tp)], 8)
-    return values | {
-        "cp": ranks, "seq_length": n, "window": windows[0], "layout": settings.layout,
-        "route": spec.route, "schedule": spec.schedule, "slot_shards": spec.slot_shards or ranks,
-        "head_parallel": spec.ulysses, "ranks_per_node": near, "heads": sizes.heads,
-        "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "dtype": sizes.dtype,
-        "mla": ",".join(map(str, sizes.latent)) if sizes.latent else None, "wire": settings.wire,
-    }  # fmt: skip
-
-
-def _rates(tflops: float | None, inside: float | None, between: float | None) -> Rates:
-    changes = {}
-    for name, flag, value, unit in (
-        ("flops", "--tflops", tflops, 1e12),
-        ("inside", "--node-bandwidth", inside, 1e9),
-        ("between", "--network-bandwidth", between, 1e9),
-    ):
-        if value is not None:
-            if not 0 < value < float("inf"):
-                raise PlanError(f"{flag} {value:g}: it must be a number above 0")
-            changes[name] = value * unit
-    return replace(RATES, **changes)
-
-
-def _in_words(rates: Rates) -> str:
-    return (
-        f"{rates.flops / 1e12:g} TFLOP/s a rank, {rates.inside / 1e9:g} GB/s inside a node, "
-        f"{rates.between / 1e9:g} GB/s between nodes"
-    )
-
-
-def _sizes(asked: dict[str, Any]) -> AttentionSizes:
-    """The sizes of the layer. Raises `PlanError` that names the option."""
-    heads, mla, wire = asked["heads"], asked["mla"], asked["wire"]
-    if wire not in WIRES and wire != "auto":
-        raise PlanError(f"--wire {wire!r}: known are {', '.join(WIRES)}")
-    if WIRES.get(wire, WIRES["plain"]).latent and asked["head_parallel"] > 1:
-        raise PlanError(f"--wire {wire}: latents have no heads to exchange: --head-parallel 1")
-    more = {"dtype": asked["dtype"], "wire": "plain" if wire == "auto" else wire}
-    if mla is None:
-        return AttentionSizes(heads, asked["kv_heads"], asked["head_dim"], **more)
-    numbers = [int(word) if word.isdecimal() else 0 for word in mla.split(",")]
-    if len(numbers) != 4 or min(numbers) < 1:
-        raise PlanError(f"--mla {mla}: it must be 4 numbers of at least 1, as 512,64,128,128")
-    latent = LatentSizes(*numbers)
-    width = latent.nope + latent.rope
-    return AttentionSizes(heads, heads, width, latent.value, latent=latent, **more)
+    return Asked(ranks, n, windows[0], spec, sizes, near)
 
 
 def make_mask(
@@ -303,41 +250,13 @@ def _group(text: str) -> tuple[int, list[int]]:
     return parse_tokens(prompt), lengths
 
 
-def _build(mask: Mask, offsets: Ints | None, asked: dict[str, Any]) -> Plan:
-    """The plan; names of parameters become options in a `PlanError`."""
-    name, cp = asked["layout"], asked["cp"]
-    layout: Layout | str = name
-    if name == PER_DOCUMENT:
-        layout = Layout.per_document_zigzag([0, mask.n] if offsets is None else offsets, cp)
-    spec = PlanSpec(
-        layout,
-        asked["route"],
-        asked["schedule"],
-        ulysses=asked["head_parallel"],
-        slot_shards=asked["slot_shards"],
-    )
-    try:
-        return spec.build(mask, cp)
-    except PlanError as error:
-        line = str(error).replace("slot_shards", "--slot-shards")
-        for parameter, flag in (("heads=", "--head-parallel "), ("schedule ", "--schedule ")):
-            line = flag + line.removeprefix(parameter) if line.startswith(parameter) else line
-        for parameter in ("layout", "route"):
-            line = line.replace(f"{parameter}=", f"--{parameter} ", 1)
-        raise PlanError(line) from None
-
-
-def _timed[T](make: Callable[[], T]) -> tuple[T, float]:
-    """What `make` returns, and the milliseconds that it takes."""
-    start = time.perf_counter()
-    return make(), (time.perf_counter() - start) * 1e3
-
-
-def kernel_calls(plan: Plan, kernel: str) -> list[int] | None:
-    """Kernel calls of each member of the ring in forward; None for many ranks."""
+def kernel_calls(plan: Plan) -> list[int] | None:
+    """Kernel calls of each member of the ring in forward, by the kernel that predictions assume;
+    None for many ranks.
+    """
     if plan.ring.cp > MAX_RANKS_COUNTED:
         return None
-    able = KERNELS[kernel]
+    able = KERNELS[ASSUMED]
     parts = (rank_tiles(plan.ring, member) for member in range(plan.ring.cp))
     return [len(call_groups(lower(tiles, able, hop), able.varlen)) for tiles, hop in parts]
 
@@ -380,6 +299,8 @@ def summary(
         "share_of_full_ring": report.share_of_full_ring,
         "bytes_between_nodes": bytes_between_nodes(plan, sizes, ranks_per_node),
         "balance": report.balance,
+        "head_parallel": plan.ulysses,
+        "wire": sizes.wire,
         "slots": report.slots,
         "memory": costs.memory,
     }
@@ -416,10 +337,7 @@ def _lines(plan: Plan, facts: dict[str, Any]) -> Iterator[str]:
     ring, times = plan.ring, facts["predicted"]
     if ring.cp > MAX_RANKS_SHOWN:
         yield f"... and {ring.cp - MAX_RANKS_SHOWN} more ranks (--json has all)"
-    yield (
-        f"proven for {ring.cp} ranks: built in {facts['build_ms']:.1f} ms, verified in "
-        f"{facts['verify_ms']:.1f} ms"
-    )
+    yield (f"built, and proven for {ring.cp} ranks, in {facts['proven_ms']:.1f} ms")
     yield (
         f"balance {facts['balance']:.3f} (max / mean work); {facts['share_of_full_ring']:.1%} of a "
         f"full ring on the wire, {facts['bytes_between_nodes'] / 2**30:.2f} GiB between nodes in "
@@ -427,7 +345,7 @@ def _lines(plan: Plan, facts: dict[str, Any]) -> Iterator[str]:
     )
     sources = ", ".join(map(str, group_sizes(ring.schedule)[:MAX_RANKS_SHOWN])) or "none"
     calls = facts["kernel_calls_per_rank"]
-    most = f"; at most {max(calls)} kernel calls of a rank in forward ({facts['kernel']})"
+    most = f"; at most {max(calls)} kernel calls of a rank in forward ({ASSUMED})"
     yield f"remote sources of each hop: {sources}{most if calls else ''}"
     yield (
         f"a layer takes {1e3 * times['forward_s']:.3g} ms forward, {1e3 * times['both_s']:.3g} ms "

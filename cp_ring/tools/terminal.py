@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.sizes import device_rates
+from cp_ring.plan.sizes.device_rates import NAMED
 
 JOB = "A YAML file, or the name of a packaged one (docs/configurations.md)."
 
@@ -26,6 +28,27 @@ Overrides = Annotated[
         help="Override a key (the value is read as YAML), or preset=NAME. Repeatable.",
     ),
 ]
+
+
+DEFAULT_RATES = next(iter(NAMED))
+Rates = Annotated[
+    str, typer.Option(metavar="NAME", help=f"Of devices and links: {', '.join(NAMED)}.")
+]
+
+
+def named_rates(name: str) -> device_rates.Rates:
+    """The rates of that name. Raises `PlanError`."""
+    if name not in NAMED:
+        raise PlanError(f"--rates {name}: known are {', '.join(NAMED)}")
+    return NAMED[name]
+
+
+def in_words(rates: device_rates.Rates) -> str:
+    """The rates, as pictures and reasons name them."""
+    return (
+        f"{rates.flops / 1e12:g} TFLOP/s a rank, {rates.inside / 1e9:g} GB/s inside a node, "
+        f"{rates.between / 1e9:g} GB/s between nodes"
+    )
 
 
 def _writable(param: typer.CallbackParam, path: Any) -> Any:

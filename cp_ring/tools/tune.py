@@ -32,11 +32,21 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.sizes.device_rates import NAMED, RATES, Rates
+from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.tools import job as jobs
 from cp_ring.tools import lengths as documents
 from cp_ring.tools.job import JobConfig
-from cp_ring.tools.terminal import JOB, WRITTEN, AsJson, Overrides, emit, parse_tokens
+from cp_ring.tools.terminal import (
+    DEFAULT_RATES,
+    JOB,
+    WRITTEN,
+    AsJson,
+    Overrides,
+    emit,
+    named_rates,
+    parse_tokens,
+)
+from cp_ring.tools.terminal import Rates as NamedRates
 from cp_ring.tools.tune_model import (
     EXPOSED,
     RECOMPUTE,
@@ -64,6 +74,9 @@ SURE, ALIKE, ROOM = 0.05, 0.02, 0.1
 """Predicted steps that differ by less than SURE may be in another order when they are measured. A
 way that is slower by at most ALIKE, but leaves so much more of a GPU's memory free, is written.
 """
+
+DOCUMENT = 4000
+"""Tokens of a document on average, where a job packs documents and nothing says how long."""
 
 DRAWN, PLANNED = 32, 2
 """Batch rows of documents that are drawn to see how uneven they are, and of these planned."""
@@ -168,7 +181,7 @@ def tune_command(
     gpus: Annotated[int, typer.Option(help="GPUs of the job.", min=1)],
     overrides: Overrides = None,
     ranks_per_node: Annotated[int, typer.Option(help="GPUs of a node.", min=1)] = 8,
-    rates: Annotated[str, typer.Option(help=f"{', '.join(NAMED)}.")] = next(iter(NAMED)),
+    rates: NamedRates = DEFAULT_RATES,
     memory_size: Annotated[
         str, typer.Option("--memory", help="Memory of a GPU.", metavar="SIZE")
     ] = "80GB",
@@ -178,9 +191,8 @@ def tune_command(
     ] = None,
     lengths: Annotated[
         str | None,
-        typer.Option(help="Documents: a file of lengths, lognormal:MEAN,SIGMA or preset:sft."),
+        typer.Option(help="Documents: a file of lengths, or lognormal:MEAN."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the drawn documents.", min=0)] = 0,
     tp: Annotated[int | None, typer.Option(help="Tensor parallel size; searched.")] = None,
     cp: Annotated[int | None, typer.Option(help="Context parallel size; searched.")] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline parallel size; searched.")] = None,
@@ -195,14 +207,12 @@ def tune_command(
     """Find the fastest ways to run a job on so many GPUs. All times are predicted. Needs no GPU."""
     if gpus > ranks_per_node and gpus % ranks_per_node:
         raise PlanError(f"--gpus {gpus} is not a multiple of --ranks-per-node {ranks_per_node}")
-    if rates not in NAMED:
-        raise PlanError(f"--rates {rates}: known are {', '.join(NAMED)}")
     loaded = jobs.load(job, overrides or [])
-    drawn, origin = draw_documents(loaded, lengths, seq_length, seed)
+    drawn, origin = draw_documents(loaded, lengths, seq_length)
     request = Request(
         gpus=gpus,
         ranks_per_node=min(ranks_per_node, gpus),
-        rates=NAMED[rates],
+        rates=named_rates(rates),
         memory=parse_memory(memory_size),
         seq_length=seq_length,
         documents=drawn,
@@ -236,14 +246,14 @@ def packs_documents(job: JobConfig) -> bool:
 
 
 def draw_documents(
-    job: JobConfig, spec: str | None, seq_length: int | None, seed: int
+    job: JobConfig, spec: str | None, seq_length: int | None
 ) -> tuple[list[Ints], str]:
     """Lengths of the documents of some batch rows, and where they come from; none for a job without
     documents.
     """
     if spec is None and not packs_documents(job):
         return [], ""
-    chosen = spec or "preset:sft"
+    chosen = spec or f"lognormal:{DOCUMENT}"
     n = seq_length or job.megatron.get("seq_length")
     if not isinstance(n, int) or n < 1:
         raise ConfigError(
@@ -252,10 +262,10 @@ def draw_documents(
     packed = f"{chosen}, packed into {n:,} tokens"
     if not spec:
         packed += " (the configuration packs documents, and --lengths is not given)"
-    if chosen.partition(":")[0] in ("preset", "lognormal"):
-        return [documents.lengths(chosen, n, seed + draw) for draw in range(DRAWN)], packed
-    known = documents.lengths(chosen, None, seed)
-    rng = np.random.default_rng(seed)
+    if chosen.startswith("lognormal:"):
+        return [documents.lengths(chosen, n, draw) for draw in range(DRAWN)], packed
+    known = documents.lengths(chosen, None)
+    rng = np.random.default_rng(0)
     count = math.ceil(4 * n / known.mean()) + 64
     drawn = [np.cumsum(rng.choice(known, count)) for _ in range(DRAWN)]
     return [np.diff([0, *ends[ends < n], n]) for ends in drawn], f"drawn from {packed}"

@@ -7,7 +7,11 @@ from __future__ import annotations
 import numpy as np
 
 from cp_ring.plan.ranges import Ints
-from cp_ring.tools.lengths import exponential
+
+
+def exponential(n: int, mean: float, seed: int) -> Ints:
+    """Documents of exponentially distributed lengths; the last one is cut at n."""
+    return _offsets(np.random.default_rng(seed).exponential(mean, _enough(n, mean)), n)
 
 
 def log_normal(n: int, mean: float, seed: int, sigma: float = 1.2) -> Ints:

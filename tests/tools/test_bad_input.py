@@ -97,7 +97,6 @@ USAGE = [
     ("plan --nosuch", "--nosuch"),
     ("plan --seq-length 8 --cp 0", "--cp | 1"),
     ("plan --seq-length 8 --cp 2 --ranks-per-node 0", "--ranks-per-node | 1"),
-    ("plan --seq-length 8 --cp 2 --seed -1", "--seed | 0"),
     ("tune llama3-8b-128k --gpus 0", "--gpus | 1"),
     ("nosuch", "nosuch"),
     ("bench attention --cp 0", "--cp | 1"),

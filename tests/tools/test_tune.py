@@ -64,7 +64,7 @@ SETUP = TrainingSetup(
 BIG = {
     "llama3-8b-128k": (64, None),
     "deepseek-style-mla-moe": (64, None),
-    "packed-sft-64k": (8, "preset:sft"),
+    "packed-sft-64k": (8, "lognormal:4000"),
 }
 
 
@@ -323,7 +323,7 @@ def test_what_is_hardly_slower_and_spares_memory_is_written():
         ("--gpus 8 --memory 3GB", "--memory 3GB: nothing fits; tp"),
         ("--gpus 8 --memory much", "--memory much: it must be a size"),
         ("--gpus 8 --rates h101", "--rates h101: known are"),
-        ("--gpus 8 --lengths preset:poems", "--lengths preset:poems"),
+        ("--gpus 8 --lengths preset:sft", "--lengths preset:sft: neither"),
         ("--gpus 8 --write /nowhere/x.yaml", "--write /nowhere/x.yaml: cannot write"),
     ],
 )
@@ -385,7 +385,7 @@ def test_megatron_accepts_the_five_best(megatron, name):  # noqa: F811
     """
     gpus, lengths = BIG[name]
     job = jobs.load(name)
-    documents, origin = draw_documents(job, lengths, None, 0)
+    documents, origin = draw_documents(job, lengths, None)
     request = Request(gpus=gpus, documents=documents, of_documents=origin)
     result = tune(job, request)
     assert len(result.best) == 5
