@@ -266,14 +266,11 @@ def _json_lines(file: Path) -> Iterator[str]:
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError, RecursionError):
+                text: str = json.loads(line)["text"]
+                if text.strip():
+                    yield text
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise ConfigError(
-                    f'data.path {file}: line {number} is not a JSON object with a "text" key'
+                    f'data.path {file}: line {number} is not a JSON object with a "text" key whose '
+                    "value is a string"
                 ) from None
-            if not isinstance(text, str):
-                raise ConfigError(
-                    f'data.path {file}: line {number}: the value of "text" is not a string'
-                )
-            if text.strip():
-                yield text

@@ -137,6 +137,11 @@ def test_standard_library_is_the_default(tmp_path):
     assert not any({"test", "site-packages"} & set(file.parts) for file in corpus.files)
 
 
+def lines_of(text):
+    """Makes a folder with a .jsonl file."""
+    return lambda path: (path.mkdir(), (path / "a.jsonl").write_bytes(text))
+
+
 @pytest.mark.parametrize(
     ("make_source", "words"),
     [
@@ -144,30 +149,11 @@ def test_standard_library_is_the_default(tmp_path):
         (lambda path: path.mkdir(), "is empty"),
         (lambda path: (path.mkdir(), (path / "a.txt").touch()), "is empty"),
         (lambda path: path.write_text("only one document"), "at least 2"),
-        (
-            lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"txt": "x"}\n')),
-            "line 1 is not a JSON object",
-        ),
-        (
-            lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')),
-            "line 2 is not a JSON object",
-        ),
-        (
-            lambda path: (path.mkdir(), (path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n')),
-            "line 1 is not a JSON object",
-        ),
-        (
-            lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": 3}\n')),
-            'line 1: the value of "text" is not',
-        ),
-        (
-            lambda path: (path.mkdir(), (path / "a.jsonl").write_text('{"text": null}\n')),
-            'the value of "text" is not a string',
-        ),
-        (
-            lambda path: (path.mkdir(), (path / "a.jsonl").write_text("[" * 100000)),
-            "line 1 is not a JSON object",
-        ),
+        (lines_of(b'{"txt": "x"}'), "line 1 is not a JSON object"),
+        (lines_of(b'{"text": "x"}\n{"text"'), "line 2 is not a JSON object"),
+        (lines_of(b'{"text": "\xff"}'), "line 1 is not a JSON object"),
+        (lines_of(b'{"text": 3}'), 'with a "text" key whose value is a string'),
+        (lines_of(b"[" * 100000), "line 1 is not a JSON object"),
     ],
 )
 def test_rejections(tmp_path, make_source, words):
