@@ -1,10 +1,12 @@
-"""Extends Megatron's --exit-signal-handler to several kinds of signals, and keeps it out of workers
-that load data.
+"""Extends Megatron's --exit-signal-handler to several kinds of signals, and keeps them from processes
+that the last step and the last save need: workers that load data, and the server of the queue of
+the checkpoint writer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.managers import BaseManager
 from typing import Any
 
 from cp_ring.megatron import signals
@@ -44,13 +46,37 @@ def _replacements() -> Iterator[Replacement]:
             return asked
 
     yield from replace_everywhere([module, data_samplers], "DistributedSignalHandler", Handler)
+    yield BaseManager, "start", _started_apart(BaseManager.start)
+
+
+def _started_apart(start: Callable[..., None]) -> Callable[..., None]:
+    """`BaseManager.start`, for a server that outlives signals from its start on."""
+
+    def apart(
+        self: BaseManager,
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+    ) -> None:
+        with signals.blocked_in_children():
+            start(self, _serve_apart, (initializer, initargs))
+
+    return apart
+
+
+def _serve_apart(initializer: Callable[..., object] | None, arguments: tuple[Any, ...]) -> None:
+    """Runs in the new process."""
+    signals.outlive_all_but_the_parent()
+    if initializer is not None:
+        initializer(*arguments)
 
 
 PATCH = Patch(
     what="--exit-signal-handler obeys SIGUSR1, SIGTERM, SIGINT and --exit-signal once a step is "
-    "done; workers that load data end when their rank does",
+    "done; workers that load data, and the server of a queue, end when their rank does and not "
+    "before",
     why="Megatron listens to one signal, from the start, where nothing can obey it; its workers "
-    "outlive the SIGTERM of their rank, so that a rank that fails waits for them for ever",
+    "outlive the SIGTERM of their rank, so that a rank that fails waits for them for ever; the "
+    "queue of its checkpoint writer ends at a SIGTERM to all processes, and the last save with it",
     when="--exit-signal-handler",
     replacements=_replacements,
 )

@@ -7,11 +7,14 @@ Nothing heavy is imported here, so that a rank keeps warnings before it loads to
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 from types import FrameType
 
 from cp_ring.runtime import RUNTIME
@@ -19,6 +22,7 @@ from cp_ring.runtime import RUNTIME
 ASKING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 _WARNING = {signal.SIGUSR1}
+_LOOK_S = 1.0  # how often a process looks whether its parent is still there
 _received: list[signal.Signals] = RUNTIME.of_process([])
 # by children that are forked; a registration cannot be undone
 _forgotten: set[signal.Signals] = RUNTIME.of_process(set())
@@ -50,6 +54,15 @@ def listen(*more: signal.Signals) -> None:
     if numbers - _forgotten:
         _forgotten.update(numbers)
         _forget_in_children(numbers)
+        atexit.register(_end_in_peace)
+
+
+def _end_in_peace() -> None:
+    """Python takes its handlers down before it ends; a job that was asked to end gets SIGTERM again
+    from its launcher, and has saved.
+    """
+    if _received:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _forget_in_children(numbers: frozenset[signal.Signals]) -> None:
@@ -71,20 +84,40 @@ def _forget_in_children(numbers: frozenset[signal.Signals]) -> None:
 
 
 def outlive_all_but_the_parent() -> None:
-    """Of the signals that ask a job to end, only a SIGTERM of its parent ends this process: a
-    worker that loads data, which its rank needs for the step after which it saves.
+    """Of the signals that ask a job to end, only a SIGTERM of its parent ends this process, and the
+    end of its parent does: a process that its rank needs for its last step or save.
 
-    A worker that ignores its parent too would keep that one from ending.
+    A process that ignores its parent too would keep that one from ending. torchrun and Slurm send
+    signals to the processes of a rank too. Call it in a process of `multiprocessing`.
     """
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, *_WARNING})
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent.pid,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
+    while os.getppid() == parent:
+        came = signal.sigtimedwait({signal.SIGTERM}, _LOOK_S)
+        if came is not None and came.si_pid == parent:
+            break
     os._exit(0)
+
+
+@contextlib.contextmanager
+def blocked_in_children() -> Iterator[None]:
+    """Processes that this thread starts while this lasts begin with the signals in `ASKING` blocked
+    until they call `outlive_all_but_the_parent`: a process that is spawned needs a second to get
+    there.
+    """
+    # multiprocessing starts it before the first process that is spawned, and unblocks signals
+    resource_tracker.ensure_running()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextlib.contextmanager

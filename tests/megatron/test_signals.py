@@ -2,11 +2,14 @@
 all are obeyed by Megatron's own --exit-signal-handler.
 """
 
+import contextlib
 import signal
 import subprocess
 import sys
 import threading
+import time
 
+import psutil
 import pytest
 
 from cp_ring import patches
@@ -94,6 +97,60 @@ other.join()
 assert other.exitcode == -signal.SIGTERM
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0
+
+
+WRITER = '''
+import os, signal, subprocess, sys
+from cp_ring import patches
+from cp_ring.megatron import signals
+
+SEND = """
+import os, signal, time
+while True:
+    os.killpg({group}, signal.SIGUSR1)
+    os.killpg({group}, signal.SIGTERM)
+    time.sleep(0.01)
+"""
+
+def main():
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    os.setpgid(0, 0)
+    signals.keep_warnings(["--exit-signal-handler"])
+    patches.get("exit_signal").apply()
+    signals.listen()
+    code = SEND.format(group=os.getpid())
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.Popen([sys.executable, "-c", code], process_group=0, **quiet)
+    while signals.received() is None:
+        pass
+    queue = filesystem_async.get_write_results_queue()
+    queue.put("written")
+    assert queue.get() == "written"
+    print(queue._manager._process.pid, flush=True)
+    # END
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+@pytest.mark.parametrize("end", ["return", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_the_checkpoint_writer_starts_and_works_whatever_signals_come(end, tmp_path):
+    """torchrun sends its SIGTERM to the process group of each rank, Slurm to every process: also to
+    the server of the queue through which Megatron's writer answers, which the first save spawns.
+    """
+    script = tmp_path / "writer.py"
+    script.write_text(WRITER.replace("# END", end))
+    done = subprocess.run(
+        [sys.executable, str(script)], timeout=LIMIT_S, capture_output=True, text=True
+    )
+    assert done.returncode == (0 if end == "return" else -signal.SIGKILL), done.stderr
+    # the server holds the pipe of the output: it has ended, or is about to
+    with contextlib.suppress(psutil.NoSuchProcess):
+        server = psutil.Process(int(done.stdout))
+        while server.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
