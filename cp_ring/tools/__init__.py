@@ -51,6 +51,7 @@ LEFT = {
     "train --list": "docs/configurations.md names them; a wrong name does too",
     "train --verbose": "tail -f the log whose name is printed first",
     "train -v": "tail -f the log whose name is printed first",
+    "tune --micro-batch": "it is searched; change megatron.micro_batch_size in what --write made",
     "tune --seed": _SEED,
     "trace": "torch.profiler and Nsight show the marks of hops; docs/timing.md",
     "watch": "tail -f the log of the job, or TensorBoard; docs/slurm.md",

@@ -9,8 +9,7 @@ import datetime
 import json
 import os
 import platform
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +23,7 @@ Result = dict[str, Any]
 app = typer.Typer(cls=QuietGroup, no_args_is_help=True, help="Measure cp_ring on this machine.")
 
 _PACKAGES = ("cp-ring", "torch", "numpy", "transformer-engine", "ring-attention-pytorch")
-DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+_DEVICES = ("cpu", "cuda")
 
 
 def facts() -> dict[str, Any]:
@@ -53,18 +52,6 @@ def _processor() -> str:
         return platform.processor() or "unknown processor"
 
 
-def seconds(
-    work: Callable[[], Any],
-    finish: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Seconds of `work`, and of `finish`, which waits until a device has done it."""
-    start = clock()
-    work()
-    finish()
-    return clock() - start
-
-
 def _print(title: str, columns: Mapping[str, str], results: list[Result], as_json: bool) -> None:
     """Prints results, and where and when they were measured. columns: how each value is shown."""
     about = facts()
@@ -80,8 +67,8 @@ def _print(title: str, columns: Mapping[str, str], results: list[Result], as_jso
 def _check_device(device: str) -> None:
     import torch
 
-    if device not in DTYPES:
-        raise ConfigError(f"--device {device}: unknown; known are {', '.join(DTYPES)}")
+    if device not in _DEVICES:
+        raise ConfigError(f"--device {device}: unknown; known are {', '.join(_DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no CUDA device; --device cpu needs none")
 

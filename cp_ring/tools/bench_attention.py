@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from cp_ring import Layout, ring_attention
 from cp_ring.errors import ConfigError
-from cp_ring.tools.bench import DTYPES, seconds
+
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of this rank's q, k, v, each [1, tokens, heads, head_dim]."""
@@ -155,8 +157,11 @@ def _run_rank(rank: int, contest: Contest, folder: str) -> None:
     for _ in range(contest.repeats):
         for name, work in rounds.items():
             dist.barrier()
-            taken = seconds(work, torch.cuda.synchronize if cuda else lambda: None)
-            slowest = torch.tensor(taken, device=contest.device)
+            start = time.perf_counter()
+            work()
+            if cuda:
+                torch.cuda.synchronize()
+            slowest = torch.tensor(time.perf_counter() - start, device=contest.device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             times[name].append(float(slowest))
     if not rank:

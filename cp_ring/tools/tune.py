@@ -102,7 +102,6 @@ class Given(NamedTuple):
     tp: int | None = None
     cp: int | None = None
     pp: int | None = None
-    micro_batch: int | None = None
 
 
 ANY = Given()
@@ -196,9 +195,6 @@ def tune_command(
     tp: Annotated[int | None, typer.Option(help="Tensor parallel size; searched.")] = None,
     cp: Annotated[int | None, typer.Option(help="Context parallel size; searched.")] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline parallel size; searched.")] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(help="Batch rows of a microbatch; searched.", min=1)
-    ] = None,
     write: Annotated[
         str | None, typer.Option(help="Write the best configuration.", **WRITTEN)
     ] = None,
@@ -217,7 +213,7 @@ def tune_command(
         seq_length=seq_length,
         documents=drawn,
         of_documents=origin,
-        given=Given(tp, cp, pp, micro_batch),
+        given=Given(tp, cp, pp),
     )
     result = tune(loaded, request)
     title = f"{job} on {gpus} GPUs, rates {rates}: predicted, not measured"
@@ -503,21 +499,19 @@ class Search:
         self._bounds = sorted(
             (self._bound(one, micro), one, micro)
             for one in sizes
-            for micro in self._micro_batches(one, given)
+            for micro in self._micro_batches(one)
         )
         self.least = {one.cp: math.inf for one in sizes}
         """The least memory of any combination, by context-parallel size, whether it fits or not."""
         self.smallest: tuple[ParallelSizes, dict[str, float]] = (sizes[0], {"": math.inf})
         """The sizes that need least memory, and what for."""
 
-    def _micro_batches(self, sizes: ParallelSizes, given: Given) -> list[int]:
+    def _micro_batches(self, sizes: ParallelSizes) -> list[int]:
         share = self.setup.global_batch // sizes.dp
-        tried = (1, 2, 4, 8) if given.micro_batch is None else (given.micro_batch,)
-        first = tried[0]
         return [
             m
-            for m in tried
-            if share % m == 0 and (m == first or self.setup.tokens(sizes, m) <= LARGE_MICRO_BATCH)
+            for m in (1, 2, 4, 8)
+            if share % m == 0 and (m == 1 or self.setup.tokens(sizes, m) <= LARGE_MICRO_BATCH)
         ]
 
     def _bound(self, sizes: ParallelSizes, micro_batch: int) -> float:
@@ -637,7 +631,7 @@ def possible_sizes(setup: TrainingSetup, given: Given) -> list[ParallelSizes]:
         if size is not None and (size < 1 or setup.gpus % size):
             raise PlanError(f"{option} {size}: it does not divide the {setup.gpus} GPUs of --gpus")
     divisors = [size for size in range(1, setup.gpus + 1) if setup.gpus % size == 0]
-    tried = [divisors if size is None else [size] for size in given[:3]]
+    tried = [divisors if size is None else [size] for size in given]
     model, parallel = setup.model, setup.model.experts.parallel if setup.model.experts else 1
     possible = []
     for tp, cp, pp in product(*tried):
