@@ -26,7 +26,6 @@ class Finding(NamedTuple):
     text of a `problem` says what to do.
     """
 
-    section: str
     name: str
     state: Literal["good", "absent", "problem"]
     text: str
@@ -41,57 +40,43 @@ def main() -> int:
         contextlib.redirect_stdout(nowhere),
     ):
         warnings.simplefilter("ignore")
-        findings = examine()
-    section = ""
-    for finding in findings:
-        if section != finding.section:
-            section = finding.section
-            print(f"{section}:")
-        state = "" if finding.state == "good" else f"{finding.state}: "
-        print(f"  {finding.name:<24}{state}{finding.text}")
-    problems = sum(finding.state == "problem" for finding in findings)
+        sections = {name: [*_findings(parts)] for name, parts in SECTIONS.items()}
+    problems = 0
+    for section, findings in sections.items():
+        print(f"{section}:")
+        for finding in findings:
+            state = "" if finding.state == "good" else f"{finding.state}: "
+            print(f"  {finding.name:<24}{state}{finding.text}")
+            problems += finding.state == "problem"
     print(f"cp_ring: {problems or 'no'} problem(s)")
     return int(problems > 0)
 
 
-def examine() -> list[Finding]:
-    """All findings, in the order of the report."""
-    parts: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _requirements,
-        _megatron,
-        _optional_packages,
-        _torch_and_devices,
-        _slurm,
-        _kernels,
-        _patches,
-        _known_errors,
-    )
-    findings = []
+def _findings(parts: tuple[Callable[[], Iterator[Finding]], ...]) -> Iterator[Finding]:
     for part in parts:
         try:
-            findings += [*part()]
+            yield from part()
         except ImportError as error:
             name = part.__name__.strip("_").replace("_", " ")
-            findings.append(Finding("not examined", name, "absent", str(error)))
-    return findings
+            yield Finding(name, "absent", f"not examined: {error}")
 
 
 def _requirements() -> Iterator[Finding]:
     """Python and the required packages: installed or not, and in a supported version or not."""
-    yield Finding("versions", "python", "good", platform.python_version())
+    yield Finding("python", "good", platform.python_version())
     own = version_of("cp-ring")
-    yield Finding("versions", "cp-ring", "good", own or "not installed: run from its source")
+    yield Finding("cp-ring", "good", own or "not installed: run from its source")
     texts = importlib.metadata.requires("cp-ring") or [] if own else []
     for text in sorted({text.partition(";")[0].strip() for text in texts if _needed(text)}):
         name, needed = re.match(r"([\w.-]+)(?:\[.*?\])?\s*(.*)", text).groups()  # type: ignore[union-attr]
         version = version_of(name)
         if version is None:
-            yield Finding("versions", name, "problem", f"not installed: pip install '{text}'")
+            yield Finding(name, "problem", f"not installed: pip install '{text}'")
         elif not _within(needed, version):
             advice = f"{version}: cp_ring needs {needed}: pip install '{text}'"
-            yield Finding("versions", name, "problem", advice)
+            yield Finding(name, "problem", advice)
         elif name == "torch":
-            yield Finding("versions", name, "good", version)
+            yield Finding(name, "good", version)
 
 
 def _needed(text: str) -> bool:
@@ -116,26 +101,22 @@ def _megatron() -> Iterator[Finding]:
     try:
         compat.check_version()
     except ConfigError as error:
-        yield Finding("versions", "megatron-core", "problem", f"{version}: {error}")
+        yield Finding("megatron-core", "problem", f"{version}: {error}")
         return
     state = compat.development() or f"in range {compat.SUPPORTED}"
-    yield Finding("versions", "megatron-core", "good", f"{version} ({state})")
+    yield Finding("megatron-core", "good", f"{version} ({state})")
 
 
-def _torch_and_devices() -> Iterator[Finding]:
+def _cuda() -> Iterator[Finding]:
     import torch
 
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        yield Finding("versions", "CUDA", "good", f"{torch.version.cuda}, NCCL {nccl}")
+        yield Finding("CUDA", "good", f"{torch.version.cuda}, NCCL {nccl}")
     elif torch.version.cuda is None:
-        yield Finding("versions", "CUDA", "absent", "this torch is a build for the CPU")
+        yield Finding("CUDA", "absent", "this torch is a build for the CPU")
     else:
-        yield Finding("versions", "CUDA", "absent", f"{torch.version.cuda}: torch finds no GPU")
-    for index in range(torch.cuda.device_count()):
-        card = torch.cuda.get_device_properties(index)
-        about = f"{card.name}, {card.total_memory >> 30} GiB, sm_{card.major}{card.minor}"
-        yield Finding("machine", f"GPU {index}", "good", about)
+        yield Finding("CUDA", "absent", f"{torch.version.cuda}: torch finds no GPU")
 
 
 _OPTIONAL = (
@@ -153,27 +134,33 @@ def _optional_packages() -> Iterator[Finding]:
 
     for name, module, package in _OPTIONAL:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
-            yield Finding("versions", name, "absent", "not installed")
+            yield Finding(name, "absent", "not installed")
             continue
         version = version_of(package) or "unknown version"
         if name == "Apex" and compat.apex() == "other":
             advice = "not NVIDIA's, but a package of the same name: pip uninstall apex"
-            yield Finding("versions", name, "problem", f"{version}: {advice}")
+            yield Finding(name, "problem", f"{version}: {advice}")
             continue
         try:
             importlib.import_module(module)
         except Exception as error:
             advice = f"install the build for this torch and CUDA, or pip uninstall {package}"
-            yield Finding("versions", name, "problem", f"{version}: {_reason(error)}: {advice}")
+            yield Finding(name, "problem", f"{version}: {_reason(error)}: {advice}")
         else:
-            yield Finding("versions", name, "good", version)
+            yield Finding(name, "good", version)
 
 
-def _slurm() -> Iterator[Finding]:
+def _machine() -> Iterator[Finding]:
     if srun := shutil.which("srun"):
-        yield Finding("machine", "Slurm", "good", srun)
+        yield Finding("Slurm", "good", srun)
     else:
-        yield Finding("machine", "Slurm", "absent", "no srun on PATH")
+        yield Finding("Slurm", "absent", "no srun on PATH")
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        about = f"{card.name}, {card.total_memory >> 30} GiB, sm_{card.major}{card.minor}"
+        yield Finding(f"GPU {index}", "good", about)
 
 
 def _kernels() -> Iterator[Finding]:
@@ -181,23 +168,18 @@ def _kernels() -> Iterator[Finding]:
 
     from cp_ring.kernels import OF_CUDA, REGISTRY
 
-    cpu = ("cpu", torch.float32)
-    devices = [("cuda", torch.bfloat16), cpu] if torch.cuda.is_available() else [cpu]
     for name, home in REGISTRY.items():
-        reasons = []
-        for device, dtype in devices[:1] if name in OF_CUDA else devices:
-            try:
-                kernel = importlib.import_module(home).KERNEL
-                reason = kernel.rejection(torch.device(device), dtype, 128, 128)
-            # a package that the kernel uses is broken; the finding on that package says what to do
-            except Exception as error:
-                reason = f"cannot be used: {_reason(error)}"
-            if not reason:
-                yield Finding("kernels", name, "good", f"usable on {device}")
-                break
-            reasons.append(reason)
-        else:
-            yield Finding("kernels", name, "absent", reasons[0])
+        device, dtype = ("cuda", torch.bfloat16) if name in OF_CUDA else ("cpu", torch.float32)
+        try:
+            reason = importlib.import_module(home).KERNEL.rejection(
+                torch.device(device), dtype, 128, 128
+            )
+        # a package that the kernel uses is broken; the finding on that package says what to do
+        except Exception as error:
+            reason = f"cannot be used: {_reason(error)}"
+        if device == "cuda" and not torch.cuda.is_available():
+            reason = "no CUDA here" + (f"; {reason}" if reason else "")
+        yield Finding(name, "absent" if reason else "good", reason or f"usable on {device}")
 
 
 def _patches() -> Iterator[Finding]:
@@ -206,7 +188,7 @@ def _patches() -> Iterator[Finding]:
     for patch in patches.table():
         rejected = patch["state"].startswith("rejected")
         state = {"not applied": "fits this version"}.get(patch["state"], patch["state"])
-        yield Finding("patches", patch["name"], "absent" if rejected else "good", state)
+        yield Finding(patch["name"], "absent" if rejected else "good", state)
 
 
 def _known_errors() -> Iterator[Finding]:
@@ -214,7 +196,17 @@ def _known_errors() -> Iterator[Finding]:
     from cp_ring.megatron import compat
 
     for what, advice in compat.missing_features():
-        yield Finding("known errors", what, "absent", f"not with this megatron-core: {advice}")
+        yield Finding(what, "absent", f"not with this megatron-core: {advice}")
+
+
+SECTIONS = {
+    "versions": (_requirements, _megatron, _optional_packages, _cuda),
+    "machine": (_machine,),
+    "kernels": (_kernels,),
+    "patches": (_patches,),
+    "known errors": (_known_errors,),
+}
+"""The report: what finds the lines of each section."""
 
 
 def version_of(distribution: str) -> str | None:
