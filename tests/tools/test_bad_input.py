@@ -88,7 +88,6 @@ USAGE = [
     ("nosuch", "nosuch"),
     ("bench attention --cp 0", "--cp | 1"),
     ("bench accuracy --cp 0", "--cp | 1"),
-    ("bench accuracy --seeds 0", "--seeds | 1"),
     ("bench attention --repeats 0", "--repeats | 1"),
     ("bench host --repeats 0", "--repeats | 1"),
 ]
