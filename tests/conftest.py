@@ -4,6 +4,7 @@ among worker processes.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 from collections.abc import Iterator
@@ -121,6 +122,7 @@ def as_in_a_new_process() -> Iterator[None]:
     """
     yield
     RUNTIME.reset()
+    faulthandler.cancel_dump_traceback_later()  # which ends a job that has failed
 
 
 @pytest.fixture

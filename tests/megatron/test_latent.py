@@ -143,11 +143,6 @@ def test_another_projection_is_rejected_by_name():
             1,
             "--cp-ring-wire latent does not support --recompute-granularity selective",
         ),
-        (
-            {"cuda_graph_impl": "local"},
-            1,
-            "--cp-ring-wire latent does not support --cuda-graph-impl local",
-        ),
     ],
 )
 def test_what_latents_cannot_do_is_named(changes, ulysses, line):

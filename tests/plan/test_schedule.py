@@ -57,7 +57,7 @@ def test_one_hop_brings_few_keys(mask: Mask, few: bool) -> None:
     assert group_sizes(plan.schedule) == ([7] if few else [2, 4, 1])
     report = plan.verify(rank_plans=True)
     most = report.keys_in.sum(1).max() / report.tokens_per_rank.max()
-    assert most <= remote_keys(mask, layout, layout) and (not few or most <= 2)
+    assert most <= remote_keys(mask, layout) and (not few or most <= 2)
     assert Plan.build(mask, layout, slot_shards=1).schedule == tuple(range(8)) or few
     for rank in range(8):  # a rank that plans alone takes the same hops
         alone = Plan.build_rank_plan(mask, layout, rank)
