@@ -1,6 +1,6 @@
-"""Extends Megatron's --exit-signal-handler to several kinds of signals, and keeps them from processes
-that the last step and the last save need: workers that load data, and the server of the queue of
-the checkpoint writer.
+"""Extends Megatron's --exit-signal-handler to several kinds of signals, and keeps them from
+processes that the last step and the last save need: workers that load data, and the server of the
+queue of the checkpoint writer.
 """
 
 from __future__ import annotations

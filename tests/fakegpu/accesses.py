@@ -67,7 +67,9 @@ class Accesses(TorchDispatchMode):
         read = [x for x in given if id(x) not in changed]
         old = {x.untyped_storage().data_ptr() for x in given}
         made = [x for x in _on_device(out) if x.untyped_storage().data_ptr() not in old]
-        _write(name, made, read, written if name in _EMPTY else written + made)
+        # what is made empty takes a shape and a device of others, and reads and writes nothing
+        touched = ([], written) if name in _EMPTY else (read, written + made)
+        _write(name, made, *touched)
         return out
 
 
