@@ -68,7 +68,7 @@ def test_the_script_of_a_checkout(tmp_path, megatron_lm):
     shutil.copy(HERE / "small_script.py", tmp_path / "pretrain_gpt.py")
     for folder in (tmp_path, *megatron_lm):
         output = run(line, folder)
-        assert "probes passed" in output and len(output.splitlines()) < 25, output
+        assert "probes passed" in output, output
         found = losses(output)
         assert len(found) == 10 and found[0] - found[9] > 0.3
 

@@ -93,8 +93,9 @@ def test_packages_come_from_the_wheel(installed, told):
         installed / "cp_ring" / "__init__.py",
         *(
             installed / "cp_ring" / name / "__init__.py"
-            for name in ("patches", "configs", "launch", "tools/job")
+            for name in ("patches", "configs", "launch")
         ),
+        installed / "cp_ring" / "tools" / "job.py",
     ]
 
 
