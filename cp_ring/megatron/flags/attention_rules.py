@@ -186,6 +186,13 @@ def _undivided_heads(job: Job) -> str:
     return ""
 
 
+def _uneven_rows(job: Job) -> bool:
+    """Whether a rank holds the tokens of two rows or more, but not of whole ones."""
+    parts = job.cp * (job.tensor_model_parallel_size if job.sequence_parallel else 1)
+    rows = job.micro_batch_size or 1
+    return job.cp > 1 and rows // parts > 1 and rows % parts > 0
+
+
 DOCUMENTS = (
     Rule(_undivided_heads,
          "{pattern}: the {found} do not divide among {cp} ranks",
@@ -200,6 +207,13 @@ DOCUMENTS = (
          "a rank holds parts of all rows", "--context-parallel-size 2 --micro-batch-size 2 "
          "--dataloader-inter-document-masking --num-experts 4 "
          "--moe-router-load-balancing-type seq_aux_loss"),
+    Rule(lambda job: job.num_experts and not job.own.document_mask and _uneven_rows(job)
+         and job.holds("--dataloader-inter-document-masking"),
+         "{found} with --num-experts and --context-parallel-size {cp}: Megatron's layers of "
+         "experts divide the tokens of a rank into whole rows",
+         "give --micro-batch-size 1", "a rank holds parts of all rows",
+         "--context-parallel-size 2 --micro-batch-size 5 --dataloader-inter-document-masking "
+         "--num-experts 4"),
     Rule(lambda job: job.recurrent and next((kind for kind in job.own.kinds if kind not in (
              "documents", "causal")), ""),
          "--cp-ring-mask-kinds {found} does not reach the {recurrent} layers of {pattern}, whose "
