@@ -40,8 +40,8 @@ def enable(
     Args:
         config: the settings; or give them as keywords, with the names of `Options`:
         `layout="balanced"`.
-        seq_length: tokens of a batch row, for checks, for `route="auto"` and `heads="auto"`, and
-            for the certificate's probes at this length; 0 if unknown.
+        seq_length: tokens of a batch row, for checks and for the certificate's probes at this
+            length; 0 if unknown.
         micro_batch_size: batch rows of a microbatch, for the certificate.
         packed: whether microbatches hold packed documents (`PackedSeqParams` with thd), which the
         certificate then probes.

@@ -102,7 +102,6 @@ def accept_model(config: Any) -> argparse.Namespace:
     validate.check_attention(job)
     config.apply_rope_fusion = args.apply_rope_fusion
     validate.note_loss(args, used)
-    used = validate.settle_shape(args, used)
     settings.configure(used, layers=validate.windows_of(args))
     return args
 

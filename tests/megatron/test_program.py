@@ -123,26 +123,6 @@ def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, 
 
 
 @no_cuda
-def test_auto_is_the_shape_chosen_for_the_first_model(enabled, capfd):
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        context_parallel_size=4,
-        attention_dropout=0.0,
-    )
-    enabled(heads="auto", seq_length=4096)
-    program.accept_model(config)
-    chosen = settings.current()
-    assert 4 % chosen.heads == 0
-    assert "chosen by predicted time of attention" in capfd.readouterr().out
-    program.accept_model(config)
-    assert settings.current() == chosen and "chosen" not in capfd.readouterr().out
-
-
-@no_cuda
 def test_the_fused_rotary_embedding_is_switched_off_where_it_cannot_have_the_positions(
     enabled, capfd
 ):
@@ -166,8 +146,6 @@ def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):
         enabled(rout="ring")
     with pytest.raises(ConfigError, match=r"--cp-ring-certify only \(certify=\) needs a job of"):
         enabled(certify="only")
-    with pytest.raises(ConfigError, match=r"auto \(heads='auto'\) needs seq_length="):
-        enabled(heads="auto")
     with pytest.raises(ConfigError, match=r"call cp_ring\.megatron\.enable first"):
         cp_ring.megatron.certify(None, None, None)
     with pytest.raises(AttributeError, match="has no attribute 'enabel'"):

@@ -254,8 +254,6 @@ WITHOUT_EXAMPLE = [
      {"cp_ring": True, "cp_ring_layout": "balanced", "script": "a.py"}),
     ("--cp-ring-certify only", {"cp_ring_certify": "only"}),
     ("--cp-ring-balance-microbatches (", {"cp_ring_balance_microbatches": True}),
-    ("--cp-ring-route auto", {"cp_ring_route": "auto"}),
-    ("--cp-ring-heads auto", {"cp_ring_heads": "auto"}),
     ("enable(seq_length=", {"seq_length": 6, "context_parallel_size": 4}),
 ]  # fmt: skip
 """Rules that no command line alone breaks: how the line begins, and arguments that it rejects."""
@@ -347,8 +345,9 @@ def test_the_supported_versions_are_those_of_the_package():
             "--cp-ring-pack 'loosely': input should be 'first-fit', 'in-order' or 'fill'"),
         ([*CP4, "--cp-ring-heads", "2", "--cp-ring-schedule", "0,1,2,2"],
             "--cp-ring-schedule 0,1,2,2: 4 hops for 2 ranks"),
-        (["--cp-ring-heads", "auto", "--cp-comm-type", "a2a"],
+        ([*CP4, "--cp-ring-heads", "auto", "--cp-comm-type", "a2a"],
             "--cp-comm-type a2a and --cp-ring-heads auto are mutually exclusive"),
+        ([*CP4, "--cp-ring-heads", "auto"], "--cp-ring-heads auto does not support Megatron jobs"),
         (["--cp-ring-heads", "most"], "--cp-ring-heads 'most': "),
         ([*CP4, "--cp-ring-heads", "3"],
             "--cp-ring-heads 3 does not divide the 4 context-parallel"),
@@ -545,23 +544,6 @@ def test_what_is_said_of_recomputation(applied, parse, capsys, monkeypatch, flag
         if line.startswith("cp_ring: ") and "recompu" in line
     ]
     assert len(spoken) == bool(said) and all(said in line for line in spoken)
-
-
-def test_the_fastest_heads_are_chosen_and_said(applied, parse, capsys, monkeypatch):
-    applied("cpu_runtime")
-    from megatron.training.arguments import validate_args
-
-    monkeypatch.setattr(rejection, "_noted", set())
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    validate_args(args := parse(*BASE, *CP4, "--cp-ring-heads", "auto"))
-    found = settings.current()
-    assert found.heads in (1, 2, 4) and Options.from_args(args) == found
-    spoken = [
-        line for line in capsys.readouterr().out.splitlines() if "chosen by predicted time" in line
-    ]
-    assert len(spoken) == 1 and "nodes of 2 context-parallel ranks: heads" in spoken[0]
-    parse(*sys.argv[1:])  # Megatron parses the same line again, after it has validated it
-    assert settings.current() == found
 
 
 @pytest.mark.parametrize("flags", [[], ["--transformer-impl", "transformer_engine"]])

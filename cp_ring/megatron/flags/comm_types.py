@@ -36,8 +36,8 @@ def spec_of_layer(
     `sizes` are the hierarchical context-parallel sizes. Raises `ConfigError` with
     a line that names the flag.
     """
-    if settings.heads == "auto":
-        raise ConfigError("--cp-ring-heads auto needs the flags of a job: give a number")
+    if settings.heads == "auto" and cp > 1:
+        raise ConfigError("--cp-ring-heads auto does not support Megatron jobs: give a number")
     named = {
         "cp_comm_type": kind,
         "context_parallel_size": cp,
@@ -88,10 +88,8 @@ def check(job: Job) -> None:
     the model.
     """
     check_rules(job, rules.SPLITS)
-    # What passes with the simplest shape passes with any that is chosen later.
-    config = job.own.without_auto()
-    for kind, spec in specs(job.args, config):
-        check_members(kind, spec, config, job.cp, job.num_attention_heads, job.tp)
+    for kind, spec in specs(job.args, job.own):
+        check_members(kind, spec, job.own, job.cp, job.num_attention_heads, job.tp)
 
 
 def check_members(

@@ -289,9 +289,7 @@ SPLIT = (
     Rule(lambda job: next((kind for kind in job.comm_types if kind not in _TYPES), ""),
          "--cp-comm-type {found}: known are p2p, all_gather, a2a, a2a+p2p",
          example="--cp-comm-type pigeon"),
-    Rule(lambda job: job.own.heads != 1 and (job.cp > 1 or job.own.heads == "auto")
-         and next(iter(job.other_types),
-         ""),
+    Rule(lambda job: job.own.heads != 1 and job.cp > 1 and next(iter(job.other_types), ""),
          "--cp-comm-type {found} and {--cp-ring-heads} are mutually exclusive (both set the "
          "Ulysses degree)",
          "drop one",
@@ -378,8 +376,6 @@ PROGRAM = (
          "--cp-ring-balance-microbatches (balance_microbatches=) needs a job of flags",
          "leave it out, or train with cp_ring.run or cp_ring.pretrain_gpt",
          "batch rows are dealt out by Megatron's own data loaders"),
-    Rule("--cp-ring-heads=auto !seq_length",
-         "--cp-ring-heads auto (heads='auto') needs seq_length=, for which the shape is chosen"),
     Rule("seq_length%chunks",
          "enable(seq_length={seq_length}): it is not divisible by 2 x {cp} context-parallel ranks "
          "= {chunks}",

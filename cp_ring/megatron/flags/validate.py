@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cp_ring.errors import Reasons
-from cp_ring.megatron.flags import (
-    attention_rules,
-    comm_types,
-    rules,
-    shape_choice,
-)
+from cp_ring.megatron.flags import attention_rules, comm_types, rules
 from cp_ring.megatron.flags.codec_choice import choose_wire
 from cp_ring.megatron.flags.layer_pattern import attention_layers, pattern_of
 from cp_ring.megatron.flags.rule import Job, Rule, check_rules
@@ -149,50 +144,27 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-_settled: dict[tuple[str, ...], dict[str, Any]] = RUNTIME.keep({})
-"""The route, the number of heads and the codec that were chosen, by the command line."""
+_settled: dict[tuple[str, ...], str] = RUNTIME.keep({})
+"""The codec that was chosen, by the command line."""
 
 
 def _as_settled(args: argparse.Namespace, config: Options) -> Options:
     """The settings with the choice that was made for this command line before: Megatron parses it
     more than once.
     """
-    choices = _settled.get(tuple(sys.argv), {})
-    for name, value in choices.items():
-        setattr(args, f"cp_ring_{name}", value)
-    return replace(config, **choices)
+    args.cp_ring_wire = _settled.get(tuple(sys.argv), config.wire)
+    return replace(config, wire=args.cp_ring_wire)
 
 
 def settle(args: argparse.Namespace, config: Options) -> Options:
-    """Puts in force what the flags leave to cp_ring: the shape and the codec. Says what was chosen,
-    and why.
-    """
-    shape = settle_shape(args, config)
-    wire = choose_wire(args, shape)
-    choices_made = {
-        "route": shape.route,
-        "heads": shape.heads,
-        "wire": wire,
-    }
-    _settled[tuple(sys.argv)] = {
-        name: value for name, value in choices_made.items() if "auto" in str(getattr(config, name))
-    }
-    chosen = _as_settled(args, shape)
+    """Puts in force what travels, where the flags leave it to cp_ring. Says what was chosen."""
+    if config.wire == "auto":
+        _settled[tuple(sys.argv)] = choose_wire(args, config)
+    else:
+        choose_wire(args, config)
+    chosen = _as_settled(args, config)
     configure(chosen)
     return chosen
-
-
-def settle_shape(args: argparse.Namespace, config: Options) -> Options:
-    """The settings with the fastest number of heads where the flags ask for `auto`."""
-    if config.heads != "auto":
-        return config
-    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    group = [place * tp for place in range(cp)]  # each context-parallel group has this pattern
-    sizes = AttentionSizes.from_megatron(args, tp)
-    windows = windows_of(args) or (((-1, -1), 1),)
-    settled, reason = shape_choice.settle(config, vars(args), cp, sizes, group, windows=windows)
-    note(reason)
-    return settled
 
 
 def run_on_cpu(job: Job) -> None:
