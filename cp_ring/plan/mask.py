@@ -27,9 +27,11 @@ from cp_ring.plan.ranges import (
     Ints,
     check_all,
     documents_of,
+    expand,
     integer,
     integers,
     ordered_spans,
+    range_pairs,
     sort_index,
     stream_length,
     union,
@@ -83,6 +85,37 @@ class Mask(MaskTable):
         return cls(n, of_function(mask_mod, n, max_pieces, device), "mask_mod")
 
     @classmethod
+    def from_ranges(
+        cls,
+        q_ranges: Sequence[Sequence[int]] | np.ndarray,
+        k_ranges: Sequence[Sequence[int]] | np.ndarray,
+        types: Any = "full",
+        n: int | None = None,
+    ) -> Mask:
+        """A mask from slices as MagiAttention and flex-flash-attention take them: queries of
+        `q_ranges[i]` see keys of `k_ranges[i]`, as far as `types[i]` allows.
+
+        Ranges are pairs (start, end). A type is "full" or 0; "causal" or 1, in which the last query
+        sees up to the last key; "inv_causal" or 2, in which the first query sees from the first key
+        on; "bi_causal" or 3, which is both. It is one for all slices or one for each. `n` is by
+        default the end of the last range. Raises `PlanError` for other types, for lists of
+        different lengths, and as `from_pieces` does: slices must not overlap.
+        """
+        queries, keys = range_pairs(q_ranges, "q_ranges"), range_pairs(k_ranges, "k_ranges")
+        kinds = _types_of_slices(types, len(queries))
+        if not len(queries) == len(keys) == len(kinds):
+            raise PlanError(
+                f"{len(queries)} q_ranges, {len(keys)} k_ranges and {len(kinds)} types: give one "
+                "of each for each slice, or one type for all"
+            )
+        pieces = []
+        for (q0, q1), (k0, k1), kind in zip(queries.tolist(), keys.tolist(), kinds, strict=True):
+            first, last = _SLICES[_slice_type(kind)]
+            pieces.append((q0, q1, k0, k1, k0 - q0 if first else -OPEN, k1 - q1 if last else OPEN))
+        n = int(max(queries.max(initial=0), keys.max(initial=0))) if n is None else n
+        return cls.from_pieces(n, pieces, "ranges", _many(len(pieces), "slice"))
+
+    @classmethod
     def full(cls, n: int, window: tuple[int, int] = (-1, -1)) -> Mask:
         """Every query sees every key, or the keys from i - left to i + right; -1 leaves a side open
         (as flash-attn does).
@@ -123,6 +156,24 @@ class Mask(MaskTable):
         )
         pieces = Tiles.columns(start, end, start, end, left, right).trimmed()
         return cls(n, pieces, "documents", details, segments_of(start, end, n))
+
+    @classmethod
+    def blockwise(
+        cls,
+        cu_seqlens: Sequence[int] | np.ndarray,
+        causal: bool = True,
+        n: int | None = None,
+    ) -> Mask:
+        """As `documents`, but the last document, the last that holds a token, sees all before it.
+
+        So retrieved passages or examples are read apart, and a question behind them reads all:
+        block attention (Ma et al., arXiv:2409.15355). Positions are places in the stream. Raises
+        `PlanError` as `documents` does.
+        """
+        mask = cls.documents(cu_seqlens, causal, n=n)
+        pieces = mask.pieces.data.copy()
+        pieces[2, -1:] = 0  # keys of the last piece begin at token 0
+        return replace(mask, pieces=Tiles(pieces), name="blockwise", segments=None)
 
     @classmethod
     def prefix(
@@ -343,14 +394,23 @@ class Mask(MaskTable):
         return cls(n, in_order(Tiles.of(pieces).trimmed()), "global", details)
 
     @classmethod
-    def block_causal(cls, n: int, block: int) -> Mask:
-        """Query i sees all keys up to the end of its own block of `block` tokens."""
-        n = stream_length(n)
+    def block_causal(
+        cls, n: int, block: int, cu_seqlens: Sequence[int] | np.ndarray | None = None
+    ) -> Mask:
+        """Query i sees the keys of its document up to the end of its own block of `block` tokens.
+
+        `cu_seqlens` are packed documents, by default one of `n` tokens; blocks are counted from the
+        first token of each. Raises `PlanError` for blocks below 1 and as `documents` does.
+        """
+        starts, ends, n, documents = _documents_or_one(cu_seqlens, n)
         block = _block(block, n)
-        start = np.arange(0, n, block)
-        end = np.minimum(start + block, n)
-        pieces = Tiles.columns(start, end, 0, end)
-        return cls(n, pieces, "block_causal", f"blocks of {block} tokens")
+        document, number = expand(np.zeros_like(starts), -(-(ends - starts) // block))
+        first = starts[document]
+        start = first + number * block
+        end = np.minimum(start + block, ends[document])
+        words = listed(f"blocks of {block} tokens", documents)
+        pieces = Tiles.columns(start, end, first, end)
+        return cls(n, pieces, "block_causal", words, segments_of(starts, ends, n))
 
     @classmethod
     def block_diffusion(cls, n: int, block: int) -> Mask:
@@ -374,6 +434,37 @@ class Mask(MaskTable):
         pieces = in_order(Tiles.concatenate(clean, before, itself).trimmed())
         words, segments = f"blocks of {block} tokens", np.array([[0, half], [0, 0]])
         return cls(n, pieces, "block_diffusion", words, segments)
+
+
+_SLICES = {
+    "full": (False, False),
+    "causal": (False, True),
+    "inv_causal": (True, False),
+    "bi_causal": (True, True),
+}
+"""Whether a slice of `Mask.from_ranges` hides earlier keys from later queries, and later keys from
+earlier queries. MagiAttention's numbers of the types are their places here.
+"""
+
+
+def _types_of_slices(types: Any, slices: int) -> list[object]:
+    """One type for each slice, from one for all or from a list, an array or a tensor of them."""
+    if hasattr(types, "detach"):
+        types = types.detach().cpu().numpy()
+    several = isinstance(types, Sequence | np.ndarray) and not isinstance(types, str)
+    return list(types) if several else [types] * slices
+
+
+def _slice_type(kind: object) -> str:
+    """The name of a type of a slice, also from its number or a member of an enum."""
+    kind = getattr(kind, "value", kind)
+    names = list(_SLICES)
+    if isinstance(kind, int | np.integer) and 0 <= kind < len(names):
+        return names[kind]
+    if kind not in names:
+        numbered = ", ".join(f"{name} ({number})" for number, name in enumerate(names))
+        raise PlanError(f"type {kind!r} of a slice is not known: known are {numbered}")
+    return str(kind)
 
 
 def _block(block: int, n: int) -> int:

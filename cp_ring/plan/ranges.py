@@ -96,12 +96,18 @@ def documents_of(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple
     return edges[:-1], edges[1:], n
 
 
-def ordered_spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tuple[Ints, Ints]:
-    """Checked spans, ascending, as starts and ends."""
-    pairs = integers(spans, "spans")
+def range_pairs(ranges: object, what: str) -> Ints:
+    """`ranges`, also those of a tensor, as int64 [count, 2]. Raises `PlanError` for others."""
+    pairs = integers(ranges, what)
     pairs = pairs.reshape(0, 2) if not pairs.size else pairs
     if pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise PlanError(f"spans are pairs (start, end), not an array of {list(pairs.shape)}")
+        raise PlanError(f"{what} are pairs (start, end), not an array of {list(pairs.shape)}")
+    return pairs
+
+
+def ordered_spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tuple[Ints, Ints]:
+    """Checked spans, ascending, as starts and ends."""
+    pairs = range_pairs(spans, "spans")
     start, end = pairs[np.argsort(pairs[:, 0], kind="stable")].T
     check_all(
         (start >= 0) & (end <= n) & (start < end),

@@ -37,6 +37,7 @@ def masks(draw: st.DrawFn, n: int) -> Mask:
         "images",
         "global",
         "blocks",
+        "blockwise",
     ]
     match draw(st.sampled_from(kinds)):
         case "full":
@@ -61,8 +62,12 @@ def masks(draw: st.DrawFn, n: int) -> Mask:
             return Mask.images(n, draw(spans(n)))
         case "global":
             return Mask.with_global(n, draw(spans(n)), window, causal=draw(st.booleans()))
+        case "blockwise":
+            return Mask.blockwise(offsets, causal=draw(st.booleans()), n=n)
         case "blocks":
             block = draw(st.integers(1, n))
+            if draw(st.booleans()):
+                return Mask.block_causal(n, block, offsets)
             return Mask.block_causal(n, block) if n % 2 else Mask.block_diffusion(n, block)
     lengths = [draw(st.integers(0, b - a)) for a, b in pairwise(offsets)]
     return Mask.prefix(n, lengths, offsets, window)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,6 +72,76 @@ def test_prefixes(
 def test_full_and_causal(n: int, window: tuple[int, int]) -> None:
     assert np.array_equal(Mask.full(n, window).dense(), painted(n, [0, n], window, causal=False))
     assert np.array_equal(Mask.causal(n, window).dense(), painted(n, [0, n], window, causal=True))
+
+
+@st.composite
+def slices(draw: st.DrawFn) -> tuple[int, list[tuple[int, ...]]]:
+    """Tokens, and slices (q0, q1, k0, k1, type) of any sizes, whose queries do not overlap."""
+    n = draw(st.integers(1, 24))
+    edges = sorted(draw(st.sets(st.integers(0, n), min_size=2, max_size=6)))
+    made = []
+    for q0, q1 in pairwise(edges):
+        k0, k1 = sorted(draw(st.tuples(*[st.integers(0, n)] * 2)))
+        made.append((q0, q1, k0, k1, draw(st.integers(0, 3))))
+    return n, made
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=slices(), named=st.booleans())
+def test_slices(case: tuple[int, list[tuple[int, ...]]], named: bool) -> None:
+    n, made = case
+    wanted = np.zeros((n, n), bool)
+    for q0, q1, k0, k1, kind in made:
+        for i in range(q0, q1):
+            for j in range(k0, k1):
+                causal, inverse = j - k1 <= i - q1, j - k0 >= i - q0
+                wanted[i, j] |= (True, causal, inverse, causal and inverse)[kind]
+    table = np.array(made)
+    names = ["full", "causal", "inv_causal", "bi_causal"]
+    types = [names[kind] for kind in table[:, 4]] if named else table[:, 4]
+    mask = Mask.from_ranges(table[:, :2], table[:, 2:4].tolist(), types, n)
+    assert np.array_equal(mask.dense(), wanted)
+    assert mask.area() == wanted.sum()
+
+
+class _Type(Enum):
+    """As MagiAttention has them."""
+
+    CAUSAL = "causal"
+
+
+def test_types_of_slices_come_as_peers_write_them() -> None:
+    ranges = [(0, 4), (4, 9)]
+    for types in ("causal", 1, _Type.CAUSAL, [_Type.CAUSAL] * 2, torch.tensor([1, 1])):
+        mask = Mask.from_ranges(torch.tensor(ranges), ranges, types)
+        assert mask.pieces == Mask.documents([0, 4, 9]).pieces
+    assert Mask.from_ranges([], [], n=4).area() == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=offsets_of(), causal=st.booleans())
+def test_the_last_document_sees_all(case: tuple[int, list[int]], causal: bool) -> None:
+    n, offsets = case
+    wanted = painted(n, offsets, (-1, -1), causal)
+    last = [start for start, end in pairwise(offsets) if start < end][-1:]
+    for start in last:
+        wanted[start : offsets[-1], :start] = True
+    mask = Mask.blockwise(offsets, causal, n)
+    assert np.array_equal(mask.dense(), wanted)
+    assert mask.positions.tolist() == list(range(n))
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=offsets_of(), block=st.integers(1, 9))
+def test_block_causal_documents(case: tuple[int, list[int]], block: int) -> None:
+    n, offsets = case
+    wanted = np.zeros((n, n), bool)
+    for start, end in pairwise(offsets):
+        for i in range(start, end):
+            wanted[i, start : min(start + ((i - start) // block + 1) * block, end)] = True
+    mask = Mask.block_causal(n, block, offsets)
+    assert np.array_equal(mask.dense(), wanted)
+    assert np.array_equal(mask.positions, Mask.documents(offsets, n=n).positions)
 
 
 @pytest.mark.parametrize(
