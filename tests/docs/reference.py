@@ -48,7 +48,8 @@ def names() -> str:
     parts = ["## Public names of `cp_ring`", ""]
     for name in sorted(cp_ring.__all__, key=str.lower):
         it = getattr(cp_ring, name)
-        if not callable(it):
+        # the table of keys has the fields of Options
+        if not callable(it) or it is Options:
             continue
         text = inspect.getdoc(it) or ""
         parts += [f"### `{name}`", "", "```text", f"{name}{signature(it)}", "", text, "```", ""]

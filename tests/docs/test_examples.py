@@ -17,11 +17,11 @@ from cp_ring.kernels.cpu import KERNEL
 from tests.rank_pool import LIMIT_S
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
-ON_TWO_RANKS = ("ring_attention", "plan_and_window", "packed_documents", "hugging_face")
-ON_FOUR_RANKS = ("grpo", "device_mesh", "accelerate_loop", "hugging_face_trainer")
+ON_TWO_RANKS = ("ring_attention", "packed_documents", "hugging_face")
+ON_FOUR_RANKS = ("grpo", "device_mesh", "hugging_face_trainer")
 # tests/megatron/test_declared_masks.py runs them
 IN_MEGATRON = ("rl_shared_prefix", "multimodal_spans")
-ON_ONE = ("own_mask", "own_layout", "own_route", "own_kernel", "own_codec", "own_patch")
+ON_ONE = ("own_mask", "own_kernel")
 
 
 def example(name):
@@ -30,7 +30,7 @@ def example(name):
 
 def run_main(group, name):
     rank, size = dist.get_rank(), dist.get_world_size()
-    # as torchrun tells accelerate
+    # as torchrun tells transformers' Trainer
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in told.items():

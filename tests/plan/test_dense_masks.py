@@ -27,7 +27,7 @@ from cp_ring.plan import mask as mask_module
 from cp_ring.plan.dense_masks import paint
 from tests.plan.strategies import masks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "gallery.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "masks-and-layouts.md"
 TABLE = re.findall(r"^\| .* \| `(.*)` \| (\d+) \|$", PAGE.read_text(), re.MULTILINE)
 N = 256
 
