@@ -1,9 +1,7 @@
 """A job's YAML file, and the command line that it stands for: torchrun, `cp_ring.pretrain_gpt`,
 Megatron's flags.
 
-Its sections are `megatron`, `data`, `parallel`, `cp_ring` and `launch`. One more, `presets`, names
-variants of the job: `presets.tiny.megatron.num_layers: 2` applies if `preset=tiny` is among the
-overrides. A preset changes the keys that it has, and null removes a key.
+Section `megatron` holds Megatron's own arguments; the others are `data`, `cp_ring` and `launch`.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import argparse
 import contextlib
 import difflib
 import io
+import math
 import os
 import re
 import shlex
@@ -56,8 +55,17 @@ _LAUNCHER = dict.fromkeys(
     "flags of cp-ring train --print-flags",
 )
 _DATA = {"validation_fraction": "one of 20 documents is for validation; drop it"}
-LEFT = {"launch": _LAUNCHER, "cp_ring": LEFT_SETTINGS, "data": _DATA}
-"""Keys of sections that left, and what to use instead."""
+_PRESETS = "a variant is a file of its own, or --set of each key"
+_SECTIONS = {
+    "parallel": "its sizes are keys of section megatron; in place of data_parallel_size give "
+    "launch.ranks, the number of all ranks",
+    "presets": _PRESETS,
+    "preset": _PRESETS,
+}
+LEFT = {"": _SECTIONS, "launch": _LAUNCHER, "cp_ring": LEFT_SETTINGS, "data": _DATA}
+"""Sections and their keys that left, and what to use instead."""
+SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+"""Arguments of Megatron whose product is the ranks that hold the model once."""
 
 
 UserPath = Annotated[
@@ -106,29 +114,6 @@ class DataConfig(Section):
     cache: UserPath = Field(Path("runs/corpora"), description="Where tokenized corpora are kept.")
 
 
-class ParallelConfig(Section):
-    """The size of each parallel dimension. Their product is the number of ranks."""
-
-    model_config = ConfigDict(strict=True)  # true is no 1
-
-    tensor_model_parallel_size: int = Field(1, ge=1)
-    pipeline_model_parallel_size: int = Field(1, ge=1)
-    context_parallel_size: int = Field(1, ge=1)
-    data_parallel_size: int = Field(
-        1, ge=1, description="Not a Megatron argument: Megatron divides the ranks by the others."
-    )
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of all nodes together."""
-        return (
-            self.tensor_model_parallel_size
-            * self.pipeline_model_parallel_size
-            * self.context_parallel_size
-            * self.data_parallel_size
-        )
-
-
 class LaunchConfig(Section):
     """Where the ranks run and where their output goes."""
 
@@ -137,6 +122,12 @@ class LaunchConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: GPUs with NCCL where there are any, else gloo."
+    )
+    ranks: int | None = Field(
+        None,
+        ge=1,
+        strict=True,
+        description="Ranks of all nodes; default: tensor x pipeline x context parallel size.",
     )
 
 
@@ -147,7 +138,6 @@ class JobConfig(Section):
 
     megatron: dict[str, Any] = Field(default_factory=dict)
     data: DataConfig = DataConfig()  # type: ignore[call-arg]
-    parallel: ParallelConfig = ParallelConfig()  # type: ignore[call-arg]
     cp_ring: Annotated[Options, WrapValidator(_read_options)] = Options()
     launch: LaunchConfig = LaunchConfig()  # type: ignore[call-arg]
     _source: str = ""
@@ -158,6 +148,12 @@ class JobConfig(Section):
         return self._source
 
     @property
+    def ranks(self) -> int:
+        """Ranks of all nodes together."""
+        sizes = (self.megatron.get(name) for name in SPLITS)
+        return self.launch.ranks or math.prod(size for size in sizes if isinstance(size, int))
+
+    @property
     def checkpoints(self) -> Path:
         """Where checkpoints are saved: megatron.save if it is given."""
         return Path(self.megatron.get("save") or self.launch.run_dir / "checkpoints").absolute()
@@ -166,9 +162,6 @@ class JobConfig(Section):
 def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
     """Reads a job from a file, or by name from the configurations that come with cp_ring, and
     applies `a.b=c` overrides.
-
-    `preset=NAME` among the overrides chooses a variant from the file's section `presets`. The
-    output of a variant goes to a folder of its own.
 
     Raises `ConfigError` with one line that names the file or key.
     """
@@ -182,18 +175,11 @@ def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
             )
         path = known[source]
     settings = _read(path, source)
-    presets = settings.pop("presets", None) or {}
-    chosen = [
-        override.partition("=")[2] for override in overrides if override.startswith("preset=")
-    ]
-    if chosen:
-        settings = _merged(settings, _find_preset(presets, chosen[-1], source))
     for override in overrides:
-        if not override.startswith("preset="):
-            _apply_override(settings, override)
+        _apply_override(settings, override)
     launch = settings.setdefault("launch", {})
     if isinstance(launch, dict):
-        launch.setdefault("run_dir", "-".join([f"runs/{path.stem}", *chosen[-1:]]))
+        launch.setdefault("run_dir", f"runs/{path.stem}")
     return validate(settings, source)
 
 
@@ -220,28 +206,6 @@ def _read(path: Path, source: str) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError(f"{source}: needs the sections {', '.join(JobConfig.model_fields)}")
     return settings
-
-
-def _find_preset(presets: Any, name: str, source: str) -> dict[str, Any]:
-    if not isinstance(presets, dict) or not isinstance(presets.get(name), dict):
-        known = ", ".join(presets) if isinstance(presets, dict) and presets else "none"
-        raise ConfigError(
-            f"{source}: no preset {name!r} in its section presets; there are: {known}"
-        )
-    return dict(presets[name])
-
-
-def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`settings` with the keys of `changes` in place of its own; nested sections are merged in the
-    same way.
-    """
-    merged = dict(settings)
-    for key, value in changes.items():
-        inner = merged.get(key)
-        merged[key] = (
-            _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-        )
-    return merged
 
 
 def _apply_override(settings: dict[str, Any], override: str) -> None:
@@ -277,11 +241,6 @@ def validate(settings: dict[str, Any], source: str) -> JobConfig:
         lines = [_describe(each) for each in error.errors()]
         raise ConfigError(*(f"{source}: {line}" for line in lines)) from None
     lines = [
-        f"megatron.{key} belongs in its own section: set parallel.{key}"
-        for key in job.megatron
-        if key in ParallelConfig.model_fields
-    ]
-    lines += [
         f"megatron.{key} belongs in the section cp_ring"
         for key in job.megatron
         if key.startswith("cp_ring")
@@ -300,33 +259,35 @@ def _describe(error: Any) -> str:
     if error["type"] != "extra_forbidden":
         message = error["msg"] if error["type"] == "option" else error["msg"].lower()
         return f"{key}: {_PLAIN.get(error['type'], message)}, not {error['input']!r}"
-    if last in LEFT.get(location[0], ()):
-        return f"{key} left cp_ring: {LEFT[location[0]][last]}"
+    section = ".".join(location[:-1])
+    if last in LEFT.get(section, ()):
+        return f"{key} left cp_ring: {LEFT[section][last]}"
     sections = {
         name: getattr(field.annotation, "model_fields", SETTINGS)
         for name, field in JobConfig.model_fields.items()
     }
-    names = [*(sections[location[0]] if location[1:] else sections)]
+    names = [*(sections[section] if section else sections)]
     near = difflib.get_close_matches(last, names, n=1, cutoff=0.5)
     if near:
         return f"{key}: unknown key; did you mean {'.'.join([*location[:-1], near[0]])}?"
-    return f"{key}: unknown key; {'.'.join(location[:-1]) or 'the file'} has {', '.join(names)}"
+    return f"{key}: unknown key; {section or 'the file'} has {', '.join(names)}"
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to run: environment variables, options of `torchrun`, Megatron's flags. corpus: what it
-    trains on, which may not be built yet.
+    """What to run: environment variables, ranks, Megatron's flags. corpus: what it trains on, which
+    may not be built yet.
     """
 
     environment: dict[str, str]
-    torchrun: list[str]
+    ranks: int
     flags: list[str]
     corpus: Corpus | None
 
     def launcher(self, *more: str) -> list[str]:
         """torchrun, with more options."""
-        return [sys.executable, "-m", "torch.distributed.run", *self.torchrun, *more]
+        here = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(self.ranks)]
+        return [sys.executable, "-m", "torch.distributed.run", *here, *more]
 
     def words(self, *torchrun: str) -> list[str]:
         """The whole command, with more options of torchrun."""
@@ -364,10 +325,10 @@ def find_corpus(job: JobConfig) -> Corpus | None:
     return corpus.find(data.path, data.cache, data.vocab_size)
 
 
-def build_command(job: JobConfig, elsewhere: bool = False, tasks: int | None = None) -> Command:
+def build_command(job: JobConfig, elsewhere: bool = False, slurm: bool = False) -> Command:
     """The command of `job`, checked by cp_ring's rules and by Megatron's parser and validation.
-    With `elsewhere`, another machine runs it; its GPUs and packages are unknown here. tasks: how
-    many ranks Slurm starts on all nodes.
+    With `elsewhere`, another machine runs it; its GPUs and packages are unknown here. With `slurm`,
+    this machine has some of the ranks.
 
     Raises `ConfigError` with all reasons, each with its key.
     """
@@ -380,7 +341,7 @@ def build_command(job: JobConfig, elsewhere: bool = False, tasks: int | None = N
     flags: list[str] = []
     corpus = args = None
     with reasons.of(), _keys_of(job):
-        device, visible = choose_device(job, elsewhere, tasks)
+        device, visible = choose_device(job, elsewhere, slurm)
     with reasons.of(), _keys_of(job):
         corpus = find_corpus(job)
     with reasons.of():
@@ -392,9 +353,7 @@ def build_command(job: JobConfig, elsewhere: bool = False, tasks: int | None = N
         with reasons.of():
             _check_by_megatron(job, args)
     reasons.end()
-    torchrun = ["--standalone", "--local-addr", "127.0.0.1"]
-    torchrun += ["--nproc-per-node", str(job.parallel.ranks)]
-    return Command(_environment(job, device) | visible, torchrun, flags, corpus)
+    return Command(_environment(job, device) | visible, job.ranks, flags, corpus)
 
 
 def megatron_flags(
@@ -417,10 +376,9 @@ def megatron_flags(
         document_mask=packed or job.cp_ring.document_mask,
     )
     parser = parser or argument_parser.build_parser()
-    sizes = job.parallel.model_dump(exclude={"data_parallel_size"})
     with _keys_of(job):
         settings = _defaults(job, corpus) | job.megatron
-        line = argument_parser.to_flags(parser, parallel=sizes, megatron=settings)
+        line = argument_parser.to_flags(parser, megatron=settings)
         line += options.to_args()
         args = argument_parser.check(parser, line)
         _run_rank_checks(args, job, options, line)
@@ -458,7 +416,7 @@ def _run_rank_checks(
     from cp_ring.megatron.flags.codec_choice import check_latent
     from cp_ring.megatron.flags.rule import Job
 
-    args.world_size = job.parallel.ranks
+    args.world_size = job.ranks
     flags = Job(args, options, line)
     if "--cp-ring-cpu" in line:
         with contextlib.redirect_stdout(io.StringIO()):  # the ranks print what it sets
@@ -480,7 +438,7 @@ def _check_by_megatron(job: JobConfig, args: argparse.Namespace) -> None:
 
     if Job(args).sizes_from_a_file:
         return
-    if line := acceptance.rejection(args, job.parallel.ranks):
+    if line := acceptance.rejection(args, job.ranks):
         raise ConfigError(f"{job.source}: Megatron rejects it: {as_keys(line)}")
 
 
@@ -492,8 +450,7 @@ def as_keys(line: str) -> str:
         if name == "cp_ring":
             return "cp_ring.enabled"
         own = name.removeprefix("cp_ring_")
-        section = "parallel" if name in ParallelConfig.model_fields else "megatron"
-        return f"cp_ring.{own}" if own != name else f"{section}.{name}"
+        return f"cp_ring.{own}" if own != name else f"megatron.{name}"
 
     return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]+)", key, line.removeprefix("argument "))
 
@@ -509,38 +466,29 @@ def _keys_of(job: JobConfig) -> Iterator[None]:
 
 
 def choose_device(
-    job: JobConfig, elsewhere: bool = False, tasks: int | None = None
+    job: JobConfig, elsewhere: bool = False, slurm: bool = False
 ) -> tuple[str, dict[str, str]]:
     """`cuda` or `cpu`, and the variables that hide GPUs that the job must not use.
 
-    Raises `ConfigError` where the machine has too few GPUs for launch.device cuda, and where
-    Slurm's `tasks` are not the ranks of the job.
+    Raises `ConfigError` where the machine has too few GPUs for launch.device cuda.
     """
     import torch
 
-    asked, ranks = job.launch.device, job.parallel.ranks
-    if tasks is not None and tasks != ranks:
+    asked, gpus = job.launch.device, torch.cuda.device_count()
+    needed = 1 if slurm else job.ranks
+    if asked == "cuda" and gpus < needed and not (elsewhere or slurm):
         raise ConfigError(
-            f"{tasks} tasks, but the sizes in section parallel make {ranks} ranks: ask Slurm for "
-            "as many tasks, or change parallel.data_parallel_size"
+            f"launch.device cuda: this machine has {gpus} GPUs for {needed} ranks; lower "
+            "megatron.context_parallel_size or launch.ranks, or set launch.device=cpu"
         )
-    if elsewhere and asked == "cuda":
+    if asked == "cuda" or (asked == "auto" and gpus >= needed):
         return "cuda", {}
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if tasks is not None:  # Slurm has given each its part of a node
-        return "cuda" if asked == "cuda" or (asked == "auto" and gpus) else "cpu", {}
-    if asked == "cuda" and gpus < ranks:
-        raise ConfigError(
-            f"launch.device cuda: this machine has {gpus} GPUs for {ranks} ranks (the product of "
-            "the sizes in section parallel); lower a size or set launch.device=cpu"
-        )
-    device = "cpu" if asked == "cpu" or gpus < ranks else "cuda"
-    if device == "cpu" and gpus and asked == "auto":
+    if gpus and asked == "auto":
         print(
-            f"cp_ring: {gpus} GPUs are too few for {ranks} ranks: running on the CPU",
+            f"cp_ring: {gpus} GPUs are too few for {needed} ranks: running on the CPU",
             file=sys.stderr,
         )
-    return device, {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" and gpus else {}
+    return "cpu", {"CUDA_VISIBLE_DEVICES": ""} if gpus else {}
 
 
 def _environment(job: JobConfig, device: str) -> dict[str, str]:

@@ -174,10 +174,8 @@ def _of_job(job: str, overrides: list[str] | None) -> Asked:
 
     loaded = load(job, overrides or ())
     megatron, settings = loaded.megatron, loaded.cp_ring.without_auto()
-    tp, ranks = (
-        loaded.parallel.tensor_model_parallel_size,
-        loaded.parallel.context_parallel_size,
-    )
+    tp = megatron.get("tensor_model_parallel_size") or 1
+    ranks = megatron.get("context_parallel_size") or 1
     n, windows = megatron.get("seq_length"), megatron.get("window_size") or (-1, 0)
     if not isinstance(n, int):
         raise ConfigError(f"{loaded.source}: megatron.seq_length {n!r} is no number of tokens")

@@ -25,7 +25,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="A.B=C",
-        help="Override a key (the value is read as YAML), or preset=NAME. Repeatable.",
+        help="Override a key; the value is read as YAML. Repeatable.",
     ),
 ]
 

@@ -77,14 +77,15 @@ def train(
     return code
 
 
-def line_by_hand(source: str, overrides: Sequence[str], tasks: int | None) -> str:
+def line_by_hand(source: str, overrides: Sequence[str], ranks: int | None) -> str:
     """Prepares the job as `train` does and starts nothing. Returns its command line for a shell;
-    with `tasks` that of one of so many ranks, which Slurm starts.
+    with `ranks` that of one of so many ranks, which Slurm starts.
     """
-    job = jobs.load(source, overrides)
-    command = jobs.build_command(job, tasks=tasks)
+    slurm = ranks is not None
+    job = jobs.load(source, [*overrides, *([f"launch.ranks={ranks}"] if slurm else [])])
+    command = jobs.build_command(job, slurm=slurm)
     _prepare(job, command.corpus)
-    return command.as_shell_lines(of_one_rank=tasks is not None)
+    return command.as_shell_lines(of_one_rank=slurm)
 
 
 def _prepare(job: jobs.JobConfig, corpus: Corpus | None) -> None:

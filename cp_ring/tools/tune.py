@@ -348,7 +348,7 @@ def _arguments(job: JobConfig, parser: argparse.ArgumentParser) -> argparse.Name
         return jobs.megatron_flags(job, jobs.find_corpus(job), device, parser)[1]
 
 
-def _changed(job: JobConfig, **sections: dict[str, Any]) -> JobConfig:
+def _changed(job: JobConfig, **sections: Any) -> JobConfig:
     """The job with other values of some keys; None removes a key of section megatron."""
     settings = job.model_dump(exclude_defaults=True)
     for name, changes in sections.items():
@@ -373,10 +373,10 @@ def _with_length(job: JobConfig, request: Request) -> JobConfig:
 
 def _alone(job: JobConfig) -> JobConfig:
     """The job on one rank, whose arguments have the sizes of the model."""
-    one = dict.fromkeys(type(job.parallel).model_fields, 1)
+    one = dict.fromkeys(jobs.SPLITS, 1)
     simple = {"heads": 1, "route": "direct", "schedule": "auto", "wire": "auto"}
     absent = dict.fromkeys((*_SAYS_THE_SAME, "sequence_parallel"))
-    return _changed(job, megatron=absent, parallel=one, cp_ring=simple)
+    return _changed(job, megatron=absent | one, launch={"ranks": 1}, cp_ring=simple)
 
 
 def configured(job: JobConfig, way: Way) -> JobConfig:
@@ -393,12 +393,8 @@ def configured(job: JobConfig, way: Way) -> JobConfig:
     if job.megatron.get("num_experts") and sizes.tp > 1:
         experts = job.megatron.get("expert_tensor_parallel_size") or 1
         megatron["expert_tensor_parallel_size"] = experts
-    parallel = {
-        "tensor_model_parallel_size": sizes.tp,
-        "context_parallel_size": sizes.cp,
-        "pipeline_model_parallel_size": sizes.pp,
-        "data_parallel_size": sizes.dp,
-    }
+    megatron |= zip(jobs.SPLITS, (sizes.tp, sizes.pp, sizes.cp), strict=True)
+    ranks = {"ranks": math.prod(sizes)}
     cp_ring = {
         "heads": attention.heads,
         "route": "direct",
@@ -407,7 +403,7 @@ def configured(job: JobConfig, way: Way) -> JobConfig:
         "layout": attention.layout,
         "recompute": way.recompute if again else job.cp_ring.recompute,
     }
-    return _changed(job, megatron=megatron, parallel=parallel, cp_ring=cp_ring)
+    return _changed(job, megatron=megatron, launch=ranks, cp_ring=cp_ring)
 
 
 def _setup(

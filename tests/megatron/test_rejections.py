@@ -375,7 +375,7 @@ def test_all_reasons_at_once(parse, capsys):
         ),
         (
             "num_attention_heads=9",
-            "megatron.num_attention_heads 9 is not divisible by parallel.tensor_model_parallel_size 2",
+            "megatron.num_attention_heads 9 is not divisible by megatron.tensor_model_parallel_size 2",
         ),
         (
             "micro_batch_size=3",
@@ -400,7 +400,7 @@ def test_sizes_of_a_job_before_a_rank_starts(override, named):
         "micro_batch_size=1",
     ]
     ranks = [
-        f"parallel.{name}=2" for name in ("tensor_model_parallel_size", "context_parallel_size")
+        f"megatron.{name}=2" for name in ("tensor_model_parallel_size", "context_parallel_size")
     ]
     job = config.load(
         "quickstart", [*ranks, *(f"megatron.{setting}" for setting in [*data, *model, override])]

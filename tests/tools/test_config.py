@@ -10,16 +10,14 @@ from cp_ring.tools import job as config
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text(
-        yaml.safe_dump({"megatron": {"train_iters": 3}, "parallel": {"context_parallel_size": 2}})
-    )
+    path.write_text(yaml.safe_dump({"megatron": {"train_iters": 3, "context_parallel_size": 2}}))
     return str(path)
 
 
 def test_sections_and_defaults(file):
     job = config.load(file)
-    assert job.megatron == {"train_iters": 3}
-    assert job.parallel.ranks == 2
+    assert job.megatron == {"train_iters": 3, "context_parallel_size": 2}
+    assert job.ranks == 2
     assert job.launch.run_dir.as_posix() == "runs/job"
     assert job.cp_ring.enabled is False
 
@@ -32,7 +30,7 @@ def test_sections_and_defaults(file):
         ("megatron.swiglu=true", lambda job: job.megatron["swiglu"] is True),
         ("megatron.split=[9, 1]", lambda job: job.megatron["split"] == [9, 1]),
         ("megatron.save=a=b", lambda job: job.megatron["save"] == "a=b"),
-        ("parallel.context_parallel_size=4", lambda job: job.parallel.ranks == 4),
+        ("megatron.context_parallel_size=4", lambda job: job.ranks == 4),
         ("cp_ring.enabled=true", lambda job: job.cp_ring.enabled is True),
         ("data.path=some/folder", lambda job: str(job.data.path) == "some/folder"),
         ("launch.run_dir=elsewhere", lambda job: str(job.launch.run_dir) == "elsewhere"),

@@ -1,5 +1,5 @@
-"""The packaged configurations: what Megatron makes of them at full size, and how their tiny presets
-train.
+"""The packaged configurations: what Megatron makes of them at full size, and how those that are
+made tiny train.
 """
 
 import importlib
@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from cp_ring import patches
-from cp_ring.errors import ConfigError
 from cp_ring.tools import job as config
 from cp_ring.tools.cli import app
 from tests.megatron.launch import trace, train
+from tests.tools.tiny_configs import tiny
 
-FULL_SIZE = tuple(name for name in config.packaged() if name != "quickstart")
+FULL_SIZE = tuple(name for name in config.packaged() if name not in ("quickstart", "million-cpu"))
 QUICK = ("gpt-oss-style", "packed-sft-64k")
 STOCK = ["cp_ring.enabled=false"]
 REFERENCE = ["cp_ring.kernel=reference"]  # where stock attention has no such model on the CPU
@@ -63,15 +63,15 @@ def more_traces(tmp_path_factory):
 
 
 def tiny_runs(folder, names):
-    """The tiny preset of each configuration as it is, at context parallel size 2, and at 1: two
+    """Each configuration made tiny, at context parallel size 2, and at 1: two
     launches.
     """
 
-    def tiny(name, job, *overrides):
+    def flags_of(name, job, *overrides):
         return flags(
             name,
             "cpu",
-            "preset=tiny",
+            *tiny(name),
             "megatron.num_workers=0",
             "megatron.bf16=false",
             "megatron.transformer_impl=local",
@@ -82,13 +82,15 @@ def tiny_runs(folder, names):
 
     train(
         2,
-        {name: tiny(name, name) for name in names},
+        {name: flags_of(name, name) for name in names},
         folder,
         [],
         data=dict.fromkeys(names, "documents"),
     )
-    one = "parallel.context_parallel_size=1"
-    baselines = {f"{name}-cp1": tiny(name, f"{name}-cp1", one, *BASELINE[name]) for name in names}
+    one = "megatron.context_parallel_size=1"
+    baselines = {
+        f"{name}-cp1": flags_of(name, f"{name}-cp1", one, *BASELINE[name]) for name in names
+    }
     train(1, baselines, folder, [], data=dict.fromkeys(baselines, "documents"))
     return folder
 
@@ -112,9 +114,9 @@ def test_tiny_trains_as_without_context_parallelism(traces, name):
 
 @pytest.mark.parametrize("name", FULL_SIZE)
 def test_tiny_is_the_same_kind_of_model(name):
-    """What makes the model what it is stays: the preset changes sizes and what needs CUDA."""
-    full, tiny = config.load(name).megatron, config.load(name, ["preset=tiny"]).megatron
-    assert full.keys() == tiny.keys()
+    """What makes the model what it is stays: sizes change, and what needs CUDA."""
+    full, small = config.load(name).megatron, config.load(name, tiny(name)).megatron
+    assert full.keys() == small.keys()
     sizes = {
         "global_batch_size",
         "train_iters",
@@ -123,6 +125,8 @@ def test_tiny_is_the_same_kind_of_model(name):
         "eval_iters",
         "vocab_size",
         "moe_layer_freq",
+        "context_parallel_size",
+        "tensor_model_parallel_size",
     }
     cuda = {
         "bf16",
@@ -133,11 +137,11 @@ def test_tiny_is_the_same_kind_of_model(name):
         "apply_layernorm_1p",
     }
     local = {"q_lora_rank", "disable_bias_linear"}  # what local layers cannot do without, or with
-    changed = {key for key in full if full[key] != tiny[key]} - cuda - sizes - local
+    changed = {key for key in full if full[key] != small[key]} - cuda - sizes - local
     assert all(
         isinstance(full[key], int | float)
         and not isinstance(full[key], bool)
-        and tiny[key] < full[key]
+        and small[key] < full[key]
         for key in changed - {"window_size"}
     ), changed
 
@@ -185,9 +189,9 @@ def megatron(monkeypatch):
 @pytest.mark.parametrize("name", FULL_SIZE)
 def test_full_size_is_what_megatron_accepts_for_nodes_of_8_gpus(megatron, name, tmp_path):
     job, line = flags(name, "cuda", f"launch.run_dir={tmp_path}")
-    args, model = megatron(line, job.parallel.ranks)
+    args, model = megatron(line, job.ranks)
     assert (
-        job.parallel.ranks == (64 if name == "million" else 8)
+        job.ranks == (64 if name == "million" else 8)
         and args.data_parallel_size == 1
         and job.launch.device == "cuda"
     )
@@ -238,8 +242,8 @@ def test_windows_are_on_the_right_layers(megatron, name, layers, windowed, tmp_p
 
 
 def test_a_million_tokens_on_the_cpu_need_the_loss_in_chunks():
-    job = config.load("million", ["preset=cpu"])
-    flags, ranks = job.megatron, job.parallel.ranks
+    job = config.load("million-cpu")
+    flags, ranks = job.megatron, job.ranks
     assert (flags["seq_length"], ranks, flags["train_iters"]) == (1 << 20, 4, 3)
     assert (
         job.cp_ring.document_mask and flags["window_size"] == "1023,0" and flags["num_layers"] == 2
@@ -253,66 +257,18 @@ def test_a_million_tokens_on_the_cpu_need_the_loss_in_chunks():
 
 @pytest.mark.slow
 def test_the_same_losses_at_cp_2_and_4(tmp_path):
-    """The preset for the CPU of the million tokens, on fewer: documents, a window, the loss in
+    """The million tokens of the CPU, on fewer: documents, a window, the loss in
     chunks.
     """
     for cp in (2, 4):
         sizes = [
-            f"parallel.context_parallel_size={cp}",
+            f"megatron.context_parallel_size={cp}",
             "megatron.seq_length=16384",
             f"launch.run_dir={tmp_path}",
         ]
-        train(cp, {f"cp{cp}": flags("million", "cpu", "preset=cpu", *sizes)[1]}, tmp_path, [])
+        train(cp, {f"cp{cp}": flags("million-cpu", "cpu", *sizes)[1]}, tmp_path, [])
     two, four = trace(tmp_path, "cp2"), trace(tmp_path, "cp4")
     assert list(two) == list(four) == [1, 2, 3]
     for step, wanted in two.items():
         assert four[step]["loss"] == pytest.approx(wanted["loss"], rel=1e-6), step
         assert four[step]["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), step
-
-
-# Presets
-
-
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "job.yaml"
-    path.write_text(
-        "megatron: {num_layers: 8, lr: 1.0e-3, swiglu: true}\npresets:\n  small: {megatron: "
-        "{num_layers: 2, swiglu: null}, parallel: {context_parallel_size: 2}}\n"
-    )
-    return str(path)
-
-
-def test_a_preset_changes_its_keys_alone(file):
-    plain, small = config.load(file), config.load(file, ["preset=small"])
-    assert (
-        plain.megatron == {"num_layers": 8, "lr": 1e-3, "swiglu": True}
-        and plain.parallel.ranks == 1
-    )
-    assert (
-        small.megatron == {"num_layers": 2, "lr": 1e-3, "swiglu": None}
-        and small.parallel.ranks == 2
-    )
-    assert [str(job.launch.run_dir) for job in (plain, small)] == ["runs/job", "runs/job-small"]
-
-
-def test_overrides_win_over_a_preset_wherever_they_stand(file):
-    job = config.load(file, ["megatron.num_layers=4", "preset=small", "launch.run_dir=here"])
-    assert job.megatron["num_layers"] == 4 and str(job.launch.run_dir) == "here"
-
-
-@pytest.mark.parametrize(
-    ("text", "preset", "message"),
-    [
-        ("{}", "small", "no preset 'small' in its section presets; there are: none"),
-        ("presets: {big: {}, huge: {}}", "small", "there are: big, huge"),
-        ("presets: [small]", "small", "there are: none"),
-        ("presets: {small: {megatron: {lr: 1}, typo: 3}}", "small", "typo: unknown key"),
-    ],
-)
-def test_presets_that_are_not_there_are_rejected_in_one_line(tmp_path, text, preset, message):
-    path = tmp_path / "job.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message) as rejection:
-        config.load(str(path), [f"preset={preset}"])
-    assert "\n" not in str(rejection.value)

@@ -22,7 +22,7 @@ def test_ctrl_c(tmp_path):
     path, run_dir = tmp_path / "tiny.yaml", tmp_path / "run"
     path.write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "run_dir": str(run_dir)}}))
     settings = (
-        "parallel.context_parallel_size=2",
+        "megatron.context_parallel_size=2",
         "megatron.num_workers=2",
         "megatron.train_iters=100000",
     )

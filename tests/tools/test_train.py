@@ -75,7 +75,7 @@ def losses_of(output):
 @pytest.mark.ci
 def test_a_new_user(folder):
     """Train, resume at another size, and run the printed command line by hand."""
-    first = train(folder, **{"megatron.train_iters": 3, "parallel.context_parallel_size": 2})
+    first = train(folder, **{"megatron.train_iters": 3, "megatron.context_parallel_size": 2})
     assert first.returncode == 0, first.stderr[-4000:]
     assert list(steps(first.stdout)) == [1, 2, 3]
     assert "validation loss at iteration 3 on validation set" in first.stdout
@@ -95,14 +95,14 @@ def test_a_new_user(folder):
     (corpus,) = (folder / "corpora").iterdir()
     built = (corpus / "train.bin").stat().st_mtime_ns
 
-    settings = {"megatron.train_iters": 5, "parallel.context_parallel_size": 1}
+    settings = {"megatron.train_iters": 5, "megatron.context_parallel_size": 1}
     second = train(folder, **settings)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "cp_ring: resuming from step 3 of 5\n" in second.stdout
     assert list(steps(second.stdout)) == [4, 5]
     assert (folder / "out" / "checkpoints" / "iter_0000005").is_dir()
 
-    settings |= {"megatron.train_iters": 7, "parallel.context_parallel_size": 2}
+    settings |= {"megatron.train_iters": 7, "megatron.context_parallel_size": 2}
     shown = subprocess.run(
         [*line_of("train", TINY | settings), "--print-flags"],
         cwd=folder, capture_output=True, text=True, timeout=LIMIT_S,
@@ -119,7 +119,7 @@ def test_a_new_user(folder):
 
 @pytest.mark.ci
 def test_the_certificate_alone(folder):
-    settings = {"cp_ring.certify": "only", "parallel.context_parallel_size": 2}
+    settings = {"cp_ring.certify": "only", "megatron.context_parallel_size": 2}
     done = train(folder, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "probes passed" in done.stdout and "nothing is trained" in done.stdout
@@ -136,7 +136,7 @@ def test_an_error_ends_the_job_with_workers_of_the_data_loader_too(folder):
     done = train(folder, **{
         "megatron.train_data_path": folder / "tokens", "megatron.tokenizer_type": "NullTokenizer",
         "megatron.vocab_size": 63, "megatron.num_workers": 2, "megatron.eval_iters": 0,
-        "parallel.context_parallel_size": 2,
+        "megatron.context_parallel_size": 2,
     })  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     line = done.stderr.splitlines()[-1]
@@ -147,7 +147,7 @@ def test_an_error_ends_the_job_with_workers_of_the_data_loader_too(folder):
 
 @pytest.mark.slow
 def test_the_loss_of_the_quickstart_falls_smoothly(tmp_path):
-    settings = {"megatron.train_iters": 25, "parallel.context_parallel_size": 1}
+    settings = {"megatron.train_iters": 25, "megatron.context_parallel_size": 1}
     done = command("train", tmp_path, settings | {"cp_ring.certify": "off"})
     losses = list(steps(done.stdout).values())
     assert len(losses) == 25, done.stderr
@@ -159,7 +159,7 @@ def test_the_loss_of_the_quickstart_falls_smoothly(tmp_path):
 def test_rejection_by_the_ranks_is_their_line_alone(folder):
     (folder / "out" / "checkpoints" / "iter_0000002").mkdir(parents=True)
     (folder / "out" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("x")
-    done = train(folder, **{"megatron.train_iters": 1, "parallel.context_parallel_size": 1})
+    done = train(folder, **{"megatron.train_iters": 1, "megatron.context_parallel_size": 1})
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("cp_ring: error: ")

@@ -44,6 +44,7 @@ from cp_ring.tools.tune_model import (
     weight_bytes,
 )
 from tests.tools.test_configs import megatron  # noqa: F401, a fixture
+from tests.tools.tiny_configs import tiny, tiny_words
 
 MODEL = ModelSizes(
     layers=4,
@@ -278,8 +279,15 @@ def run(*arguments):
 def test_the_tiny_llama_on_four_ranks(tmp_path):
     """Through all doors: JSON, and the configuration that it writes."""
     target = tmp_path / "my.yaml"
-    line = "--set preset=tiny --gpus 4 --seq-length 1024 --json --rates a100-nvlink-200g"
-    done = run("llama3-8b-128k", *line.split(), "--lengths", "lognormal:100", "--write", target)
+    line = "--gpus 4 --seq-length 1024 --json --rates a100-nvlink-200g"
+    done = run(
+        *tiny_words("llama3-8b-128k"),
+        *line.split(),
+        "--lengths",
+        "lognormal:100",
+        "--write",
+        target,
+    )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     best = found["best"][0]
@@ -290,13 +298,13 @@ def test_the_tiny_llama_on_four_ranks(tmp_path):
     assert found["by_cp"].keys() == {"1", "2", "4"}
     assert any("lognormal:100, packed into 1,024" in x for x in found["assumptions"])
     job = jobs.load(str(target))
-    assert job.parallel.context_parallel_size == found["written"]["cp"]
-    assert job.parallel.ranks == 4 and job.cp_ring.document_mask
+    assert job.megatron["context_parallel_size"] == found["written"]["cp"]
+    assert job.ranks == 4 and job.cp_ring.document_mask
     assert job.megatron["seq_length"] == job.megatron["max_position_embeddings"] == 1024
 
 
 def test_the_table_names_reasons_and_assumptions():
-    done = run("gemma-style-window", "--set", "preset=tiny", "--gpus", 2, "--tp", 1, "--pp", 1)
+    done = run(*tiny_words("gemma-style-window"), "--gpus", 2, "--tp", 1, "--pp", 1)
     assert done.exit_code == 0, done.output
     for words in ("predicted, not measured", "tokens/s/GPU", "Why tp 1 x cp", "Assumed:"):
         assert words in done.output
@@ -327,7 +335,7 @@ def test_what_is_hardly_slower_and_spares_memory_is_written():
     ],
 )
 def test_bad_input_is_one_line(arguments, message):
-    done = run("llama3-8b-128k", "--set", "preset=tiny", *shlex.split(arguments))
+    done = run(*tiny_words("llama3-8b-128k"), *shlex.split(arguments))
     assert isinstance(done.exception, ConfigError | PlanError), done.output
     assert message in str(done.exception) and "\n" not in str(done.exception)
 
@@ -351,7 +359,7 @@ def test_memory_sizes():
 
 def test_hybrid_models_have_layers_of_several_kinds():
     job = jobs.load("llama3-8b-128k", [
-        "preset=tiny", "megatron.hybrid_layer_pattern='M*-GM-'", "megatron.mamba_num_groups=4",
+        *tiny("llama3-8b-128k"), "megatron.hybrid_layer_pattern='M*-GM-'", "megatron.mamba_num_groups=4",
         "megatron.mamba_head_dim=16", "megatron.mamba_num_heads=8", "launch.device=cuda",
         "megatron.transformer_impl=transformer_engine",
     ])  # fmt: skip
@@ -364,14 +372,16 @@ def test_hybrid_models_have_layers_of_several_kinds():
 
 
 def test_models_of_unequal_blocks_are_rejected():
-    asked = ["preset=tiny", "megatron.heterogeneous_layers_config_path=x.json"]
+    asked = [*tiny("llama3-8b-128k"), "megatron.heterogeneous_layers_config_path=x.json"]
     with pytest.raises(ConfigError, match="leave out --heterogeneous-layers-config-path"):
         tune(jobs.load("llama3-8b-128k", asked), Request(gpus=2, ranks_per_node=2))
 
 
 def test_megatron_is_asked():
     """fp16 and bf16 exclude one another by a rule of Megatron's alone."""
-    job = jobs.load("llama3-8b-128k", ["preset=tiny", "megatron.bf16=true", "megatron.fp16=true"])
+    job = jobs.load(
+        "llama3-8b-128k", [*tiny("llama3-8b-128k"), "megatron.bf16=true", "megatron.fp16=true"]
+    )
     with pytest.raises(ConfigError, match="Megatron rejects all of the"):
         tune(job, Request(gpus=2, ranks_per_node=2))
 

@@ -28,8 +28,8 @@ TINY = {
         "dist_ckpt_optim_fully_reshardable": True,
         "use_distributed_optimizer": True,
         "log_interval": 1,
+        "context_parallel_size": 4,
     },
-    "parallel": {"context_parallel_size": 4},
     "cp_ring": {"enabled": True},
     "launch": {"device": "cpu"},
 }

@@ -22,13 +22,13 @@ from tests.tools.slurm.job import TINY
 
 pytestmark = pytest.mark.xdist_group("slurm")  # one cluster at a time
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter")
-CP2 = {"ranks": 2, "parallel__context_parallel_size": 2}
+CP2 = {"ranks": 2, "megatron__context_parallel_size": 2}
 BEGINS = "    batch = {name: value.cuda()"
 FAILS = f"""    forward_step.calls = getattr(forward_step, "calls", 0) + 1
     if forward_step.calls > 40:  # behind the probes of the certificate
         raise ValueError("my own bug")
 {BEGINS}"""
-CP2_DP2 = {"parallel__context_parallel_size": 2, "parallel__data_parallel_size": 2}
+CP2_DP2 = {"megatron__context_parallel_size": 2}
 
 
 def needs_cluster():
@@ -68,7 +68,7 @@ def undisturbed(tmp_path_factory):
             f"megatron.{name}=null" for name in ("save", "load", "tensorboard_dir", "save_interval")
         ]
         alone = [
-            "parallel.context_parallel_size=1",
+            "megatron.context_parallel_size=1",
             "cp_ring.enabled=false",
             f"megatron.train_iters={train_iters}",
         ]
