@@ -61,7 +61,7 @@ def test_links_of_pages_outside_the_site(page):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().split()) <= 1450
+    assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
 def sentences():
