@@ -34,7 +34,6 @@ from cp_ring.plan.ranges import (
     range_pairs,
     sort_index,
     stream_length,
-    union,
     window_of,
 )
 from cp_ring.plan.tiles import OPEN, Tiles
@@ -258,25 +257,20 @@ class Mask(MaskTable):
         start, n = end - length, stream_length(int(end[-1]) if n is None else n)
         if end[-1] > n:
             raise PlanError(f"the branches have {end[-1]} tokens, the stream {n}")
-        depth, seen = np.zeros_like(start), []
-        branch, ancestor = np.arange(len(parent)), parent
-        while (ancestor >= 0).any():
-            branch, ancestor = branch[ancestor >= 0], ancestor[ancestor >= 0]
-            depth[branch] += length[ancestor]
-            seen.append((ancestor, branch))
-            ancestor = parent[ancestor]
-        tiles = Tiles.columns(start, end, start, end, hi=0)
-        if seen:
-            ancestor, branch = (np.concatenate(column) for column in zip(*seen, strict=True))
-            ancestor, q0, q1 = union(ancestor, start[branch], end[branch])
-            shared = Tiles.columns(q0, q1, start[ancestor], end[ancestor])
-            tiles = Tiles.concatenate(tiles, shared)
+        depth = [0] * len(parent)
+        for branch, above in enumerate(parent.tolist()):
+            if above >= 0:
+                depth[branch] = depth[above] + int(length[above])
+        q0, q1, ancestor = _descendants(parent, start, end)
+        shared = Tiles.columns(q0, q1, start[ancestor], end[ancestor])
+        tiles = Tiles.concatenate(Tiles.columns(start, end, start, end, hi=0), shared)
         tokens = int(end[-1])
         words = (
             f"{len(parent)} branches of {_many(int((parent < 0).sum()), 'root')}, {tokens} tokens"
         )
         words += _padding_in_words(tokens, n)
-        return cls(n, in_order(tiles.trimmed()), "tree", words, segments_of(start, end, n, depth))
+        segments = segments_of(start, end, n, np.array(depth))
+        return cls(n, in_order(tiles.trimmed()), "tree", words, segments)
 
     @classmethod
     def shared_prefix(
@@ -465,6 +459,28 @@ def _slice_type(kind: object) -> str:
         numbered = ", ".join(f"{name} ({number})" for number, name in enumerate(names))
         raise PlanError(f"type {kind!r} of a slice is not known: known are {numbered}")
     return str(kind)
+
+
+def _descendants(parent: Ints, start: Ints, end: Ints) -> Ints:
+    """Runs of tokens of a tree's branches that continue one branch: int64 [3, runs], the first
+    token, the end and the branch that they continue.
+
+    From a branch to the next one, the ancestors change up to the nearest common one. A parent has
+    the lower number, so the higher of two different ancestors is none of both.
+    """
+    parents, runs, opened = parent.tolist(), [], [0] * len(parent)
+    live = np.flatnonzero(start < end)
+    now = -1
+    for branch, token in [*zip(live.tolist(), start[live].tolist(), strict=True), (-1, end[-1])]:
+        old, new = now, parents[branch] if branch >= 0 else -1
+        now = new
+        while old != new:
+            if new > old:
+                opened[new], new = token, parents[new]
+            else:
+                runs.append((opened[old], int(token), old))
+                old = parents[old]
+    return np.array(runs, np.int64).reshape(-1, 3).T
 
 
 def _block(block: int, n: int) -> int:

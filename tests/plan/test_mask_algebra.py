@@ -5,6 +5,7 @@ and what is rejected.
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -127,6 +128,16 @@ def test_a_branch_sees_its_ancestors() -> None:
         ".........",  # padding
     ]
     assert mask.positions.tolist() == [0, 1, 2, 3, 4, 2, 3, 0, 0]
+
+
+def test_a_long_chain_of_branches_takes_memory_for_its_pieces_alone() -> None:
+    """Not an entry for each pair of a branch and its ancestor, of which there are 8 million."""
+    tracemalloc.start()
+    mask = Mask.tree(np.arange(-1, 3999), np.full(4000, 10))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(mask.pieces) == 7999 and mask.area() == 40000 * 40001 // 2
+    assert peak < 8 << 20
 
 
 def test_blocks() -> None:
