@@ -11,14 +11,13 @@ Patch modules import Megatron, and modules of cp_ring that import it, only insid
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Iterable
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.rule import Job
 from cp_ring.patches.patch import Patch
 
-_FIRST = (
+NAMES = (
     "cpu_runtime",
     "dataset_helpers",
     "arguments",
@@ -44,14 +43,6 @@ _FIRST = (
     "model_checks",
     "step_line",
 )
-_OTHERS = {module.name for module in pkgutil.iter_modules(__path__)} - {
-    *_FIRST,
-    "enable",
-    "install",
-    "patch",
-}
-
-NAMES = (*_FIRST, *sorted(_OTHERS))
 """Names in the order in which they are applied."""
 
 

@@ -1,8 +1,6 @@
 """Makes the certificate after Megatron has made its parallel groups and before it builds the model.
 
-Where a checkpoint is loaded it is made again before the first step, in case loading has changed
-what attention computes. The job's own forward step is an argument of `pretrain`, so that function
-is wrapped too.
+The job's own forward step is an argument of `pretrain`, so that function is wrapped too.
 """
 
 from __future__ import annotations
@@ -21,14 +19,10 @@ from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 def _replacements() -> Iterator[Replacement]:
     import megatron.training as package
     import torch.distributed as dist
-    from megatron.training import checkpointing, training
+    from megatron.training import training
 
     setup, pretrain = training.setup_model_and_optimizer, training.pretrain
     steps: list[Any] = []
-
-    def has_loaded() -> bool:
-        iteration = checkpointing.get_loaded_iteration()
-        return iteration is not None and iteration >= 0
 
     @functools.wraps(setup)
     def certify_first(*args: Any, **kwargs: Any) -> Any:
@@ -36,16 +30,12 @@ def _replacements() -> Iterator[Replacement]:
 
         from cp_ring.megatron.certificate.certify import certify  # imports Megatron
 
-        step = steps[-1] if steps else None
-        certify(get_args(), step)
+        certify(get_args(), steps[-1] if steps else None)
         if current().certify == "only":
             note("the certificate is made; nothing is trained (--cp-ring-certify only)")
             dist.barrier()
             sys.exit(0)
-        built = setup(*args, **kwargs)
-        if has_loaded():
-            certify(get_args(), step, loaded=True)
-        return built
+        return setup(*args, **kwargs)
 
     @functools.wraps(pretrain)
     def pretrain_with(*args: Any, **kwargs: Any) -> Any:

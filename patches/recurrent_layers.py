@@ -13,12 +13,14 @@ its gradient of its own heads alone, and Megatron sums these with --sequence-par
 it the norms of the ranks drift apart. Here they are summed as they are computed.
 
 GPT models of gated delta net layers can predict further tokens, which Megatron's scripts build, and
-its package does not.
+its package does not. Before 0.19 its layers of a GPT model with gated delta net cannot be built
+under context parallelism: they get the type of communication of attention.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,6 +92,8 @@ def _of_variant(specs: Any, config: Any, **kwargs: Any) -> list[Any]:
 
 @around
 def _with_one_norm(constructor: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    if "cp_comm_type" not in inspect.signature(constructor).parameters:  # before 0.19
+        kwargs.pop("cp_comm_type", None)
     constructor(layer, *args, **kwargs)
     group = layer.pg_collection.tp
     if group.size() == 1 or layer.config.sequence_parallel:

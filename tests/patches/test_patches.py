@@ -3,6 +3,7 @@
 import argparse
 import multiprocessing as mp
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -258,6 +259,20 @@ def test_gated_delta_product_layers_are_rejected(applied):
     applied("core_attention")
     with pytest.raises(ConfigError, match="gated delta product layers: give another --spec"):
         module.GatedDeltaProductMixer()
+
+
+def test_layers_that_know_no_type_of_communication_get_none():
+    """Before 0.19, gated delta net layers: a GPT model gives them that of its attention."""
+    from cp_ring.patches.recurrent_layers import _with_one_norm
+
+    def constructor(layer, pg_collection):
+        layer.pg_collection = pg_collection
+
+    layer, one = SimpleNamespace(), SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+    _with_one_norm(constructor)(layer, pg_collection=one, cp_comm_type="p2p")
+    assert layer.pg_collection is one
+    with pytest.raises(TypeError, match="'name'"):
+        _with_one_norm(constructor)(layer, pg_collection=one, name="p2p")
 
 
 def test_rotary_layout_follows_the_layout(applied):

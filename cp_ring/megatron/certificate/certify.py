@@ -21,33 +21,26 @@ from cp_ring.runtime import RUNTIME
 
 SEED = 20261121
 LENGTH_SECONDS = 5.0  # for all probes at the job's own sequence length together
-LOADED_SECONDS = 1.0  # for those after a checkpoint is loaded
 SKEW_S = 5.0  # between ranks that fail alike
 
 _runs = RUNTIME.of_process(itertools.count())
 
 
-def certify(
-    args: argparse.Namespace, step: ForwardStep | None = None, loaded: bool = False
-) -> Certificate:
+def certify(args: argparse.Namespace, step: ForwardStep | None = None) -> Certificate:
     """Probes the job of `args`, whose parallel groups exist, on all ranks; ends it with exit code 2
     where a probe fails.
 
     `step` is the forward step that it trains with, by default that of `cp_ring.pretrain_gpt`. With
-    `--cp-ring-certify strict` the job ends too where something cannot be probed. `loaded`: it has
-    been certified before, and has loaded a checkpoint since.
+    `--cp-ring-certify strict` the job ends too where something cannot be probed.
 
     Leaves random states, arguments, groups and settings as they were. Rank 0 writes the certificate
     beside the checkpoints.
     """
-    seconds = LOADED_SECONDS if loaded else LENGTH_SECONDS
     with rejection.rejecting():
-        certificate = run_probes(args, step=step, seconds=seconds)
-    if loaded:
-        certificate.about["loaded"] = True
+        certificate = run_probes(args, step=step)
     if problem := verdict(certificate):
         rejection.reject(problem)
-    if dist.get_rank() == 0 and not loaded:
+    if dist.get_rank() == 0:
         record.save(args, certificate)
     return certificate
 
@@ -75,9 +68,8 @@ def summary(certificate: Certificate) -> str:
     layers = [layer + (f", up to {limits[layer]}" if layer in limits else "") for layer in layers]
     gaps = certificate.not_covered
     missing = f"not covered: {', '.join(gaps)}" if gaps else ""
-    after = " after loading the checkpoint" * ("loaded" in certificate.about)
     passed = f"{len(probes)} probes passed in {seconds:.1f} s ({'; '.join(layers)})"
-    return f"certificate{after}: {'; '.join(filter(None, [missing, passed]))}"
+    return f"certificate: {'; '.join(filter(None, [missing, passed]))}"
 
 
 def run_probes(
