@@ -13,20 +13,16 @@ import torch
 from cp_ring.tools.bench import facts
 
 if __name__ == "__main__":
-    device = sys.argv[1]
-    if device != "cpu" and not torch.cuda.is_available():
-        sys.exit("no CUDA device; --device cpu runs the steps on small shapes")
-    found = {"device": device, **facts(), "cuda": torch.version.cuda}
-    if device != "cpu":
-        found |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
-        found |= {
-            "nccl": torch.cuda.nccl.version(),
-            "driver_memory": torch.cuda.get_device_properties(0).total_memory,
-        }
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device; --device fake runs the steps on a fake one")
+    found = {"device": sys.argv[1], **facts(), "cuda": torch.version.cuda}
+    found |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
+    found |= {
+        "nccl": torch.cuda.nccl.version(),
+        "driver_memory": torch.cuda.get_device_properties(0).total_memory,
+        "capability": torch.cuda.get_device_capability(),
         # Triton compiles its launchers with a C compiler.
-        found |= {
-            "capability": torch.cuda.get_device_capability(),
-            "triton": importlib.util.find_spec("triton") is not None,
-        }
-        found |= {"compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")}
+        "triton": importlib.util.find_spec("triton") is not None,
+        "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+    }
     print(json.dumps(found))

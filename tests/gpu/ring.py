@@ -1,6 +1,6 @@
 """One rank of a ring whose ranks share a device: its out and gradients against float64, to a file.
 
-python -m tests.gpu.ring BACKEND RANK SIZE STORE DEVICE KERNEL OUT
+python -m tests.gpu.ring BACKEND RANK SIZE STORE KERNEL OUT
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from cp_ring.testing.oracle import Case, brute_force, error
 HEADS = {"h": 8, "g": 2, "d": 64, "e": 64}
 
 
-def main(
-    backend: str, rank: int, size: int, store: str, device: str, kernel: str, out: str
-) -> None:
+def main(backend: str, rank: int, size: int, store: str, kernel: str, out: str) -> None:
     timeout = datetime.timedelta(seconds=60)
-    options = {"device_id": torch.device(device, 0)} if backend == "nccl" else {}
+    options = {"device_id": torch.device("cuda", 0)} if backend == "nccl" else {}
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",
@@ -32,7 +30,6 @@ def main(
         **options,
     )
     group, n = dist.group.WORLD, 1024
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     masks = {
         "causal": Mask.causal(n),
         "window": Mask.causal(n, window=(200, 0)),
@@ -41,8 +38,8 @@ def main(
     found = {}
     for name, mask in masks.items():
         plan = Plan.build(mask, Layout.zigzag(n, size))
-        case = Case.draw(n, **HEADS, dtype=dtype)
-        parts = [plan.layout.shard(x, rank, 1).to(device) for x in case]
+        case = Case.draw(n, **HEADS, dtype=torch.bfloat16)
+        parts = [plan.layout.shard(x, rank, 1).cuda() for x in case]
         inputs = [x.requires_grad_() for x in parts[:3]]
         result = ring_attention(*inputs, group, plan=plan, kernel=kernel)
         got = (result.detach(), *torch.autograd.grad(result, inputs, parts[3]))

@@ -1,9 +1,9 @@
 """The checks and measurements that need a GPU: one process a step, with a time limit of its own;
 results as lines of JSON.
 
-`--device cpu` runs the same steps on small shapes, with emulated libraries; `--device fake` with the
-real ones on a fake GPU (`tests/fakegpu`), as far as no value of the device is read. A step that fails,
-crashes or hangs loses only itself. The exit status is 0 only if every check of every step holds.
+`--device fake` runs the same steps on small shapes on a fake GPU (`tests/fakegpu`), as far as no value
+of the device is read. A step that fails, crashes or hangs loses only itself. The exit status is 0
+only if every check of every step holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HANGING_S = 1800  # of a step on the CPU
+HANGING_S = 1800  # of a step on a fake GPU
 
 
 @dataclass(frozen=True)
@@ -32,63 +32,24 @@ class Step:
 
 
 STEPS = {
-    "a": Step(
-        ("tiles:accuracy",), 90, "each kernel on the ring's tiles against float64; times of plans"
-    ),
-    "b": Step(("tiles:speeds",), 75, "speeds of these tiles, and of single calls"),
+    "a": Step(("rings:suite",), 300, "the conformance suite for each kernel"),
+    "b": Step(("rings:accuracy",), 150, "rings of 2, 4 and 8 ranks against float64, over one call"),
     "c": Step(
-        ("replays:profiles",), 60, "device time by kernel name, host time a hop, launches, memory"
-    ),
-    "d": Step(("rings:accuracy",), 150, "rings of 2, 4 and 8 ranks against float64, over one call"),
-    "e": Step(
         ("rings:merging", "rings:wires"),
         90,
         "merges and sums by Triton against torch operations; quantized keys",
     ),
-    "f": Step(
-        ("tiles:packed_and_dense",), 45, "packed calls against dense ones; deterministic gradients"
+    "d": Step(("graphs:captured",), 120, "ring attention in CUDA graphs: bits, time a hop"),
+    "e": Step(
+        ("replays:efficiencies", "replays:memory"),
+        300,
+        "replays at cp 1 to 16 beside single calls; peak memory for more and more ranks",
     ),
+    "f": Step(("rings:processes",), 150, "two processes over gloo, and over NCCL"),
     "g": Step(
-        ("replays:efficiencies",),
-        240,
-        "replays at cp 1 to 16 under each schedule, beside single calls",
-    ),
-    "h": Step(
-        ("training:recomputation",),
-        150,
-        "recompute keep and replay with hidden dropout: the same bits",
-    ),
-    "i": Step(
         ("training:training",),
-        240,
-        "Megatron GPT at cp 1 and 2, with TransformerEngine's and local layers",
-    ),
-    "k": Step(("replays:million",), 90, "ranks of cp 64 over 1,048,576 tokens"),
-    "j": Step(("rings:suite",), 300, "the conformance suite for each kernel"),
-    "m": Step(
-        ("graphs:captured",),
-        120,
-        "ring attention in CUDA graphs: bits, time a hop",
-    ),
-    "n": Step(
-        ("training:overlap",),
-        120,
-        "experts that exchange tokens beside another microbatch, on two streams",
-    ),
-    "o": Step(
-        ("replays:memory", "rings:processes"),
-        150,
-        "peak memory for more and more ranks, two processes",
-    ),
-    "p": Step(
-        ("training:sharding",),
-        120,
-        "Megatron GPT with FSDP of torch and of Megatron, beside one without",
-    ),
-    "q": Step(
-        ("training:megatrons_offloading",),
-        150,
-        "Megatron GPT with Megatron's own offloading, beside one without",
+        600,
+        "Megatron GPT at cp 2, recomputed, sharded, offloaded, two microbatches at a time",
     ),
 }
 
@@ -160,7 +121,7 @@ def append(out: Path, **facts: Any) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "fake"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "fake"))
     parser.add_argument(
         "--out", type=Path, default=Path(os.environ.get("OUT") or ".") / "results.jsonl"
     )
@@ -186,7 +147,7 @@ def main() -> int:
         return 2
     append(options.out, **json.loads(facts.stdout))
     for name in options.only:
-        # On the CPU nothing is measured, and cores may be shared: the limit is only against
+        # On a fake GPU nothing is measured, and cores may be shared: the limit is only against
         # hanging.
         limit = min(
             STEPS[name].seconds if options.device == "cuda" else HANGING_S, end - time.monotonic()

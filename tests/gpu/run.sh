@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on one GPU, step by step; results go to ${OUT:-.}/results.jsonl, output to results.log beside it.
-#   tests/gpu/run.sh [--only a b c] [--seconds 560] [--device cpu|fake]
+#   tests/gpu/run.sh [--only a b c] [--seconds 560] [--device fake]
 # Wheels in .whl/ (see tests/gpu/wheels.sh) are installed beside the environment, without a network.
 set -euo pipefail
 OUT=$(realpath "${OUT:-.}")
@@ -20,7 +20,7 @@ if [[ " $* " == *" --device fake "* ]]; then
     libraries=$(PYTHONPATH=$tree "$python" -m tests.fakegpu.process)
     eval "$libraries"
     paths=$paths${FAKEGPU_SITE:+:$FAKEGPU_SITE}
-elif [[ " $* " != *" --device cpu "* ]] && compgen -G '.whl/*.whl' >/dev/null; then
+elif compgen -G '.whl/*.whl' >/dev/null; then
     site=$tree/site
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .whl/*.whl
     paths=$site:$paths

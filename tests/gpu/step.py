@@ -12,7 +12,7 @@ import sys
 import traceback
 from functools import partial
 
-from tests.gpu.job import Job, libraries
+from tests.gpu.job import Job
 from tests.gpu.run import STEPS
 
 
@@ -26,8 +26,7 @@ def run(name: str, device: str, results: str, nccl: str = "") -> bool:
             continue
         work = getattr(importlib.import_module(f"tests.gpu.{module}"), function)
         try:
-            with libraries(device):
-                (partial(work, nccl=nccl) if function == "processes" else work)(job)
+            (partial(work, nccl=nccl) if function == "processes" else work)(job)
         except Exception:
             job.failed = True
             job.row(check=f"{function} failed", holds=False, error=traceback.format_exc()[-3000:])

@@ -1,23 +1,18 @@
-"""Steps that train a small GPT with Megatron on this device: recomputation, context parallel sizes
-1 and 2, sharded parameters, and Megatron's own offloading."""
+"""The step that trains a small GPT with Megatron on this device: each row of `ROWS` beside another."""
 
 from __future__ import annotations
 
 import os
 import re
-import runpy
 import shlex
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from tests.gpu.job import Job
-from tests.megatron import worker
-from tests.megatron.launch import fork
 
 MODEL = shlex.split("""
     --num-layers 2 --group-query-attention --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
@@ -26,223 +21,114 @@ MODEL = shlex.split("""
     --tokenizer-type NullTokenizer --split 98,1,1 --dataloader-type single --num-workers 0 --train-iters 5 --cp-ring
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
     --no-persist-layer-norm --no-rope-fusion --distributed-backend gloo
+    --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 4 --num-query-groups 2 --seq-length 2048
+    --max-position-embeddings 2048 --vocab-size 4095 --bf16
 """)
-SIZES = {
-    True: "--hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 4 --num-query-groups 2 "
-    "--seq-length 2048 --max-position-embeddings 2048 --vocab-size 4095 --bf16",
-    False: "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2 "
-    "--seq-length 256 --max-position-embeddings 256 --vocab-size 4095 --cp-ring-cpu",
-}
-BF16, FLOAT32 = 2**-8, 1e-5
-SHARDED = {
-    "torch": "--use-torch-fsdp2",
-    "Megatron": "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy "
-    "optim_grads_params",
-}
+BF16 = 2**-8  # of losses
+OVER_NCCL = "--distributed-backend nccl"  # the later of two values counts
 
 
-def recomputation(job: Job) -> None:
-    """`--cp-ring-recompute` keep and replay give the same losses, bit by bit, with hidden dropout
-    and deterministic kernels.
+@dataclass(frozen=True)
+class Row:
+    """Losses with `flags` and environment variables on `cp` ranks, which are within `limit` those
+    with the flags `beside` on `beside_cp` ranks.
     """
-    flags = shlex.split(
-        "--hidden-dropout 0.1 --deterministic-mode "
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    )
-    cp = 2 if job.cuda else 1
-    losses = {
-        kind: _train(job, cp, [*flags, "--cp-ring-recompute", kind, "--no-cp-ring-certify"])
-        for kind in ("keep", "replay")
-    }
-    if all(losses.values()):
-        off = max(abs(x - y) for x, y in zip(losses["keep"], losses["replay"], strict=True))
-        job.check("losses of keep and replay differ", off, 0, cp=cp)
+
+    what: str
+    cp: int
+    flags: str
+    beside_cp: int
+    beside: str = ""
+    variables: str = ""
+    limit: float = BF16
+
+
+EXPERTS = """--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2
+    --moe-token-dispatcher-type alltoall"""
+RECOMPUTED = """--hidden-dropout 0.1 --deterministic-mode --recompute-granularity full
+    --recompute-method uniform --recompute-num-layers 1 --no-cp-ring-certify --cp-ring-recompute"""
+FINE = """--fine-grained-activation-offloading --offload-modules core_attn attn_proj
+    --min-offloaded-tensor-size 1024"""
+LAYERS, FIRST = "--cpu-offloading-num-layers 1", "NVTE_CPU_OFFLOAD_V1=1"
+LOCAL = "--hidden-dropout 0 --transformer-impl local"
+ROWS = (
+    Row("cp 2", 2, "--hidden-dropout 0", 1, "--hidden-dropout 0"),
+    Row("local layers", 2, LOCAL, 1, LOCAL),
+    # The fastest kernels add gradients up in any order, so two runs of them differ on a GPU.
+    Row("replay, as keep", 2, f"{RECOMPUTED} replay", 2, f"{RECOMPUTED} keep", limit=0),
+    Row(
+        "two microbatches at a time",
+        2,
+        f"--hidden-dropout 0 {EXPERTS} --overlap-moe-expert-parallel-comm",
+        2,
+        f"--hidden-dropout 0 {EXPERTS}",
+    ),
+    Row("FSDP of torch", 1, f"{OVER_NCCL} --use-torch-fsdp2", 1, OVER_NCCL),
+    Row(
+        "FSDP of Megatron",
+        1,
+        f"{OVER_NCCL} --use-megatron-fsdp --ckpt-format fsdp_dtensor "
+        "--data-parallel-sharding-strategy optim_grads_params",
+        1,
+        OVER_NCCL,
+    ),
+    Row("fine-grained offloading", 1, FINE, 1, variables=FIRST),
+    Row("offloaded layers", 1, LAYERS, 1),
+    Row("offloaded layers, first version", 1, LAYERS, 1, variables=FIRST),
+)
 
 
 def training(job: Job) -> None:
-    """Losses at cp 1 and cp 2 agree to the precision of the dtype, with TransformerEngine's layers
-    and with local ones.
-    """
-    for layers in ("transformer_engine", "local") if job.cuda else ("local",):
-        flags = ["--hidden-dropout", "0", "--transformer-impl", layers]
-        one, two = (_train(job, cp, flags) for cp in (1, 2))
-        if one and two:
-            off = max(abs(x / y - 1) for x, y in zip(two, one, strict=True))
-            job.check(
-                "losses at cp 2 over those at cp 1",
-                off,
-                BF16 if job.cuda else FLOAT32,
-                layers=layers,
-            )
-            job.check("least loss over the first", min(one) / one[0], 0.999, layers=layers)
+    """Losses of 5 steps of each row, beside those of another; a job that several need runs once."""
+    done: dict[tuple[int, str, str], list[float]] = {}
+
+    def losses(*key: int | str) -> list[float]:
+        if key not in done:
+            done[key] = _train(job, *key)
+        return done[key]
+
+    for row in ROWS:
+        found = losses(row.cp, row.flags, row.variables)
+        wanted = losses(row.beside_cp, row.beside, "")
+        if found and wanted:
+            off = max(abs(x / y - 1) for x, y in zip(found, wanted, strict=True))
+            job.check(f"losses with {row.what} over those without", off, row.limit)
+            job.check("least loss over the first", min(found) / found[0], 0.999, row=row.what)
 
 
-def overlap(job: Job) -> None:
-    """Losses of two microbatches at a time (--overlap-moe-expert-parallel-comm), on a second
-    stream, are those of one.
-    """
-    experts = shlex.split(
-        "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
-        "--moe-token-dispatcher-type alltoall"
-    )
-    flags = ["--hidden-dropout", "0", "--bf16", *experts]
-    wanted = _train(job, 2, flags)
-    found = _train(
-        job,
-        2,
-        [*flags, "--overlap-moe-expert-parallel-comm"],
-    )
-    _compare(job, "losses with two microbatches at a time over those with one", found, wanted)
-
-
-def sharding(job: Job) -> None:
-    """Losses with sharded parameters are those without: one rank on a GPU, cp 2 over gloo on the
-    CPU.
-    """
-    cp, common = (1, ["--distributed-backend", "nccl"]) if job.cuda else (2, [])
-    plain = _train(job, cp, common)
-    for kind, flags in SHARDED.items():
-        _compare(
-            job,
-            f"losses with FSDP of {kind} over those without",
-            _train(job, cp, [*common, *flags.split()]),
-            plain,
-        )
-
-
-def megatrons_offloading(job: Job) -> None:
-    """Losses with Megatron's own offloading of attention are those without; on the CPU with
-    stand-ins, fine-grained alone.
-    """
-    cp = 1 if job.cuda else 2
-    plain = _train(job, cp, [])
-    if not job.cuda:
-        moved = _train(job, cp, [], module="tests.megatron.fine_grained_script")
-        _compare(job, "losses with fine-grained offloading over those without", moved, plain)
-        return
-    fine = (
-        "--fine-grained-activation-offloading --offload-modules core_attn attn_proj "
-        "--min-offloaded-tensor-size 1024"
-    )
-    layers, first = "--cpu-offloading-num-layers 1", {"NVTE_CPU_OFFLOAD_V1": "1"}
-    for flags, variables in ((fine, first), (layers, {}), (layers, first)):
-        moved = _train(job, cp, flags.split(), variables)
-        _compare(
-            job, f"losses with {flags.split()[0]} over those without", moved, plain, **variables
-        )
-
-
-def _compare(job: Job, what: str, found: list[float], expected: list[float], **facts: str) -> None:
-    if found and expected:
-        off = max(abs(x / y - 1) for x, y in zip(found, expected, strict=True))
-        job.check(what, off, BF16 if job.cuda else FLOAT32, **facts)
-
-
-def _train(
-    job: Job,
-    cp: int,
-    flags: list[str],
-    variables: Mapping[str, str] = MappingProxyType({}),
-    module: str = "tests.gpu.pretrain",
-) -> list[float]:
-    """The losses of 5 training steps on `cp` ranks of this device, which run `module`; none if the
-    job failed.
-    """
-    local = (
-        []
-        if "--transformer-impl" in flags
-        else ["--transformer-impl", "transformer_engine" if job.cuda else "local"]
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        line = [
-            *MODEL,
-            *shlex.split(SIZES[job.cuda]),
-            *local,
-            *flags,
-            "--context-parallel-size",
-            str(cp),
-        ]
-        # Megatron rejects one with FSDP
-        connections = "8" if any("fsdp" in flag for flag in flags) else "1"
-        environment = {
-            "GLOO_SOCKET_IFNAME": "lo",
-            "CUDA_DEVICE_MAX_CONNECTIONS": connections,
-            "OMP_NUM_THREADS": "1",
-            **variables,
-        }
-        command = (
-            module,
-            line,
-            _without_choices_of_te() | environment,
-        )
-        logs = [Path(folder) / f"rank{rank}.log" for rank in range(cp)]
-        codes = (
-            _processes(command, logs)
-            if job.cuda
-            else [fork(cp, (*command, folder), target=_forked)]
-        )
-        said = "".join(log.read_text() for log in logs if log.exists())
-        losses = [*map(float, re.findall(r"iteration +\d+/.*?lm loss: (\S+)", said))]
-        failed = any(codes) or len(losses) != 5
-        facts = {"cp": cp, "flags": " ".join(flags), "losses": losses, "exit_codes": codes}
-        if failed:
-            job.fail("a rank failed", **facts, says=[log.read_text()[-2500:] for log in logs])
-        else:
-            job.row(**facts)
-        certificate = [text for text in logs[0].read_text().splitlines() if "certificate:" in text]
-        job.row(cp=cp, certificate=certificate)
-        return [] if failed else losses
-
-
-def _processes(command: tuple[str, list[str], dict[str, str]], logs: list[Path]) -> list[int]:
-    """The exit codes of ranks that are processes of their own; the driver's time limit ends all of
-    them.
-    """
-    module, argv, environment = command
-    shared = environment | {
-        "WORLD_SIZE": str(len(logs)),
+def _train(job: Job, cp: int, flags: str, variables: str) -> list[float]:
+    """The losses of 5 training steps on `cp` ranks of this device; none if the job failed."""
+    line = [*MODEL, "--transformer-impl", "transformer_engine", *shlex.split(flags)]
+    line += ["--context-parallel-size", str(cp)]
+    # Megatron rejects one with FSDP, and makes the choice of attention by its own flag.
+    environment = {k: x for k, x in os.environ.items() if not re.fullmatch("NVTE_.*_ATTN", k)}
+    environment |= {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if "fsdp" in flags else "1",
+        "WORLD_SIZE": str(cp),
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
+        **dict(x.split("=") for x in variables.split()),
     }
-    ranks = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as file:
-            line = [sys.executable, "-m", module, *argv]
-            ranks.append(
-                subprocess.Popen(
-                    line, env=shared | {"RANK": str(rank)}, stdout=file, stderr=subprocess.STDOUT
+    with tempfile.TemporaryDirectory() as folder:
+        logs, ranks = [Path(folder) / f"rank{rank}.log" for rank in range(cp)], []
+        for rank, log in enumerate(logs):
+            with log.open("w") as file:
+                command = [sys.executable, "-m", "tests.gpu.pretrain", *line]
+                where = environment | {"RANK": str(rank)}
+                ranks.append(
+                    subprocess.Popen(command, env=where, stdout=file, stderr=subprocess.STDOUT)
                 )
-            )
-    return [rank.wait() for rank in ranks]
-
-
-def _forked(
-    rank: int,
-    ranks: int,
-    port: int,
-    module: str,
-    argv: list[str],
-    environment: dict[str, str],
-    folder: str,
-) -> None:
-    """Is a rank on the CPU, forked from a process that has imported Megatron already."""
-    os.environ.clear()
-    os.environ.update(environment | worker.place(rank, ranks, port))
-    worker.output_to(Path(folder) / f"rank{rank}.log")
-    sys.argv = [module, *argv]
-    runpy.run_module(module, run_name="__main__")
-
-
-def _without_choices_of_te() -> dict[str, str]:
-    """The environment without TransformerEngine's choices of attention, which Megatron makes by its
-    own flag.
-    """
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not (name.startswith("NVTE_") and name.endswith("_ATTN"))
-    }
+        codes = [rank.wait() for rank in ranks]  # the driver's time limit ends all of them
+        said = [log.read_text() for log in logs]
+    losses = [*map(float, re.findall(r"iteration +\d+/.*?lm loss: (\S+)", "".join(said)))]
+    certificate = [text for text in said[0].splitlines() if "certificate:" in text]
+    facts = {"cp": cp, "flags": flags, "losses": losses, "exit_codes": codes}
+    if any(codes) or len(losses) != 5:
+        job.fail("a rank failed", **facts, says=[text[-2500:] for text in said])
+        return []
+    job.row(**facts, certificate=certificate)
+    return losses
 
 
 def _free_port() -> int:

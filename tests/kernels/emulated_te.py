@@ -11,7 +11,6 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -19,6 +18,8 @@ import torch
 import cp_ring.kernels.transformer_engine as adapter
 from cp_ring import kernels
 from cp_ring.kernels import REGISTRY, deterministic, te_library
+from cp_ring.kernels.base import Packing
+from cp_ring.kernels.reference import KERNEL as REFERENCE
 
 SIGNATURES = json.loads((Path(__file__).parent / "transformer_engine_signatures.json").read_text())
 NO_BACKEND, F16 = 0, 1
@@ -197,21 +198,11 @@ def forward(a: dict):
     # without a generator, the default one advances, though dropout is 0
     torch.rand((), generator=a["rng_gen"])
     assert a["is_training"] is True
-    out_parts, stats_parts, largest = [], [], []
-    for q, k, v, _ in tiles(a):
-        scores = scores_of(a, q, k)
-        lse = scores.logsumexp(-1)
-        if a["return_max_logit"]:
-            largest.append(scores.amax((1, 2)))
-        out_parts.append(
-            torch.einsum("hqk,khe->qhe", (scores - lse[..., None]).exp(), repeat(v, q))
-        )
-        stats_parts.append(lse)
-    shape = (*a["q"].shape[:-1], a["v"].shape[-1])
-    out = assemble(a, out_parts, shape).to(a["fake_dtype"])
-    aux = [stats_of(a, stats_parts), torch.tensor([17, 4], dtype=torch.int64)]
+    out, lse = REFERENCE.forward_varlen(*(flat(a, a[x]) for x in "qkv"), packing_of(a), scale_of(a))
+    out, stats = shaped(a, out, a["q"]).to(a["fake_dtype"]), stats_of(a, lse.float())
+    aux = [stats, torch.tensor([17, 4], dtype=torch.int64)]
     if a["return_max_logit"]:
-        return out, aux, torch.stack(largest).amax(0).to(a["fake_dtype"])
+        return out, aux, largest(a).to(a["fake_dtype"])
     return out, aux
 
 
@@ -220,28 +211,14 @@ def backward(a: dict):
     check(a)
     assert a.get("dqkv_dtype", ("dtype", a["fake_dtype"])) == ("dtype", a["fake_dtype"])
     stats, rng_state = a["aux_ctx_tensors"]
-    assert rng_state.dtype == torch.int64
-    assert rng_state.shape == (2,)
-    assert stats.dtype == torch.float32
-    assert stats.is_contiguous()
+    assert (rng_state.dtype, rng_state.shape, stats.dtype) == (torch.int64, (2,), torch.float32)
+    assert stats.is_contiguous() and a["d_o"].is_contiguous()
     assert a["o"].shape == a["d_o"].shape == (*a["q"].shape[:-1], a["v"].shape[-1])
-    assert a["d_o"].is_contiguous()
-    grads = []
-    for q, k, v, index in tiles(a):
-        o, do = (list(tiles(a | {"q": a[x]}))[index][0] for x in ("o", "d_o"))
-        lse = stats_rows(a, stats, index, len(q))
-        p = (scores_of(a, q, k) - lse[..., None]).exp()
-        dp = torch.einsum("qhe,khe->hqk", do, repeat(v, q))
-        ds = p * (dp - (o * do).sum(-1).T[..., None]) * a["attn_scale"]
-        dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhe->khe", p, do)
-        grads.append(
-            (torch.einsum("hqk,khd->qhd", ds, repeat(k, q)), add_heads(dk, k), add_heads(dv, v))
-        )
-    parts = zip(*grads, strict=True)
-    return [
-        assemble(a, list(x), a[n].shape).to(a["fake_dtype"])
-        for n, x in zip("qkv", parts, strict=True)
-    ] + [None, None]
+    dout, *tensors = (flat(a, a[x]) for x in ("d_o", "q", "k", "v", "o"))
+    lse = stats[..., 0].T if packed(a) else stats[..., 0].transpose(0, 1).flatten(1)
+    grads = REFERENCE.backward_varlen(dout, *tensors, lse, packing_of(a), scale_of(a))
+    found = [shaped(a, x, a[n]).to(a["fake_dtype"]) for n, x in zip("qkv", grads, strict=True)]
+    return [*found, None, None]
 
 
 def check(a: dict) -> None:
@@ -273,62 +250,63 @@ def check(a: dict) -> None:
             assert longest == len(x)
 
 
-def tiles(a: dict):
-    """q, k, v [rows, heads, size] in float32, and a number, of each sequence."""
-    if a["qkv_layout"] == "thd_thd_thd":
-        ends = a["cu_seqlens_q_padded"].tolist(), a["cu_seqlens_kv_padded"].tolist()
-        for i, ((q0, q1), (k0, k1)) in enumerate(
-            zip(pairwise(ends[0]), pairwise(ends[1]), strict=True)
-        ):
-            yield a["q"][q0:q1].float(), a["k"][k0:k1].float(), a["v"][k0:k1].float(), i
-    else:
-        for i in range(a["q"].shape[1]):
-            yield a["q"][:, i].float(), a["k"][:, i].float(), a["v"][:, i].float(), i
+def packed(a: dict) -> bool:
+    return a["qkv_layout"] == "thd_thd_thd"
 
 
-def repeat(x, q):
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+def flat(a: dict, x):
+    """[t, heads, size], of all sequences; without the tokens behind the last one."""
+    if not packed(a):
+        return x.transpose(0, 1).flatten(0, 1)
+    side = "q" if len(x) == len(a["q"]) else "kv"
+    return x[: int(a[f"cu_seqlens_{side}"][-1])]
 
 
-def add_heads(x, like):
-    return x.unflatten(1, (like.shape[1], -1)).sum(2)
+def shaped(a: dict, x, like):
+    """As the library returns it: NaN in the tokens behind the last sequence."""
+    if not packed(a):
+        return x.unflatten(0, like.shape[1::-1]).transpose(0, 1).contiguous()
+    behind = torch.full((len(like) - len(x), *x.shape[1:]), math.nan, dtype=x.dtype)
+    return torch.cat([x, behind])
 
 
-def scores_of(a: dict, q, k):
-    scale = a["attn_scale"] if a["attn_scale"] is not None else q.shape[-1] ** -0.5
-    scores = torch.einsum("qhd,khd->hqk", q, repeat(k, q)) * scale
+def stats_of(a: dict, lse):
+    """lse [h, t] as [b, h, s, 1], or for thd as [t, h, 1]."""
+    if packed(a):
+        return shaped(a, lse.T, a["q"])[..., None].contiguous()
+    return lse.unflatten(1, a["q"].shape[1::-1]).transpose(0, 1).contiguous()[..., None]
+
+
+def packing_of(a: dict) -> Packing:
     causal = a["attn_mask_type"] in ("causal", "padding_causal")
+    assert causal or a["attn_mask_type"] in ("no_mask", "padding")
     assert tuple(a["window_size"]) == ((-1, 0) if causal else (-1, -1))
-    if not causal:
-        assert a["attn_mask_type"] in ("no_mask", "padding")
-        return scores
-    # aligned top left
-    return scores.masked_fill(~torch.ones(scores.shape[1:], dtype=torch.bool).tril(), -math.inf)
+    ends = a["cu_seqlens_q"], a["cu_seqlens_kv"]
+    # causal is aligned top left there, bottom right in a packing: the same where sizes are
+    assert not causal or torch.equal(ends[0].diff(), ends[1].diff()), "only squares are causal"
+    return Packing(*ends, a["max_seqlen_q"], a["max_seqlen_kv"], -1, 0 if causal else -1)
 
 
-def assemble(a: dict, parts, shape):
-    if a["qkv_layout"] == "thd_thd_thd":
-        return torch.cat(
-            [*parts, torch.full((shape[0] - sum(map(len, parts)), *shape[1:]), math.nan)]
+def scale_of(a: dict) -> float:
+    return a["attn_scale"] if a["attn_scale"] is not None else a["q"].shape[-1] ** -0.5
+
+
+def largest(a: dict):
+    """The largest logit of each head."""
+    q, k = (a[x].float() for x in "qk")
+    if packed(a):
+        sizes = [a[f"cu_seqlens_{side}"].diff().tolist() for side in ("q", "kv")]
+        pairs = zip(
+            *(x[: sum(n)].split(n) for x, n in zip((q, k), sizes, strict=True)), strict=True
         )
-    x = torch.stack(parts, 1)
-    assert x.shape == shape
-    return x
-
-
-def stats_of(a: dict, parts):
-    """Parts [h, rows] as [b, h, s, 1], or for thd as [t, h, 1]."""
-    if a["qkv_layout"] != "thd_thd_thd":
-        return torch.stack(parts)[..., None]
-    behind = torch.full((len(parts[0]), len(a["q"]) - int(a["cu_seqlens_q"][-1])), math.nan)
-    return torch.cat([*parts, behind], 1).T.contiguous()[..., None]
-
-
-def stats_rows(a: dict, stats, index: int, rows: int):
-    """The statistics of one sequence, [h, rows]."""
-    if a["qkv_layout"] != "thd_thd_thd":
-        assert stats.shape == (a["q"].shape[1], a["q"].shape[2], len(a["q"]), 1)
-        return stats[index, ..., 0]
-    cu = a["cu_seqlens_q"].tolist()
-    assert stats.shape == (len(a["q"]), a["q"].shape[1], 1)
-    return stats[cu[index] : cu[index + 1], :, 0].T
+    else:
+        pairs = zip(q.unbind(1), k.unbind(1), strict=True)
+    found = []
+    for q, k in pairs:
+        if len(q):
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            scores = torch.einsum("shd,thd->hst", q, k) * scale_of(a)
+            if "causal" in a["attn_mask_type"]:
+                scores = scores.masked_fill(~scores[0].bool().fill_(True).tril(), -math.inf)
+            found.append(scores.amax((1, 2)))
+    return torch.stack(found).amax(0)

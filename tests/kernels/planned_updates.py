@@ -1,6 +1,4 @@
-"""Merges, sums and kernel calls of one rank by its plan: how many, and the bytes that they read and
-write.
-"""
+"""Merges, sums and kernel calls of one rank by its plan."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_ring.plan.lower import Capabilities, call_groups, lower
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.tables import Hop, RankPlan
 from cp_ring.plan.tiles import Tiles
 from cp_ring.plan.updates import Partial, Update, gradient_updates, query_updates
@@ -70,43 +67,3 @@ def _calls(hop: Hop, kernel: Capabilities) -> list[tuple[Partial, Partial, Tiles
         )
         for group in call_groups(lowered, kernel.varlen)
     ]
-
-
-def accumulator_bytes(
-    updates: RankUpdates, sizes: AttentionSizes, lse_element: int = 4
-) -> tuple[int, int]:
-    """Bytes that merges, sums, casts and zero fills of one rank read and write: (forward,
-    backward).
-
-    The kernel returns partial results in the dtype of the inputs, as on CUDA. `lse_element` is that
-    of the running lse.
-    """
-    element, wire = sizes.element, sizes.wire_element
-    lse = sum(
-        sum(update.read) * 4 + sum(update.stored) * lse_element
-        for update in updates.out
-        if not update.whole
-    )
-    forward = (
-        sum(_accumulated(update, element, wire, element) for update in updates.out)
-        * sizes.out_width
-    )
-    backward = (
-        sum(_accumulated(update, element, wire, element) for update in updates.dq)
-        * sizes.query_width
-    )
-    for index, of_hop in updates.keys.items():
-        result = wire if index else element
-        backward += (
-            sum(_accumulated(update, element, wire, result) for update in of_hop) * sizes.key_width
-        )
-    return forward + lse * sizes.batch * sizes.heads, backward
-
-
-def _accumulated(update: Update, part: int, wire: int, result: int) -> int:
-    """Bytes of an update for each element of a token, with elements of these sizes."""
-    if update.whole and part == result:
-        return 0
-    computed, arrived = update.read
-    loaded, kept, completed = update.stored
-    return computed * part + arrived * wire + (loaded + kept) * 4 + completed * result

@@ -1,4 +1,4 @@
-"""Kernels on single tiles, and the merge, against float64."""
+"""The merge against float64, and the choice of a kernel. tests/testing has the kernels on tiles."""
 
 from __future__ import annotations
 
@@ -10,54 +10,13 @@ import torch
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, choose, merge_
 from cp_ring.options import choices
-from cp_ring.plan import OPEN, Tile
-from cp_ring.plan.dense_masks import paint
-from cp_ring.testing.oracle import Case, brute_force, error
+from cp_ring.testing.oracle import error
 
 CPU = torch.device("cpu")
 
 
 def kernel(name, dtype=torch.float32):
     return choose(name, device=CPU, dtype=dtype, d=16, e=16)
-
-
-FULL, CAUSAL, BANDS = (-OPEN, OPEN), (-OPEN, 0), [(-3, OPEN), (-5, 2), (4, 9), (18, OPEN)]
-
-
-@pytest.mark.parametrize(
-    ("name", "band"),
-    [("cpu", FULL), ("cpu", CAUSAL), *[("reference", band) for band in (FULL, CAUSAL, *BANDS)]],
-)
-def test_tile_equals_brute_force(name, band):
-    lo, hi = band
-    case = Case.draw(20, b=2)
-    truth = brute_force(case, paint([Tile(0, 20, 0, 20, lo, hi)], 20, 20) > 0)
-    chosen, options = kernel(name), {"lo": lo, "hi": hi, "scale": 16**-0.5}
-    out, lse = chosen.forward(*case[:3], **options)
-    grads = chosen.backward(case.dout, *case[:3], out, lse, **options)
-    assert lse.shape == (2, 4, 20)
-    assert (lse.isneginf() == (out == 0).all(-1).transpose(1, 2)).all()
-    for x, y in zip((out, *grads), truth, strict=True):
-        assert error(x, y) < 2e-6
-
-
-@pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_rectangles_and_strided_views(name):
-    """More queries than keys and the reverse; tensors that are views of tokens-first storage."""
-    for rows, columns in ((5, 19), (19, 5), (1, 2)):
-        q, dout = (torch.randn(rows, 2, 4, 16).transpose(0, 1) for _ in range(2))
-        k, v = (torch.randn(columns, 2, 2, 16).transpose(0, 1) for _ in range(2))
-        options = {"lo": -OPEN, "hi": OPEN, "scale": 0.25}
-        out, lse = kernel(name).forward(q, k, v, **options)
-        oracle = kernel("reference")
-        truth, truth_lse = oracle.forward(q, k, v, **options)
-        assert error(out, truth) < 2e-6
-        assert error(lse, truth_lse) < 1e-6
-        got = kernel(name).backward(dout, q, k, v, out, lse, **options)
-        for x, y in zip(
-            got, oracle.backward(dout, q, k, v, truth, truth_lse, **options), strict=True
-        ):
-            assert error(x, y) < 5e-6
 
 
 def test_merge_equals_float64():

@@ -4,7 +4,6 @@ emulation of them.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from unittest import mock
 
@@ -18,7 +17,6 @@ from cp_ring.errors import KernelError
 from cp_ring.kernels import _chosen, choose, determinism, sizes, te_library, versions
 from cp_ring.kernels.base import OPEN, Packing
 from cp_ring.kernels.reference import KERNEL as REFERENCE
-from cp_ring.kernels.signatures import bind
 from cp_ring.testing.oracle import Case, brute_force, error, on_rank, whole
 from tests import conformance
 from tests.kernels import emulated_te
@@ -165,21 +163,6 @@ def test_a_graph_gets_the_generator_that_it_knows(monkeypatch):
             assert not torch.equal(torch.get_rng_state(), before) and torch.equal(out, eager)
 
 
-def test_conformance_takes_the_dense_path():
-    """The sizes of training go there: full and causal, forward and backward, and with a merged lse."""
-    with installed("2.20.2") as calls:
-        conformance.check(
-            KERNEL, CPU, torch.bfloat16, only="multiples of 128", heads=[(4, 2, 16, 16)]
-        )
-        assert {call["qkv_layout"] for call in calls} == {"sbhd_sbhd_sbhd"}
-        kinds = {
-            (call["attn_mask_type"], "d_o" in call, call["max_seqlen_kv"] % 128) for call in calls
-        }
-        assert kinds == {
-            (mask, back, 0) for mask in ("no_mask", "causal") for back in (False, True)
-        }
-
-
 @pytest.mark.parametrize(
     ("generation", "version", "cudnn", "exact", "limit", "reason"),
     [
@@ -240,22 +223,6 @@ def test_dense_gradients_that_may_be_nan(monkeypatch):
         assert [call["max_seqlen_kv"] for call in calls if "d_o" in call] == [256, 160, 192, 192]
 
 
-def test_names_that_are_tried_are_those_of_the_calls(monkeypatch):
-    """Rejection tries to bind the same values as the calls pass."""
-    names: dict[str, set[frozenset[str]]] = {}
-
-    def noted(kernel, function, values):
-        names.setdefault(function.__name__, set()).add(frozenset(values))
-        return bind(kernel, function, values)
-
-    monkeypatch.setattr(te_library, "bind", noted)
-    with installed("2.20.2"):
-        conformance.check(
-            KERNEL, CPU, torch.bfloat16, only="merged backward", heads=[(4, 2, 16, 16)]
-        )
-    assert [len(names[name]) for name in ("fused_attn_fwd", "fused_attn_bwd")] == [1, 1]
-
-
 def test_an_older_version_is_one_line():
     with installed("2.14"):
         sys.modules["transformer_engine"].__version__ = "2.13"
@@ -277,31 +244,6 @@ def test_library_whose_parameters_do_not_fit_is_rejected(monkeypatch):
         te_library.installed.cache_clear()
         said = KERNEL.rejection(CPU, torch.bfloat16, 64, 64)
         assert said == "fused_attn_bwd of the installed version wants temperature, unknown here"
-
-
-def test_a_parameter_of_the_future_is_named():
-    def fused_attn_fwd(q, temperature):
-        return q, temperature
-
-    with pytest.raises(
-        KernelError, match="fused_attn_fwd of the installed version wants temperature, unknown here"
-    ):
-        bind("transformer_engine", fused_attn_fwd, {"q": 1, "k": 2})
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
-    reason="TransformerEngine is not installed",
-)
-def test_installed_version_binds():
-    """The real package, as far as it loads without a GPU."""
-    library = te_library.installed()
-    assert not isinstance(library, str), library
-    for function in (library.forward, library.backward):
-        known = [
-            parameter.split("=")[0] for parameter in SIGNATURES["2.20.2"][function.__name__].split()
-        ]
-        assert bind("transformer_engine", function, dict.fromkeys([*known, "dqkv_dtype"]))
 
 
 def test_without_packed_tiles_documents_take_the_next_kernel(monkeypatch):
