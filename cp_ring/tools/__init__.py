@@ -6,6 +6,7 @@ import sys
 
 _SBATCH = "sbatch launch/slurm/train.sbatch; docs/slurm.md"
 _BENCH = "cp-ring bench attention, host and accuracy are what is measured"
+_DEVICE = "GPUs are measured where there are any; CUDA_VISIBLE_DEVICES= hides them"
 _OF_JOB = "cp-ring plan JOB has what the job says; --set changes it"
 _RATES = "give --rates NAME"
 _SEED = "the same documents are drawn each time; a file of lengths has others"
@@ -13,6 +14,10 @@ LEFT = {
     "bench accuracy --inputs": "inputs are N(0, 1); docs/wire.md has errors of codecs on others",
     "bench accuracy --seeds": "the result is the mean of 5 draws",
     "bench accuracy --wire": "docs/wire.md has errors of codecs; the certificate measures them",
+    "bench accuracy --device": _DEVICE,
+    "bench attention --device": _DEVICE,
+    "bench attention --only": "all that are installed take part",
+    "bench host --against": "run it in each checkout, in turn",
     "bench attention --dtype": "float32 on the CPU and bfloat16 on CUDA are measured",
     "bench lengths": _BENCH,
     "bench nodes": _BENCH,

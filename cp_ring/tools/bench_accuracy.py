@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_ring import Layout, Mask, Plan, ring_attention
-from cp_ring.kernels import choose
 from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import Case, error
 
 PARTS = ("out", "dq", "dk", "dv")
 
@@ -53,26 +53,17 @@ class AccuracyCases:
     schedule: str = "auto"
 
 
-def draw(cases: AccuracyCases, seed: int) -> list[Tensor]:
-    """q, k, v, dout in float64, N(0, 1), [1, n, heads, head_dim]."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(1, cases.n, heads, cases.head_dim, generator=generator, dtype=torch.float64)
-        for heads in (cases.heads, cases.kv_heads, cases.kv_heads, cases.heads)
-    ]
-
-
-def one_call(mask: Mask, inputs: list[Tensor], kernel: str) -> list[Tensor]:
+def one_call(mask: Mask, case: Case, kernel: str) -> list[Tensor]:
     """out, dq, dk, dv of one rank: one call of the kernel, if the kernel supports the mask.
 
     The CPU kernel supports masks other than causal and full as a dense bias only. The ring never
     gives it a bias. So this calls PyTorch's own operator, with the bias, in the dtype of the
     inputs.
     """
-    if inputs[0].device.type != "cpu":
+    if case.q.device.type != "cpu":
         plan = Plan.build(mask, Layout.contiguous(mask.n, 1))
-        return _attend_to_shard(None, plan, inputs, kernel)
-    q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs)
+        return _attend_to_shard(None, plan, case, kernel)
+    q, k, v, dout = (x.detach().transpose(1, 2) for x in case)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     dense = torch.from_numpy(mask.dense())
     causal = bool((dense == torch.ones_like(dense).tril()).all())
@@ -84,46 +75,43 @@ def one_call(mask: Mask, inputs: list[Tensor], kernel: str) -> list[Tensor]:
     return [x.detach().transpose(1, 2) for x in (out, *grads)]
 
 
-def _attend_to_shard(group: Any, plan: Plan, inputs: list[Tensor], kernel: str) -> list[Tensor]:
-    """out, dq, dk, dv of this rank's shard; `inputs` are those of the whole sequence."""
-    q, k, v, dout = (plan.layout.shard(x, group.rank if group else 0, 1) for x in inputs)
+def _attend_to_shard(group: Any, plan: Plan, case: Case, kernel: str) -> list[Tensor]:
+    """out, dq, dk, dv of this rank's shard; `case` has the whole sequence."""
+    q, k, v, dout = (plan.layout.shard(x, group.rank if group else 0, 1) for x in case)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = ring_attention(q, k, v, group, plan=plan, kernel=kernel)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def errors(got: list[Tensor], truth: list[Tensor]) -> list[float]:
-    """The relative error of each of out, dq, dk, dv: norm of the difference divided by norm of the
-    truth.
-    """
-    return [
-        float((x.double().cpu() - y).norm() / y.norm()) for x, y in zip(got, truth, strict=True)
-    ]
+def errors(got: list[Tensor], truth: list[Tensor]) -> Tensor:
+    """The relative errors of out, dq, dk and dv."""
+    return torch.tensor([error(x.cpu(), y.cpu()) for x, y in zip(got, truth, strict=True)])
 
 
 def run(cases: AccuracyCases) -> list[dict[str, Any]]:
     """Results {mask, cp, out, dq, dk, dv}: mean ratios over the draws. Raises `KernelError` where
     the kernel does not support the case.
     """
-    dtype, size = getattr(torch, cases.dtype), cases.head_dim
-    choose(cases.kernel, device=torch.device(cases.device), dtype=dtype, d=size, e=size)
-    rings = {cp: LocalRing(cp) for cp in cases.cp}
+    n, dtype = cases.n, getattr(torch, cases.dtype)
     results = []
-    for name, mask in masks(cases.n).items():
-        whole = Plan.build(mask, Layout.contiguous(cases.n, 1))
+    for name, mask in masks(n).items():
         ratios: dict[int, list[Tensor]] = {cp: [] for cp in cases.cp}
         for seed in range(cases.seeds):
-            inputs = [x.to(cases.device, dtype) for x in draw(cases, seed)]
-            wide = [x.double() for x in inputs]
-            truth = [x.cpu() for x in _attend_to_shard(None, whole, wide, "reference")]
-            single = torch.tensor(errors(one_call(mask, inputs, cases.kernel), truth))
-            for cp, ring in rings.items():
-                layout, slots = Layout.zigzag(cases.n, cp), max(cp, SLOT_SHARDS)
+            drawn = Case.draw(
+                n, h=cases.heads, g=cases.kv_heads, d=cases.head_dim, seed=seed, dtype=torch.float64
+            )
+            case = Case(*(x.to(cases.device, dtype) for x in drawn))
+            whole = Plan.build(mask, Layout.contiguous(n, 1))
+            wide = Case(*(x.double() for x in case))
+            truth = _attend_to_shard(None, whole, wide, "reference")
+            single = errors(one_call(mask, case, cases.kernel), truth)
+            for cp in cases.cp:
+                layout, slots = Layout.zigzag(n, cp), max(cp, SLOT_SHARDS)
                 plan = Plan.build(mask, layout, schedule=cases.schedule, slot_shards=slots)
-                parts = ring.run(_attend_to_shard, plan, inputs, cases.kernel)
-                got = [layout.unshard([part[i] for part in parts], 1) for i in range(4)]
-                ratios[cp].append(torch.tensor(errors(got, truth)) / single)
-        for cp in cases.cp:
-            means = torch.stack(ratios[cp]).mean(0).tolist()
+                parts = LocalRing(cp).run(_attend_to_shard, plan, case, cases.kernel)
+                got = [layout.unshard([*part], 1) for part in zip(*parts, strict=True)]
+                ratios[cp].append(errors(got, truth) / single)
+        for cp, found in ratios.items():
+            means = torch.stack(found).mean(0).tolist()
             results.append({"mask": name, "cp": cp, **dict(zip(PARTS, means, strict=True))})
     return results
