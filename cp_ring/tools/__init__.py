@@ -58,6 +58,7 @@ LEFT = {
     "train -v": "tail -f the log whose name is printed first",
     "tune --micro-batch": "it is searched; change megatron.micro_batch_size in what --write made",
     "tune --seed": _SEED,
+    "tune --seq-length": "give --set megatron.seq_length=N",
     "trace": "torch.profiler and Nsight show the marks of hops; docs/timing.md",
     "watch": "tail -f the log of the job, or TensorBoard; docs/slurm.md",
 }

@@ -13,7 +13,6 @@ import contextlib
 import heapq
 import io
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -44,7 +43,6 @@ from cp_ring.tools.terminal import (
     Overrides,
     emit,
     named_rates,
-    parse_tokens,
 )
 from cp_ring.tools.terminal import Rates as NamedRates
 from cp_ring.tools.tune_model import (
@@ -90,7 +88,6 @@ _RECOMPUTE = (
     "recompute_num_layers",
     "recompute_modules",
 )
-_UNITS = {"": 1e9, "gb": 1e9, "gib": 2**30, "tb": 1e12, "mb": 1e6}
 
 LayerMasks = Sequence[tuple[Mask, int]]
 """The masks of a batch row, and the number of layers that have each."""
@@ -117,7 +114,6 @@ class Request:
     ranks_per_node: int = 8
     rates: Rates = RATES
     memory: float = 80e9
-    seq_length: int | None = None
     documents: Sequence[Ints] = ()
     of_documents: str = ""
     given: Given = ANY
@@ -181,13 +177,7 @@ def tune_command(
     overrides: Overrides = None,
     ranks_per_node: Annotated[int, typer.Option(help="GPUs of a node.", min=1)] = 8,
     rates: NamedRates = DEFAULT_RATES,
-    memory_size: Annotated[
-        str, typer.Option("--memory", help="Memory of a GPU.", metavar="SIZE")
-    ] = "80GB",
-    seq_length: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a batch row.", parser=parse_tokens, metavar="TOKENS"),
-    ] = None,
+    memory: Annotated[float, typer.Option(help="GB of a GPU.", min=1, metavar="GB")] = 80,
     lengths: Annotated[
         str | None,
         typer.Option(help="Documents: a file of lengths, or lognormal:MEAN."),
@@ -204,13 +194,12 @@ def tune_command(
     if gpus > ranks_per_node and gpus % ranks_per_node:
         raise PlanError(f"--gpus {gpus} is not a multiple of --ranks-per-node {ranks_per_node}")
     loaded = jobs.load(job, overrides or [])
-    drawn, origin = draw_documents(loaded, lengths, seq_length)
+    drawn, origin = draw_documents(loaded, lengths)
     request = Request(
         gpus=gpus,
         ranks_per_node=min(ranks_per_node, gpus),
         rates=named_rates(rates),
-        memory=parse_memory(memory_size),
-        seq_length=seq_length,
+        memory=memory * 1e9,
         documents=drawn,
         of_documents=origin,
         given=Given(tp, cp, pp),
@@ -228,29 +217,19 @@ def tune_command(
         typer.echo(f"wrote {write}: {way.sizes.name}, {way.bytes / 1e9:.0f} GB", err=as_json)
 
 
-def parse_memory(size: str) -> float:
-    """Bytes of 80GB, 80GiB or 80, which are GB. Raises `PlanError` that names the option."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", size.strip().lower())
-    if not match or match[2] not in _UNITS or not float(match[1]):
-        raise PlanError(f"--memory {size}: it must be a size above 0, such as 80GB or 80GiB")
-    return float(match[1]) * _UNITS[match[2]]
-
-
 def packs_documents(job: JobConfig) -> bool:
     """Whether the job's batch rows hold several documents that do not see one another."""
     return job.cp_ring.document_mask or any(job.megatron.get(key) for key in jobs.PACKED_DATA)
 
 
-def draw_documents(
-    job: JobConfig, spec: str | None, seq_length: int | None
-) -> tuple[list[Ints], str]:
+def draw_documents(job: JobConfig, spec: str | None) -> tuple[list[Ints], str]:
     """Lengths of the documents of some batch rows, and where they come from; none for a job without
     documents.
     """
     if spec is None and not packs_documents(job):
         return [], ""
     chosen = spec or f"lognormal:{DOCUMENT}"
-    n = seq_length or job.megatron.get("seq_length")
+    n = job.megatron.get("seq_length")
     if not isinstance(n, int) or n < 1:
         raise ConfigError(
             f"megatron.seq_length {n!r}: it must be the number of tokens of a batch row"
@@ -275,7 +254,8 @@ def tune(job: JobConfig, request: Request, advise: bool = True) -> TuneResult:
     """
     from cp_ring.megatron.flags import argument_parser
 
-    job = _with_length(job, request)
+    masks = {"document_mask": True} if request.documents and not packs_documents(job) else {}
+    job = _changed(job, cp_ring={"enabled": True, **masks})
     parser = argument_parser.build_parser()
     args = _arguments(_alone(job), parser)
     notes: list[str] = []
@@ -301,21 +281,15 @@ def _nothing_fits(search: Search, job: JobConfig, request: Request, advise: bool
     parts = sorted(items.items(), key=lambda item: -item[1])[:3]
     shown = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
     line = (
-        f"--memory {limit:g}GB: nothing fits; {sizes.name} needs least, "
+        f"--memory {limit:g}: nothing fits; {sizes.name} needs least, "
         f"{sum(items.values()) / 1e9:.1f} GB without attention's buffers ({shown})"
     )
-    n = search.setup.seq_length
-    others = [
-        (f"--gpus {k * request.gpus}", replace(request, gpus=k * request.gpus)) for k in (2, 4, 8)
-    ]
-    if not request.documents:
-        shorter = (n // k for k in (2, 4, 8))
-        others += [(f"--seq-length {m}", replace(request, seq_length=m)) for m in shorter]
-    for option, other in others if advise else ():
+    for gpus in (2, 4, 8) if advise else ():
         with contextlib.suppress(ConfigError, PlanError):
-            way, _ = tune(job, other, advise=False).best[0]
-            return f"{line}; {option} fits ({way.sizes.name}, {way.bytes / 1e9:.0f} GB)"
-    return f"{line}; GPUs with more memory, or a smaller model, would"
+            way, _ = tune(job, replace(request, gpus=gpus * request.gpus), advise=False).best[0]
+            needed = f"--gpus {gpus * request.gpus} fits"
+            return f"{line}; {needed} ({way.sizes.name}, {way.bytes / 1e9:.0f} GB)"
+    return f"{line}; GPUs with more memory, a smaller model or a shorter megatron.seq_length would"
 
 
 def _accepted(
@@ -357,18 +331,6 @@ def _changed(job: JobConfig, **sections: Any) -> JobConfig:
         key: value for key, value in settings["megatron"].items() if value is not None
     }
     return jobs.validate(settings, "cp-ring tune")
-
-
-def _with_length(job: JobConfig, request: Request) -> JobConfig:
-    """The job with the sequence length of the request, and a document mask where the request has
-    documents.
-    """
-    changes: dict[str, Any] = {}
-    if (n := request.seq_length) is not None:
-        most = int(job.megatron.get("max_position_embeddings") or 0)
-        changes = {"seq_length": n, "max_position_embeddings": max(most, n)}
-    masks = {"document_mask": True} if request.documents and not packs_documents(job) else {}
-    return _changed(job, megatron=changes, cp_ring={"enabled": True, **masks})
 
 
 def _alone(job: JobConfig) -> JobConfig:
@@ -469,8 +431,6 @@ def _notes(setup: TrainingSetup, args: argparse.Namespace, request: Request) -> 
         else ""
     )
     yield "data loading, evaluation and checkpoints take no time"
-    if setup.model.recurrent:
-        yield "recurrent layers take the time of their projections and exchange heads"
     if getattr(args, "mtp_num_layers", None):
         yield "layers of multi-token prediction are left out"
 

@@ -1,4 +1,4 @@
-"""The model of `cp-ring tune`: the sizes of a GPT or hybrid model by Megatron's arguments, and the
+"""The model of `cp-ring tune`: the sizes of a GPT model by Megatron's arguments, and the
 predicted time and memory of a training step, by item, for sizes of all parallel dimensions.
 
 The model of the time: pipeline stages work one microbatch after the other (1F1B), all with the same
@@ -16,7 +16,7 @@ from math import log, sqrt
 from typing import NamedTuple
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.flags.layer_pattern import expert_layers, letters_of, main_layers, pattern_of
+from cp_ring.megatron.flags.layer_pattern import expert_layers, letters_of, shown_pattern
 from cp_ring.options import Options
 from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES, AttentionSizes, LatentSizes
 from cp_ring.plan.sizes.device_rates import Rates
@@ -48,15 +48,12 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A GPT model, or a hybrid one, whose layers are one part each: attention, a feed-forward
-    network, experts, or a recurrence.
+    """A GPT model, whose layers have attention and a feed-forward network or experts.
 
     windows: each window (left, right) of the attention layers and the number of layers that have
     it. latent, query_latent: of multi-latent attention. gated: whether feed-forward networks have a
     gate (SwiGLU, quick GeGLU). output_gate: whether attention's output has one. loss_chunk: tokens
-    whose logits are made at a time, 0 for all. recurrent: of those of `layers` whose state runs
-    along the sequence, the channels of a token that their projections make. networks: dense
-    feed-forward networks of a hybrid model; by default one in each layer without experts.
+    whose logits are made at a time, 0 for all.
     """
 
     layers: int
@@ -76,27 +73,11 @@ class ModelSizes:
     dtype: str = "bf16"
     experts: Experts | None = None
     loss_chunk: int = 0
-    recurrent: tuple[int, ...] = ()
-    networks: int | None = None
-
-    @property
-    def attending(self) -> int:
-        """Layers of attention."""
-        return sum(count for _, count in self.windows)
 
     @property
     def dense(self) -> int:
         """Feed-forward networks without experts."""
-        if self.networks is not None:
-            return self.networks
         return self.layers - (self.experts.layers if self.experts else 0)
-
-    @property
-    def parts(self) -> int:
-        """Attention, recurrences and feed-forward networks, each with a norm: a layer has two, and
-        one in a hybrid model.
-        """
-        return self.layers * (2 if self.networks is None else 1)
 
     def attention(self, tp: int, batch: int, wire: str = "plain") -> AttentionSizes:
         """The attention of one layer on a tensor-parallel rank."""
@@ -145,9 +126,7 @@ class ModelSizes:
     @property
     def other_parameters(self) -> int:
         """Parameters of all layers that are no experts' own; norms and biases are left out."""
-        attention = self.attending * self.attention_parameters
-        attention += self.hidden * sum(self.recurrent)
-        others = attention + self.dense * self._network(self.ffn)
+        others = self.layers * self.attention_parameters + self.dense * self._network(self.ffn)
         if self.experts is None:
             return others
         shared = self._network(self.experts.shared_width) + self.hidden * self.experts.number
@@ -186,8 +165,8 @@ class ModelSizes:
         per_rank = tp if shared else 1
         inner = 3 if self.gated else 2
         latent = self.latent.latent + self.latent.rope + self.query_latent if self.latent else 0
-        elements = (2 * self.parts * self.hidden + self.attending * latent) / per_rank
-        elements += self.dense * inner * self.ffn / tp + sum(self.recurrent) / tp
+        elements = self.layers * (4 * self.hidden + latent) / per_rank
+        elements += self.dense * inner * self.ffn / tp
         if self.experts is not None:
             of_experts = (
                 self.experts.top_k * (2 * self.hidden + inner * self.experts.width) / per_rank
@@ -203,12 +182,11 @@ def model_sizes(
 
     Raises `ConfigError` for a model of which times are not known.
     """
-    if getattr(args, "heterogeneous_layers_config_path", None):
+    if letters_of(args) or getattr(args, "heterogeneous_layers_config_path", None):
+        shown = shown_pattern(args) or "--heterogeneous-layers-config-path"
         raise ConfigError(
-            "cp-ring tune knows models of equal blocks alone: leave out "
-            "--heterogeneous-layers-config-path"
+            f"cp-ring tune knows models whose layers all have the same attention: leave out {shown}"
         )
-    pattern, letters = main_layers(pattern_of(args)), main_layers(letters_of(args))
     try:
         whole = AttentionSizes.from_megatron(args)
     except PlanError as error:
@@ -220,14 +198,14 @@ def model_sizes(
     if args.num_experts:
         experts = Experts(
             number=args.num_experts,
-            layers=pattern.count("E") if pattern else sum(expert_layers(args)),
+            layers=sum(expert_layers(args)),
             top_k=args.moe_router_topk,
             width=args.moe_ffn_hidden_size or ffn,
             shared_width=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
             parallel=args.expert_model_parallel_size,
         )
     return ModelSizes(
-        layers=len(pattern) or args.num_layers,
+        layers=args.num_layers,
         hidden=args.hidden_size,
         ffn=ffn,
         heads=whole.heads,
@@ -244,30 +222,7 @@ def model_sizes(
         dtype=whole.dtype,
         experts=experts,
         loss_chunk=Options.from_args(args).loss_chunk,
-        recurrent=(_mamba_width(args),) * letters.count("M")
-        + (_delta_net_width(args),) * letters.count("G"),
-        networks=pattern.count("-") if pattern else None,
     )
-
-
-def _mamba_width(args: argparse.Namespace) -> int:
-    """Channels of a token that the projections of a Mamba layer make."""
-    size = getattr(args, "mamba_head_dim", None) or 64
-    heads = getattr(args, "mamba_num_heads", None) or 2 * args.hidden_size // size
-    state = getattr(args, "mamba_state_dim", None) or 128
-    return int(
-        3 * heads * size + 2 * (getattr(args, "mamba_num_groups", None) or 8) * state + heads
-    )
-
-
-def _delta_net_width(args: argparse.Namespace) -> int:
-    """Channels of a token that the projections of a gated delta net layer make."""
-    sizes = {"key_head_dim": 128, "value_head_dim": 128}
-    sizes |= {"num_key_heads": 16, "num_value_heads": 32}
-    key, value, keys, values = (
-        getattr(args, f"linear_{name}", None) or default for name, default in sizes.items()
-    )
-    return int(2 * keys * key + 3 * values * value + 2 * values)
 
 
 class ParallelSizes(NamedTuple):
@@ -373,7 +328,6 @@ def step_seconds(
         "attention waits for messages": waits_both,
         "other layers": 3 * layers,
         "recomputation": layers if again else 0.0,
-        "recurrent layers exchange": _recurrent(setup, sizes, tokens) * (3 if again else 2),
         "tensor-parallel messages": _tensor_parallel(setup, sizes, tokens) * (6 if again else 4),
         "expert-parallel messages": _expert_parallel(setup, sizes, tokens) * (6 if again else 4),
     }
@@ -395,7 +349,6 @@ def step_seconds(
 
 EXPOSED = (
     "attention waits for messages",
-    "recurrent layers exchange",
     "tensor-parallel messages",
     "expert-parallel messages",
     "pipeline messages",
@@ -405,17 +358,9 @@ EXPOSED = (
 
 
 def _tensor_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
-    """Seconds of one gather, or one sum, of the activations of all parts."""
+    """Seconds of one gather, or one sum, of activations, twice in each layer."""
     volume = (sizes.tp - 1) / sizes.tp * tokens * setup.model.hidden * setup.model.element
-    return setup.model.parts * volume / setup.link(sizes.tp)
-
-
-def _recurrent(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
-    """Seconds in which recurrent layers exchange tokens for heads, there and back."""
-    size = tokens * sum(setup.model.recurrent) / sizes.tp * setup.model.element
-    near = min(max(1, setup.ranks_per_node // sizes.tp), sizes.cp)
-    far = (sizes.cp - near) / sizes.cp
-    return size * max((near - 1) / sizes.cp / setup.rates.inside, far / setup.rates.between)
+    return 2 * setup.model.layers * volume / setup.link(sizes.tp)
 
 
 def _expert_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
@@ -516,12 +461,11 @@ def step_memory(
         else (0, 0, 0, 0)
     )
     of_layers = tokens * model.activation_bytes(sizes.tp, setup.shared_norms) / sizes.pp
-    attending = model.attending / sizes.pp
     if recompute == "none":
-        of_microbatch, working = of_layers + attending * kept, 0.0
+        of_microbatch, working = of_layers + layers * kept, 0.0
     else:
         inputs = tokens * model.hidden * model.element / (sizes.tp if setup.shared_norms else 1)
-        of_microbatch = layers * inputs + attending * (results if recompute == "keep" else 0)
+        of_microbatch = layers * (inputs + (results if recompute == "keep" else 0))
         working = of_layers / layers + kept
     chunk = min(model.loss_chunk or tokens, tokens)
     logits = chunk * model.vocabulary / sizes.tp * (model.element + 4)

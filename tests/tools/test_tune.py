@@ -28,7 +28,6 @@ from cp_ring.tools.tune import (
     TuneResult,
     configured,
     draw_documents,
-    parse_memory,
     possible_sizes,
     tune,
 )
@@ -279,7 +278,8 @@ def run(*arguments):
 def test_the_tiny_llama_on_four_ranks(tmp_path):
     """Through all doors: JSON, and the configuration that it writes."""
     target = tmp_path / "my.yaml"
-    line = "--gpus 4 --seq-length 1024 --json --rates a100-nvlink-200g"
+    line = "--gpus 4 --set megatron.seq_length=1024 --set megatron.max_position_embeddings=1024"
+    line += " --json --rates a100-nvlink-200g"
     done = run(
         *tiny_words("llama3-8b-128k"),
         *line.split(),
@@ -300,7 +300,7 @@ def test_the_tiny_llama_on_four_ranks(tmp_path):
     job = jobs.load(str(target))
     assert job.megatron["context_parallel_size"] == found["written"]["cp"]
     assert job.ranks == 4 and job.cp_ring.document_mask
-    assert job.megatron["seq_length"] == job.megatron["max_position_embeddings"] == 1024
+    assert job.megatron["seq_length"] == 1024
 
 
 def test_the_table_names_reasons_and_assumptions():
@@ -327,8 +327,7 @@ def test_what_is_hardly_slower_and_spares_memory_is_written():
     [
         ("--gpus 7", "--gpus 7: no sizes"),
         ("--gpus 12", "--gpus 12 is not a multiple of --ranks-per-node 8"),
-        ("--gpus 8 --memory 3GB", "--memory 3GB: nothing fits; tp"),
-        ("--gpus 8 --memory much", "--memory much: it must be a size"),
+        ("--gpus 8 --memory 3", "--memory 3: nothing fits; tp"),
         ("--gpus 8 --rates h101", "--rates h101: known are"),
         ("--gpus 8 --lengths preset:sft", "--lengths preset:sft: neither"),
         ("--gpus 8 --write /nowhere/x.yaml", "--write /nowhere/x.yaml: cannot write"),
@@ -350,30 +349,16 @@ def test_where_nothing_fits_the_advice_does():
     assert option == "gpus" and tune(job, replace(request, gpus=int(gpus))).best
 
 
-def test_memory_sizes():
-    sizes = [parse_memory(size) for size in ("80", "80GB", "80 gib", "1.5TB")]
-    assert sizes == [80e9, 80e9, 80 * 2**30, 1.5e12]
-    with pytest.raises(PlanError):
-        parse_memory("0GB")
-
-
-def test_hybrid_models_have_layers_of_several_kinds():
-    job = jobs.load("llama3-8b-128k", [
-        *tiny("llama3-8b-128k"), "megatron.hybrid_layer_pattern='M*-GM-'", "megatron.mamba_num_groups=4",
-        "megatron.mamba_head_dim=16", "megatron.mamba_num_heads=8", "launch.device=cuda",
-        "megatron.transformer_impl=transformer_engine",
-    ])  # fmt: skip
-    result = tune(job, Request(gpus=4, ranks_per_node=4, given=Given(2, 2, 1)))
-    model = result.setup.model
-    assert (model.layers, model.attending, model.dense, model.parts) == (6, 1, 2, 6)
-    assert len(model.recurrent) == 3
-    way = result.best[0][0]
-    assert way.seconds["recurrent layers exchange"] > 0
-
-
-def test_models_of_unequal_blocks_are_rejected():
-    asked = [*tiny("llama3-8b-128k"), "megatron.heterogeneous_layers_config_path=x.json"]
-    with pytest.raises(ConfigError, match="leave out --heterogeneous-layers-config-path"):
+@pytest.mark.parametrize(
+    ("setting", "flag"),
+    [
+        ("heterogeneous_layers_config_path=x.json", "--heterogeneous-layers-config-path"),
+        ("hybrid_layer_pattern=M*", r"--hybrid-layer-pattern M\*"),
+    ],
+)
+def test_models_of_unequal_layers_are_rejected(setting, flag):
+    asked = [*tiny("llama3-8b-128k"), f"megatron.{setting}"]
+    with pytest.raises(ConfigError, match=f"leave out {flag}"):
         tune(jobs.load("llama3-8b-128k", asked), Request(gpus=2, ranks_per_node=2))
 
 
@@ -394,7 +379,7 @@ def test_megatron_accepts_the_five_best(megatron, name):  # noqa: F811
     """
     gpus, lengths = BIG[name]
     job = jobs.load(name)
-    documents, origin = draw_documents(job, lengths, None)
+    documents, origin = draw_documents(job, lengths)
     request = Request(gpus=gpus, documents=documents, of_documents=origin)
     result = tune(job, request)
     assert len(result.best) == 5

@@ -5,12 +5,15 @@ of a copied list of flags.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import itertools
 import re
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
+from unittest import mock
 
 from cp_ring.errors import ConfigError, Reasons
 from cp_ring.options import Options
@@ -54,6 +57,26 @@ def list_own_flags() -> str:
     return Options.help()
 
 
+@contextlib.contextmanager
+def _quick_import() -> Iterator[None]:
+    """Imports of Megatron take half the time: it asks for torch's compiler and for wandb when it is
+    imported, and a process that only reads flags uses neither.
+    """
+    import torch
+
+    def as_it_is(function: Any = None, **_: Any) -> Any:
+        return function or as_it_is
+
+    without = {"wandb": None} if "wandb" not in sys.modules else {}
+    sys.modules |= without  # type: ignore[arg-type]
+    try:
+        with mock.patch.object(torch, "compile", as_it_is):
+            yield
+    finally:
+        for name in without:
+            del sys.modules[name]
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the installed Megatron with cp_ring's flags. Importing Megatron takes several
     seconds.
@@ -61,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     Raises `ConfigError` if Megatron cannot be imported.
     """
     try:
-        with warnings.catch_warnings():
+        with _quick_import(), warnings.catch_warnings():
             # about optional packages that are not installed; the ranks show them
             warnings.simplefilter("ignore")
             from megatron.training.arguments import add_megatron_arguments
