@@ -28,7 +28,7 @@ DENSITY = 10.0  # tokens a code line
 NO_STATE = {"frozenset", "tuple", "range", "compile", "getLogger", "TypeVar", "Path", "Typer"}
 NO_STATE |= {"Lock", "RLock", "ContextVar", "LayerOfFlags", "Console"}
 # Case tables of other libraries are not counted:
-TABLES = ("tests/peers/tables.py",)
+TABLES = ("tests/peers/tables.py", "tests/peers/gym.py")
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ ROOMS = (
     room("recurrent states", 6_000, 7_300, "cp_ring/recurrent"),
     room("merges and sums", 6_000, 5_600, "cp_ring/ops"),
     room("observation", 6_000, 4_600, "cp_ring/observe"),
-    room("other libraries, testing", 4_000, 4_500, "cp_ring/integrations cp_ring/testing"),
-    room("ring 1: the library", 105_000, 108_300, _LIBRARY),
+    room("other libraries, testing", 4_000, 4_700, "cp_ring/integrations cp_ring/testing"),
+    room("ring 1: the library", 105_000, 108_500, _LIBRARY),
     room("adapter", 14_000, 8_400, "cp_ring/megatron/adapter cp_ring/megatron/specs.py"),
     room("certificate", 20_000, 23_300, "cp_ring/megatron/certificate"),
     room("data", 10_000, 12_700, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
-    room("flags", 7_500, 12_300, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
+    room("flags", 7_500, 12_400, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
     room("patches", 10_500, 12_100, "patches"),
-    room("ring 2: Megatron", 72_000, 77_900, _ADAPTER),
-    room("ring 3: tools", 23_000, 30_000, "cp_ring/tools"),
-    room("all", 200_000, 216_500, "cp_ring patches"),
-    room("tests", 200_000, 277_600, "tests"),
+    room("ring 2: Megatron", 72_000, 78_000, _ADAPTER),
+    room("ring 3: tools", 23_000, 28_200, "cp_ring/tools"),
+    room("all", 200_000, 215_000, "cp_ring patches"),
+    room("tests", 200_000, 261_900, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 

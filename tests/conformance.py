@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, VarlenKernel, determinism
 from cp_ring.ops.dtypes import sum_dtype
+from cp_ring.testing.oracle import dense, logits
 
 HEADS = ((4, 4, 16, 16), (8, 1, 32, 32), (6, 2, 24, 40), (4, 2, 40, 24), (2, 2, 64, 64))
 """(query heads, key/value heads, d, e); those that a kernel rejects are left out."""
@@ -158,7 +159,7 @@ def _strided(case: KernelCase) -> None:
 def _natural_log(case: KernelCase) -> None:
     q, k, v, _ = case.draw(33, 40)
     _, lse = case.kernel.forward(q, k, v, lo=-OPEN, hi=OPEN, scale=case.scale)
-    truth = _logits(q, k, case).logsumexp(-1)
+    truth = logits(q.double(), k.double(), True, case.scale).logsumexp(-1)
     base = float((truth / lse.double()).median())
     assert abs(base - 1) < 1e-2, f"lse is the natural logarithm times {1 / base:.4f}"
 
@@ -314,27 +315,12 @@ class _Truth:
     dv: Tensor
 
 
-def _logits(q: Tensor, k: Tensor, case: KernelCase) -> Tensor:
-    k = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
-    return torch.einsum("bqhd,bkhd->bhqk", q.double(), k) * case.scale
-
-
 def _truth(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor, case: KernelCase
 ) -> _Truth:
-    """Attention and its gradients by autograd in float64. Queries that see no key have out 0, lse
-    -inf and no gradient.
-    """
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    empty = ~allowed.any(1)
-    scores = _logits(q, k, case).masked_fill(~allowed, -math.inf)
-    p = scores.masked_fill(empty[:, None], 0.0).softmax(-1).masked_fill(empty[:, None], 0.0)
-    out = torch.einsum("bhqk,bkhe->bqhe", p, v.repeat_interleave(q.shape[2] // k.shape[2], 2))
-    return _Truth(
-        out.detach(),
-        scores.detach().logsumexp(-1),
-        *torch.autograd.grad(out, (q, k, v), dout.double()),
-    )
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense(*leaves, allowed, case.scale)
+    return _Truth(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double()))
 
 
 def _compare(what: str, results: Sequence[Tensor], truth: _Truth, case: KernelCase) -> None:

@@ -13,10 +13,7 @@ import pytest
 import torch
 
 from cp_ring import patches
-from cp_ring.errors import ConfigError
 from cp_ring.runtime import RUNTIME
-from tests import needs
-from tests.network import ThrottledMesh
 from tests.rank_pool import Ranks
 
 # Ranks of a test share the machine's cores and talk over loopback.
@@ -133,48 +130,21 @@ def megatron_lm(request: pytest.FixtureRequest) -> list[str]:
 
 
 _pools: list[Ranks] = []
-_meshes: list[ThrottledMesh | str] = []
-
-
-def _mesh() -> ThrottledMesh | str:
-    """The wires between the ranks of the pool, or why this machine or user cannot make them."""
-    if not _meshes:
-        try:
-            _meshes.append(ThrottledMesh(4))
-        except ConfigError as error:
-            _meshes.append(str(error))
-    return _meshes[0]
 
 
 @pytest.fixture
 def pool() -> Iterator[Ranks]:
-    """Four gloo ranks, started once and again only after a failure; each in a network of its own
-    where that can be.
-    """
+    """Four gloo ranks, started once and again only after a failure."""
     if not _pools or _pools[-1].closed:
         # as tests.megatron.launch
         mp.get_context("forkserver").set_forkserver_preload(["tests.megatron.imported"])
-        mesh = _mesh()
-        _pools.append(Ranks(4, mesh.ends if isinstance(mesh, ThrottledMesh) else None))
+        _pools.append(Ranks(4))
     yield _pools[-1]
-
-
-@pytest.fixture
-def mesh(pool: Ranks) -> ThrottledMesh:
-    """The wires between the ranks of `pool`, to be throttled. A test leaves them as it found them."""
-    needs.programs("ip", "tc", "nsenter")
-    found = _mesh()
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
 
 
 def pytest_sessionfinish() -> None:
     for pool in _pools:
         pool.close()
-    for mesh in _meshes:
-        if isinstance(mesh, ThrottledMesh):
-            mesh.close()
 
 
 @pytest.fixture

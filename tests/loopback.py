@@ -13,21 +13,18 @@ from torch import Tensor
 
 from cp_ring.comm.transport import Buffers, Done, MessageBatch, Pending
 from cp_ring.plan.tables import Transfer
-from cp_ring.runtime import RUNTIME
 
 
 class LoopbackTransport:
     """Each receive is a copy of the same number of bytes within the device. On CUDA the copies run
     on a stream of their own.
 
-    `bandwidth`, in bytes per second, slows the stream down to a link of that speed (only on CUDA);
-    None is as fast as memory. `bytes_received` counts payload.
+    `bytes_received` counts payload.
     """
 
-    def __init__(self, rank: int, size: int, bandwidth: float | None = None):
+    def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
         self.bytes_received = 0
-        self._bandwidth = bandwidth
         self._sources: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -42,22 +39,17 @@ class LoopbackTransport:
         self._stream = self._stream or torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            moved = self._copy(batch.receives)
-            if self._bandwidth:
-                torch.cuda._sleep(int(moved / self._bandwidth * _cycles_per_second(device)))
+            self._copy(batch.receives)
             event = torch.cuda.Event()
             event.record(self._stream)
         return _Arrived(event, device)
 
-    def _copy(self, receives: Sequence[tuple[Transfer, Buffers]]) -> int:
-        moved = 0
+    def _copy(self, receives: Sequence[tuple[Transfer, Buffers]]) -> None:
         for transfer, buffers in receives:
             for x in buffers:
                 for start, end in transfer.ranges:
                     x[start:end].copy_(self._source(x)[: end - start])
-                    moved += x[start:end].nbytes
-        self.bytes_received += moved
-        return moved
+                    self.bytes_received += x[start:end].nbytes
 
     def _source(self, x: Tensor) -> Tensor:
         """Tokens to copy from: small numbers, made once for each kind of buffer."""
@@ -73,19 +65,3 @@ class _Arrived:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
-
-
-_measured: dict[int, float] = RUNTIME.keep({})
-
-
-def _cycles_per_second(device: torch.device) -> float:
-    """Cycles per second of `torch.cuda._sleep` on the device, measured once."""
-    index = device.index or 0
-    if index not in _measured:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.cuda._sleep(20_000_000)
-        end.record()
-        end.synchronize()
-        _measured[index] = 20_000_000 / (start.elapsed_time(end) / 1e3)
-    return _measured[index]

@@ -10,13 +10,11 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
-
-from tests.network import Network, enter
 
 LIMIT_S = 1800.0  # of whatever may hang; a slow or busy machine does not come near it
 
@@ -56,25 +54,23 @@ class Ranks:
     """`size` processes of one thread each.
 
     They are forked from multiprocessing's fork server, which has imported what the caller has told
-    it to; with nccl, whose devices do not survive a fork, each starts anew.
+    it to.
 
     `run(case, cp, ...)` calls `case(group, ...)` on ranks 0 to cp - 1 and returns their results in
     rank order. `case` is a function of a module. `group` is the process group of those ranks, or
-    None for cp 1. `networks` has one network per rank; the ranks use it instead of loopback. With
-    the backend nccl each rank has a CUDA device.
+    None for cp 1.
     """
 
-    def __init__(self, size: int, networks: Sequence[Network] | None = None, backend: str = "gloo"):
-        context: Any = mp.get_context("spawn" if backend == "nccl" else "forkserver")
+    def __init__(self, size: int):
+        context: Any = mp.get_context("forkserver")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            network = networks[rank] if networks else None
             store = f"file://{self._folder.name}/store"
             process = context.Process(
-                target=_run_cases, args=(rank, size, store, theirs, network, backend), daemon=True
+                target=_run_cases, args=(rank, size, store, theirs), daemon=True
             )
             start(process)
             theirs.close()
@@ -119,21 +115,14 @@ class Ranks:
         self._pipes, self._processes = [], []
 
 
-def _run_cases(
-    rank: int, size: int, store: str, pipe: Connection, network: Network | None, backend: str
-) -> None:
-    if network:
-        enter(network)
-        os.environ["GLOO_SOCKET_IFNAME"] = network.interface
+def _run_cases(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
     limit = datetime.timedelta(seconds=LIMIT_S)
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=limit)
     # each rank has as many groups, of which torch makes the names of groups that only they know
     alone = [dist.new_group([each]) for each in range(size)][rank]
     groups = {1: alone} | {cp: dist.new_group(list(range(cp))) for cp in range(2, size + 1)}

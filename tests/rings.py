@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from cp_ring import Plan, ring_attention
 from cp_ring.testing.local_ring import LocalRing
-from cp_ring.testing.oracle import Case, error
+from cp_ring.testing.oracle import Case, dense, error
 from tests.rank_pool import Ranks
 
 FLOAT32 = 3e-6
@@ -50,28 +49,14 @@ def attend(case: Case, plan: Plan, pool: Ranks | None = None, **options: Any) ->
     return joined(plan, ranks.run(attend_to_shard, *size, case, plan, **options))
 
 
-def scores_of(q: Tensor, k: Tensor, allowed: np.ndarray) -> Tensor:
-    """Dense scores [b, h, n, n] in the dtype of q; hidden pairs are -inf."""
-    keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
-    return scores.masked_fill(~torch.from_numpy(allowed), -math.inf)
-
-
 def truth(
     case: Case,
     allowed: np.ndarray,
     sink: Tensor | None = None,
 ) -> list[Tensor]:
-    """out and gradients in float64 through a dense softmax.
-
-    sink: [h], scores of a further key with the value 0; with it, queries may see no key.
-    """
+    """out and gradients in float64; with a `sink` [h], also of it."""
     leaves = [x.detach().double().requires_grad_() for x in (*case[:3], sink) if x is not None]
-    q, k, v, *offsets = leaves
-    scores = scores_of(q, k, allowed)
-    further = [x[:, None, None].expand(*scores.shape[:3], 1) for x in offsets]
-    weights = torch.cat([scores, *further], -1).softmax(-1)[..., : scores.shape[-1]]
-    out = torch.einsum("bhqk,bkhe->bqhe", weights, v.repeat_interleave(q.shape[2] // v.shape[2], 2))
+    out, _ = dense(*leaves[:3], allowed, sink=leaves[3] if sink is not None else None)
     return [out.detach(), *torch.autograd.grad(out, leaves, case.dout.double())]
 
 

@@ -31,9 +31,9 @@ from cp_ring.kernels import calls
 from cp_ring.plan import plan as maker
 from cp_ring.plan_cache import PlanOptions
 from cp_ring.testing.local_ring import LocalRing
-from cp_ring.testing.oracle import Case
+from cp_ring.testing.oracle import Case, logits
 from tests.loopback import LoopbackTransport
-from tests.rings import attend, same_bits, scores_of
+from tests.rings import attend, same_bits
 
 N = 64
 CU_SEQLENS = [0, 7, 7, 40, N]
@@ -202,7 +202,7 @@ def test_lse():
     """
     q, k, v, _ = Case.draw(24, b=2, h=4, g=2)
     _, lse = ring_attention(q, k, v, causal=True, return_lse=True)
-    truth = scores_of(q, k, Mask.causal(24).dense()).logsumexp(-1)
+    truth = logits(q, k, Mask.causal(24).dense()).logsumexp(-1)
     assert lse.dtype == torch.float32 and lse.shape == (2, 4, 24)
     assert torch.allclose(lse, truth, atol=1e-6)
     _, with_sink = ring_attention(q, k, v, causal=True, sink=torch.ones(4), return_lse=True)

@@ -153,21 +153,6 @@ def test_batch_rows_with_masks_of_their_own():
         assert error(x[None], y) < FLOAT32
 
 
-def _front_door(group, case):
-    q, k, v = (Layout.zigzag(64, 4).shard(x, group.rank(), 1) for x in case[:3])
-    alone, lse = ring_attention(q, k, v, group, causal=True, return_lse=True)
-    found = []
-    for heads in (2, 4):
-        out, its_lse = ring_attention(q, k, v, group, causal=True, heads=heads, return_lse=True)
-        found.append(error(out, alone.double()) + error(its_lse, lse.double()))
-    return found
-
-
-def test_without_a_plan_and_lse(pool):
-    for found in pool.run(_front_door, 4, Case.draw(64, b=2, h=4, g=1)):
-        assert max(found) < 1e-6
-
-
 def test_the_fastest_shape():
     """`auto` chooses a plan by predicted time: here, of tiny tensors, one with fewer calls; results
     are the same.

@@ -10,8 +10,8 @@ import torch
 from cp_ring import LatentKeys, Layout, Mask, Plan, ring_attention
 from cp_ring.plan import OPEN
 from cp_ring.testing.local_ring import LocalRing
-from cp_ring.testing.oracle import Case, brute_force
-from tests.rings import joined, off, rank_of, scores_of
+from cp_ring.testing.oracle import Case, brute_force, dense
+from tests.rings import joined, off, rank_of
 
 N = 48
 WINDOW, DOCUMENTS = Mask.causal(N, window=(13, 0)), Mask.documents([0, 7, 30, 41], n=N)
@@ -44,14 +44,11 @@ def on_rank(group, plan, case, dlse, sink, both, **options):
 
 def wanted_of(case, allowed, sink, both):
     leaves = [x.double().clone().requires_grad_() for x in (*case[:3], sink)]
-    q, k, v, offset = leaves
-    scores = scores_of(q, k, allowed)
-    further = offset[:, None, None].expand(*scores.shape[:3], 1)
-    scores = torch.cat([scores, further], -1)
-    weights, values = scores.softmax(-1)[..., :-1], v.repeat_interleave(2, 2)
-    out = torch.einsum("bhqk,bkhe->bqhe", weights, values)
-    loss = loss_of(out, scores.logsumexp(-1), case.dout.double() * both, DLSE)
-    return [out.detach(), *torch.autograd.grad(loss, leaves)]
+    out, lse = dense(*leaves[:3], allowed, sink=leaves[3])
+    return [
+        out.detach(),
+        *torch.autograd.grad(loss_of(out, lse, case.dout.double() * both, DLSE), leaves),
+    ]
 
 
 @pytest.mark.parametrize("both", [1.0, 0.0], ids=["with out", "alone"])

@@ -112,21 +112,6 @@ def test_a_layout_of_its_own_is_taken_as_it_is():
     assert all(LocalRing(CP).run(case))
 
 
-@pytest.mark.parametrize("tokens_first", [False, True])
-def test_slices_in_place_of_shards_are_one_line(tokens_first):
-    dim, options = (0, {"qkv_format": "sbhd"}) if tokens_first else (1, {})
-    whole = [x.transpose(0, 1).clone() if tokens_first else x for x in CASE[:3]]
-
-    def case(group: Any) -> str:
-        parts = [x.chunk(CP, dim)[group.rank] for x in whole]
-        assert said(ring_attention, *parts, group, layout="contiguous", **options) == ""
-        return said(ring_attention, *parts, group, causal=True, **options)
-
-    first, second = LocalRing(CP).run(case)
-    assert "q, k and v are tokens 0 to 24 of whole tensors" in first
-    assert "tokens 24 to 48" in second and "cp_ring.shard(x, group=group)" in second
-
-
 def test_slices_that_are_no_cut_of_the_sequence_are_left_alone():
     def case(group: Any) -> bool:
         together = torch.randn(1, N // CP, 3, 2, 8)  # q, k and v of one projection
@@ -136,20 +121,3 @@ def test_slices_that_are_no_cut_of_the_sequence_are_left_alone():
         return True
 
     assert all(LocalRing(CP).run(case)) and all(LocalRing(3).run(case))
-
-
-@pytest.mark.parametrize("name", ["zigzag", "contiguous"])
-def test_tokens_that_a_name_cannot_cut_evenly_are_one_line_on_all_ranks(name):
-    x = torch.randn(1, 357, 2, 8)
-
-    def case(group: Any) -> torch.Tensor:
-        line = said(shard, x, name, group)
-        assert f"357 tokens cannot be cut evenly over 4 ranks by {name!r}" in line
-        (way,) = re.findall(r"pass layout=(.*\)), here and to", line)
-        layout = eval(way)
-        part = shard(x, layout, group)
-        return unshard(ring_attention(part, part, part, group, layout=layout), layout, group)
-
-    wanted = ring_attention(x, x, x)
-    for out in LocalRing(4).run(case):
-        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)

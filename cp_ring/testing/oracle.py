@@ -1,5 +1,5 @@
-"""Brute force in float64: attention with a dense mask, and its gradients by autograd. `brute_force`
-uses no code of cp_ring.
+"""Attention through dense scores (`dense`), and in float64 with its gradients (`brute_force`), by no
+code of cp_ring.
 """
 
 from __future__ import annotations
@@ -63,21 +63,47 @@ class Grads(NamedTuple):
     dv: Tensor
 
 
-def brute_force(case: Case, allowed: np.ndarray, scale: float | None = None) -> Grads:
-    """Attention over the pairs that the boolean [n, n] `allowed` permits. A query that sees no key
-    gives out 0.
+def logits(
+    q: Tensor, k: Tensor, allowed: np.ndarray | Tensor, scale: float | None = None
+) -> Tensor:
+    """Dense scores [b, h, s, t] of queries [b, s, h, d] and keys [b, t, g, d], in their dtype;
+    -inf where `allowed`, which broadcasts to that, is false.
     """
-    q, k, v = (x.detach().double().requires_grad_() for x in case[:3])
-    groups = q.shape[2] // k.shape[2]
-    k_heads, v_heads = (x.repeat_interleave(groups, 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k_heads) * (
-        q.shape[-1] ** -0.5 if scale is None else scale
-    )
-    mask = torch.from_numpy(allowed)
-    scores = scores.masked_fill(~mask, float("-inf")).masked_fill(~mask.any(1)[:, None], 0.0)
-    p = scores.softmax(-1) * mask.any(1)[:, None]
-    out = torch.einsum("bhqk,bkhe->bqhe", p, v_heads)
-    return Grads(out.detach(), *torch.autograd.grad(out, (q, k, v), case.dout.double()))
+    keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys)
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return scores.masked_fill(~torch.as_tensor(allowed, device=q.device), -torch.inf)
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: np.ndarray | Tensor,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Out [b, s, h, e] and lse [b, h, s] through a dense softmax; autograd knows their gradients.
+
+    sink: [h] or [s, h], scores of a further key with the value 0. A query that sees no key gives
+    out 0 and lse -inf.
+    """
+    scores = logits(q, k, allowed, scale)
+    if sink is not None:
+        further = sink.expand(scores.shape[2], -1).T[..., None]
+        scores = torch.cat([scores, further.expand(len(scores), -1, -1, -1)], -1)
+    empty = scores.isneginf().all(-1)
+    scores = scores.masked_fill(empty[..., None], 0.0)
+    weights = scores.softmax(-1).masked_fill(empty[..., None], 0.0)[..., : k.shape[1]]
+    out = torch.einsum("bhqk,bkhe->bqhe", weights, v.repeat_interleave(q.shape[2] // v.shape[2], 2))
+    return out, scores.logsumexp(-1).masked_fill(empty, -torch.inf)
+
+
+def brute_force(case: Case, allowed: np.ndarray, scale: float | None = None) -> Grads:
+    """Out and gradients in float64, over the pairs that the boolean [n, n] `allowed` permits."""
+    leaves = [x.detach().double().requires_grad_() for x in case[:3]]
+    out, _ = dense(*leaves, allowed, scale)
+    return Grads(out.detach(), *torch.autograd.grad(out, leaves, case.dout.double()))
 
 
 def on_rank(group, case: Case, plan: Plan, **options) -> tuple[Grads, Counters]:  # type: ignore[no-untyped-def]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from cp_ring.options import SETTINGS, Options
-from tests import browser
 from tests.docs import reference
 from tests.docs.troubleshooting import BEGIN, END, PAGE, written
 
@@ -102,26 +101,6 @@ def test_code_blocks_fit():
         for block in re.findall(r"^```(?:python|bash|yaml)\n(.*?)^```", page.read_text(), BLOCKS):
             for line in block.splitlines():
                 assert len(line) <= 85, (page, line)
-
-
-LOOK = """
-const width = document.documentElement.clientWidth;
-const boxes = 'article :is(p, li, h1, h2, h3, h4, img, [class*=language-] pre > code)';
-const wide = [...document.querySelectorAll(boxes)].filter((each) => !each.closest('table') && (
-  each.scrollWidth > each.clientWidth + 8 || each.getBoundingClientRect().right > width + 1));
-tell([document.documentElement.scrollWidth - width, wide.map((each) => each.innerText || each.src)]);
-"""
-"""Text and pictures outside of their boxes; tables scroll in theirs."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_cut_off_in_a_browser(site, tmp_path, width):
-    names = ("megatron", "quickstart", "slurm", "troubleshooting", "reference")
-    for page in ("index.html", *(f"{name}/index.html" for name in names)):
-        picture = tmp_path / "page.png"
-        found = browser.visit(site, LOOK, {}, picture, page=page, width=width).found
-        assert found == [0, []], (page, found)
 
 
 def test_documented_errors_exist_in_the_code():

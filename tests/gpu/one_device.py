@@ -59,20 +59,16 @@ def replay(
     *,
     kernel: str = "auto",
     repeats: int = 5,
-    bandwidth: float | None = None,
 ) -> dict[str, Any]:
     """Times one rank: seconds of forward, and of forward and backward; and its peak memory beyond
-    q, k, v, out and lse, in bytes.
-
-    `bandwidth` is that of a simulated link, in bytes per second. Raises `KernelError` where the
-    kernel does not support the case.
+    q, k, v, out and lse, in bytes. Raises `KernelError` where the kernel does not support the case.
     """
     device = torch.device(sizes.device)
     rank_plan = plan.rank_plan(rank)
     kernel = choose(
         kernel, device=device, dtype=sizes.dtype, d=sizes.d, e=sizes.e, packed=rank_plan.packed
     ).name
-    transport = LoopbackTransport(rank, plan.cp, bandwidth) if plan.cp > 1 else None
+    transport = LoopbackTransport(rank, plan.cp) if plan.cp > 1 else None
     q, k, v, dout = sizes.draw(rank_plan.num_tokens)
 
     def forward() -> Tensor:

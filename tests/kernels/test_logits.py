@@ -15,15 +15,14 @@ from cp_ring.errors import KernelError
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.kernels import choose, cpu
 from cp_ring.testing.local_ring import LocalRing
-from cp_ring.testing.oracle import Case
-from tests.rings import scores_of
+from cp_ring.testing.oracle import Case, logits
 
 N = 48
 
 
 def largest_of(q, k, mask):
     """The truth: the largest logit of each head in float64."""
-    return scores_of(q.double(), k.double(), mask.dense()).amax((0, 2, 3))
+    return logits(q.double(), k.double(), mask.dense()).amax((0, 2, 3))
 
 
 def of_ranks(case, plan, **options):

@@ -3,9 +3,7 @@ and in training.
 """
 
 import copy
-import importlib
 import multiprocessing
-import sys
 import weakref
 from types import SimpleNamespace
 from unittest import mock
@@ -14,13 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, ring_attention
+from cp_ring import Layout
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.data import documents as documents_module
 from cp_ring.patches import mtp_roll, rotary_documents
-from tests.megatron.launch import HERE
-from tests.parity.deliveries import cut
 
 
 def import_megatron():
@@ -245,69 +241,6 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
 # Attention, rotary positions and rolls over ranks
 
 
-def attend(group, seed, whole_row):
-    """This rank's part of attention over packed documents and of its gradients, and where its
-    tokens are.
-    """
-    cp = 1 if group is None else group.size()
-    rank = 0 if group is None else group.rank()
-    real, padded = cut(64, seed)
-    offsets, room = torch.from_numpy(real), torch.from_numpy(padded)
-    params = packed(
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        cu_seqlens_q_padded=room,
-        cu_seqlens_kv_padded=room,
-        max_seqlen_q=64,
-        max_seqlen_kv=64,
-    )
-    split = documents_of(params, 64 // cp, cp, whole_row)
-    generator = torch.Generator().manual_seed(seed)
-    mine = torch.from_numpy(split.layout.positions(rank))
-    q, k, v, dout = (
-        torch.randn(64, 1, heads, 8, generator=generator)[mine].requires_grad_()
-        for heads in (4, 2, 2, 4)
-    )
-    out = ring_attention(
-        q, k, v, group, plan=split.prepare(rank).result(), kernel="reference", qkv_format="sbhd"
-    )
-    out.backward(dout.detach())
-    return [mine, *(x.detach() for x in (out, q.grad, k.grad, v.grad))]
-
-
-def oracle(seed):
-    real, padded = cut(64, seed)
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v, dout = (
-        torch.randn(64, 1, heads, 8, generator=generator).double() for heads in (4, 2, 2, 4)
-    )
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = torch.zeros(64, 1, 4, 8, dtype=torch.float64)
-    for start, length in zip(padded, np.diff(real), strict=False):
-        here = slice(start, start + length)
-        scores = (
-            torch.einsum("ihd,jhd->hij", q[here, 0], k[here, 0].repeat_interleave(2, 1)) * 8**-0.5
-        )
-        weights = scores.masked_fill(~torch.ones(length, length).tril().bool(), -np.inf).softmax(-1)
-        out[here, 0] = torch.einsum("hij,jhd->ihd", weights, v[here, 0].repeat_interleave(2, 1))
-    out.backward(dout)
-    return out.detach(), q.grad, k.grad, v.grad
-
-
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("whole_row", [False, True])
-def test_a_packed_document_is_computed_as_if_alone(pool, cp, whole_row):
-    for seed in (1, 2):
-        parts = pool.run(attend, cp, seed, whole_row)
-        place = torch.cat([part[0] for part in parts]).argsort()
-        real, padded = cut(64, seed)
-        padding = np.setdiff1d(np.arange(64), real_tokens(real, padded))
-        for index, expected in enumerate(oracle(seed), 1):
-            got = torch.cat([part[index] for part in parts])[place]
-            torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=2e-6)
-            assert len(padding) and (got[padding] == 0).all()
-
-
 def test_rotary_positions_of_documents_that_are_split_as_one_row():
     edges = torch.tensor([0, 5, 16])
     for rank in range(2):
@@ -367,48 +300,3 @@ def roll_one(group):
 
 def test_one_token_for_many_ranks_weighs_as_much_in_a_further_prediction(pool):
     assert float(sum(pool.run(roll_one, 4))) / 4 == 1.0
-
-
-SCRIPT = str(HERE / "packing_script.py")
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments", "message"),
-    [
-        (
-            "pretrain_gpt",
-            ["--dataloader-inter-document-masking"],
-            "inter-document-masking with --cp-ring only, which masks",
-        ),
-        ("pretrain_gpt", ["--sft"], "cp_ring.pretrain_gpt supports --sft with --cp-ring only"),
-        (
-            "run",
-            [SCRIPT, "--cp-ring", "--cp-ring-layout", "balanced"],
-            "balanced can split packed batches (--sft, --dataloader-",
-        ),
-        (
-            "run",
-            [SCRIPT, "--cp-ring", "--cp-ring-document-mask"],
-            "--cp-ring-document-mask needs cp_ring.pretrain_gpt",
-        ),
-    ],
-)
-def test_each_entry_rejects_what_needs_the_other(monkeypatch, capsys, module, arguments, message):
-    entry = importlib.import_module(f"cp_ring.{module}")
-    monkeypatch.setattr(entry, "install", settings.flags)
-    monkeypatch.setattr(sys, "argv", [f"cp_ring.{module}", *arguments])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit) as stop:
-        entry.main()
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert error.startswith("cp_ring: error: ") and message in error and error.count("\n") == 1
-
-
-def test_a_mask_of_merged_documents_is_another():
-    split = Documents.in_rows(np.array([0, 10, 32]), 1, "zigzag", 2)
-    assert (
-        split.mask().area()
-        == Mask.causal(10).area() + Mask.causal(22).area()
-        < Mask.causal(32).area()
-    )

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.megatron.launch import trace, train
-from tests.parity.models import COMMON, MAMBA
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -156,42 +155,3 @@ def test_distributed_checkpoints_of_transformer_engine_and_back(one_rank, tmp_pa
         {name.removeprefix("core_attention."): value for name, value in loaded.items()}, strict=True
     )
     assert torch.equal(target.softmax_offset, source.softmax_offset)
-
-
-BOTH_KINDS = shlex.split(f"""
-    {MAMBA.replace("M*M-", "M*G-")} --linear-key-head-dim 8 --linear-value-head-dim 16
-    --linear-num-key-heads 4 --linear-num-value-heads 8 --num-layers 4 --seq-length 64
-    --train-iters 4 --eval-interval 10
-""")
-
-
-@pytest.fixture(scope="module")
-def recurrent_traces(tmp_path_factory):
-    """Jobs of Mamba and gated delta net layers, whose ranks pass states or exchange tokens for
-    heads; each saves after step 2 or begins there.
-    """
-    folder = tmp_path_factory.mktemp("recurrent")
-    two = ["--cp-ring", "--context-parallel-size", "2"]
-    ways = {way: [*two, "--cp-ring-recurrent", way] for way in ("states", "heads")}
-    saved = {way: ["--save-interval", "2", "--save", str(folder / way)] for way in ways}
-    load = {way: ["--load", str(folder / way), "--ckpt-step", "2"] for way in ways}
-    jobs = {
-        "states": [*ways["states"], *saved["states"]],
-        "heads": [*ways["heads"], *saved["heads"]],
-        "heads_from_states": [*ways["heads"], *load["states"]],
-        "states_from_heads": [*ways["states"], *load["heads"]],
-        "cp1_from_states": load["states"],  # two data-parallel ranks
-    }
-    train(2, {name: flags + BOTH_KINDS for name, flags in jobs.items()}, folder, COMMON)
-    return folder
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("job", ["heads_from_states", "states_from_heads", "cp1_from_states"])
-def test_recurrent_layers_continue_in_the_other_way(recurrent_traces, job):
-    found, wanted = trace(recurrent_traces, job), trace(recurrent_traces, job.split("_from_")[-1])
-    assert list(found) == [3, 4] and list(wanted) == [1, 2, 3, 4]
-    for step, here in found.items():
-        assert here["rows"] == wanted[step]["rows"]
-        assert here["loss"] == pytest.approx(wanted[step]["loss"], rel=1e-6)
-        assert here["grad_norm"] == pytest.approx(wanted[step]["grad_norm"], rel=1e-5)

@@ -24,9 +24,6 @@ EXPERTS = shlex.split("""
 """)
 CP2 = ["--context-parallel-size", "2"]
 OVERLAP = shlex.split("--overlap-moe-expert-parallel-comm")
-STAGES = shlex.split(
-    "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-)
 
 
 def steps(folder, name: str) -> list[tuple[float, float]]:
@@ -58,15 +55,6 @@ def test_two_microbatches_at_a_time_train_as_one(tmp_path):
         # bfloat16 weights round another way from the second step on
         assert loss == pytest.approx(whole, rel=1e-4)
     assert steps(tmp_path, "two")[0][0] == pytest.approx(steps(tmp_path, "whole")[0][0], rel=2e-6)
-
-
-@pytest.mark.slow
-def test_two_microbatches_at_a_time_in_a_pipeline(tmp_path):
-    """With virtual stages, as Megatron demands: the same bits on 4 ranks."""
-    jobs = {"one": [*CP2, *STAGES], "two": [*CP2, *STAGES, *OVERLAP]}
-    train(4, {name: EXPERTS + flags for name, flags in jobs.items()}, tmp_path, TINY)
-    assert steps(tmp_path, "two") == steps(tmp_path, "one") and len(steps(tmp_path, "one")) == 3
-    assert sent(tmp_path, "two") == sent(tmp_path, "one")
 
 
 def test_the_forward_step_gives_the_schedule_a_plan(monkeypatch):

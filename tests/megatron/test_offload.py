@@ -1,14 +1,11 @@
 """Saved tensors in host memory, where Megatron moves them there: the same bits."""
 
-import re
-
 import pytest
 import torch
 
 from cp_ring import Options
 from cp_ring.megatron import settings
 from tests.megatron import host_memory
-from tests.megatron.launch import HERE, attempt
 from tests.megatron.test_recompute import (
     HEADS,
     HIDDEN,
@@ -111,45 +108,3 @@ def test_offloading_of_transformer_engine_takes_marked_tensors(configured):
     assert store.moved.count(head) == 4 * runs and store.moved.count((ROWS, HEADS, TOKENS)) == runs
     # a learned sink is a weight
     assert head not in store.left and store.left.count((HEADS,)) == runs
-
-
-INTERLEAVED = [
-    *(
-        "--pipeline-model-parallel-size",
-        "2",
-        "--num-layers",
-        "8",
-        "--num-virtual-stages-per-pipeline-rank",
-        "2",
-    ),
-    *("--context-parallel-size", "2"),
-]
-SPLITS = {
-    "cp2": (2, ["--context-parallel-size", "2"]),
-    "interleaved": (4, INTERLEAVED),
-    "a2a": (2, ["--context-parallel-size", "2", "--cp-comm-type", "a2a"]),
-}
-
-
-@no_cuda
-@pytest.mark.slow
-@pytest.mark.parametrize("split", SPLITS)
-def test_training_is_the_same_bits(tmp_path, split):
-    """As without, by Megatron's fine-grained offloading."""
-    ranks, flags = SPLITS[split]
-    job = ["--cp-ring", "--cp-ring-cpu", "--train-iters", "3", *flags]
-    kinds = {
-        "plain": job,
-        "fine-grained": [str(HERE / "fine_grained_script.py"), *job],
-    }
-    found = {name: attempt(ranks, name, line, tmp_path) for name, line in kinds.items()}
-    assert [outcome.code for outcome in found.values()] == [0, 0, 0], found["fine-grained"].output
-    expected = found.pop("plain")
-    assert all(
-        (x.losses, x.grad_norms) == (expected.losses, expected.grad_norms) for x in found.values()
-    )
-    moved = [
-        int(count)
-        for count in re.findall(r"moved (\d+)", (tmp_path / "fine-grained.log").read_text())
-    ]
-    assert len(moved) == ranks and all(moved)

@@ -62,13 +62,6 @@ def test_what_is_packed_is_unpacked(case):
     check_packing(*case)
 
 
-@pytest.mark.slow
-@settings(max_examples=10_000, **QUIET)
-@given(packings())
-def test_what_is_packed_is_unpacked_10_000_times(case):
-    check_packing(*case)
-
-
 def test_each_way_by_hand():
     lengths = [3, 6, 4, 2, 5]
     assert [pack(lengths, 8).pieces(row) for row in range(3)] == [

@@ -3,8 +3,6 @@ for longer than needed.
 """
 
 import functools
-import json
-import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +11,6 @@ import torch
 from cp_ring.megatron.adapter import recomputation
 from cp_ring.observe.counters import record
 from tests.kernels.emulated_te import installed
-from tests.megatron.launch import FULL as FULLY
-from tests.megatron.launch import TINY, train
 
 no_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
@@ -103,17 +99,6 @@ def test_gradients_and_hops_are_those_without_recomputation(ring, kind):
         assert recomputation.kept_bytes() == 0
     model.train()
     assert torch.equal(step(model)[0], losses)
-
-
-@no_cuda
-def test_without_the_patch_the_ring_runs_again(applied, one_rank):
-    applied("core_attention")
-    losses, grads, hops, _ = step(build())
-    found = step(build(**KINDS["uniform"]))
-    assert found[2:] == (hops + 2 * LAYERS, 0)
-    assert torch.equal(found[0], losses) and all(
-        torch.equal(found[1][name], grad) for name, grad in grads.items()
-    )
 
 
 @no_cuda
@@ -325,74 +310,3 @@ def test_the_patch_finds_every_checkpoint(applied, monkeypatch):
     assert (
         random.checkpoint.__wrapped__ is stock and moe_layer.te_checkpoint.__wrapped__ is stock_te
     )
-
-
-RING = shlex.split(
-    "--cp-ring --cp-ring-cpu --context-parallel-size 2 "
-    "--train-iters 3 --pipeline-model-parallel-size 2"
-)
-EVALUATED = shlex.split("--eval-interval 1 --eval-iters 1 --num-layers 4 --softmax-type learnable")
-REPLAY = ["--cp-ring-recompute", "replay"]
-VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
-
-
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory):
-    """Jobs of 4 microbatches on 2 pipeline stages x 2 context-parallel ranks, with an evaluation
-    after every step.
-    """
-    folder = tmp_path_factory.mktemp("recompute")
-    jobs = {"plain": [], "kept": FULLY, "replayed": FULLY + REPLAY}
-    train(4, {name: RING + EVALUATED + flags for name, flags in jobs.items()}, folder, TINY)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def virtual_traces(tmp_path_factory):
-    """As `traces`, with virtual pipeline stages."""
-    folder = tmp_path_factory.mktemp("virtual")
-    train(
-        4,
-        {
-            name: RING + EVALUATED + VIRTUAL + flags
-            for name, flags in {"plain": [], "kept": FULLY}.items()
-        },
-        folder,
-        TINY,
-    )
-    return folder
-
-
-def ranks_of(folder, job):
-    """For each rank, what it wrote after each training step."""
-    lines = [
-        map(json.loads, (folder / f"{job}.{rank}.jsonl").read_text().splitlines())
-        for rank in range(4)
-    ]
-    return [[line for line in each if "step" in line] for each in lines]
-
-
-@pytest.mark.slow
-def test_under_virtual_pipeline_parallelism_with_evaluation_between_steps(virtual_traces):
-    test_under_pipeline_parallelism_with_evaluation_between_steps(virtual_traces)
-
-
-@pytest.mark.ci
-def test_under_pipeline_parallelism_with_evaluation_between_steps(traces):
-    found = ranks_of(traces, "kept")
-    assert found == ranks_of(traces, "plain")  # to the last bit: losses, gradient norms, and hops
-    assert [len(rank) for rank in found] == [3] * 4 and all(
-        step["hops"] for rank in found for step in rank
-    )
-    assert all(step["kept"] == 0 for rank in found for step in rank)
-
-
-@pytest.mark.ci
-def test_replay_runs_every_forward_hop_again(traces):
-    plain, replayed = ranks_of(traces, "plain"), ranks_of(traces, "replayed")
-    for ours, theirs in zip(replayed, plain, strict=True):
-        # Of the first step: cp 2 takes 2 hops a pass, and a stage has 2 layers and 4 microbatches.
-        assert ours[0]["hops"] - theirs[0]["hops"] == 2 * 2 * 4
-        assert [(step["loss"], step["grad_norm"]) for step in ours] == [
-            (step["loss"], step["grad_norm"]) for step in theirs
-        ]

@@ -8,7 +8,6 @@ checked first.
 from __future__ import annotations
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -18,11 +17,7 @@ from hypothesis import strategies as st
 
 from cp_ring import Mask
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat
 from tests.megatron import recurrent_layers
-from tests.megatron.launch import HERE, attempt, launch
-from tests.parity import matrix
-from tests.parity.models import COMMON
 
 EDGES = [0, 1, 7, 8, 20, 24]
 OFFSETS = torch.tensor(EDGES, dtype=torch.int32)
@@ -135,7 +130,7 @@ def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
 
     applied("recurrent_layers")
     offsets = recurrent_layers.OFFSETS
-    layer, hidden = recurrent_layers.build(kind, 1), recurrent_layers.whole_rows()
+    layer, hidden = recurrent_layers.build(kind), recurrent_layers.whole_rows()
     packed = DocumentParams.carry(Documents.in_rows(offsets, 2, "zigzag", 1))
     ours = recurrent_layers.call(layer, hidden, packed).transpose(0, 1).reshape(128, -1)
     stream = hidden.transpose(0, 1).reshape(128, 1, -1)
@@ -227,52 +222,3 @@ def test_the_halo_is_proven_for_the_convolution_that_runs(monkeypatch):
     assert LocalRing(2).run(convolved, 4)
     with pytest.raises(PlanError, match="a segment"):
         LocalRing(2).run(convolved, 6)
-
-
-@pytest.mark.compat
-@pytest.mark.ci
-def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
-    done = launch(2, [str(HERE / "recurrent_layers.py"), str(tmp_path / "out.json")])
-    assert done.returncode == 0, done.stdout[-6000:]
-    results = json.loads((tmp_path / "out.json").read_text())
-    # what follows is the git revision of the folder around it
-    release, _, _ = compat.megatron_version().partition("+")
-    assert results["version"].partition("+")[0] == release
-    assert len(results["cases"]) == 16 + 8 * compat.within(">=0.20.dev0")
-    for name, found in results["cases"].items():
-        assert found["two"] < 1e-5, name
-        assert found["fault"] > 1e-3, name
-    assert results["norm"] < 1e-6
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("fault", ["", "state across documents", "state begins anew too late"])
-@pytest.mark.parametrize(
-    "model",
-    [
-        "mamba_document_mask_balanced",
-        "delta_net_states_document_mask_balanced",
-    ],
-)
-def test_the_certificate_knows_documents_of_recurrent_layers(tmp_path, model, fault):
-    certified(tmp_path, model, fault, "documents")
-
-
-def certified(tmp_path, model, fault, mask):
-    (cell,) = matrix.cells([model], ["cp2"])
-    job = cell.job()
-    done = attempt(
-        job.ranks,
-        job.name,
-        [*job.flags, "--cp-ring-certify", "on"],
-        tmp_path,
-        COMMON,
-        fault,
-        job.data,
-    )
-    if fault:
-        assert f"{mask}: loss of each token off by" in done.rejected
-        assert f"tiny model of layers {'M' if 'mamba' in model else 'G'}*-" in done.rejected
-    else:
-        assert done.code == 0 and len(done.losses) == 3, done.output
-        assert f"*- under {mask})" in (tmp_path / f"{job.name}.log").read_text()

@@ -497,19 +497,6 @@ def test_double_backward(one_rank):
         grad.sum().backward()
 
 
-class Exotic(torch.nn.Module):
-    """Somebody's own core attention."""
-
-
-def test_another_core_attention_is_rejected_by_name():
-    from cp_ring.megatron.specs import ring_core_attention
-
-    with pytest.raises(
-        ConfigError, match="replaces DotProductAttention and TEDotProductAttention, not Exotic"
-    ):
-        ring_core_attention(Exotic)
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

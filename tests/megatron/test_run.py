@@ -11,7 +11,6 @@ import pytest
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import argument_parser
-from cp_ring.options import SETTINGS, Options
 from tests.megatron.launch import HERE, TINY, environment, launch, train
 from tests.rank_pool import LIMIT_S
 
@@ -154,25 +153,6 @@ def test_help_of_the_gpt_entry_lists_cp_ring_first():
         < shown.index("--num-layers")
         < shown.index("--lr ")
     )
-
-
-@pytest.mark.slow
-def test_help_of_a_script_follows_the_usage_of_cp_ring_run():
-    done = launch_alone("cp_ring.run", SCRIPT, "--help")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("usage: python -m cp_ring.run SCRIPT.py")
-    shown = done.stdout[done.stdout.index("\ncp_ring:") :]
-    assert 0 < shown.index("--cp-ring-kernel KERNEL") < shown.index("--num-layers")
-    assert shown.count("--cp-ring-kernel KERNEL") == 1  # the script's own help does not repeat them
-
-
-@pytest.mark.slow
-def test_help_of_a_script_that_fails_lists_the_flags(tmp_path):
-    script = tmp_path / "broken.py"
-    script.write_text("raise SystemExit('no help here')")
-    done = launch_alone("cp_ring.run", str(script), "--help")
-    assert done.returncode == 1 and "no help here" in done.stderr
-    assert all(Options.flag(name) in done.stdout for name in SETTINGS)
 
 
 @pytest.mark.ci

@@ -229,26 +229,6 @@ def common(folder):
 CERTIFIED = [*SFT, *FILL, "--context-parallel-size", "2", "--cp-ring-certify", "on"]
 
 
-OF_BOTH = ("boundary shifted by one", "documents merged")
-PLANTED = {
-    "entry": (*OF_BOTH, "boundary missed", "positions of zigzag"),
-    "script": (*OF_BOTH, "rotary positions of zigzag"),
-}
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("door", "fault"), [(door, fault) for door, faults in PLANTED.items() for fault in faults]
-)
-def test_the_certificate_finds_planted_boundary_faults(tmp_path, door, fault):
-    flags = [SCRIPT, *CERTIFIED] if door == "script" else CERTIFIED
-    found = attempt(2, "fault", flags, tmp_path, common(tmp_path), fault)
-    assert found.code == 2 and not found.losses and "certif" in found.rejected, found
-    assert fault != "rotary positions of zigzag" or "loss of each token" in found.rejected, (
-        "attention knows no positions"
-    )
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("door", ["entry", "script"])
 def test_the_certificate_of_a_right_job_covers_the_packed_loss(tmp_path, door):

@@ -23,6 +23,8 @@ NAMES = [
     "recompute_full",
     "packed_thd",
     "document_mask_balanced",
+    "mamba_states_document_mask_balanced",
+    "qwen3_next_states",
 ]
 
 

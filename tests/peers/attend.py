@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_ring import Layout, Mask, ring_attention
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.testing.local_ring import LocalRing
-from cp_ring.testing.oracle import error
+from cp_ring.testing.oracle import dense, error
 from tests.rank_pool import Ranks
 from tests.rings import rank_of
 
@@ -177,22 +177,10 @@ def _to(form: str, x: Tensor) -> Tensor:
 
 
 def _truth(case: Case, call: dict[str, Any], tensors: Any) -> list[Tensor]:
-    """Out and gradients in float64 through dense scores."""
-    leaves = [None if x is None else x.double().requires_grad_() for x in tensors]
-    q, k, v, dout, sinks = leaves
-    share = q.shape[2] // k.shape[2]
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(share, 2))
-    scores = scores * (call.get("softmax_scale") or q.shape[-1] ** -0.5)
-    scores = scores.masked_fill(~torch.from_numpy(case.allowed), -math.inf)
-    size = scores.shape[-1]
-    if sinks is not None:
-        of_query = sinks.expand(scores.shape[2], *sinks.shape[-2:])
-        scores = torch.cat(
-            [scores, of_query.permute(2, 0, 1)[None].expand(len(scores), -1, -1, -1)], -1
-        )
-    seen = ~scores.isinf().all(-1, keepdim=True)
-    weights = torch.where(seen, scores.masked_fill(~seen, 0.0).softmax(-1), 0.0)[..., :size]
-    out = torch.einsum("bhqk,bkhe->bqhe", weights, v.repeat_interleave(share, 2))
+    """Out and gradients in float64; several sinks of a head are one."""
+    q, k, v, dout, sinks = (None if x is None else x.double().requires_grad_() for x in tensors)
+    sink = None if sinks is None else sinks.logsumexp(-2)
+    out, _ = dense(q, k, v, case.allowed, call.get("softmax_scale"), sink)
     used = [x for x in (q, k, v, sinks) if x is not None]
     grads = list(torch.autograd.grad(out, used, dout))
     if sinks is None:

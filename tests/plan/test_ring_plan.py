@@ -69,17 +69,6 @@ def test_a_mask_with_nothing_allowed_is_a_plan_with_nothing_to_do() -> None:
     assert report.work.sum() == 0 and report.balance == 1.0 and len(plan.rank_plan(0).hops) == 0
 
 
-@pytest.mark.parametrize("route", ["direct", "ring"])
-def test_a_rank_plan_built_alone_is_that_of_the_whole_plan(route: str) -> None:
-    mask = Mask.documents(samples.exponential(4096, 300, 0))
-    layout = Layout.balanced(mask, 8)
-    plan = Plan.build(mask, layout, route)
-    for rank in range(8):
-        assert repr(Plan.build_rank_plan(mask, layout, rank, route=route)) == repr(
-            plan.rank_plan(rank)
-        )
-
-
 def test_plans_travel_to_other_processes_with_their_rank_plans() -> None:
     plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4))
     assert repr(plan.rank_plan(1)) == repr(pickle.loads(pickle.dumps(plan)).rank_plan(1))
