@@ -118,9 +118,9 @@ def ring_attention(
             (0, 1, 2, 2) for 4 ranks.
         heads: how many neighboring ranks of `group` exchange tokens for heads by an all-to-all.
             Each then computes its part of the query heads for the tokens of all of them, and the
-            ring has as many times fewer members. It must divide the ranks and the query heads. The
-            number of all ranks is DeepSpeed-Ulysses, 1 the ring alone, `auto` that of least
-            predicted time.
+            ring has as many times fewer members. It must divide the ranks and the query heads, and
+            the key/value heads too, or be a multiple of these. The number of all ranks is
+            DeepSpeed-Ulysses, 1 the ring alone, `auto` that of least predicted time.
         softmax_scale: factor of the scores; d ** -0.5 by default.
         sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each
             query. Zeros give the off-by-one softmax. Its gradient is this rank's share; sum it over

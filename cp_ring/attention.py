@@ -245,7 +245,8 @@ class Attention:
         """Attention over the ring for this rank's heads, one group of them after another, with
         their exchange around it.
         """
-        from cp_ring.comm.heads import HeadExchange, over_heads, sub_transports
+        from cp_ring.comm.heads import over_heads, sub_transports
+        from cp_ring.comm.mover import Mover
 
         plan, whole = call.rank_plan, call.transport
         assert plan.exchange is not None and whole is not None, "heads are exchanged by one rank"
@@ -255,7 +256,7 @@ class Attention:
         max_logit = None
         if self._options.max_logit:
             max_logit = q.new_full(q.shape[2:3], -torch.inf, dtype=torch.float32)
-        exchange = HeadExchange(neighbors, plan.exchange, split)
+        mover = Mover(plan.exchange, neighbors)
 
         def attention(
             q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int
@@ -264,10 +265,10 @@ class Attention:
             mine = call._replace(kernel=counting or call.kernel, transport=ring)
             parts.append(RingAttention.apply(mine, _taken(kept, group), q, k, v, sink))
             if counting is not None and counting.max_logit is not None and max_logit is not None:
-                max_logit[slice(*split.queries[group][exchange.place])] = counting.max_logit
+                max_logit[slice(*split.queries[group][mover.rank])] = counting.max_logit
             return parts[-1]
 
-        out, lse = over_heads(exchange, q, k, v, sink, attention, self._options.lse)
+        out, lse = over_heads(mover, split, q, k, v, sink, attention, self._options.lse)
         return out, lse, max_logit, parts
 
     def _counting(self) -> CountingKernel | None:

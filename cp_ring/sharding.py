@@ -4,7 +4,7 @@ ranks hold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any, Literal
 
@@ -12,20 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from cp_ring.comm.agreement import Fact
+from cp_ring.comm.flight import Flight, Landing
+from cp_ring.comm.mover import Mover
 from cp_ring.comm.same_batch import check_same_batch
-from cp_ring.comm.transport import (
-    Group,
-    Transport,
-    check_local,
-    exchange,
-    transport_of_call,
-)
+from cp_ring.comm.transport import ALONE, Group, Transport, check_local, transport_of_call
 from cp_ring.cuts import check_cut, note_cut
 from cp_ring.errors import ConfigError, PlanError, expect
-from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.exchange.moves import Moves
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout, dimension
 from cp_ring.plan.mask import Mask
@@ -124,8 +118,15 @@ def unshard(
     if transport is None:
         return layout.unshard([x], dim)
     _agree(transport, f"unshard ({reduction})", layout, x.movedim(dim, 0), 0)
-    share = 1 / transport.size if reduction == "mean" else 1.0
-    whole: Tensor = _Unshard.apply(x.movedim(dim, 0), layout, transport, share)
+    ranks, share = transport.size, 1 / transport.size if reduction == "mean" else 1.0
+    mover = Mover(Moves.gathered(layout, layout.merged(ranks)), transport)
+
+    def post_back(gradient: Tensor) -> Landing:
+        land = mover.summed_back([[gradient.contiguous()]] * ranks, "unshard gradients")
+        return lambda: [total.mul_(share).to(gradient.dtype) for total in land()]
+
+    flight = Flight(lambda part: mover.there([[part]] * ranks, "unshard"), post_back)
+    (whole,) = flight.arrive(flight.depart(x.movedim(dim, 0).contiguous()))
     return whole.movedim(0, dim)
 
 
@@ -160,7 +161,16 @@ def roll(
             layout.positions(rank), max(-layout.n, min(shift, layout.n)), edges, x.device
         )
     _agree(transport, "roll", layout, x.movedim(dim, 0), shift)
-    rolled: Tensor = _Roll.apply(x.movedim(dim, 0), shift % layout.n, layout, transport)
+
+    def moved(by: int) -> Callable[[Tensor], Landing]:
+        def post(part: Tensor) -> Landing:
+            mover = Mover(Moves.rolled(layout, by % layout.n), transport or ALONE)
+            return mover.there([[part.contiguous()]] * layout.cp, "roll")
+
+        return post
+
+    flight = Flight(moved(shift), moved(-shift))
+    (rolled,) = flight.arrive(flight.depart(x.movedim(dim, 0)))
     if outside is not None:
         rolled = rolled.masked_fill(outside.reshape(-1, *[1] * (x.dim() - 1)), fill)
     return rolled.movedim(0, dim)
@@ -188,76 +198,6 @@ def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, sh
         return [Fact("layout", key[1], repr(layout)), *(Fact.of(*fact) for fact in named)]
 
     agree(key, facts)
-
-
-class _Unshard(torch.autograd.Function):
-    """[tokens of the rank, ...] to [n, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Layout, transport: Transport, share: float) -> Tensor:
-        ctx.layout, ctx.transport, ctx.share = layout, transport, share
-        x = x.contiguous()
-        sizes = layout.tokens_per_rank.tolist()
-        parts = [
-            x if rank == transport.rank else x.new_empty((size, *x.shape[1:]))
-            for rank, size in enumerate(sizes)
-        ]
-        exchange(transport, [x] * len(parts), parts, "unshard")
-        return layout.unshard(parts, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        layout, transport = ctx.layout, ctx.transport
-        leaving = [layout.shard(gradient, rank, 0).contiguous() for rank in range(layout.cp)]
-        mine = leaving[transport.rank]
-        arriving = [
-            mine if rank == transport.rank else torch.empty_like(mine) for rank in range(layout.cp)
-        ]
-        exchange(transport, leaving, arriving, "unshard gradients")
-        total = torch.zeros_like(mine, dtype=sum_dtype(mine.dtype))
-        for part in arriving:  # in the order of ranks: the same bits in every run
-            total += part
-        return total.mul_(ctx.share).to(gradient.dtype), None, None, None
-
-
-class _Roll(torch.autograd.Function):
-    """[tokens of the rank, ...] to the same of the rolled sequence."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, shift: int, layout: Layout, transport: Transport | None
-    ) -> Tensor:
-        ctx.arguments = shift, layout, transport
-        return _rolled(x, shift, layout, transport)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        shift, layout, transport = ctx.arguments
-        return _rolled(gradient, -shift, layout, transport), None, None, None
-
-
-def _rolled(x: Tensor, shift: int, layout: Layout, transport: Transport | None) -> Tensor:
-    """Slices of x and of what arrives, one after another: no index goes to the device."""
-    rank = transport.rank if transport else 0
-    moves = Moves.rolled(layout, shift)
-    held = {rank: x}
-    if transport is not None:
-        leaving, arriving = [x[:0]] * layout.cp, [x[:0]] * layout.cp
-        for peer, ranges in moves.sends(rank).items():
-            leaving[peer] = torch.cat([x[start:end] for start, end in ranges])
-        for peer, count in moves.arriving(rank).items():
-            arriving[peer] = x.new_empty((count, *x.shape[1:]))
-        exchange(transport, leaving, arriving, "roll")
-        held |= {peer: part for peer, part in enumerate(arriving) if peer != rank}
-    parts, taken = [x[:0]], dict.fromkeys(range(layout.cp), 0)
-    for sender, (start, end) in moves.to(rank):
-        if sender != rank:  # ranges of another rank arrive end to end
-            start, end = taken[sender], taken[sender] + end - start
-            taken[sender] = end
-        parts.append(held[sender][start:end])
-    return torch.cat(parts)
 
 
 def _other_document(positions: Ints, shift: int, edges: Ints, device: torch.device) -> Tensor:

@@ -346,17 +346,10 @@ def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, T
     ]
 
 
-def exchange(
-    transport: Transport, leaving: Sequence[Tensor], arriving: Sequence[Tensor], kind: str
-) -> None:
-    """Sends leaving[r] to rank r and fills arriving[r] from it, for all other ranks r."""
-    post_exchange(transport, leaving, arriving, kind).wait()
-
-
 def post_exchange(
     transport: Transport, leaving: Sequence[Tensor], arriving: Sequence[Tensor], kind: str
 ) -> Pending:
-    """Starts an `exchange` and returns at once."""
+    """Starts to send leaving[r] to rank r, and to fill arriving[r] from it, for all others."""
     others = [rank for rank in range(transport.size) if rank != transport.rank]
 
     def whole(rank: int, x: Tensor) -> tuple[Transfer, list[Tensor]]:

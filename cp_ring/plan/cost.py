@@ -22,7 +22,7 @@ from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
-from cp_ring.plan.sizes.head_split import split_heads
+from cp_ring.plan.sizes.head_split import split_heads, unsplit
 from cp_ring.plan.tables import PlanTables, Transfers
 from cp_ring.plan.tiles import OPEN
 from cp_ring.plan.updates import MAX_PARTS
@@ -278,7 +278,7 @@ def fastest_heads(
     """
     seconds = {}
     for heads in range(1, cp + 1):
-        if cp % heads == 0 and sizes.heads % heads == 0:
+        if cp % heads == 0 and not unsplit(sizes.heads, sizes.kv_heads, heads):
             plans = [(replace(spec, ulysses=heads).build(mask, cp), n) for mask, n in layers]
             seconds[heads] = sum(
                 count * attention_time(plan, plan.verify(), sizes, RATES, ranks_per_node).both

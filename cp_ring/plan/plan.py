@@ -18,11 +18,7 @@ from threading import Lock
 from typing import Any
 
 from cp_ring.errors import PlanError, expect
-from cp_ring.plan.exchange.members import (
-    check_exchange,
-    check_members,
-    with_exchange,
-)
+from cp_ring.plan.exchange.members import check_members, with_exchange
 from cp_ring.plan.layout import LAYOUTS, Layout, check_rank
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.proof.verify import Report, verify
@@ -205,9 +201,10 @@ class Plan:
             self._rank_plans[executed.rank] = executed
         if self.layout is not self.ring.layout:
             check_members(self.layout, self.ring.layout, self.ulysses)
-            for rank in range(self.cp):
-                exchange = self.rank_plan(rank).exchange if rank_plans else None
-                check_exchange(self.layout, self.ring.layout, rank, exchange)
+            for rank in range(self.cp if rank_plans else 0):
+                exchange, member = self.rank_plan(rank).exchange, rank // self.ulysses
+                assert exchange is not None, "a member of several ranks has no exchange"
+                exchange.verify(self.layout, self.ring.layout, member=member)
         proven = verify(self.ring, num_slots)
         if rank_plans:
             from cp_ring.plan.proof.verify_ranks import verify_rank_plans

@@ -15,13 +15,12 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from cp_ring.plan.exchange.moves import Moves
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, sort_index
 from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.tiles import Tiles, split_in_half
-
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,33 +234,14 @@ class Hops(Sequence[Hop]):
         return repr(tuple(self))
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Where the tokens of each rank of a member lie in the member's shard.
-
-    place: which of the member's ranks this rank is, from 0.
-    ranges: for each of the member's ranks, ranges `[start, end)` of the member's shard. End to end
-        they are that rank's own shard. A member holds its tokens in ascending order, as every rank
-        does.
-    """
-
-    place: int
-    ranges: tuple[tuple[Span, ...], ...]
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Tokens of each rank of the member."""
-        return tuple(sum(end - start for start, end in spans) for spans in self.ranges)
-
-
 @dataclass(frozen=True, eq=False)
 class RankPlan:
     """One rank's hops; hops at which the rank neither computes nor moves anything are left out.
 
     Hops are those of the rank's member of the ring, and count ranks as members: `num_tokens` is the
     size of the member's shard, `batch` the number of batch rows that it holds, `pieces` the number
-    of pieces of the mask. `exchange` is how the ranks of the member exchange tokens for heads; None
-    where the rank is its own member. `forwards` says that some ranks pass on keys of others.
+    of pieces of the mask. `exchange` is how the tokens of the member's ranks come to all
+    of them; None where the rank is its own member. `forwards` says that some ranks pass on keys of others.
     `identity` is that of the whole plan (`cp_ring.plan.rank_plan`), by which ranks find out whether
     they run the same plan; () is not compared.
     """
@@ -273,13 +253,13 @@ class RankPlan:
     batch: int = 1
     identity: tuple[tuple[str, str, str], ...] = ()
     pieces: int = 1
-    exchange: Exchange | None = None
+    exchange: Moves | None = None
     forwards: bool = False
 
     @property
     def ulysses(self) -> int:
         """Ranks of the member."""
-        return 1 if self.exchange is None else len(self.exchange.ranges)
+        return 1 if self.exchange is None else self.exchange.ranks
 
     @property
     def member(self) -> int:
@@ -289,9 +269,9 @@ class RankPlan:
     @property
     def shard_tokens(self) -> int:
         """Tokens of the rank's own shard."""
-        return (
-            self.num_tokens if self.exchange is None else self.exchange.tokens[self.exchange.place]
-        )
+        if self.exchange is None:
+            return self.num_tokens
+        return self.exchange.held(self.rank % self.ulysses)
 
     @cached_property
     def backward(self) -> Sequence[Hop]:

@@ -1,22 +1,19 @@
 """Messages of recurrent layers, which travel while something is computed, and their gradients: the
 halo of a convolution, and the gather of the maps of segments.
 
-A function of autograd posts a message, and another one waits for it. In backward, the second one
-runs first: it posts the gradients, for which the first one waits.
-
 Shapes: h heads; k and v, channels of keys and of values. A map is [B, A], [h, k, v + k].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cp_ring.comm.flight import Flight, Landing
 from cp_ring.comm.transport import Transport, post_exchange
 from cp_ring.recurrent.segments import Gather, Segments, Swap
 
@@ -54,86 +51,33 @@ class Trip:
         return landed
 
 
-class Flight(Protocol):
-    """A message and, in backward, the one of its gradients the other way."""
+def halo_flight(trip: Trip) -> Flight:
+    """Of the tokens of x [T, d] that other ranks need."""
+    held: list[int] = []
 
-    def leave(self, x: Tensor) -> None: ...
+    def post(x: Tensor) -> Landing:
+        held[:] = x.shape
+        land = trip.post(x.index_select(0, trip.source), "halo")
+        return lambda: [_placed(land(), trip.target)]
 
-    def arrive(self) -> Tensor: ...
+    def post_back(gradient: Tensor) -> Landing:
+        land = trip.post(gradient.index_select(0, trip.target), "halo", back=True)
 
-    def leave_back(self, gradient: Tensor) -> None: ...
+        def landed() -> list[Tensor]:
+            come = land()
+            total, places = come.new_zeros(held), trip.source
+            # a token may be in several halos; the order of the sum does not change from run to run
+            if total.is_cuda:  # sorted there, where `index_add_` is not
+                return [total.index_put_((places,), come, accumulate=True)]
+            return [total.index_add_(0, places, come)]
 
-    def arrive_back(self) -> Tensor: ...
+        return landed
 
-
-def depart(flight: Flight, x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Posts the message of x. The result is for `arrived`.
-
-    like: a tensor with a gradient wherever one of another rank has one, where x may have none.
-    """
-    return _Depart.apply(x, like, flight)
-
-
-def arrived(flight: Flight, link: Tensor) -> Tensor:
-    """Waits for the message."""
-    return _Arrive.apply(link, flight)
-
-
-class _Depart(torch.autograd.Function):
-    """In backward, the gradients have come."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, like: Tensor | None, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        flight.leave(x)
-        return x.new_zeros(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, link: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.flight.arrive_back(), None, None
+    return Flight(post, post_back)
 
 
-class _Arrive(torch.autograd.Function):
-    """In backward, the gradients leave."""
-
-    @staticmethod
-    def forward(ctx: Any, link: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.arrive()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.flight.leave_back(gradient)
-        return gradient.new_zeros(0), None
-
-
-class HaloFlight:
-    """Tokens of x [T, d] that other ranks need; follows `Flight`."""
-
-    def __init__(self, trip: Trip):
-        self._trip = trip
-
-    def leave(self, x: Tensor) -> None:
-        self._shape = x.shape
-        self._landed = self._trip.post(x.index_select(0, self._trip.source), "halo")
-
-    def arrive(self) -> Tensor:
-        come = self._landed()
-        return come.new_empty(come.shape).index_copy_(0, self._trip.target, come)
-
-    def leave_back(self, gradient: Tensor) -> None:
-        leaving = gradient.index_select(0, self._trip.target)
-        self._landed = self._trip.post(leaving, "halo", back=True)
-
-    def arrive_back(self) -> Tensor:
-        come = self._landed()
-        total, places = come.new_zeros(self._shape), self._trip.source
-        # a token may be in several halos; the order of the sum does not change from run to run
-        if total.is_cuda:  # sorted there, where `index_add_` is not
-            return total.index_put_((places,), come, accumulate=True)
-        return total.index_add_(0, places, come)
+def _placed(come: Tensor, places: Tensor) -> Tensor:
+    return torch.empty_like(come).index_copy_(0, places, come)
 
 
 class StateLinks:
@@ -173,42 +117,48 @@ class _Walk:
 
     def composed(self, come: Tensor, v: int) -> Tensor:
         """What the composed maps make of the state 0, [segments, h, k, v]."""
-        table = come.new_empty(come.shape).index_copy_(0, self.trip.target, come)
+        table = _placed(come, self.trip.target)
         total = table[..., :v].clone()
         for entries, before in self._steps:
             total[entries] += table[entries, ..., v:] @ total[before]
         return total[self._ends]
 
 
-class StateFlight:
+def state_flight(links: StateLinks, v: int) -> Flight:
     """Maps of segments go, [segments that hand on, h, k, v + k], and the states before segments
-    come, [segments that go on, h, k, v]; follows `Flight`.
+    come, [segments that go on, h, k, v].
+
+    With the maps may depart a tensor that has a gradient wherever one of another rank has one.
     """
+    kept: list[Tensor] = []  # maps and states
+    (into, out), forward, backward = links.both, links.forward, links.backward
 
-    def __init__(self, links: StateLinks, v: int):
-        self._links, self._v = links, v
+    def post(maps: Tensor, *like: Tensor) -> Landing:
+        maps = maps.detach()
+        land = forward.trip.post(maps[forward.trip.source], "states")
 
-    def leave(self, x: Tensor) -> None:
-        trip, self._maps = self._links.forward.trip, x.detach()
-        self._landed = trip.post(self._maps[trip.source], "states")
+        def landed() -> list[Tensor]:
+            states = forward.composed(land(), v)
+            kept[:] = maps, states.detach()
+            return [states]
 
-    def arrive(self) -> Tensor:
-        states = self._links.forward.composed(self._landed(), self._v)
-        self._states = states.detach()
-        return states
+        return landed
 
-    def leave_back(self, gradient: Tensor) -> None:
+    def post_back(gradient: Tensor) -> Landing:
         """The gradients of the states before segments, and A where these hand on."""
-        (into, out), trip = self._links.both, self._links.backward.trip
-        payload = self._maps.new_zeros(len(gradient), *self._maps.shape[1:])
-        payload[..., : self._v] = gradient
-        payload[into, ..., self._v :] = self._maps[out, ..., self._v :].mT
-        self._landed = trip.post(payload[trip.source], "states")
+        maps, states = kept
+        payload = maps.new_zeros(len(gradient), *maps.shape[1:])
+        payload[..., :v] = gradient
+        payload[into, ..., v:] = maps[out, ..., v:].mT
+        land = backward.trip.post(payload[backward.trip.source], "states")
 
-    def arrive_back(self) -> Tensor:
-        """Gradients of the maps, of which that of A follows from that of B."""
-        owed, (into, out) = self._links.backward.composed(self._landed(), self._v), self._links.both
-        gradients = torch.zeros_like(self._maps)
-        gradients[..., : self._v] = owed
-        gradients[out, ..., self._v :] = owed[out] @ self._states[into].mT
-        return gradients
+        def landed() -> list[Tensor]:
+            """Gradients of the maps, of which that of A follows from that of B."""
+            owed, gradients = backward.composed(land(), v), torch.zeros_like(maps)
+            gradients[..., :v] = owed
+            gradients[out, ..., v:] = owed[out] @ states[into].mT
+            return [gradients]
+
+        return landed
+
+    return Flight(post, post_back)

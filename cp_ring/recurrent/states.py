@@ -30,7 +30,7 @@ from torch import Tensor
 from cp_ring.comm.transport import Transport
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.ranges import Ints, expand, starts_of
-from cp_ring.recurrent.messages import HaloFlight, StateFlight, StateLinks, Trip, arrived, depart
+from cp_ring.recurrent.messages import StateLinks, Trip, halo_flight, state_flight
 from cp_ring.recurrent.segments import Segments
 
 _BY_VALUE = ("v", "w")  # what has the channels of values
@@ -169,10 +169,10 @@ class StatePassing:
         trip, (places, order, offsets, own) = self._halo(width)
         if not trip:
             return function(x, self.cu_seqlens)
-        flight = HaloFlight(trip)
-        link = depart(flight, x[0])
+        flight = halo_flight(trip)
+        link = flight.depart(x[0])
         out = function(x, self.cu_seqlens)
-        near = arrived(flight, link)
+        (near,) = flight.arrive(link)
         head = torch.cat([near, x[0].index_select(0, places)]).index_select(0, order)
         # without tokens that need it, the halo stays in the graph: its gradients are those of sends
         fixed = function(head[None], offsets)[0].index_select(0, own) if len(order) else near
@@ -193,13 +193,13 @@ class StatePassing:
                 **padded, initial_state=eye.repeat(len(shared.sizes), heads, 1, 1),
                 output_final_state=True, cu_seqlens=shared.offsets,
             )  # fmt: skip
-            flight = StateFlight(self._links, v)
-            link = depart(flight, maps.to(dtype).index_select(0, shared.handing))
+            flight = state_flight(self._links, v)
+            link = flight.depart(maps.to(dtype).index_select(0, shared.handing))
         if whole.sizes:
             of_whole = {name: whole.take(x) for name, x in tensors.items()}
             outs.append(function(**of_whole, cu_seqlens=whole.offsets)[0][0])
         if shared.sizes:
-            states = arrived(flight, link)
+            (states,) = flight.arrive(link)
             outs.insert(0, shared.with_states(out[0], states, v))
             # without a segment that goes on, states stay in the graph: their gradients are messages
             outs.append(states[:0, :, 0].to(out.dtype))
@@ -218,8 +218,8 @@ class StatePassing:
         dtype = sum_dtype(x.dtype)
         sizes = z // heads, (channels - z) // 2 // named["ngroups"]
         if trip:
-            halo = HaloFlight(trip)
-            halo_link = depart(halo, x[0, :, z:-heads])
+            halo = halo_flight(trip)
+            halo_link = halo.depart(x[0, :, z:-heads])
 
         def run(tokens: Tensor, batch: Part, **more: Any) -> Any:
             tokens = tokens.index_select(0, batch.index.flatten()).unflatten(0, batch.index.shape)
@@ -230,7 +230,7 @@ class StatePassing:
         begun = [run(tokens, batch, return_final_states=True) for batch in parts.ends]
         outs, kept = [out for out, _ in begun], []  # and what only stays in the graph
         if trip:
-            near = arrived(halo, halo_link)
+            (near,) = halo.arrive(halo_link)
             kept.append(near)
             near = F.pad(F.pad(near, (z, 0)), (0, heads), value=_INERT)
             whole = torch.cat([tokens, near])
@@ -244,11 +244,11 @@ class StatePassing:
             )
             a = self._decay(x[0, :, -heads:].to(dtype), *params[1:])[..., None, None]
             maps = torch.cat([b.index_select(0, order).flatten(2)[:, :, None], a], -1)
-            flight = StateFlight(self._links, sizes[0] * sizes[1])
-            link = depart(flight, maps, x)
+            flight = state_flight(self._links, sizes[0] * sizes[1])
+            link = flight.depart(maps, x)
         outs += [run(tokens, batch) for batch in parts.alone]
         if self._links:
-            states = arrived(flight, link).reshape(-1, heads, *sizes)
+            states = flight.arrive(link)[0].reshape(-1, heads, *sizes)
             kept.append(states)
             for batch in parts.going:
                 outs.append(run(whole, batch, initial_states=states.index_select(0, batch.entry)))

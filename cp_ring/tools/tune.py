@@ -32,6 +32,7 @@ from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.plan.sizes.head_split import unsplit
 from cp_ring.tools import job as jobs
 from cp_ring.tools import lengths as documents
 from cp_ring.tools.job import JobConfig
@@ -523,9 +524,10 @@ class Search:
         if key not in self._costs:
             model = self.setup.model
             near = gcd(sizes.cp, max(1, self.setup.ranks_per_node // sizes.tp))
-            heads = model.attention(sizes.tp, 1).heads
+            layer = model.attention(sizes.tp, 1)
+            apart = unsplit(layer.heads, layer.kv_heads, near)
             ways = [(1, "plain"), *([(1, "latent")] if model.latent and sizes.cp > 1 else [])]
-            ways += [(near, "plain")] if near > 1 and heads % near == 0 else []
+            ways += [(near, "plain")] if near > 1 and not apart else []
             costs = [
                 self._cost(*key, near, count, wire, layout)
                 for layout in self._layouts

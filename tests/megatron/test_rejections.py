@@ -289,8 +289,8 @@ def test_rules_read_arguments_that_megatron_has():
         | set(dir(Job))
         | {"args", "own", "argv", "ulysses", "found"}
     )
-    of_programs = {"members", "exchange", "hops", "heads_of_rank", "positions_by_group", "other_layers", "program", "packed",
-                   "script", "is_hybrid_model", "build"}  # fmt: skip
+    of_programs = {"members", "exchange", "hops", "heads_of_rank", "key_heads_of_rank", "positions_by_group",
+                   "other_layers", "program", "packed", "script", "is_hybrid_model", "build"}  # fmt: skip
     of_other_versions = {"enable_cuda_graph", "hybrid_override_pattern", "cache_mla_latents",
                          "dynamic_context_parallel", "cp_partition_mode", "mtp_hsm",
                          "megatron_fsdp_version"}  # fmt: skip

@@ -249,7 +249,7 @@ FAULTS = {
     "state passed by another layout": at(
         "cp_ring.megatron.adapter.recurrent.without_documents", _in_another_layout
     ),
-    "state not handed on": at("cp_ring.recurrent.messages.StateFlight.arrive", _nothing_handed_on),
+    "state not handed on": at("cp_ring.recurrent.messages._Walk.composed", _nothing_handed_on),
     "state across documents": at("cp_ring.megatron.adapter.recurrent._starts", _across_documents),
     "state begins anew too late": at("cp_ring.megatron.adapter.recurrent._starts", _anew_too_late),
     "rotary positions of zigzag": at(

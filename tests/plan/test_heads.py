@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan, split_heads
-from cp_ring.plan.exchange.members import Exchange, check_exchange
+from cp_ring.plan.exchange.moves import Moves
 from cp_ring.plan.sizes.head_split import check_heads
 
 
@@ -33,7 +34,8 @@ def test_members_hold_the_tokens_of_their_ranks(cp, heads):
         for rank in range(cp):
             exchange = plan.rank_plan(rank).exchange
             member = plan.ring.layout.positions(rank // heads)
-            mine = [member[start:end] for start, end in exchange.ranges[exchange.place]]
+            ranges = exchange.receives(0)[rank % heads]
+            mine = [member[start:end] for start, end in ranges]
             assert np.concatenate(mine).tolist() == layout.positions(rank).tolist()
             alone = Plan.build_rank_plan(plan.mask, layout, rank, ulysses=heads)
             assert (
@@ -47,24 +49,25 @@ def test_neighbors_in_a_zigzag_are_a_zigzag():
     assert all(np.array_equal(merged.positions(rank), zigzag.positions(rank)) for rank in range(4))
 
 
-@pytest.mark.parametrize("spoil", ["swapped", "shifted", "short", "outside", "moved"])
-def test_a_spoiled_exchange_is_rejected(spoil):
+@pytest.mark.parametrize("column", ["sender", "receiver", "source", "target", "tokens"])
+def test_a_spoiled_exchange_is_rejected(column):
     layout = Layout.balanced(Mask.documents([0, 30, 64]), 4, 4)
-    merged, exchange = (
-        layout.merged(2),
-        Plan.build(Mask.full(64), layout, ulysses=2).rank_plan(1).exchange,
-    )
-    ranges = list(exchange.ranges[1])
-    spoiled = {
-        "swapped": [ranges[1], ranges[0], *ranges[2:]],
-        "shifted": [(start + 1, end + 1) for start, end in ranges],
-        "short": ranges[:-1],
-        "outside": [*ranges[:-1], (ranges[-1][0] + 99, ranges[-1][1] + 99)],
-        "moved": list(exchange.ranges[0]),
-    }[spoil]
-    check_exchange(layout, merged, 1, exchange)
-    with pytest.raises(PlanError, match="rank 1: "):
-        check_exchange(layout, merged, 1, Exchange(1, (exchange.ranges[0], tuple(spoiled))))
+    merged = layout.merged(2)
+    exchange = Plan.build(Mask.full(64), layout, ulysses=2).rank_plan(1).exchange
+    exchange.verify(layout, merged, member=0)
+    for place, change in product(range(len(exchange.tokens)), (1, -1)):
+        spoiled = getattr(exchange, column).copy()
+        spoiled[place] += change
+        with pytest.raises(PlanError, match=r"^moves: "):
+            replace(exchange, **{column: spoiled}).verify(layout, merged, member=0)
+
+
+def test_two_ranges_that_change_places_are_rejected():
+    layout = Layout.zigzag(64, 4)
+    moves = Moves.gathered(layout, layout.merged(2), 1)
+    source = moves.source[[1, 0, *range(2, len(moves.source))]]
+    with pytest.raises(PlanError, match="moves: token 40 of rank 2 goes to the place of token 16"):
+        replace(moves, source=source).verify(layout, layout.merged(2), member=1)
 
 
 def test_a_ring_of_other_members_is_rejected():
@@ -81,21 +84,18 @@ def test_every_query_head_meets_its_key_head_once(kv_heads, size):
     """`check_heads` runs for every split; the heads that travel are no more than a rank's query
     heads use.
     """
+    if kv_heads % size and size % kv_heads:
+        with pytest.raises(PlanError, match=f"heads={size}: it must divide the {kv_heads} key/val"):
+            split_heads(24, kv_heads, size)
+        return
     split = split_heads(24, kv_heads, size)
     mine = 24 // size
     for place in range(size):
         used = {head * kv_heads // 24 for head in range(place * mine, (place + 1) * mine)}
         sent = {head for group in split.keys for head in range(*group[place])}
-        assert sent == used
-    if split.even:
-        assert split.kv_heads_of_rank == kv_heads // size
-    assert split.groups == 1 or split.even
-
-
-def test_repetitions_are_few():
-    assert split_heads(12, 1, 4).repeated == (((0,),) * 4,)  # one shared head is never repeated
-    # 4 and 2 query heads of a rank: shares of 2
-    assert split_heads(12, 3, 2).repeated == (((0, 0, 1), (0, 1, 1)),)
+        assert sent == used and len(sent) == split.kv_heads_of_rank
+    assert split.kv_heads_of_rank * size == kv_heads * split.sharing
+    assert split.groups == 1 or split.sharing == 1
 
 
 @pytest.mark.parametrize(
@@ -110,19 +110,16 @@ def test_repetitions_are_few():
             {"keys": (((0, 2), (1, 3)),)},
             "rank 1 of a member, group 0: query head 2 uses key/value head 1, not 2",
         ),
-        (
-            {"repeated": (((0, 1), (1, 0)),)},
-            "rank 1 of a member, group 0: query head 2 uses key/value head 3, not 2",
-        ),
+        ({"keys": (((0, 2), (2, 2)),)}, "0 key/value heads do not divide 2 query heads"),
         (
             {"keys": (((0, 1), (2, 4)),)},
-            "rank 0 of a member, group 0: query head 1 uses key/value head 1, not 1",
+            "rank 0 of a member, group 0: query head 1 uses key/value head 0, not 1",
         ),
     ],
 )
 def test_a_spoiled_split_is_rejected(change, says):
-    split = replace(split_heads(12, 3, 2), heads=4, kv_heads=4, queries=(((0, 2), (2, 4)),), keys=(((0, 2), (2, 4)),),
-                    repeated=(((0, 1), (0, 1)),))  # fmt: skip
+    split = split_heads(4, 4, 2)
+    split = replace(split, queries=(((0, 2), (2, 4)),), keys=(((0, 2), (2, 4)),))
     check_heads(split)
     with pytest.raises(PlanError, match=says):
         check_heads(replace(split, **change))
@@ -137,6 +134,10 @@ def test_a_spoiled_split_is_rejected(change, says):
         ),
         (lambda: Layout.zigzag(64, 4).merged(0), "heads=0: it must divide"),
         (lambda: split_heads(6, 2, 4), "heads=4: it must divide the 6 query heads"),
+        (
+            lambda: split_heads(12, 3, 2),
+            "heads=2: it must divide the 3 key/value heads, or be a multiple of them",
+        ),
     ],
 )
 def test_bad_sizes(make, says):

@@ -143,7 +143,9 @@ def _row(plan: Plan) -> tuple[int, str]:
     digest, moved = hashlib.sha256(), 0
     for rank in range(plan.cp):
         own = plan.rank_plan(rank)
-        exchange = own.exchange and (own.exchange.place, own.exchange.ranges)
+        place, exchange = rank % plan.ulysses, None
+        if own.exchange:
+            exchange = place, tuple(own.exchange.receives(place).values())
         _put(digest, own.num_tokens, own.batch, own.pieces, own.packed, exchange)
         for hops in (own.hops, own.backward):
             for hop in hops:

@@ -121,10 +121,10 @@ class PlannedAttention(MegatronModule):
         return self._specs[group]
 
     def _spec_on(self, group: Any) -> PlanSpec:
-        kind, cp, heads = self.cp_comm_type, group.size(), self.config.num_attention_heads
+        kind, cp = self.cp_comm_type, group.size()
         sizes = getattr(self.config, "hierarchical_context_parallel_sizes", None)
         spec = spec_of_layer(kind, self.settings, cp, sizes)
-        check_members(kind, spec, self.settings, cp, heads, self.tp_group.size())
+        check_members(kind, spec, self.settings, cp, self.config, self.tp_group.size())
         return spec
 
     def check_batch_mask(

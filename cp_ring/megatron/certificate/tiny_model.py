@@ -7,7 +7,6 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import lcm
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from cp_ring.megatron.certificate.tiny_layers import (
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import attends, pattern_of
 from cp_ring.megatron.wrapping import replaced
+from cp_ring.plan.sizes.head_split import unsplit
 
 VOCABULARY = 128
 HIDDEN = 64
@@ -186,9 +186,11 @@ def _key_heads(args: argparse.Namespace, sharing: int) -> int:
     that exchange heads.
     """
     tp, all_heads = args.tensor_model_parallel_size, args.num_attention_heads // sharing
-    needed = lcm(*(spec.ulysses for _, spec in comm_types.specs(args, settings.current())))
+    specs = [spec for _, spec in comm_types.specs(args, settings.current())]
     fitting = (
-        groups for groups in range(2 * tp, all_heads, tp) if groups * sharing // tp % needed == 0
+        groups
+        for groups in range(2 * tp, all_heads, tp)
+        if not any(unsplit(groups * sharing // tp, groups // tp, spec.ulysses) for spec in specs)
     )
     return min(all_heads, next(fitting, all_heads))
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import rules
@@ -89,7 +90,7 @@ def check(job: Job) -> None:
     """
     check_rules(job, rules.SPLITS)
     for kind, spec in specs(job.args, job.own):
-        check_members(kind, spec, job.own, job.cp, job.num_attention_heads, job.tp)
+        check_members(kind, spec, job.own, job.cp, job.args, job.tp)
 
 
 def check_members(
@@ -97,18 +98,24 @@ def check_members(
     spec: PlanSpec,
     settings: Options,
     cp: int,
-    heads: int | None,
+    model: Any,
     tp: int,
 ) -> None:
-    """Raises `ConfigError` unless ranks can exchange the query heads of a tensor-parallel rank, and
-    each member has a hop.
+    """Raises `ConfigError` unless ranks can exchange the heads of a tensor-parallel rank, and each
+    member has a hop.
 
-    `heads` are None if unknown.
+    `model` are Megatron's arguments, or a configuration of a layer.
     """
+    heads = getattr(model, "num_attention_heads", None)
+    key_heads = getattr(model, "num_query_groups", None)
+    latent = getattr(model, "multi_latent_attention", False)
+    if latent or not key_heads or not getattr(model, "group_query_attention", True):
+        key_heads = heads
     hops = parse(settings.schedule)
     ring = kind in (None, "p2p")
     known = {
         "heads_of_rank": heads and heads // tp,
+        "key_heads_of_rank": key_heads and max(key_heads // tp, 1),
         "exchange": f"--cp-ring-heads {spec.ulysses}"
         if ring
         else f"--cp-comm-type {kind} among {spec.ulysses} ranks",

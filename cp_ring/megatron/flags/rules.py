@@ -337,6 +337,14 @@ MEMBERS = (
          "--cp-ring-heads exchange among fewer ranks",
          "--context-parallel-size 2 --cp-comm-type a2a --num-attention-heads 3 --hidden-size 48 "
          "--num-query-groups 1"),
+    Rule("key_heads_of_rank%ulysses ulysses%key_heads_of_rank",
+         "{exchange} is neither a divisor nor a multiple of the {key_heads_of_rank} key/value "
+         "heads of a tensor-parallel rank",
+         "change either",
+         "each rank that exchanges heads has key/value heads of its own, or one that it shares "
+         "with its neighbors",
+         "--context-parallel-size 2 --cp-comm-type a2a --num-attention-heads 6 --hidden-size 96 "
+         "--num-query-groups 3"),
     Rule(lambda job: job.hops not in (None, job.members),
          "{--cp-ring-schedule}: {hops} hops for a ring of {members} members, of {ulysses} ranks "
          "each",

@@ -1,30 +1,38 @@
 """Token ranges that go from place to place, as data, with its proof: how the tokens of a rolled
-sequence reach the ranks that hold them.
+sequence reach the ranks that hold them, and those of several ranks the place where they lie
+together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, check_all
+from cp_ring.plan.ranges import Ints, check_all, overlaps, runs, starts_of
 
-Range = tuple[int, int]
+Ranges = tuple[tuple[int, int], ...]
+
+EVERY = -1
+"""In place of a receiver: every rank gets the range."""
 
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Ranges of tokens that go from ranks to ranks of one layout; int64 arrays of one length, one
-    entry a range, in the order of the stream in which they arrive.
+    """Ranges of tokens that go among `ranks` ranks; int64 arrays of one length, one entry a range.
+    Those between two ranks ascend in both shards or, for the tokens of a roll, in the receiver's.
 
     sender, receiver: the ranks that hold the range before and after; equal for tokens that stay.
-    source, target: where the range begins in the sender's shard and in the receiver's.
+        The receiver may be `EVERY`.
+    source, target: where the range begins in what the sender holds and in what the receiver will
+        hold.
     tokens: how long it is, at least 1.
     """
 
+    ranks: int
     sender: Ints
     receiver: Ints
     source: Ints
@@ -40,59 +48,107 @@ class Moves:
         (sender, source), (receiver, target) = (
             _places(layout, token) for token in ((cuts - shift) % n, cuts)
         )
-        return cls(sender, receiver, source, target, np.diff(np.append(cuts, n)))
+        tokens = np.diff(np.append(cuts, n))
+        return cls(layout.cp, sender, receiver, source, target, tokens)
 
-    def to(self, rank: int) -> list[tuple[int, Range]]:
-        """What `rank` holds after the moves, range after range: the rank that held it before, and
-        where in that rank's shard.
+    @classmethod
+    def gathered(cls, layout: Layout, members: Layout, member: int = 0) -> Moves:
+        """The tokens of the ranks of a member go to each of them. `members` is `layout.merged(u)`
+        for u ranks of a member; with all ranks as one member, what each gets is the stream.
         """
-        mine = self.receiver == rank
-        columns = (self.sender, self.source, self.source + self.tokens)
-        rows = np.stack([column[mine] for column in columns]).T.tolist()
-        return [(sender, (start, end)) for sender, start, end in rows]
+        ranks = layout.cp // members.cp
+        chunk = np.flatnonzero(layout.owner // ranks == member)
+        chunk = chunk[np.argsort(layout.owner[chunk], kind="stable")]
+        sender, size = layout.owner[chunk] - member * ranks, np.diff(layout.edges)[chunk]
+        source, target = layout.starts[chunk], _places(members, layout.edges[chunk])[1]
+        apart = (sender[1:] != sender[:-1]) | (target[1:] != (target + size)[:-1])
+        first, last = runs(apart, len(chunk))
+        tokens = (target + size)[last] - target[first]
+        every = np.full(len(first), EVERY)
+        return cls(ranks, sender[first], every, source[first], target[first], tokens)
 
-    def sends(self, rank: int) -> dict[int, list[Range]]:
-        """Ranges of the rank's shard that go to each other rank, in the order in which the
-        receiver's `to` has them.
+    def sends(self, rank: int) -> dict[int, Ranges]:
+        """Ranges of what `rank` holds that go to each rank, itself among them."""
+        return self._by_peer(self.sender == rank, self.receiver, self.source)
+
+    def receives(self, rank: int) -> dict[int, Ranges]:
+        """Ranges of what `rank` will hold that come from each rank, in the order of that rank's
+        `sends`.
         """
-        ranges: dict[int, list[Range]] = {}
-        leaving = (self.sender == rank) & (self.receiver != rank)
-        columns = (self.receiver, self.source, self.source + self.tokens)
-        for peer, start, end in np.stack([column[leaving] for column in columns]).T.tolist():
-            ranges.setdefault(peer, []).append((start, end))
-        return ranges
+        mine = (self.receiver == rank) | (self.receiver == EVERY)
+        return self._by_peer(mine, self.sender, self.target)
 
-    def arriving(self, rank: int) -> dict[int, int]:
-        """Tokens that come to `rank` from each other rank."""
-        coming = (self.receiver == rank) & (self.sender != rank)
-        count = np.bincount(self.sender[coming], self.tokens[coming]).astype(np.int64)
-        return {peer: tokens for peer, tokens in enumerate(count.tolist()) if tokens}
+    def _by_peer(self, mine: np.ndarray, peer: Ints, start: Ints) -> dict[int, Ranges]:
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        rows = np.stack([peer[mine], start[mine], (start + self.tokens)[mine]]).T.tolist()
+        for other, first, last in rows:
+            for to in range(self.ranks) if other == EVERY else (other,):
+                ranges.setdefault(to, []).append((first, last))
+        return {other: tuple(its) for other, its in ranges.items()}
 
-    def verify_rolled(self, layout: Layout, shift: int) -> None:
-        """Proves that these are the moves of a roll by `shift`: each token of each shard is filled
-        once, with the token of the stream that belongs there.
+    @cached_property
+    def most_ranges(self) -> int:
+        """Ranges that go from a rank to another one, where they are most."""
+        pair = self.sender * (self.ranks + 1) + self.receiver + 1
+        return int(np.bincount(pair).max(initial=0))
 
-        A range whose two ends are of one chunk is linear in the token, so both ends are enough.
-        Raises `PlanError`.
+    def held(self, rank: int) -> int:
+        """Tokens that `rank` holds, where each of them goes to one place of each receiver."""
+        return int(self.tokens[self.sender == rank].sum())
+
+    def verify(
+        self, before: Layout, after: Layout, shift: int = 0, member: int | None = None
+    ) -> None:
+        """Proves that each place of what each receiver will hold is filled once, by the token that
+        belongs there: token i of the stream comes to the place of token (i + shift) mod n.
+
+        before, after: the layouts of what ranks hold before and after. With `member`, the ranks are
+        those of this member, and what each of them will hold is what rank `member` of `after` does.
+
+        Ranges are cut where a chunk of either layout begins. In a strip between two cuts the token
+        of the stream goes up with the place, before and after, so the first one of each strip is
+        enough. Raises `PlanError`.
         """
         check_all(self.tokens > 0, lambda i: f"moves: range {i} has {self.tokens[i]} tokens")
-        last = self.tokens - 1
-        stream = []
-        for rank, start in ((self.sender, self.source), (self.receiver, self.target)):
-            first = _in_stream(layout, rank, start)
-            check_all(
-                _in_stream(layout, rank, start + last) == first + last,
-                lambda i: f"moves: range {i} is not of one chunk",
-            )
-            stream.append(first)
-        before, after = stream
-        check_all(
-            (before + shift - after) % layout.n == 0,
-            lambda i: f"moves: token {before[i]} goes to the place of token {after[i]}",
-        )
-        ends = np.append(after[1:], layout.n)
-        if after[:1].tolist() != [0] or (after + self.tokens != ends).any():
+        sender, receiver, shards = self.sender, self.receiver, np.arange(after.cp)
+        if member is not None:
+            check_all(receiver == EVERY, lambda i: f"moves: range {i} does not go to every rank")
+            first, shards = member * self.ranks, np.array([member])
+            sender, receiver = sender + first, np.full(len(sender), member)
+        source = self._within(before, sender, self.source)
+        target = self._within(after, receiver, self.target)
+        order, size = np.argsort(target, kind="stable"), after.tokens_per_rank
+        start = starts_of(size)[shards[0]]
+        ends = np.append(target[order][1:], start + size[shards].sum())
+        if target[order][:1].tolist() != [start] or ((target + self.tokens)[order] != ends).any():
             raise PlanError("moves: a token is filled twice, or not at all")
+        cells, stream = _cells(before)
+        where, cell = overlaps(source, source + self.tokens, cells[:-1], cells[1:])
+        begin = np.maximum(source[where], cells[cell])
+        length = np.minimum((source + self.tokens)[where], cells[cell + 1]) - begin
+        moved = target[where] + begin - source[where]
+        token = stream[cell] + begin - cells[cell]
+        cells, stream = _cells(after)
+        strip, cell = overlaps(moved, moved + length, cells[:-1], cells[1:])
+        place = np.maximum(moved[strip], cells[cell])
+        leaves, comes = token[strip] + place - moved[strip], stream[cell] + place - cells[cell]
+        check_all(
+            (leaves + shift - comes) % before.n == 0,
+            lambda i: (
+                f"moves: token {leaves[i]} of rank {sender[where[strip[i]]]} goes to the "
+                f"place of token {comes[i]}"
+            ),
+        )
+
+    def _within(self, layout: Layout, rank: Ints, start: Ints) -> Ints:
+        """Where ranges of shards begin, if the shards of all ranks lie end to end."""
+        size = layout.tokens_per_rank
+        known = (rank >= 0) & (rank < layout.cp)
+        check_all(
+            known & (start >= 0) & (start + self.tokens <= size[np.where(known, rank, 0)]),
+            lambda i: f"moves: range {i} is outside of the shard of rank {rank[i]}",
+        )
+        return starts_of(size)[rank] + start
 
 
 def _places(layout: Layout, token: Ints) -> tuple[Ints, Ints]:
@@ -101,11 +157,9 @@ def _places(layout: Layout, token: Ints) -> tuple[Ints, Ints]:
     return layout.owner[chunk], layout.starts[chunk] + token - layout.edges[chunk]
 
 
-def _in_stream(layout: Layout, rank: Ints, place: Ints) -> Ints:
-    """The token of the stream at each place of the ranks' shards, -1 where there is none."""
-    token = np.full(len(rank), -1)
-    for holder in range(layout.cp):
-        positions, mine = layout.positions(holder), rank == holder
-        inside = (place[mine] >= 0) & (place[mine] < len(positions))
-        token[mine] = np.where(inside, positions[np.where(inside, place[mine], 0)], -1)
-    return token
+def _cells(layout: Layout) -> tuple[Ints, Ints]:
+    """Where chunks begin if the shards of all ranks lie end to end, and their end; the tokens of
+    the stream at which chunks begin, in that order.
+    """
+    order = np.argsort(layout.owner, kind="stable")
+    return np.append(0, np.cumsum(np.diff(layout.edges)[order])), layout.edges[order]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.ranges import integer
@@ -23,11 +22,7 @@ class HeadSplit:
     rank's place in the member.
 
     queries: query heads `[start, end)`.
-    keys: key/value heads `[start, end)` that these query heads use; heads of several ranks may
-    overlap.
-    repeated: for each key/value head that the kernel gets, which of `keys` it is, counted from
-        their start. Kernels share each key/value head among equally many query heads, so where a
-        rank's query heads use some heads more than others, these are repeated.
+    keys: key/value heads `[start, end)` that these query heads use.
     """
 
     heads: int
@@ -35,25 +30,35 @@ class HeadSplit:
     size: int
     queries: tuple[tuple[Span, ...], ...]
     keys: tuple[tuple[Span, ...], ...]
-    repeated: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
     def groups(self) -> int:
         return len(self.queries)
 
     @property
-    def even(self) -> bool:
-        """Whether every key/value head goes to one rank, so that ranks together hold no more keys
-        than before.
-        """
-        return self.kv_heads % self.size == 0
+    def sharing(self) -> int:
+        """Neighboring ranks that have the same key/value head; 1 where each rank has its own."""
+        return max(self.size // self.kv_heads, 1)
 
     @property
     def kv_heads_of_rank(self) -> int:
-        """Key/value heads that a rank computes with, in all its groups, repeated ones included; on
-        the rank with most.
-        """
-        return max(sum(len(group[place]) for group in self.repeated) for place in range(self.size))
+        """Key/value heads that a rank computes with, in all its groups."""
+        return max(self.kv_heads // self.size, 1)
+
+
+def unsplit(heads: int, kv_heads: int, size: int) -> str:
+    """Why `size` ranks cannot exchange these heads, "" where they can: TransformerEngine's rule.
+
+    Each rank computes equally many query heads, with key/value heads of its own, or with one that
+    it shares with neighbors.
+    """
+    if integer(size, "heads") < 1 or heads % size:
+        return f"heads={size}: it must divide the {heads} query heads"
+    if kv_heads % size and size % kv_heads:
+        return (
+            f"heads={size}: it must divide the {kv_heads} key/value heads, or be a multiple of them"
+        )
+    return ""
 
 
 @RUNTIME.cache(maxsize=256)
@@ -62,41 +67,23 @@ def split_heads(heads: int, kv_heads: int, size: int) -> HeadSplit:
     (`check_heads`).
 
     A rank with several key/value heads of its own gets them in 2 or 3 groups, if these are equal.
-    Ranks that share key/value heads get one group: several would send the same keys around the ring
-    again.
 
-    Raises `PlanError` if `size` does not divide the query heads.
+    Raises `PlanError` with the line of `unsplit`.
     """
-    if integer(size, "heads") < 1 or heads % size:
-        raise PlanError(f"heads={size}: it must divide the {heads} query heads")
-    mine, shared = heads // size, heads // kv_heads
-    own_keys = kv_heads // size if kv_heads % size == 0 else 1
+    if reason := unsplit(heads, kv_heads, size):
+        raise PlanError(reason)
+    mine, own_keys = heads // size, max(kv_heads // size, 1)
     groups = next((count for count in range(2, MAX_GROUPS + 1) if own_keys % count == 0), 1)
-    width = mine // groups
-    # Query heads that have one key/value head in common everywhere: the kernel's key/value heads
-    # are for so many each.
-    block = gcd(width, shared)
-    queries, keys, repeated = [], [], []
-    for group in range(groups):
-        first = [place * mine + group * width for place in range(size)]
-        used = [
-            [(start + offset) // shared for offset in range(0, width, block)] for start in first
-        ]
-        queries.append(tuple((start, start + width) for start in first))
-        keys.append(tuple((each[0], each[-1] + 1) for each in used))
-        repeated.append(tuple(_fewest([head - each[0] for head in each]) for each in used))
-    split = HeadSplit(heads, kv_heads, size, tuple(queries), tuple(keys), tuple(repeated))
+    starts = [
+        [place * mine + group * (mine // groups) for place in range(size)]
+        for group in range(groups)
+    ]
+    queries = tuple(tuple((start, start + mine // groups) for start in each) for each in starts)
+    first = [[start * kv_heads // heads for start in each] for each in starts]
+    keys = tuple(tuple((key, key + own_keys // groups) for key in each) for each in first)
+    split = HeadSplit(heads, kv_heads, size, queries, keys)
     check_heads(split)
     return split
-
-
-def _fewest(used: list[int]) -> tuple[int, ...]:
-    """The heads in `used`, one for each block of query heads, with as few repetitions as equal
-    shares allow.
-    """
-    runs = [used.count(head) for head in dict.fromkeys(used)]
-    step = gcd(*runs)
-    return tuple(used[::step])
 
 
 def check_heads(split: HeadSplit) -> None:
@@ -104,22 +91,22 @@ def check_heads(split: HeadSplit) -> None:
     `PlanError` if not.
 
     In a kernel call, query head i of H uses key/value head i // (H / G) of G. So for every query
-    head of a rank, this head, looked up in `repeated` and counted from the start of `keys`, must be
-    the one that the query head has in the whole layer.
+    head of a rank, this head, counted from the start of `keys`, must be the one that the query head
+    has in the whole layer.
     """
     shared, done = split.heads // split.kv_heads, [0] * split.heads
     for group in range(split.groups):
         for place in range(split.size):
             (start, end), (first, last) = split.queries[group][place], split.keys[group][place]
-            local = split.repeated[group][place]
             where = f"rank {place} of a member, group {group}"
-            if (end - start) % len(local):
+            if last <= first or (end - start) % (last - first):
                 raise PlanError(
-                    f"{where}: {len(local)} key/value heads do not divide {end - start} query heads"
+                    f"{where}: {last - first} key/value heads do not divide {end - start} query "
+                    "heads"
                 )
             for head in range(start, end):
-                used = first + local[(head - start) // ((end - start) // len(local))]
-                if used != head // shared or not first <= used < last:
+                used = first + (head - start) // ((end - start) // (last - first))
+                if used != head // shared:
                     raise PlanError(
                         f"{where}: query head {head} uses key/value head {used}, not "
                         f"{head // shared}"

@@ -1,0 +1,144 @@
+"""Sends token ranges of tensors where a table says (`cp_ring.plan.exchange.moves`), and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from cp_ring.comm.flight import Landing
+from cp_ring.comm.transport import Buffers, MessageBatch, Transport
+from cp_ring.observe.spans import waiting
+from cp_ring.ops.dtypes import sum_dtype
+from cp_ring.plan.exchange.moves import Moves, Ranges
+from cp_ring.plan.tables import Transfer
+
+MAX_RANGES = 4
+"""Where at most so many ranges go from a rank to another one, each is a message and arrives where
+it belongs; more of them are one message, and copied.
+"""
+
+
+class Mover:
+    """What one rank of the transport does of the moves. Tensors are contiguous, [tokens, ...]."""
+
+    def __init__(self, moves: Moves, transport: Transport):
+        self._transport, self._direct = transport, moves.most_ranges <= MAX_RANGES
+        self._ranks, self.rank = range(moves.ranks), transport.rank
+        self._leaving, self._coming = (
+            [ranges.get(rank, ()) for rank in self._ranks]
+            for ranges in (moves.sends(transport.rank), moves.receives(transport.rank))
+        )
+
+    def there(self, parts: Sequence[Buffers], kind: str) -> Landing:
+        """Sends the tokens of `parts[p]` that go to rank p. Arrives as tensors like those of
+        `parts[rank]`, of all tokens that come here.
+        """
+        mine, coming = parts[self.rank], self._coming
+        if not self._direct:
+            land = self._apart(parts, self._leaving, coming, kind)
+            places = sorted(
+                (start, peer, place)
+                for peer, ranges in enumerate(coming)
+                for (start, _), place in zip(ranges, _packed(ranges), strict=True)
+            )
+
+            def landed() -> list[Tensor]:
+                came = land()
+                return [
+                    torch.cat([x[:0], *(came[peer][i][a:b] for _, peer, (a, b) in places)])
+                    for i, x in enumerate(mine)
+                ]
+
+            return landed
+        size = sum(map(_size, coming))
+        whole = [x.new_empty((size, *x.shape[1:])) for x in mine]
+        for (first, last), (start, end) in zip(
+            self._leaving[self.rank], coming[self.rank], strict=True
+        ):
+            for x, target in zip(mine, whole, strict=True):
+                target[start:end].copy_(x[first:last])
+        receives = [(Transfer(peer, coming[peer]), whole) for peer in self._ranks]
+        return self._post(parts, self._leaving, receives, whole, kind)
+
+    def back(self, parts: Sequence[Buffers], kind: str) -> Landing:
+        """Sends to rank p the tokens of `parts[p]` in the places of those that came from it.
+        Arrives as tensors for each rank, of the tokens that went there, end to end.
+        """
+        return self._apart(parts, self._coming, self._leaving, kind)
+
+    def summed_back(self, parts: Sequence[Buffers], kind: str) -> Landing:
+        """As `back`, for the gradients of one tensor: the sum of what arrives, in float32."""
+        (like,), land = parts[self.rank], self.back(parts, kind)
+        held = max(end for ranges in self._leaving for _, end in ranges)
+
+        def landed() -> list[Tensor]:
+            total = like.new_zeros((held, *like.shape[1:]), dtype=sum_dtype(like.dtype))
+            for ranges, (came,) in zip(self._leaving, land(), strict=True):
+                for (start, end), (first, last) in zip(ranges, _packed(ranges), strict=True):
+                    total[start:end] += came[first:last]
+            return [total]
+
+        return landed
+
+    def _apart(
+        self, parts: Sequence[Buffers], leaving: list[Ranges], coming: list[Ranges], kind: str
+    ) -> Landing:
+        """What comes from each rank has tensors of its own."""
+        came, receives = [], []
+        for peer, ranges in enumerate(coming):
+            tensors = [
+                _joined(x, leaving[peer])
+                if peer == self.rank
+                else x.new_empty((_size(ranges), *x.shape[1:]))
+                for x in parts[self.rank]
+            ]
+            came.append(tensors)
+            places = _packed(ranges) if self._direct else ((0, _size(ranges)),)
+            receives.append((Transfer(peer, places), tensors))
+        return self._post(parts, leaving, receives, came, kind)
+
+    def _post(
+        self,
+        parts: Sequence[Buffers],
+        leaving: list[Ranges],
+        receives: list[tuple[Transfer, list[Tensor]]],
+        came: list[Tensor] | list[list[Tensor]],
+        kind: str,
+    ) -> Landing:
+        sends: list[tuple[Transfer, Buffers]] = []
+        for peer, ranges in enumerate(leaving):
+            if self._direct or peer == self.rank:
+                sends.append((Transfer(peer, ranges), parts[peer]))
+            else:
+                joined = [_joined(x, ranges) for x in parts[peer]]
+                sends.append((Transfer(peer, ((0, _size(ranges)),)), joined))
+        leave, come = (
+            [(t, x) for t, x in each if t.peer != self.rank and t.tokens and x[0].numel()]
+            for each in (sends, receives)
+        )
+        pending = self._transport.post(MessageBatch(leave, come, kind))
+
+        def landed() -> Sequence[object]:
+            with record_function(f"cp_ring: wait for {kind}"), waiting():
+                pending.wait()
+            return came
+
+        return landed
+
+
+def _size(ranges: Ranges) -> int:
+    return sum(end - start for start, end in ranges)
+
+
+def _packed(ranges: Ranges) -> Ranges:
+    """The same ranges end to end."""
+    return Transfer(0, ranges).packed().ranges
+
+
+def _joined(x: Tensor, ranges: Ranges) -> Tensor:
+    """The tokens of the ranges, end to end."""
+    parts = [x[start:end] for start, end in ranges] or [x[:0]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
