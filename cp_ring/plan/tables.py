@@ -240,10 +240,10 @@ class RankPlan:
 
     Hops are those of the rank's member of the ring, and count ranks as members: `num_tokens` is the
     size of the member's shard, `batch` the number of batch rows that it holds, `pieces` the number
-    of pieces of the mask. `exchange` is how the tokens of the member's ranks come to all
     of pieces of the mask. `exchange` is how the tokens of the member's ranks come to all of them;
     None where the rank is its own member. `forwards` says that some ranks pass on keys of others.
     `identity` is that of the whole plan (`cp_ring.plan.rank_plan`), by which ranks find out whether
+    they run the same plan; () is not compared.
     """
 
     rank: int
