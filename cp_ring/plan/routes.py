@@ -29,8 +29,9 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, integer, sort_index, starts_of, union
 from cp_ring.plan.schedule import SLOT_SHARDS, Schedule, resolve, ring_distance
+from cp_ring.plan.shard_tiles import shard_tiles
 from cp_ring.plan.tables import Need, PlanTables, Transfers
-from cp_ring.plan.tiles import Tiles, coalesce, split_at_edges
+from cp_ring.plan.tiles import Tiles, coalesce
 
 
 def direct(need: Need, cp: int) -> tuple[Transfers, Transfers]:
@@ -189,9 +190,8 @@ def tables_of(
     """The tables of the members of the ring, from the pieces of the mask cut at the edges of their
     chunks. With `member`, all that this member's part needs of them.
     """
-    (tiles, *chunks), cp = _cut(mask, layout, member), layout.cp
-    rank, source = (layout.owner[chunk] for chunk in chunks)
-    tiles = tiles.shifted(*(layout.starts[chunk] - layout.edges[chunk] for chunk in chunks))
+    cp = layout.cp
+    tiles, rank, source = shard_tiles(mask.pieces, layout, member)
     tiles, group = coalesce(tiles, rank * cp + ring_distance(rank, source, cp))
     rank, far = np.divmod(group, cp)
     transfers, gradients = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
@@ -199,22 +199,6 @@ def tables_of(
     gradients = gradients.in_buffer_order("sender", cp)
     hop, source = np.array(hops)[far], (rank - far) % cp
     return PlanTables(mask, layout, route, hops, tiles, rank, hop, source, transfers, gradients)
-
-
-def _cut(mask: Mask, layout: Layout, member: int | None) -> tuple[Tiles, Ints, Ints]:
-    """Pieces cut at the edges of chunks, and the chunks of their queries and keys. With `member`,
-    only the pieces whose queries or keys are this member's.
-    """
-    edges = layout.edges
-    if member is None:
-        return split_at_edges(mask.pieces, edges, edges)
-    mine = layout.owner == member
-    keep = (mine, ~mine), (~mine, mine), (mine, mine)
-    tiles, *chunks = zip(
-        *(split_at_edges(mask.pieces, edges, edges, each) for each in keep), strict=True
-    )
-    query_chunk, key_chunk = map(np.concatenate, chunks)
-    return Tiles.concatenate(*tiles), query_chunk, key_chunk
 
 
 def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule) -> Need:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from cp_ring.plan.ranges import (
     Ints,
-    every_other,
     expand,
     integers,
     overlaps,
@@ -226,24 +225,18 @@ def _fit(data: Ints) -> Ints:
 
 
 def split_at_edges(
-    pieces: Tiles, edges: Ints, key_edges: Ints | None = None, keep: tuple[Ints, Ints] | None = None
+    pieces: Tiles, edges: Ints, key_edges: Ints | None = None
 ) -> tuple[Tiles, Ints, Ints]:
     """Pieces of a mask cut at chunk edges, as (tiles, query chunk of each, key chunk of each).
 
-    Queries are cut at `edges`, keys at `key_edges`, by default the same. `keep`, a bool array of
-    the query chunks and one of the key chunks, chooses the chunks whose tiles are wanted.
+    Queries are cut at `edges`, keys at `key_edges`, by default the same.
     """
     key_edges = edges if key_edges is None else key_edges
-    query_chunks, key_chunks = (np.arange(len(cuts) - 1) for cuts in (edges, key_edges))
-    if keep is not None:
-        query_chunks, key_chunks = np.flatnonzero(keep[0]), np.flatnonzero(keep[1])
-    piece, place = overlaps(pieces.q0, pieces.q1, edges[query_chunks], edges[query_chunks + 1])
-    query_chunk = query_chunks[place]
+    piece, query_chunk = overlaps(pieces.q0, pieces.q1, edges[:-1], edges[1:])
     parts = pieces[piece].within(edges[query_chunk], edges[query_chunk + 1])
     live = parts.live()
     parts, query_chunk = parts[live], query_chunk[live]
-    part, place = overlaps(parts.k0, parts.k1, key_edges[key_chunks], key_edges[key_chunks + 1])
-    key_chunk = key_chunks[place]
+    part, key_chunk = overlaps(parts.k0, parts.k1, key_edges[:-1], key_edges[1:])
     tiles = parts[part].within(k0=key_edges[key_chunk], k1=key_edges[key_chunk + 1])
     live = tiles.live()
     return tiles[live], query_chunk[part[live]], key_chunk[live]
@@ -273,47 +266,66 @@ def split_in_half(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
 
 def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
     """Joins neighbors of the same group whose union is one tile, as the two chunks of a zigzag
-    shard often are.
+    shard often are. The tiles must be fitted and disjoint.
 
     `group` numbers each tile's group; the result is sorted by (group, q0, k0).
     """
     for along_queries in (False, True, False):
-        while True:
-            sides = (tiles.k0, tiles.q0) if along_queries else (tiles.q0, tiles.k0)
-            sort = sort_index(group, *sides)
-            tiles, group = tiles[sort], group[sort]
-            joined, first = _join_pairs(tiles, group, along_queries)
-            if not len(first):
-                break
-            keep = np.delete(np.arange(len(tiles)), first + 1)
-            tiles, group = tiles[keep], group[keep]
-            tiles.data[:, first - np.arange(len(first))] = joined.data
+        sides = (tiles.k0, tiles.q0) if along_queries else (tiles.q0, tiles.k0)
+        sort = sort_index(group, *sides)
+        tiles, group = tiles[sort], group[sort]
+        while len(first := _runs_of_one_tile(tiles, group, along_queries)) < len(tiles):
+            tiles, group = _hulls(tiles, first), group[first]
     return tiles, group
 
 
-def _join_pairs(tiles: Tiles, group: Ints, along_queries: bool) -> tuple[Tiles, Ints]:
-    """Disjoint pairs (i, i + 1) whose union is one tile, as (joined tiles, index i of each).
+def _runs_of_one_tile(tiles: Tiles, group: Ints, along_queries: bool) -> Ints:
+    """The first of each run of sorted tiles whose union is one tile.
 
-    The two are neighbors in queries or, with the same queries, in keys.
+    A run is a chain of neighbors of which each two make a tile, or two of them where the whole
+    chain makes none.
+    """
+    near = _neighbors(tiles, group, along_queries)
+    first = np.flatnonzero(np.append(True, ~near)[: len(tiles)])
+    several = np.flatnonzero(np.append(near, False) | np.append(False, near))
+    if len(several):
+        chain = np.concatenate([[0], np.cumsum(~near)])
+        whole = _hulls(tiles, first)[chain[several]]
+        apart = ~_is_part(whole, tiles[several], along_queries)
+        bad = np.zeros(len(first), bool)
+        bad[chain[several[apart]]] = True
+        place = np.arange(len(tiles)) - first[chain]
+        first = np.flatnonzero((place == 0) | (bad[chain] & (place % 2 == 0)))
+    return first
+
+
+def _neighbors(tiles: Tiles, group: Ints, along_queries: bool) -> NDArray[np.bool_]:
+    """bool [tiles - 1]: whether the union of a tile and the next one is a tile; the two are
+    neighbors in queries or, with the same queries, in keys.
     """
     a, b = tiles.data[:, :-1], tiles.data[:, 1:]
-    touch = (a[1] == b[0]) if along_queries else (a[3] == b[2]) & (a[0] == b[0]) & (a[1] == b[1])
-    near = (group[:-1] == group[1:]) & touch
+    near = (a[1] == b[0]) if along_queries else (a[3] == b[2]) & (a[0] == b[0]) & (a[1] == b[1])
+    near &= group[:-1] == group[1:]
     first = np.flatnonzero(near)
     left, right = tiles[first], tiles[first + 1]
     a, b = left.data, right.data
     low, high = np.minimum(a, b), np.maximum(a, b)
-    whole = Tiles(np.stack([low[0], high[1], low[2], high[3], high[4], low[5]]))
-    good = np.ones(len(first), bool)
-    for part in (left, right):
-        cut = (
-            whole.within(part.q0, part.q1)
-            if along_queries
-            else whole.within(k0=part.k0, k1=part.k1)
-        )
-        good &= (cut.data == part.data).all(0)
-    pairs = every_other(first[good])  # a tile joins once a round
-    return whole[np.searchsorted(first, pairs)], pairs
+    hull = Tiles(np.stack([low[0], high[1], low[2], high[3], high[4], low[5]]))
+    near[first] = _is_part(hull, left, along_queries) & _is_part(hull, right, along_queries)
+    return near
+
+
+def _hulls(tiles: Tiles, first: Ints) -> Tiles:
+    """The tile that holds each run of tiles, which begins at `first`, if there is one."""
+    low, high = (np.minimum.reduceat, np.maximum.reduceat)
+    ways = (low, high, low, high, high, low)
+    return Tiles(np.stack([way(row, first) for way, row in zip(ways, tiles.data, strict=True)]))
+
+
+def _is_part(whole: Tiles, part: Tiles, along_queries: bool) -> NDArray[np.bool_]:
+    """bool [tiles]: whether a tile is what the whole one has at its queries, or at its keys."""
+    cut = whole.within(part.q0, part.q1) if along_queries else whole.within(k0=part.k0, k1=part.k1)
+    return (cut.data == part.data).all(0)
 
 
 @dataclass(frozen=True, eq=False)

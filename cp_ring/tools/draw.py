@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.proof.cover import tiles_in_stream
+from cp_ring.plan.shard_tiles import tiles_in_stream
 from cp_ring.plan.tiles import Tile
 
 try:

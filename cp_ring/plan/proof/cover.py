@@ -6,22 +6,26 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, check_all, overlaps, starts_of
+from cp_ring.plan.ranges import Ints, check_all, expand, overlaps, runs, sort_index, starts_of
 from cp_ring.plan.tables import PlanTables
-from cp_ring.plan.tiles import Intervals, Tiles, cuts_of, intervals
+from cp_ring.plan.tiles import OPEN, Intervals, Tiles, cuts_of, intervals
 
 
 def check_cover(plan: PlanTables) -> None:
     """Every allowed (query, key) pair is computed exactly once, and no other pair is.
 
-    1. `tiles_in_stream` renames queries and keys of all tiles to positions of the stream.
-    2. The query axis is cut into strips: at the edges of all tiles and pieces, and where one of
-       their sides starts or stops to slope. Within a strip the first and last key of a tile are
-       linear in the query (constant or slope 1).
-    3. In each strip the tiles are sorted by their first key. No two of them may overlap at the
-       first or at the last query of the strip, and neighbors that touch at both are joined. The
-       same is done with the pieces of the mask. Then the joined intervals of the tiles must be
-       those of the pieces: as many, and with the same ends at both queries.
+    1. All shards lie end to end on one axis of queries. Keys are tokens of their owner's shard. A
+       shard holds its chunks in ascending order, so a range of keys of the stream is one range of
+       each shard (`_Shards.tokens_before`).
+    2. The axis is cut into strips: at the edges of all tiles, and where one of their sides starts
+       or stops to slope; at the edges of all pieces; and where a side of a piece that slopes starts
+       or stops to, or meets the edge of a chunk of queries or of keys. So within a strip the first
+       and the last key of a tile, and those of a piece in each shard, are linear in the query
+       (constant or slope 1), and a piece sees keys of a shard at all queries or at none.
+    3. In each strip and for each owner the tiles are sorted by their first key. No two of them may
+       overlap at the first or at the last query of the strip, and neighbors that touch at both are
+       joined. The same is done with the pieces of the mask. Then the joined intervals of the tiles
+       must be those of the pieces: as many, and with the same ends at both queries.
     4. Two linear functions that agree at both ends of a strip agree in all of it, so the same holds
        for all its queries.
 
@@ -29,9 +33,9 @@ def check_cover(plan: PlanTables) -> None:
     out of order at one end, break step 3 at that end (see `cp_ring.plan.tiles`). So do two pieces,
     whose mask then has a pair twice.
 
-    Cost: sorting of the pairs (tile, strip) and one byte for each token, which marks the cuts.
+    Cost: sorting of the pairs (tile, strip), of the triples (piece, strip, owner), and one byte for
+    each token, which marks the cuts.
     """
-    tiles, parent = tiles_in_stream(plan)
     pieces = plan.mask.pieces
     inside = (pieces.data[[0, 2]] >= 0) & (pieces.data[[1, 3]] <= plan.n)
     check_all(
@@ -42,14 +46,27 @@ def check_cover(plan: PlanTables) -> None:
         ),
     )
     pieces = pieces.trimmed()
-    cuts = cuts_of(plan.n, tiles, pieces)
-    computed, allowed = intervals(tiles, cuts), intervals(pieces, cuts)
+    shards = _Shards(plan.layout)
+    tiles = plan.tiles.shifted(shards.first[plan.tile_rank], 0)
+    parts, piece, slide = _parts(pieces, shards)
+    cuts = np.union1d(cuts_of(plan.n, tiles), _cuts_of_parts(parts, slide, plan.layout.edges))
+    computed = intervals(tiles, cuts)
+    computed = _by_owner(computed, plan.tile_source[computed.tile], plan.cp)
+    allowed = _allowed(parts, piece, slide, cuts, shards)
 
     def where(i: int) -> str:
-        return place_of(plan, parent[computed.tile[i]])
+        return place_of(plan, computed.tile[i])
 
     def queries(of: Intervals, i: int) -> str:
-        return f"queries {cuts[of.strip[i]]}..{cuts[of.strip[i] + 1]}"
+        start, end = shards.in_stream(
+            cuts[of.strip[i] // plan.cp], cuts[of.strip[i] // plan.cp + 1]
+        )
+        return f"queries {start}..{end}"
+
+    def keys(of: Intervals, i: int) -> str:
+        first = shards.first[of.strip[i] % plan.cp]
+        start, end = shards.in_stream(*(first + of.sides[:2, i]))
+        return f"{start}..{end}"
 
     twice = computed.overlap()
     if twice is not None:
@@ -71,45 +88,146 @@ def check_cover(plan: PlanTables) -> None:
         i == len(computed.strip) or allowed.strip[i] < computed.strip[i]
     )
     if missing:
-        start, end = cuts[allowed.strip[i]], cuts[allowed.strip[i] + 1]
-        raise PlanError(_uncovered(plan, start, end, *allowed.sides[:2, i]))
+        rank = np.searchsorted(shards.first, cuts[allowed.strip[i] // plan.cp], "right") - 1
+        raise PlanError(
+            f"rank {rank}: {queries(allowed, i)} see keys {keys(allowed, i)}, the first of them of "
+            f"rank {allowed.strip[i] % plan.cp}, but no hop computes them"
+        )
     if i < len(computed.strip):
         known = i < len(allowed.strip) and allowed.strip[i] == computed.strip[i]
-        wanted = f"{allowed.sides[0, i]}..{allowed.sides[1, i]}" if known else "no more"
+        wanted = keys(allowed, i) if known else "no more"
         raise PlanError(
-            f"{where(i)}: {queries(computed, i)} see keys "
-            f"{computed.sides[0, i]}..{computed.sides[1, i]} at the first of them, but the mask "
-            f"allows {wanted}"
+            f"{where(i)}: {queries(computed, i)} see keys {keys(computed, i)} at the first of "
+            f"them, but the mask allows {wanted}"
         )
 
 
-def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
-    """The plan's tiles in positions of the stream, split where chunks of a shard meet, and the
-    index of the tile of each.
+class _Shards:
+    """The shards of a layout, end to end on one axis.
+
+    first: where each shard begins. starts: where the chunks of all shards begin, in the order of
+    the axis, and the end of the axis. at: where each chunk of the stream begins.
     """
-    start, end, slide, shard = _shards(plan.layout)
-    # All shards lie end to end on one axis, so that one search finds the tiles of all ranks.
-    tiles = plan.tiles.shifted(shard[plan.tile_rank], shard[plan.tile_source])
-    parent, cell = overlaps(tiles.q0, tiles.q1, start, end)
-    part, key_cell = overlaps(tiles.k0[parent], tiles.k1[parent], start, end)
-    parent, cell = parent[part], cell[part]
-    split = (
-        tiles[parent]
-        .within(start[cell], end[cell], start[key_cell], end[key_cell])
-        .shifted(slide[cell], slide[key_cell])
-    )
-    live = split.live()
-    return split[live], parent[live]
+
+    def __init__(self, layout: Layout):
+        self.layout, self.cp, self.edges = layout, layout.cp, layout.edges
+        self._order = np.argsort(layout.owner, kind="stable")
+        size = np.diff(layout.edges)[self._order]
+        self.starts = np.append(starts_of(size), layout.n)
+        self.at = np.empty(len(size), np.int64)
+        self.at[self._order] = self.starts[:-1]
+        self.first = starts_of(layout.tokens_per_rank)
+        self._numbers = self._number(layout.owner[self._order], self._order)
+
+    def _number(self, owner: Ints, chunk: Ints) -> Ints:
+        return owner * len(self.edges) + chunk
+
+    def chunk(self, token: Ints) -> Ints:
+        """The chunk that holds a token of the stream."""
+        return np.searchsorted(self.edges, token, "right") - 1
+
+    def tokens_before(self, owner: Ints, token: Ints, chunk: Ints) -> Ints:
+        """How many tokens of an owner lie before a token of the stream in `chunk`, or at its end.
+
+        These are the owner's chunks before it, and where it owns the chunk, a part of it.
+        """
+        place = np.searchsorted(self._numbers, self._number(owner, chunk))
+        whole = self.starts[place] - self.first[owner]
+        return whole + (self.layout.owner[chunk] == owner) * (token - self.edges[chunk])
+
+    def in_stream(self, start: int, end: int) -> tuple[int, int]:
+        """The first tokens of a range of the axis that follow one another in the stream."""
+        place = int(np.searchsorted(self.starts, start, "right")) - 1
+        slide = int(self.edges[self._order[place]] - self.starts[place])
+        return int(start) + slide, min(int(end), int(self.starts[place + 1])) + slide
 
 
-def _shards(layout: Layout) -> tuple[Ints, Ints, Ints, Ints]:
-    """All shards end to end: start and end of each chunk there, what to add for its tokens in the
-    stream, and the start of each shard.
+def _parts(pieces: Tiles, shards: _Shards) -> tuple[Tiles, Ints, Ints]:
+    """Fitted pieces cut by the chunks of their queries, in positions of the stream; the piece of
+    each, and what to add to its queries for their place on the axis.
+
+    Parts without a band that follow one another in a shard and see the same keys are one, of which
+    the queries are those of the axis.
     """
-    chunk = np.argsort(layout.owner, kind="stable")
-    size = np.diff(layout.edges)[chunk]
-    start = starts_of(size)
-    return start, np.cumsum(size), layout.edges[chunk] - start, starts_of(layout.tokens_per_rank)
+    piece, chunk = overlaps(pieces.q0, pieces.q1, shards.edges[:-1], shards.edges[1:])
+    parts = pieces[piece].within(shards.edges[chunk], shards.edges[chunk + 1])
+    live = parts.live()
+    parts, piece, chunk = parts[live], piece[live], chunk[live]
+    slide = (shards.at - shards.edges[:-1])[chunk]
+    flat = (parts.lo == -OPEN) & (parts.hi == OPEN)
+    parts.data[:2, flat] += slide[flat]
+    slide[flat] = 0
+    sort = sort_index(piece, parts.q0 + slide)
+    parts, piece, slide, flat = parts[sort], piece[sort], slide[sort], flat[sort]
+    _, q1, k0, k1, _, _ = parts.data[:, :-1]
+    goes_on = flat[:-1] & flat[1:] & (piece[:-1] == piece[1:]) & (q1 == parts.q0[1:])
+    goes_on &= (k0 == parts.k0[1:]) & (k1 == parts.k1[1:])
+    first, last = runs(~goes_on, len(parts))
+    ends = parts.q1[last]
+    parts = parts[first]
+    parts.data[1] = ends
+    return parts, piece[first], slide[first]
+
+
+def _cuts_of_parts(parts: Tiles, slide: Ints, edges: Ints) -> Ints:
+    """Where parts begin and end on the axis, and where a side of one starts or stops to slope or
+    meets the edge of a chunk of keys.
+    """
+    cuts = [parts.q0 + slide, parts.q1 + slide]
+    for bound in (parts.lo, parts.hi):
+        which = np.flatnonzero(np.abs(bound) != OPEN)
+        q0, q1, slope = parts.q0[which], parts.q1[which], bound[which]
+        first = np.searchsorted(edges, q0 + slope)
+        part, edge = expand(first, np.searchsorted(edges, q1 + slope) - first)
+        cuts.append(edges[edge] - slope[part] + slide[which[part]])
+    turns = (parts.k0 - parts.lo, parts.k1 - parts.hi)
+    cuts += [np.clip(turn, parts.q0, parts.q1) + slide for turn in turns]
+    return np.concatenate(cuts)
+
+
+def _allowed(parts: Tiles, piece: Ints, slide: Ints, cuts: Ints, shards: _Shards) -> Intervals:
+    """The keys of each owner that each part of the mask allows in each strip; `tile` is the piece.
+
+    The first and the last key lie in the same two chunks at all queries of a strip.
+    """
+    first = np.searchsorted(cuts, parts.q0 + slide)
+    part, strip = expand(first, np.searchsorted(cuts, parts.q1 + slide) - first)
+    _, _, k0, k1, lo, hi = parts.data[:, part]
+    ends = [cuts[strip] - slide[part], cuts[strip + 1] - 1 - slide[part]]
+    left = [np.maximum(k0, query + lo) for query in ends]
+    right = [np.minimum(k1, query + hi + 1) for query in ends]
+    low, high = shards.chunk(left[0]), shards.chunk(right[0] - 1)
+    which, owner = _owners(low, high, shards)
+    sides = []
+    for start, end in zip(left, right, strict=True):
+        sides.append(shards.tokens_before(owner, start[which], low[which]))
+        sides.append(shards.tokens_before(owner, end[which], high[which]))
+    seen = (sides[0] < sides[1]) | (sides[2] < sides[3])
+    which, owner = which[seen], owner[seen]
+    found = Intervals(strip[which], piece[part[which]], np.stack(sides)[:, seen])
+    return _by_owner(found, owner, shards.cp)
+
+
+def _owners(low: Ints, high: Ints, shards: _Shards) -> tuple[Ints, Ints]:
+    """Pairs (i, owner): the owners of chunks `low[i]` to `high[i]`, once each; all ranks where
+    these are more chunks than ranks.
+    """
+    count = high - low + 1
+    wide = count > shards.cp
+    i, number = expand(np.where(wide, 0, low), np.where(wide, shards.cp, count))
+    owner = shards.layout.owner[np.minimum(number, len(shards.layout.owner) - 1)]
+    owner = np.where(wide[i], number, owner)
+    sort = sort_index(i, owner)
+    i, owner = i[sort], owner[sort]
+    new = np.append(True, (i[1:] != i[:-1]) | (owner[1:] != owner[:-1]))[: len(i)]
+    return i[new], owner[new]
+
+
+def _by_owner(of: Intervals, owner: Ints, cp: int) -> Intervals:
+    """Intervals with a number for each strip and owner in place of the strip, in this order."""
+    strip = of.strip * cp + owner
+    sort = sort_index(strip, of.sides[0])
+    return Intervals(strip[sort], of.tile[sort], of.sides[:, sort])
 
 
 def place_of(plan: PlanTables, tile: int) -> str:
@@ -122,14 +240,3 @@ def place_of(plan: PlanTables, tile: int) -> str:
 
 def _numbers(pieces: Tiles, i: int) -> tuple[int, ...]:
     return tuple(pieces.data[:, i].tolist())
-
-
-def _uncovered(plan: PlanTables, q0: int, q1: int, k0: int, k1: int) -> str:
-    rank, source = (
-        plan.layout.owner[np.searchsorted(plan.layout.edges, token, "right") - 1]
-        for token in (q0, k0)
-    )
-    return (
-        f"rank {rank}: queries {q0}..{q1} see keys {k0}..{k1}, the first of them of rank {source}, "
-        "but no hop computes them"
-    )
