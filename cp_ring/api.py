@@ -22,7 +22,7 @@ from cp_ring.cuts import check_cut, check_slices
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.observe import watchdog
-from cp_ring.options import LEFT
+from cp_ring.options import LEFT, LEFT_VALUES
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan_cache import PlanOptions
@@ -237,6 +237,10 @@ def _resolved(
             f"ring_attention() got an unexpected keyword argument {name!r}"
             + f"; did you mean {''.join(near)}?" * bool(near)
         )
+    for name in LEFT_VALUES.keys() & options.keys():
+        value: Any = options.get(name)
+        if isinstance(value, str) and value in LEFT_VALUES[name]:
+            raise ConfigError(f"{name}={value!r} left cp_ring: {LEFT_VALUES[name][value]}")
     if (timeout := of_call.pop("timeout", None)) is not None:
         _watch(timeout)
     latents, sink = None, of_call.pop("sink", None)

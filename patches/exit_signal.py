@@ -1,21 +1,30 @@
 """Extends Megatron's --exit-signal-handler to several kinds of signals, and keeps them from
-processes that the last step and the last save need: workers that load data, and the server of the
-queue of the checkpoint writer.
+processes that the last step and the last save need: workers that load data, writers of
+checkpoints, and the server of the queue through which these answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.managers import BaseManager
 from typing import Any
 
 from cp_ring.megatron import signals
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+from cp_ring.runtime import RUNTIME
+
+_loops: list[Callable[..., None]] = RUNTIME.of_process([])
+"""Megatron's own loop of a writer that stays, in processes that are forked."""
 
 
 def _replacements() -> Iterator[Replacement]:
     import megatron.training.datasets.data_samplers as data_samplers
     import megatron.training.global_vars as module
+    from megatron.core.dist_checkpointing.strategies.async_utils import (
+        PersistentAsyncCaller,
+        TemporalAsyncCaller,
+    )
     from torch.utils.data import get_worker_info
 
     from cp_ring.megatron.rejection import note
@@ -47,6 +56,17 @@ def _replacements() -> Iterator[Replacement]:
 
     yield from replace_everywhere([module, data_samplers], "DistributedSignalHandler", Handler)
     yield BaseManager, "start", _started_apart(BaseManager.start)
+    _loops[:] = [PersistentAsyncCaller.async_loop]
+    yield PersistentAsyncCaller, "async_loop", staticmethod(_write_apart)
+    schedule = _scheduled_apart(TemporalAsyncCaller.schedule_async_call)
+    yield TemporalAsyncCaller, "schedule_async_call", schedule
+    get_process = PersistentAsyncCaller._get_process.__func__
+
+    def started(cls: Any, *arguments: Any, **named: Any) -> Any:
+        with signals.blocked_in_children():
+            return get_process(cls, *arguments, **named)
+
+    yield PersistentAsyncCaller, "_get_process", classmethod(started)
 
 
 def _started_apart(start: Callable[..., None]) -> Callable[..., None]:
@@ -70,13 +90,40 @@ def _serve_apart(initializer: Callable[..., object] | None, arguments: tuple[Any
         initializer(*arguments)
 
 
+def _write_apart(*arguments: Any) -> None:
+    """Runs in the process of a writer that stays."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    signals.outlive_all_but_the_parent()
+    (*_loops, PersistentAsyncCaller.async_loop)[0](*arguments)
+
+
+def _scheduled_apart(schedule: Callable[..., None]) -> Callable[..., None]:
+    """`TemporalAsyncCaller.schedule_async_call`, which starts a writer of one checkpoint."""
+
+    def apart(self: Any, request: Any) -> None:
+        if request.async_fn is not None:
+            request = request._replace(async_fn=partial(_run_apart, request.async_fn))
+        with signals.blocked_in_children():
+            schedule(self, request)
+
+    return apart
+
+
+def _run_apart(write: Callable[..., object], *arguments: Any, **named: Any) -> None:
+    """Runs in the new process."""
+    signals.outlive_all_but_the_parent()
+    write(*arguments, **named)
+
+
 PATCH = Patch(
     what="--exit-signal-handler obeys SIGUSR1, SIGTERM, SIGINT and --exit-signal once a step is "
-    "done; workers that load data, and the server of a queue, end when their rank does and not "
-    "before",
+    "done; workers that load data, writers of checkpoints and the server of their queue end when "
+    "their rank does and not before",
     why="Megatron listens to one signal, from the start, where nothing can obey it; its workers "
     "outlive the SIGTERM of their rank, so that a rank that fails waits for them for ever; the "
-    "queue of its checkpoint writer ends at a SIGTERM to all processes, and the last save with it",
+    "writers of --async-save and their queue end at a SIGTERM to all processes, and the last save "
+    "with them",
     when="--exit-signal-handler",
     replacements=_replacements,
 )

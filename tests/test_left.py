@@ -6,7 +6,7 @@ import pytest
 
 import cp_ring
 from cp_ring import ConfigError, ring_attention
-from cp_ring.options import LEFT, SETTINGS, Options
+from cp_ring.options import LEFT, LEFT_VALUES, SETTINGS, Options
 from tests.rings import Case
 
 
@@ -23,6 +23,18 @@ def test_each_way_to_give_it_names_it(name):
         with pytest.raises(ConfigError, match=f"^{Options.flag(name)} left cp_ring: "):
             parser.parse_args([Options.flag(name), *value])
     assert Options.flag(name) not in parser.format_help()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in LEFT_VALUES.items() for value in values]
+)
+def test_a_value_that_left_says_what_to_give(name, value):
+    with pytest.raises(ConfigError, match=f"{Options.flag(name)} '{value}': it left cp_ring: "):
+        Options(**{name: value})
+    if name != "recurrent":
+        q, k, v, _ = Case.draw(8)
+        with pytest.raises(ConfigError, match=f"^{name}='{value}' left cp_ring: "):
+            ring_attention(q, k, v, **{name: value})
 
 
 @pytest.mark.parametrize("name", cp_ring.LEFT)

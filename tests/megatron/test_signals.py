@@ -100,7 +100,7 @@ assert other.exitcode == -signal.SIGTERM
 
 
 WRITER = '''
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 from cp_ring import patches
 from cp_ring.megatron import signals
 
@@ -113,8 +113,6 @@ while True:
 """
 
 def main():
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
     os.setpgid(0, 0)
     signals.keep_warnings(["--exit-signal-handler"])
     patches.get("exit_signal").apply()
@@ -124,15 +122,51 @@ def main():
     subprocess.Popen([sys.executable, "-c", code], process_group=0, **quiet)
     while signals.received() is None:
         pass
-    queue = filesystem_async.get_write_results_queue()
-    queue.put("written")
-    assert queue.get() == "written"
-    print(queue._manager._process.pid, flush=True)
-    # END
+    # THEN
 
 if __name__ == "__main__":
     main()
 '''
+
+
+QUEUE = """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    queue = filesystem_async.get_write_results_queue()
+    queue.put("written")
+    assert queue.get() == "written"
+    print(queue._manager._process.pid, flush=True)
+    """
+
+SAVE = """
+    import torch
+    from megatron.core.dist_checkpointing.strategies import async_utils
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    torch.cuda.synchronize = torch.cuda.set_device = lambda *_: None
+    torch.cuda.device_count = lambda: 1
+    caller = async_utils.{caller}()
+    if hasattr(caller, "_get_process"):
+        caller.process = caller._get_process(0, "fork")
+    caller.schedule_async_call(async_utils.AsyncRequest(write, (), []))
+    caller.close()
+    torch.distributed.destroy_process_group()
+
+def write():
+    time.sleep(1)
+    print("written", flush=True)
+"""
+
+
+@pytest.mark.parametrize("caller", ["TemporalAsyncCaller", "PersistentAsyncCaller"])
+def test_an_asynchronous_save_is_written_whatever_signals_come(caller, tmp_path):
+    script = tmp_path / "writer.py"
+    script.write_text(WRITER.replace("# THEN", SAVE.format(caller=caller)))
+    done = subprocess.run(
+        [sys.executable, str(script)], timeout=LIMIT_S, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
 
 
 @pytest.mark.parametrize("end", ["return", "os.kill(os.getpid(), signal.SIGKILL)"])
@@ -141,7 +175,7 @@ def test_the_checkpoint_writer_starts_and_works_whatever_signals_come(end, tmp_p
     the server of the queue through which Megatron's writer answers, which the first save spawns.
     """
     script = tmp_path / "writer.py"
-    script.write_text(WRITER.replace("# END", end))
+    script.write_text(WRITER.replace("# THEN", QUEUE + end))
     done = subprocess.run(
         [sys.executable, str(script)], timeout=LIMIT_S, capture_output=True, text=True
     )
