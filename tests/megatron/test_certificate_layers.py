@@ -90,9 +90,8 @@ def test_dense_layers_beside_those_with_experts(experts, every, tiny):
         ([0, 1, 1, 1, 0, 1, 1, 1], "*GGG*GGG", [0, 1, 1], [1, 0, 1]),
     ],
 )
-def test_linear_attention_of_a_gpt_model(every, letters, tiny, experts, monkeypatch):
+def test_linear_attention_of_a_gpt_model(every, letters, tiny, experts):
     """Each kind of attention with each kind of MLP: experts are in every second layer."""
-    monkeypatch.setattr(tiny_layers, "_has_kernels", lambda letter: True)
     args, config = (
         flags("", num_layers=8, num_experts=8, moe_layer_freq=2, mtp_num_layers=2,
               experimental_attention_variant="gated_delta_net", linear_attention_freq=every),
@@ -106,16 +105,6 @@ def test_linear_attention_of_a_gpt_model(every, letters, tiny, experts, monkeypa
     assert changes["linear_attention_freq"] == tiny and changes["moe_layer_freq"] == experts
     assert changes["num_layers"] == 3
     assert changes["linear_value_head_dim"] == tiny_layers.STATE
-
-
-def test_layers_without_kernels_are_named(monkeypatch):
-    monkeypatch.setattr(tiny_layers, "_has_kernels", lambda letter: letter == "G")
-    args, config = flags("MG*-/M*"), configuration()
-    assert tiny_layers.uncovered_layers(args, configuration()) == [
-        "Mamba layers (mamba_ssm cannot be imported)"
-    ]
-    chosen = tiny_layers.chosen_layers(args, config, find_layer_kinds(args, config, ("causal",)))
-    assert tiny_layers.tiny_pattern(args, chosen) == {"hybrid_layer_pattern": "G*-/*"}
 
 
 def test_routing_by_the_tokens_of_a_rank_is_named():
@@ -142,8 +131,8 @@ def test_a_tiny_model_keeps_what_is_listed_and_nothing_else():
     from megatron.core.transformer import TransformerConfig
 
     sizes = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 8, "num_query_groups": 2}
-    kept = {"softmax_scale": 0.3, "layernorm_epsilon": 1e-3, "context_parallel_size": 2}
-    left = {"bf16": True, "params_dtype": torch.bfloat16, "recompute_granularity": "full",
+    kept = {"softmax_scale": 0.3, "context_parallel_size": 2}
+    left = {"layernorm_epsilon": 1e-3, "bf16": True, "params_dtype": torch.bfloat16, "recompute_granularity": "full",
             "recompute_method": "uniform", "recompute_num_layers": 1}  # fmt: skip
     config = TransformerConfig(**sizes, **kept, **left)
     args = flags("", num_layers=4, seq_length=64, num_attention_heads=8)
@@ -152,6 +141,7 @@ def test_a_tiny_model_keeps_what_is_listed_and_nothing_else():
     tiny = tiny_model.tiny_args(args, kinds, 1).tiny_config
     assert {name: getattr(tiny, name) for name in kept} == kept
     assert tiny.params_dtype == torch.float32 and not tiny.bf16
+    assert tiny.layernorm_epsilon == TransformerConfig.layernorm_epsilon
     assert tiny.recompute_granularity is None and tiny.num_layers == 1
     assert (tiny.num_attention_heads, tiny.num_query_groups) == (8, 2)
     assert config.num_layers == 4 and config.bf16

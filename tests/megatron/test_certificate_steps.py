@@ -25,7 +25,7 @@ from tests.parity.models import COMMON, UNTIED
 ENCODER_DECODER = str(Path(__file__).with_name("encoder_decoder_script.py"))
 FLAGS = f"{UNTIED} --num-layers 1 --seq-length 64 --cp-ring --context-parallel-size 2"
 LONG = f"{FLAGS} --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --bf16"
-RIGHT_STEPS = ("writes_into_its_batch", "writes_into_its_tensors", "mean_over_all_ranks")
+RIGHT_STEPS = ("writes_into_its_batch", "writes_into_its_tensors")
 WRONG_STEPS = ("wrong_label", "whole_loss_mask", "loss_mask_of_ones")
 FAILING_STEPS = ("fails_before_the_ring", "fails_behind_the_ring")
 FAULTS = (
@@ -56,6 +56,18 @@ def test_a_right_step_passes(tmp_path, step):
     assert "gradients" in {probe["name"] for probe in entry["probes"]} and entry["untouched"]
 
 
+def test_a_mean_over_ranks_is_not_covered(tmp_path):
+    """Megatron averages it over ranks, whatever it is: tokens may weigh unlike."""
+    step = "mean_over_all_ranks"
+    (entry,) = probes(tmp_path, step, FLAGS, [("", 1)], step)
+    assert entry["rejections"] == [] and entry["failure"] == ""
+    assert entry["about"]["not_covered"] == [
+        "loss and gradients: the ranks average means, in which tokens weigh unlike"
+    ]
+    names = {probe["name"] for probe in entry["probes"]}
+    assert "loss of each token" in names and "gradients" not in names
+
+
 @pytest.mark.parametrize("step", WRONG_STEPS)
 def test_a_wrong_step_is_rejected(tmp_path, step):
     (entry,) = probes(tmp_path, step, FLAGS, [("", 1)], step)
@@ -79,10 +91,7 @@ def test_a_step_that_raises_on_all_ranks_is_not_covered(tmp_path):
     """A second certificate shows that the job's groups still work."""
     step = "fails_everywhere"
     for entry in probes(tmp_path, step, FLAGS, [("", 1), ("", 2)], step):
-        assert (
-            entry["failure"].startswith(f"{step} (certificate_steps.py, line ")
-            and "ValueError: " in entry["failure"]
-        )
+        assert entry["failure"].startswith("ValueError: no such batch (certificate_steps.py, line ")
         assert entry["about"]["not_covered"] == [f"the loss ({entry['failure']})"]
         assert entry["rejections"] == [] and {"mask", "out"} <= {
             probe["name"] for probe in entry["probes"]
@@ -98,7 +107,7 @@ def test_a_step_that_raises_on_one_rank_ends_the_job(tmp_path, step):
     log = tmp_path / f"{step}.log"
     assert fork(2, (job, tmp_path, log)) == 1
     (line,) = (line for line in log.read_text().splitlines() if "ConfigError: --cp-ring" in line)
-    assert f"{step} (certificate_steps.py, line " in line and "ValueError: rank 1 has no" in line
+    assert "ValueError: rank 1 has no such " in line and " (certificate_steps.py, line " in line
     assert line.endswith(
         "(rank 1, not on all ranks); --no-cp-ring-certify trains without the probes"
     )
@@ -111,7 +120,7 @@ def test_faults_at_the_jobs_own_length_and_batch(tmp_path):
         right["about"]["ring"]["schedule"] == "auto" and right["about"]["ring"]["slot_shards"] == 4
     )
     names = {probe["name"] for probe in right["probes"]}
-    assert {"mask at 512 tokens", "dk at 512 tokens", "dk in float32"} <= names
+    assert {"mask at 512 tokens", "dk at 512 tokens"} <= names
     beyond, batch, mask, sums = faulty
     assert beyond["rejections"] and all("at 512 tokens" in line for line in beyond["rejections"])
     assert any("out off by" in line for line in batch["rejections"])
@@ -120,10 +129,7 @@ def test_faults_at_the_jobs_own_length_and_batch(tmp_path):
         "microbatch of 2x512 tokens, causal: loss mask wrong in" in line
         for line in mask["rejections"]
     )
-    found = {
-        probe["name"]: probe["error"] / probe["bound"] for probe in sums["probes"] if probe["bound"]
-    }
-    assert found["dk in float32"] > 10 and found["dv in float32"] > 10
+    assert any("gradients off by" in line for line in sums["rejections"])
 
 
 def test_length_grows_as_far_as_time_allows(monkeypatch):
@@ -195,7 +201,7 @@ def test_a_line_begins_with_what_is_not_covered(ended):
     )
     assert len(ended(Certificate([probe], about), "strict")) == 1  # the length alone stops nothing
     of_loss = Certificate(
-        [probe, Probe("loss", "tiny model of 1 layer", "causal", 0.0, 1.0)], {}, ["Mamba layers"]
+        [probe, Probe("loss", "tiny model", "causal", 0.0, 1.0)], {}, ["Mamba layers"]
     )
     (summary,) = ended(of_loss)
     assert summary.startswith("certificate: not covered: Mamba layers; 2 probes passed in ")
@@ -211,12 +217,8 @@ def test_a_script_of_another_model_ends_in_one_line(tmp_path):
     done = attempt(2, "other", [ENCODER_DECODER, *flags], tmp_path, COMMON)
     assert done.code == 2 and len(done.rejected.splitlines()) == 1
     assert (
-        "cp_ring: certificate: not covered: the loss (forward_step (encoder_decoder_script.py, "
-        "line " in done.output
-    )
-    assert (
-        "could not be called with a microbatch of tokens, labels, loss_mask and position_ids: "
-        "KeyError: 'text_enc')" in done.output
+        "cp_ring: certificate: not covered: the loss (KeyError: 'text_enc' "
+        "(encoder_decoder_script.py, line " in done.output
     )
     assert "layer 1 is cross attention" in done.rejected and "Traceback" not in done.output
 

@@ -57,49 +57,33 @@ def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabula
     wants in place of losses is unknown, and the step ends there.
     """
     seen: Seen = {}
-    called: list[bool] = []
     forward, signature = model.forward, inspect.signature(model.forward)
 
     @functools.wraps(forward)
     def record(*args: Any, **kwargs: Any) -> Tensor:
-        called.append(True)
         bound = signature.bind(*args, **kwargs)
-        _record(model, bound.arguments, seen)
-        if "tokens" in seen:
-            name = next(name for name in TOKENS if isinstance(bound.arguments.get(name), Tensor))
-            bound.arguments[name] = seen["tokens"] % vocabulary
+        inputs = bound.arguments
+        given = {name: x.detach() for name, x in inputs.items() if isinstance(x, Tensor)}
+        for name in (each for each in TOKENS if each in given):
+            seen.update({key: given[key] for key in NAMES if key in given})
+            tokens = seen["tokens"] = given[name]
+            seen.update(_rotary_of_layers(model, inputs.get("packed_seq_params"), tokens.shape[1]))
+            inputs[name] = tokens % vocabulary
             _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
-        if "tokens" not in seen or "labels" not in seen:
+        if "labels" not in seen:
             raise _LayersBegin
+        if getattr(model.config, "mtp_num_layers", None):
+            seen["next"] = _next_labels(seen["labels"], inputs.get("packed_seq_params"))
         return torch.ones_like(seen["labels"], dtype=torch.float32, requires_grad=True)
 
-    with replaced((model, "forward", record)):
-        try:
-            output, loss = step(iter([data]), model)
-        except Exception:
-            if called and "labels" not in seen:
-                return seen
-            raise
-        differentiable = isinstance(output, Tensor) and output.requires_grad
-        if differentiable and output.numel() == seen["labels"].numel():
+    with replaced((model, "forward", record)), suppress(_LayersBegin):
+        output, loss = step(iter([data]), model)
+        if output.numel() == seen["labels"].numel():
             (weights,) = torch.autograd.grad(
                 loss(output)[0], output, allow_unused=True, materialize_grads=True
             )
             seen["weights"] = weights.detach().double().view(seen["labels"].shape)
     return seen
-
-
-def _record(model: Any, inputs: dict[str, Any], seen: Seen) -> None:
-    """Notes what a call gives the model."""
-    given = {name: x.detach() for name, x in inputs.items() if isinstance(x, Tensor)}
-    packed = inputs.get("packed_seq_params")
-    tokens = next((given[name] for name in TOKENS if name in given), None)
-    if tokens is None:
-        return
-    seen |= {name: given[name] for name in NAMES if name in given} | {"tokens": tokens}
-    if "labels" in seen and getattr(model.config, "mtp_num_layers", None):
-        seen["next"] = _next_labels(seen["labels"], packed)
-    seen |= _rotary_of_layers(model, packed, tokens.shape[1])
 
 
 def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
@@ -169,84 +153,63 @@ def _next_labels(labels: Tensor, packed: Any) -> Tensor:
     return rolled
 
 
-def compare(ours: Seen, truth: Seen, positions: Tensor, mask: str) -> list[Probe]:
-    """What this rank saw against whole batch rows; `positions` [b, s] are the places of this rank's
-    tokens in them.
+def compare(
+    ours: Seen, truth: Seen, data: dict[str, Any], positions: Tensor, mask: str
+) -> list[Probe]:
+    """What this rank saw against whole batch rows, and these against the batch `data` itself;
+    `positions` [b, s] are the places of this rank's tokens in them.
+
+    A fault of the forward step is the same at any size: tokens whose loss mask is 0 have no weight,
+    though the step may leave out more, and those with a weight have their own label.
     """
-    if "tokens" not in ours or "tokens" not in truth:
-        return []
-    about = _name_of(truth["tokens"]), mask
-    probes = []
+    batch_rows, s = positions.shape
+    probes: list[Probe] = []
+
+    def probe(name: str, mine: Tensor, expected: Tensor, places: Tensor, source: str) -> None:
+        """Tokens [b, s, ...] whose value is not the expected one, that of `source`."""
+        same = SAME * torch.maximum(mine.abs(), expected.abs()) if mine.is_floating_point() else 0
+        right = (mine - expected).abs() <= same
+        wrong = ~right.flatten(2).all(2) if right.dim() > 2 else ~right
+        where = ""
+        for row, place in wrong.nonzero()[:1].tolist():
+            has = f"another {name} than {source}"
+            if mine.dim() == 2:
+                has = f"{mine[row, place]:.6g}, {source} {expected[row, place]:.6g}"
+            where = f"token {int(places[row, place])} of batch row {row} has {has}"
+        size = "x".join(map(str, data["tokens"].shape))
+        about = f"microbatch of {size} tokens", mask
+        probes.append(Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens"))
+
     for name, shown in NAMES.items():
         mine, whole = ours.get(name), truth.get(name)
-        if mine is None or whole is None or not mine.dim() == whole.dim() > 1:
+        # A model gets whole positions where it splits them by itself, as those of several axes; a
+        # table of packed documents ends with the longest.
+        if mine is None or whole is None or not 1 < mine.dim() == whole.dim():
             continue
-        batch_rows = max(len(mine), len(whole))
-        fits = mine.shape[1] == positions.shape[1] and whole.shape[1] > int(positions.max())
-        if not fits or batch_rows > len(positions):
-            # A model gets whole positions where it splits them by itself, as those of several axes;
-            # a table of packed documents ends with the longest.
+        if not {len(mine), len(whole)} <= {1, batch_rows} or mine.shape[1] != s:
             continue
-        places = positions[:batch_rows]
-        which = torch.arange(batch_rows, device=places.device)[:, None]
-        expected = whole.expand(batch_rows, *whole.shape[1:])[which, places]
+        if whole.shape[1] <= int(positions.max()):
+            continue
+        of_rows = zip(whole.expand(batch_rows, *whole.shape[1:]), positions, strict=True)
+        expected = torch.stack([row[places] for row, places in of_rows])
+        mine = mine.expand(expected.shape)
         if name == "weights":
             # Megatron, or the loss function, divides by numbers of tokens: the tiny model shows
             # whether by the right ones.
             mine, expected = (x / x.sum() if x.sum() else x for x in (mine, expected))
-        probes.append(_probe(shown, mine, expected, positions, about))
+        probe(shown, mine, expected, positions, "at cp 1")
+    if "weights" in truth and truth["labels"].shape == data["labels"].shape:
+        labels, weights = truth["labels"], truth["weights"]
+        hidden, declared = (data[name].to(labels.device) for name in ("loss_mask", "labels"))
+        places = torch.arange(labels.shape[1]).expand_as(labels)
+        unseen = torch.where(hidden == 0, 0.0, weights)
+        probe("weight of a token that the loss mask hides", weights, unseen, places, BATCH)
+        counted = torch.where(weights == 0, labels, declared)
+        probe("label that counts", labels, counted, places, BATCH)
     return probes
-
-
-def _name_of(tokens: Tensor) -> str:
-    return f"microbatch of {'x'.join(map(str, tokens.shape))} tokens"
-
-
-def compare_declared(truth: Seen, data: dict[str, Any], mask: str) -> list[Probe]:
-    """What whole batch rows have at context parallel size 1 against the batch itself: a fault of
-    the forward step is the same at any size. Tokens whose loss mask is 0 have no weight; the step
-    may leave out more. Those with a weight have their own label.
-    """
-    labels, weights = (truth.get(name) for name in ("labels", "weights"))
-    if labels is None or weights is None or labels.shape != data["labels"].shape:
-        return []
-    about = _name_of(labels), mask
-    hidden, declared = (data[name].to(labels.device) for name in ("loss_mask", "labels"))
-    places = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
-    unseen = torch.where(hidden == 0, 0.0, weights)
-    counted = torch.where(weights == 0, labels, declared)
-    return [
-        _probe("weight of a token that the loss mask hides", weights, unseen, places, about, BATCH),
-        _probe("label that counts", labels, counted, places, about, BATCH),
-    ]
-
-
-def _probe(
-    name: str,
-    mine: Tensor,
-    expected: Tensor,
-    positions: Tensor,
-    about: tuple[str, str],
-    source: str = "at cp 1",
-) -> Probe:
-    """Tokens [b, s, ...] whose value is not the expected one, that of `source`."""
-    tolerance = SAME * torch.maximum(mine.abs(), expected.abs()) if mine.is_floating_point() else 0
-    wrong = ~((mine - expected).abs() <= tolerance)
-    tokens, where = wrong.flatten(2).any(2) if wrong.dim() > 2 else wrong, ""
-    for batch_row, place in tokens.nonzero()[:1].tolist():
-        has = f"another {name} than {source}"
-        if wrong.dim() == 2:
-            has = f"{mine[batch_row, place]:.6g}, {source} {expected[batch_row, place]:.6g}"
-        token = int(positions[batch_row, place])
-        where = f"token {token} of batch row {batch_row} has {has}"
-    return Probe(name, *about, float(tokens.sum()), 0.0, where, "tokens")
 
 
 def uncovered(seen: Seen) -> list[str]:
     """What the observed microbatch does not show, in words."""
-    if "tokens" not in seen:
-        return ["the microbatch at the job's own length (the model takes no input_ids)"]
-    names = (("labels", "labels"), ("weights", "weights of tokens"))
-    missing = " and ".join(words for name, words in names if name not in seen)
-    why = "at the job's own length (the forward step does not pass them on)"
-    return [f"{missing} {why}"] if missing else []
+    missing = [NAMES[name] for name in ("tokens", "labels", "weights") if name not in seen]
+    return [f"each {name} at the job's own length (the forward step hides it)" for name in missing]

@@ -6,13 +6,14 @@ import argparse
 import datetime
 import itertools
 import time
+import traceback
+from pathlib import Path
 
 import torch.distributed as dist
 
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
 from cp_ring.megatron.certificate import layer_probe, loss_probe, record
-from cp_ring.megatron.certificate.loss_probe import NotProbed, shown
 from cp_ring.megatron.certificate.report import Certificate, ProbesOfRank
 from cp_ring.megatron.certificate.states import states_restored
 from cp_ring.megatron.certificate.training_step import ForwardStep
@@ -62,14 +63,14 @@ def verdict(certificate: Certificate) -> str:
 
 def summary(certificate: Certificate) -> str:
     """One line: what was not probed, what was, and how long it took."""
-    limits = certificate.about.get("up_to", {})
-    probes, seconds = certificate.probes, certificate.seconds
-    layers = sorted({f"{probe.layer} under {probe.mask}" for probe in probes})
-    layers = [layer + (f", up to {limits[layer]}" if layer in limits else "") for layer in layers]
-    gaps = certificate.not_covered
-    missing = f"not covered: {', '.join(gaps)}" if gaps else ""
-    passed = f"{len(probes)} probes passed in {seconds:.1f} s ({'; '.join(layers)})"
-    return f"certificate: {'; '.join(filter(None, [missing, passed]))}"
+    limits, gaps = certificate.about.get("up_to", {}), certificate.not_covered
+    layers = sorted({f"{probe.layer} under {probe.mask}" for probe in certificate.probes})
+    shown = "; ".join(
+        f"{each}, up to {limits[each]}" if each in limits else each for each in layers
+    )
+    missing = f"not covered: {', '.join(gaps)}; " if gaps else ""
+    count, seconds = len(certificate.probes), certificate.seconds
+    return f"certificate: {missing}{count} probes passed in {seconds:.1f} s ({shown})"
 
 
 def run_probes(
@@ -113,7 +114,9 @@ def _probe_losses(
     except (ConfigError, PlanError, KernelError):
         raise
     except Exception as error:
-        text = first_line(error) if isinstance(error, NotProbed) else shown(error)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {first_line(error)}"
+        text += f" ({Path(place.filename).name}, line {place.lineno})"
         if not _all_ranks_fail(run):
             raise ConfigError(
                 f"--cp-ring-certify: {text} (rank {dist.get_rank()}, not on all ranks); "

@@ -20,7 +20,8 @@ class MaskRule:
     """Who sees whom in a batch row whose mask is declared.
 
     Attributes:
-        sees: (queries, keys) to bool, both int64 places in the batch row, of shapes that broadcast.
+        sees: (queries, keys) to bool, both int64 places in the batch row on the CPU, of shapes that
+            broadcast.
         positions: the position of each token, int64 [n].
         part: the number of the sequence that each token continues, int64 [n].
         edges: places at which the mask is most likely wrong.
@@ -38,11 +39,11 @@ class MaskRule:
         window: how many earlier positions a query sees, and later ones; -1 is any number. It limits
             earlier keys alone.
         """
-        allowed = self.sees(queries[:, None], keys[None])
-        if window[0] < 0:
-            return allowed
-        positions = self.positions.to(queries.device)
-        return allowed & (positions[queries][:, None] - positions[keys] <= window[0])
+        places, others = queries.cpu()[:, None], keys.cpu()
+        allowed = self.sees(places, others)
+        if window[0] >= 0:
+            allowed = allowed & (self.positions[places] - self.positions[others] <= window[0])
+        return allowed.to(queries.device)
 
     def last(self) -> Tensor:
         """True for tokens without a next token in their sequence, bool [n]."""

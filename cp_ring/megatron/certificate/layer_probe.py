@@ -14,15 +14,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from cp_ring.errors import PlanError
 from cp_ring.megatron.certificate import attention_probe, value_probe
 from cp_ring.megatron.certificate.layer_kinds import (
     GRAIN,
     LayerKind,
     find_layer_kinds,
-    kernel_in_float32,
     masks_of,
 )
 from cp_ring.megatron.certificate.report import Probe, ProbesOfRank
@@ -74,17 +71,6 @@ def probe_layers(
             )
         if reach := _reach(args, kind, tokens):
             results.up_to[f"{kind.layer_name} under {kind.mask}"] = reach
-        if args.params_dtype in (torch.float16, torch.bfloat16):
-            layer.window = kind.probed
-            results.attention += _probe_sums(tested)
-
-
-def _probe_sums(tested: TestedLayer) -> list[Probe]:
-    """The probes of values again in float32, which show sums that are kept in too few bits."""
-    layer = tested.layer.float()
-    kernel = kernel_in_float32(layer.options.kernel, tested.kind, tested.device)
-    layer.options = replace(layer.options, kernel=kernel)
-    return value_probe.value_probes(replace(tested, dtype=torch.float32, note=" in float32"))
 
 
 def _reach(args: argparse.Namespace, kind: LayerKind, tokens: int) -> str:
@@ -179,10 +165,10 @@ def probe_others(tested: TestedLayer, layers: Mapping[int, Any]) -> list[Probe]:
         one, built = short.with_layer(number, layer), layer.window
         if one.kind.probed != tested.kind.window:
             layer.window = one.kind.probed
+        one.draw_sink()
         if truth is None:
             inputs = value_probe.draw(one)
             truth = value_probe.reference(one, inputs)
-        one.draw_sink()
         for probe in value_probe.compare(one, inputs, truth):
             known = worst.get(probe.name, probe)
             worst[probe.name] = max(known, probe, key=lambda each: each.badness)

@@ -20,51 +20,24 @@ from cp_ring.megatron.rejection import note
 
 NAME = "cp_ring_certificate.json"
 
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "world_size",
-)
-_ATTENTION = (
-    "window_size",
-    "window_attn_skip_freq",
-    "softmax_type",
-    "softmax_scale",
-    "num_attention_heads",
-    "kv_channels",
-    "multi_latent_attention",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "mtp_num_layers",
-    "cp_ring_document_mask",
-    "cp_ring_mask_kinds",
-)
-_RING = (
-    "kernel",
-    "layout",
-    "route",
-    "schedule",
-    "slot_shards",
-    "heads",
-    "num_slots",
-    "wire",
-    "wire_dtype",
-    "recurrent",
-)
+_ARGUMENTS = """
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size world_size
+    num_attention_heads kv_channels multi_latent_attention window_size window_attn_skip_freq
+    softmax_type softmax_scale position_embedding_type rotary_base rotary_percent mtp_num_layers
+    cp_ring_document_mask cp_ring_mask_kinds
+"""
+_RING = "kernel layout route schedule slot_shards heads num_slots wire wire_dtype recurrent"
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
     """Date, versions, sizes, and the settings that decide what attention computes."""
-    ring = {name: getattr(settings.current(), name) for name in _RING}
+    ring = {name: getattr(settings.current(), name) for name in _RING.split()}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
-        "sizes": {name: getattr(args, name) for name in _SIZES},
         "ring": ring | {"comm_types": comm_types.types_by_layer(args)},
         "dtype": str(args.params_dtype).removeprefix("torch."),
-        "attention": {name: getattr(args, name, None) for name in _ATTENTION},
+        "arguments": {name: getattr(args, name, None) for name in _ARGUMENTS.split()},
     }
 
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring.megatron import compat, settings
+from cp_ring.megatron import settings
 from cp_ring.megatron.adapter.rotary import positions_in_force
 from cp_ring.megatron.certificate.dense_oracle import DenseAttention, MaskRule
 from cp_ring.megatron.certificate.layer_kinds import declared_scale, declared_window
 from cp_ring.megatron.certificate.tiny_batch import Microbatch
-from cp_ring.megatron.certificate.tiny_model import arguments_in_force, one_stage, own_device
+from cp_ring.megatron.certificate.tiny_model import arguments_in_force, one_stage
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, is_recurrent, letters_of
 from cp_ring.megatron.wrapping import loaded_modules, replaced
 
@@ -32,15 +32,9 @@ def uncovered_states(args: argparse.Namespace, mask: str) -> str:
     on each tensor-parallel rank.
     """
     shared = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
-    kinds = (kind for letter, kind in RECURRENT.items() if letter in letters_of(args))
-    return next(
-        (
-            f"the loss of {kind} layers under {mask} with --sequence-parallel"
-            for kind in kinds
-            if shared and mask != "causal"
-        ),
-        "",
-    )
+    if shared and mask != "causal" and {*letters_of(args)} & {*RECURRENT}:
+        return f"the loss of recurrent layers under {mask} with --sequence-parallel"
+    return ""
 
 
 def follow_rules(model: Any, rules: list[MaskRule]) -> None:
@@ -133,27 +127,3 @@ def whole_rows_in_force(
         settings.in_force(plain),
     ):
         yield
-
-
-def whole_rows(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
-    """The forward step of the reference run: whole batch rows, no packing; the sum of the losses
-    that count, and their number.
-    """
-    batch = {
-        name: tensor.to(own_device())
-        for name, tensor in next(iterator).items()
-        if isinstance(tensor, Tensor)
-    }
-    mask = batch["loss_mask"]
-    more = {"loss_mask": mask} if compat.takes(model, "loss_mask") else {}
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
-
-    def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        total, count = (losses.reshape(-1).float() * mask.reshape(-1)).sum(), mask.sum()
-        return (
-            total,
-            count.detach().to(torch.int),
-            {"lm loss": torch.stack([total.detach(), count])},
-        )
-
-    return output, loss

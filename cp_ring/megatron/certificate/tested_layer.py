@@ -72,22 +72,14 @@ class TestedLayer:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def of_first_rank(self, x: Tensor) -> Tensor:
-        """The tensor of the group's first rank, on all of its ranks."""
-        if self.group.size() == 1:
-            return x
-        moved = x.cuda() if dist.get_backend(self.group) == "nccl" else x.clone()
-        dist.broadcast(moved, dist.get_global_rank(self.group, 0), group=self.group)
-        return moved
-
     def draw_sink(self) -> None:
         """Gives learnable sinks a value of their own on each group, the same on all its ranks."""
-        sink = self.layer.softmax_offset
-        if sink is not None and self.kind.sink == "learnable":
-            seed = self.seed + 1 + dist.get_rank() // self.group.size()
+        if self.kind.sink == "learnable":
+            sink = self.layer.softmax_offset
+            seed = self.seed + 1 + dist.get_global_rank(self.group, 0)
             drawn = torch.randn(sink.shape, generator=torch.Generator().manual_seed(seed)) + 1.0
             with torch.no_grad():
-                sink.copy_(self.of_first_rank(drawn))
+                sink.copy_(drawn)
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, latents: Latents | None = None) -> Tensor:
         """Calls the layer with this rank's tokens of whole batch rows [b, n, heads, size]; returns

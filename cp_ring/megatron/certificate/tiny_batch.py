@@ -88,6 +88,11 @@ class Microbatch:
         others = torch.where(hidden, (labels + 1) % VOCABULARY, labels)
         return replace(self, data=self.data | {"labels": others})
 
+    def undeclared(self) -> Microbatch:
+        """The same without what its batch rows declare."""
+        data = {name: value for name, value in self.data.items() if name != KEY}
+        return replace(self, data=data)
+
     def fresh(self) -> dict[str, Any]:
         """A copy of the data: a script may write into the dictionary and its tensors."""
         return {

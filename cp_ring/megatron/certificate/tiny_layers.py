@@ -7,7 +7,6 @@ A hybrid model has layers by the letters of its pattern.
 from __future__ import annotations
 
 import argparse
-import importlib
 from math import lcm
 from typing import Any
 
@@ -24,13 +23,6 @@ from cp_ring.megatron.flags.layer_pattern import (
 )
 
 STATE = 16  # channels of a head of a recurrent layer, and of its state
-_KERNELS = {
-    "M": ("mamba_mixer", "HAVE_MAMBA_SSM", "mamba_ssm"),
-    "G": ("gated_delta_net", "HAVE_FLA", "flash-linear-attention"),
-}
-"""Of recurrent layers: a module of megatron.core.ssm, what tells there whether the kernels can be
-imported, their package.
-"""
 
 
 def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> list[int]:
@@ -41,11 +33,8 @@ def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind])
     """
     if hasattr(args, "transformer_config") and getattr(config, "is_hybrid_model", False):
         return list(range(1, args.num_layers + 1))
-    attention = {kind.layer for kind in kinds}
-    without = missing_kernels(args)
     alike = _kinds_of_layers(args)
-    first = {alike.index(kind) + 1 for kind in alike if not {*kind} & {*without}}
-    return sorted(attention | first)
+    return sorted({*(kind.layer for kind in kinds), *(alike.index(kind) + 1 for kind in alike)})
 
 
 def _kinds_of_layers(args: argparse.Namespace) -> list[Any]:
@@ -66,45 +55,19 @@ def layers_with_experts(args: argparse.Namespace) -> list[int]:
     return [] if alike or getattr(args, "moe_layer_freq", 1) in (1, None) else expert_layers(args)
 
 
-def missing_kernels(args: argparse.Namespace) -> list[str]:
-    """The letters of recurrent layers of the job whose kernels cannot be imported here."""
-    # heavy, and installed with Megatron only
-    from megatron.core.transformer.spec_utils import import_module
-
-    present = [letter for letter in RECURRENT if letter in letters_of(args)]
-    if present and getattr(args, "spec", None):
-        import_module(args.spec)  # a module of layers may bring its own kernels
-    return [letter for letter in present if not _has_kernels(letter)]
-
-
 def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
-    """What of the layers of the job no tiny model can have here, with the reason, as in
-    `Mamba layers (mamba_ssm is missing)`.
-    """
-    reasons = [
-        f"{RECURRENT[letter]} layers ({_KERNELS[letter][2]} cannot be imported)"
-        for letter in missing_kernels(args)
-    ]
+    """What of the layers of the job no tiny model can have."""
+    reasons = []
     if SPARSE in letters_of(args) and getattr(args, "dsa_indexer_scoring_relu", True):
         reasons.append("relu of sparse attention's scores")
     if hasattr(config, "per_block_parameters"):
         reasons.append("the kinds of heterogeneous blocks")
-    if getattr(args, "num_experts", None):
-        by_rank = "which Megatron defines by the tokens of a rank"
-        if getattr(args, "moe_expert_capacity_factor", None) is not None:
-            reasons.append(f"the capacity of experts ({by_rank})")
-        if "sinkhorn" in (getattr(args, "moe_router_load_balancing_type", None) or ""):
-            reasons.append(f"Sinkhorn routing ({by_rank})")
+    by_rank = "which Megatron defines by the tokens of a rank"
+    if getattr(args, "moe_expert_capacity_factor", None) is not None:
+        reasons.append(f"the capacity of experts ({by_rank})")
+    if "sinkhorn" in (getattr(args, "moe_router_load_balancing_type", None) or ""):
+        reasons.append(f"Sinkhorn routing ({by_rank})")
     return reasons
-
-
-def _has_kernels(letter: str) -> bool:
-    name, known, _ = _KERNELS[letter]
-    try:
-        module = importlib.import_module(f"megatron.core.ssm.{name}")
-    except ImportError:
-        return False
-    return bool(getattr(module, known, False))
 
 
 def changes_of_layers(
@@ -143,14 +106,11 @@ def tiny_pattern(args: argparse.Namespace, chosen: list[int]) -> dict[str, str]:
     """The pattern of the chosen layers, under the names that the job has it; those that predict
     tokens have one of each kind. {} without a pattern.
     """
-    pattern, without = pattern_of(args), missing_kernels(args)
+    pattern = pattern_of(args)
     if not pattern:
         return {}
     letters, (_, *further) = main_layers(pattern), pattern.split("/")
-    kept = [
-        "".join(letter for letter in dict.fromkeys(part) if letter not in without)
-        for part in further
-    ]
+    kept = ["".join(dict.fromkeys(part)) for part in further]
     tiny = "/".join(["".join(letters[layer - 1] for layer in chosen), *kept])
     return {name: tiny for name in PATTERNS if getattr(args, name, None)}
 

@@ -33,23 +33,16 @@ PACKING = ("sft", "dataloader_inter_document_masking")
 KEPT = """
     tensor_model_parallel_size sequence_parallel context_parallel_size
     hierarchical_context_parallel_sizes use_cpu_initialization transformer_impl
-    kv_channels softmax_scale softmax_type add_qkv_bias qk_layernorm qk_l2_norm
-    attention_output_gate
+    kv_channels softmax_scale softmax_type
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-    rotary_interleaved mrope_section apply_rope_fusion
-    rope_type rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings
-    beta_fast beta_slow mscale mscale_all_dim
-    normalization layernorm_epsilon layernorm_zero_centered_gamma
-    gated_linear_unit activation_func
-    moe_router_topk moe_router_score_function moe_router_pre_softmax moe_z_loss_coeff
-    calculate_per_token_loss mtp_num_layers mtp_loss_scaling_factor
-    is_hybrid_model heterogeneous_block_specs mamba_num_groups
-    experimental_attention_variant linear_conv_kernel_dim linear_num_key_heads
-    linear_num_value_heads
-    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
+    rope_type mrope_section apply_rope_fusion activation_func
+    moe_router_topk moe_z_loss_coeff calculate_per_token_loss mtp_num_layers
+    heterogeneous_block_specs is_hybrid_model mamba_num_groups experimental_attention_variant
+    linear_conv_kernel_dim linear_num_key_heads linear_num_value_heads
+    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_loss_coeff
 """
-"""Fields of the job's `TransformerConfig` that its tiny model has too: what changes attention,
-positions, norms, experts, the loss, or recurrent layers. Others have Megatron's default.
+"""Fields of the job's `TransformerConfig` that its tiny model has too: those on which context
+parallelism depends. Others have Megatron's default.
 """
 
 
@@ -117,17 +110,6 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
     }
     values |= _experts(config) | changes_of_layers(args, config, kinds, tp)
     return made(**{name: value for name, value in values.items() if name in fields})
-
-
-def name_of(args: argparse.Namespace, model: Any) -> str:
-    """What a tiny model is called in messages, as in `tiny model of 2 layers` or
-    `tiny model of layers M*-`.
-    """
-    pattern = pattern_of(args)
-    if pattern:
-        return f"tiny model of layers {pattern}"
-    count = len(getattr(getattr(model, "decoder", None), "layers", ())) or args.num_layers
-    return f"tiny model of {count} layer{'s' * (count > 1)}"
 
 
 def with_changes(args: argparse.Namespace, changes: dict[str, Any]) -> argparse.Namespace:

@@ -5,6 +5,7 @@ The rules are made from first principles, token by token. They share no code wit
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from cp_ring.megatron.certificate.dense_oracle import MaskRule
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints
 
 PREFIX = "declared "
 """How the names of such masks begin in the certificate, as in `declared shared-prefix`."""
@@ -41,43 +41,49 @@ def document_rule(
     border = start + torch.tensor([*(prefixes or [0] * len(spans)), 0])[document]
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        of_query, of_key, before = _at(query, document), _at(key, document), _at(query, border)
-        return (of_query >= 0) & (of_query == of_key) & ((key <= query) | (key < before))
+        together = (document[query] >= 0) & (document[query] == document[key])
+        return together & ((key <= query) | (key < border[query]))
 
-    edges = tuple(edge for span in spans for edge in span)
-    return MaskRule(sees, torch.arange(n) - start, document, edges)
+    return MaskRule(sees, torch.arange(n) - start, document, tuple(itertools.chain(*spans)))
 
 
 def _documents(n: int, random: np.random.Generator, prefixes: bool = False) -> Sample:
-    edges = [0, *_cuts(n, 3, random).tolist(), n]
+    edges = [0, *_cuts(n, 3, random), n]
     spans = [*pairwise(edges)]
     lengths = [int(random.integers(0, end - start + 1)) * prefixes for start, end in spans]
     mask = Mask.prefix(n, lengths, edges) if prefixes else Mask.documents(edges)
     return mask, document_rule(n, spans, lengths)
 
 
-def _tree(n: int, random: np.random.Generator, parents: list[int], forest: bool = True) -> Sample:
-    """Branches of random lengths with these parents, and some padding behind them."""
-    edges = [0, *_cuts(n, len(parents), random).tolist()]
+def _tree(n: int, random: np.random.Generator, parents: list[int]) -> tuple[list[int], MaskRule]:
+    """The random lengths of branches with these parents, and their rule; some padding is behind
+    them.
+    """
+    edges = [0, *_cuts(n, len(parents), random)]
     branch, lengths = _numbered(n, [*pairwise(edges)]), np.diff(edges).tolist()
-    position = torch.arange(n) - edges[-1]
-    ends: list[int] = []
+    position, ends = torch.arange(n) - edges[-1], [0] * (len(parents) + 1)  # a root begins at 0
     ancestors = torch.eye(len(parents), dtype=torch.bool)
-    for number, (parent, length) in enumerate(zip(parents, lengths, strict=True)):
-        before = 0 if parent < 0 else ends[parent]
-        position[branch == number] = torch.arange(before, before + length)
-        ends.append(before + length)
+    for number, parent in enumerate(parents):
+        ends[number] = ends[parent] + lengths[number]
+        position[branch == number] = torch.arange(ends[parent], ends[number])
         if parent >= 0:
             ancestors[number] |= ancestors[parent]
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        of_query, of_key = _at(query, branch), _at(key, branch)
-        above = ancestors.to(query.device)[of_query, of_key]
-        return (of_query >= 0) & (of_key >= 0) & above & (key <= query)
+        of_query, of_key = branch[query], branch[key]
+        return (of_query >= 0) & (of_key >= 0) & ancestors[of_query, of_key] & (key <= query)
 
-    rule = MaskRule(sees, position, branch, tuple(edges))
-    if forest:
-        return Mask.tree(parents, lengths, n), rule
+    return lengths, MaskRule(sees, position, branch, tuple(edges))
+
+
+def _branches(n: int, random: np.random.Generator) -> Sample:
+    parents = [-1, 0, 1, 1, 0, -1, 5]
+    lengths, rule = _tree(n, random, parents)
+    return Mask.tree(parents, lengths, n), rule
+
+
+def _shared(n: int, random: np.random.Generator) -> Sample:
+    lengths, rule = _tree(n, random, [-1, 0, 0, 0, -1, 4])
     groups = [(lengths[0], lengths[1:4]), (lengths[4], lengths[5:])]
     return Mask.shared_prefix(groups, n), rule
 
@@ -91,10 +97,9 @@ def _images(n: int, random: np.random.Generator) -> Sample:
     image = _numbered(n, spans)
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        of_query = _at(query, image)
-        return (key <= query) | ((of_query == _at(key, image)) & (of_query >= 0))
+        return (key <= query) | ((image[query] == image[key]) & (image[query] >= 0))
 
-    return Mask.images(n, spans), _plain(sees, n, [edge for span in spans for edge in span])
+    return Mask.images(n, spans), _plain(sees, n, itertools.chain(*spans))
 
 
 def _global(n: int, random: np.random.Generator) -> Sample:
@@ -104,9 +109,9 @@ def _global(n: int, random: np.random.Generator) -> Sample:
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
         near = query - key <= window
-        return (key <= query) & (near | _at(query, everywhere) | _at(key, everywhere))
+        return (key <= query) & (near | everywhere[query] | everywhere[key])
 
-    return Mask.with_global(n, spans, (window, 0)), _plain(sees, n, [0, 1, start, start + 2])
+    return Mask.with_global(n, spans, (window, 0)), _plain(sees, n, itertools.chain(*spans))
 
 
 def _blocks(n: int, random: np.random.Generator) -> Sample:
@@ -129,26 +134,17 @@ def _diffusion(n: int, random: np.random.Generator) -> Sample:
 
 
 def _pieces(n: int, random: np.random.Generator) -> Sample:
-    """Random cells of a grid, some of them cut by a diagonal band: disjoint, and like no mask with
-    a name.
-    """
-    edges = [[0, *_cuts(n, 3, random).tolist(), n] for _ in range(2)]
-    pieces = [
-        (q0, q1, k0, k1, int(random.integers(-n // 2, 1)), int(random.integers(0, n // 2)))
-        for q0, q1 in pairwise(edges[0])
-        for k0, k1 in pairwise(edges[1])
-        if random.random() < 0.6
-    ]
+    """Random cells of a grid, cut by a diagonal band: disjoint, and like no mask with a name."""
+    edges = [0, *_cuts(n, 3, random), n]
+    number, cells = _numbered(n, [*pairwise(edges)]), random.random((4, 4)) < 0.6
+    grid = torch.from_numpy(cells)
+    spans = [edges[i : i + 2] + edges[j : j + 2] for i, j in np.argwhere(cells)]
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        away = key - query
-        allowed = torch.zeros_like(away, dtype=torch.bool)
-        for q0, q1, k0, k1, lo, hi in pieces:
-            cell = (query >= q0) & (query < q1) & (key >= k0) & (key < k1)
-            allowed |= cell & (away >= lo) & (away <= hi)
-        return allowed
+        return grid[number[query], number[key]] & ((key - query).abs() <= n // 2)
 
-    return Mask.from_pieces(n, pieces), _plain(sees, n, [edge for side in edges for edge in side])
+    pieces = [(*span, -(n // 2), n // 2) for span in spans]
+    return Mask.from_pieces(n, pieces), _plain(sees, n, edges)
 
 
 def _numbered(n: int, spans: Sequence[tuple[int, int]]) -> Tensor:
@@ -159,15 +155,9 @@ def _numbered(n: int, spans: Sequence[tuple[int, int]]) -> Tensor:
     return numbers
 
 
-def _at(places: Tensor, values: Tensor) -> Tensor:
-    """The values of tokens at `places`, on their device."""
-    return values.to(places.device)[places]
-
-
-def _cuts(n: int, count: int, random: np.random.Generator) -> Ints:
+def _cuts(n: int, count: int, random: np.random.Generator) -> list[int]:
     """Different places between tokens, in ascending order."""
-    places: Ints = np.sort(random.choice(np.arange(1, n), count, replace=False))
-    return places
+    return sorted(random.choice(np.arange(1, n), count, replace=False).tolist())
 
 
 def _plain(sees: Callable[[Tensor, Tensor], Tensor], n: int, edges: Iterable[int]) -> MaskRule:
@@ -176,12 +166,12 @@ def _plain(sees: Callable[[Tensor, Tensor], Tensor], n: int, edges: Iterable[int
 
 
 _SAMPLES: dict[str, Callable[[int, np.random.Generator], Sample]] = {
-    "causal": lambda n, random: (Mask.causal(n), _plain(lambda query, key: key <= query, n, [0])),
+    "causal": lambda n, random: (Mask.causal(n), _plain(torch.ge, n, [0])),
     "full": lambda n, random: (Mask.full(n), _plain(lambda query, key: query + key >= 0, n, [0])),
     "documents": _documents,
     "prefix": lambda n, random: _documents(n, random, prefixes=True),
-    "shared-prefix": lambda n, random: _tree(n, random, [-1, 0, 0, 0, -1, 4], forest=False),
-    "tree": lambda n, random: _tree(n, random, [-1, 0, 1, 1, 0, -1, 5]),
+    "shared-prefix": _shared,
+    "tree": _branches,
     "images": _images,
     "global": _global,
     "block-causal": _blocks,

@@ -32,14 +32,15 @@ LATENT_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class RandomTensors:
-    """Random tensors of whole batch rows, q [b, n, h, d], dout [b, n, h, e], and what keys and
-    values are made from.
+    """Random tensors of whole batch rows, q [b, n, h, d] and what keys and values are made from;
+    the same on all ranks.
 
     `of_keys` are k [b, n, g, d] and v [b, n, g, e]; where latents travel, latent [b, n, 1, c], rope
     [b, n, 1, r] and weight.
 
-    `sampled` are indices int64 [m] into this rank's tokens, of the queries that are compared and
-    have a gradient; the same for every batch row.
+    `sampled` are indices int64 [m] into this rank's tokens, of the queries that are compared; the
+    same for every batch row. `dout` [b, s, h, e], the gradient of this rank's outputs, is zero for
+    others.
     """
 
     q: Tensor
@@ -66,8 +67,7 @@ def compare(tested: TestedLayer, inputs: RandomTensors, truth: dict[str, Tensor]
 
 
 def draw(tested: TestedLayer, samples: int | None = None) -> RandomTensors:
-    """Random tensors for the microbatch of `tested`, and values of its learnable sinks."""
-    tested.draw_sink()
+    """Random tensors for the microbatch of `tested`."""
     kind, batch = tested.kind, tested.batch
     batch_size, s = batch.positions.shape
     # large ones are drawn where they are needed
@@ -76,7 +76,7 @@ def draw(tested: TestedLayer, samples: int | None = None) -> RandomTensors:
 
     def drawn(*shape: int) -> Tensor:
         x = torch.randn(shape, generator=generator, dtype=torch.float32, device=on_device)
-        return tested.of_first_rank(x.to(tested.dtype)).to(tested.device)
+        return x.to(tested.device, tested.dtype)
 
     def normal(heads: int, size: int) -> Tensor:
         return drawn(batch_size, kind.tokens, heads, size)
@@ -88,16 +88,14 @@ def draw(tested: TestedLayer, samples: int | None = None) -> RandomTensors:
         of_keys = latent_probe.draw(tested.layer.config, kind.groups, normal, drawn)
     else:
         of_keys = {"k": normal(kind.groups, kind.d), "v": normal(kind.groups, kind.e)}
-    dout = normal(kind.heads, kind.e)
-    if samples is None or samples >= s:
-        return RandomTensors(q, of_keys, dout, torch.arange(s, device=tested.device))
-    ends = [0, s // 2 - 1, s // 2, s - 1]  # of the chunks that a rank holds
-    sampled = sorted({*ends, *torch.linspace(1, s - 2, samples - len(ends)).long().tolist()})
-    index = torch.tensor(sampled, device=tested.device)
-    kept = torch.zeros_like(dout)
-    for batch_row, positions in enumerate(batch.positions):
-        kept[batch_row, positions[index]] = dout[batch_row, positions[index]]
-    return RandomTensors(q, of_keys, kept, index)
+    dout = batch.local(normal(kind.heads, kind.e))
+    places = {*range(s)}
+    if samples is not None and samples < s:
+        ends = [0, s // 2 - 1, s // 2, s - 1]  # of the chunks that a rank holds
+        places = {*ends, *torch.linspace(1, s - 2, samples - len(ends)).long().tolist()}
+    sampled = torch.tensor(sorted(places), device=tested.device)
+    kept = torch.zeros_like(dout).index_copy(1, sampled, dout[:, sampled])
+    return RandomTensors(q, of_keys, kept, sampled)
 
 
 def _of_layer(tested: TestedLayer, inputs: RandomTensors) -> dict[str, Tensor]:
@@ -114,21 +112,21 @@ def _of_layer(tested: TestedLayer, inputs: RandomTensors) -> dict[str, Tensor]:
         leaves["sink"] = sink
     with torch.enable_grad():
         out = tested.call(leaves["q"], *_keys(tested, leaves), _latents(tested, leaves))
-        grads = torch.autograd.grad(
-            out,
-            list(leaves.values()),
-            batch.local(inputs.dout),
-            allow_unused=True,
-            materialize_grads=True,
-        )
     computed = {"out": out.detach()[:, inputs.sampled]}
-    for name, grad in zip(leaves, grads, strict=True):
+    for name, grad in _gradients(out, leaves, inputs.dout).items():
         if name in PARAMETERS:
-            computed["d" + name] = tested.summed(grad.detach().double())
+            computed["d" + name] = tested.summed(grad.double())
         else:
             mine = batch.local(grad)
             computed["d" + name] = mine[:, inputs.sampled] if name == "q" else mine
     return computed
+
+
+def _gradients(out: Tensor, leaves: dict[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
+    grads = torch.autograd.grad(
+        out, list(leaves.values()), dout, allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(leaves, grads, strict=True))
 
 
 def _keys(tested: TestedLayer, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -158,26 +156,18 @@ def reference(tested: TestedLayer, inputs: RandomTensors) -> dict[str, Tensor]:
     kind, batch, sink = tested.kind, tested.batch, tested.layer.softmax_offset
     keys = torch.arange(kind.tokens, device=tested.device)
     queries = batch.positions[:, inputs.sampled]
-    batch_rows = torch.arange(len(queries), device=tested.device)[:, None]
-    tensors = {"q": inputs.q[batch_rows, queries], **inputs.of_keys}
-    if sink is not None:
-        tensors["sink"] = sink
+    q = batch.local(inputs.q)[:, inputs.sampled]
+    tensors = {"q": q, **inputs.of_keys} | ({} if sink is None else {"sink": sink})
     leaves = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
     with torch.enable_grad():
         of_rows = zip(leaves["q"], *_keys(tested, leaves), queries, batch.rules, strict=True)
-        out = torch.stack(
-            [
-                attend(
-                    q, k, v, rule.allowed(mine, keys, kind.probed), kind.scale, leaves.get("sink")
-                )
-                for q, k, v, mine, rule in of_rows
-            ]
-        )
-        grads = torch.autograd.grad(
-            out, list(leaves.values()), inputs.dout[batch_rows, queries].double()
-        )
+        outputs = [
+            attend(q, k, v, rule.allowed(mine, keys, kind.probed), kind.scale, leaves.get("sink"))
+            for q, k, v, mine, rule in of_rows
+        ]
+        out = torch.stack(outputs)
     truth = {"out": out.detach()}
-    for name, grad in zip(leaves, grads, strict=True):
+    for name, grad in _gradients(out, leaves, inputs.dout[:, inputs.sampled].double()).items():
         if name == "q":
             truth["dq"] = grad
         elif name not in PARAMETERS:
