@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from cp_ring.comm.latent import LatentKeys
     from cp_ring.comm.transport import ALONE
     from cp_ring.errors import ConfigError, KernelError, PlanError
-    from cp_ring.options import Options
+    from cp_ring.megatron.options import Options
     from cp_ring.plan import Layout, Mask, Plan, PlanSpec
     from cp_ring.prefixes import PrefixPack, prefix_pack
     from cp_ring.sharding import roll, shard, unshard
@@ -45,7 +45,7 @@ _MODULES = {
     "LatentKeys": "cp_ring.comm.latent",
     "Layout": "cp_ring.plan",
     "Mask": "cp_ring.plan",
-    "Options": "cp_ring.options",
+    "Options": "cp_ring.megatron.options",
     "Plan": "cp_ring.plan",
     "PlanError": "cp_ring.errors",
     "PlanSpec": "cp_ring.plan",

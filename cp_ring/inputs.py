@@ -21,8 +21,7 @@ from cp_ring.comm.agreement import EVERY
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import in_one_dtype
-from cp_ring.option_values import either
-from cp_ring.options import SETTINGS, Options, choices
+from cp_ring.options import NUM_SLOTS, WIRE_DTYPES, CallSettings, either
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
 if TYPE_CHECKING:
@@ -44,10 +43,10 @@ class AttentionOptions:
 
     softmax_scale: float | None = None
     deterministic: bool | None = None
-    kernel: str = Options.kernel
-    num_slots: int = Options.num_slots
+    kernel: str = CallSettings.kernel
+    num_slots: int = CallSettings.num_slots
     wire: str = "plain"
-    wire_dtype: str = Options.wire_dtype
+    wire_dtype: str = CallSettings.wire_dtype
     qkv_format: str = "bshd"
     lse: bool = False
     max_logit: bool = False
@@ -57,15 +56,15 @@ class AttentionOptions:
         expect("softmax_scale", self.softmax_scale, Real, NoneType)
         expect("deterministic", self.deterministic, bool, NoneType)
         expect("return_lse", self.lse, bool)
-        least, most = (SETTINGS["num_slots"].metadata[end] for end in ("least", "most"))
+        least, most = NUM_SLOTS
         if not isinstance(self.num_slots, int) or not least <= self.num_slots <= most:
             raise ConfigError(
                 f"num_slots={self.num_slots!r}: it must be a whole number from {least} to {most}"
             )
         if self.wire not in WIRES:
             raise ConfigError(f"wire={self.wire!r}: known are {', '.join(WIRES)}")
-        if self.wire_dtype not in (dtypes := choices("wire_dtype")):
-            raise ConfigError(f"wire_dtype={self.wire_dtype!r}: it must be {either(dtypes)}")
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise ConfigError(f"wire_dtype={self.wire_dtype!r}: it must be {either(WIRE_DTYPES)}")
         if self.qkv_format not in ("bshd", "sbhd"):
             raise ConfigError(f"qkv_format={self.qkv_format!r}: it must be bshd, sbhd, bhsd or thd")
         if self.softmax_scale is not None and not 0 < self.softmax_scale < math.inf:

@@ -1,28 +1,20 @@
-"""Every cp_ring setting, once: its name, default, values, and what it does.
+"""The settings of calls of attention, once: their names, defaults, values, and what they do.
 
-Megatron's parser (`--cp-ring-*`), YAML files (section `cp_ring`), the keywords of `ring_attention`
-that are settings too, and the tables of flags are all made of this one dataclass.
+They are keywords of `ring_attention`, and flags of a job; a job has more of its own
+(`cp_ring.megatron.options`).
 """
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import Field, dataclass, field, fields, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from cp_ring import option_values
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.layout import LAYOUTS, MAX_RANKS, NamedLayout
+from cp_ring.plan.layout import LAYOUTS, MAX_RANKS
 from cp_ring.plan.routes import ROUTES
-from cp_ring.plan.schedule import SLOT_SHARDS, resolve
+from cp_ring.plan.schedule import SLOT_SHARDS, parse, text
 from cp_ring.plan.sizes.attention_sizes import WIRES
-
-MASK_KINDS = (
-    "shared-prefix", "images", "global", "tree", "block-causal", "block-diffusion", "documents",
-    "prefix", "causal", "full", "any",
-)  # fmt: skip
-"""Kinds of masks that batches may declare: names of constructors of `Mask`, and `any`."""
 
 LEFT = {
     "allow_untried": "nothing has to be allowed by name; drop it",
@@ -45,32 +37,6 @@ LEFT = {
 }
 """Settings and keywords of the version before, and what to do in their place."""
 
-LEFT_VALUES = {
-    "kernel": {
-        "cudnn": "transformer_engine has cuDNN's kernels, and flash_aten is PyTorch's own attention"
-    },
-    "route": {
-        "relay": "give direct, and --cp-ring-heads with the ranks of a node, which sends each key "
-        "once to each node",
-        "auto": "give direct, or ring",
-    },
-    "recurrent": {
-        "auto": "give heads, or states where the heads do not divide among the ranks",
-    },
-}
-"""Values of settings of the version before, and what to give in their place."""
-
-
-class OptionError(ConfigError):
-    """A value that a setting cannot have; its one line names the flag."""
-
-    def __init__(self, name: str, value: Any, problem: str) -> None:
-        super().__init__(name, value, problem)
-        self.name, self.value, self.problem = name, value, problem
-
-    def __str__(self) -> str:
-        return f"{Options.flag(self.name)} {self.value!r}: {self.problem}"
-
 
 def _kernels() -> tuple[str, ...]:
     # loads torch, which a command line that names no kernel does without
@@ -79,8 +45,8 @@ def _kernels() -> tuple[str, ...]:
     return ("auto", *REGISTRY)
 
 
-def _setting(default: Any, text: str, **limits: Any) -> Any:
-    """A field of `Options` with its help.
+def setting(default: Any, text: str, **limits: Any) -> Any:
+    """A setting with its help.
 
     choices: the names that it accepts, or a function that returns those registered by now. words:
         names that it accepts beside numbers. least, most: its range. convert: makes a value of
@@ -89,81 +55,56 @@ def _setting(default: Any, text: str, **limits: Any) -> Any:
     return field(default=default, metadata={"text": text, **limits})
 
 
+def schedule_text(value: Any) -> Any:
+    """Reads a list too, as YAML has it: [0, 1, 2, 2] is 0,1,2,2."""
+    if not isinstance(value, str | list | tuple):
+        return value
+    try:
+        return text(parse(text(value)))
+    except PlanError as error:
+        raise ConfigError(str(error).partition(": ")[2]) from None
+
+
+NUM_SLOTS = (2, 8)
+"""The fewest and the most receive buffers."""
+
+WIRE_DTYPES = ("input", "float32", "bfloat16")
+
+
 @dataclass(frozen=True)
-class Options:
-    """Settings of ring attention; immutable, and checked when made.
+class CallSettings:
+    """What calls of attention have in common, whoever calls."""
 
-    Raises `OptionError`, a `ConfigError`, with one line that names the flag and what it accepts.
-    """
-
-    enabled: bool = _setting(
-        False,
-        "Replace core attention by ring attention over the context-parallel group.",
-    )
-    cpu: bool = _setting(
-        False,
-        "Let Megatron run on a machine without CUDA (gloo); inert where CUDA is present.",
-    )
-    kernel: str = _setting(
+    kernel: str = setting(
         "auto",
         "Attention kernel of each tile; auto takes the fastest one that supports the tensors.",
         choices=_kernels,
     )
-    layout: str = _setting(
+    layout: str = setting(
         "zigzag",
         "How tokens are split over ranks: zigzag, as Megatron does; contiguous; balanced, by "
         "the work of documents, masks and the windows of all layers.",
         choices=lambda: tuple(LAYOUTS),
     )
-    document_mask: bool = _setting(
-        False,
-        "Mask packed documents from one another: each ends with the end-of-document token, "
-        "position ids restart in it, and that token's own prediction is not in the loss.",
-    )
-    mask_kinds: str = _setting(
-        "",
-        "Kinds of the masks that batches carry as cp_ring_mask, separated by commas, "
-        f"which the certificate then probes: {', '.join(MASK_KINDS)}; any is every "
-        "mask.",
-        convert=option_values.joined,
-        check=partial(option_values.only_known, "kind of mask", MASK_KINDS),
-    )
-    pack: str = _setting(
-        "first-fit",
-        "How --sft packs conversations into sequences: first-fit, the longest first; in-order; "
-        "or fill, in order and cut at the end of a sequence, so that only the last one has "
-        "padding.",
-        choices=("first-fit", "in-order", "fill"),
-    )
-    cut_long: bool = _setting(
-        False,
-        "Cut conversations that are longer than a batch row (--sft) instead of rejecting them; "
-        "fill cuts anyway.",
-    )
-    balance_microbatches: bool = _setting(
-        False,
-        "Assign the sequences of each step so that microbatches and data-parallel ranks have "
-        "equal work; it changes which sequences share a microbatch, never which are in a step.",
-    )
-    route: str = _setting(
+    route: str = setting(
         "direct",
         "How keys and values reach the ranks that need them: direct, from their owner; ring, from "
         "neighbor to neighbor.",
         choices=lambda: tuple(ROUTES),
     )
-    schedule: str = _setting(
+    schedule: str = setting(
         "auto",
         "At which hop a rank uses the keys of each other rank: auto; ring, one source a hop; "
         "gather, all in one hop; or the hop of each ring distance, as in 0,1,2,2.",
-        convert=option_values.schedule_text,
+        convert=schedule_text,
     )
-    slot_shards: int = _setting(
+    slot_shards: int = setting(
         SLOT_SHARDS,
         "Maximum number of source ranks per hop (KV shards per receive buffer).",
         least=1,
         most=MAX_RANKS,
     )
-    heads: int | str = _setting(
+    heads: int | str = setting(
         1,
         "Ulysses degree: context-parallel ranks in an all-to-all group, which exchange tokens "
         "for heads; the ring runs over the groups. 1 is ring only, auto takes the fastest by "
@@ -171,247 +112,27 @@ class Options:
         least=1,
         words=("auto",),
     )
-    num_slots: int = _setting(
+    num_slots: int = setting(
         2,
         "Number of receive buffers for keys and values; memory grows with it, not with cp.",
-        least=2,
-        most=8,
+        least=NUM_SLOTS[0],
+        most=NUM_SLOTS[1],
     )
-    wire: str = _setting(
+    wire: str = setting(
         "auto",
         "How keys and values are encoded on the wire: plain, unchanged; latent, the MLA "
         "latents; int8 or fp8, quantized per token and head, at a cost in accuracy; auto is "
         "latent where the time model predicts a gain, else plain.",
         choices=lambda: ("auto", *WIRES),
     )
-    wire_dtype: str = _setting(
+    wire_dtype: str = setting(
         "input",
         "Precision of partial key and value gradients on the wire.",
-        choices=("input", "float32", "bfloat16"),
-    )
-    recurrent: str = _setting(
-        "heads",
-        "What ranks exchange for recurrent layers: heads, an all-to-all as in Megatron; states, "
-        "where each rank scans its own tokens and states pass by one gather; or one of these per "
-        "kind, as in mamba=states,gdn=heads.",
-        convert=option_values.joined,
-        check=option_values.ways_of,
-    )
-    recompute: str = _setting(
-        "keep",
-        "Recomputed attention layers: keep their out and lse, so that the ring runs once; or "
-        "replay the ring.",
-        choices=("keep", "replay"),
-    )
-    loss_chunk: int = _setting(
-        0,
-        "Chunk size in tokens of logits and loss, whose logits are recomputed in backward, so "
-        "that those of a long sequence need not fit into memory; 0 computes all at once.",
-        least=0,
-    )
-    stock_loss_average: bool = _setting(
-        False,
-        "Without --calculate-per-token-loss, average the means of context-parallel ranks as "
-        "stock Megatron does, for a comparison bit by bit; tokens on ranks with few valid "
-        "tokens then weigh more.",
-    )
-    hop_timeout: float = _setting(
-        600,
-        "Timeout in seconds of a hop, after which the job ends with a report; a collective that "
-        "takes longer is reported alone. 0 disables it.",
-        least=0,
-        most=10**7,
-    )
-    compare_every: int = _setting(
-        16,
-        "Check that ranks agree on what they compute for one in so many new plans, after the "
-        "first 32 of a group; 0 disables it. Packed documents bring a new plan with every "
-        "microbatch.",
-        least=0,
-    )
-    timing: int = _setting(
-        0,
-        "Sampling interval, in steps, of timing: what attention computes, what it waits for, and "
-        "the slowest rank; 0 disables it.",
-        least=0,
-    )
-    debug: bool = _setting(
-        False,
-        "Fill receive buffers with NaN and check the agreement of ranks at every call. Slow.",
-    )
-    certify: str = _setting(
-        "on",
-        "Probe masks, attention, loss and gradients on this job's own ranks before training, "
-        "and stop the job if they are not what its flags declare; writes a certificate beside "
-        "the checkpoints. strict also stops a job of which a part cannot be probed; only trains "
-        "nothing.",
-        choices=("on", "off", "strict", "only"),
-        convert=option_values.on_or_off,
+        choices=WIRE_DTYPES,
     )
 
-    def __post_init__(self) -> None:
-        for setting in fields(self):
-            value, default = getattr(self, setting.name), setting.default
-            if type(value) is type(default) and value == default:
-                continue  # and the names of kernels, which need torch, are not asked for
-            try:
-                left = LEFT_VALUES.get(setting.name, {}).get(str(value))
-                if left:
-                    raise ConfigError(f"it left cp_ring: {left}")
-                object.__setattr__(self, setting.name, option_values.read(setting, value))
-            except ConfigError as error:
-                raise OptionError(setting.name, value, str(error)) from None
 
-    @classmethod
-    def make(cls, **values: Any) -> Options:
-        """As the constructor, but an unknown setting is a `ConfigError` too."""
-        for name in values:
-            if name in LEFT:
-                raise ConfigError(f"{name} left cp_ring: {LEFT[name]}")
-            if name not in SETTINGS:
-                raise ConfigError(f"cp_ring has no setting {name!r}; it has {', '.join(SETTINGS)}")
-        return cls(**values)
-
-    @property
-    def named_layout(self) -> NamedLayout:
-        """What is known of `layout`."""
-        return NamedLayout.named(self.layout)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds in `mask_kinds`."""
-        return tuple(self.mask_kinds.split(",")) if self.mask_kinds else ()
-
-    @property
-    def recurrent_ways(self) -> dict[str, str]:
-        """What ranks exchange, heads or states, for each of `RECURRENT_KINDS`."""
-        return option_values.ways_of(self.recurrent)
-
-    def without_auto(self) -> Options:
-        """With the simplest shape in place of `auto`: what runs with it runs with any."""
-        return replace(self, heads=1 if self.heads == "auto" else self.heads)
-
-    def check_schedule(self, cp: int) -> None:
-        """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than
-        `slot_shards` sources at a hop.
-
-        With `heads` it is that of the ring's members, with `auto` that of the ranks.
-        """
-        heads = int(self.without_auto().heads)
-        if cp % heads:
-            raise ConfigError(
-                f"{self.flag('heads')} {heads} does not divide the {cp} context-parallel ranks: "
-                "change either"
-            )
-        try:
-            resolve(self.schedule, cp // heads, self.slot_shards)
-        except PlanError as error:
-            named = str(error).replace("schedule ", self.flag("schedule") + " ", 1)
-            raise ConfigError(named.replace("slot_shards", self.flag("slot_shards"))) from None
-
-    @staticmethod
-    def flag(name: str) -> str:
-        """The command-line flag of a setting: `enabled` is `--cp-ring`, `num_slots` is
-        `--cp-ring-num-slots`.
-        """
-        return "--cp-ring" if name == "enabled" else "--cp-ring-" + name.replace("_", "-")
-
-    @classmethod
-    def add_arguments(
-        cls, parser: argparse.ArgumentParser, hidden: bool = False
-    ) -> argparse.ArgumentParser:
-        """Adds every setting as a flag; values are checked later, by `from_args`, for one clear
-        message.
-
-        With `hidden` the parser's help does not list them.
-        """
-        group = parser.add_argument_group(
-            title="cp_ring", description="ring attention for context parallelism"
-        )
-        for name, setting in SETTINGS.items():
-            known = f"; one of {', '.join(choices(name))}" if choices(name) else ""
-            shown = f"{setting.metadata['text']} (default: {setting.default}{known})"
-            shown = argparse.SUPPRESS if hidden else shown.replace("%", "%%")
-            options: dict[str, Any] = {
-                "dest": _dest(name), "default": setting.default, "help": shown,
-            }  # fmt: skip
-            if setting.type == "bool":
-                switch = argparse.BooleanOptionalAction if setting.default else "store_true"
-                group.add_argument(cls.flag(name), action=switch, **options)
-                continue
-            if name == "certify":
-                options |= {"nargs": "?", "const": "on"}
-            group.add_argument(cls.flag(name), metavar=name.upper(), **options)
-            if name == "certify":
-                group.add_argument(
-                    "--no-" + cls.flag(name)[2:], action="store_const", const="off",
-                    dest=_dest(name), help=argparse.SUPPRESS if hidden else None,
-                )  # fmt: skip
-        for name in LEFT:
-            group.add_argument(
-                cls.flag(name), nargs="?", action=_Left, dest=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )  # fmt: skip
-        return parser
-
-    @classmethod
-    def help(cls, width: int | None = None) -> str:
-        """The flags and what they do, as argparse prints them, without any other flag."""
-        parser = argparse.ArgumentParser(
-            add_help=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, width=width)
-        )
-        shown = cls.add_arguments(parser).format_help()
-        return shown[shown.index("cp_ring:") :]
-
-    @classmethod
-    def table(cls) -> list[dict[str, str]]:
-        """One entry per flag: flag, default, values, and what it does."""
-        return [
-            {
-                "flag": cls.flag(name),
-                "default": "off" if setting.default is False else str(setting.default) or "none",
-                "values": ", ".join(choices(name)) or option_values.KINDS[str(setting.type)][1],
-                "what it does": setting.metadata["text"],
-            }
-            for name, setting in SETTINGS.items()
-        ]
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> Options:
-        """Reads the flags that `add_arguments` added from a parsed namespace."""
-        parsed = vars(args)
-        return cls(**{name: parsed[_dest(name)] for name in SETTINGS if _dest(name) in parsed})
-
-    def to_args(self) -> list[str]:
-        """The flags that differ from their defaults, as a command line."""
-        line: list[str] = []
-        for name, setting in SETTINGS.items():
-            value = getattr(self, name)
-            if value != setting.default:
-                switch = self.flag(name) if value is True else "--no-" + self.flag(name)[2:]
-                line += [switch] if setting.type == "bool" else [self.flag(name), str(value)]
-        return line
-
-
-SETTINGS: dict[str, Field[Any]] = {setting.name: setting for setting in fields(Options)}
-"""The fields of `Options` by name."""
-
-
-class _Left(argparse.Action):
-    """A flag of the version before."""
-
-    def __call__(self, *given: Any) -> None:
-        flag = given[-1]
-        name = flag.removeprefix("--cp-ring-").replace("-", "_")
-        raise ConfigError(f"{flag} left cp_ring: {LEFT[name]}")
-
-
-def choices(name: str) -> tuple[str, ...]:
-    """The names that a setting accepts, () if it is not a choice. Kernels, layouts and routes are
-    those registered by now.
-    """
-    return option_values.choices_of(SETTINGS[name])
-
-
-def _dest(name: str) -> str:
-    return "cp_ring" if name == "enabled" else f"cp_ring_{name}"
+def either(names: Sequence[str]) -> str:
+    """The names as in a sentence: 'a', 'b' or 'c'."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.errors import ConfigError, PlanError, expect
-from cp_ring.options import Options
+from cp_ring.options import CallSettings
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec, plan
@@ -52,10 +52,10 @@ class PlanOptions:
     cu_seqlens: Offsets | None = None
     mask: Mask | None = None
     plan: Plan | RankPlan | None = None
-    layout: str | Layout = Options.layout
-    route: str = Options.route
-    schedule: str | Sequence[int] = Options.schedule
-    heads: int | str = Options.heads
+    layout: str | Layout = CallSettings.layout
+    route: str = CallSettings.route
+    schedule: str | Sequence[int] = CallSettings.schedule
+    heads: int | str = CallSettings.heads
 
     def __post_init__(self) -> None:
         mask, heads, layout = self.mask, self.heads, self.layout

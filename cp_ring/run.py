@@ -18,8 +18,8 @@ from cp_ring.megatron import signals
 from cp_ring.megatron.flags import argument_parser
 from cp_ring.megatron.flags.rule import check_rules
 from cp_ring.megatron.flags.rules import SCRIPT
+from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import ending_soon, reject, rejecting
-from cp_ring.options import Options
 from cp_ring.patches.install import install, job_of, log_steps
 
 _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from cp_ring.megatron.flags.argument_parser import add_own_arguments, reject_flags
-from cp_ring.options import Options
+from cp_ring.megatron.options import Options
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 

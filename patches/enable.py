@@ -14,9 +14,9 @@ from cp_ring.megatron import program
 from cp_ring.megatron.compat import check_version, development
 from cp_ring.megatron.flags.rule import Job, check_rules
 from cp_ring.megatron.flags.rules import PROGRAM
+from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import configure
-from cp_ring.options import Options
 
 
 def enable(

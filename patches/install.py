@@ -15,9 +15,9 @@ from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.compat import check_version, development
 from cp_ring.megatron.flags.rule import Job
+from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import configure, current, flags
-from cp_ring.options import Options
 
 
 def install(argv: Sequence[str]) -> Options:

@@ -6,7 +6,8 @@ import pytest
 
 import cp_ring
 from cp_ring import ConfigError, ring_attention
-from cp_ring.options import LEFT, LEFT_VALUES, SETTINGS, Options
+from cp_ring.megatron.options import LEFT_VALUES, SETTINGS, Options
+from cp_ring.options import LEFT
 from tests.rings import Case
 
 

@@ -115,9 +115,9 @@ def test_bad_names_are_one_line_that_names_the_flag(values, says):
 
 
 ADDED = {
-    "cp_ring/options.py": (
-        "    wire_dtype: str = _setting(\n",
-        '    shiny: int = _setting(3, "How much it shines.", least=1)\n',
+    "cp_ring/megatron/options.py": (
+        "    cpu: bool = setting(\n",
+        '    shiny: int = setting(3, "How much it shines.", least=1)\n',
     ),
     "cp_ring/megatron/flags/rules.py": (
         "RING = (\n",

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.options import Options
 from cp_ring.megatron.wrapping import replaced
-from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
 
 LayerWindows = tuple[tuple[tuple[int, int], int], ...]

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_ring.megatron import compat
+from cp_ring.megatron.options import Options
 from cp_ring.observe import timing
 from cp_ring.observe.timing import Findings, RankTimes
-from cp_ring.options import Options
 
 
 class StepTiming:

@@ -129,7 +129,7 @@ def accuracy(
     as_json: AsJson = False,
 ) -> None:
     """Compare errors with those of one kernel call. Both against float64, on the whole sequence."""
-    from cp_ring.options import Options
+    from cp_ring.megatron.options import Options
     from cp_ring.tools.bench_accuracy import AccuracyCases, run
 
     Options(kernel=kernel)

@@ -80,7 +80,7 @@ def doctor() -> None:
 @app.command(cls=QuietCommand)
 def flags() -> None:
     """List the flags that cp_ring adds to a script."""
-    from cp_ring.options import Options
+    from cp_ring.megatron.options import Options
 
     print(Options.help(), end="")
 

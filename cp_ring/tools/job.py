@@ -25,8 +25,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from cp_ring.errors import ConfigError, Reasons, one_line
+from cp_ring.megatron.options import SETTINGS, OptionError, Options
 from cp_ring.options import LEFT as LEFT_SETTINGS
-from cp_ring.options import SETTINGS, OptionError, Options
 
 if TYPE_CHECKING:
     from cp_ring.tools.corpus import Corpus

@@ -13,6 +13,7 @@ import numpy as np
 import typer
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron.attention_sizes import attention_sizes
 from cp_ring.plan.cost import AttentionTime, attention_time, bytes_between_nodes, cost
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import ASSUMED, KERNELS, call_groups, lower
@@ -186,7 +187,7 @@ def _of_job(job: str, overrides: list[str] | None) -> Asked:
     kind = kinds if isinstance(kinds, str) else kinds[0]
     spec = spec_of_layer(kind, settings, ranks, levels)
     wire = "plain" if settings.wire == "auto" else settings.wire
-    sizes = replace(AttentionSizes.from_megatron(megatron, tp), wire=wire)
+    sizes = replace(attention_sizes(megatron, tp), wire=wire)
     near = node_size([*range(0, tp * ranks, tp)], 8)
     return Asked(ranks, n, windows[0], spec, sizes, near)
 

@@ -16,8 +16,9 @@ from math import log, sqrt
 from typing import NamedTuple
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron.attention_sizes import attention_sizes
 from cp_ring.megatron.flags.layer_pattern import expert_layers, letters_of, shown_pattern
-from cp_ring.options import Options
+from cp_ring.megatron.options import Options
 from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES, AttentionSizes, LatentSizes
 from cp_ring.plan.sizes.device_rates import Rates
 
@@ -188,7 +189,7 @@ def model_sizes(
             f"cp-ring tune knows models whose layers all have the same attention: leave out {shown}"
         )
     try:
-        whole = AttentionSizes.from_megatron(args)
+        whole = attention_sizes(args)
     except PlanError as error:
         raise ConfigError(str(error)) from None
     ffn = args.ffn_hidden_size or (

@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 
 import cp_ring
-from cp_ring.options import Options
+from cp_ring.megatron.options import Options
 from cp_ring.tools.job import JobConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"

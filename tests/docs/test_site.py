@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_ring.options import SETTINGS, Options
+from cp_ring.megatron.options import SETTINGS, Options
 from tests.docs import reference
 from tests.docs.troubleshooting import BEGIN, END, PAGE, written
 

@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from cp_ring.megatron import settings
 from cp_ring.megatron.data.documents import DocumentParams, Documents
+from cp_ring.megatron.options import Options
 from cp_ring.megatron.specs import with_ring_attention
-from cp_ring.options import Options
 from tests.fakegpu.accesses import mark, recorded
 from tests.fakegpu.plants import PLANTS
 

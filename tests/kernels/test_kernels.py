@@ -9,7 +9,7 @@ import torch
 
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, choose, merge_
-from cp_ring.options import choices
+from cp_ring.megatron.options import choices
 from cp_ring.testing.oracle import error
 
 CPU = torch.device("cpu")

@@ -244,8 +244,8 @@ def test_errors_are_one_line_also_once_process_groups_exist(monkeypatch, capsys)
     ],
 )
 def test_choices(flags, choice):
+    from cp_ring.megatron.options import Options
     from cp_ring.megatron.settings import flags as read
-    from cp_ring.options import Options
 
     config = read(flags)
     assert config.certify == choice and read(config.to_args()).certify == choice

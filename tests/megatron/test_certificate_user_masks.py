@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cp_ring.megatron.certificate.user_masks import PREFIX, sample
-from cp_ring.options import MASK_KINDS
+from cp_ring.megatron.options import MASK_KINDS
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0)])

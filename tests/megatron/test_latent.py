@@ -10,7 +10,7 @@ import torch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.latent_tap import LatentTap, _IntoMainGrad, _normalized, link, linked
 from cp_ring.megatron.flags.codec_choice import choose_wire, latent_problem
-from cp_ring.options import Options
+from cp_ring.megatron.options import Options
 
 ALONE = SimpleNamespace(size=lambda: 1)
 C, KEY, VALUE, HEADS = 6, 4, 3, 2

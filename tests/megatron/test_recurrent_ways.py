@@ -9,7 +9,7 @@ import pytest
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.attention_rules import DOCUMENTS
 from cp_ring.megatron.flags.rule import Job, problem
-from cp_ring.options import Options
+from cp_ring.megatron.options import Options
 
 
 def line(recurrent: str, cp: int, **given) -> str:

@@ -22,7 +22,7 @@ import os, sys
 before = set(sys.modules)
 import megatron.training.arguments as arguments
 import torch
-from cp_ring.options import SETTINGS, Options
+from cp_ring.megatron.options import SETTINGS, Options
 from cp_ring import patches
 print("applied:", patches.applied())
 print("argv:", sys.argv[1:], "name:", __name__, "path:", sys.path[0] == os.path.dirname(os.path.abspath(__file__)))

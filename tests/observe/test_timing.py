@@ -9,9 +9,9 @@ import torch
 
 import cp_ring
 from cp_ring.megatron import step_timing
+from cp_ring.megatron.options import Options
 from cp_ring.observe import spans, timing
 from cp_ring.observe.timing import RankTimes
-from cp_ring.options import Options
 from cp_ring.testing.local_ring import LocalRing
 
 

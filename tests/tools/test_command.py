@@ -12,7 +12,7 @@ import yaml
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import argument_parser
-from cp_ring.options import SETTINGS, Options
+from cp_ring.megatron.options import SETTINGS, Options
 from cp_ring.tools import LEFT, train
 from cp_ring.tools import job as jobs
 from cp_ring.tools import main as console_script

@@ -19,8 +19,8 @@ from torch import Tensor
 from cp_ring.comm.latent import Latents
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.codec_choice import check_latent
+from cp_ring.megatron.options import Options
 from cp_ring.megatron.wrapping import around, before_first_call
-from cp_ring.options import Options
 from cp_ring.runtime import RUNTIME
 
 _PLAIN = ("ColumnParallelLinear", "TEColumnParallelLinear")

@@ -19,7 +19,7 @@ from unittest import mock
 
 from cp_ring.errors import one_line
 from cp_ring.megatron.compat import logits_without_te
-from cp_ring.options import Options
+from cp_ring.megatron.options import Options
 
 _HOPPER = (9, 0)
 _FUSED = {

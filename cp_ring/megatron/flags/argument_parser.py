@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 from cp_ring.errors import ConfigError, Reasons
-from cp_ring.options import Options
+from cp_ring.megatron.options import Options
 from cp_ring.runtime import RUNTIME
 
 

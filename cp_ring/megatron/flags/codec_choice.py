@@ -9,12 +9,13 @@ from typing import Any
 
 from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.attention_sizes import attention_sizes
 from cp_ring.megatron.flags import attention_rules, comm_types
 from cp_ring.megatron.flags.layer_pattern import SPARSE, letters_of
 from cp_ring.megatron.flags.rule import Job, problem
+from cp_ring.megatron.options import Options
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.rejection import note
-from cp_ring.options import Options
 from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
 
@@ -61,7 +62,7 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
 
 
 def _sizes(args: argparse.Namespace, wire: str) -> AttentionSizes:
-    return AttentionSizes.from_megatron(args, args.tensor_model_parallel_size, wire)
+    return attention_sizes(args, args.tensor_model_parallel_size, wire)
 
 
 def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import rules
 from cp_ring.megatron.flags.rule import Job, check_rules
-from cp_ring.options import Options
+from cp_ring.megatron.options import Options
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.schedule import parse
 

@@ -21,7 +21,7 @@ from cp_ring.megatron.flags.layer_pattern import (
     pattern_of,
     shown_pattern,
 )
-from cp_ring.options import Options
+from cp_ring.megatron.options import Options
 
 _WORD = re.compile(r"([\w-]+)(?:([<>=%])(.+))?")
 # of flags whose values have another name

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from cp_ring.errors import Reasons
+from cp_ring.megatron.attention_sizes import attention_sizes
 from cp_ring.megatron.flags import attention_rules, comm_types, rules
 from cp_ring.megatron.flags.codec_choice import choose_wire
 from cp_ring.megatron.flags.layer_pattern import attention_layers, pattern_of
 from cp_ring.megatron.flags.rule import Job, Rule, check_rules
+from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
-from cp_ring.options import Options
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.runtime import RUNTIME
 
 _CHECKPOINTS = ("latest_checkpointed_iteration.txt", "non_persistent", ".metadata")
@@ -209,7 +209,7 @@ def note_recompute(args: argparse.Namespace, config: Options) -> None:
             "which keeps only q, k, v, out and lse: leave it out"
         )
     if args.recompute_granularity == "full" and config.recompute == "keep":
-        sizes = AttentionSizes.from_megatron(args, args.tensor_model_parallel_size)
+        sizes = attention_sizes(args, args.tensor_model_parallel_size)
         of_token = sizes.out_width * sizes.element + sizes.batch * sizes.heads * 4
         kept = args.seq_length // args.context_parallel_size * of_token
         note(
@@ -244,7 +244,7 @@ def note_gather(args: argparse.Namespace, config: Options) -> None:
     cp = args.context_parallel_size
     if cp == 1 or "all_gather" not in comm_types.types_by_layer(args):
         return
-    sizes = AttentionSizes.from_megatron(args, args.tensor_model_parallel_size)
+    sizes = attention_sizes(args, args.tensor_model_parallel_size)
     held = args.seq_length // cp * (cp - 1) * sizes.key_width * sizes.element
     note(
         f"--cp-comm-type all_gather: a receive buffer holds the keys and values of {cp - 1} other "

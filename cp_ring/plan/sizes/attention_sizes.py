@@ -6,9 +6,8 @@ head sizes of keys and values, all for one token of one batch row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.sizes.head_split import split_heads
@@ -142,47 +141,6 @@ class AttentionSizes:
             raise PlanError(f"wire {self.wire!r}: known are {', '.join(WIRES)}")
         if self.codec.latent and self.latent is None:
             raise PlanError(f"wire {self.wire} needs the sizes of multi-latent attention")
-
-    @classmethod
-    def from_megatron(cls, source: Any, tp: int = 1, wire: str = "plain") -> AttentionSizes:
-        """Attention of one layer on a rank of `tp` tensor-parallel ones.
-
-        `source` are Megatron's arguments, or settings by their names; what they lack has Megatron's
-        default.
-        """
-        settings: Mapping[str, Any] = source if isinstance(source, Mapping) else vars(source)
-
-        def size(name: str, default: int) -> int:
-            return int(settings.get(name) or default)
-
-        heads = size("num_attention_heads", 1)
-        groups = size("num_query_groups", heads) if settings.get("group_query_attention") else heads
-        width = value_width = size("kv_channels", size("hidden_size", heads) // heads)
-        latent = None
-        # the ring moves the keys and values of every head, unless latents travel
-        if settings.get("multi_latent_attention"):
-            sizes = {
-                "kv_lora_rank": 512,
-                "qk_pos_emb_head_dim": 64,
-                "qk_head_dim": 128,
-                "v_head_dim": 128,
-            }
-            latent = LatentSizes(*(size(name, default) for name, default in sizes.items()))
-            groups, width, value_width = heads, latent.nope + latent.rope, latent.value
-        dtype = "bf16" if settings.get("bf16") else "fp16" if settings.get("fp16") else "fp32"
-        heads, groups, width, value_width = (
-            max(1, each) for each in (heads // tp, groups // tp, width, value_width)
-        )
-        return cls(
-            heads,
-            groups,
-            width,
-            value_width,
-            dtype,
-            batch=size("micro_batch_size", 1),
-            wire=wire,
-            latent=latent,
-        )
 
     @property
     def codec(self) -> Wire:

@@ -10,8 +10,8 @@ from dataclasses import Field
 from functools import partial
 from typing import Any
 
-from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.schedule import parse, text
+from cp_ring.errors import ConfigError
+from cp_ring.options import either
 
 RECURRENT_KINDS = ("mamba", "gdn")
 """Kinds of recurrent layers: Mamba, and gated delta net."""
@@ -41,16 +41,6 @@ def ways_of(text: str) -> dict[str, str]:
                 f"{', '.join(RECURRENT_KINDS)}, as in mamba=states,gdn=heads"
             )
     return dict.fromkeys(RECURRENT_KINDS, "heads") | dict(pairs)
-
-
-def schedule_text(value: Any) -> Any:
-    """Reads a list too, as YAML has it: [0, 1, 2, 2] is 0,1,2,2."""
-    if not isinstance(value, str | list | tuple):
-        return value
-    try:
-        return text(parse(text(value)))
-    except PlanError as error:
-        raise ConfigError(str(error).partition(": ")[2]) from None
 
 
 def on_or_off(value: Any) -> Any:
@@ -95,12 +85,6 @@ KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "int | str": (partial(_number, int, "an", "integer"), "text"),
     "str": (_text, "text"),
 }
-
-
-def either(names: Sequence[str]) -> str:
-    """The names as in a sentence: 'a', 'b' or 'c'."""
-    *others, last = map(repr, names)
-    return f"{', '.join(others)} or {last}"
 
 
 def choices_of(setting: Field[Any]) -> tuple[str, ...]:
