@@ -37,6 +37,21 @@ LEFT = {
 }
 """Settings and keywords of the version before, and what to do in their place."""
 
+LEFT_VALUES = {
+    "kernel": {
+        "cudnn": "transformer_engine has cuDNN's kernels, and flash_aten is PyTorch's own attention"
+    },
+    "route": {
+        "relay": "give direct, and --cp-ring-heads with the ranks of a node, which sends each key "
+        "once to each node",
+        "auto": "give direct, or ring",
+    },
+    "recurrent": {
+        "auto": "give heads, or states where the heads do not divide among the ranks",
+    },
+}
+"""Values of settings of the version before, and what to give in their place."""
+
 
 def _kernels() -> tuple[str, ...]:
     # loads torch, which a command line that names no kernel does without

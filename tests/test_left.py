@@ -6,8 +6,8 @@ import pytest
 
 import cp_ring
 from cp_ring import ConfigError, ring_attention
-from cp_ring.megatron.options import LEFT_VALUES, SETTINGS, Options
-from cp_ring.options import LEFT
+from cp_ring.megatron.options import SETTINGS, Options
+from cp_ring.options import LEFT, LEFT_VALUES
 from tests.rings import Case
 
 

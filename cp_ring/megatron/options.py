@@ -13,7 +13,7 @@ from typing import Any
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron import option_values
-from cp_ring.options import LEFT, CallSettings, setting
+from cp_ring.options import LEFT, LEFT_VALUES, CallSettings, setting
 from cp_ring.plan.layout import NamedLayout
 from cp_ring.plan.schedule import resolve
 
@@ -22,21 +22,6 @@ MASK_KINDS = (
     "prefix", "causal", "full", "any",
 )  # fmt: skip
 """Kinds of masks that batches may declare: names of constructors of `Mask`, and `any`."""
-
-LEFT_VALUES = {
-    "kernel": {
-        "cudnn": "transformer_engine has cuDNN's kernels, and flash_aten is PyTorch's own attention"
-    },
-    "route": {
-        "relay": "give direct, and --cp-ring-heads with the ranks of a node, which sends each key "
-        "once to each node",
-        "auto": "give direct, or ring",
-    },
-    "recurrent": {
-        "auto": "give heads, or states where the heads do not divide among the ranks",
-    },
-}
-"""Values of settings of the version before, and what to give in their place."""
 
 
 class OptionError(ConfigError):
