@@ -210,12 +210,12 @@ def _make_calls(
     reverse = lowered.reverse.tolist()
     shift = grad_shift[lowered.parent].tolist()
     for group in call_groups(lowered, varlen):
-        if len(group) == 1 and not filled[group[0]]:
-            yield _single(tiles[group[0]], shift[group[0]], reverse[group[0]])
+        first = group[0][0]
+        if group == [[first]] and not filled[first]:
+            yield _single(tiles[first], shift[first], reverse[first])
         else:
-            yield _packed(
-                [tiles[i] for i in group], [shift[i] for i in group], reverse[group[0]], shard
-            )
+            sequences = [[(tiles[i], shift[i]) for i in sequence] for sequence in group]
+            yield _packed(sequences, reverse[first], shard)
 
 
 def _window(tile: Tile) -> tuple[int, int]:
@@ -291,14 +291,23 @@ class _Single:
         return x.flip(1) if self.reverse else x
 
 
-def _packed(tiles: list[Tile], shift: list[int], reverse: bool, shard: int) -> _Packed:
-    q, k = [(t.q0, t.q1) for t in tiles], [(t.k0, t.k1) for t in tiles]
-    grads = [(t.k0 + s, t.k1 + s) for t, s in zip(tiles, shift, strict=True)]
-    left, right = (-1, 0) if reverse else _window(tiles[0])
+def _packed(sequences: list[list[tuple[Tile, int]]], reverse: bool, shard: int) -> _Packed:
+    """The call of sequences of tiles, each with what leads from its keys to their gradients."""
+    tiles = [tile for sequence in sequences for tile in sequence]
+    first = [sequence[0][0] for sequence in sequences]
+    q, k = [(t.q0, t.q1) for t in first], [(t.k0, t.k1) for t, _ in tiles]
+    grads = [(t.k0 + shift, t.k1 + shift) for t, shift in tiles]
+    left, right = (-1, 0) if reverse else _window(first[0])
     queries, keys = Partial.of(q, reverse=reverse), Partial.of(grads, reverse=reverse)
     of_q, of_k = sizes.sizes_of(_count(q), _count(k), shard) if shard else (0, 0)
+    lengths = [sum(t.k1 - t.k0 for t, _ in sequence) for sequence in sequences]
     return _Packed(
-        _Side.of(q, reverse, of_q), _Side.of(k, reverse, of_k), left, right, queries, keys
+        _Side.of(q, [q1 - q0 for q0, q1 in q], reverse, of_q),
+        _Side.of(k, lengths, reverse, of_k),
+        left,
+        right,
+        queries,
+        keys,
     )
 
 
@@ -310,10 +319,9 @@ def _count(spans: list[tuple[int, int]]) -> int:
 class _Side:
     """The queries of a packed call, or its keys.
 
-    tokens: those of the buffer, in the order of the call. ends: where each tile ends, int32 [tiles
-    + 1]. longest: tokens of the
-    longest tile, or more. count: tokens of all tiles, after which the call may have tokens of no
-    tile.
+    tokens: those of the buffer, in the order of the call. ends: where each sequence ends, int32
+    [sequences + 1]. longest: tokens of the longest sequence, or more. count: tokens of all
+    sequences, after which the call may have tokens of none.
     """
 
     tokens: _Tokens
@@ -322,15 +330,16 @@ class _Side:
     count: int
 
     @classmethod
-    def of(cls, spans: list[tuple[int, int]], reverse: bool, size: int) -> _Side:
-        """The tokens of `spans`. With a size, they are filled up to its class
-        (`cp_ring.kernels.sizes`).
+    def of(
+        cls, spans: list[tuple[int, int]], lengths: list[int], reverse: bool, size: int
+    ) -> _Side:
+        """The tokens of `spans`, as sequences of these lengths. With a size, they are filled up to
+        its class (`cp_ring.kernels.sizes`).
         """
-        lengths = [end - start for start, end in spans]
         ends = np.cumsum([0, *lengths], dtype=np.int32)
         if not size:
             return cls(_Tokens.of(spans, reverse), ends, max(lengths), int(ends[-1]))
-        ends = np.pad(ends, (0, sizes.tiles_of(len(spans)) - len(spans)), mode="edge")
+        ends = np.pad(ends, (0, sizes.tiles_of(len(lengths)) - len(lengths)), mode="edge")
         return cls(_Tokens.of(spans, reverse, sizes.tokens_of(size)), ends, size, int(ends[-1]))
 
 
@@ -370,7 +379,7 @@ class _Tokens:
 
 @dataclass(frozen=True, eq=False)
 class _Packed:
-    """Many tiles with one window in one call. Batch rows become heads: [t, b, h, d] is one stream
+    """Many sequences with one window in one call. Batch rows become heads: [t, b, h, d] is one stream
     of b * h heads.
     """
 

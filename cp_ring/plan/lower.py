@@ -10,7 +10,8 @@ but not required.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ class Capabilities:
     bottom-right aligned windows.
     narrow_bands: bands of up to this many diagonals on a rectangle small enough for a dense mask; 0
     for none.
-    varlen: many tiles of one kind in one call, as long as no two of them share a query.
+    varlen: many tiles of one kind in one call: sequences of queries, each with keys of its own.
     block: tiles whose sides are not multiples of this are packed, as are all tiles of packed
         documents. Packed calls of a new size are slow at first, so they are filled up to few sizes.
         0: any size is as good as another.
@@ -75,14 +76,13 @@ class Lowered:
 
     parent: int64 [count], index of the tile that each one is part of.
     kind: int64 [count], FULL, CAUSAL, REVERSED or BAND.
-    batch: int64 [count], tiles of one number may go to the kernel in one varlen call; all different
-    without `varlen`.
+    alike: int64 [count], tiles of one number may share a varlen call.
     """
 
     tiles: Tiles
     parent: Ints
     kind: Ints
-    batch: Ints
+    alike: Ints
 
     @property
     def reverse(self) -> NDArray[np.bool_]:
@@ -96,7 +96,7 @@ def lower(tiles: Tiles, capabilities: Capabilities, apart: Ints | None = None) -
     """Rewrites `tiles` into disjoint tiles that allow the same pairs and that a kernel of these
     capabilities supports.
 
-    apart: int64 [tiles], such as their hops: tiles with different numbers share no batch.
+    apart: int64 [tiles], such as their hops: tiles with different numbers share no call.
     """
     parent = np.arange(len(tiles))
     tiles = tiles.fitted()
@@ -105,13 +105,7 @@ def lower(tiles: Tiles, capabilities: Capabilities, apart: Ints | None = None) -
     if not capabilities.bands:
         tiles, parent = _flatten(tiles, parent, capabilities.narrow_bands)
     kind = band_kinds(tiles)
-    alike = kind if apart is None else kind + 4 * apart[parent]
-    return Lowered(
-        tiles,
-        parent,
-        kind,
-        _batches(tiles, alike) if capabilities.varlen else np.arange(len(tiles)),
-    )
+    return Lowered(tiles, parent, kind, kind if apart is None else kind + 4 * apart[parent])
 
 
 def band_kinds(tiles: Tiles) -> Ints:
@@ -181,49 +175,63 @@ def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints
     return tiles[which].within(first, last), parent[which]
 
 
-def _batches(tiles: Tiles, kind: Ints) -> Ints:
-    """Numbers the tiles so that tiles of one number are of one kind and share no query; uses few
-    numbers.
-    """
-    batch = np.zeros(len(tiles), np.int64)
-    # of each kind: end of the last tile and number, of each batch
-    ends: dict[int, list[list[int]]] = {}
-    count = 0
-    for index in np.lexsort((tiles.q0, kind)).tolist():
-        start, end = int(tiles.q0[index]), int(tiles.q1[index])
-        of_kind = ends.setdefault(int(kind[index]), [])
-        place = next((place for place in of_kind if place[0] <= start), None)
-        if place is None:
-            of_kind.append(place := [end, count])
-            count += 1
-        place[0], batch[index] = end, place[1]
-    return batch
+def call_groups(lowered: Lowered, varlen: bool) -> list[list[list[int]]]:
+    """Groups of tiles, by index, for one kernel call each: the sequences of the call, each of one
+    tile, or of FULL tiles with the same queries, whose keys follow one another there. One tile each
+    without `varlen`.
 
-
-def call_groups(lowered: Lowered, varlen: bool) -> list[list[int]]:
-    """Groups of tiles, by index, for one kernel call each; one tile each without `varlen`.
-
-    Tiles of a group have the same batch and window, and share neither queries nor keys. They are in
+    Sequences of a call have one kind and window, and share neither queries nor keys. They are in
     the order of their queries. So each token of dk and dv gets one addition, and the sum does not
     depend on the order.
     """
     tiles = lowered.tiles
     if not varlen:
-        return [[index] for index in range(len(tiles))]
-    groups: list[list[int]] = []
-    last: dict[tuple[int, int, int], list[int]] = {}
+        return [[[index]] for index in range(len(tiles))]
     corner = tiles.k1 - tiles.q1
-    left = np.where(tiles.lo == -OPEN, -1, corner - tiles.lo).tolist()
-    right = np.where(tiles.hi == OPEN, -1, tiles.hi - corner).tolist()
-    starts, ends, reverse = tiles.k0.tolist(), tiles.k1.tolist(), lowered.reverse.tolist()
-    for index in np.lexsort((tiles.q0, lowered.batch)).tolist():
-        window = (0, 0) if reverse[index] else (left[index], right[index])
-        open_groups = last.setdefault((int(lowered.batch[index]), *window), [])
-        for number in open_groups:
-            if ends[groups[number][-1]] <= starts[index]:
-                groups[number].append(index)
-                break
-        else:
-            open_groups.append(len(groups))
-            groups.append([index])
-    return groups
+    left = np.where(tiles.lo == -OPEN, -1, corner - tiles.lo)
+    right = np.where(tiles.hi == OPEN, -1, tiles.hi - corner)
+    one_window = np.stack([lowered.alike, left, right])
+    one_window[1:, lowered.reverse] = 0
+    kinds, full = list(map(tuple, one_window.T.tolist())), (lowered.kind == FULL).tolist()
+    queries, keys = (list(map(tuple, tiles.data[rows].T.tolist())) for rows in ([0, 1], [2, 3]))
+    sequences: list[list[int]] = []
+    last = None
+    for index in np.lexsort((tiles.k0, tiles.q1, tiles.q0, *one_window)).tolist():
+        same = (kinds[index], queries[index]) if full[index] else None
+        if same is None or same != last:
+            sequences.append([])
+        sequences[-1].append(index)
+        last = same
+    calls: dict[tuple[int, ...], list[_Call]] = {}
+    for sequence in sequences:
+        (q0, q1), spans = queries[sequence[0]], [keys[index] for index in sequence]
+        of_kind = calls.setdefault(kinds[sequence[0]], [])
+        call = next((call for call in of_kind if call.has_place(q0, spans)), None)
+        if call is None:
+            of_kind.append(call := _Call())
+        call.add(sequence, q1, spans)
+    return [call.sequences for of_kind in calls.values() for call in of_kind]
+
+
+@dataclass
+class _Call:
+    """A call that is being filled: its sequences, the end of their queries, and their keys."""
+
+    sequences: list[list[int]] = field(default_factory=list)
+    end: int = 0
+    keys: list[tuple[int, int]] = field(default_factory=list)
+
+    def has_place(self, q0: int, keys: list[tuple[int, int]]) -> bool:
+        """Whether queries from `q0` on, and ranges of keys, are none of the call's."""
+        return q0 >= self.end and all(self._is_free(*span) for span in keys)
+
+    def _is_free(self, start: int, end: int) -> bool:
+        place = bisect_left(self.keys, (start, end))
+        before, behind = self.keys[max(place - 1, 0) : place], self.keys[place : place + 1]
+        return all(e <= start for _, e in before) and all(end <= s for s, _ in behind)
+
+    def add(self, sequence: list[int], q1: int, keys: list[tuple[int, int]]) -> None:
+        self.sequences.append(sequence)
+        self.end = q1
+        for span in keys:
+            insort(self.keys, span)

@@ -56,14 +56,11 @@ def _calls(hop: Hop, kernel: Capabilities) -> list[tuple[Partial, Partial, Tiles
         hop.grad_shift[lowered.parent].tolist(),
         lowered.reverse.tolist(),
     )
-    return [
-        (
-            Partial.of([(tiles[i].q0, tiles[i].q1) for i in group], reverse=reverse[group[0]]),
-            Partial.of(
-                [(tiles[i].k0 + shift[i], tiles[i].k1 + shift[i]) for i in group],
-                reverse=reverse[group[0]],
-            ),
-            lowered.tiles[np.array(group)],
-        )
-        for group in call_groups(lowered, kernel.varlen)
-    ]
+    found = []
+    for sequences in call_groups(lowered, kernel.varlen):
+        group, back = [i for sequence in sequences for i in sequence], reverse[sequences[0][0]]
+        queries = [(tiles[i].q0, tiles[i].q1) for i, *_ in sequences]
+        keys = [(tiles[i].k0 + shift[i], tiles[i].k1 + shift[i]) for i in group]
+        parts = (Partial.of(spans, reverse=back) for spans in (queries, keys))
+        found.append((*parts, lowered.tiles[np.array(group)]))
+    return found

@@ -104,6 +104,21 @@ def test_random_tiles(capabilities, b):
             assert float((x - y).abs().max()) < 1e-12, (name, seed)
 
 
+@pytest.mark.parametrize("reverse_order", [False, True])
+def test_tiles_of_the_same_queries_are_one_sequence(reverse_order):
+    """Rectangles over keys that lie apart in the buffer: one call, and the result of one tile."""
+    tiles = [(0, 9, 20, 25), (9, 30, 3, 11), (0, 9, 11, 17), (9, 30, 30, 40), (0, 9, 0, 2)]
+    tiles = tiles[::-1] if reverse_order else tiles
+    plan = alone(Tiles.of([(*tile, -OPEN, OPEN) for tile in tiles]), 3)
+    (call,) = kernel_calls(plan.hops[0], Capabilities(varlen=True))
+    assert call.q.ends.tolist() == [0, 9, 30] and call.k.ends.tolist() == [0, 13, 31]
+    case = Case.draw(40, h=4, g=2, d=8, e=12, dtype=torch.float64)
+    allowed = paint(plan.hops[0].tiles, 40, 40) > 0
+    got = run(plan, case, Capabilities(varlen=True), 3)
+    for x, y in zip(got, brute_force(case, allowed, scale=0.25), strict=True):
+        assert float((x - y).abs().max()) < 1e-12
+
+
 def documents(count: int, size: int) -> list[int]:
     return np.cumsum([0, *np.random.default_rng(0).integers(3, 2 * size, count).tolist()]).tolist()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cp_ring.plan import Capabilities, Layout, Mask, Plan, Tiles, lower
-from cp_ring.plan.lower import BAND
+from cp_ring.plan.lower import BAND, KERNELS, call_groups
 from tests.plan import samples
 
 BLOCK = 128
@@ -64,8 +64,23 @@ def test_narrow_bands_stay_bands_in_small_rectangles() -> None:
     )
 
 
-def test_documents_of_a_hop_are_one_varlen_batch() -> None:
+def test_documents_of_a_hop_are_one_call_of_each_kind() -> None:
     plan = Plan.build(Mask.documents(samples.exponential(65536, 500, 0)), Layout.zigzag(65536, 8))
     diagonal = plan.ring.tiles[(plan.ring.tile_rank == 0) & (plan.ring.tile_hop == 0)]
     lowered = lower(diagonal, Capabilities(varlen=True))
-    assert len(diagonal) > 8 and len(np.unique(lowered.batch)) <= 4
+    assert len(diagonal) > 8 and len(call_groups(lowered, varlen=True)) <= 4
+
+
+def test_each_hop_of_full_documents_is_one_call() -> None:
+    """Keys of several owners that the same queries see are one sequence of the call."""
+    cu_seqlens = samples.one_long(65536, 700, 0)
+    mask = Mask.documents(cu_seqlens, causal=False)
+    owner = np.random.default_rng(0).permutation(256) % 16
+    plan = Plan.build(mask, Layout(mask.n, 16, np.arange(0, mask.n + 1, 256), owner, "any"))
+    tiles = 0
+    for rank in range(16):
+        for hop in plan.rank_plan(rank).hops:
+            lowered = lower(hop.tiles, KERNELS["flash"])
+            tiles += len(hop.tiles)
+            assert len(call_groups(lowered, varlen=True)) == 1
+    assert tiles > 400

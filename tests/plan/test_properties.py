@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan, lower
 from cp_ring.plan.dense_masks import paint
-from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED
+from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED, Lowered, call_groups
 from cp_ring.plan.proof.verify import check_sources, verify
 from cp_ring.plan.proof.verify_ranks import verify_rank_plans
 from cp_ring.plan.shard_tiles import shard_tiles, tiles_in_stream
@@ -32,8 +33,9 @@ def check_plan(plan: Plan) -> None:
     tiles, _ = tiles_in_stream(plan.ring)
     assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
     assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
+    apart = plan.ring.tile_rank * plan.ring.cp + plan.ring.tile_source
     for capabilities in CAPABILITIES:
-        lowered = lower(plan.ring.tiles, capabilities)
+        lowered = lower(plan.ring.tiles, capabilities, apart)
         allowed = {FULL, CAUSAL, REVERSED} | (
             {BAND} if capabilities.bands or capabilities.narrow_bands else set()
         )
@@ -44,13 +46,7 @@ def check_plan(plan: Plan) -> None:
                 paint(mine, plan.n, plan.n),
                 paint(plan.ring.tiles[parent : parent + 1], plan.n, plan.n),
             )
-        for batch in np.unique(lowered.batch):
-            mine = np.flatnonzero(lowered.batch == batch)
-            assert len(set(lowered.kind[mine].tolist())) == 1
-            queries = np.concatenate(
-                [np.arange(lowered.tiles.q0[i], lowered.tiles.q1[i]) for i in mine]
-            )
-            assert len(queries) == len(np.unique(queries))
+        check_calls(lowered, capabilities.varlen)
     rank = plan.n % plan.cp
     alone = Plan.build_rank_plan(
         plan.mask,
@@ -80,6 +76,23 @@ def check_mutation(plan: Plan, pick: int, seed: int) -> None:
         if parts is not None:
             with pytest.raises(PlanError):
                 verify_rank_plans(plan.ring, parts)
+
+
+def check_calls(lowered: Lowered, varlen: bool) -> None:
+    """Every tile is in one call, whose sequences have tiles of one kind and share no token."""
+    groups = call_groups(lowered, varlen)
+    every = [i for sequences in groups for sequence in sequences for i in sequence]
+    assert sorted(every) == list(range(len(lowered.tiles)))
+    tiles = list(lowered.tiles)
+    for sequences in groups:
+        mine = [i for sequence in sequences for i in sequence]
+        assert len(set(lowered.kind[mine].tolist())) == 1
+        for sequence in sequences:
+            assert len({(tiles[i].q0, tiles[i].q1) for i in sequence}) == 1
+        queries = [(tiles[i].q0, tiles[i].q1) for i, *_ in sequences]
+        keys = sorted((tiles[i].k0, tiles[i].k1) for i in mine)
+        for spans in (queries, keys):
+            assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
 @settings(max_examples=150, **QUIET)
