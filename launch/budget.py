@@ -73,7 +73,7 @@ ROOMS = (
     room("ring 2: Megatron", 72_000, 79_500, _ADAPTER),
     room("ring 3: tools", 23_000, 28_300, "cp_ring/tools"),
     room("all", 200_000, 215_600, "cp_ring patches"),
-    room("tests", 200_000, 263_200, "tests"),
+    room("tests", 200_000, 259_900, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 

@@ -239,8 +239,6 @@ BESIDE_A_PLAN = {
             ConfigError,
             "schedule=3: it must be a name or a list",
         ),
-        ({"schedule": "spiral"}, PlanError, "schedule 'spiral': known are auto, ring, gather"),
-        ({"schedule": (0, 1)}, PlanError, "schedule 0,1: 2 hops for 1 ranks"),
         *(
             (
                 {"mask": Mask.causal(16), name: BESIDE_A_PLAN[name]},
@@ -248,16 +246,6 @@ BESIDE_A_PLAN = {
                 f"{name} and mask are both given",
             )
             for name in ("causal", "window_size", "cu_seqlens")
-        ),
-        (
-            {"mask": lambda b, h, i, j: i >= j},
-            ConfigError,
-            "mask is a function, not a Mask: make one by Mask.from_mask_mod(mask, n)",
-        ),
-        (
-            {"mask": torch.ones(16, 16, dtype=torch.bool)},
-            ConfigError,
-            "mask is a Tensor, not a Mask: make one by Mask.from_dense(mask)",
         ),
         (
             {"mask": Mask.causal(18)},
@@ -269,21 +257,10 @@ BESIDE_A_PLAN = {
             ConfigError,
             "cu_seqlens ends at 9 tokens, of which rank 0 of 1 holds 9, but q has 16",
         ),
-        ({"cu_seqlens": [0, 9, 4, 16]}, PlanError, "cu_seqlens must start at 0 and not decrease"),
-        ({"cu_seqlens": [16]}, PlanError, "cu_seqlens must start at 0 and not decrease, not [16]"),
-        ({"cu_seqlens": [5, 16]}, PlanError, "cu_seqlens must start at 0 and not decrease"),
-        ({"cu_seqlens": [0]}, PlanError, "a stream of 0 tokens"),
-        ({"cu_seqlens": []}, PlanError, "cu_seqlens must start at 0"),
         (
             {"cu_seqlens": [[0, 16]]},
             PlanError,
             "cu_seqlens must be one list of offsets, not an array of shape [1, 2]",
-        ),
-        ({"cu_seqlens": torch.tensor([0, 16.0])}, PlanError, "cu_seqlens must be whole numbers"),
-        (
-            {"cu_seqlens": torch.tensor([False, True])},
-            PlanError,
-            "cu_seqlens must be whole numbers",
         ),
         (
             {"cu_seqlens": [0, 9], "layout": Layout.zigzag(16, 1)},
@@ -300,12 +277,6 @@ BESIDE_A_PLAN = {
         ({"schedule": (0, sys.maxsize)}, PlanError, "schedule 0,9223372036854775807"),
         ({"timeout": 10**400}, ConfigError, "it must be a number of seconds above 0, or None"),
         ({"window_size": 3}, ConfigError, "window_size=3: it must be (left, right)"),
-        ({"window_size": (-2, 0)}, PlanError, "window"),
-        (
-            {"layout": "diagonal"},
-            PlanError,
-            "layout='diagonal': unknown; known are zigzag, contiguous, balanced",
-        ),
         (
             {"layout": Mask.causal(16)},
             ConfigError,
@@ -316,17 +287,6 @@ BESIDE_A_PLAN = {
             ConfigError,
             "layout is for 2 ranks, but the group has 1",
         ),
-        ({"route": "pigeon"}, PlanError, "route='pigeon': unknown; known are direct, ring"),
-        ({"plan": Mask.causal(16)}, PlanError, "plan is a Mask, not a Plan: pass mask="),
-        ({"plan": Layout.zigzag(16, 1)}, PlanError, "plan is a Layout, not a Plan: pass layout="),
-        (
-            {"group": PLAN},
-            ConfigError,
-            "group is a Plan, not a ProcessGroup, a one-dimensional DeviceMesh, a transport or",
-        ),
-        ({"group": PLAN}, ConfigError, "None; pass it as plan="),
-        ({"group": Mask.causal(16)}, ConfigError, "pass it as mask="),
-        ({"group": Layout.zigzag(16, 1)}, ConfigError, "pass it as layout="),
         ({"group": "cp"}, ConfigError, "group is a str, not a ProcessGroup"),
         (
             {"kernel": "warp"},

@@ -1,4 +1,4 @@
-"""Attention through dense scores (`dense`), and in float64 with its gradients (`brute_force`), by no
+"""Attention through dense scores (`dense`), and in float64 with gradients (`brute_force`), by no
 code of cp_ring.
 """
 

@@ -76,7 +76,7 @@ def examine(name, folder, seeds):
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.ci) for name in JOBS],
 )
 def test_a_right_job_passes_with_any_seed(tmp_path, name):
-    for entry in examine(name, tmp_path, range(1, 6) if name in SEEDED else [1]):
+    for entry in examine(name, tmp_path, (1, 2) if name in SEEDED else (1,)):
         assert entry["rejections"] == [] and entry["failure"] == ""
         assert {probe["name"] for probe in entry["probes"]} >= EVERY
         assert entry["untouched"]

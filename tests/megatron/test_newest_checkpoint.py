@@ -122,6 +122,7 @@ def test_where_none_is_whole_the_job_ends_in_one_line(saves, capsys):
 RERUN = 16  # the exit code with which Megatron's rerun machine asks for another start
 
 
+@pytest.mark.ci
 def test_a_job_that_a_nan_has_stopped_starts_again_from_what_megatron_saved(tmp_path):
     """The rerun machine saves a checkpoint that holds its own state, over the one of the step
     before.

@@ -285,39 +285,3 @@ def test_a_cache_of_keys_is_rejected_where_the_ranks_share_the_tokens():
     tokens = torch.zeros(1, 8, dtype=torch.long)
     with pytest.raises(ConfigError, match="needs --context-parallel-size 1"):
         model(tokens, tokens, None, inference_context=StaticInferenceContext(1, 8))
-
-
-def test_cross_attention_is_rejected():
-    from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec
-
-    layer = get_t5_decoder_with_local_block_spec(1).layer_specs[0]
-    with pytest.raises(
-        ConfigError, match="--cp-ring supports self attention; layer 1 is cross attention"
-    ):
-        build_module(layer, config=config(1, normalization="LayerNorm"), layer_number=1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"softmax_type": "learned-twice"},
-            "supports --softmax-type vanilla, off-by-one, learnable, not learned-twice",
-        ),
-        (
-            {"window_size": (4, 2)},
-            r"--window-size \(4, 2\): a causal layer sees nothing after its own position",
-        ),
-        (
-            {"window_size": (4, 0), "window_attn_skip_freq": [1]},
-            "--window-attn-skip-freq has 1 entries, but there is a layer 2",
-        ),
-    ],
-)
-def test_what_a_layer_declares_and_no_kernel_can_do_is_rejected(changes, message):
-    settings = config()
-    for name, value in changes.items():
-        setattr(settings, name, value)
-    with pytest.raises(ConfigError, match=message) as rejection:
-        gpt(settings, get_gpt_layer_local_spec(normalization="RMSNorm"))
-    assert "\n" not in str(rejection.value)

@@ -10,7 +10,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 from packaging.version import Version
 
 from cp_ring.errors import ConfigError
@@ -19,9 +18,6 @@ from tests.megatron import documents as corpora
 from tests.megatron.launch import TINY, launch
 from tests.parity.models import EXPERTS, LATENT, QWEN, REFERENCE, SPARSE
 
-no_cuda = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
-)
 FLAGS = [
     *TINY,
     *shlex.split("--train-iters 5 --log-interval 1 --eval-iters 1 --eval-interval 3 --cp-ring-cpu"),
@@ -138,35 +134,6 @@ def test_shapes_of_pretrain_gpt_of_megatron_lm(megatron_lm):
             assert losses(["--cp-ring", CP, "4", *flags], 4, checkout) == pytest.approx(
                 stock, rel=1e-6
             ), (checkout, flags)
-
-
-@no_cuda
-def test_a_specification_made_by_hand(one_rank):
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from cp_ring.megatron.adapter.attention import RingDotProductAttention
-    from cp_ring.megatron.specs import with_ring_attention
-
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-    )
-    tokens = torch.randint(64, (2, 16))
-    positions = torch.arange(16).expand(2, -1)
-    mask = torch.ones(16, 16).triu(1).bool()[None, None]
-    spec = get_gpt_layer_local_spec()
-    stock, ring = (
-        GPTModel(config, kind, vocab_size=64, max_sequence_length=16)
-        for kind in (spec, with_ring_attention(spec))
-    )
-    ring.load_state_dict(stock.state_dict())
-    assert isinstance(ring.decoder.layers[0].self_attention.core_attention, RingDotProductAttention)
-    torch.testing.assert_close(ring(tokens, positions, None), stock(tokens, positions, mask))
 
 
 def arguments(**values):

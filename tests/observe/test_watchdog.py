@@ -1,7 +1,6 @@
 """A rank that stands still is named, with the hop and the peer that wait for it, and all ranks end."""
 
 import json
-import math
 import multiprocessing as mp
 import os
 import socket
@@ -178,37 +177,6 @@ def test_what_the_device_waits_for_is_seen_though_the_host_does_not_wait(monkeyp
     )
     work.is_completed = lambda: True
     assert dog.waited() == 0.0
-
-
-def test_it_costs_less_than_half_a_percent_of_a_small_hop():
-    """Notes of one hop and one layer, against the attention of 512 tokens to 512 keys, 8 heads of
-    64: a small hop.
-    """
-    watch, work = watchdog.Watch(), []
-    batch = SimpleNamespace(
-        receives=[(None, [torch.zeros(1)])], sends=[], kind="keys", hop=1, ranks=()
-    )
-    q = torch.randn(1, 512, 8, 64)
-    plan = Plan.build(Mask.full(512), Layout.contiguous(512, 1))
-
-    def notes():
-        for _ in range(1000):
-            watch.begin(batch, work)
-            watch.end()
-            watchdog.enter(1, 1)
-
-    cost, hop = best(notes) / 1000, best(lambda: ring_attention(q, q, q, plan=plan))
-    print(f"notes {cost * 1e6:.2f} us, hop {hop * 1e6:.0f} us: {100 * cost / hop:.3f} %")
-    assert cost < 0.005 * hop
-
-
-def best(function):
-    shortest = math.inf
-    for _ in range(7):
-        start = time.perf_counter()
-        function()
-        shortest = min(shortest, time.perf_counter() - start)
-    return shortest
 
 
 def test_a_collective_that_takes_long_is_reported_and_not_ended(monkeypatch, capsys):

@@ -57,24 +57,14 @@ WINDOWS: dict[
     str, tuple[Callable[[tuple[int, int]], Mask], Callable[[int, int, tuple[int, int]], bool]]
 ] = {
     "full": (lambda window: Mask.full(N, window), within),
-    "causal": (lambda window: Mask.causal(N, window), lambda i, j, w: j <= i and within(i, j, w)),
     "documents": (
         lambda window: Mask.documents([0, 3, N], window=window),
         lambda i, j, w: (i < 3) == (j < 3) and j <= i and within(i, j, w),
-    ),
-    "prefix": (
-        lambda window: Mask.prefix(N, 3, window=window),
-        lambda i, j, w: (w[0] < 0 or i - j <= w[0]) and (j < 3 or w[1] < 0 or j - i <= w[1]),
     ),
     "global": (
         lambda window: Mask.with_global(N, [(2, 3)], window),
         lambda i, j, w: j <= i and (within(i, j, w) or i == 2 or j == 2),
     ),
-    "global, both ways": (
-        lambda window: Mask.with_global(N, [(2, 3)], window, causal=False),
-        lambda i, j, w: within(i, j, w) or i == 2 or j == 2,
-    ),
-    "and": (lambda window: Mask.full(N) & window, within),
     "and with positions": (
         lambda window: (
             Mask.from_pieces(N, [(0, N, 0, N)], positions=[2**30 - 1 - i for i in range(N)])
@@ -126,32 +116,6 @@ def test_bands_of_pieces(band):
             once = make()
             assert Mask.union(once, once).area() == once.area() == dense.sum()
             assert np.array_equal(Mask.from_dict(once.to_dict()).dense(), dense)
-
-
-@given(st.lists(NUMBERS, max_size=4), st.one_of(st.none(), NUMBERS))
-@example([0, MAX, -MAX - 1], N)
-@example([0, 3, MAX], None)
-def test_documents(edges, n):
-    end = edges[-1] if edges and n is None else n
-    right = (
-        bool(edges)
-        and edges[0] == 0
-        and edges == sorted(edges)
-        and edges[-1] <= end
-        and 1 <= end <= 2**30
-    )
-    try:
-        mask = Mask.documents(edges, n=n)
-    except Exception as error:
-        rejected(error)
-        assert not right
-        return
-    assert right and mask.n == end
-    if end <= N + 2:
-        document = np.searchsorted(edges, np.arange(end), side="right")
-        assert np.array_equal(
-            mask.dense(), pairs(lambda i, j: j <= i < edges[-1] and document[i] == document[j], end)
-        )
 
 
 CALLS: dict[str, Callable[[Any, Any], object]] = {

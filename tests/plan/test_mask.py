@@ -168,26 +168,6 @@ def test_masks_describe_themselves(mask: Mask, words: str) -> None:
     assert repr(mask) == f"<Mask of {mask.n} tokens, {words}>"
 
 
-def test_one_prefix_for_a_whole_sequence() -> None:
-    mask = Mask.prefix(6, 3)
-    assert mask.dense().astype(int).tolist() == [[1, 1, 1, 0, 0, 0]] * 3 + [
-        [1] * 4 + [0] * 2,
-        [1] * 5 + [0],
-        [1] * 6,
-    ]
-
-
-def test_padding_sees_nothing_and_is_seen_by_nobody() -> None:
-    dense = Mask.documents([0, 3, 5], n=8).dense()
-    assert not dense[5:].any() and not dense[:, 5:].any() and dense[:5].any(1).all()
-
-
-def test_empty_documents_are_ignored() -> None:
-    assert np.array_equal(
-        Mask.documents([0, 0, 4, 4, 7]).dense(), Mask.documents([0, 4, 7]).dense()
-    )
-
-
 def test_area_of_a_long_mask_is_exact() -> None:
     n = 1 << 24
     assert Mask.causal(n).area() == n * (n + 1) // 2
