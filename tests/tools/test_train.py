@@ -1,6 +1,4 @@
-"""`cp-ring train` from end to end: a tiny job on two ranks with its output in a pipe, then resumed
-on one, on a terminal.
-"""
+"""`cp-ring train` from end to end: a tiny job on two ranks, then resumed on one."""
 
 import re
 import subprocess
@@ -74,7 +72,7 @@ def losses_of(output):
 
 @pytest.mark.ci
 def test_a_new_user(folder):
-    """Train, resume at another size, and run the printed command line by hand."""
+    """Train, and resume at another size by the printed command line."""
     first = train(folder, **{"megatron.train_iters": 3, "megatron.context_parallel_size": 2})
     assert first.returncode == 0, first.stderr[-4000:]
     assert list(steps(first.stdout)) == [1, 2, 3]
@@ -96,13 +94,6 @@ def test_a_new_user(folder):
     built = (corpus / "train.bin").stat().st_mtime_ns
 
     settings = {"megatron.train_iters": 5, "megatron.context_parallel_size": 1}
-    second = train(folder, **settings)
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert "cp_ring: resuming from step 3 of 5\n" in second.stdout
-    assert list(steps(second.stdout)) == [4, 5]
-    assert (folder / "out" / "checkpoints" / "iter_0000005").is_dir()
-
-    settings |= {"megatron.train_iters": 7, "megatron.context_parallel_size": 2}
     shown = subprocess.run(
         [*line_of("train", TINY | settings), "--print-flags"],
         cwd=folder, capture_output=True, text=True, timeout=LIMIT_S,
@@ -112,7 +103,8 @@ def test_a_new_user(folder):
         ["bash", "by_hand.sh"], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert by_hand.returncode == 0, shown.stderr + by_hand.stdout + by_hand.stderr
-    assert list(losses_of(by_hand.stdout)) == [6, 7]
+    assert list(losses_of(by_hand.stdout)) == [4, 5]
+    assert (folder / "out" / "checkpoints" / "iter_0000005").is_dir()
     assert (corpus / "train.bin").stat().st_mtime_ns == built
     assert list((folder / "corpora").iterdir()) == [corpus]
 
