@@ -14,13 +14,13 @@ import sys
 from pathlib import Path
 
 from cp_ring import patches
+from cp_ring.errors import ConfigError
 from cp_ring.megatron import signals
 from cp_ring.megatron.flags import argument_parser
-from cp_ring.megatron.flags.rule import check_rules
-from cp_ring.megatron.flags.rules import SCRIPT
+from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import ending_soon, reject, rejecting
-from cp_ring.patches.install import install, job_of, log_steps
+from cp_ring.patches.install import asked_of, install, log_steps
 
 _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"
 _HELP = {"-h", "--help"}
@@ -75,9 +75,20 @@ def _run_patched(script: Path, config: Options) -> None:
 
 def _check_batches(script: Path, config: Options) -> None:
     """Raises `ConfigError` for settings that need the batches of `cp_ring.pretrain_gpt`."""
-    job = job_of(sys.argv[1:], config)
-    job.args.script = script
-    check_rules(job, SCRIPT)
+    if config.document_mask:
+        raise ConfigError(
+            f"--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document "
+            "boundaries with its batches; --dataloader-inter-document-masking does: leave it out, "
+            "or give that"
+        )
+    asked = asked_of(sys.argv[1:])
+    moved = not config.named_layout.stock and not config.mask_kinds
+    if config.enabled and moved and not splits_packed(asked, config):
+        raise ConfigError(
+            f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its "
+            "batches by Megatron's zigzag; balanced can split packed batches (--sft, "
+            "--dataloader-inter-document-masking): leave it out"
+        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import importlib
 from collections.abc import Iterable
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.flags.rule import Job
+from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.options import Options
 from cp_ring.patches.patch import Patch
 
 NAMES = (
@@ -54,12 +55,12 @@ def get(name: str) -> Patch:
     return patch
 
 
-def apply_for(job: Job, names: Iterable[str] = NAMES) -> None:
+def apply_for(args: Asked, options: Options, names: Iterable[str] = NAMES) -> None:
     """Applies the patches that a job needs. Raises `ConfigError` where one rejects what is
     installed.
     """
     for patch in map(get, names):
-        if job.holds(patch.when):
+        if patch.when(args, options):
             patch.apply()
 
 

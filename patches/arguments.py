@@ -27,7 +27,7 @@ def _replacements() -> Iterator[Replacement]:
         return add_own_arguments(add_megatron_arguments(parser))
 
     def parse_and_check(*args: Any, **kwargs: Any) -> argparse.Namespace:
-        from cp_ring.megatron.flags.validate import accept
+        from cp_ring.megatron.flags.resolve import accept
         from cp_ring.megatron.rejection import rejecting
 
         with rejecting():
@@ -36,7 +36,7 @@ def _replacements() -> Iterator[Replacement]:
 
     def validate_and_check(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         from cp_ring.megatron.compat import logits_without_te
-        from cp_ring.megatron.flags.validate import accept_complete
+        from cp_ring.megatron.flags.resolve import accept_complete
         from cp_ring.megatron.rejection import megatrons_rejections, rejecting
         from cp_ring.patches.install import install_for_model
 
@@ -60,6 +60,6 @@ PATCH = Patch(
     "group exists",
     why="Megatron's scripts parse their flags themselves and have no hook between parsing and the "
     "first process group",
-    when="!program",
+    when=lambda args, options: not args.program,
     replacements=_replacements,
 )

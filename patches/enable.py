@@ -12,8 +12,7 @@ from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import program
 from cp_ring.megatron.compat import check_version, development
-from cp_ring.megatron.flags.rule import Job, check_rules
-from cp_ring.megatron.flags.rules import PROGRAM
+from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import configure
@@ -56,12 +55,11 @@ def enable(
     if config is not None and settings:
         raise ConfigError("cp_ring.megatron.enable takes Options or settings by name, not both")
     used = replace(config or Options.make(**settings), enabled=True)
-    job = Job(argparse.Namespace(program=True, packed=packed, seq_length=seq_length), used)
-    check_rules(job, PROGRAM)
+    program.check_settings(used, seq_length)
     check_version(core_alone=True)
     if said := development():
         note(said)
-    patches.apply_for(job)
+    patches.apply_for(Asked(argparse.Namespace(program=True, packed=packed)), used)
     configure(used, whole_rows=False, row=seq_length)
     program.begin(program.Program(seq_length, micro_batch_size, packed))
     return used

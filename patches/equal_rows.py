@@ -43,6 +43,6 @@ PATCH = Patch(
     "them",
     why="a loader that deals other rows to each rank trains on mixed halves, and nothing after the "
     "split can tell",
-    when="--cp-ring",
+    when=lambda args, options: options.enabled,
     replacements=_replacements,
 )

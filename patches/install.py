@@ -14,7 +14,8 @@ from typing import Any
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.compat import check_version, development
-from cp_ring.megatron.flags.rule import Job
+from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import configure, current, flags
@@ -41,17 +42,16 @@ def install(argv: Sequence[str]) -> Options:
             )
     if said := development():
         note(said)
-    job = job_of(argv, config)
-    patches.apply_for(job)
-    configure(
-        config, whole_rows=bool(job.holds("--dataloader-inter-document-masking|splits_packed"))
-    )
+    asked = asked_of(argv)
+    patches.apply_for(asked, config)
+    whole = asked.dataloader_inter_document_masking or splits_packed(asked, config)
+    configure(config, whole_rows=bool(whole))
     return config
 
 
-def job_of(argv: Sequence[str], config: Options) -> Job:
-    """What the words of a command line say of a job, before Megatron has parsed them: what is
-    given, and whole numbers.
+def asked_of(argv: Sequence[str]) -> Asked:
+    """What the words of a command line ask for, before Megatron has parsed them: what is given, and
+    whole numbers.
     """
     words: dict[str, Any] = {}
     for word, after in zip(argv, [*argv, ""][1:], strict=True):
@@ -60,8 +60,7 @@ def job_of(argv: Sequence[str], config: Options) -> Job:
             words[flag[2:].replace("-", "_")] = (
                 (value or after).isdecimal() and int(value or after)
             ) or True
-    words["virtual_stages"] = any("virtual" in name for name in words)
-    return Job(argparse.Namespace(**words), config)
+    return Asked(argparse.Namespace(**words))
 
 
 def install_for_model(args: argparse.Namespace, config: Options) -> None:
@@ -70,7 +69,7 @@ def install_for_model(args: argparse.Namespace, config: Options) -> None:
     Layers can also come from a checkpoint (--use-checkpoint-args) or a file. Call it before a model
     is built. Raises `ConfigError` where a patch rejects the installed Megatron.
     """
-    patches.apply_for(Job(args, config), ("mtp_roll", "moe_aux_loss", "recurrent_layers"))
+    patches.apply_for(Asked(args), config, ("mtp_roll", "moe_aux_loss", "recurrent_layers"))
 
 
 def log_steps() -> None:

@@ -119,9 +119,9 @@ ADDED = {
         "    cpu: bool = setting(\n",
         '    shiny: int = setting(3, "How much it shines.", least=1)\n',
     ),
-    "cp_ring/megatron/flags/rules.py": (
-        "RING = (\n",
-        '    Rule("--cp-ring-shiny>5", "{--cp-ring-shiny} dazzles", "lower it"),\n',
+    "cp_ring/megatron/flags/checks_job.py": (
+        "JOB: tuple[Check, ...] = (",
+        'lambda _, options: "too shiny: lower it" if options.shiny > 5 else None, ',
     ),
     "cp_ring/patches/shiny.py": (
         "",
@@ -133,7 +133,7 @@ def _replacements():
 
     yield statistics, "mean", lambda values: "shiny"
 
-PATCH = Patch(what="a", why="b", package="torch", versions="", when="--cp-ring-shiny>4",
+PATCH = Patch(what="a", why="b", package="torch", versions="", when=lambda args, options: options.shiny > 4,
               replacements=_replacements)
 """,
     ),
@@ -142,8 +142,8 @@ USED = """
 import argparse, statistics
 import cp_ring, cp_ring.patches
 from cp_ring import ConfigError, Options
-from cp_ring.megatron.flags import rules
-from cp_ring.megatron.flags.rule import Job, problem
+from cp_ring.megatron.flags import resolve
+from cp_ring.megatron.flags.asked import Asked
 from cp_ring.tools.job import JobConfig
 
 assert cp_ring.__file__.startswith(ROOT)
@@ -157,10 +157,15 @@ except ConfigError as error:
     assert str(error).startswith("--cp-ring-shiny 0: ")
 else:
     raise AssertionError
-job = Job(argparse.Namespace(cp_ring=True), Options.make(enabled=True, shiny=6))
-assert problem(job, rules.RING) == "--cp-ring-shiny 6 dazzles: lower it"
+args, options = argparse.Namespace(), Options.make(shiny=6)
+try:
+    resolve.check(args, options)
+except ConfigError as error:
+    assert str(error) == "too shiny: lower it"
+else:
+    raise AssertionError
 assert "shiny" in [each["name"] for each in cp_ring.patches.table()]
-cp_ring.patches.apply_for(job, ["shiny"])
+cp_ring.patches.apply_for(Asked(args), options, ["shiny"])
 assert statistics.mean([1]) == "shiny"
 """
 
@@ -174,7 +179,7 @@ def test_a_setting_a_rule_and_a_patch_are_one_file_each(tmp_path):
         before = path.read_text() if place else ""
         assert before.count(place) == 1
         # a field goes before the place, an entry of a tuple behind its opening
-        text = place + text if place.endswith("(\n") and "Rule" in text else text + place
+        text = place + text if place.endswith("(") else text + place
         path.write_text(before.replace(place, text) if place else text)
     done = subprocess.run(
         [sys.executable, "-c", f"ROOT = {str(tmp_path)!r}\n{USED}"],

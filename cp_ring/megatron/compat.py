@@ -109,11 +109,20 @@ def apex() -> str:
     )
 
 
+def has_transformer_engine() -> bool:
+    """Whether a package called transformer_engine is installed, without importing it."""
+    return (
+        "transformer_engine" in sys.modules
+        or importlib.util.find_spec("transformer_engine") is not None
+    )
+
+
 @contextlib.contextmanager
 def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
-    """Within the block `args` ask for no attention logits: Megatron checks for TransformerEngine,
-    which ring attention does not need for them."""
-    names = ("qk_clip", "log_max_attention_logit")
+    """Within the block `args` ask for no attention logits where there is no TransformerEngine:
+    Megatron checks for it, and ring attention does not need it for them.
+    """
+    names = () if has_transformer_engine() else ("qk_clip", "log_max_attention_logit")
     with replaced(*((args, name, False) for name in names)):
         yield
 

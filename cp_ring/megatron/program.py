@@ -15,9 +15,8 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
-from cp_ring.megatron.flags import validate
-from cp_ring.megatron.flags.rule import Job, check_rules
-from cp_ring.megatron.flags.rules import PROGRAM
+from cp_ring.megatron.flags import resolve
+from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import note
 from cp_ring.runtime import RUNTIME
 
@@ -89,6 +88,27 @@ def arguments_of(config: Any) -> argparse.Namespace:
     return argparse.Namespace(**(absent | vars(config) | named))
 
 
+def check_settings(options: Options, seq_length: int, cp: int = 1) -> None:
+    """Raises `ConfigError` for settings that need Megatron's own training loop, and for batch rows
+    that `cp` ranks cannot share.
+    """
+    if options.certify == "only":
+        raise ConfigError(
+            "--cp-ring-certify only (certify=) needs a job of flags: leave it out, and call "
+            "cp_ring.megatron.certify"
+        )
+    if options.balance_microbatches:
+        raise ConfigError(
+            "--cp-ring-balance-microbatches (balance_microbatches=) needs a job of flags: leave it "
+            "out, or train with cp_ring.run or cp_ring.pretrain_gpt"
+        )
+    if cp > 1 and seq_length % (2 * cp):
+        raise ConfigError(
+            f"enable(seq_length={seq_length}): it is not divisible by 2 x {cp} context-parallel "
+            f"ranks = {2 * cp}"
+        )
+
+
 def accept_model(config: Any) -> argparse.Namespace:
     """Checks the configuration of a model that is about to be built, and puts the settings that
     depend on it in force.
@@ -97,12 +117,11 @@ def accept_model(config: Any) -> argparse.Namespace:
     `x_y` of the configuration.
     """
     args, used = arguments_of(config), settings.current()
-    job = Job(args, used)
-    check_rules(job, PROGRAM)
-    validate.check_attention(job)
+    check_settings(used, args.seq_length, args.context_parallel_size)
+    resolve.check_attention(args, used)
     config.apply_rope_fusion = args.apply_rope_fusion
-    validate.note_loss(args, used)
-    settings.configure(used, layers=validate.windows_of(args))
+    resolve.note_loss(args, used)
+    settings.configure(used, layers=resolve.windows_of(args))
     return args
 
 

@@ -120,22 +120,6 @@ def blocked_in_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-@contextlib.contextmanager
-def ignored() -> Iterator[None]:
-    """While this lasts, the signals in `ASKING` do nothing; in the main thread only, where handlers
-    can be set.
-    """
-    earlier = {}
-    try:
-        with contextlib.suppress(ValueError):
-            for number in ASKING:
-                earlier[number] = signal.signal(number, signal.SIG_IGN)
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
-
-
 def received() -> signal.Signals | None:
     """The first signal that came since `listen`, or None."""
     return _received[0] if _received else next(iter(signal.sigpending() & _WARNING), None)

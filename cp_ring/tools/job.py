@@ -332,8 +332,8 @@ def build_command(job: JobConfig, elsewhere: bool = False, slurm: bool = False) 
 
     Raises `ConfigError` with all reasons, each with its key.
     """
-    from cp_ring.megatron.flags import rules
-    from cp_ring.megatron.flags.rule import Job, check_rules
+    from cp_ring.megatron.flags.asked import reject_where
+    from cp_ring.megatron.flags.checks_job import layers
 
     reasons = Reasons()
     device = "cuda" if job.launch.device == "cuda" else "cpu"
@@ -349,7 +349,7 @@ def build_command(job: JobConfig, elsewhere: bool = False, slurm: bool = False) 
     if args is not None:
         if not elsewhere:
             with reasons.of(), _keys_of(job):
-                check_rules(Job(args), rules.LAYERS)
+                reject_where([layers], args, job.cp_ring)
         with reasons.of():
             _check_by_megatron(job, args)
     reasons.end()
@@ -368,6 +368,7 @@ def megatron_flags(
     parser: made by `build_parser` before, for several jobs. Raises as `build_command` does.
     """
     from cp_ring.megatron.flags import argument_parser
+    from cp_ring.tools import megatron_flags
 
     packed = job.cp_ring.enabled and any(job.megatron.get(key) for key in PACKED_DATA)
     options = replace(
@@ -378,9 +379,9 @@ def megatron_flags(
     parser = parser or argument_parser.build_parser()
     with _keys_of(job):
         settings = _defaults(job, corpus) | job.megatron
-        line = argument_parser.to_flags(parser, megatron=settings)
+        line = megatron_flags.to_flags(parser, megatron=settings)
         line += options.to_args()
-        args = argument_parser.check(parser, line)
+        args = megatron_flags.check(parser, line)
         _run_rank_checks(args, job, options, line)
     return line, args
 
@@ -412,33 +413,29 @@ def _run_rank_checks(
     line: list[str],
 ) -> None:
     """Runs the ranks' own checks of the flags in `line` once, before any rank starts."""
-    from cp_ring.megatron.flags import rules, validate
+    from cp_ring.megatron.flags import resolve
+    from cp_ring.megatron.flags.checks_job import JOB, data_files
     from cp_ring.megatron.flags.codec_choice import check_latent
-    from cp_ring.megatron.flags.rule import Job
 
-    args.world_size = job.ranks
-    flags = Job(args, options, line)
     if "--cp-ring-cpu" in line:
         with contextlib.redirect_stdout(io.StringIO()):  # the ranks print what it sets
-            validate.run_on_cpu(flags)
-    data = () if uses_corpus(job) else rules.DATA
+            resolve.run_on_cpu(args, options, line)
     reasons = Reasons()
     with reasons.of():
-        validate.check_job(flags, rules.COMPLETE + rules.TRAINING + data)
+        resolve.check(args, options, JOB if uses_corpus(job) else (*JOB, data_files))
     with reasons.of():
-        if options.enabled and flags.cp > 1:
+        if options.enabled and args.context_parallel_size > 1:
             check_latent(args, options.heads if isinstance(options.heads, int) else 1, options)
     reasons.end()
 
 
 def _check_by_megatron(job: JobConfig, args: argparse.Namespace) -> None:
     """Raises `ConfigError` with the line of Megatron's own validation, where it rejects `args`."""
-    from cp_ring.megatron.flags import acceptance
-    from cp_ring.megatron.flags.rule import Job
+    from cp_ring.tools import megatron_flags
 
-    if Job(args).sizes_from_a_file:
+    if args.use_checkpoint_args or args.yaml_cfg:  # the sizes are in a file
         return
-    if line := acceptance.rejection(args, job.ranks):
+    if line := megatron_flags.rejection(args, job.ranks):
         raise ConfigError(f"{job.source}: Megatron rejects it: {as_keys(line)}")
 
 

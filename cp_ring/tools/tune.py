@@ -297,14 +297,14 @@ def _accepted(
     job: JobConfig, request: Request, search: Search, parser: argparse.ArgumentParser
 ) -> tuple[list[tuple[Way, JobConfig]], list[tuple[str, str]]]:
     """The fastest ways that Megatron accepts, and those that it rejects, with the reasons."""
-    from cp_ring.megatron.flags import acceptance
+    from cp_ring.tools import megatron_flags
 
     accepted: list[tuple[Way, JobConfig]] = []
     rejected: list[tuple[str, str]] = []
     for way in search.ranked():
         try:
             chosen = configured(job, way)
-            problem = acceptance.rejection(_arguments(chosen, parser), request.gpus)
+            problem = megatron_flags.rejection(_arguments(chosen, parser), request.gpus)
         except ConfigError as error:
             problem = "; ".join(error.args)
         if problem:
@@ -373,7 +373,7 @@ def _setup(
     job: JobConfig, args: argparse.Namespace, request: Request, notes: list[str]
 ) -> tuple[TrainingSetup, list[LayerMasks]]:
     """What is searched, and the masks of batch rows. Adds to `notes` what is assumed."""
-    from cp_ring.megatron.flags.validate import windows_of
+    from cp_ring.megatron.flags.resolve import windows_of
 
     if not args.seq_length or not args.global_batch_size:
         raise ConfigError("cp-ring tune needs megatron.seq_length and megatron.global_batch_size")

@@ -1,39 +1,148 @@
-"""The rejected settings in docs/troubleshooting.md, from the table of rules; python -m
-tests.docs.troubleshooting writes them.
+"""The rejected flags in docs/troubleshooting.md: what cp_ring says of each; `python -m
+tests.docs.troubleshooting` writes them.
 """
 
-import re
+import shlex
 from pathlib import Path
 
-from cp_ring.megatron.flags.rules import TABLE
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.flags import argument_parser, resolve
+from cp_ring.megatron.flags.checks_job import HERE, JOB
+from cp_ring.megatron.flags.codec_choice import check_latent
+from cp_ring.megatron.options import Options
+from tests.megatron.launch import TINY
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
-BEGIN, END = "<!-- made of the table of rules -->\n", "<!-- the rest is written by hand -->\n"
+BEGIN, END = "<!-- made of what checks say -->\n", "<!-- the rest is written by hand -->\n"
+
+EXAMPLES = {
+    "Ranks": """
+--context-parallel-size 0
+--context-parallel-size 4 --cp-ring-heads 3
+--context-parallel-size 4 --cp-ring-heads auto
+--context-parallel-size 4 --cp-ring-heads 2 --cp-comm-type a2a
+--context-parallel-size 4 --cp-ring-heads 2 --cp-ring-schedule 0,1,2,2
+--context-parallel-size 4 --cp-comm-type pigeon
+--context-parallel-size 4 --cp-comm-type all_gather --cp-ring-schedule ring
+--context-parallel-size 4 --cp-comm-type a2a+p2p
+--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1 2
+--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --cp-ring-schedule 0,1,2,2
+--context-parallel-size 2 --cp-comm-type a2a --num-attention-heads 3 --hidden-size 48
+--context-parallel-size 2 --cp-ring-heads 2 --num-attention-heads 3 --hidden-size 48
+--context-parallel-size 2 --cp-comm-type a2a --num-attention-heads 6 --hidden-size 96 --num-query-groups 3
+""",
+    "Attention": """
+--attention-dropout 0.1
+--window-size=-2,0
+--window-size 16,4
+--window-size 16,0 --window-attn-skip-freq [1]
+--window-size 16,0 --window-attn-skip-freq 0
+--hybrid-context-parallel
+--dynamic-context-parallel
+--cp-partition-mode contiguous
+--experimental-attention-variant kda
+--mtp-hsm
+--use-megatron-fsdp --megatron-fsdp-version 2
+--batch-invariant-mode
+--experimental-attention-variant dsa --cp-ring-layout balanced
+--experimental-attention-variant dsa --cp-ring-document-mask
+--experimental-attention-variant dsa --cp-ring-wire int8
+--hybrid-layer-pattern D- --cp-ring-layout balanced
+--experimental-attention-variant dsa --context-parallel-size 2 --dsa-indexer-loss-coeff 0.01
+--cuda-graph-impl local
+--cuda-graph-impl transformer_engine
+--enable-cuda-graph
+--external-cuda-graph
+--cuda-graph-impl local --cuda-graph-modules mlp
+--cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp
+--cuda-graph-impl full_iteration
+--attention-output-gate --fine-grained-activation-offloading --offload-modules core_attn
+""",
+    "Documents and recurrent layers": """
+--cp-ring-mask-kinds images --cp-ring-document-mask
+--cp-ring-mask-kinds images --dataloader-inter-document-masking
+--sft --dataloader-inter-document-masking
+--reset-attention-mask
+--overlap-moe-expert-parallel-comm --cp-ring-document-mask
+--context-parallel-size 2 --micro-batch-size 2 --dataloader-inter-document-masking --moe-router-load-balancing-type seq_aux_loss
+--context-parallel-size 2 --micro-batch-size 5 --dataloader-inter-document-masking --num-experts 4
+--hybrid-layer-pattern G*- --context-parallel-size 4 --linear-num-key-heads 2
+--hybrid-layer-pattern M*- --context-parallel-size 3
+--hybrid-layer-pattern M*- --cp-ring-mask-kinds tree
+--hybrid-layer-pattern M*- --cp-ring-document-mask --disable-mamba-mem-eff-path
+--hybrid-layer-pattern G*- --cp-ring-mask-kinds documents --deterministic-mode
+--hybrid-layer-pattern G*- --cp-ring-recurrent states --deterministic-mode
+--hybrid-layer-pattern M*- --cp-ring-recurrent states --disable-mamba-mem-eff-path
+--hybrid-layer-pattern M*- --cp-ring-recurrent states --cuda-graph-impl transformer_engine --cuda-graph-modules mlp
+""",
+    "The job": """
+--no-cp-ring --cp-ring-loss-chunk 64
+--cp-ring-loss-chunk 8 --defer-embedding-wgrad-compute
+--cp-ring-balance-microbatches
+--cp-ring-balance-microbatches --cp-ring-document-mask
+--cp-ring-balance-microbatches --cp-ring-document-mask --calculate-per-token-loss --dataloader-type external
+--cp-ring-balance-microbatches --cp-ring-document-mask --calculate-per-token-loss --decrease-batch-size-if-needed
+--spec no.such.module layers
+--cp-ring-document-mask --sft
+--data-path /nowhere/corpus
+--train-data-path 0.5 /nowhere/a 0.5 /nowhere/b
+""",
+    "Without CUDA": """
+--distributed-backend nccl
+--transformer-impl=transformer_engine
+--cp-ring-kernel flash
+""",
+    "What travels": """
+--context-parallel-size 2 --cp-ring-wire latent
+--context-parallel-size 2 --cp-ring-wire latent --multi-latent-attention --cp-ring-heads 2
+--context-parallel-size 2 --cp-ring-wire latent --multi-latent-attention --use-torch-fsdp2
+--context-parallel-size 2 --cp-ring-wire latent --multi-latent-attention --recompute-granularity selective
+""",
+}  # fmt: skip
+OF_OTHER_VERSIONS = {
+    "dynamic_context_parallel": True,
+    "cp_partition_mode": "contiguous",
+    "experimental_attention_variant": "kda",
+    "mtp_hsm": True,
+    "megatron_fsdp_version": 2,
+    "cuda_graph_impl": "full_iteration",
+}
+"""Values that the parser of Megatron 0.19 does not take."""
 
 
-def shown(text: str) -> str:
-    """A line with `...` for values."""
-    return re.sub(r"\{[^-}][^}]*\}", "...", re.sub(r"\{(--[\w-]+)\}", r"\1 ...", text)).replace(
-        "... ...", "..."
-    )
+def line_of(flags: str, parser=None) -> str:
+    """What cp_ring says of a tiny job with these flags, "" where it accepts them."""
+    parser = parser or argument_parser.build_parser()
+    ring = "--no-cp-ring" not in flags
+    line = [*TINY, "--train-iters", "1", "--cp-ring-cpu", *["--cp-ring"] * ring]
+    words, later = shlex.split(flags.replace("--no-cp-ring", "")), {}
+    for name, value in OF_OTHER_VERSIONS.items():
+        flag = "--" + name.replace("_", "-")
+        given = [flag] if value is True else [flag, str(value)]
+        place = words.index(flag) if flag in words else len(words)
+        if words[place : place + len(given)] == given:
+            del words[place : place + len(given)]
+            later[name] = value
+    args = parser.parse_args([*line, *words])
+    vars(args).update(later)
+    options = Options.from_args(args)
+    try:
+        resolve.run_on_cpu(args, options, words)
+        resolve.check(args, options, (*JOB, *HERE))
+        if args.context_parallel_size > 1:
+            check_latent(args, options.heads, options)
+    except ConfigError as error:
+        return error.args[-1]
+    return ""
 
 
 def tables() -> str:
-    parts = []
-    for name, rules in TABLE.items():
+    parser, parts = argument_parser.build_parser(), []
+    for topic, examples in EXAMPLES.items():
         rows = [
-            f"| `{line}` | {rule.why} | {shown(rule.way_out)} |"
-            for rule in rules
-            if re.search("[a-z]", line := shown(rule.text))
+            f"| `{each}` | `{line_of(each, parser)}` |" for each in examples.strip().split("\n")
         ]
-        parts += [
-            f"### {name}",
-            "",
-            "| line | why | what to do |",
-            "|---|---|---|",
-            *dict.fromkeys(rows),
-            "",
-        ]
+        parts += [f"### {topic}", "", "| flags | line |", "|---|---|", *rows, ""]
     return "\n".join(["", *parts, ""])
 
 

@@ -7,8 +7,8 @@ import argparse
 import pytest
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.flags.attention_rules import DOCUMENTS
-from cp_ring.megatron.flags.rule import Job, problem
+from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.flags.checks_documents import recurrent_layers
 from cp_ring.megatron.options import Options
 
 
@@ -19,7 +19,7 @@ def line(recurrent: str, cp: int, **given) -> str:
         "tensor_model_parallel_size": 1, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     }  # fmt: skip
     own = Options.make(enabled=True, recurrent=recurrent)
-    return problem(Job(argparse.Namespace(**sizes | given), own), DOCUMENTS)
+    return recurrent_layers(Asked(argparse.Namespace(**sizes | given)), own) or ""
 
 
 def test_heads_that_do_not_divide_ask_for_states():

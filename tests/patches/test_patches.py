@@ -380,12 +380,12 @@ def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers
     """
     from megatron.training import arguments
 
-    from cp_ring.megatron.flags import validate
+    from cp_ring.megatron.flags import resolve
 
     done = []
     monkeypatch.setattr(Patch, "apply", lambda patch: done.append(patch.name))
     monkeypatch.setattr(arguments, "validate_args", lambda args, *rest, **named: args)
-    monkeypatch.setattr(validate, "accept_complete", lambda args: args)
+    monkeypatch.setattr(resolve, "accept_complete", lambda args: args)
     made = patches.get("arguments").replacements()
     (check,) = [new for owner, name, new in made if (owner, name) == (arguments, "validate_args")]
     off = {"cp_ring_certify": "off", "mtp_num_layers": None, "num_experts": None}

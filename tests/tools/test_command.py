@@ -13,7 +13,7 @@ import yaml
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import argument_parser
 from cp_ring.megatron.options import SETTINGS, Options
-from cp_ring.tools import LEFT, train
+from cp_ring.tools import LEFT, megatron_flags, train
 from cp_ring.tools import job as jobs
 from cp_ring.tools import main as console_script
 from cp_ring.tools.cli import main
@@ -61,7 +61,7 @@ def job_of(tmp_path, data, *overrides):
     ],
 )
 def test_settings_to_flags(parser, settings, line):
-    assert argument_parser.to_flags(parser, megatron=settings) == line
+    assert megatron_flags.to_flags(parser, megatron=settings) == line
 
 
 def test_boolean_optional_flags_have_both_forms(parser):
@@ -71,7 +71,7 @@ def test_boolean_optional_flags_have_both_forms(parser):
     flag = next(option for option in action.option_strings if not option.startswith("--no-"))
     key = flag[2:].replace("-", "_")
     for value in (True, False):
-        line = argument_parser.to_flags(parser, megatron={key: value})
+        line = megatron_flags.to_flags(parser, megatron={key: value})
         assert getattr(parser.parse_args(line), action.dest) is value
 
 

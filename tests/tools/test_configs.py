@@ -152,10 +152,9 @@ def megatron(monkeypatch):
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
-    from cp_ring.megatron.flags import implementations
+    from cp_ring.megatron import compat
 
-    monkeypatch.setattr(implementations, "has_transformer_engine", lambda: True)
-    monkeypatch.setattr(implementations, "lacking", lambda *_: None)
+    monkeypatch.setattr(compat, "has_transformer_engine", lambda: True)
     for name in (
         "permute",
         "permute_with_probs",

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.flags import implementations
+from cp_ring.megatron import compat
 from cp_ring.tools import job as jobs
 from cp_ring.tools import train
 from tests.tools.slurm.job import TINY
@@ -16,7 +16,7 @@ REJECTED = r'transformer_impl: transformer_engine .*pip install -e "\.\[te\]", o
 
 @pytest.fixture(autouse=True)
 def no_transformer_engine(monkeypatch):
-    monkeypatch.setattr(implementations, "has_transformer_engine", lambda: False)
+    monkeypatch.setattr(compat, "has_transformer_engine", lambda: False)
     monkeypatch.setattr(train.Launch, "run", lambda *_: pytest.fail("a rank was started"))
 
 

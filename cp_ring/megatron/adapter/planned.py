@@ -7,9 +7,9 @@ size.
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from megatron.core.transformer.module import MegatronModule
 
@@ -23,10 +23,8 @@ from cp_ring.megatron.data.documents import (
     without_whole_rows,
 )
 from cp_ring.megatron.data.prefetch import wait_for
-from cp_ring.megatron.flags.attention_rules import check_layer, check_window
+from cp_ring.megatron.flags.checks_attention import layer_problem, window_problem
 from cp_ring.megatron.flags.comm_types import check_members, spec_of_layer
-from cp_ring.megatron.flags.rule import Job, check_rules
-from cp_ring.megatron.flags.rules import SUBGROUP
 from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.settings import current, packed_in_whole_rows, tokens_of_a_row
 from cp_ring.observe import timing
@@ -70,7 +68,8 @@ class PlannedAttention(MegatronModule):
                 "change it, or give the model a pg_collection with a group cp of as many ranks"
             )
         self.tp_group = compat.group_of(pg_collection, "tp")
-        check_layer(config, layer_number, attention_type)
+        if problem := layer_problem(config, layer_number, attention_type):
+            raise ConfigError(problem)
         self.cp_comm_type = cp_comm_type
         self.spec = self._spec_on(self.cp_group)
         self._specs: dict[Any, PlanSpec] = {}  # of groups of single microbatches
@@ -115,10 +114,31 @@ class PlannedAttention(MegatronModule):
         if group is self.cp_group:
             return self.spec
         if group not in self._specs:
-            known = {**vars(self.config), "positions_by_group": self.positions_by_group}
-            check_rules(Job(argparse.Namespace(**known), self.settings), SUBGROUP)
+            self._check_subgroup()
             self._specs[group] = self._spec_on(group)
         return self._specs[group]
+
+    def _check_subgroup(self) -> None:
+        """Raises `ConfigError` where microbatches cannot have a group of their own."""
+        config, need = self.config, ""
+        if not self.positions_by_group:
+            need = (
+                "for which Megatron's rotary embeddings need a patch: call cp_ring.megatron.enable "
+                "before the model is built, or give --cp-ring"
+            )
+        elif not config.calculate_per_token_loss:
+            need = "which needs --calculate-per-token-loss (config.calculate_per_token_loss)"
+        elif np.any(config.moe_aux_loss_coeff or 0):
+            need = (
+                f"which does not support --moe-aux-loss-coeff {config.moe_aux_loss_coeff}: give 0"
+            )
+        elif config.is_hybrid_model or config.experimental_attention_variant:
+            need = "which models with recurrent or sparse layers do not support: leave it out"
+        if need:
+            raise ConfigError(
+                "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, "
+                f"{need}"
+            )
 
     def _spec_on(self, group: Any) -> PlanSpec:
         kind, cp = self.cp_comm_type, group.size()
@@ -171,7 +191,8 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
     frequency = config.window_attn_skip_freq
     if window is None:
         return -1, -1
-    check_window(window, causal=mask == "causal")
+    if problem := window_problem(window, causal=mask == "causal"):
+        raise ConfigError(problem)
     if isinstance(frequency, list) and layer_number > len(frequency):
         raise ConfigError(
             f"--window-attn-skip-freq has {len(frequency)} entries, but there is a layer "

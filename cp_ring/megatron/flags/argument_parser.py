@@ -1,21 +1,18 @@
-"""Builds Megatron's command lines from settings and checks them, with Megatron's own parser instead
-of a copied list of flags.
-"""
+"""Megatron's own parser with cp_ring's flags, and errors of one line."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import difflib
-import itertools
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NoReturn
 from unittest import mock
 
-from cp_ring.errors import ConfigError, Reasons
+from cp_ring.errors import ConfigError
 from cp_ring.megatron.options import Options
 from cp_ring.runtime import RUNTIME
 
@@ -115,84 +112,3 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         if action.help:
             action.help = re.sub(r"%(?!\(\w+\)[a-z])", "%%", action.help.replace("%%", "%"))
     return parser
-
-
-def to_flags(parser: argparse.ArgumentParser, **sections: Mapping[str, Any]) -> list[str]:
-    """The command line for the settings of `sections`, whose keys are Megatron's flags in
-    snake_case.
-
-    A list becomes several values, true a flag without a value, and None nothing. False becomes
-    nothing or, if Megatron has a negative flag (`--no-rope-fusion` for apply_rope_fusion), that
-    flag. Raises `ConfigError` that names each key that Megatron does not have, with similar ones.
-    """
-    line: list[str] = []
-    reasons = Reasons()
-    for section, settings in sections.items():
-        for key, value in settings.items():
-            with reasons.of():
-                line += _flags_of(parser, key, value, section)
-    reasons.end()
-    return line
-
-
-def _flags_of(parser: argparse.ArgumentParser, key: str, value: Any, section: str) -> list[str]:
-    by_flag = parser._option_string_actions
-    by_name = {
-        action.dest: action
-        for action in parser._actions
-        if isinstance(action, argparse._StoreFalseAction)
-    }
-    flag = "--" + key.replace("_", "-")
-    if flag not in by_flag and f"--{key}" in by_flag:
-        flag = f"--{key}"
-    if flag in by_flag:
-        return _one_flag(flag, by_flag[flag], value, f"{section}.{key}")
-    if key in by_name:
-        if not isinstance(value, bool | None):
-            raise ConfigError(f"{section}.{key}: {value!r} is not true or false")
-        return [by_name[key].option_strings[0]] if value is False else []
-    names = [flag[2:].replace("-", "_") for flag in by_flag if flag.startswith("--")]
-    near = difflib.get_close_matches(key, [*names, *by_name], n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise ConfigError(f"{section}.{key}: Megatron has no such argument{hint}")
-
-
-def _one_flag(flag: str, action: argparse.Action, value: Any, key: str) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, Mapping):
-        raise ConfigError(f"{key} takes a value, not a mapping")
-    if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{key} takes true or false, not {value!r}")
-        if isinstance(action, argparse.BooleanOptionalAction) and not value:
-            return ["--no-" + flag[2:]]
-        return [flag] if value else []
-    if isinstance(value, bool):
-        raise ConfigError(f"{key} takes a value, not {str(value).lower()}")
-    values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
-    if len(values) != 1 and action.nargs is None:
-        raise ConfigError(f"{key} takes one value, not {len(values)}")
-    # A value that starts with a dash would be read as a flag of its own.
-    return (
-        [f"{flag}={values[0]}"]
-        if len(values) == 1 and values[0].startswith("-")
-        else [flag, *values]
-    )
-
-
-def check(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:
-    """Parses a command line as Megatron does, with its types and choices.
-
-    Raises `ConfigError` with argparse's messages, each of which names a flag.
-    """
-    try:
-        return parser.parse_args(list(line))
-    except ConfigError:
-        reasons = Reasons()
-        starts = [place for place, word in enumerate(line) if word.startswith("--")]
-        for start, stop in itertools.pairwise([*starts, len(line)]):  # argparse stops at the first
-            with reasons.of():
-                parser.parse_args(list(line[start:stop]))
-        reasons.end()
-        raise

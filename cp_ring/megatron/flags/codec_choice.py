@@ -10,9 +10,10 @@ from typing import Any
 from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.attention_sizes import attention_sizes
-from cp_ring.megatron.flags import attention_rules, comm_types
+from cp_ring.megatron.flags import comm_types
+from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.flags.checks_attention import recomputes_attention
 from cp_ring.megatron.flags.layer_pattern import SPARSE, letters_of
-from cp_ring.megatron.flags.rule import Job, problem
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.rejection import note
@@ -20,20 +21,37 @@ from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
 
 
-def latent_problem(options: Any, ulysses: int, settings: Options) -> str:
+def latent_problem(options: Any, ulysses: int, settings: Options) -> str | None:
     """Why latents cannot travel with these flags or this configuration, in a line that names the
-    option; "" where they can.
+    option.
     """
-    return problem(Job(options, settings, ulysses=ulysses), attention_rules.LATENT)
+    args, wire = Asked(options), f"--cp-ring-wire {settings.wire}"
+    plain = "or give --cp-ring-wire plain"
+    if not args.multi_latent_attention:
+        return f"{wire} needs --multi-latent-attention: give it, or --cp-ring-wire plain"
+    if ulysses > 1:
+        return (
+            f"{wire} does not support --cp-ring-heads {ulysses} or --cp-comm-type a2a: give "
+            "--cp-ring-wire plain"
+        )
+    other = args.first(
+        "fp8", "fp4", "delay_wgrad_compute", "use_megatron_fsdp", "use_torch_fsdp2",
+        "cache_mla_latents",
+    )  # fmt: skip
+    if other:
+        return f"{wire} does not support {other}: leave it out, {plain}"
+    if recomputes_attention(args):
+        return (
+            f"{wire} does not support --recompute-granularity selective of core_attn, which hides "
+            f"where keys come from: leave core_attn out of --recompute-modules, {plain}"
+        )
+    return None
 
 
 def check_latent(options: Any, ulysses: int, settings: Options) -> None:
     """Raises `ConfigError` where latents are to travel and cannot."""
-    if (
-        settings.wire in WIRES
-        and WIRES[settings.wire].latent
-        and (line := latent_problem(options, ulysses, settings))
-    ):
+    travel = settings.wire in WIRES and WIRES[settings.wire].latent
+    if travel and (line := latent_problem(options, ulysses, settings)):
         raise ConfigError(line)
 
 

@@ -13,17 +13,17 @@ Nothing heavy is imported here: the flags are checked before torch and Megatron 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.flags import rules
-from cp_ring.megatron.flags.rule import Job, check_rules
+from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.options import Options
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.schedule import parse
+
+_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def spec_of_layer(
@@ -37,89 +37,108 @@ def spec_of_layer(
     `sizes` are the hierarchical context-parallel sizes. Raises `ConfigError` with
     a line that names the flag.
     """
-    if settings.heads == "auto" and cp > 1:
-        raise ConfigError("--cp-ring-heads auto does not support Megatron jobs: give a number")
-    named = {
-        "cp_comm_type": kind,
-        "context_parallel_size": cp,
-        "hierarchical_context_parallel_sizes": sizes,
-    }
-    job = Job(argparse.Namespace(**named), settings)
-    check_rules(job, rules.SPLIT)
-    (kind,), spec = job.comm_types, PlanSpec(settings.layout, settings.route)
+    kind, heads, schedule = _known(kind or "p2p"), settings.heads, settings.schedule
+    if kind not in _TYPES:
+        raise ConfigError(f"--cp-comm-type {kind}: known are {', '.join(_TYPES)}")
+    spec = PlanSpec(settings.layout, settings.route)
     if cp == 1:
         return spec
+    if heads != 1 and kind != "p2p":
+        raise ConfigError(
+            f"--cp-comm-type {kind} and --cp-ring-heads {heads} are mutually exclusive (both set "
+            "the Ulysses degree): drop one"
+        )
+    if heads == "auto":
+        raise ConfigError("--cp-ring-heads auto does not support Megatron jobs: give a number")
+    if cp % int(heads):
+        raise ConfigError(
+            f"--cp-ring-heads {heads} does not divide the {cp} context-parallel ranks: change "
+            "either"
+        )
     if kind == "all_gather":
+        if schedule not in ("auto", "gather"):
+            raise ConfigError(
+                f"--cp-comm-type all_gather is --cp-ring-schedule gather, not {schedule}: drop one"
+            )
         return replace(spec, schedule="gather")
-    heads = (
-        {"p2p": int(settings.heads), "a2a": cp}[kind]
-        if kind != "a2a+p2p"
-        else int((sizes or ())[0])
-    )
+    members = {"p2p": int(heads), "a2a": cp}.get(kind) or _first_of(sizes, cp)
     return replace(
         spec,
-        schedule=settings.schedule if heads < cp else "auto",
-        ulysses=heads,
+        schedule=schedule if members < cp else "auto",
+        ulysses=members,
         slot_shards=settings.slot_shards,
     )
 
 
-def types_by_layer(args: argparse.Namespace) -> list[str]:
+def _first_of(sizes: Sequence[int] | None, cp: int) -> int:
+    """The ranks among which a2a+p2p exchanges heads."""
+    if not sizes:
+        raise ConfigError(
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes U R: heads are "
+            "exchanged among U ranks, in a ring of R members"
+        )
+    if len(sizes) != 2 or sizes[0] * sizes[1] != cp:
+        shown = " ".join(map(str, sizes))
+        raise ConfigError(
+            f"--hierarchical-context-parallel-sizes {shown}: --cp-comm-type a2a+p2p takes 2 sizes, "
+            f"which multiply to --context-parallel-size {cp}: change either"
+        )
+    return sizes[0]
+
+
+def _known(kind: str) -> str:
+    return "all_gather" if kind == "allgather" else kind  # as in Megatron's own help
+
+
+def types_by_layer(args: Any) -> list[str]:
     """The type of each layer, from parsed flags; of one layer, if all have the same."""
-    return Job(args).comm_types
+    kinds = getattr(args, "cp_comm_type", None) or "p2p"
+    return [_known(kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
 
 
-def type_of(args: argparse.Namespace, layer: int) -> str:
+def type_of(args: Any, layer: int) -> str:
     """The type of layer `layer`, from 1."""
     kinds = types_by_layer(args)
     return kinds[0] if len(kinds) == 1 else kinds[layer - 1]
 
 
-def specs(args: argparse.Namespace, config: Options) -> list[tuple[str, PlanSpec]]:
+def specs(args: Any, config: Options) -> list[tuple[str, PlanSpec]]:
     """The distinct types of the layers, and how attention of each is split."""
     sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
+    cp = args.context_parallel_size or 1
     kinds = dict.fromkeys(types_by_layer(args))
-    return [
-        (kind, spec_of_layer(kind, config, args.context_parallel_size, sizes)) for kind in kinds
-    ]
-
-
-def check(job: Job) -> None:
-    """Checks the flags about the shape of context parallelism against each other and the sizes of
-    the model.
-    """
-    check_rules(job, rules.SPLITS)
-    for kind, spec in specs(job.args, job.own):
-        check_members(kind, spec, job.own, job.cp, job.args, job.tp)
+    return [(kind, spec_of_layer(kind, config, cp, sizes)) for kind in kinds]
 
 
 def check_members(
-    kind: str | None,
-    spec: PlanSpec,
-    settings: Options,
-    cp: int,
-    model: Any,
-    tp: int,
+    kind: str | None, spec: PlanSpec, settings: Options, cp: int, model: Any, tp: int
 ) -> None:
     """Raises `ConfigError` unless ranks can exchange the heads of a tensor-parallel rank, and each
     member has a hop.
 
     `model` are Megatron's arguments, or a configuration of a layer.
     """
-    heads = getattr(model, "num_attention_heads", None)
-    key_heads = getattr(model, "num_query_groups", None)
-    latent = getattr(model, "multi_latent_attention", False)
-    if latent or not key_heads or not getattr(model, "group_query_attention", True):
+    sizes = Asked(model)
+    heads, key_heads = sizes.num_attention_heads, sizes.num_query_groups
+    if sizes.multi_latent_attention or not key_heads or sizes.group_query_attention is False:
         key_heads = heads
-    hops = parse(settings.schedule)
-    ring = kind in (None, "p2p")
-    known = {
-        "heads_of_rank": heads and heads // tp,
-        "key_heads_of_rank": key_heads and max(key_heads // tp, 1),
-        "exchange": f"--cp-ring-heads {spec.ulysses}"
-        if ring
-        else f"--cp-comm-type {kind} among {spec.ulysses} ranks",
-        "members": cp // spec.ulysses,
-        "hops": None if isinstance(hops, str) or spec.schedule != settings.schedule else len(hops),
-    }
-    check_rules(Job(argparse.Namespace(**known), settings, ulysses=spec.ulysses), rules.MEMBERS)
+    named = f"--cp-comm-type {kind} among {spec.ulysses} ranks"
+    named = f"--cp-ring-heads {spec.ulysses}" if kind in (None, "p2p") else named
+    if heads and heads // tp % spec.ulysses:
+        raise ConfigError(
+            f"{named} does not divide the {heads // tp} query heads of a tensor-parallel rank: "
+            "change either"
+        )
+    held = max(key_heads // tp, 1) if key_heads else spec.ulysses
+    if held % spec.ulysses and spec.ulysses % held:
+        raise ConfigError(
+            f"{named} is neither a divisor nor a multiple of the {held} key/value heads of a "
+            "tensor-parallel rank: change either"
+        )
+    hops, members = parse(settings.schedule), cp // spec.ulysses
+    mine = not isinstance(hops, str) and spec.schedule == settings.schedule
+    if mine and len(hops) != members:
+        raise ConfigError(
+            f"--cp-ring-schedule {settings.schedule}: {len(hops)} hops for a ring of {members} "
+            f"members, of {spec.ulysses} ranks each: give a hop for each member"
+        )

@@ -28,12 +28,12 @@ VARIANTS = {"gated_delta_net": "G", "gdn": "G", "gdn2": "G", "dsa": SPARSE}
 """Of --experimental-attention-variant: their letters. Since 0.20 gdn is the name of the first."""
 
 
-def pattern_of(args: argparse.Namespace) -> str:
+def pattern_of(args: Any) -> str:
     """The hybrid layer pattern of the flags, "" without one."""
     return next((str(pattern) for name in PATTERNS if (pattern := getattr(args, name, None))), "")
 
 
-def letters_of(args: argparse.Namespace) -> str:
+def letters_of(args: Any) -> str:
     """A letter for each layer of the job, "" where all of them attend: its hybrid layer pattern,
     or, as in G G G * of Qwen3-Next, those that --experimental-attention-variant and
     --linear-attention-freq give the attention of a GPT model.
@@ -41,18 +41,18 @@ def letters_of(args: argparse.Namespace) -> str:
     letter = VARIANTS.get(getattr(args, "experimental_attention_variant", None) or "")
     every, pattern = getattr(args, "linear_attention_freq", None), pattern_of(args)
     if letter == SPARSE and not pattern:
-        return SPARSE * args.num_layers
+        return SPARSE * (args.num_layers or 0)
     if pattern or not letter or not every:
         return pattern
     linear = (
-        [(layer + 1) % every > 0 for layer in range(args.num_layers)]
+        [(layer + 1) % every > 0 for layer in range(args.num_layers or 0)]
         if isinstance(every, int)
         else every
     )
     return "".join(letter if each else "*" for each in linear)
 
 
-def shown_pattern(args: argparse.Namespace) -> str:
+def shown_pattern(args: Any) -> str:
     """The flag from which `letters_of` are, with its value, as in `--hybrid-layer-pattern M*M-`; ""
     without one.
     """

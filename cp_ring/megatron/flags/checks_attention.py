@@ -1,0 +1,177 @@
+"""What ring attention does not support of Megatron's attention: windows, graphs, variants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cp_ring.megatron.flags.asked import Asked, Check
+from cp_ring.megatron.flags.checks_documents import documents_flag
+from cp_ring.megatron.flags.layer_pattern import SPARSE, VARIANTS, letters_of, shown_pattern
+from cp_ring.megatron.options import Options
+
+_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+_GRAPHED_ALONE = {"moe_router", "moe_preprocess", "mamba"}
+_GRAPHED_BY_TE = {"mlp", "moe"}  # which graphs of another kind hold with attention
+
+
+def dropout(args: Asked, options: Options) -> str | None:
+    """No GPU kernel draws the same dropout at any context parallel size."""
+    if args.attention_dropout:
+        return (
+            f"--cp-ring does not support {args.shown('attention_dropout')}: give "
+            "--attention-dropout 0"
+        )
+    return None
+
+
+def windows(args: Asked, options: Options) -> str | None:
+    """Each layer needs to know its window."""
+    window, every = args.window_size, args.window_attn_skip_freq
+    if window is None:
+        return None
+    if line := window_problem(window):
+        return line
+    if isinstance(every, list) and len(every) < (args.num_layers or 0):
+        return (
+            f"--window-attn-skip-freq has {len(every)} entries for {args.shown('num_layers')}: "
+            "give one entry for each layer"
+        )
+    if isinstance(every, int) and every < 1:
+        return f"{args.shown('window_attn_skip_freq')} must be at least 1"
+    return None
+
+
+def window_problem(window: Any, causal: bool = True) -> str | None:
+    """Why a window is not (left, right), each -1 or more, and right at most 0 in a causal layer."""
+    if len(window) != 2 or any(side != int(side) or side < -1 for side in window):
+        return (
+            f"--window-size {window}: give two integers, the numbers of keys before and after a "
+            "query, each -1 (all) or more"
+        )
+    if causal and window[1] > 0:
+        return (
+            f"--window-size {window}: a causal layer sees nothing after its own position: give "
+            f"{window[0]},0"
+        )
+    return None
+
+
+def other_attention(args: Asked, options: Options) -> str | None:
+    """These split tokens, or compute attention, in ways of their own."""
+    if flag := args.first("hybrid_context_parallel", "dynamic_context_parallel"):
+        return (
+            "--cp-ring does not support a context-parallel size per sequence; --sft with "
+            "--cp-ring-layout balanced shares the work of short documents instead: leave out "
+            f"{flag}"
+        )
+    if args.cp_partition_mode not in (None, "zigzag"):
+        return f"--cp-ring does not support {args.shown('cp_partition_mode')}: give zigzag"
+    if args.experimental_attention_variant not in (None, *VARIANTS):
+        asked = args.shown("experimental_attention_variant")
+        return f"--cp-ring does not support {asked}: leave it out"
+    if args.mtp_hsm:
+        return "--cp-ring does not support --mtp-hsm: leave it out"
+    if args.use_megatron_fsdp and (args.megatron_fsdp_version or 1) > 1:
+        return f"--cp-ring does not support {args.shown('megatron_fsdp_version')}: give 1"
+    if args.batch_invariant_mode:
+        return (
+            "--cp-ring does not support kernels that are invariant to the batch: leave out "
+            "--batch-invariant-mode"
+        )
+    return None
+
+
+def sparse(args: Asked, options: Options) -> str | None:
+    """Sparse attention is Megatron's own, which splits tokens by zigzag and gathers all keys."""
+    if SPARSE not in letters_of(args):
+        return None
+    pattern, found = shown_pattern(args), documents_flag(args, options, in_rows=True)
+    if not options.named_layout.stock:
+        found = found or f"--cp-ring-layout {options.layout}"
+    if options.wire not in ("auto", "plain", "latent"):
+        found = found or f"--cp-ring-wire {options.wire}"
+    if found:
+        return (
+            f"{pattern}: sparse attention does not support {found}: it is split with "
+            "--cp-ring-layout zigzag, as Megatron splits it"
+        )
+    if args.cp > 1 and args.dsa_indexer_loss_coeff and not args.calculate_per_token_loss:
+        return (
+            f"{pattern} with {args.shown('context_parallel_size')} and a loss of the indexer needs "
+            "--calculate-per-token-loss"
+        )
+    return None
+
+
+def graphs(args: Asked, options: Options) -> str | None:
+    """Each microbatch has a plan of its own, and a graph repeats one."""
+    asked, modules = graphs_asked(args)
+    alone = _GRAPHED_ALONE | (_GRAPHED_BY_TE if "transformer_engine" in asked else set())
+    if not asked or (modules and modules <= alone):
+        return None
+    name = "scope" if args.cuda_graph_modules is None else "modules"
+    shown = f" --cuda-graph-{name} {' '.join(sorted(modules))}" if modules else ""
+    return (
+        f"--cp-ring does not support {asked}{shown}, which puts attention into a CUDA graph: leave "
+        f"it out, or give --cuda-graph-impl transformer_engine with --cuda-graph-{name} mlp"
+    )
+
+
+def graphs_asked(args: Asked) -> tuple[str, set[str]]:
+    """The flag that asks for CUDA graphs, "" without graphs, and the modules in them."""
+    modules: set[str] = set()
+    for name in ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated"):
+        value = getattr(args, name) or ()
+        value = value.split(",") if isinstance(value, str) else value
+        modules |= {str(getattr(each, "name", each)) for each in value}
+    asked = args.first("enable_cuda_graph", "external_cuda_graph")
+    if args.cuda_graph_impl not in (None, "none"):
+        asked = args.shown("cuda_graph_impl")
+    if not asked and "full_iteration" in modules:
+        asked = "--cuda-graph-impl none"
+    return asked, modules
+
+
+def offloaded_gate(args: Asked, options: Options) -> str | None:
+    """Megatron frees the memory of values, in which the gate lies too, before it uses the gate."""
+    moved = args.fine_grained_activation_offloading and args.offload_modules
+    if moved and args.attention_output_gate and "core_attn" in moved:
+        return (
+            f"{args.shown('offload_modules')} with --attention-output-gate: Megatron frees the "
+            "memory of values, in which the gate lies too, before it uses the gate: leave "
+            "core_attn out"
+        )
+    return None
+
+
+def layer_problem(config: Any, layer_number: int, attention_type: str) -> str | None:
+    """Why ring attention cannot be the core attention of a layer with this configuration."""
+    if attention_type != "self":
+        return (
+            f"--cp-ring supports self attention; layer {layer_number} is {attention_type} attention"
+        )
+    if config.softmax_type not in _SOFTMAX_TYPES:
+        return (
+            f"--cp-ring supports --softmax-type {', '.join(_SOFTMAX_TYPES)}, not "
+            f"{config.softmax_type}"
+        )
+    layer = Asked(config)
+    if layer.fp8_dot_product_attention or layer.fp8_multi_head_attention:
+        return (
+            "--cp-ring does not support fp8_dot_product_attention and fp8_multi_head_attention: "
+            "switch them off"
+        )
+    if layer.attn_logit_softcapping:  # of Megatron after 0.20
+        return "--cp-ring does not support attn_logit_softcapping"
+    return None
+
+
+def recomputes_attention(args: Asked) -> bool:
+    """Whether core attention alone is recomputed."""
+    modules = args.recompute_modules or ["core_attn"]
+    return args.recompute_granularity == "selective" and "core_attn" in modules
+
+
+ATTENTION: tuple[Check, ...] = (
+    dropout, windows, other_attention, sparse, graphs, offloaded_gate
+)  # fmt: skip

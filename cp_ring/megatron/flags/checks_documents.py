@@ -1,0 +1,158 @@
+"""What does not work with documents, declared masks and recurrent layers."""
+
+from __future__ import annotations
+
+from cp_ring.megatron.flags.asked import Asked, Check
+from cp_ring.megatron.flags.layer_pattern import (
+    RECURRENT,
+    RECURRENT_KINDS,
+    letters_of,
+    shown_pattern,
+)
+from cp_ring.megatron.options import Options
+
+
+def documents_flag(args: Asked, options: Options, in_rows: bool = False) -> str:
+    """The first flag that asks for documents or masks, "" without any. With `in_rows` --sft does
+    not count, each of whose documents is split by itself.
+    """
+    flags = {
+        "--sft": args.sft and not in_rows,
+        "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,
+        "--cp-ring-document-mask": options.document_mask,
+        "--cp-ring-mask-kinds": options.mask_kinds,
+    }
+    return next((flag for flag, given in flags.items() if given), "")
+
+
+def splits_packed(args: Asked, options: Options) -> bool:
+    """Whether packed batches of a script are split by the balanced layout."""
+    packed = args.sft or args.dataloader_inter_document_masking
+    return bool(packed and options.named_layout.weighs and not options.document_mask)
+
+
+def masks_documents(args: Asked, options: Options) -> bool:
+    """Whether the documents of each batch row are those that Megatron's data set finds by the
+    end-of-document token.
+    """
+    return options.document_mask and not (args.dataloader_inter_document_masking or args.sft)
+
+
+def one_mask(args: Asked, options: Options) -> str | None:
+    """A batch row has one mask, from one place."""
+    if options.mask_kinds and options.document_mask:
+        return (
+            "--cp-ring-mask-kinds and --cp-ring-document-mask are mutually exclusive (both define "
+            "the mask): give only the former, and Mask.documents in the batches"
+        )
+    if options.mask_kinds and args.dataloader_inter_document_masking:
+        return (
+            "--cp-ring-mask-kinds and --dataloader-inter-document-masking are mutually exclusive "
+            "(both define the mask): give only one"
+        )
+    if args.sft and args.dataloader_inter_document_masking:
+        return (
+            "--sft and --dataloader-inter-document-masking name two kinds of data sets: give only "
+            "one"
+        )
+    if args.reset_attention_mask and not masks_documents(args, options):
+        return (
+            "--reset-attention-mask makes masks of s x s tokens: give --cp-ring-document-mask "
+            "instead"
+        )
+    return None
+
+
+def two_microbatches(args: Asked, options: Options) -> str | None:
+    """Megatron's schedule of two microbatches at a time carries no documents."""
+    found = documents_flag(args, options)
+    if found and args.overlap_moe_expert_parallel_comm:
+        return (
+            f"--overlap-moe-expert-parallel-comm does not support {found}: Megatron's scripts do "
+            "not hand documents to the layers of this schedule: leave out either"
+        )
+    return None
+
+
+def rows_of_experts(args: Asked, options: Options) -> str | None:
+    """A rank holds parts of all batch rows, which Megatron takes for whole ones."""
+    masked = args.dataloader_inter_document_masking and not options.document_mask
+    rows, flag = args.micro_batch_size or 1, "--dataloader-inter-document-masking"
+    if not masked or args.cp == 1:
+        return None
+    if rows > 1 and "seq_aux_loss" in str(args.moe_router_load_balancing_type):
+        return (
+            f"{flag} --moe-router-load-balancing-type seq_aux_loss: Megatron takes the tokens of a "
+            "rank for whole rows: give --micro-batch-size 1, or aux_loss"
+        )
+    parts = args.cp * (args.tp if args.sequence_parallel else 1)
+    if args.num_experts and rows // parts > 1 and rows % parts:
+        return (
+            f"{flag} with --num-experts and --context-parallel-size {args.cp}: Megatron's layers "
+            "of experts divide the tokens of a rank into whole rows: give --micro-batch-size 1"
+        )
+    return None
+
+
+def recurrent_layers(args: Asked, options: Options) -> str | None:
+    """The state of these layers runs along the sequence: it has no branches, and kernels that take
+    documents or states are not all there are.
+    """
+    letters, pattern = letters_of(args), shown_pattern(args)
+    layers = next((name for letter, name in RECURRENT.items() if letter in letters), "")
+    kinds = {kind: options.recurrent_ways[kind] for each, kind in RECURRENT_KINDS.items()
+             if each in letters}  # fmt: skip
+    if line := _undivided_heads(args, kinds):
+        return f"{pattern}: {line}: give --cp-ring-recurrent states"
+    masks = [kind for kind in options.kinds if kind not in ("documents", "causal")]
+    if layers and masks:
+        return (
+            f"--cp-ring-mask-kinds {masks[0]} does not reach the {layers} layers of {pattern}, "
+            "whose state runs along the sequence: they support documents and causal"
+        )
+    slow_mamba = "mamba" in kinds and args.use_mamba_mem_eff_path is False
+    if documents_flag(args, options) and slow_mamba:
+        return (
+            f"--disable-mamba-mem-eff-path: the Mamba layers of {pattern} then have no documents "
+            "(Megatron supports them on the other path alone): leave it out"
+        )
+    if documents_flag(args, options) and "gdn" in kinds and args.deterministic_mode:
+        return (
+            f"--deterministic-mode: the gated delta net layers of {pattern} then have no documents "
+            "(fla's kernels have them, which are not deterministic): leave it out"
+        )
+    return _states(args, kinds, layers, pattern)
+
+
+def _states(args: Asked, kinds: dict[str, str], layers: str, pattern: str) -> str | None:
+    """What the kernels of layers that pass states do not support."""
+    if "states" not in kinds.values():
+        return None
+    slow = kinds.get("mamba") == "states" and args.use_mamba_mem_eff_path is False
+    graphs = args.cuda_graph_impl not in (None, "none") and args.shown("cuda_graph_impl")
+    found = ("--disable-mamba-mem-eff-path" if slow else "") or graphs or (
+        args.first("deterministic_mode")
+    )  # fmt: skip
+    if found:
+        return (
+            f"--cp-ring-recurrent states does not support {found} with the {layers} layers of "
+            f"{pattern}: leave it out, or give heads"
+        )
+    return None
+
+
+def _undivided_heads(args: Asked, kinds: dict[str, str]) -> str:
+    """Heads of recurrent layers that the context-parallel ranks cannot share, "" where they can."""
+    for kind in (kind for kind, way in kinds.items() if way == "heads"):
+        heads = args.linear_num_key_heads or 16
+        if kind == "mamba":
+            heads = args.mamba_num_heads or 2 * args.hidden_size // (args.mamba_head_dim or 64)
+        if heads // args.tp % args.cp:
+            return (
+                f"the {heads // args.tp} heads of the {kind} layers do not divide among {args.cp} "
+                "ranks"
+            )
+    return ""
+
+
+DOCUMENTS: tuple[Check, ...] = (one_mask, two_microbatches, rows_of_experts, recurrent_layers)

@@ -1,0 +1,114 @@
+"""What does not work in jobs of Megatron's own training loop: sizes, data, layers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from cp_ring.errors import one_line
+from cp_ring.megatron import compat
+from cp_ring.megatron.flags.asked import Asked, Check
+from cp_ring.megatron.flags.checks_documents import documents_flag
+from cp_ring.megatron.options import Options
+
+
+def ring(args: Asked, options: Options) -> str | None:
+    """These change what ring attention computes, and nothing without it."""
+    needing = ("document_mask", "mask_kinds", "loss_chunk", "balance_microbatches")
+    found = next((options.flag(name) for name in needing if getattr(options, name)), "")
+    return f"{found} needs --cp-ring" if found and not options.enabled else None
+
+
+def ranks(args: Asked, options: Options) -> str | None:
+    """Megatron does not check this number."""
+    if (size := args.context_parallel_size) is not None and size < 1:
+        return f"--context-parallel-size {size} must be at least 1"
+    return None
+
+
+def loss_in_parts(args: Asked, options: Options) -> str | None:
+    """Loss in chunks never has all logits."""
+    if options.loss_chunk and args.defer_embedding_wgrad_compute:
+        return (
+            "--cp-ring-loss-chunk does not support --defer-embedding-wgrad-compute, which needs "
+            "all logits at once: leave out either"
+        )
+    return None
+
+
+def balance(args: Asked, options: Options) -> str | None:
+    """Batch rows are dealt out anew among the microbatches of a step by Megatron's own samplers."""
+    flag = "--cp-ring-balance-microbatches"
+    if not options.balance_microbatches:
+        return None
+    if not documents_flag(args, options):
+        return (
+            f"{flag} needs batch rows of unequal work: --sft, --dataloader-inter-document-masking, "
+            "--cp-ring-document-mask or --cp-ring-mask-kinds"
+        )
+    if not args.calculate_per_token_loss:
+        return (
+            f"{flag} needs --calculate-per-token-loss: a mean of the means of microbatches depends "
+            "on which batch rows share one"
+        )
+    if args.dataloader_type not in (None, "single", "cyclic"):
+        return f"{flag} does not support {args.shown('dataloader_type')}: give single or cyclic"
+    other = args.first(
+        "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"
+    )
+    return f"{flag} needs steps of one size: leave out {other}" if other else None
+
+
+def layers(args: Asked, options: Options) -> str | None:
+    """Megatron up to 0.19 trains its default layers where those of --spec cannot be imported."""
+    try:
+        if args.spec:
+            module, name = args.spec
+            getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        return (
+            f"{args.shown('spec')} cannot be imported: {one_line(error)}: give a module and the "
+            "name of the layers in it"
+        )
+    local = args.spec or args.transformer_impl != "transformer_engine"
+    if not local and not compat.has_transformer_engine():
+        return (
+            "transformer_impl: transformer_engine (--transformer-impl; Megatron's default) needs "
+            'TransformerEngine, which is not installed here: pip install -e ".[te]", or give '
+            "transformer_impl: local (--transformer-impl local)"
+        )
+    return None
+
+
+def data_files(args: Asked, options: Options) -> str | None:
+    """Megatron finds a missing file on one rank, late."""
+    if args.sft and args.mock_data and options.document_mask:
+        return "--sft needs conversations: give --data-path FILE.jsonl instead of --mock-data"
+    suffixes = ("",) if args.sft else (".idx", ".bin")
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words: Sequence[str] = getattr(args, name) or []
+        weighted = len(words) > 1 and len(words) % 2 == 0 and all(map(_is_number, words[::2]))
+        for prefix in words[1::2] if weighted else words:
+            paths = [Path(prefix + suffix) for suffix in suffixes]
+            if "://" in prefix or (args.sft and paths[0].is_dir()):
+                continue  # an object store, or what Megatron's own data set may read
+            for path in paths:
+                if not path.is_file() or not path.stat().st_size:
+                    file = "" if args.sft else f"{path} "
+                    what = "is empty" if path.is_file() else "does not exist"
+                    return f"--{name.replace('_', '-')} {prefix}: {file}{what}"
+    return None
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+JOB: tuple[Check, ...] = (ring, ranks, loss_in_parts, balance)
+HERE: tuple[Check, ...] = (layers, data_files)
+"""Of what is on this machine."""

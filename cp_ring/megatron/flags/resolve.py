@@ -1,0 +1,243 @@
+"""Parsed flags of a job: what follows from them is put in force, and what cannot run is rejected,
+before any process group exists.
+
+The ranks call `accept` after Megatron has parsed its flags, and `accept_complete` after it has
+validated them: what Megatron rejects itself has no check here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from cp_ring.errors import ConfigError, Reasons
+from cp_ring.megatron.flags import comm_types
+from cp_ring.megatron.flags.asked import Asked, Check, reject_where
+from cp_ring.megatron.flags.checks_attention import ATTENTION, recomputes_attention
+from cp_ring.megatron.flags.checks_documents import DOCUMENTS, masks_documents
+from cp_ring.megatron.flags.checks_job import HERE, JOB
+from cp_ring.megatron.flags.codec_choice import choose_wire
+from cp_ring.megatron.flags.layer_pattern import attention_layers, pattern_of
+from cp_ring.megatron.options import Options
+from cp_ring.megatron.rejection import note, rejecting
+from cp_ring.megatron.settings import LayerWindows, configure
+from cp_ring.runtime import RUNTIME
+
+_CPU_SETTINGS: dict[str, Any] = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_reduce_div_fusion": False,  # a reduction that NCCL alone has
+    "no_persist_layer_norm": True,
+}
+"""What Megatron needs without CUDA."""
+
+
+def accept(args: argparse.Namespace) -> argparse.Namespace:
+    """Sets arguments of `args` that depend on others, checks them, and applies the settings of
+    cp_ring.
+
+    Ends the process with one line and exit code 2 if `args` are rejected.
+    """
+    with rejecting():
+        options = Options.from_args(args)
+        if options.cpu:
+            run_on_cpu(args, options, sys.argv[1:])
+        if options.enabled:
+            # s x s booleans that ring attention does not need
+            args.create_attention_mask_in_dataloader = False
+        check(args, options, (*JOB, *HERE))
+        options = _with_chosen_wire(args, options)
+        configure(options, layers=windows_of(args) if options.enabled else None)
+    return args
+
+
+def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
+    """As `accept`, after Megatron has validated and completed `args`: chooses what travels, where
+    the flags leave it to cp_ring.
+    """
+    options = Options.from_args(args)
+    if options.enabled:
+        with rejecting():
+            wire = choose_wire(args, options)
+            if options.wire == "auto":
+                _chosen[tuple(sys.argv)] = wire
+            options = _with_chosen_wire(args, options)
+            configure(options)
+            note_loss(args, options)
+            if recomputes_attention(Asked(args)):
+                note(
+                    "--recompute-granularity selective of core_attn frees no memory with ring "
+                    "attention, which keeps only q, k, v, out and lse: leave it out"
+                )
+    return args
+
+
+def check(args: Any, options: Options, checks: Iterable[Check] = JOB) -> None:
+    """Checks parsed flags. Raises `ConfigError` with all reasons at once."""
+    reasons = Reasons()
+    with reasons.of():
+        reject_where(checks, args, options)
+    with reasons.of():
+        if options.enabled:
+            check_attention(args, options)
+    reasons.end()
+
+
+def check_attention(args: Any, options: Options) -> None:
+    """Checks what ring attention must support, of flags or of a program, and sets the arguments
+    that documents need.
+    """
+    reject_where(ATTENTION + DOCUMENTS, args, options)
+    asked = Asked(args)
+    options.check_schedule(asked.cp)
+    for kind, spec in comm_types.specs(args, options):
+        comm_types.check_members(kind, spec, options, asked.cp, args, asked.tp)
+    if asked.overlap_moe_expert_parallel_comm:
+        note(
+            "warning: no GPU has run --overlap-moe-expert-parallel-comm with ring attention yet: "
+            "compare the losses of the first steps with those without it"
+        )
+    backend = getattr(asked.attention_backend, "name", "auto")
+    if backend != "auto":
+        note(
+            f"--attention-backend {backend} has no effect on ring attention: --cp-ring-kernel "
+            "chooses its kernel"
+        )
+    if asked.apply_rope_fusion and (reason := _why_unfused(asked, options)):
+        args.apply_rope_fusion = False
+        note(
+            f"{reason}, which the fused rotary embedding does not support: it is switched off "
+            "(--no-rope-fusion)"
+        )
+    if masks_documents(asked, options):
+        # Megatron's data set then starts position ids at 0 after each end-of-document token, and
+        # masks that token's loss.
+        args.reset_position_ids = args.reset_attention_mask = args.eod_mask_loss = True
+
+
+def windows_of(args: argparse.Namespace) -> LayerWindows | None:
+    """The windows of the attention layers of the flags; None where these do not say how many layers
+    there are.
+    """
+    if not pattern_of(args) and not args.num_layers:
+        return None
+    layers = attention_layers(args)
+    if not layers:
+        return None
+    window, every = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
+    if window is None:
+        return (((-1, -1), len(layers)),)
+    if every is None:
+        return (((int(window[0]), int(window[1])), len(layers)),)
+    narrow = sum(
+        bool(every[layer - 1] if isinstance(every, list) else layer % every) for layer in layers
+    )
+    windows = (((int(window[0]), int(window[1])), narrow), ((-1, -1), len(layers) - narrow))
+    return tuple((its, count) for its, count in windows if count)
+
+
+_chosen: dict[tuple[str, ...], str] = RUNTIME.keep({})
+"""What travels, by the command line."""
+
+
+def _with_chosen_wire(args: argparse.Namespace, options: Options) -> Options:
+    """The settings with the choice that was made for this command line before: Megatron parses it
+    more than once.
+    """
+    args.cp_ring_wire = _chosen.get(tuple(sys.argv), options.wire)
+    return replace(options, wire=args.cp_ring_wire)
+
+
+def run_on_cpu(args: argparse.Namespace, options: Options, argv: Sequence[str]) -> None:
+    """Sets the arguments that Megatron needs without CUDA. Raises `ConfigError` if the command line
+    contradicts one.
+    """
+    import torch  # not at the top: the early checks of most jobs need no torch
+
+    if torch.cuda.is_available():
+        note("CUDA is present: --cp-ring-cpu changes nothing")
+        return
+    for name in ("distributed_backend", "transformer_impl"):
+        flag, value = "--" + name.replace("_", "-"), _CPU_SETTINGS[name]
+        given = any(word == flag or word.startswith(flag + "=") for word in argv)
+        if given and getattr(args, name) != value:
+            raise ConfigError(
+                f"{flag} {getattr(args, name)} needs CUDA, and --cp-ring-cpu runs without it: give "
+                f"{value}"
+            )
+    if reason := _why_no_kernel(options):
+        raise ConfigError(
+            f"--cp-ring-kernel {options.kernel} cannot run on the CPU ({reason}): give auto"
+        )
+    vars(args).update(_CPU_SETTINGS)
+    note(
+        "no CUDA: training on the CPU over gloo, with Megatron's local layers and without fused "
+        "kernels"
+    )
+
+
+def _why_no_kernel(options: Options) -> str:
+    """Why the kernel that is asked for cannot compute on the CPU, "" where it can."""
+    import torch
+
+    from cp_ring.kernels import REGISTRY
+
+    if not options.enabled or options.kernel not in REGISTRY:
+        return ""
+    kernel = import_module(REGISTRY[options.kernel]).KERNEL
+    return kernel.rejection(torch.device("cpu"), torch.float32, 64, 64) or ""
+
+
+def note_loss(args: argparse.Namespace, options: Options) -> None:
+    """Prints over which tokens a mean loss is taken, where ranks may differ in their number.
+    `args` are complete.
+    """
+    if args.context_parallel_size == 1 or args.calculate_per_token_loss:
+        return
+    if options.stock_loss_average:
+        note(
+            "--cp-ring-stock-loss-average: the loss is the average of the mean losses of "
+            "context-parallel ranks, however many of their tokens count"
+        )
+    else:
+        note(
+            "patch loss_average: the loss is the mean over the tokens of all context-parallel "
+            "ranks; --cp-ring-stock-loss-average leaves Megatron's average of their means"
+        )
+
+
+def _why_unfused(args: Asked, options: Options) -> str:
+    """Why the fused rotary embedding cannot have the positions of the tokens, "" where it can."""
+    if args.position_embedding_type in ("learned_absolute", "none"):
+        return ""
+    weighs = options.named_layout.weighs
+    layout = f"--cp-ring-layout {options.layout}"
+    if options.kinds or (weighs and options.document_mask):
+        asked = "--cp-ring-mask-kinds" if options.kinds else layout
+        other = args.first("multi_latent_attention")
+        if (args.micro_batch_size or 1) > 1:
+            other = other or args.shown("micro_batch_size")
+        return (
+            f"{asked} with {other} has different positions in each microbatch and batch row"
+            if other
+            else ""
+        )
+    if args.mrope_section and args.sft:
+        return "mrope_section with packed documents gives each token positions of its own"
+    together = args.first("dataloader_inter_document_masking")
+    if weighs and args.sft:
+        together = together or f"--sft with {layout}"
+    if together and not options.document_mask and args.cp > 1:
+        return f"{together} splits documents all together"
+    return ""
