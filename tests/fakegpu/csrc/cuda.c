@@ -67,6 +67,9 @@ CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count,
                             CUjit_option *options, void **values) {
     return cuModuleLoadData(module, image);
 }
+CUresult cuModuleLoad(CUmodule *module, const char *path) {
+    return cuModuleLoadData(module, path);
+}
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
     Function *made = calloc(1, sizeof *made);
     snprintf(made->name, sizeof made->name, "%s", name);

@@ -88,3 +88,11 @@ ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDataTyp
                            ncclComm_t comm, cudaStream_t stream) {
     return message("all", comm, comm->rank, bytes(count * comm->size, type), to, stream);
 }
+ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type,
+                               ncclRedOp_t operation, ncclComm_t comm, cudaStream_t stream) {
+    return message("all", comm, comm->rank, bytes(count * comm->size, type), to, stream);
+}
+ncclResult_t ncclAlltoAll(const void *from, void *to, size_t count, ncclDataType_t type,
+                          ncclComm_t comm, cudaStream_t stream) {
+    return message("all", comm, comm->rank, bytes(count * comm->size, type), to, stream);
+}

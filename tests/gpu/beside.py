@@ -1,0 +1,161 @@
+"""One attention layer, forward and backward, by TransformerEngine's own context parallelism and by
+cp_ring, on the same ranks in the same process: what both tables of `docs/benchmarks.md` compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import cp_ring
+
+DOCUMENTS = (4096, 1024, 8192, 3072)
+"""Lengths of packed documents, again and again: 16,384 tokens, all divisible by two parts a rank."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mask, and the sizes of one rank: tokens, h query heads and g key/value heads of d, values
+    of e.
+    """
+
+    window: int = 0
+    packed: bool = False
+    tokens: int = 8192
+    h: int = 32
+    g: int = 8
+    d: int = 128
+    e: int = 128
+
+    def draw(self, fill: Callable[..., Tensor] = torch.randn) -> list[Tensor]:
+        """q, k, v, dout: [tokens, 1, heads, size], without the 1 for packed documents."""
+        sizes = (self.h, self.d), (self.g, self.d), (self.g, self.e), (self.h, self.e)
+        row = (self.tokens,) if self.packed else (self.tokens, 1)
+        made = [fill((*row, *x), device="cuda", dtype=torch.bfloat16) for x in sizes]
+        return [*(x.requires_grad_() for x in made[:3]), made[3]]
+
+    def ends(self, ranks: int) -> list[int]:
+        """Where the documents of the whole sequence begin and end."""
+        ends, total = [0], self.tokens * ranks
+        for number in range(total):
+            if ends[-1] >= total:
+                break
+            length = DOCUMENTS[number % len(DOCUMENTS)] * self.tokens // 8192
+            ends.append(min(ends[-1] + length, total))
+        return ends
+
+
+CASES = {
+    "causal": Case(),
+    "documents": Case(packed=True),
+    "window": Case(window=4096),
+    "mla": Case(g=32, d=192),
+}
+TE, RING = "TransformerEngine", "cp_ring"
+CONTESTANTS: dict[str, dict[str, Any]] = {
+    f"{TE} p2p": {"comm": "p2p"},
+    f"{TE} a2a": {"comm": "a2a"},
+    f"{TE} all_gather": {"comm": "all_gather"},
+    f"{TE} a2a+p2p": {"comm": "a2a+p2p"},
+    RING: {},
+    f"{RING} ring": {"schedule": "ring"},
+    f"{RING} heads": {"heads": 0},
+    f"{RING} flash_aten": {"kernel": "flash_aten"},
+    f"{RING} flash_aten heads": {"kernel": "flash_aten", "heads": 0},
+}
+"""`heads` 0 stands for the number of ranks."""
+
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Groups:
+    """The group of all ranks, and those in which pairs exchange heads and rings cross pairs."""
+
+    def __init__(self) -> None:
+        self.world, self.size, self.rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+        pairs = [[x, x + 1] for x in range(0, self.size, 2)]
+        rings = [list(range(x, self.size, 2)) for x in range(2)]
+        self.levels = [
+            next(group for ranks, group in made if self.rank in ranks)
+            for made in ([(x, dist.new_group(x)) for x in cut] for cut in (pairs, rings))
+        ]
+        self.stream = torch.cuda.Stream()
+
+
+def layer(name: str, case: Case, groups: Groups) -> Layer:
+    """The attention of a contestant. What rejects a case raises when it is called."""
+    options = dict(CONTESTANTS[name])
+    if "comm" in options:
+        return _stock(options["comm"], case, groups)
+    if options.get("heads") == 0:
+        options["heads"] = groups.size
+    if case.packed:
+        options |= {"cu_seqlens": case.ends(groups.size)}
+    elif case.window:
+        options |= {"window_size": (case.window - 1, 0)}
+    options |= {"qkv_format": "thd" if case.packed else "sbhd", "causal": True}
+    return partial(cp_ring.ring_attention, group=groups.world, **options)
+
+
+def _stock(comm: str, case: Case, groups: Groups) -> Layer:
+    from transformer_engine.pytorch import DotProductAttention
+
+    module = DotProductAttention(
+        case.h, (case.d, case.e), num_gqa_groups=case.g, attention_dropout=0.0,
+        qkv_format="thd" if case.packed else "sbhd",
+        attn_mask_type="padding_causal" if case.packed else "causal",
+        window_size=(case.window - 1, 0) if case.window else None,
+    )  # fmt: skip
+    cp_group = groups.levels if comm == "a2a+p2p" else groups.world
+    module.set_context_parallel_group(cp_group, list(range(groups.size)), groups.stream, comm)
+    more: dict[str, Any] = {}
+    if case.packed:
+        ends = torch.tensor(case.ends(groups.size), dtype=torch.int32, device="cuda")
+        longest = max(DOCUMENTS) * case.tokens // 8192
+        more = dict.fromkeys(
+            ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), ends
+        ) | {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return module(q, k, v, **more).unflatten(-1, (case.h, case.e))
+
+    return call
+
+
+def step(attend: Layer, inputs: list[Tensor], backwards: Callable[[], None] = lambda: None) -> Any:
+    """Forward and backward; `backwards` is called between them. Out, dq, dk, dv."""
+    *leaves, dout = inputs
+    out = attend(*leaves)
+    backwards()
+    # the engine's own thread would free the tensors of a step while the next one begins
+    with torch.autograd.set_multithreading_enabled(False):
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+
+def rejection(error: Exception) -> str:
+    """The first line of what a contestant says of a case that it does not take."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table in Markdown; numbers of bytes in MiB."""
+    columns = list(dict.fromkeys(name for row in rows for name in row if name != "rejected"))
+    lines = [columns, ["---"] * len(columns)]
+    for row in rows:
+        cells = [_cell(name, row.get(name, "")) for name in columns]
+        if "rejected" in row:
+            cells = [*cells[:3], f"rejected: {row['rejected']}"]
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def _cell(name: str, value: Any) -> str:
+    if name in ("bytes", "allocated", "reserved") and value != "":
+        return f"{value / 2**20:.1f}"
+    return f"{value:.0f}" if isinstance(value, float) else str(value)
