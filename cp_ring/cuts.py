@@ -58,10 +58,12 @@ def check_slices(tensors: tuple[Tensor, ...], dim: int, layout: Layout, rank: in
     """Raises `ConfigError` where q, k and v are the slice of this rank of whole tensors, in the
     order of tokens, and the layout gives it other tokens.
     """
-    if layout.rows > 1 or [*layout.ranges(rank)] == [_slice(layout, rank)]:
+    bases = [x._base for x in tensors]  # most calls end here, where it takes no time
+    if layout.rows > 1 or any(base is None for base in bases):
         return
-    for x in tensors:
-        base = x._base
+    if [*layout.ranges(rank)] == [_slice(layout, rank)]:
+        return
+    for x, base in zip(tensors, bases, strict=True):
         if base is None or base.dim() != x.dim() or base.stride() != x.stride():
             return
         whole = [*x.shape[:dim], layout.n, *x.shape[dim + 1 :]]

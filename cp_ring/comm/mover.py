@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from cp_ring.comm.flight import Landing
 from cp_ring.comm.transport import Buffers, MessageBatch, Transport
-from cp_ring.observe.spans import waiting
+from cp_ring.observe.spans import named, waiting
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.exchange.moves import Moves, Ranges
 from cp_ring.plan.tables import Transfer
@@ -122,7 +121,7 @@ class Mover:
         pending = self._transport.post(MessageBatch(leave, come, kind))
 
         def landed() -> Sequence[object]:
-            with record_function(f"cp_ring: wait for {kind}"), waiting():
+            with named(f"wait for {kind}"), waiting():
                 pending.wait()
             return came
 

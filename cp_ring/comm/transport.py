@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import record_function
 
 from cp_ring.comm.agreement import agreement_of
 from cp_ring.comm.same_batch import comparison_of
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.observe.counters import recording
+from cp_ring.observe.spans import named
 from cp_ring.observe.watchdog import WATCH
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -133,18 +133,33 @@ class GroupTransport:
             return Done()
         group = self.group
         tag = self._agreement.tag if self._tags else 0
-        ops = [
-            dist.P2POp(dist.irecv, part, None, group, tag, peer)
-            for peer, part in messages(batch.receives)
-        ]
-        ops += [
-            dist.P2POp(dist.isend, part, None, group, tag, peer)
-            for peer, part in messages(batch.sends)
-        ]
+        receives, sends = messages(batch.receives), messages(batch.sends)
         batch.ranks = self.ranks
         count(batch)
-        with record_function(f"cp_ring: send {batch.kind}"):
-            return _Works(dist.batch_isend_irecv(ops), batch)
+        with named(f"send {batch.kind}"):
+            return _Works(_started(group, receives, sends, tag), batch)
+
+
+def _started(
+    group: dist.ProcessGroup, receives: _Messages, sends: _Messages, tag: int
+) -> list[dist.Work]:
+    """`torch.distributed.batch_isend_irecv` without its checks and objects for each message, which
+    take the host longer than the messages do.
+    """
+    device = (receives or sends)[0][1].device
+
+    def start() -> list[dist.Work]:
+        return [
+            *(group.recv([part], peer, tag) for peer, part in receives),
+            *(group.send([part], peer, tag) for peer, part in sends),
+        ]
+
+    if not group._get_backend(device).supports_coalescing:
+        return start()
+    with dist._coalescing_manager(group, device, async_ops=True) as together:
+        start()
+    works: list[dist.Work] = together.works
+    return works
 
 
 class StagedTransport(GroupTransport):
@@ -333,7 +348,10 @@ def _to_host(x: Tensor, transfer: Transfer) -> Tensor:
     return host
 
 
-def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> list[tuple[int, Tensor]]:
+_Messages = list[tuple[int, Tensor]]
+
+
+def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> _Messages:
     """(peer, part) of each message; the part [tokens, ...] is a view of a buffer.
 
     Both sides use this order: by transfer, then by range, then keys before values.

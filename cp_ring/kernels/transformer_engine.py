@@ -179,6 +179,8 @@ class TransformerEngineKernel:
         if dense_backward_may_be_nan(call.keys, call.causal, q.device):
             return FLASH.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
         ends = _even_ends(call, len(q), q.device)
+        if (call.d, call.e) == (q.shape[-1], v.shape[-1]):
+            self._bind(self._key(q_, k_, v_, hi, scale), call, ends, q.device)
         stats = lse.float()[..., None].contiguous()
         grads = self._gradients(call, (q_, k_, v_, out_, dout_), stats, ends, scale)
         dq, dk, dv = (x.transpose(0, 1) for x in grads)

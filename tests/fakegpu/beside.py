@@ -13,24 +13,27 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib
 import json
 import os
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.fakegpu import te_build
 from tests.fakegpu.accesses import mark
 from tests.fakegpu.log import Log
 from tests.fakegpu.process import FakeGpus
-from tests.gpu.beside import CASES, CONTESTANTS, Groups, Layer, layer, rejection, step, table
+from tests.gpu.beside import CASES, CONTESTANTS, Groups, Step, layer, rejection, step_of, table
 
 STEPS = (2, 3, 4)
 """Steps 3 to 5, of which each must be like the one before."""
@@ -63,63 +66,71 @@ def counts(log: Log, name: str, number: int) -> dict[str, Any]:
     asked = Counter(x.kind for x in log.events if x.part in parts)
     return {
         "launches": forward.total() + backward.total(),
-        "beside, forward": forward.total() - forward["attention"] - forward["operator"],
-        **{kind: forward[kind] + backward[kind] for kind in dict.fromkeys([*KINDS.values(), "others"])},
+        "kinds": dict(sorted((forward + backward).items())),
+        "beside attention in forward": forward.total() - forward["attention"] - forward["operator"],
         "memcpys": asked["copy"] + asked["fill"],
         "waits": asked["sync"] + sum(len(log.copies(part)) for part in parts),
         "allocations": sum(len(log.allocations(part)) for part in parts),
         "events": asked["record"] + asked["wait"],
         "groups": len(groups),
         "messages": sum(len(group.messages) for group in groups),
-        "bytes": sum(
+        "received": sum(
             _received(kind, size, sizes[group.communicator])
             for group in groups
             for kind, _, size in group.messages
         ),
-    }  # fmt: skip
+    }
 
 
 def _received(kind: str, size: int, ranks: int) -> int:
-    """What a rank receives by a message; the size of a collective is that of all ranks' parts."""
+    """Bytes that a rank receives by a message; the size of a collective is that of all ranks."""
     return size if kind == "recv" else size * (ranks - 1) // ranks if kind == "all" else 0
 
 
-def on_rank(folder: str, case: str, names: list[str], rounds: int, deterministic: bool) -> None:
+def attention(case: str, names: list[str]) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """What makes the step of each contestant."""
+    groups, inputs = Groups(), CASES[case].draw(torch.empty)
+    for name in names:
+        yield name, lambda name=name: step_of(layer(name, CASES[case], groups), inputs)
+
+
+def on_rank(
+    folder: str, makers: str, rounds: int, deterministic: bool = False, **options: Any
+) -> None:
     """Five steps of each contestant, "<contestant> <step> <pass>" in the log; then their times, all
     ranks one after another. Writes <rank>.json.
     """
-    groups, made, found = Groups(), dict[str, Layer](), dict[str, dict[str, Any]]()
     torch.use_deterministic_algorithms(deterministic)
-    inputs = CASES[case].draw(torch.empty)
-    for name in names:
+    made, found = dict[str, Step](), dict[str, dict[str, Any]]()
+    module, function = makers.split(":")
+    for name, make in getattr(importlib.import_module(module), function)(**options):
         mark(f"{name}, made")
         gc.collect()
         torch.cuda.empty_cache()
         try:
-            made[name] = layer(name, CASES[case], groups)
-            found[name] = _steps(name, made[name], inputs)
+            found[name] = _steps(name, step := make())
+            made[name] = step
         except Exception as error:
-            made.pop(name, None)
             found[name] = {"rejected": rejection(error)}
     ctypes.CDLL(None).fakegpu_pause(1)
+    rank, store = dist.get_rank(), _get_default_store()
     if rounds:
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-        store = _get_default_store()
-        if groups.rank:
-            store.wait([f"timed {groups.rank - 1}"], timedelta(hours=1))
-        for name, taken in _times(made, inputs, rounds).items():
+        if rank:
+            store.wait([f"timed {rank - 1}"], timedelta(hours=1))
+        for name, taken in _times(made, rounds).items():
             found[name]["us"] = taken
-        store.set(f"timed {groups.rank}", "")
-    Path(folder, f"{groups.rank}.json").write_text(json.dumps(found))
+        store.set(f"timed {rank}", "")
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 
-def _steps(name: str, attend: Layer, inputs: list[torch.Tensor]) -> dict[str, Any]:
+def _steps(name: str, step: Step) -> dict[str, Any]:
     """Peak memory of the steps that count."""
     for number in range(STEPS[-1] + 1):
         if number == STEPS[0]:
             torch.cuda.reset_peak_memory_stats()
         mark(f"{name} {number} forward")
-        step(attend, inputs, lambda number=number: mark(f"{name} {number} backward"))
+        step(lambda number=number: mark(f"{name} {number} backward"))
         mark(f"{name}, between")
     return {
         "allocated": torch.cuda.max_memory_allocated(),
@@ -127,53 +138,68 @@ def _steps(name: str, attend: Layer, inputs: list[torch.Tensor]) -> dict[str, An
     }
 
 
-def _times(made: dict[str, Layer], inputs: list[torch.Tensor], rounds: int) -> dict[str, float]:
+def _times(made: dict[str, Step], rounds: int) -> dict[str, float]:
     """Microseconds of the host for a step of each: the median of rounds in which all take turns."""
     taken: dict[str, list[int]] = {name: [] for name in made}
     gc.collect()
     gc.disable()
     for _ in range(rounds + 2):
-        for name, attend in made.items():
+        for name, step in made.items():
             start = time.thread_time_ns()
-            step(attend, inputs)
+            step(int)
             taken[name].append(time.thread_time_ns() - start)
     gc.enable()
     return {name: median(each[2:]) / 1000 for name, each in taken.items()}
 
 
 def compare(
-    gpus: FakeGpus,
-    ranks: int,
-    case: str,
-    names: list[str],
-    rounds: int = 0,
-    capability: int = 90,
-    deterministic: bool = False,
-) -> list[dict[str, Any]]:
-    """A row for each contestant: of its counts, memory and time those of the rank that has most.
-    Raises `AssertionError` where steps differ.
+    gpus: FakeGpus, ranks: int, case: str, rounds: int = 0, capability: int = 90,
+    makers: str = "tests.fakegpu.beside:attention", **options: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each contestant: counts, memory and time are those of the rank that has most, but
+    received bytes, which are the mean of all ranks. Raises `AssertionError` where steps differ.
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = gpus.run(
-            "tests.fakegpu.beside:on_rank", ranks, capability, folder=folder, case=case,
-            names=names, rounds=rounds, deterministic=deterministic,
+            "tests.fakegpu.beside:on_rank", ranks, capability, folder=folder, makers=makers,
+            rounds=rounds, case=case, **options,
         )  # fmt: skip
         facts = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+    stubs = set().union(*(log.stubs() for log in logs))
+    assert not stubs, f"nothing stands for {stubs}"
     rows = []
-    for name in names:
-        row = {"case": case, "cp": ranks, "contestant": name}
-        of_ranks = [each[name] for each in facts]
-        rejected = [each["rejected"] for each in of_ranks if "rejected" in each]
-        if rejected:
+    for name in facts[0]:
+        row, of_ranks = {"case": case, "cp": ranks, "contestant": name}, [x[name] for x in facts]
+        if rejected := [each["rejected"] for each in of_ranks if "rejected" in each]:
             rows.append(row | {"rejected": rejected[0]})
             continue
         for log, each in zip(logs, of_ranks, strict=True):
             steps = [counts(log, name, number) for number in STEPS]
             assert steps[0] == steps[1] == steps[2], f"steps differ: {row}, {steps}"
             each |= steps[0]
-        rows.append(row | {fact: max(x[fact] for x in of_ranks) for fact in of_ranks[0]})
-    assert not set().union(*(log.stubs() for log in logs)), "a function of the libraries is a stub"
+        most = max(of_ranks, key=lambda each: each["launches"])
+        row |= {fact: max(x[fact] for x in of_ranks) for fact in most if fact != "kinds"}
+        mean = sum(x["received"] for x in of_ranks) / ranks
+        rows.append(row | {"kinds": most["kinds"], "received": mean})
     return rows
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "launches": lambda row: f"{row['launches']}",
+    "in forward beside attention": lambda row: f"{row['beside attention in forward']}",
+    "memcpys": lambda row: f"{row['memcpys']}",
+    "waits": lambda row: f"{row['waits']}",
+    "allocations": lambda row: f"{row['allocations']}",
+    "events": lambda row: f"{row['events']}",
+    "groups": lambda row: f"{row['groups']}",
+    "messages": lambda row: f"{row['messages']}",
+    "MiB received": lambda row: f"{row['received'] / 2**20:.0f}",
+    "MiB allocated": lambda row: f"{row['allocated'] / 2**20:.0f}",
+    "MiB reserved": lambda row: f"{row['reserved'] / 2**20:.0f}",
+    "host us": lambda row: f"{row.get('us', 0):.0f}",
+    "host us a hop": lambda row: f"{row.get('us', 0) / row['cp']:.0f}",
+    "kinds": lambda row: ", ".join(f"{kind} {n}" for kind, n in row["kinds"].items()),
+}
 
 
 def main() -> None:
@@ -184,17 +210,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50, help="of host times; 0 for none")
     parser.add_argument("--capability", type=int, choices=(80, 90, 100), default=90)
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the rows, as JSON")
+    parser.add_argument("--out", type=Path, help="a file to add the rows to, as JSON")
     options = parser.parse_args()
     gpus, rows = FakeGpus(te_build.VERSION), []
     for case in options.cases:
         for ranks in options.cp:
-            rows += compare(gpus, ranks, case, options.contestants, options.rounds,
-                            options.capability, options.deterministic)  # fmt: skip
-            print(table(rows[-len(options.contestants) :]), flush=True)
+            rows += compare(
+                gpus, ranks, case, options.rounds, options.capability,
+                names=options.contestants, deterministic=options.deterministic,
+            )  # fmt: skip
+        print(table([row for row in rows if row["case"] == case], COLUMNS), flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(rows, indent=1) + "\n")
     gpus.close()
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

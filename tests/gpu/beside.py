@@ -72,6 +72,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 """`heads` 0 stands for the number of ranks."""
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+Step = Callable[[Callable[[], object]], object]
+"""Forward and backward of a layer; what it gets is called between them."""
 
 
 class Groups:
@@ -128,34 +130,44 @@ def _stock(comm: str, case: Case, groups: Groups) -> Layer:
     return call
 
 
-def step(attend: Layer, inputs: list[Tensor], backwards: Callable[[], None] = lambda: None) -> Any:
-    """Forward and backward; `backwards` is called between them. Out, dq, dk, dv."""
+def step_of(attend: Layer, inputs: list[Tensor]) -> Step:
+    """The step of an attention: it returns out, dq, dk and dv."""
     *leaves, dout = inputs
-    out = attend(*leaves)
-    backwards()
-    # the engine's own thread would free the tensors of a step while the next one begins
-    with torch.autograd.set_multithreading_enabled(False):
-        return out, *torch.autograd.grad(out, leaves, dout)
+
+    def step(between: Callable[[], object] = int) -> tuple[Tensor, ...]:
+        out = attend(*leaves)
+        between()
+        # the engine's own thread would free the tensors of a step while the next one begins
+        with torch.autograd.set_multithreading_enabled(False):
+            return out, *torch.autograd.grad(out, leaves, dout)
+
+    return step
 
 
 def rejection(error: Exception) -> str:
     """The first line of what a contestant says of a case that it does not take."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(str(error).splitlines()), type(error).__name__).split(". Please run")[0]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table in Markdown; numbers of bytes in MiB."""
-    columns = list(dict.fromkeys(name for row in rows for name in row if name != "rejected"))
-    lines = [columns, ["---"] * len(columns)]
-    for row in rows:
-        cells = [_cell(name, row.get(name, "")) for name in columns]
-        if "rejected" in row:
-            cells = [*cells[:3], f"rejected: {row['rejected']}"]
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+def table(rows: list[dict[str, Any]], columns: dict[str, Callable[[dict[str, Any]], str]]) -> str:
+    """A table in Markdown for each case: a line for each contestant, whose cells have a value for
+    each number of ranks.
+    """
+    text = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        sizes = list(dict.fromkeys(row["cp"] for row in rows if row["case"] == case))
+        text += [f"{case}, cp {' / '.join(map(str, sizes))}:", ""]
+        text += [f"| contestant | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        for name in dict.fromkeys(row["contestant"] for row in rows if row["case"] == case):
+            mine = [x for x in rows if (x["case"], x["contestant"]) == (case, name)]
+            cells = [_joined(mine, column) for column in columns.values()]
+            if all("rejected" in row for row in mine):
+                cells = [f"rejected: {mine[0]['rejected']}", *[""] * (len(columns) - 1)]
+            text.append(f"| {name} | {' | '.join(cells)} |")
+        text.append("")
+    return "\n".join(text)
 
 
-def _cell(name: str, value: Any) -> str:
-    if name in ("bytes", "allocated", "reserved") and value != "":
-        return f"{value / 2**20:.1f}"
-    return f"{value:.0f}" if isinstance(value, float) else str(value)
+def _joined(rows: list[dict[str, Any]], column: Callable[[dict[str, Any]], str]) -> str:
+    cells = ["rejected" if "rejected" in row else column(row) for row in rows]
+    return cells[0] if len(set(cells)) == 1 else " / ".join(cells)
