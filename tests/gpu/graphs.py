@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cp_ring import ring_attention
 from tests.gpu.job import Job
-from tests.gpu.replays import causal_plan
+from tests.gpu.one_device import causal_plan
 from tests.loopback import LoopbackTransport
 
 RANK, CP = 3, 8

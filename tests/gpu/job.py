@@ -9,17 +9,42 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cp_ring.kernels import REGISTRY, AttentionKernel
-from tests.gpu.one_device import RankSizes
 
 ERROR = 1.5e-2
 """Limit of the error norm divided by the norm, of a ring in bfloat16. A key left out of 4,096 gives
 2e-2.
 """
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """Sizes of one rank: `tokens` of one stream, h query heads, g key/value heads, head size d
+    (queries, keys) and e (values).
+    """
+
+    tokens: int = 8192
+    h: int = 32
+    g: int = 8
+    d: int = 128
+    e: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+
+    def draw(self, tokens: int) -> list[Tensor]:
+        """q, k, v, dout: [tokens, 1, heads, head size]."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        shapes = (self.h, self.d), (self.g, self.d), (self.g, self.e), (self.h, self.e)
+        return [
+            torch.randn(tokens, 1, *x, generator=generator, device=self.device, dtype=self.dtype)
+            for x in shapes
+        ]
 
 
 class Job:

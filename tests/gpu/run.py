@@ -40,11 +40,7 @@ STEPS = {
         "merges and sums by Triton against torch operations; quantized keys",
     ),
     "d": Step(("graphs:captured",), 120, "ring attention in CUDA graphs: bits, time a hop"),
-    "e": Step(
-        ("replays:efficiencies", "replays:memory"),
-        300,
-        "replays at cp 1 to 16 beside single calls; peak memory for more and more ranks",
-    ),
+    "e": Step(("one_device:memory",), 120, "peak memory for more and more ranks"),
     "f": Step(("rings:processes",), 150, "two processes over gloo, and over NCCL"),
     "g": Step(
         ("training:training",),

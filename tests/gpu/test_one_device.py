@@ -1,4 +1,4 @@
-"""Replay on the CPU: the schedule and the bytes are the plan's; times are only there."""
+"""Replay on the CPU: the schedule and the bytes are the plan's."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, Plan
-from cp_ring.errors import KernelError
 from cp_ring.plan.cost import cost
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from tests.gpu.one_device import RankSizes, replay, single_call
+from tests.gpu.job import RankSizes
+from tests.gpu.one_device import replay
 
 SIZES = RankSizes(tokens=64, h=4, g=2, d=16, e=24, dtype=torch.float32, device="cpu")
 
@@ -20,20 +20,9 @@ def test_a_rank_receives_what_its_plan_says():
         hops = plan.rank_plan(rank).hops
         keys = sum(receive.tokens for hop in hops for receive in hop.receives)
         grads = sum(transfer.tokens for hop in hops for transfer in hop.grad_receives)
-        found = replay(plan, rank, SIZES, repeats=1)
+        found = replay(plan, rank, SIZES)
         # Keys in forward and again in backward; gradients in backward.
-        assert found["bytes_received"] == (2 * keys + grads) * SIZES.g * (SIZES.d + SIZES.e) * 4
-        assert 0 < found["forward_s"] < 60
-
-
-def test_single_call_is_one_kernel_call():
-    found = single_call(Mask.causal(96), SIZES, repeats=1)
-    assert found["kernel"] == "cpu"
-    assert found["forward_s"] > 0
-    with pytest.raises(
-        KernelError, match="no kernel attends to 96 tokens with this mask in one call on cpu"
-    ):
-        single_call(Mask.causal(96, window=(40, 0)), SIZES, repeats=1)
+        assert found.received == (2 * keys + grads) * SIZES.g * (SIZES.d + SIZES.e) * 4
 
 
 def peaks(cp, schedule, mask=Mask.causal):
@@ -42,9 +31,7 @@ def peaks(cp, schedule, mask=Mask.causal):
     """
     n = cp * SIZES.tokens
     plan = Plan.build(mask(n), Layout.zigzag(n, cp), schedule=schedule)
-    return [
-        replay(plan, rank, SIZES, repeats=1)["peak_extra_bytes"] for rank in (0, cp // 2, cp - 1)
-    ]
+    return [replay(plan, rank, SIZES).peak for rank in (0, cp // 2, cp - 1)]
 
 
 def test_memory_does_not_grow_with_ranks():

@@ -16,10 +16,6 @@ pytestmark = pytest.mark.xdist_group("pool")
 
 VOCAB, N, COUNT = 64, 96, 64
 PROMPT = torch.randint(VOCAB, (2, 21), generator=torch.Generator().manual_seed(9))
-LATENT = {
-    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8,
-    "rope_type": "yarn", "rotary_scaling_factor": 4,
-}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "window": {
         "window_size": (9, 0),
@@ -27,34 +23,26 @@ KINDS: dict[str, dict[str, Any]] = {
         "softmax_type": "learnable",
         "num_query_groups": 2,
     },
-    "latent": LATENT,
     "experts": {"num_moe_experts": 4, "moe_router_topk": 2},
-    "predictions": {"mtp_num_layers": 1},
 }
 
 
 def build(cp: int, kind: str, **more: Any) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(3)
-    make = MLATransformerConfig if kind == "latent" else TransformerConfig
-    config = make(
+    config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.0,
         hidden_dropout=0.0, context_parallel_size=cp, use_cpu_initialization=True,
         masked_softmax_fusion=False, init_method_std=0.3, normalization="RMSNorm",
         **KINDS[kind], **more,
     )  # fmt: skip
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        multi_latent_attention=kind == "latent",
-        normalization="RMSNorm",
+        num_experts=config.num_moe_experts, normalization="RMSNorm"
     )
-    further = None
-    if kind == "predictions":
-        further = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     model = GPTModel(
-        config, spec, VOCAB, N, position_embedding_type="rope", mtp_block_spec=further,
+        config, spec, VOCAB, N, position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )  # fmt: skip
     for name, parameter in model.named_parameters():
@@ -65,21 +53,19 @@ def build(cp: int, kind: str, **more: Any) -> Any:
 
 @torch.no_grad()
 def all_again(group: Any, kind: str) -> torch.Tensor:
-    """On a rank: the likeliest tokens, each from a forward of all tokens before it; with stock
-    attention where it is there on the CPU.
+    """On a rank: the likeliest tokens, each from a forward of all tokens before it, with stock
+    attention.
     """
     from cp_ring import patches
 
     with program(1):
-        if kind != "latent":
-            patches.get("core_attention").revert()
+        patches.get("core_attention").revert()
         model, tokens = build(1, kind).eval(), PROMPT
         for _ in range(COUNT):
             n = tokens.shape[1]
             hidden = torch.ones(1, 1, n, n, dtype=torch.bool).triu(1)
             places = torch.arange(n).expand(2, n)
-            given = hidden if kind != "latent" else None
-            logits = model(tokens, places, given, runtime_gather_output=True)
+            logits = model(tokens, places, hidden, runtime_gather_output=True)
             tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
         return tokens
 
