@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
-from cp_ring.plan.ranges import Ints
+from cp_ring.plan.ranges import Ints, runs, starts_of
+from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.head_split import split_heads, unsplit
@@ -191,35 +192,43 @@ def attention_time(
         _link_seconds(table, width, near, (ring.cp, hops), rates)
         for table, width in zip((ring.transfers, ring.gradients), own.on_wire(), strict=True)
     )
-    calls = groups * rates.call * _kernel_calls(ring, hops)
+    calls = groups * rates.call * kernel_calls(ring, hops)
     flops = (costs.forward_flops, costs.backward_flops)
     there, back = (
         (attention + decode)[:, :hops] / rates.flops + calls
         for attention, decode in zip(flops, costs.decode_flops, strict=True)
     )
-    live = (there + keys + gradients) > 0
-    live[:, 0] = True
-    order = np.argsort(~live, 1, kind="stable")  # a rank skips hops without work and messages
-    there, back, keys, gradients = (
-        np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
-    )
-    none = np.zeros((ring.cp, 1))
-    halves = back[:, :1] / 2
     exchange = _exchange_seconds(plan, own, rates, ranks_per_node) / groups
     exchange += 2 * groups * rates.call if heads > 1 else 0.0
     return AttentionTime(
-        compute=(there, np.concatenate([halves, back[:, 1:], halves], 1)),
-        moving=(
-            np.concatenate([keys[:, 1:], none], 1),
-            np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, gradients], 1),
-        ),
-        hops=order,
+        *stages(there, back, keys, gradients),
         exchange=(exchange, exchange),
         ideal=(
             float(costs.forward_flops.sum()) / ring.cp / rates.flops,
             float(costs.backward_flops.sum()) / ring.cp / rates.flops,
         ),
     )
+
+
+def stages(
+    there: Floats, back: Floats, keys: Floats, gradients: Floats
+) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats], Ints]:
+    """(compute, moving, hops) of `AttentionTime`, from the seconds of each member's hops
+    [members, hops]: attention in forward and in backward, its keys, and their gradients.
+    """
+    live = (there + keys + gradients) > 0
+    live[:, 0] = True
+    order = np.argsort(~live, 1, kind="stable")  # a rank skips hops without work and messages
+    there, back, keys, gradients = (
+        np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
+    )
+    none = np.zeros((len(there), 1))
+    halves = back[:, :1] / 2
+    moving = (
+        np.concatenate([keys[:, 1:], none], 1),
+        np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, gradients], 1),
+    )
+    return (there, np.concatenate([halves, back[:, 1:], halves], 1)), moving, order
 
 
 def _members_of_node(ranks_per_node: int, heads: int) -> int:
@@ -243,13 +252,50 @@ def _link_seconds(
     return seconds
 
 
-def _kernel_calls(ring: PlanTables, hops: int) -> Floats:
-    """Kernel calls of each member's hop [members, hops], by a kernel that takes many tiles in one
-    call: one for tiles with a band, one for those without.
+def kernel_calls(ring: PlanTables, hops: int) -> Floats:
+    """Kernel calls of each member's hop [members, hops], by a kernel that takes many tiles of one
+    kind in a call, of which no two share a query or a key: as many as the most tiles that do.
     """
-    banded = (ring.tiles.lo != -OPEN) | (ring.tiles.hi != OPEN)
-    kinds = np.unique((ring.tile_rank * hops + ring.tile_hop) * 2 + banded)
-    return np.bincount(kinds // 2, minlength=ring.cp * hops).reshape(ring.cp, hops).astype(float)
+    tiles, cp = ring.tiles, ring.cp
+    far = ring_distance(ring.tile_rank, ring.tile_source, cp)
+    k0 = tiles.k0 + _places(ring, ring.tile_rank * cp + far, tiles.k0)
+    k1 = k0 + tiles.k1 - tiles.k0
+    kind = (ring.tile_rank * hops + ring.tile_hop) * 2
+    kind += (tiles.lo != -OPEN) | (tiles.hi != OPEN)
+    order = np.lexsort((k0, tiles.q1, tiles.q0, kind))
+    kind, q0, q1, k0, k1 = (x[order] for x in (kind, tiles.q0, tiles.q1, k0, k1))
+    # rectangles over the same queries whose keys lie end to end in the buffer are one
+    goes_on = (kind[1:] == kind[:-1]) & (kind[1:] % 2 == 0) & (q0[1:] == q0[:-1])
+    goes_on &= (q1[1:] == q1[:-1]) & (k0[1:] == k1[:-1])
+    first, last = runs(~goes_on, len(kind))
+    kind, q0, q1, k0, k1 = kind[first], q0[first], q1[first], k0[first], k1[last]
+    depth = np.maximum(*(_depth(kind, 2 * cp * hops, *side) for side in ((q0, q1), (k0, k1))))
+    return depth.reshape(cp, hops, 2).sum(2).astype(float)
+
+
+def _places(ring: PlanTables, buffer: Ints, token: Ints) -> Ints:
+    """What to add to a token of an owner's shard for its place in the buffer of its hop."""
+    table = ring.transfers
+    if not len(table):
+        return np.zeros_like(token)
+    span = int(table.end.max()) + 1
+    group = table.receiver * ring.cp + ring_distance(table.receiver, table.owner, ring.cp)
+    hop = table.receiver * ring.cp + table.hop
+    before = starts_of(table.tokens)
+    slide = before - before[np.searchsorted(hop, hop)] - table.start
+    at = np.searchsorted(group * span + table.start, buffer * span + token, "right") - 1
+    return np.where(buffer % ring.cp == 0, 0, slide[at])
+
+
+def _depth(kind: Ints, kinds: int, start: Ints, end: Ints) -> Ints:
+    """The most ranges `[start, end)` of each kind that share a token, int64 [kinds]."""
+    place = np.concatenate([start, end])
+    change = np.repeat([1, -1], len(start))
+    kind = np.concatenate([kind, kind])
+    order = np.lexsort((change, place, kind))
+    depth = np.zeros(kinds, np.int64)
+    np.maximum.at(depth, kind[order], np.cumsum(change[order]))
+    return depth
 
 
 def _exchange_seconds(plan: Plan, own: AttentionSizes, rates: Rates, ranks_per_node: int) -> float:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from cp_ring.plan import Layout, Mask, Plan
-from cp_ring.plan.cost import attention_time, bytes_between_nodes, cost, fastest_heads
+from cp_ring.plan.cost import (
+    attention_time,
+    bytes_between_nodes,
+    cost,
+    fastest_heads,
+    kernel_calls,
+)
+from cp_ring.plan.lower import KERNELS, call_groups, lower
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates
@@ -73,3 +80,25 @@ def test_heads_are_chosen_where_links_between_nodes_are_slow() -> None:
     short = [(Mask.full(1 << 15), 1)]
     far, seconds = fastest_heads(short, 16, PlanSpec(), sizes, 8)
     assert far > 1 and seconds[far] < seconds[1] and set(seconds) == {1, 2, 4, 8, 16}
+
+
+@pytest.mark.parametrize("mask", [Mask.causal(4096), Mask.full(4096), Mask.causal(4096, (300, 0))])
+@pytest.mark.parametrize("schedule", ["auto", "ring", "gather"])
+def test_calls_are_those_of_a_kernel_that_takes_many_tiles(mask: Mask, schedule: str) -> None:
+    plan = Plan.build(mask, Layout.zigzag(4096, 8), schedule=schedule)
+    plan.verify()
+    counted = kernel_calls(plan.ring, plan.schedule[-1] + 1)
+    for rank in range(8):
+        made = [
+            (hop.index, len(call_groups(lower(hop.tiles, KERNELS["flash"]), varlen=True)))
+            for hop in plan.rank_plan(rank).hops
+        ]
+        assert [counted[rank, hop] for hop, _ in made] == [calls for _, calls in made]
+
+
+def test_tiles_that_share_a_query_are_calls_of_their_own() -> None:
+    """Two documents whose keys are on both other ranks: a kernel cannot take them in one call."""
+    mask = Mask.documents([0, 3000, 6000], causal=False)
+    plan = Plan.build(mask, Layout.zigzag(6000, 3), schedule="gather")
+    plan.verify()
+    assert kernel_calls(plan.ring, 2).max() > 1
