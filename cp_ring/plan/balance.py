@@ -1,42 +1,53 @@
-"""The balanced layout: equal tokens per rank, the least maximum work, and few moved keys.
+"""The balanced layout: equal tokens for each rank, and of the splits whose work is even the one of
+least predicted time.
 
-Chunks go to ranks by longest processing time first, one to each rank in every round, so that token
-counts are equal. Swaps of chunks then lower the maximum. Further swaps bring chunks that read each
-other to one rank, as far as balance allows.
-
-Tokens stay where they are from layer to layer. So the work and the traffic of a layout are the sums
+Tokens stay where they are from layer to layer. So the work and the time of a layout are the sums
 over all layers: a list of masks, each with the number of layers that have it.
+
+The stream is cut where the mask begins another row structure, such as a document. Short runs stay
+whole; what holds more work than a share of a part's is cut further, so that few tokens with much
+work (global tokens, a document that sees all) are cut fine and others are not. Pieces go to parts
+by longest processing time first, and what exceeds the tokens of a part is cut off. Then pieces of
+the busiest part are exchanged for as many tokens of the idlest. All is done first for nodes, then
+for halves of each, down to the ranks: documents stay where links are fast, and where neighboring
+ranks exchange heads, the parts are what is balanced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
+from cp_ring.plan.hops import NODE, SIZES, Traffic, exchange_seconds
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, union
+from cp_ring.plan.ranges import Ints, overlaps
+from cp_ring.plan.schedule import SLOT_SHARDS, ring_distance
+from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.tiles import split_at_edges
 
-GOOD_BALANCE = 1.05
-"""Maximum over mean work that is good enough; among layouts that reach it, the one that moves
-fewest keys is taken.
+Floats = NDArray[np.float64]
+
+GOOD_BALANCE, ENOUGH = 1.05, 1.02
+"""Maximum over mean work that is good enough; among layouts that reach it, the fastest is taken.
+And that at which exchanges end: parts of parts are uneven too.
 """
 
-CHUNKS_PER_RANK = (2, 4, 8, 16, 32)
+SHARES = (1.0, 0.25)
+"""Of the work of a part, what a piece holds at most, in the splits that are compared."""
 
-PAIRS, ROUNDS, MAX_CHUNKS, WORTH_A_ROUND = 1 << 11, 64, 1024, 1e-5
-"""Search limits of the swaps that reduce traffic: pairs per round (roughly), rounds, chunks of a
-layout, and, for each chunk, the share of the traffic between ranks that a round must save for
-another one to follow: rounds cost more with more chunks."""
+NEAR = 1.02
+"""Times as long as one kernel call, which is fast enough to look no further."""
 
-FINE = 8
-"""Chunks per rank for which work is measured at once. Coarser chunks are unions of them, so their
-work is a sum.
+FINEST, RUN, FINE, ALIKE = 16, 16, 64, 3
+"""Tokens of the shortest piece of a cut; how many runs of short documents a part holds; at how many
+places of a rank its work is measured; and how many times as many keys rows see that are alike.
 """
-
 
 Layers = Sequence[tuple[Mask, int]]
 """Masks of one length, and the number of layers that have each."""
@@ -53,108 +64,108 @@ class Chunks(Protocol):
     def cp(self) -> int: ...
 
 
+class Work(NamedTuple):
+    """The work of queries before each of some tokens: int64 [edges], float64 [edges]; linear
+    between them.
+    """
+
+    edge: Ints
+    before: Floats
+
+    def between(self, start: int, end: int) -> float:
+        """The work of queries from `start` to `end`."""
+        before, after = np.interp((start, end), self.edge, self.before)
+        return float(after - before)
+
+    def of(self, edges: Ints) -> Floats:
+        """The work between each two neighbors of `edges`."""
+        return np.diff(np.interp(edges, self.edge, self.before))
+
+
+class Pieces(NamedTuple):
+    """Ranges of the stream: start and end, int64 [pieces]."""
+
+    start: Ints
+    end: Ints
+
+    def work(self, work: Work) -> Floats:
+        ends = np.interp(np.concatenate([self.start, self.end]), work.edge, work.before)
+        return ends[len(self.start) :] - ends[: len(self.start)]
+
+
 class Split(NamedTuple):
-    """Chunks and their owners, found by the search."""
+    """Chunks and their owners."""
 
     edges: Ints
     owner: Ints
     cp: int
 
 
-def balanced_split(
-    layers: Layers,
-    cp: int,
-    chunks_per_rank: int | None,
-    others: Sequence[Chunks],
-    token_work: float = 0,
-) -> Chunks:
-    """The split of `Layout.balanced`, or one of `others` if that is as balanced and moves fewer
-    keys.
+def balanced_split(layers: Layers, cp: int, others: Sequence[Chunks]) -> Chunks:
+    """The split of `Layout.balanced`, which may be one of `others`, even splits for the same ranks.
 
-    `others` are even splits into chunks for the same ranks. The search for balance stops at a
-    maximum over mean work of `GOOD_BALANCE` or what the first of `others` reaches, the smaller of
-    the two. Every token costs `token_work` pairs beside. Raises `PlanError` if there are fewer
-    tokens than chunks.
+    Raises `PlanError` if there are fewer tokens than ranks.
     """
-    if chunks_per_rank is not None and chunks_per_rank < 1:
-        raise PlanError(f"chunks_per_rank {chunks_per_rank} must be at least 1")
-    n, chunks = _tokens(layers), cp * (chunks_per_rank or 1)
-    if n < chunks:
+    n = _tokens(layers)
+    if n < cp:
         raise PlanError(
-            f"balanced layout cuts the sequence into {chunks} chunks for cp {cp}, but it has {n} "
-            "tokens"
+            f"balanced layout cuts the sequence into {cp} chunks for cp {cp}, but it has {n} tokens"
         )
-    work = _EvenWork(layers, cp, token_work)
-    if chunks_per_rank is not None:
-        return _reduce_traffic(
-            layers, _equalize_work(work, chunks_per_rank, GOOD_BALANCE), work, GOOD_BALANCE
-        )
-    measured: list[tuple[float, Chunks]] = [(work.balance(other), other) for other in others]
-    limit = min([GOOD_BALANCE, *(reached for reached, _ in measured[:1])])
-    for count in [count for count in CHUNKS_PER_RANK if count * cp <= n] or [1]:
-        split = _equalize_work(work, count, limit)
-        measured.append((work.balance(split), split))
-        if measured[-1][0] <= limit:
+    rows, work = _measured(layers, cp)
+    sizes = [n // cp + (rank < n % cp) for rank in range(cp)]
+    found: list[tuple[float, float, Chunks]] = []
+    for split in chain(others, (_deal(work, rows, sizes, share) for share in SHARES)):
+        even = max(GOOD_BALANCE, balance(layers, split))
+        least = min((reached for reached, *_ in found), default=even)
+        if even > least:
+            continue
+        seconds, ideal = _seconds(layers, split)
+        found.append((even, seconds, split))
+        if even == GOOD_BALANCE and seconds <= NEAR * ideal:
             break
-    limit = max(limit, min(reached for reached, _ in measured))
-    good = [split for reached, split in measured if reached <= limit]
-    good = [
-        _reduce_traffic(layers, split, work, limit) if isinstance(split, Split) else split
-        for split in good
-    ]
-    return good[0] if len(good) == 1 else min(good, key=lambda split: tokens_moved(layers, split))
+    best = min((even, seconds) for even, seconds, _ in found)
+    alike = (x for x in found if x[0] == best[0] and x[1] <= 1.002 * best[1])
+    return min(alike, key=lambda x: len(x[2].owner))[2]
 
 
-class _EvenWork:
-    """The work of each chunk of even splits into a multiple of `cp` chunks, measured once for many
-    of them.
+def _seconds(layers: Layers, split: Chunks) -> tuple[float, float]:
+    """Forward and backward of all layers, each with the number of ranks that exchange heads of
+    least time; and those of one kernel call, divided evenly among the ranks.
     """
+    total, one_call = 0.0, 0.0
+    for mask, count in layers:
+        tiles, *chunks = split_at_edges(mask.pieces, split.edges)
+        rank, source = (split.owner[chunk] for chunk in chunks)
+        shard, pairs = -(-mask.n // split.cp), tiles.area()
+        ideal = float(pairs.sum()) / split.cp * sum(SIZES.pair_flops) / RATES.flops
+        traffics = []
+        for heads in heads_of(split.cp):
+            cp = split.cp // heads
+            far = ring_distance(rank // heads, source // heads, cp)
+            one = Traffic.of(tiles, pairs, rank // heads, far, cp, heads * shard, heads)
+            traffics.append(
+                (one.bound + 2 * exchange_seconds(shard, SIZES, heads, NODE, RATES), one)
+            )
+            if traffics[0][0] <= NEAR * ideal:
+                break
+        best = float("inf")
+        for least, one in sorted(traffics, key=itemgetter(0)):
+            if least < best:
+                best = min(best, one.fastest(SLOT_SHARDS)[1] + least - one.bound)
+        total += count * best
+        one_call += count * ideal
+    return total, one_call
 
-    def __init__(self, layers: Layers, cp: int, token_work: float = 0):
-        self.cp, self.n, self._layers, self._token_work = cp, _tokens(layers), layers, token_work
-        self._known: dict[int, Ints] = {}
 
-    def edges(self, per_rank: int) -> Ints:
-        return np.arange(self.cp * per_rank + 1) * self.n // (self.cp * per_rank)
-
-    def of(self, per_rank: int) -> Ints:
-        """Allowed pairs of the queries of each chunk, and what its tokens cost beside, int64 [cp *
-        per_rank].
-        """
-        if per_rank not in self._known:
-            fine = FINE if FINE % per_rank == 0 and self.cp * FINE <= self.n else per_rank
-            if fine not in self._known:
-                edges = self.edges(fine)
-                beside = np.rint(self._token_work * np.diff(edges)).astype(np.int64)
-                self._known[fine] = chunk_work(self._layers, edges) + beside
-            self._known[per_rank] = self._known[fine].reshape(-1, fine // per_rank).sum(1)
-        return self._known[per_rank]
-
-    def balance(self, split: Chunks) -> float:
-        """Maximum work of a rank over the mean."""
-        return _balance(self.of(len(split.owner) // self.cp), split)
+def heads_of(cp: int) -> list[int]:
+    """How many ranks may exchange heads: inside one node none, else up to those of a node."""
+    return [heads for heads in (1, 2, 4, 8) if cp % heads == 0 and (heads == 1 or cp > NODE)]
 
 
 def balance(layers: Layers, layout: Chunks) -> float:
     """Maximum work of a rank over the mean."""
-    return _balance(chunk_work(layers, layout.edges), layout)
-
-
-def _balance(work: Ints, layout: Chunks) -> float:
-    load = np.bincount(layout.owner, work, layout.cp)
+    load = np.bincount(layout.owner, chunk_work(layers, layout.edges), layout.cp)
     return float(load.max() / load.mean()) if load.any() else 1.0
-
-
-def tokens_moved(layers: Layers, layout: Chunks) -> int:
-    """Tokens whose keys and values move, once for each rank that reads them and each layer."""
-    moved = 0
-    for mask, count in layers:
-        tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, layout.edges)
-        reader = layout.owner[query_chunk]
-        away = np.flatnonzero(reader != layout.owner[key_chunk])
-        _, start, end = union(reader[away], tiles.k0[away], tiles.k1[away])
-        moved += count * int((end - start).sum())
-    return moved
 
 
 def chunk_work(layers: Layers, edges: Ints) -> Ints:
@@ -166,182 +177,150 @@ def chunk_work(layers: Layers, edges: Ints) -> Ints:
     return work
 
 
-def _longest_first(work: Ints, size: Ints, cp: int) -> Ints:
-    """Owner of each chunk, int64 [chunks].
-
-    In every round each rank gets one chunk: the rank with the least work so far gets the chunk with
-    the most. The chunks of a round have the same size, so that token counts are equal; at most one
-    round mixes the two sizes.
-    """
-    order = np.argsort(-work, kind="stable")
-    large = order[size[order] > size.min()]
-    small = order[size[order] == size.min()]
-    whole = len(large) // cp * cp
-    mixed = cp - (len(large) - whole) if len(large) > whole else 0
-    rounds = np.concatenate([large, small[:mixed], small[mixed:]]).reshape(-1, cp)
-    owner = np.zeros(len(work), np.int64)
-    load = np.zeros(cp, np.int64)
-    for chunks in rounds[np.argsort(-work[rounds].max(1), kind="stable")]:
-        chunks = chunks[np.argsort(-work[chunks], kind="stable")]
-        ranks = np.argsort(load, kind="stable")
-        owner[chunks] = ranks
-        load[ranks] += work[chunks]
-    return owner
-
-
-def _equalize_work(even: _EvenWork, per_rank: int, limit: float) -> Split:
-    """Longest first, then swaps of equally large chunks between the busiest rank and others, until
-    `limit` is reached.
-    """
-    edges, work, cp = even.edges(per_rank), even.of(per_rank), even.cp
-    size = np.diff(edges)
-    owner = _longest_first(work, size, cp)
-    load = np.bincount(owner, work, cp).astype(np.int64)
-    for _ in range(2 * len(work)):
-        top = int(load.argmax())
-        if load[top] <= limit * load.mean():
-            break
-        mine = np.flatnonzero(owner == top)
-        less = work[mine][:, None] - work
-        after = np.maximum(load[top] - less, load[owner] + less)
-        after[(size[mine][:, None] != size) | (owner == top)] = load[top]
-        a, b = np.unravel_index(after.argmin(), after.shape)
-        if after[a, b] >= load[top]:
-            break
-        a = mine[a]
-        load[top], load[owner[b]] = (
-            load[top] - work[a] + work[b],
-            load[owner[b]] - work[b] + work[a],
-        )
-        owner[a], owner[b] = owner[b], top
-    return Split(edges, owner, cp)
-
-
-def _reduce_traffic(layers: Layers, split: Split, even: _EvenWork, limit: float) -> Split:
-    """The split after swaps of equally large chunks that reduce traffic. No rank exceeds `limit` or
-    the present maximum.
-    """
-    per_rank = len(split.owner) // split.cp
-    if split.cp == 1 or len(split.owner) > MAX_CHUNKS:
-        return split
-    swaps = _Swaps(split, even.of(per_rank), *_traffic(layers, split.edges), limit)
-    for _ in range(ROUNDS):
-        a, b, gain = swaps.candidates()
-        # Swaps between different pairs of ranks do not change each other's gain, so a round makes
-        # the best of them together.
-        best = np.argsort(-gain, kind="stable")[: 8 * split.cp]
-        used: set[int] = set()
-        chosen = []
-        for pair, one, other in zip(
-            best.tolist(), swaps.owner[a[best]].tolist(), swaps.owner[b[best]].tolist(), strict=True
-        ):
-            if one not in used and other not in used:
-                used |= {one, other}
-                chosen.append(pair)
-        if not chosen:
-            break
-        swaps.make(a[chosen], b[chosen])
-        saved = int(gain[chosen].sum())
-        swaps.between -= saved
-        if saved < WORTH_A_ROUND * len(swaps.owner) * swaps.between:
-            break
-    return Split(split.edges, swaps.owner, split.cp)
-
-
-class _Swaps:
-    """Owners of chunks while chunks are swapped, and the traffic between chunks and ranks.
-
-    `pairs` and `amount` are the traffic, see `_traffic`. `_of_rank` int64 [cp, chunks] is the
-    traffic of each chunk with all chunks of each rank, `between` the traffic between chunks of
-    different ranks, each counted once. No rank gets more work than `limit` times the mean, or than
-    the present maximum.
-    """
-
-    def __init__(
-        self, split: Split, work: Ints, pairs: tuple[Ints, Ints], amount: Ints, limit: float
-    ):
-        self.owner, self._work, self._size = split.owner.copy(), work, np.diff(split.edges)
-        chunks, cp = len(work), split.cp
-        self._load = np.bincount(split.owner, work, cp).astype(np.int64)
-        self._ceiling = max(limit * self._load.mean(), self._load.max())
-        (a, b), same = pairs, split.owner[pairs[0]] == split.owner[pairs[1]]
-        self.between = int(amount[~same].sum()) // 2
-        self._traffic = np.zeros((chunks, chunks), np.int64)
-        self._traffic[a, b] = amount
-        self._of_rank = (
-            np.bincount(split.owner[a] * chunks + b, amount, cp * chunks)
-            .astype(np.int64)
-            .reshape(cp, chunks)
-        )
-        self._per_rank = chunks // cp
-        self._uneven = bool(np.ptp(self._size))
-
-    def candidates(self) -> tuple[Ints, Ints, Ints]:
-        """Swaps (chunk, other chunk, gain) that save traffic: of each chunk with one of each rank
-        with more traffic to it.
-
-        The gain is the traffic between ranks that the swap saves. Of two chunks that gain together,
-        one gains by itself.
-        """
-        owner, chunks = self.owner, len(self.owner)
-        gain = self._of_rank - self._of_rank[owner, np.arange(chunks)]
-        gaining = np.flatnonzero(gain > 0)
-        most = PAIRS // self._per_rank
-        if len(gaining) > most:
-            gaining = np.sort(gaining[np.argpartition(-gain.reshape(-1)[gaining], most)[:most]])
-        rank, a = np.divmod(gaining, chunks)
-        b = np.argsort(owner, kind="stable").reshape(-1, self._per_rank)[rank]
-        one, a_ = owner[a][:, None], a[:, None]
-        saved = gain[rank, a][:, None] + gain[one, b] - 2 * self._traffic[a_, b]
-        more = self._work[b] - self._work[a_]
-        fits = (self._load[one] + more <= self._ceiling) & (
-            self._load[rank][:, None] - more <= self._ceiling
-        )
-        if self._uneven:
-            fits &= self._size[b] == self._size[a_]
-        saved *= fits
-        best = np.arange(len(a)), saved.argmax(1)
-        saved, b = saved[best], b[best]
-        good = np.flatnonzero(saved > 0)
-        return a[good], b[good], saved[good]
-
-    def make(self, a: Ints, b: Ints) -> None:
-        """Swaps each chunk of `a` with that of `b`. Their owners are all different."""
-        one, other = self.owner[a], self.owner[b]
-        change, more = self._traffic[b] - self._traffic[a], self._work[b] - self._work[a]
-        self._of_rank[one] += change
-        self._of_rank[other] -= change
-        self._load[one] += more
-        self._load[other] -= more
-        self.owner[a], self.owner[b] = other, one
-
-
-def _traffic(layers: Layers, edges: Ints) -> tuple[tuple[Ints, Ints], Ints]:
-    """Keys that two chunks read of each other, in 1/64 tokens: (the chunks of each pair, twice, in
-    both orders; their traffic).
-
-    A rank fetches a chunk once, however many of its chunks read it. So the tokens of a chunk count
-    for less the more chunks read it.
-    """
-    chunks = len(edges) - 1
-    groups, amounts = [], []
-    for mask, count in layers:
-        tiles, query_chunk, key_chunk = split_at_edges(mask.pieces, edges)
-        away = np.flatnonzero(query_chunk != key_chunk)
-        group, start, end = union(
-            query_chunk[away] * chunks + key_chunk[away], tiles.k0[away], tiles.k1[away]
-        )
-        group, which = np.unique(group, return_inverse=True)
-        reads = np.bincount(which, end - start, len(group)).astype(np.int64)
-        reader, read = np.divmod(group, chunks)
-        amount = count * (reads * 64 // np.bincount(read, minlength=chunks)[read])
-        groups += [group, read * chunks + reader]
-        amounts += [amount, amount]
-    pairs, which = np.unique(np.concatenate(groups), return_inverse=True)
-    total = np.bincount(which, np.concatenate(amounts), len(pairs)).astype(np.int64)
-    a, b = np.divmod(pairs, chunks)
-    return (a, b), total
-
-
 def _tokens(layers: Layers) -> int:
     return layers[0][0].n
+
+
+def _measured(layers: Layers, cp: int) -> tuple[Ints, Work]:
+    """Where the stream may be cut without a loss, with 0 and n; and the work of the stream."""
+    n = _tokens(layers)
+    starts = [edge for mask, _ in layers for edge in (mask.pieces.q0, mask.pieces.q1)]
+    rows = np.unique(np.concatenate([[0, n], *starts]))
+    edge = np.union1d(rows, np.arange(0, n, max(1, n // (cp * FINE))))
+    pairs = chunk_work(layers, edge)
+    # Rows that go on with the keys of the rows before them, and have about as many, are one part.
+    first = np.full(len(rows), n)
+    for mask, _ in layers:
+        np.minimum.at(first, np.searchsorted(rows, mask.pieces.q0), mask.pieces.k0)
+    keys = pairs / np.diff(edge)
+    at = np.searchsorted(edge, rows[1:-1])
+    alike = np.maximum(keys[at], keys[at - 1]) <= ALIKE * np.minimum(keys[at], keys[at - 1])
+    goes_on = alike & (first[1:-1] < rows[1:-1])
+    return rows[~np.pad(goes_on, 1)], Work(edge, np.append(0.0, np.cumsum(pairs)))
+
+
+def _deal(work: Work, segments: Ints, sizes: list[int], share: float) -> Split:
+    """Segments, tokens `[segments[i], segments[i + 1])`, dealt to ranks of `sizes` tokens. No piece
+    holds more than `share` of the work of a part.
+    """
+    held, ranks = [Pieces(segments[:-1], segments[1:])], [sizes]
+    while len(ranks[0]) > 1:
+        parts: list[Pieces] = []
+        smaller: list[list[int]] = []
+        for pieces, of in zip(held, ranks, strict=True):
+            each = _part_of(len(of))
+            rooms = [of[first : first + each] for first in range(0, len(of), each)]
+            parts += _parts(work, _split(pieces, segments), list(map(sum, rooms)), share)
+            smaller += rooms
+        held, ranks = parts, smaller
+    start = np.concatenate([part.start for part in held])
+    owner = np.repeat(np.arange(len(held)), [len(part.start) for part in held])
+    order = np.argsort(start)
+    start, owner = start[order], owner[order]
+    first = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
+    return Split(np.append(start[first], segments[-1]), owner[first], len(sizes))
+
+
+def _part_of(ranks: int) -> int:
+    """Ranks of each part into which so many are split: those of a node, then halves."""
+    if ranks > NODE and ranks % NODE == 0:
+        return NODE
+    return ranks // 2 if ranks % 2 == 0 else 1
+
+
+def _parts(work: Work, pieces: Pieces, rooms: list[int], share: float) -> list[Pieces]:
+    """The pieces dealt to parts of so many tokens."""
+    if len(rooms) == 1:
+        return [pieces]
+    mean = float(pieces.work(work).sum()) / len(rooms)
+    pieces = _cut(work, _runs(work, pieces, max(rooms) // RUN, mean / RUN), share * mean)
+    load, room = [0.0] * len(rooms), list(rooms)
+    parts: list[list[tuple[int, int]]] = [[] for _ in rooms]
+    amounts = pieces.work(work)
+    order = np.argsort(-amounts, kind="stable")
+    for start, end, amount in zip(*(x[order].tolist() for x in (*pieces, amounts)), strict=True):
+        whole = end - start
+        while start < end:
+            fits = [part for part, left in enumerate(room) if left >= end - start]
+            part = min(fits or (x for x, left in enumerate(room) if left), key=load.__getitem__)
+            stop = min(end, start + room[part])
+            parts[part].append((start, stop))
+            load[part] += amount if stop - start == whole else work.between(start, stop)
+            room[part] -= stop - start
+            start = stop
+    _even(work, parts, np.array(load), mean)
+    return [Pieces(*np.array(sorted(part), np.int64).reshape(-1, 2).T) for part in parts]
+
+
+def _split(pieces: Pieces, segments: Ints) -> Pieces:
+    """The pieces, ascending, cut where segments begin."""
+    which, segment = overlaps(pieces.start, pieces.end, segments[:-1], segments[1:])
+    return Pieces(
+        np.maximum(pieces.start[which], segments[segment]),
+        np.minimum(pieces.end[which], segments[segment + 1]),
+    )
+
+
+def _runs(work: Work, pieces: Pieces, size: int, most: float) -> Pieces:
+    """Neighboring short pieces of little work as one piece."""
+    start, end = pieces
+    long = (end - start > size // 2) | (pieces.work(work) > most)
+    bucket = start // max(size, 1)
+    apart = (start[1:] != end[:-1]) | long[1:] | long[:-1] | (bucket[1:] != bucket[:-1])
+    first = np.flatnonzero(np.append(True, apart))
+    return Pieces(start[first], end[np.append(first[1:], len(start)) - 1])
+
+
+def _cut(work: Work, pieces: Pieces, most: float) -> Pieces:
+    """Pieces of more work cut into as few equal ones as have no more."""
+    amounts = pieces.work(work)
+    starts, ends = [pieces.start[amounts <= most]], [pieces.end[amounts <= most]]
+    for index in np.flatnonzero(amounts > most).tolist():
+        start, end = int(pieces.start[index]), int(pieces.end[index])
+        finest = max((end - start) // FINEST, 1)
+        count, largest, edges = 1, float(amounts[index]), np.array([start, end])
+        while largest > 1.001 * most and count < finest:
+            count = min(max(count + 1, int(count * largest / most)), finest)
+            edges = np.linspace(start, end, count + 1).astype(np.int64)
+            largest = float(work.of(edges).max())
+        starts.append(edges[:-1])
+        ends.append(edges[1:])
+    start, end = np.concatenate(starts), np.concatenate(ends)
+    order = np.argsort(start)
+    return Pieces(start[order], end[order])
+
+
+def _even(work: Work, parts: list[list[tuple[int, int]]], load: Floats, mean: float) -> None:
+    """Exchanges the ends of pieces of the busiest part for the beginnings of as long ones of the
+    idlest, until loads are even: keys before a query are what most masks show it.
+    """
+    for _ in range(8 * len(parts)):
+        top, low = int(load.argmax()), int(load.argmin())
+        wanted = min(load[top] - mean, mean - load[low])
+        if load[top] <= ENOUGH * mean:
+            break
+        mine, its = (Pieces(*np.array(parts[part], np.int64).T) for part in (top, low))
+        dense, thin = (x.work(work) / (x.end - x.start) for x in (mine, its))
+        tokens = np.minimum((mine.end - mine.start)[:, None], its.end - its.start)
+        gain = tokens * (dense[:, None] - thin)
+        # of a pair that gains too much a part is exchanged, which cuts two pieces more
+        miss = np.where(gain > 1.1 * wanted, 0.5 * wanted, abs(wanted - gain))
+        one, two = np.unravel_index(int(miss.argmin()), miss.shape)
+        count, reached = int(tokens[one, two]), float(gain[one, two])
+        if reached <= 0:
+            break
+        (start, end), (begin, stop) = parts[top][one], parts[low][two]
+        for _ in range(4):
+            reached = work.between(end - count, end) - work.between(begin, begin + count)
+            if reached <= 1.1 * wanted or count == 1:
+                break
+            count = max(1, int(count * wanted / reached))
+        if not 0 < reached < load[top] - load[low]:
+            break
+        load[top] -= reached
+        load[low] += reached
+        parts[top][one], parts[low][two] = (start, end - count), (begin + count, stop)
+        parts[low].append((end - count, end))
+        parts[top].append((begin, begin + count))
+        for part in (top, low):
+            parts[part] = [(start, end) for start, end in parts[part] if start < end]

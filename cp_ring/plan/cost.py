@@ -1,11 +1,5 @@
 """What attention of one layer costs by a proven plan: FLOP, bytes that travel, memory, and the one
-formula of time.
-
-A pass of a rank, forward or backward, is a series of stages: its hops that have work or messages,
-where backward does half of hop 0 first and half of it last. A stage lasts as long as the longer of
-two things: what the rank computes, and what arrives or leaves meanwhile, over links inside a node
-and between nodes. These are the keys of the next hop, and in backward also the gradients of the hop
-before. Exchanges of heads come beside. Everything that chooses or predicts reads this formula.
+formula of time (see `cp_ring.plan.hops`). Everything that chooses or predicts reads it.
 """
 
 from __future__ import annotations
@@ -16,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from cp_ring.plan.hops import exchange_seconds, stages
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
@@ -198,8 +193,8 @@ def attention_time(
         (attention + decode)[:, :hops] / rates.flops + calls
         for attention, decode in zip(flops, costs.decode_flops, strict=True)
     )
-    exchange = _exchange_seconds(plan, own, rates, ranks_per_node) / groups
-    exchange += 2 * groups * rates.call if heads > 1 else 0.0
+    tokens = int(plan.layout.tokens_per_rank.max())
+    exchange = exchange_seconds(tokens, sizes, heads, ranks_per_node, rates)
     return AttentionTime(
         *stages(there, back, keys, gradients),
         exchange=(exchange, exchange),
@@ -208,27 +203,6 @@ def attention_time(
             float(costs.backward_flops.sum()) / ring.cp / rates.flops,
         ),
     )
-
-
-def stages(
-    there: Floats, back: Floats, keys: Floats, gradients: Floats
-) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats], Ints]:
-    """(compute, moving, hops) of `AttentionTime`, from the seconds of each member's hops
-    [members, hops]: attention in forward and in backward, its keys, and their gradients.
-    """
-    live = (there + keys + gradients) > 0
-    live[:, 0] = True
-    order = np.argsort(~live, 1, kind="stable")  # a rank skips hops without work and messages
-    there, back, keys, gradients = (
-        np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
-    )
-    none = np.zeros((len(there), 1))
-    halves = back[:, :1] / 2
-    moving = (
-        np.concatenate([keys[:, 1:], none], 1),
-        np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, gradients], 1),
-    )
-    return (there, np.concatenate([halves, back[:, 1:], halves], 1)), moving, order
 
 
 def _members_of_node(ranks_per_node: int, heads: int) -> int:
@@ -296,17 +270,6 @@ def _depth(kind: Ints, kinds: int, start: Ints, end: Ints) -> Ints:
     depth = np.zeros(kinds, np.int64)
     np.maximum.at(depth, kind[order], np.cumsum(change[order]))
     return depth
-
-
-def _exchange_seconds(plan: Plan, own: AttentionSizes, rates: Rates, ranks_per_node: int) -> float:
-    """Seconds of the exchange of heads before and after attention, in either pass: queries, keys,
-    values and outputs, or their gradients.
-    """
-    others = plan.ulysses - 1
-    inside = min(ranks_per_node, plan.ulysses) - 1
-    tokens = int(plan.layout.tokens_per_rank.max())
-    size = tokens * own.element * (own.query_width + own.key_width + own.out_width)
-    return max(size * inside / rates.inside, size * (others - inside) / rates.between)
 
 
 def fastest_heads(

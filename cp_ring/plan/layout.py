@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -149,43 +148,25 @@ class Layout:
         return cls(n, cp, np.append(chunks, n), owner, "per_document_zigzag")
 
     @classmethod
-    def balanced(
-        cls,
-        masks: Mask | Sequence[tuple[Mask, int]],
-        cp: int,
-        chunks_per_rank: int | None = None,
-        token_work: float = 0,
-    ) -> Layout:
-        """Equal tokens on each rank (they differ by one if cp does not divide n), and the least
-        maximum work for `masks`.
+    def balanced(cls, masks: Mask | Sequence[tuple[Mask, int]], cp: int) -> Layout:
+        """Equal tokens on each rank (they differ by one if cp does not divide n), even work for
+        `masks`, and of such splits the one of least predicted time.
 
         `masks` is the mask of all layers, or a list of (mask, number of layers that have it):
         tokens stay where they are from layer to layer, so the sum of the work of all layers is
-        balanced. `chunks_per_rank` is by default the smallest of 2, 4, 8, 16 and 32 with maximum /
-        mean work of at most 1.05. The result is zigzag or contiguous if that is as balanced and
-        moves less. `token_work` is what the other layers cost for a token, in pairs of attention,
-        summed over the layers of `masks`: ranks hold equally many tokens, so the more these cost,
-        the less uneven attention matters, and the fewer keys move. The layout is deterministic, so
-        ranks find the same layout without communication. Raises `PlanError` if there are fewer
-        tokens than chunks, for masks of different lengths or numbers of layers below 1, and for a
-        `token_work` below 0.
+        balanced. Maximum / mean work is at most 1.05 where possible. The result may be zigzag or
+        contiguous. The layout is deterministic, so ranks find the same layout without
+        communication. Raises `PlanError` if there are fewer tokens than ranks, and for masks of
+        different lengths or numbers of layers below 1.
         """
         cp, layers = _size(cp), _layers(masks)
         n = layers[0][0].n
-        if not isinstance(token_work, Real) or not 0 <= float(token_work) * n < _MOST_WORK:
-            raise PlanError(
-                f"token_work {token_work!r} must be at least 0, and finite: that of {n} tokens "
-                f"below {_MOST_WORK:.0e}"
-            )
-        chunks_per_rank = (
-            None if chunks_per_rank is None else integer(chunks_per_rank, "chunks_per_rank")
-        )
         zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []
         even = [*zigzag, cls.contiguous(n, cp)] if n >= cp else []
         even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (n % cp > 0)]
         from cp_ring.plan.balance import balanced_split
 
-        split = balanced_split(layers, cp, chunks_per_rank, even, token_work)
+        split = balanced_split(layers, cp, even)
         return (
             split if isinstance(split, Layout) else cls(n, cp, split.edges, split.owner, "balanced")
         )

@@ -82,9 +82,11 @@ class PlanSpec:
         members = layout if self.ulysses == 1 else layout.merged(self.ulysses)
         if mask.n != layout.n:
             raise PlanError(f"the mask is for {mask.n} tokens, the layout for {layout.n}")
-        hops = route.schedule(self.schedule, mask, members, self.slot_shards)
         mine = None if rank is None or not route.local else rank // self.ulysses
-        return Plan(tables_of(mask, members, self.route, hops, mine), layout, self.ulysses)
+        ring = tables_of(
+            mask, members, self.route, self.schedule, self.slot_shards, mine, self.ulysses
+        )
+        return Plan(ring, layout, self.ulysses)
 
     def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:
         """One rank's plan, neither proven nor kept, without planning for the others if the route is
@@ -126,8 +128,8 @@ class Plan:
             route: how keys reach the members that need them, a name in `ROUTES`.
             schedule: `auto`, `ring` (one source a hop), `gather` (all remote sources in one hop),
                 or the hop of each ring distance, as in (0, 1, 2, 2); see `cp_ring.plan.schedule`.
-            slot_shards: the most sources of a hop, so that a receive buffer holds at most so many
-                shards. None is 4 for `auto`, and no limit for another schedule.
+            slot_shards: the most sources of a hop, of `auto` the most shards of keys that it
+                brings. None is 4 for `auto`, and no limit for another schedule.
             more: ulysses, neighboring ranks that exchange tokens for heads, so that the ring has as
                 many times fewer members.
 

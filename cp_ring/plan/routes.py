@@ -25,10 +25,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cp_ring.plan.hops import Traffic
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, integer, sort_index, starts_of, union
-from cp_ring.plan.schedule import SLOT_SHARDS, Schedule, resolve, ring_distance
+from cp_ring.plan.ranges import Ints, sort_index, starts_of, union
+from cp_ring.plan.schedule import AUTO, SLOT_SHARDS, Schedule, resolve, ring_distance
 from cp_ring.plan.shard_tiles import shard_tiles
 from cp_ring.plan.tables import Need, PlanTables, Transfers
 from cp_ring.plan.tiles import Tiles, coalesce
@@ -134,24 +135,6 @@ class Route:
     local: bool = False
     one_source: bool = False
 
-    def schedule(
-        self,
-        requested: str | Sequence[int],
-        mask: Mask,
-        layout: Layout,
-        slot_shards: int | None,
-    ) -> Schedule:  # fmt: skip
-        """The hops of a plan, checked. Raises `PlanError` as
-        `cp_ring.plan.schedule.resolve` does.
-        """
-        free = requested == AUTO and not self.one_source
-        most = SLOT_SHARDS if slot_shards is None else integer(slot_shards, "slot_shards")
-        few = free and remote_keys(mask, layout) <= min(2, most)
-        return resolve(requested, layout.cp, slot_shards, one_source=self.one_source, few_keys=few)
-
-
-AUTO = "auto"
-"""The name by which settings ask for the schedule of the mask, or the fastest Ulysses degree."""
 
 DEFAULT = "direct"
 
@@ -162,43 +145,45 @@ ROUTES = {
 """Routes that flags and settings can name."""
 
 
-def remote_keys(mask: Mask, layout: Layout) -> float:
-    """The most keys of other ranks that a rank reads, relative to the tokens of the largest shard,
-    or more: keys that several pieces of the mask show to a chunk of queries count several times.
-    """
-    pieces, edges = mask.pieces, layout.edges
-    first = np.searchsorted(edges, pieces.q0, "right") - 1
-    count = np.searchsorted(edges[:-1], pieces.q1, "left") - first
-    piece = np.repeat(np.arange(len(count)), count)
-    chunk = np.arange(len(piece)) - np.repeat(np.cumsum(count) - count - first, count)
-    start, end = np.maximum(pieces.q0[piece], edges[chunk]), edges[chunk + 1]
-    begin = np.maximum(pieces.k0[piece], start + pieces.lo[piece])
-    last = np.minimum(pieces.k1[piece], np.minimum(pieces.q1[piece], end) + pieces.hi[piece])
-    keys = np.maximum(last - begin, 0)
-    keys = keys - np.maximum(np.minimum(last, end) - np.maximum(begin, edges[chunk]), 0)
-    remote = np.bincount(layout.owner[chunk], keys, layout.cp)
-    return float(remote.max(initial=0) / layout.tokens_per_rank.max())
-
-
 def tables_of(
     mask: Mask,
     layout: Layout,
     route: str,
-    hops: Schedule,
+    schedule: str | Sequence[int] = AUTO,
+    slot_shards: int | None = None,
     member: int | None = None,
+    heads: int = 1,
 ) -> PlanTables:
     """The tables of the members of the ring, from the pieces of the mask cut at the edges of their
-    chunks. With `member`, all that this member's part needs of them.
+    chunks. With `member`, all that this member's part needs of them. A member is `heads` ranks.
+
+    Raises `PlanError` as `cp_ring.plan.schedule.resolve` does.
     """
-    cp = layout.cp
-    tiles, rank, source = shard_tiles(mask.pieces, layout, member)
-    tiles, group = coalesce(tiles, rank * cp + ring_distance(rank, source, cp))
+    cp, one_source = layout.cp, ROUTES[route].one_source
+    hops = resolve(schedule, cp, slot_shards, one_source=one_source)
+    by_time = schedule == AUTO and not one_source and 2 < cp <= MOST_MEMBERS
+    tiles, rank, source = shard_tiles(mask.pieces, layout, None if by_time else member)
+    far = ring_distance(rank, source, cp)
+    if by_time:
+        shard = int(layout.tokens_per_rank.max())
+        traffic = Traffic.of(tiles, tiles.area(), rank, far, cp, shard, heads)
+        hops = traffic.fastest(slot_shards or SLOT_SHARDS)[0]
+        if member is not None:
+            mine = np.flatnonzero((rank == member) | (source == member))
+            tiles, rank, far = tiles[mine], rank[mine], far[mine]
+    tiles, group = coalesce(tiles, rank * cp + far)
     rank, far = np.divmod(group, cp)
     transfers, gradients = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
     transfers = transfers.in_buffer_order("receiver", cp)
     gradients = gradients.in_buffer_order("sender", cp)
     hop, source = np.array(hops)[far], (rank - far) % cp
     return PlanTables(mask, layout, route, hops, tiles, rank, hop, source, transfers, gradients)
+
+
+MOST_MEMBERS = 128
+"""Of a ring whose schedule `auto` follows from the bytes and the work of each hop; that of a longer
+one is a rule, because each rank would read all tiles.
+"""
 
 
 def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule) -> Need:

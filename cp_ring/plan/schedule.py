@@ -12,7 +12,7 @@ too. The price is memory: a buffer holds as many shards as its hop has sources.
 |----------|----------------------|---------------------------------------------------------------|
 | `ring`   | `(0, 1, 2, 3, 4, 5)` | One source a hop.                                             |
 | `gather` | `(0, 1, 1, 1, 1, 1)` | All remote sources in one hop, as after an all-gather.        |
-| `auto`   | `(0, 1, 1, 2, 2, 2)` | The default: 2 sources, then 4, 4, ...; see `auto`.           |
+| `auto`   | `(0, 1, 1, 2, 2, 2)` | The default: by bytes and work; see `cp_ring.plan.hops`.      |
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from cp_ring.plan.ranges import Ints, integer
 Schedule = tuple[int, ...]
 
 SLOT_SHARDS = 4
-"""The most sources of a hop of `auto`, by default, but where few keys are remote."""
+"""The most shards that a hop of `auto` brings, by default."""
 
 _NAMED: dict[str, Callable[[int], Schedule]] = {
     "ring": lambda cp: tuple(range(cp)),
     "gather": lambda cp: (0,) + (1,) * (cp - 1),
 }
 
-NAMES = ("auto", *_NAMED)
+AUTO = "auto"
+"""The name by which settings ask for the schedule of the mask, or the fastest Ulysses degree."""
+
+NAMES = (AUTO, *_NAMED)
 """Schedules that flags and settings can name."""
 
 
@@ -46,7 +49,6 @@ def resolve(
     slot_shards: int | None = None,
     *,
     one_source: bool = False,
-    few_keys: bool = False,
 ) -> Schedule:
     """The schedule of a plan, checked.
 
@@ -56,7 +58,6 @@ def resolve(
         cp: the number of ranks.
         slot_shards: the most sources of a hop. None is no limit, but `SLOT_SHARDS` for `auto`.
         one_source: `auto` means `ring`, for routes that pass keys from neighbor to neighbor.
-        few_keys: ranks read so few keys of others that one hop of `auto` brings them all.
 
     Raises `PlanError` for an unknown name, and for a schedule that does not start with hop 0 alone,
     decreases, leaves out a hop, has another length than `cp`, or has a hop of more than
@@ -65,10 +66,8 @@ def resolve(
     if slot_shards is not None and integer(slot_shards, "slot_shards") < 1:
         raise PlanError(f"slot_shards {slot_shards}: it must be at least 1")
     schedule = parse(schedule) if isinstance(schedule, str) else schedule
-    if schedule == "auto":
-        if one_source:
-            return _NAMED["ring"](cp)
-        return _NAMED["gather"](cp) if few_keys else auto(cp, slot_shards or SLOT_SHARDS)
+    if schedule == AUTO:
+        return _NAMED["ring"](cp) if one_source else auto(cp, slot_shards or SLOT_SHARDS)
     hops = (
         _NAMED[schedule](cp)
         if isinstance(schedule, str)

@@ -1,0 +1,177 @@
+"""Time: how long a pass of attention takes, and the hops in which it takes least.
+
+A pass of a rank, forward or backward, is a series of stages: its hops that have work or messages,
+where backward does half of hop 0 first and half of it last. A stage lasts as long as the longer of
+two things: what the rank computes, and what arrives or leaves meanwhile, over links inside a node
+and between nodes. These are the keys of the next hop, and in backward also the gradients of the hop
+before. Everything that chooses or predicts reads this formula (see `cp_ring.plan.cost`).
+
+A layout and a schedule are chosen before anybody names a layer, its device or the ranks of a node,
+by all ranks alike: by `SIZES`, `RATES` and `NODE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_ring.plan.ranges import Ints, union
+from cp_ring.plan.schedule import Schedule, auto
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.plan.sizes.head_split import split_heads
+from cp_ring.plan.tiles import OPEN, Tiles
+
+Floats = NDArray[np.float64]
+
+SIZES, NODE = AttentionSizes(), 8
+"""The layer, and the neighboring ranks of a node, for which layouts and schedules are chosen."""
+
+AHEAD = (1.0, 3.0, float("inf"))
+"""Keys of a hop in times of what they hide behind, of the schedules that are compared."""
+
+
+def stages(
+    there: Floats, back: Floats, keys: Floats, gradients: Floats
+) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats], Ints]:
+    """What each stage of each rank computes and what moves meanwhile, in forward and in backward
+    [ranks, stages], and the hop of each stage of forward; from the seconds of each rank's hops
+    [ranks, hops]: attention in forward and in backward, its keys, and their gradients.
+    """
+    live = (there + keys + gradients) > 0
+    live[:, 0] = True
+    order = np.argsort(~live, 1, kind="stable")  # a rank skips hops without work and messages
+    there, back, keys, gradients = (
+        np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
+    )
+    none = np.zeros((len(there), 1))
+    halves = back[:, :1] / 2
+    moving = (
+        np.concatenate([keys[:, 1:], none], 1),
+        np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, gradients], 1),
+    )
+    return (there, np.concatenate([halves, back[:, 1:], halves], 1)), moving, order
+
+
+def exchange_seconds(
+    tokens: int, sizes: AttentionSizes, heads: int, ranks_per_node: int, rates: Rates
+) -> float:
+    """Seconds of the exchange of heads before and after attention, in either pass, that hide behind
+    nothing: queries, keys, values and outputs of a rank's `tokens`, or their gradients. The
+    exchange of one group of heads hides behind attention on another.
+    """
+    if heads == 1:
+        return 0.0
+    own, others = sizes.of_rank(heads), heads - 1
+    groups = split_heads(sizes.heads, sizes.kv_heads, heads).groups
+    inside = min(ranks_per_node, heads) - 1
+    size = tokens * own.element * (own.query_width + own.key_width + own.out_width)
+    seconds = max(size * inside / rates.inside, size * (others - inside) / rates.between)
+    return seconds / groups + 2 * groups * rates.call
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """What each rank reads of the rank at each ring distance before it: arrays [cp, cp].
+
+    pairs: of its queries and these keys. keys: tokens. calls: kernel calls, one for tiles with a
+    band and one for those without, [2, cp, cp]. shard: tokens of the largest rank. heads: how many
+    ranks exchange heads and count as one here.
+    """
+
+    pairs: Ints
+    keys: Ints
+    calls: NDArray[np.bool_]
+    shard: int
+    heads: int = 1
+
+    @classmethod
+    def of(
+        cls, tiles: Tiles, area: Ints, rank: Ints, far: Ints, cp: int, shard: int, heads: int = 1
+    ) -> Traffic:
+        """Of all tiles, each of `area` pairs. `far` is the distance of each from the owner of its
+        keys, whose tokens are counted so that no two of an owner are the same.
+        """
+        place = rank * cp + far
+        pairs = np.bincount(place, area, cp * cp).astype(np.int64)
+        group, start, end = union(place, tiles.k0, tiles.k1)
+        keys = np.bincount(group, end - start, cp * cp).astype(np.int64).reshape(cp, cp)
+        keys[:, 0] = 0
+        band = (tiles.lo != -OPEN) | (tiles.hi != OPEN)
+        calls = np.bincount(band * cp * cp + place, minlength=2 * cp * cp) > 0
+        return cls(pairs.reshape(cp, cp), keys, calls.reshape(2, cp, cp), shard, heads)
+
+    @cached_property
+    def _moving(self) -> Floats:
+        """Seconds of keys that arrive inside the node and from others, and that leave to ranks of
+        the node and to others, summed up to each distance: [4, cp, cp + 1].
+        """
+        cp = len(self.keys)
+        near = max(1, NODE // self.heads)
+        reader, far = np.indices((cp, cp))
+        crosses = reader // near != (reader - far) % cp // near
+        size = self.keys * SIZES.of_rank(self.heads).on_wire()[0]
+        arrive = np.where(
+            crosses, [size * 0, size / RATES.between], [size / RATES.inside, size * 0]
+        )
+        leave = arrive[:, (reader + far) % cp, far]
+        return np.pad(np.cumsum(np.concatenate([arrive, leave]), 2), ((0, 0), (0, 0), (1, 0)))
+
+    @cached_property
+    def bound(self) -> float:
+        """What `seconds` is at least: all that a rank computes, or all that it moves."""
+        sizes, pairs = SIZES.of_rank(self.heads), self.pairs.sum(1) / RATES.flops
+        moving = self._moving[..., -1].max(0)
+        sent, returned = sizes.on_wire()
+        there, back = (pairs * flops for flops in sizes.pair_flops)
+        both = np.maximum(there, moving) + np.maximum(back, moving * (1 + returned / sent))
+        return float(both.max())
+
+    def seconds(self, hops: Schedule) -> float:
+        """Forward and backward by this schedule, on the slowest rank."""
+        cp, sizes = len(hops), SIZES.of_rank(self.heads)
+        first = np.flatnonzero(np.diff(hops, prepend=-1))
+        ends = np.append(first[1:], cp)
+        moving = self._moving
+        keys = (moving[..., ends] - moving[..., first]).max(0)
+        sent, returned = sizes.on_wire()
+        pairs = np.add.reduceat(self.pairs, first, 1)
+        calls = np.logical_or.reduceat(self.calls, first, 2).sum(0) * RATES.call
+        there, back = (pairs * flops / RATES.flops + calls for flops in sizes.pair_flops)
+        compute, moves, _ = stages(there, back, keys, keys * returned / sent)
+        return float(
+            sum(np.maximum(*stage).sum(1) for stage in zip(compute, moves, strict=True)).max()
+        )
+
+    def schedules(self, slot_shards: int) -> Iterator[Schedule]:
+        """Schedules whose hops bring at most so many shards, or one source: that of the rule, and
+        those in which the keys of a hop take some times as long as what they hide behind.
+        """
+        cp = len(self.keys)
+        most = slot_shards * self.shard
+        yield auto(cp, slot_shards)
+        brought = np.pad(np.cumsum(self.keys, 1), ((0, 0), (1, 0)))
+        flops = SIZES.of_rank(self.heads).pair_flops[0] / RATES.flops
+        worked = np.pad(np.cumsum(self.pairs, 1), ((0, 0), (1, 0))) * flops
+        for ratio in AHEAD:
+            hops, begin, behind = [0], 1, worked[:, 1]
+            while begin < cp:
+                moving = (self._moving[..., begin + 1 :] - self._moving[..., begin, None]).max(0)
+                many = (brought[:, begin + 1 :] - brought[:, begin, None] > most).any(0)
+                late = (moving > ratio * behind[:, None]).any(0) if ratio < np.inf else False
+                end = begin + max(1, int(np.append(many | late, True).argmax()))
+                hops += [hops[-1] + 1] * (end - begin)
+                behind, begin = worked[:, end] - worked[:, begin], end
+            yield tuple(hops)
+
+    def fastest(self, slot_shards: int) -> tuple[Schedule, float]:
+        """The schedule of least time, and its seconds; of times that differ by less than a
+        hundredth, the first.
+        """
+        timed = [(hops, self.seconds(hops)) for hops in dict.fromkeys(self.schedules(slot_shards))]
+        least = min(seconds for _, seconds in timed)
+        return next(each for each in timed if each[1] <= 1.01 * least)
