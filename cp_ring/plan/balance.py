@@ -276,18 +276,18 @@ def _cut(work: Work, pieces: Pieces, most: float) -> Pieces:
     amounts = pieces.work(work)
     starts, ends = [pieces.start[amounts <= most]], [pieces.end[amounts <= most]]
     for index in np.flatnonzero(amounts > most).tolist():
-        start, end = int(pieces.start[index]), int(pieces.end[index])
-        finest = max((end - start) // FINEST, 1)
-        count, largest, edges = 1, float(amounts[index]), np.array([start, end])
+        first, last = int(pieces.start[index]), int(pieces.end[index])
+        finest = max((last - first) // FINEST, 1)
+        count, largest, edges = 1, float(amounts[index]), np.array([first, last])
         while largest > 1.001 * most and count < finest:
             count = min(max(count + 1, int(count * largest / most)), finest)
-            edges = np.linspace(start, end, count + 1).astype(np.int64)
+            edges = np.linspace(first, last, count + 1).astype(np.int64)
             largest = float(work.of(edges).max())
         starts.append(edges[:-1])
         ends.append(edges[1:])
-    start, end = np.concatenate(starts), np.concatenate(ends)
+    start = np.concatenate(starts)
     order = np.argsort(start)
-    return Pieces(start[order], end[order])
+    return Pieces(start[order], np.concatenate(ends)[order])
 
 
 def _even(work: Work, parts: list[list[tuple[int, int]]], load: Floats, mean: float) -> None:

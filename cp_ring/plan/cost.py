@@ -14,8 +14,8 @@ from cp_ring.plan.hops import exchange_seconds, stages
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
-from cp_ring.plan.ranges import Ints, runs, starts_of
-from cp_ring.plan.schedule import ring_distance
+from cp_ring.plan.lower import FULL, REVERSED, band_kinds
+from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.head_split import split_heads, unsplit
@@ -227,49 +227,38 @@ def _link_seconds(
 
 
 def kernel_calls(ring: PlanTables, hops: int) -> Floats:
-    """Kernel calls of each member's hop [members, hops], by a kernel that takes many tiles of one
-    kind in a call, of which no two share a query or a key: as many as the most tiles that do.
+    """Kernel calls of each member's hop [members, hops], by a kernel that takes many sequences in a
+    call (`cp_ring.plan.lower.call_groups`): of each kind and window as many as the most sequences
+    that share a query or a key.
     """
     tiles, cp = ring.tiles, ring.cp
-    far = ring_distance(ring.tile_rank, ring.tile_source, cp)
-    k0 = tiles.k0 + _places(ring, ring.tile_rank * cp + far, tiles.k0)
-    k1 = k0 + tiles.k1 - tiles.k0
-    kind = (ring.tile_rank * hops + ring.tile_hop) * 2
-    kind += (tiles.lo != -OPEN) | (tiles.hi != OPEN)
-    order = np.lexsort((k0, tiles.q1, tiles.q0, kind))
-    kind, q0, q1, k0, k1 = (x[order] for x in (kind, tiles.q0, tiles.q1, k0, k1))
-    # rectangles over the same queries whose keys lie end to end in the buffer are one
-    goes_on = (kind[1:] == kind[:-1]) & (kind[1:] % 2 == 0) & (q0[1:] == q0[:-1])
-    goes_on &= (q1[1:] == q1[:-1]) & (k0[1:] == k1[:-1])
-    first, last = runs(~goes_on, len(kind))
-    kind, q0, q1, k0, k1 = kind[first], q0[first], q1[first], k0[first], k1[last]
-    depth = np.maximum(*(_depth(kind, 2 * cp * hops, *side) for side in ((q0, q1), (k0, k1))))
-    return depth.reshape(cp, hops, 2).sum(2).astype(float)
+    kind, corner = band_kinds(tiles), tiles.k1 - tiles.q1
+    left = np.where((tiles.lo == -OPEN) | (kind == REVERSED), -1, corner - tiles.lo)
+    right = np.where((tiles.hi == OPEN) | (kind == REVERSED), -1, tiles.hi - corner)
+    place = ring.tile_rank * hops + ring.tile_hop
+    order = np.lexsort((tiles.q1, tiles.q0, right, left, kind, place))
+    tiles, source, place = tiles[order], ring.tile_source[order], place[order]
+    words = np.stack([place, kind[order], left[order], right[order]])
+    starts = (words[:, 1:] != words[:, :-1]).any(0)
+    call = np.cumsum(np.append(False, starts))
+    # rectangles over the same queries are one sequence
+    starts |= (tiles.q0[1:] != tiles.q0[:-1]) | (tiles.q1[1:] != tiles.q1[:-1])
+    first = np.flatnonzero(np.append(True, starts | (kind[order][1:] != FULL))[: len(tiles)])
+    depth = np.zeros(len(call), np.int64)
+    _count_depth(depth, call[first], call[first], tiles.q0[first], tiles.q1[first])
+    _count_depth(depth, call, call * cp + source, tiles.k0, tiles.k1)
+    of_call, index = np.unique(call, return_index=True)
+    calls = np.bincount(place[index], depth[of_call], cp * hops)
+    return calls.reshape(cp, hops)
 
 
-def _places(ring: PlanTables, buffer: Ints, token: Ints) -> Ints:
-    """What to add to a token of an owner's shard for its place in the buffer of its hop."""
-    table = ring.transfers
-    if not len(table):
-        return np.zeros_like(token)
-    span = int(table.end.max()) + 1
-    group = table.receiver * ring.cp + ring_distance(table.receiver, table.owner, ring.cp)
-    hop = table.receiver * ring.cp + table.hop
-    before = starts_of(table.tokens)
-    slide = before - before[np.searchsorted(hop, hop)] - table.start
-    at = np.searchsorted(group * span + table.start, buffer * span + token, "right") - 1
-    return np.where(buffer % ring.cp == 0, 0, slide[at])
-
-
-def _depth(kind: Ints, kinds: int, start: Ints, end: Ints) -> Ints:
-    """The most ranges `[start, end)` of each kind that share a token, int64 [kinds]."""
-    place = np.concatenate([start, end])
-    change = np.repeat([1, -1], len(start))
-    kind = np.concatenate([kind, kind])
-    order = np.lexsort((change, place, kind))
-    depth = np.zeros(kinds, np.int64)
-    np.maximum.at(depth, kind[order], np.cumsum(change[order]))
-    return depth
+def _count_depth(depth: Ints, call: Ints, group: Ints, start: Ints, end: Ints) -> None:
+    """Raises `depth` of each call to the most ranges `[start, end)` of a group that share a token;
+    a group is of one call.
+    """
+    position, change = np.concatenate([start, end]), np.repeat([1, -1], len(start))
+    order = np.lexsort((change, position, np.concatenate([group, group])))
+    np.maximum.at(depth, np.concatenate([call, call])[order], np.cumsum(change[order]))
 
 
 def fastest_heads(

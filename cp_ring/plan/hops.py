@@ -143,9 +143,8 @@ class Traffic:
         calls = np.logical_or.reduceat(self.calls, first, 2).sum(0) * RATES.call
         there, back = (pairs * flops / RATES.flops + calls for flops in sizes.pair_flops)
         compute, moves, _ = stages(there, back, keys, keys * returned / sent)
-        return float(
-            sum(np.maximum(*stage).sum(1) for stage in zip(compute, moves, strict=True)).max()
-        )
+        forward, backward = map(np.maximum, compute, moves)
+        return float((forward.sum(1) + backward.sum(1)).max())
 
     def schedules(self, slot_shards: int) -> Iterator[Schedule]:
         """Schedules whose hops bring at most so many shards, or one source: that of the rule, and

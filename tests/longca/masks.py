@@ -178,4 +178,6 @@ def _block_causal_document(n: int, source: str, rng: np.random.Generator) -> Mas
     blocks = _cut(rng.integers(1, 9, n // BLOCK), n // BLOCK)
     begin = BLOCK * np.repeat(np.cumsum(blocks) - blocks, blocks)
     start = np.arange(0, n, BLOCK)
-    return Mask(n, Tiles.columns(start, start + BLOCK, begin, start + BLOCK), "block_causal_document")
+    return Mask(
+        n, Tiles.columns(start, start + BLOCK, begin, start + BLOCK), "block_causal_document"
+    )
