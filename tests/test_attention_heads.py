@@ -58,7 +58,7 @@ def every_case(
         for name, mask in masks(n).items()
         for layout in [
             Layout.zigzag(n, cp),
-            *([Layout.balanced(mask, cp, 4)] if name == "documents" else []),
+            *([Layout.balanced(mask, cp)] if name == "documents" else []),
         ]
     ]
 
@@ -136,7 +136,7 @@ def test_bytes_between_nodes_are_those_of_the_plan(pool, heads):
 def test_batch_rows_with_masks_of_their_own():
     n, offsets = 32, ([0, 11, 32], [0, 20, 32])
     rows = [Mask.documents(each) for each in offsets]
-    layout = Layout.batch([Layout.balanced(mask, 4, 4) for mask in rows])
+    layout = Layout.batch([Layout.balanced(mask, 4) for mask in rows])
     plan = Plan.build(Mask.batch(rows), layout, ulysses=2)
     case = Case.draw(n, b=2, h=4, g=2)
 

@@ -109,7 +109,7 @@ def layouts(draw: st.DrawFn, mask: Mask, cp: int) -> Layout:
     if kind == "zigzag":
         return Layout.zigzag(n, cp)
     if kind == "balanced":
-        return Layout.balanced(mask, cp, draw(st.sampled_from([None, 1])))
+        return Layout.balanced(mask, cp)
     if kind == "any":
         fixed = Layout.contiguous(n, cp)
         owner = draw(st.permutations(range(cp)))

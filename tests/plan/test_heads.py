@@ -51,7 +51,7 @@ def test_neighbors_in_a_zigzag_are_a_zigzag():
 
 @pytest.mark.parametrize("column", ["sender", "receiver", "source", "target", "tokens"])
 def test_a_spoiled_exchange_is_rejected(column):
-    layout = Layout.balanced(Mask.documents([0, 30, 64]), 4, 4)
+    layout = Layout.balanced(Mask.documents([0, 30, 64]), 4)
     merged = layout.merged(2)
     exchange = Plan.build(Mask.full(64), layout, ulysses=2).rank_plan(1).exchange
     exchange.verify(layout, merged, member=0)
