@@ -57,14 +57,14 @@ ROOMS = (
         cp_ring/inputs.py cp_ring/hop_loop.py"""),
     room("shards, prefixes, settings", 5_000, 3_900, """cp_ring/sharding.py cp_ring/prefixes.py
         cp_ring/options.py"""),
-    room("plans and proofs", 38_000, 44_400, "cp_ring/plan"),
+    room("plans and proofs", 38_000, 46_100, "cp_ring/plan"),
     room("kernels", 17_000, 16_400, "cp_ring/kernels"),
     room("messages", 13_000, 12_700, "cp_ring/comm"),
     room("recurrent states", 6_000, 7_000, "cp_ring/recurrent"),
     room("merges and sums", 6_000, 5_600, "cp_ring/ops"),
     room("observation", 6_000, 4_600, "cp_ring/observe"),
     room("other libraries, testing", 4_000, 4_700, "cp_ring/integrations cp_ring/testing"),
-    room("ring 1: the library", 105_000, 107_700, _LIBRARY),
+    room("ring 1: the library", 105_000, 109_400, _LIBRARY),
     room("adapter", 14_000, 8_500, "cp_ring/megatron/adapter cp_ring/megatron/specs.py"),
     room("certificate", 20_000, 21_500, "cp_ring/megatron/certificate"),
     room("data", 10_000, 12_700, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
@@ -72,8 +72,8 @@ ROOMS = (
     room("patches", 10_500, 12_700, "patches"),
     room("ring 2: Megatron", 72_000, 75_600, _ADAPTER),
     room("ring 3: tools", 23_000, 29_500, "cp_ring/tools"),
-    room("all", 200_000, 213_100, "cp_ring patches"),
-    room("tests", 200_000, 259_300, "tests"),
+    room("all", 200_000, 214_800, "cp_ring patches"),
+    room("tests", 200_000, 261_200, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.plan.hops import exchange_seconds, stages
+from cp_ring.plan.lower import FULL, REVERSED, band_kinds
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
-from cp_ring.plan.lower import FULL, REVERSED, band_kinds
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates

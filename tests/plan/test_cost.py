@@ -82,7 +82,16 @@ def test_heads_are_chosen_where_links_between_nodes_are_slow() -> None:
     assert far > 1 and seconds[far] < seconds[1] and set(seconds) == {1, 2, 4, 8, 16}
 
 
-@pytest.mark.parametrize("mask", [Mask.causal(4096), Mask.full(4096), Mask.causal(4096, (300, 0))])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask.causal(4096),
+        Mask.full(4096),
+        Mask.causal(4096, (300, 0)),
+        Mask.documents([0, 100, 900, 3100, 4096], causal=False),
+        Mask.documents([0, 100, 900, 3100, 4096]),
+    ],
+)
 @pytest.mark.parametrize("schedule", ["auto", "ring", "gather"])
 def test_calls_are_those_of_a_kernel_that_takes_many_tiles(mask: Mask, schedule: str) -> None:
     plan = Plan.build(mask, Layout.zigzag(4096, 8), schedule=schedule)
@@ -96,9 +105,12 @@ def test_calls_are_those_of_a_kernel_that_takes_many_tiles(mask: Mask, schedule:
         assert [counted[rank, hop] for hop, _ in made] == [calls for _, calls in made]
 
 
-def test_tiles_that_share_a_query_are_calls_of_their_own() -> None:
-    """Two documents whose keys are on both other ranks: a kernel cannot take them in one call."""
-    mask = Mask.documents([0, 3000, 6000], causal=False)
-    plan = Plan.build(mask, Layout.zigzag(6000, 3), schedule="gather")
+def test_sequences_that_share_keys_are_calls_of_their_own() -> None:
+    """A prompt that two responses see: each is a sequence, and both have its keys."""
+    mask = Mask.shared_prefix([(2000, [2000, 2000])])
+    plan = Plan.build(mask, Layout.contiguous(6000, 3), schedule="gather")
     plan.verify()
-    assert kernel_calls(plan.ring, 2).max() > 1
+    assert kernel_calls(plan.ring, 2).tolist() == [[1, 0], [1, 1], [1, 1]]
+    alone = Plan.build(mask, Layout.contiguous(6000, 1))
+    alone.verify()
+    assert kernel_calls(alone.ring, 1).tolist() == [[2]]
