@@ -123,6 +123,7 @@ ADDED = {
         "JOB: tuple[Check, ...] = (",
         'lambda _, options: "too shiny: lower it" if options.shiny > 5 else None, ',
     ),
+    "cp_ring/patches/__init__.py": ("NAMES = (", '"shiny", '),
     "cp_ring/patches/shiny.py": (
         "",
         """
