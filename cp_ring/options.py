@@ -46,6 +46,7 @@ LEFT_VALUES = {
         "once to each node",
         "auto": "give direct, or ring",
     },
+    "pack": {"in-order": "give first-fit, or fill, which keeps the order"},
     "recurrent": {
         "auto": "give heads, or states where the heads do not divide among the ranks",
     },

@@ -26,7 +26,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.batches import check_rows, declare, on_this_cp_rank, with_positions
 from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries
-from cp_ring.megatron.data.masks import KEY, MicrobatchMask, decode, encode, read
+from cp_ring.megatron.data.masks import KEY, MicrobatchMask, read
 from cp_ring.megatron.data.prefetch import begin, following, wait_for
 from cp_ring.megatron.flags.comm_types import specs
 from cp_ring.megatron.settings import current, layer_windows
@@ -57,9 +57,9 @@ def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> Micr
 def _read_and_broadcast(
     data_iterator: Any, integers: tuple[str, ...], floats: tuple[str, ...] = ()
 ) -> Microbatch:
-    data: dict[str, torch.Tensor] = {}
     extra = _needed_by_every_stage()
-    if data_iterator is None and extra and parallel_state.get_tensor_model_parallel_rank() == 0:
+    group = parallel_state.get_tensor_model_parallel_group()
+    if data_iterator is None and extra and group.rank() == 0:
         flags = {
             "cu_seqlens": ("--cp-ring-document-mask", "document boundaries"),
             KEY: ("--cp-ring-mask-kinds", "masks"),
@@ -68,44 +68,41 @@ def _read_and_broadcast(
             f"{flags[extra][0]}: this pipeline stage has no data set, from which {flags[extra][1]} "
             "come"
         )
-    carried: Any = None
-    after: torch.Tensor | None = None
-    alone = parallel_state.get_tensor_model_parallel_world_size() == 1
+    data: dict[str, torch.Tensor] = {}
+    carried: Microbatch = {}
     if data_iterator is not None:
         sample = next(data_iterator)
         data = {name: sample[name].to(torch.int64) for name in integers} | {
             name: sample[name].to(torch.float32) for name in floats
         }
-        if extra == "cu_seqlens":
-            carried = data[extra] = torch.from_numpy(boundaries(_positions(sample)))
-            coming = following(data_iterator)
-            after = data[_NEXT] = torch.from_numpy(
-                _NONE if coming is None else boundaries(_positions(coming))
-            )
-        elif extra:
-            batch, n = sample["tokens"].shape
-            carried = read(sample.get(KEY), batch, n, current().kinds)
-            data |= {} if alone else {extra: encode(carried)}
-        elif KEY in sample:
-            batch, n = sample["tokens"].shape
-            declare(sample[KEY], batch, n, 1)  # which says what is missing
+        carried = _carried_by(sample, data_iterator, extra)
         if "position_ids" in integers:
             data["position_ids"] = _positions(data)
-    if alone:
-        moved: Microbatch = {
-            name: data[name].cuda(non_blocking=True) for name in (*integers, *floats)
-        }
-    else:
-        more = {"": [], "cu_seqlens": ["cu_seqlens", _NEXT], KEY: [KEY]}[extra]
-        moved = tensor_parallel.broadcast_data([*integers, *more], data, torch.int64)
-        if floats:
-            moved |= tensor_parallel.broadcast_data(list(floats), data, torch.float32)
-    if extra and carried is None:  # other tensor-parallel ranks than 0 copy it from their device
-        carried = moved[extra].cpu() if extra == "cu_seqlens" else decode(moved[extra])
-        after = moved[_NEXT].cpu() if extra == "cu_seqlens" else None
-    return (
-        moved | ({extra: carried} if extra else {}) | ({_NEXT: after} if after is not None else {})
-    )
+    if group.size() == 1:
+        return {name: x.cuda(non_blocking=True) for name, x in data.items()} | carried
+    moved: Microbatch = {}
+    for names, dtype in ((integers, torch.int64), (floats, torch.float32)):
+        moved |= tensor_parallel.broadcast_data(list(names), data, dtype) if names else {}
+    if extra:
+        held = [carried]
+        torch.distributed.broadcast_object_list(held, group=group, group_src=0)
+        (carried,) = held
+    return moved | carried
+
+
+def _carried_by(sample: Any, data_iterator: Any, extra: str) -> Microbatch:
+    """What every pipeline stage needs of a sample of the data set, on the CPU."""
+    if extra == "cu_seqlens":
+        coming = following(data_iterator)
+        after = _NONE if coming is None else boundaries(_positions(coming))
+        now = boundaries(_positions(sample))
+        return {extra: torch.from_numpy(now), _NEXT: torch.from_numpy(after)}
+    batch, n = sample["tokens"].shape
+    if extra:
+        return {extra: read(sample.get(KEY), batch, n, current().kinds)}
+    if KEY in sample:
+        declare(sample[KEY], batch, n, 1)  # which says what is missing
+    return {}
 
 
 def _needed_by_every_stage() -> str:

@@ -65,10 +65,10 @@ class Options(CallSettings):
     )
     pack: str = setting(
         "first-fit",
-        "How --sft packs conversations into sequences: first-fit, the longest first; in-order; "
+        "How --sft packs conversations into sequences: first-fit, the longest first; "
         "or fill, in order and cut at the end of a sequence, so that only the last one has "
         "padding.",
-        choices=("first-fit", "in-order", "fill"),
+        choices=("first-fit", "fill"),
     )
     cut_long: bool = setting(
         False,

@@ -21,6 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cp_ring.errors import ConfigError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -172,11 +174,13 @@ def _tokenize(work: Path, tokenizer: Any, documents: Iterable[str], stride: int)
     """Writes every `stride`-th document to `valid` and the others to `train`. Returns the number of
     tokens in each.
     """
-    from cp_ring.megatron.data.token_files import TokenFile
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    kind = DType.optimal_dtype(tokenizer.get_vocab_size())
     files = {
-        split: TokenFile(work / split, tokenizer.get_vocab_size()) for split in ("train", "valid")
+        split: IndexedDatasetBuilder(str(work / f"{split}.bin"), dtype=kind)
+        for split in ("train", "valid")
     }
     tokens = dict.fromkeys(files, 0)
     stream = iter(documents)
@@ -184,11 +188,12 @@ def _tokenize(work: Path, tokenizer: Any, documents: Iterable[str], stride: int)
     while batch := list(islice(stream, 64)):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
             split = "valid" if index % stride == stride - 1 else "train"
-            files[split].add([*encoding.ids, end])
+            ids = np.array([*encoding.ids, end])
+            files[split].add_document(ids, [len(ids)])
             tokens[split] += len(encoding.ids) + 1
             index += 1
-    for file in files.values():
-        file.close()
+    for split, file in files.items():
+        file.finalize(str(work / f"{split}.idx"))
     return tokens
 
 

@@ -15,7 +15,6 @@ from cp_ring import Options
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.data import sft
-from cp_ring.megatron.data.file_checks import conversations_of
 from tests.megatron import conversations
 from tests.megatron.launch import HERE, MODEL, TRAIN, attempt
 
@@ -60,7 +59,7 @@ def make(files, n=N, lines=None, num_samples=None, split="train"):
     return PackedConversations(low, str(file), indices, num_samples, Split[split], config)
 
 
-@pytest.mark.parametrize("how", ["first-fit", "in-order", "fill"])
+@pytest.mark.parametrize("how", ["first-fit", "fill"])
 def test_every_conversation_is_in_the_rows_with_its_own_positions_and_labels(
     files, settings_of, how, capsys
 ):
@@ -111,7 +110,7 @@ def test_every_conversation_is_in_the_rows_with_its_own_positions_and_labels(
 def test_boundaries_of_a_packed_row_are_those_of_its_documents(files, settings_of):
     from cp_ring.megatron.data.documents import boundaries
 
-    settings_of(pack="in-order", cut_long=True)
+    settings_of(pack="first-fit", cut_long=True)
     rows = make(files)
     for index in range(rows.packing.rows):
         assert (
@@ -150,6 +149,8 @@ def test_another_template_in_the_folder_of_the_tokenizer_gives_other_tokens(
 
 
 def test_messages_that_call_tools_are_the_template_s_matter():
+    from cp_ring.megatron.data.sft import conversations_of
+
     calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     parts = {"role": "user", "content": [{"type": "text", "text": "what?"}]}
     line = json.dumps({"messages": [parts, calls, {"role": "tool", "content": "4"}]}).encode()

@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 import pytest
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from cp_ring.megatron.data.token_files import TokenFile
 from tests.rank_pool import LIMIT_S
 
 TINY = {
@@ -121,10 +121,10 @@ def test_the_certificate_alone(folder):
 @pytest.mark.ci
 def test_an_error_ends_the_job_with_workers_of_the_data_loader_too(folder):
     """A token that the model does not have: the ranks fail in the first step."""
-    tokens = TokenFile(folder / "tokens", vocab_size=1000)
+    tokens = IndexedDatasetBuilder(f"{folder}/tokens.bin", dtype=DType.optimal_dtype(1000))
     for _ in range(20):
-        tokens.add([500] * 200)
-    tokens.close()
+        tokens.add_document(np.full(200, 500), [200])
+    tokens.finalize(f"{folder}/tokens.idx")
     done = train(folder, **{
         "megatron.train_data_path": folder / "tokens", "megatron.tokenizer_type": "NullTokenizer",
         "megatron.vocab_size": 63, "megatron.num_workers": 2, "megatron.eval_iters": 0,

@@ -106,7 +106,6 @@ class Documents(MicrobatchMask):
                 f"packed_seq_params: cu_seqlens end at {padded[-1]}, but the {cp} ranks of "
                 f"--context-parallel-size hold {tokens} tokens each, {tokens * cp} together"
             )
-        _check_longest(packed, room)
         return _of_offsets(
             real.tobytes(), padded.tobytes(), cp, whole_row, current().layout, layer_windows()
         )
@@ -333,19 +332,6 @@ def _on_cpu(offsets: torch.Tensor) -> Ints:
 
 def _values(offsets: torch.Tensor) -> Ints:
     return ranges.integers(offsets, "packed_seq_params: cu_seqlens").reshape(-1)
-
-
-def _check_longest(packed: Any, room: Ints) -> None:
-    for name in ("max_seqlen_q", "max_seqlen_kv"):
-        value = getattr(packed, name, None)
-        if value is None:
-            continue
-        longest = int(_on_cpu(value)[0]) if isinstance(value, torch.Tensor) else int(value)
-        if longest < int(room.max()):
-            raise ConfigError(
-                f"packed_seq_params.{name} is {longest}, but a document takes {int(room.max())} "
-                "tokens"
-            )
 
 
 def _shorten(values: Ints) -> str:

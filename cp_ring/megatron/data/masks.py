@@ -9,7 +9,6 @@ documents do, see `documents`.
 from __future__ import annotations
 
 import itertools
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -228,20 +227,6 @@ def read(entry: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
                 "row"
             )
     return masks
-
-
-def encode(masks: Sequence[Mask]) -> torch.Tensor:
-    """Masks as int64 numbers, which tensor-parallel ranks send one another."""
-    text = json.dumps([mask.to_dict() for mask in masks]).encode()
-    return torch.from_numpy(np.frombuffer(text, np.uint8).astype(np.int64))
-
-
-def decode(numbers: torch.Tensor) -> list[Mask]:
-    """The masks that `encode` has written."""
-    return [
-        Mask.from_dict(values)
-        for values in json.loads(bytes(numbers.cpu().to(torch.uint8).numpy()))
-    ]
 
 
 def _mask(entry: Any) -> Mask:

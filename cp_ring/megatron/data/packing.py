@@ -1,15 +1,14 @@
 """Packing: documents of any length into rows of equal length, for training without padding.
 
-Three ways: `first-fit` puts the longest documents first, each into the first row with room for it
+Two ways: `first-fit` puts the longest documents first, each into the first row with room for it
 (first-fit decreasing, which needs at most 11/9 of the fewest rows plus 6/9: Dosa, "The Tight Bound
-of First Fit Decreasing Bin-Packing Algorithm", 2007); `in-order` keeps the order of the documents
-and begins a new row where the next one does not fit; `fill` keeps the order too and cuts documents
-at the ends of rows, so that only the last row has padding. The result depends on the lengths alone.
+of First Fit Decreasing Bin-Packing Algorithm", 2007); `fill` keeps their order and cuts documents at
+the ends of rows, so that only the last row has padding. The result depends on the lengths alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,11 +40,6 @@ class PackedRows:
         return len(self.first) - 1
 
     @property
-    def tokens(self) -> Ints:
-        """Tokens of documents in each row, int64 [rows]."""
-        return np.add.reduceat(self.length, self.first[:-1])
-
-    @property
     def padding(self) -> int:
         """Tokens of all rows that no document fills."""
         return self.rows * self.capacity - int(self.length.sum())
@@ -70,22 +64,12 @@ class PackedRows:
         return offsets if offsets[-1] == self.capacity else np.append(offsets, self.capacity)
 
     def describe(self) -> str:
-        """As in `1,000 documents in 40 rows of 4,096 tokens: 99.90 % filled, no padding`."""
-        short = int((self.tokens < self.capacity).sum())
+        """As in `1,000 documents in 40 rows of 4,096 tokens: 99.90 % filled`."""
         documents = len(np.unique(self.document))
-        cut = int((np.bincount(self.document) > 1).sum())
-        parts = [
-            f"{_many(documents, 'document')} in {_many(self.rows, 'row')} of {self.capacity:,} "
-            "tokens"
-        ]
-        parts[0] += f": {100 * self.fill:.2f} % filled"
-        parts += (
-            [f"{self.padding:,} padding tokens in {_many(short, 'row')}"]
-            if self.padding
-            else ["no padding"]
+        return (
+            f"{documents:,} documents in {self.rows:,} rows of {self.capacity:,} tokens: "
+            f"{100 * self.fill:.2f} % filled"
         )
-        parts += [f"{_many(cut, 'document')} cut"] if cut else []
-        return ", ".join(parts)
 
 
 def pack(
@@ -96,15 +80,15 @@ def pack(
 ) -> PackedRows:
     """Packs documents of these `lengths` (tokens) into rows of `capacity` tokens.
 
-    how: one of `WAYS`.
+    how: `first-fit` or `fill`.
     cut_long: cut a document that is longer than a row into pieces of a row and a rest; else it is
     rejected. `fill` cuts anyway.
 
     Raises `PlanError` where there is no document or an empty one, for lengths that are not whole
     numbers, and for a document that is longer than a row and may not be cut.
     """
-    if how not in WAYS:
-        raise PlanError(f"pack {how!r}: known are {', '.join(WAYS)}")
+    if how not in ("first-fit", "fill"):
+        raise PlanError(f"pack {how!r}: known are first-fit, fill")
     size = _checked(lengths)
     text = f"rows of {capacity} tokens: a row must have"
     capacity = size_within(capacity, "tokens of a row", MAX_TOKENS, text)
@@ -120,7 +104,7 @@ def pack(
     document, part = expand(np.zeros_like(size), -(-size // capacity))
     start = part * capacity
     length = np.minimum(size[document] - start, capacity)
-    row = WAYS[how](length, capacity)
+    row = _first_fit(length, capacity)
     sort = np.lexsort((start, document, row))
     first = np.searchsorted(row[sort], np.arange(int(row.max()) + 2))
     return PackedRows(capacity, first, document[sort], start[sort], length[sort])
@@ -146,17 +130,6 @@ def _fill(size: Ints, capacity: int) -> PackedRows:
     document = np.searchsorted(ends, starts, side="right")
     first = np.append(np.searchsorted(starts, np.arange(0, total, capacity)), len(starts))
     return PackedRows(capacity, first, document, starts - (ends - size)[document], length)
-
-
-def _in_order(length: Ints, capacity: int) -> Ints:
-    """The row of each piece."""
-    ends = np.cumsum(length)
-    row, number, first = np.zeros(len(length), np.int64), 0, 0
-    while first < len(length):
-        last = int(np.searchsorted(ends, ends[first] - length[first] + capacity, side="right"))
-        row[first:last] = number
-        number, first = number + 1, last
-    return row
 
 
 def _first_fit(length: Ints, capacity: int) -> Ints:
@@ -187,20 +160,6 @@ def _first_fit(length: Ints, capacity: int) -> Ints:
     rank = np.empty(len(used), np.int64)
     rank[np.argsort(first, kind="stable")] = np.arange(len(used))
     return rank[np.searchsorted(used, row)]
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}" + "s" * (count != 1)
-
-
-WAYS: dict[str, Callable[[Ints, int], Ints]] = {
-    "first-fit": _first_fit,
-    "in-order": _in_order,
-    "fill": _in_order,  # of pieces that fit exactly
-}
-"""The ways of packing, by name. Each gives the row of each piece, from the pieces' tokens and those
-of a row.
-"""
 
 
 MAX_SWAPS = 256

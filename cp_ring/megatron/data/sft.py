@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,11 +28,12 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.training import get_args, print_rank_0
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.data.file_checks import Conversation, conversations_of
 from cp_ring.megatron.data.packing import PackedRows, pack
 from cp_ring.megatron.rejection import first_line
 from cp_ring.megatron.settings import current
 from cp_ring.plan.ranges import Ints
+
+Conversation = list[dict[str, Any]]
 
 IGNORED = -100
 """Megatron's target of a token that does not count in the loss."""
@@ -68,6 +70,39 @@ class ConversationFile:
             if line.strip()
             else []
         )
+
+
+def conversations_of(line: bytes, where: str) -> list[Conversation]:
+    """The conversations of a line of JSON: every system message begins another one.
+
+    The content of a message is text, a list of parts, or null where it calls tools: the template of
+    the tokenizer decides. Raises `ConfigError` that begins with `where`.
+    """
+    try:
+        content = json.loads(line)
+        messages = content["messages"]
+        conversations: list[Conversation] = []
+        for message in messages:
+            said = message.get("content")
+            calls = said is None and message.get("tool_calls")
+            if not isinstance(message["role"], str) or not (isinstance(said, str | list) or calls):
+                raise TypeError
+            if message["role"] == "system" or not conversations:
+                conversations.append([])
+            conversations[-1].append({"content": None} | message)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ConfigError(
+            f'{where} is not a JSON object with "messages", a list of {{"role": ..., "content": '
+            f"...}}, whose content is text, a list of parts, or null beside tool_calls"
+        ) from None
+    if not conversations:
+        raise ConfigError(f"{where} has no message")
+    if content.get("tools"):
+        raise ConfigError(
+            f"{where} has tools, which Megatron's tokenizers do not take: write them into its "
+            "system message"
+        )
+    return conversations
 
 
 class Tokens:
