@@ -195,24 +195,23 @@ class Plan:
         that the mask allows is computed exactly once.
 
         With `rank_plans` it also proves the rank plans that the executor runs, at a higher cost;
-        see `cp_ring.plan.proof.verify_ranks`. `executed` is the plan of a rank that made it without
-        this one, and is proven as its part. Raises `PlanError` that names the rank, the hop and the
-        tokens.
+        see `cp_ring.plan.proof.verify_ranks`. `executed` is the plan that one rank runs: each rank
+        can prove its own, at any number of ranks. Raises `PlanError` that names the rank, the hop
+        and the tokens.
         """
-        if executed is not None:
-            self._rank_plans[executed.rank] = executed
+        every = [self.rank_plan(rank) for rank in range(self.cp)] if rank_plans else []
+        every += [executed] if executed is not None else []
         if self.layout is not self.ring.layout:
             check_members(self.layout, self.ring.layout, self.ulysses)
-            for rank in range(self.cp if rank_plans else 0):
-                exchange, member = self.rank_plan(rank).exchange, rank // self.ulysses
-                assert exchange is not None, "a member of several ranks has no exchange"
-                exchange.verify(self.layout, self.ring.layout, member=member)
+            for part in every:
+                assert part.exchange is not None, "a member of several ranks has no exchange"
+                part.exchange.verify(self.layout, self.ring.layout, member=part.member)
         proven = verify(self.ring, num_slots)
-        if rank_plans:
+        if every:
             from cp_ring.plan.proof.verify_ranks import verify_rank_plans
 
-            for place in range(self.ulysses):
-                parts = [self.rank_plan(rank) for rank in range(place, self.cp, self.ulysses)]
+            for place in {part.rank % self.ulysses for part in every}:
+                parts = [part for part in every if part.rank % self.ulysses == place]
                 verify_rank_plans(self.ring, parts, num_slots)
         return proven
 

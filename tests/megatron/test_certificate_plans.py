@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, Plan, PlanError, PlanSpec
-from cp_ring.megatron.certificate.layer_probe import probe_rank_plans
+from cp_ring.megatron.certificate.layer_probe import probe_rank_plan
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.data import masks
 from cp_ring.plan import plan as plan_module
@@ -22,18 +22,19 @@ CP, N = 4, 64
 
 
 def probed(plan: Any) -> Probe:
-    """What the certificate says of a layer that runs this plan."""
+    """What the certificate of rank 1 says of a layer that runs this plan."""
     batch = SimpleNamespace(local=lambda x: x, packed=None)
     layer = SimpleNamespace(plan_of=lambda *_: plan, options=SimpleNamespace(num_slots=2))
     tested = SimpleNamespace(
         batch=batch,
         layer=layer,
+        group=SimpleNamespace(rank=lambda: 1),
         zeros=lambda *sizes: torch.zeros(1, 1, *sizes),
         probe=lambda name, error, bound, where: Probe(
             name, "layer 1", "causal", error, bound, where
         ),
     )
-    return probe_rank_plans(tested)
+    return probe_rank_plan(tested)
 
 
 def of_another_rank(ring: Any, rank: int) -> Any:
@@ -48,7 +49,7 @@ def test_a_rank_that_would_run_another_plan_fails_the_certificate(monkeypatch):
     spoiled = Plan.build(Mask.causal(N), Layout.zigzag(N, CP))
     spoiled.verify()  # its tables are right
     failed = probed(spoiled)
-    assert not failed.passed and "plans of all ranks wrong in 1 plans" in failed.rejection()
+    assert not failed.passed and "plan of the rank wrong in 1 plans" in failed.rejection()
     assert "rank" in failed.where and "\n" not in failed.where
 
 

@@ -30,6 +30,8 @@ def check_plan(plan: Plan) -> None:
     built alone is the same.
     """
     report = plan.verify(rank_plans=True)
+    for rank in range(plan.cp):
+        plan.verify(executed=plan.rank_plan(rank))
     tiles, _ = tiles_in_stream(plan.ring)
     assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
     assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
@@ -76,6 +78,9 @@ def check_mutation(plan: Plan, pick: int, seed: int) -> None:
         if parts is not None:
             with pytest.raises(PlanError):
                 verify_rank_plans(plan.ring, parts)
+            with pytest.raises(PlanError):
+                for part in parts:
+                    verify_rank_plans(plan.ring, [part])
 
 
 def check_calls(lowered: Lowered, varlen: bool) -> None:
@@ -201,6 +206,9 @@ def test_each_mutation_of_the_rank_plans_is_rejected_by_name(name: str, route: s
                 found += 1
                 with pytest.raises(PlanError, match=r"rank \d"):
                     verify_rank_plans(plan.ring, parts)
+                with pytest.raises(PlanError, match=r"rank \d"):
+                    for part in parts:
+                        verify_rank_plans(plan.ring, [part])
         assert found
 
 

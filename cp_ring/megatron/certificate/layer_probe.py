@@ -12,7 +12,7 @@ import argparse
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cp_ring.errors import PlanError
 from cp_ring.megatron.certificate import attention_probe, value_probe
@@ -26,8 +26,11 @@ from cp_ring.megatron.certificate.report import Probe, ProbesOfRank
 from cp_ring.megatron.certificate.tested_layer import TestedLayer
 from cp_ring.megatron.certificate.tiny_model import own_device, transformer_config
 from cp_ring.megatron.flags.layer_pattern import config_of_layer
+from cp_ring.megatron.wrapping import replaced
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.proof.verify_ranks import MOST_RANKS
+
+if TYPE_CHECKING:
+    from cp_ring.attention import AnyPlan
 
 
 def probe_layers(
@@ -52,23 +55,14 @@ def probe_layers(
         }
         layer = layers[kind.layer]
         tested = TestedLayer(kind, layer, groups.cp, args.params_dtype, own_device(), seed)
-        results.attention.append(probe_built(tested, layers))
-        others = {number: each for number, each in reversed(layers.items()) if number != kind.layer}
-        results.attention += probe_others(tested, others)
-        layer.window = kind.probed
-        results.attention += attention_probe.probe(tested, rounds=4)
-        layer.window = kind.window
         tokens = attention_probe.longest_in_time(tested, args.seq_length, seconds / len(kinds))
         long = attention_probe.at_length(tested, tokens)
+        results.attention += [probe_settings(long, layers), probe_rank_plan(long)]
+        results.attention += probe_others(tested, layers)
+        with replaced((layer, "window", kind.probed)):
+            results.attention += attention_probe.probe(tested, rounds=4)
         if tokens > kind.tokens or kind.probed != kind.window:
             results.attention += attention_probe.probe_long(long)
-        results.attention.append(probe_plans(long, others))
-        if (cp := groups.cp.size()) <= MOST_RANKS:
-            results.attention.append(probe_rank_plans(long))
-        else:
-            results.not_covered.append(
-                f"the plans that {cp} ranks run (up to {MOST_RANKS} are proven)"
-            )
         if reach := _reach(args, kind, tokens):
             results.up_to[f"{kind.layer_name} under {kind.mask}"] = reach
 
@@ -108,50 +102,39 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
     return layer.eval()
 
 
-def probe_built(tested: TestedLayer, layers: Mapping[int, Any]) -> Probe:
-    """Whether each of `layers`, by number, has the declared window."""
-    wrong = {
-        number: f"window {layer.window}, declared {tested.kind.window}"
-        for number, layer in layers.items()
-        if layer.window != tested.kind.window
-    }
-    return _of_layers(tested, "settings", wrong)
-
-
-def probe_plans(tested: TestedLayer, layers: Mapping[int, Any]) -> Probe:
-    """Whether `layers`, by number, have the plan of the probed layer, which is made once, for the
-    microbatch.
+def probe_settings(tested: TestedLayer, layers: Mapping[int, Any]) -> Probe:
+    """Whether `layers`, by number, have the declared window, and all one plan for the microbatch,
+    which is made once.
     """
-    batch = tested.batch
-    query = batch.local(tested.zeros(1, 1)).transpose(0, 1)
-    declared = tested.layer.plan_of(query, "causal", batch.packed)
-    wrong = {
-        number: "another plan"
-        for number, layer in layers.items()
-        if layer.plan_of(query, "causal", batch.packed) is not declared
-    }
-    return _of_layers(tested, "plan", wrong)
+    wrong = {}
+    for number, layer in layers.items():
+        if layer.window != tested.kind.window:
+            wrong[number] = f"window {layer.window}, declared {tested.kind.window}"
+        elif _plan_of(layer, tested) is not _plan_of(tested.layer, tested):
+            wrong[number] = "another plan"
+    where = [f"layer {number} has {what}" for number, what in wrong.items()]
+    probe = tested.probe("settings", len(wrong), 0.0, min(where, default=""))
+    return replace(probe, unit="layers")
 
 
-def probe_rank_plans(tested: TestedLayer) -> Probe:
-    """Whether what all ranks run computes the mask: their rank plans, which `Plan.verify` proves
-    together. Those of packed microbatches are proven where they are made.
+def _plan_of(layer: Any, tested: TestedLayer) -> AnyPlan:
+    query = tested.batch.local(tested.zeros(1, 1)).transpose(0, 1)
+    return layer.plan_of(query, "causal", tested.batch.packed)
+
+
+def probe_rank_plan(tested: TestedLayer) -> Probe:
+    """Whether what this rank runs is its part of a plan that computes the mask: each rank proves
+    its own. Those of packed microbatches are proven where they are made.
     """
-    batch, where = tested.batch, ""
-    query = batch.local(tested.zeros(1, 1)).transpose(0, 1)
-    plan = tested.layer.plan_of(query, "causal", batch.packed)
+    plan, where = _plan_of(tested.layer, tested), ""
     try:
         if isinstance(plan, Plan):
-            plan.verify(tested.layer.options.num_slots, rank_plans=True)
+            executed = plan.rank_plan(tested.group.rank())
+            plan.verify(tested.layer.options.num_slots, executed=executed)
     except PlanError as error:
         where = str(error)
-    probe = tested.probe("plans of all ranks", float(bool(where)), 0.0, where)
+    probe = tested.probe("plan of the rank", float(bool(where)), 0.0, where)
     return replace(probe, unit="plans")
-
-
-def _of_layers(tested: TestedLayer, name: str, wrong: Mapping[int, str]) -> Probe:
-    where = [f"layer {number} has {wrong[number]}" for number in wrong]
-    return replace(tested.probe(name, len(wrong), 0.0, min(where, default="")), unit="layers")
 
 
 def probe_others(tested: TestedLayer, layers: Mapping[int, Any]) -> list[Probe]:
@@ -160,21 +143,19 @@ def probe_others(tested: TestedLayer, layers: Mapping[int, Any]) -> list[Probe]:
     """
     short = replace(tested, kind=tested.kind.short(tested.group.size()))
     worst: dict[str, Probe] = {}
+    inputs = value_probe.draw(short)
     truth = None
     for number, layer in layers.items():
-        one, built = short.with_layer(number, layer), layer.window
-        if one.kind.probed != tested.kind.window:
-            layer.window = one.kind.probed
+        one = short.with_layer(number, layer)
         one.draw_sink()
-        if truth is None:
-            inputs = value_probe.draw(one)
-            truth = value_probe.reference(one, inputs)
-        for probe in value_probe.compare(one, inputs, truth):
-            known = worst.get(probe.name, probe)
-            worst[probe.name] = max(known, probe, key=lambda each: each.badness)
-        layer.window = built
+        truth = truth or value_probe.reference(one, inputs)
+        window = layer.window if one.kind.probed == one.kind.window else one.kind.probed
+        with replaced((layer, "window", window)):
+            for probe in value_probe.compare(one, inputs, truth):
+                known = worst.get(probe.name, probe)
+                worst[probe.name] = max(known, probe, key=lambda each: each.badness)
     return [
-        replace(probe, layer=tested.kind.layer_name, name=f"{name} of {len(layers)} more layers")
+        replace(probe, layer=tested.kind.layer_name, name=f"{name} of {len(layers)} layers")
         if probe.passed
         else probe
         for name, probe in worst.items()

@@ -26,7 +26,6 @@ from cp_ring.megatron.plans import layout_of_row
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import PlanSpec
-from cp_ring.plan.proof.verify_ranks import FEW_RANKS, MOST_RANKS
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.tables import RankPlan
 from cp_ring.runtime import RUNTIME
@@ -256,10 +255,8 @@ def _make_plan(
     it. Plans of one `kind` are alike.
     """
     own = spec.build_rank_plan(mask, cp, rank)
-    first = kind not in _proven
-    if first or next(_made) % PROVE_EVERY == 0:
-        plan = spec.build(mask, cp)  # not kept: the next microbatch has another mask
-        of_ranks = cp <= (MOST_RANKS if first else FEW_RANKS)
-        plan.verify(rank_plans=of_ranks, executed=own)
+    if kind not in _proven or next(_made) % PROVE_EVERY == 0:
+        # not kept: the next microbatch has another mask
+        spec.build(mask, cp).verify(executed=own)
         _proven.add(kind)
     return own
