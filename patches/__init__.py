@@ -11,6 +11,7 @@ Patch modules import Megatron, and modules of cp_ring that import it, only insid
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Iterable
 
 from cp_ring.errors import ConfigError
@@ -18,7 +19,7 @@ from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.options import Options
 from cp_ring.patches.patch import Patch
 
-NAMES = (
+_FIRST = (
     "cpu_runtime",
     "dataset_helpers",
     "arguments",
@@ -44,6 +45,9 @@ NAMES = (
     "model_checks",
     "step_line",
 )
+_HELPERS = {"enable", "install", "patch"}
+_OTHERS = {module.name for module in pkgutil.iter_modules(__path__)} - {*_FIRST, *_HELPERS}
+NAMES = (*_FIRST, *sorted(_OTHERS))
 """Names in the order in which they are applied."""
 
 

@@ -211,6 +211,12 @@ def parents_of_branches() -> str:
     return line
 
 
+def slices_and_their_types() -> str:
+    line = said(lambda: Mask.from_ranges([(0, 4)], [(0, 4), (4, 8)]))
+    Mask.from_ranges([(0, 4), (4, 8)], [(0, 4), (4, 8)], "causal")
+    return line
+
+
 def a_mask_of_many_pieces() -> str:
     allowed = np.arange(64)[:, None] * 7919 % 3 == np.arange(64) % 3
     line = said(lambda: Mask.from_dense(allowed, max_pieces=8))
@@ -279,6 +285,7 @@ CASES = {
     "cp_ring.shard cut the {} tokens": two_layouts,
     "tokens cannot be cut evenly over": tokens_that_a_name_cannot_cut,
     "parents for {} branches: give": parents_of_branches,
+    "q_ranges, {} k_ranges and {} types: give": slices_and_their_types,
     "more than max_pieces={}": a_mask_of_many_pieces,
     "mask_mod failed with {}": a_function_that_reads_b_and_h,
     ": give its mask_mod": a_block_mask_as_a_function,

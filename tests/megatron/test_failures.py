@@ -21,26 +21,15 @@ EVALUATES = ["--eval-iters", "1", "--eval-interval", "2"]
 SAVES = ["--save", "checkpoints", "--save-interval", "2", "--ckpt-format", "torch_dist"]
 
 CASES = {
-    "start:all": [],
     "start:1": LISTENS,
-    "data:all": WORKERS,
     "data:1": [*WORKERS, *LISTENS],
-    "data:0": [],
-    "forward:all": [*WORKERS, *LISTENS],
     "forward:1": WORKERS,
-    "forward:0": [],
     "backward:all": [*WORKERS, *LISTENS],
-    "backward:1": WORKERS,
-    "evaluation:all": [*WORKERS, *EVALUATES],
     "evaluation:0": [*LISTENS, *EVALUATES],
-    "save:all": [*WORKERS, *SAVES],
     "save:1": [*WORKERS, *LISTENS, *SAVES],
     "end:all": [*WORKERS, *LISTENS],
-    "end:1": WORKERS,
     "exit:1": [*WORKERS, *LISTENS],
-    "entry:all": [*WORKERS, *LISTENS],
     "entry:0": [*WORKERS, *LISTENS],
-    "program:all": [],
     "program:1": [],
     "sleep:0": [*WORKERS, *LISTENS, "--cp-ring-hop-timeout", "600"],
 }
