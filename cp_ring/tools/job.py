@@ -174,7 +174,12 @@ def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
                 f"({', '.join(known)})"
             )
         path = known[source]
-    settings = _read(path, source)
+    try:
+        settings = _parsed(path.read_text(errors="replace"), source) or {}
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{source}: needs the sections {', '.join(JobConfig.model_fields)}")
     for override in overrides:
         _apply_override(settings, override)
     launch = settings.setdefault("launch", {})
@@ -194,43 +199,29 @@ def packaged() -> dict[str, Path]:
     }
 
 
-def _read(path: Path, source: str) -> dict[str, Any]:
+def _parsed(text: str, what: str) -> Any:
+    """The value of a YAML text. Raises `ConfigError` that begins with `what`."""
     try:
-        settings = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{source}: not valid YAML: {one_line(error)}") from None
-    if settings is None:
-        return {}
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{source}: needs the sections {', '.join(JobConfig.model_fields)}")
-    return settings
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{what}: not valid YAML: {one_line(error)[:300]}") from None
 
 
 def _apply_override(settings: dict[str, Any], override: str) -> None:
     """Sets `a.b=c` in place. The value is read as YAML: numbers, true, null and [lists] are not
     text.
     """
-    key, equals, text = override.partition("=")
-    if not equals or not all(key.split(".")):
+    name, equals, text = override.partition("=")
+    section, dot, key = name.partition(".")
+    if not (equals and section and bool(dot) == bool(key)):
         raise ConfigError(f"--set {override}: expected section.key=value")
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(
-            f"--set {override[:200]}: the value is not valid YAML: {one_line(error)[:300]}"
-        ) from None
-    *sections, last = key.split(".")
-    place = settings
-    for section in sections:
-        inner = place.get(section)
-        if inner is None:
-            inner = place[section] = {}
-        if not isinstance(inner, dict):
-            raise ConfigError(f"--set {override}: {section} is not a section")
-        place = inner
-    place[last] = value
+    value = _parsed(text, f"--set {override[:200]}")
+    if not dot:
+        settings[section] = value
+    elif isinstance(keys := settings.get(section) or {}, dict):
+        settings[section] = {**keys, key: value}
+    else:
+        raise ConfigError(f"--set {override}: {section} is not a section")
 
 
 def validate(settings: dict[str, Any], source: str) -> JobConfig:
@@ -284,24 +275,22 @@ class Command:
     flags: list[str]
     corpus: Corpus | None
 
-    def launcher(self, *more: str) -> list[str]:
-        """torchrun, with more options."""
-        here = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(self.ranks)]
-        return [sys.executable, "-m", "torch.distributed.run", *here, *more]
-
     def words(self, *torchrun: str) -> list[str]:
         """The whole command, with more options of torchrun."""
-        return [*self.launcher(*torchrun), "-m", ENTRY, *self.flags]
+        here = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(self.ranks)]
+        launcher = ["-m", "torch.distributed.run", *here, *torchrun]
+        return [sys.executable, *launcher, "-m", ENTRY, *self.flags]
 
     def as_shell_lines(self, of_one_rank: bool = False) -> str:
         """What a shell can run unchanged, with each of Megatron's flags in a line of its own. That
         of one rank, which Slurm starts, has no torchrun.
         """
         variables = [f"{name}={value}" for name, value in self.environment.items()]
-        launcher = [sys.executable] if of_one_rank else ["env", *variables, *self.launcher()]
+        whole = ["env", *variables, *replace(self, flags=[]).words()]
         words = map(shlex.quote, self.flags)
         flags = (f"\\\n    {word}" if word.startswith("--") else word for word in words)
-        return " ".join([shlex.join([*launcher, "-m", ENTRY]), *flags])
+        start = [sys.executable, "-m", ENTRY] if of_one_rank else whole
+        return " ".join([shlex.join(start), *flags])
 
 
 def uses_corpus(job: JobConfig) -> bool:
@@ -334,26 +323,24 @@ def build_command(job: JobConfig, elsewhere: bool = False, slurm: bool = False) 
     """
     from cp_ring.megatron.flags.asked import reject_where
     from cp_ring.megatron.flags.checks_job import layers
+    from cp_ring.tools.megatron_flags import rejection
 
     reasons = Reasons()
-    device = "cuda" if job.launch.device == "cuda" else "cpu"
-    visible: dict[str, str] = {}
-    flags: list[str] = []
-    corpus = args = None
-    with reasons.of(), _keys_of(job):
-        device, visible = choose_device(job, elsewhere, slurm)
-    with reasons.of(), _keys_of(job):
-        corpus = find_corpus(job)
-    with reasons.of():
-        flags, args = megatron_flags(job, corpus, device)
-    if args is not None:
-        if not elsewhere:
-            with reasons.of(), _keys_of(job):
-                reject_where([layers], args, job.cp_ring)
+    with _keys_of(job):
+        device, corpus = "cpu", None
         with reasons.of():
-            _check_by_megatron(job, args)
-    reasons.end()
-    return Command(_environment(job, device) | visible, job.ranks, flags, corpus)
+            device, hidden = choose_device(job, elsewhere, slurm)
+        with reasons.of():
+            corpus = find_corpus(job)
+        with reasons.of():
+            flags, args = megatron_flags(job, corpus, device)
+            with reasons.of():
+                reject_where([] if elsewhere else [layers], args, job.cp_ring)
+            in_a_file = args.use_checkpoint_args or args.yaml_cfg  # the sizes
+            if line := "" if in_a_file else rejection(args, job.ranks):
+                raise ConfigError(f"Megatron rejects it: {line}")
+        reasons.end()
+    return Command(_environment(job, device) | hidden, job.ranks, flags, corpus)
 
 
 def megatron_flags(
@@ -363,11 +350,13 @@ def megatron_flags(
     parser: argparse.ArgumentParser | None = None,
 ) -> tuple[list[str], argparse.Namespace]:
     """The flags of `cp_ring.pretrain_gpt` on `device` (cuda or cpu), and what Megatron's parser
-    reads from them.
+    reads from them. They are checked as the ranks do it.
 
     parser: made by `build_parser` before, for several jobs. Raises as `build_command` does.
     """
-    from cp_ring.megatron.flags import argument_parser
+    from cp_ring.megatron.flags import argument_parser, resolve
+    from cp_ring.megatron.flags.checks_job import JOB, data_files
+    from cp_ring.megatron.flags.codec_choice import check_latent
     from cp_ring.tools import megatron_flags
 
     packed = job.cp_ring.enabled and any(job.megatron.get(key) for key in PACKED_DATA)
@@ -382,7 +371,16 @@ def megatron_flags(
         line = megatron_flags.to_flags(parser, megatron=settings)
         line += options.to_args()
         args = megatron_flags.check(parser, line)
-        _run_rank_checks(args, job, options, line)
+        if options.cpu:
+            with contextlib.redirect_stdout(io.StringIO()):  # the ranks print what it sets
+                resolve.run_on_cpu(args, options, line)
+        reasons = Reasons()
+        with reasons.of():
+            resolve.check(args, options, JOB if uses_corpus(job) else (*JOB, data_files))
+        with reasons.of():
+            if options.enabled and args.context_parallel_size > 1:
+                check_latent(args, options.heads if isinstance(options.heads, int) else 1, options)
+        reasons.end()
     return line, args
 
 
@@ -406,40 +404,7 @@ def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
     return settings
 
 
-def _run_rank_checks(
-    args: argparse.Namespace,
-    job: JobConfig,
-    options: Options,
-    line: list[str],
-) -> None:
-    """Runs the ranks' own checks of the flags in `line` once, before any rank starts."""
-    from cp_ring.megatron.flags import resolve
-    from cp_ring.megatron.flags.checks_job import JOB, data_files
-    from cp_ring.megatron.flags.codec_choice import check_latent
-
-    if "--cp-ring-cpu" in line:
-        with contextlib.redirect_stdout(io.StringIO()):  # the ranks print what it sets
-            resolve.run_on_cpu(args, options, line)
-    reasons = Reasons()
-    with reasons.of():
-        resolve.check(args, options, JOB if uses_corpus(job) else (*JOB, data_files))
-    with reasons.of():
-        if options.enabled and args.context_parallel_size > 1:
-            check_latent(args, options.heads if isinstance(options.heads, int) else 1, options)
-    reasons.end()
-
-
-def _check_by_megatron(job: JobConfig, args: argparse.Namespace) -> None:
-    """Raises `ConfigError` with the line of Megatron's own validation, where it rejects `args`."""
-    from cp_ring.tools import megatron_flags
-
-    if args.use_checkpoint_args or args.yaml_cfg:  # the sizes are in a file
-        return
-    if line := megatron_flags.rejection(args, job.ranks):
-        raise ConfigError(f"{job.source}: Megatron rejects it: {as_keys(line)}")
-
-
-def as_keys(line: str) -> str:
+def _with_keys(line: str) -> str:
     """A line about flags, with the keys of a YAML file in their place."""
 
     def key(flag: re.Match[str]) -> str:
@@ -458,8 +423,10 @@ def _keys_of(job: JobConfig) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        lines = (as_keys(line) for line in error.args)
-        raise ConfigError(*(f"{job.source}: {line}" for line in lines)) from None
+        named, lines = f"{job.source}: ", map(str, error.args)
+        raise ConfigError(
+            *(line if line.startswith(named) else named + _with_keys(line) for line in lines)
+        ) from None
 
 
 def choose_device(

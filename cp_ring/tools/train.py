@@ -58,12 +58,7 @@ def train(
         return 0
     _prepare(job, command.corpus)
     before, steps = _last_step(job), job.megatron.get("train_iters")
-    if before and steps and before >= steps:
-        say(
-            f"all {steps} steps are done: only validating; for more, --set "
-            f"megatron.train_iters={2 * steps}"
-        )
-    elif before:
+    if before:
         say(f"resuming from step {before}" + (f" of {steps}" if steps else ""))
     log = new_log(job.launch.run_dir)
     say(f"the output of all ranks goes to {log}")

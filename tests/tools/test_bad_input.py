@@ -59,7 +59,7 @@ TRAIN = [
     ("lunch.device=cpu", "lunch | launch"),
     ("megatron.x", "--set megatron.x | section.key=value"),
     ("=1", "--set =1 | section.key=value"),
-    ("megatron.num_layers.deep=1", "--set megatron.num_layers.deep=1 | not a section"),
+    ("megatron.num_layers.deep=1", "megatron.num_layers.deep | no such argument"),
     ("megatron.lr=[1", "--set megatron.lr=[1 | YAML"),
     ("megatron.lr=" + "[" * 10000, "--set megatron.lr | not valid YAML"),
 ]
