@@ -49,12 +49,14 @@ def stages(
         np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
     )
     none = np.zeros((len(there), 1))
-    halves = back[:, :1] / 2
     moving = (
         np.concatenate([keys[:, 1:], none], 1),
         np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, gradients], 1),
     )
-    return (there, np.concatenate([halves, back[:, 1:], halves], 1)), moving, order
+    back = np.concatenate([back, none], 1)
+    back[:, 0] /= 2
+    back[np.arange(len(back)), live.sum(1)] += back[:, 0]
+    return (there, back), moving, order
 
 
 def exchange_seconds(

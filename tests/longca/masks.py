@@ -33,13 +33,18 @@ class Cell(NamedTuple):
     seed: int = 0
 
     def __str__(self) -> str:
-        return " ".join(str(part) for part in self if part != "" and part is not None)
+        return " ".join(map(str, [part for part in self if part]))
 
     def mask(self) -> Mask:
         """The mask of all ranks."""
         n = TOKENS * self.cp
         rng = np.random.default_rng([self.seed, *self.source.encode(), self.cp])
         return globals()[f"_{self.kind}"](n, self.source, rng)
+
+
+def named(name: str) -> Cell:
+    """The cell that `str` shows so."""
+    return next(cell for cell in cells() if str(cell) == name)
 
 
 def cells() -> Iterator[Cell]:

@@ -114,3 +114,18 @@ def test_sequences_that_share_keys_are_calls_of_their_own() -> None:
     alone = Plan.build(mask, Layout.contiguous(6000, 1))
     alone.verify()
     assert kernel_calls(alone.ring, 1).tolist() == [[2]]
+
+
+def test_last_gradients_hide_behind_the_second_half_of_hop_0() -> None:
+    """Also of a rank that skips hops which others have."""
+    mask = Mask.causal(4096, (400, 0))
+    times = [
+        attention_time(plan, plan.verify(), AttentionSizes(), ranks_per_node=8)
+        for plan in (
+            Plan.build(mask, Layout.contiguous(4096, 8), schedule=name)
+            for name in ("ring", "gather")
+        )
+    ]
+    assert times[0].both == pytest.approx(times[1].both)
+    compute, moving = times[0].compute[1][1], times[0].moving[1][1]
+    assert compute[2] == compute[0] > 0 and moving[2] > 0 and not compute[3:].any()

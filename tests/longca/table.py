@@ -1,0 +1,162 @@
+"""The plans of cells: how fast they are predicted to be by the formula and by the referee."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from os import environ
+from pathlib import Path
+from time import process_time
+
+import numpy as np
+
+from cp_ring.plan import Layout, Plan
+from cp_ring.plan.balance import balance, heads_of
+from cp_ring.plan.cost import attention_time, kernel_calls
+from cp_ring.plan.proof.verify import report
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from tests.longca import referee
+from tests.longca.masks import Cell, named
+
+SIZES, NODE = AttentionSizes(64, 8, 128), 8
+FOLDER = Path(__file__).parent
+BASELINE = FOLDER / "baseline.json"
+"""Of each cell, the shares of one call of the default plan of the version before, as in `Row`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell's plan. formula, referee: the share of the speed of one kernel call in forward, and in
+    forward and backward. moved: keys on the wire, as a share of a ring in which all shards visit
+    all ranks. calls: in
+    forward, on the busiest rank. milliseconds: of the CPU, for layout, plan, proof and formula.
+    """
+
+    cell: Cell
+    heads: int
+    hops: int
+    balance: float
+    formula: tuple[float, float]
+    referee: tuple[float, float]
+    moved: float
+    calls: int
+    milliseconds: tuple[float, float, float, float]
+
+
+def row(cell: Cell) -> Row:
+    """The balanced layout, with the heads of least time by the formula."""
+    mask, clock = cell.mask(), [process_time()]
+    layout = Layout.balanced(mask, cell.cp)
+    clock.append(process_time())
+    found = []
+    for heads in heads_of(cell.cp):
+        times = [process_time()]
+        plan = Plan.build(mask, layout, ulysses=heads)
+        times.append(process_time())
+        proven = plan.verify()
+        times.append(process_time())
+        both = attention_time(plan, proven, SIZES, ranks_per_node=NODE).both
+        times.append(process_time())
+        found.append((both, plan, proven, np.diff(times)))
+    _, plan, proven, times = min(found, key=lambda one: one[0])
+    return Row(
+        cell,
+        plan.ulysses,
+        plan.schedule[-1],
+        balance([(mask, 1)], layout),
+        _by_formula(plan),
+        _by_referee(plan),
+        int(proven.keys_in.sum()) / ((cell.cp - 1) * mask.n),
+        int(kernel_calls(plan.ring, plan.schedule[-1] + 1).sum(1).max()),
+        tuple(1e3 * time for time in (clock[1] - clock[0], *times)),
+    )
+
+
+def _by_formula(plan: Plan) -> tuple[float, float]:
+    time = attention_time(plan, report(plan.ring, 0), SIZES, ranks_per_node=NODE)
+    return time.ideal[0] / time.forward, sum(time.ideal) / time.both
+
+
+def _by_referee(plan: Plan) -> tuple[float, float]:
+    forward, both, slowest, slowest_both = referee.seconds(plan, SIZES, NODE)
+    return forward / slowest, both / slowest_both
+
+
+def before() -> dict[str, list[float]]:
+    """Shares of the version before: by the formula (forward, both), by its own model (the same)."""
+    return json.loads(BASELINE.read_text())
+
+
+def slower(one: Row, before: list[float]) -> bool:
+    """Whether forward and backward are slower than before by either model, by more than a tenth of
+    a percent.
+    """
+    return one.formula[1] < 0.999 * before[1] or one.referee[1] < 0.999 * before[3]
+
+
+def record(cells: Iterable[Cell], checkout: str) -> None:
+    """Writes `baseline.json` anew, from a checkout of the version before."""
+    shares = {str(cell): shares for cell, shares in _recorded(cells, checkout)}
+    lines = (
+        f'"{cell}": {json.dumps([round(x, 4) for x in found])}' for cell, found in shares.items()
+    )
+    BASELINE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _recorded(cells: Iterable[Cell], checkout: str) -> Iterator[tuple[Cell, list[float]]]:
+    run = subprocess.Popen(
+        [sys.executable, FOLDER / "baseline.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**environ, "PYTHONPATH": checkout},
+    )
+    assert run.stdin and run.stdout
+    run.stdin.write("\n".join(map(str, cells)))
+    run.stdin.close()
+    for line in run.stdout:
+        made = json.loads(line)
+        cell = named(made["cell"])
+        mask = cell.mask()
+        chunks = (np.array(made[name], np.int64) for name in ("edges", "owner"))
+        layout = Layout(mask.n, cell.cp, *chunks)
+        plan = Plan.build(mask, layout, schedule=made["schedule"])
+        yield cell, [*_by_formula(plan), *made["shares"]]
+
+
+def printed(rows: list[Row]) -> Iterator[str]:
+    """A line of Markdown for each kind and number of ranks; means of the draws, and the worst."""
+    yield (
+        "| mask, cp | draws | formula | before | referee | before | slower | balance | heads | "
+        "hops | moved | calls | CPU ms |"
+    )
+    yield "|" + "---|" * 13
+    old = before()
+    for kind, cp in dict.fromkeys((one.cell.kind, one.cell.cp) for one in rows):
+        of = [one for one in rows if (one.cell.kind, one.cell.cp) == (kind, cp)]
+        was = np.mean([old[str(one.cell)] for one in of], axis=0)
+        balance, calls = [one.balance for one in of], [one.calls for one in of]
+        cpu = np.max([one.milliseconds for one in of], axis=0)
+        columns = [
+            f"{kind} {cp}",
+            len(of),
+            _pair(np.mean([one.formula for one in of], axis=0)),
+            _pair(was[:2]),
+            _pair(np.mean([one.referee for one in of], axis=0)),
+            _pair(was[2:]),
+            sum(slower(one, old[str(one.cell)]) for one in of),
+            f"{np.mean(balance):.3f} ({max(balance):.3f})",
+            "/".join(str(heads) for heads in sorted({one.heads for one in of})),
+            max(one.hops for one in of),
+            f"{np.mean([one.moved for one in of]):.3f}",
+            f"{np.mean(calls):.0f} ({max(calls)})",
+            " / ".join(f"{time:.0f}" for time in cpu[:3]),
+        ]
+        yield "| " + " | ".join(map(str, columns)) + " |"
+
+
+def _pair(shares: np.ndarray) -> str:
+    return " ".join(f"{share:.2f}" for share in shares)
