@@ -73,7 +73,7 @@ ROOMS = (
     room("ring 2: Megatron", 72_000, 74_000, _ADAPTER),
     room("ring 3: tools", 23_000, 29_300, "cp_ring/tools"),
     room("all", 200_000, 212_600, "cp_ring patches"),
-    room("tests", 200_000, 264_100, "tests"),
+    room("tests", 200_000, 263_100, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 

@@ -385,20 +385,6 @@ def test_exports_are_found_without_loading_torch():
     assert subprocess.run([sys.executable, "-c", line], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "window",
-    [(sys.maxsize, 0), (sys.maxsize, sys.maxsize), (1 << 64, 0), (1 << 60, -1), (-1, 1 << 62)],
-)
-def test_windows_wider_than_any_sequence_hide_nothing(window):
-    q, k, v, _ = Case.draw(16)
-    for causal in (False, True):
-        open_ = (-1, 0 if window[1] == 0 else -1)
-        assert torch.equal(
-            ring_attention(q, k, v, causal=causal, window_size=window),
-            ring_attention(q, k, v, causal=causal, window_size=open_),
-        )
-
-
 def test_caches_of_plans_are_bounded_and_hold_nothing_else(monkeypatch):
     q, k, v, _ = Case.draw(24)
     monkeypatch.setattr(plan_cache, "MAX_CHOICES", 2)

@@ -112,33 +112,6 @@ def test_roll_equals_torch(pool, cp, name):
             assert torch.equal(made.unshard([part[1] for part in parts], 1), back)
 
 
-def test_labels_of_the_next_token():
-    tokens = torch.arange(16)[None]
-
-    def case(group):
-        return cp_ring.roll(
-            cp_ring.shard(tokens, None, group), -1, None, group, cu_seqlens=[0, 16], fill=-100
-        )
-
-    parts = LocalRing(4).run(case)
-    assert parts[0].dtype == torch.int64
-    assert Layout.zigzag(16, 4).unshard(parts, 1).tolist() == [[*range(1, 16), -100]]
-
-
-@pytest.mark.parametrize("name", ["zigzag", "contiguous"])
-def test_layouts_by_name(name):
-    y = torch.arange(16).view(1, 16)
-
-    def case(group):
-        mine = cp_ring.shard(y, name, group)
-        assert torch.equal(cp_ring.unshard(mine, name, group), y)
-        rolled = cp_ring.roll(mine, -1, name, group)
-        assert torch.equal(rolled, cp_ring.shard(y.roll(-1, 1), name, group))
-        return mine
-
-    assert torch.equal(getattr(Layout, name)(16, 2).unshard(LocalRing(2).run(case), 1), y)
-
-
 def test_errors_are_one_line():
     x = whole(None)
     with pytest.raises(

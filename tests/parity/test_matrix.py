@@ -1,5 +1,5 @@
-"""The parity matrix: a part of it in every test run, all of it with `-m slow`, and a fault in each
-model that must show.
+"""The parity matrix: a part of it in CI, with a fault of each kind that must show; all of it by
+`python -m tests.parity [--planted]`.
 """
 
 from __future__ import annotations
@@ -64,19 +64,6 @@ def test_models_train_as_without_context_parallelism_and_a_planted_fault_shows(t
     right = [cell for name, splits in models.items() for cell in named(name, *splits.split())]
     first = right[0]
     check([*right, dataclasses.replace(first, planted=True)], tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [model.name for model in MODELS])
-def test_the_whole_matrix(tmp_path, model):
-    check(matrix.cells([model]), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_a_planted_fault_shows_in_every_model(tmp_path, model):
-    split = model.splits[0] if model.splits else "cp2"
-    check(named(model.name, split, planted=True), tmp_path)
 
 
 def verdict(model: Model, split: str = "tp2cp2", planted: bool = False, **found) -> Verdict:

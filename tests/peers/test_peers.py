@@ -1,4 +1,4 @@
-"""The cases of other libraries' tests: a sample by default, all of them marked slow."""
+"""The cases of other libraries' tests: a sample; all of them by `python -m tests.peers`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tests.peers import attend, tables
-from tests.peers.__main__ import PEERS, main, table
+from tests.peers.__main__ import PEERS, table
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_sample_passes(name):
     line, failures = table(name, 31)
     assert not failures, (line, failures)
-
-
-@pytest.mark.slow
-def test_all_cases_pass(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["peers"])
-    assert main() == 0, capsys.readouterr()
 
 
 def test_the_tables_have_their_numbers_of_cases():
