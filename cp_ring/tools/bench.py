@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import typer
 
 from cp_ring.errors import ConfigError
-from cp_ring.tools.terminal import AsJson, QuietCommand, QuietGroup, emit, show_table
+from cp_ring.tools.terminal import AsJson, emit, show_table
 
-app = typer.Typer(cls=QuietGroup, no_args_is_help=True, help="Measure cp_ring on this machine.")
+app = typer.Typer(no_args_is_help=True, help="Measure cp_ring on this machine.")
 
 _PACKAGES = ("cp-ring", "torch", "transformer-engine", "ring-attention-pytorch")
 
@@ -74,7 +74,7 @@ Tokens = Annotated[int, _positive("Tokens of the whole sequence.")]
 HeadDim = Annotated[int, _positive("Size of a head.")]
 
 
-@app.command(cls=QuietCommand)
+@app.command()
 def attention(
     seq_length: Tokens = 8192,
     cp: Annotated[int, _positive("Ranks: a thread each on the CPU, or a GPU each.")] = 2,
@@ -101,7 +101,7 @@ def attention(
     _report(f"causal, {seq_length} x {heads} x {head_dim}, {cp} ranks, {device}", results, as_json)
 
 
-@app.command(cls=QuietCommand)
+@app.command()
 def host(
     repeats: Annotated[int, _positive("Calls of each measurement; the least time counts.")] = 50,
     as_json: AsJson = False,
@@ -112,7 +112,7 @@ def host(
     _report("causal, one source a hop, 4 heads, CPU", measure(repeats), as_json)
 
 
-@app.command(cls=QuietCommand)
+@app.command()
 def accuracy(
     seq_length: Tokens = 2048,
     heads: Annotated[int, _positive("Query heads.")] = 2,

@@ -14,21 +14,20 @@ import typer
 
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
 from cp_ring.tools import bench, plan, tune
-from cp_ring.tools.terminal import JOB, Overrides, QuietCommand, QuietGroup
+from cp_ring.tools.terminal import JOB, Overrides
 
 # of click, or of typer's own copy of click; typer does not export it
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="cp-ring",
-    cls=QuietGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
 
-@app.command(cls=QuietCommand)
+@app.command()
 def train(
     job: Annotated[str, typer.Argument(help=JOB, metavar="JOB")],
     set_: Overrides = None,
@@ -63,11 +62,11 @@ def train(
 
 
 for _name, _run in (("plan", plan.plan_command), ("tune", tune.tune_command)):
-    app.command(_name, cls=QuietCommand, help=one_line(_run.__doc__))(_run)
+    app.command(_name, help=one_line(_run.__doc__))(_run)
 app.add_typer(bench.app, name="bench")
 
 
-@app.command(cls=QuietCommand)
+@app.command()
 def doctor() -> None:
     """Show what is installed and what is wrong. Versions, devices, kernels, patches; the exit code
     is 1 for a problem.
@@ -77,7 +76,7 @@ def doctor() -> None:
     raise typer.Exit(doctor.main())
 
 
-@app.command(cls=QuietCommand)
+@app.command()
 def flags() -> None:
     """List the flags that cp_ring adds to a script."""
     from cp_ring.megatron.options import Options
@@ -85,7 +84,7 @@ def flags() -> None:
     print(Options.help(), end="")
 
 
-@app.command(cls=QuietCommand)
+@app.command()
 def patches() -> None:
     """List where cp_ring changes other code. With its state for the installed versions."""
     from cp_ring.patches import table
@@ -100,12 +99,7 @@ def _print_versions(switched_on: bool) -> None:
     if switched_on:
         from cp_ring.tools.doctor import version_of
 
-        typer.echo(
-            ", ".join(
-                f"{name} {version_of(name) or 'not installed'}"
-                for name in ("cp-ring", "torch", "megatron-core")
-            )
-        )
+        typer.echo(f"cp-ring {version_of('cp-ring') or 'of a source'}")
         raise typer.Exit
 
 
@@ -117,7 +111,7 @@ def _about(
             "--version",
             is_eager=True,
             callback=_print_versions,
-            help="Print versions and stop.",
+            help="Print the version and stop.",
         ),
     ] = False,
 ) -> None:

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperCommand, TyperGroup
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.sizes import device_rates
@@ -66,24 +65,6 @@ def _writable(param: typer.CallbackParam, path: Any) -> Any:
 
 WRITTEN: dict[str, Any] = {"metavar": "PATH", "callback": _writable}
 """Of options that name a file to write."""
-
-
-class _Quiet:
-    """Help without "<bool>" behind each switch, which takes no value."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for switch in (param for param in params if getattr(param, "is_flag", False)):
-            switch.metavar = ""
-        return params
-
-
-class QuietCommand(_Quiet, TyperCommand):
-    """A command."""
-
-
-class QuietGroup(_Quiet, TyperGroup):
-    """A group of commands."""
 
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

@@ -233,9 +233,7 @@ def test_help_shows_no_values_of_switches(monkeypatch, capsys):
 
 
 def test_version(monkeypatch, capsys):
-    assert re.fullmatch(
-        r"cp-ring \S+, torch \S+, megatron-core \S+\n", printed(monkeypatch, capsys, "--version")
-    )
+    assert re.fullmatch(r"cp-ring \S.*\n", printed(monkeypatch, capsys, "--version"))
 
 
 def test_shells_can_complete(monkeypatch, capsys):
