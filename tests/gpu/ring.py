@@ -12,8 +12,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-from cp_ring import Layout, Mask, Plan, ring_attention
+from cp_ring import Layout, Mask, Plan
 from cp_ring.testing.oracle import Case, brute_force, error
+from tests.rings import attend_to_shard
 
 HEADS = {"h": 8, "g": 2, "d": 64, "e": 64}
 
@@ -39,10 +40,7 @@ def main(backend: str, rank: int, size: int, store: str, kernel: str, out: str) 
     for name, mask in masks.items():
         plan = Plan.build(mask, Layout.zigzag(n, size))
         case = Case.draw(n, **HEADS, dtype=torch.bfloat16)
-        parts = [plan.layout.shard(x, rank, 1).cuda() for x in case]
-        inputs = [x.requires_grad_() for x in parts[:3]]
-        result = ring_attention(*inputs, group, plan=plan, kernel=kernel)
-        got = (result.detach(), *torch.autograd.grad(result, inputs, parts[3]))
+        got = attend_to_shard(group, Case(*(x.cuda() for x in case)), plan, kernel=kernel)
         truth = brute_force(case, mask.dense())
         mine = [plan.layout.shard(x, rank, 1) for x in truth]
         found[name] = [error(x.cpu(), y) for x, y in zip(got, mine, strict=True)]

@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from cp_ring import Layout, Mask, Plan, ring_attention
+from cp_ring import Layout, Mask, Plan
 from cp_ring.comm.codecs import Fp8, Int8
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, choose
@@ -30,6 +30,7 @@ from cp_ring.testing.oracle import Case, error
 from cp_ring.tools import bench_accuracy as bench
 from tests import conformance
 from tests.gpu.job import ERROR, Job
+from tests.rings import attend_to_shard
 
 HEADS = ((8, 8, 64, 64), (8, 1, 128, 128), (8, 2, 192, 128), (8, 2, 256, 256))
 
@@ -86,10 +87,10 @@ def merging(job: Job) -> None:
             results, seconds = {}, {}
             for way in ("triton", "torch"):
                 with _torch_operations() if way == "torch" else nullcontext():
-                    ring.run(_on_rank, moved, plan)  # compiles
+                    ring.run(attend_to_shard, moved, plan)  # compiles
                     torch.cuda.synchronize()
                     start = time.perf_counter()
-                    results[way] = ring.run(_on_rank, moved, plan)
+                    results[way] = ring.run(attend_to_shard, moved, plan)
                     torch.cuda.synchronize()
                     seconds[way] = time.perf_counter() - start
             where = {"mask": name, "schedule": schedule}
@@ -128,13 +129,6 @@ def wires(job: Job) -> None:
             wire=codec.name,
             different=different,
         )
-
-
-def _on_rank(group: Any, case: Case, plan: Plan) -> list[torch.Tensor]:
-    shard = [plan.layout.shard(x, group.rank, 1) for x in case]
-    q, k, v = (x.detach().requires_grad_() for x in shard[:3])
-    out = ring_attention(q, k, v, group, plan=plan)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), shard[3])]
 
 
 @contextmanager

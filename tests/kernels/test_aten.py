@@ -9,9 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cp_ring.kernels import _chosen, choose, determinism, efficient, flash, flash_aten
-from cp_ring.kernels.base import OPEN, Packing, deterministic, no_random_state
+from cp_ring.kernels.base import OPEN, deterministic, no_random_state
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from tests import conformance
+from tests.kernels import test_flash
 from tests.kernels.test_flash import stand_in
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -61,34 +62,24 @@ class FlashAten(_OnCpu, flash_aten.FlashAtenKernel): ...
 class Efficient(_OnCpu, efficient.EfficientKernel): ...
 
 
-def packing_of(q, lengths, window):
-    cu_q, cu_k, max_q, max_k = lengths
-    if cu_q is None:
-        cu_q, cu_k = (
-            torch.arange(0, (len(q) + 1) * x, x, dtype=torch.int32) for x in (max_q, max_k)
-        )
-    return Packing(
-        cu_q, cu_k, max_q, max_k, window["window_size_left"], window["window_size_right"]
-    )
+def of_flash(q, k, v, lengths, scale, window):
+    """The arguments of torch's operator by flash-attn's names."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    window = window["window_size_left"], window["window_size_right"]
+    values = {"q": q, "k": k, "v": v, "window_size": window, "softmax_scale": scale}
+    return values | dict(zip(names, lengths, strict=True))
 
 
 def flash_forward(q, k, v, *rest, scale, **window):
-    """Tensors [b, s, heads, size], lse [b, h, s]; with offsets [t, heads, size] and [h, t]."""
-    dense = rest[0] is None
-    flat = [x.flatten(0, 1) if dense else x for x in (q, k, v)]
-    out, lse = REFERENCE.forward_varlen(*flat, packing_of(q, rest[:4], window), scale)
-    if dense:
-        out = out.unflatten(0, q.shape[:2])
-        lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
-    return out.to(q.dtype), lse.float()
+    return test_flash.forward("3", of_flash(q, k, v, rest[:4], scale, window))[:2]
 
 
 def flash_backward(dout, q, k, v, out, lse, *rest, scale, **window):
-    dense = rest[0] is None
-    flat = [x.flatten(0, 1) if dense else x for x in (dout, q, k, v, out)]
-    lse = lse.transpose(0, 1).flatten(1, 2) if dense else lse
-    grads = REFERENCE.backward_varlen(*flat, lse, packing_of(q, rest[:4], window), scale)
-    return [x.reshape(like.shape).to(like.dtype) for x, like in zip(grads, (q, k, v), strict=True)]
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    given = {"dout": dout, "out": out, "lse": lse, "deterministic": deterministic()}
+    given |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    test_flash.backward("3", of_flash(q, k, v, rest[:4], scale, window) | given)
+    return grads
 
 
 def efficient_forward(q, k, v, *rest, scale):

@@ -231,6 +231,17 @@ CERTIFIED = [*SFT, *FILL, "--context-parallel-size", "2", "--cp-ring-certify", "
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize(
+    ("door", "fault"), [("entry", "boundary missed"), ("script", "rotary positions of zigzag")]
+)
+def test_the_certificate_finds_what_packed_rows_alone_have(tmp_path, door, fault):
+    """tests/certificate has the other faults of boundaries."""
+    flags = [SCRIPT, *CERTIFIED] if door == "script" else CERTIFIED
+    found = attempt(2, "fault", flags, tmp_path, common(tmp_path), fault)
+    assert found.code == 2 and not found.losses and "certif" in found.rejected, found
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("door", ["entry", "script"])
 def test_the_certificate_of_a_right_job_covers_the_packed_loss(tmp_path, door):
     flags = [SCRIPT, *CERTIFIED] if door == "script" else CERTIFIED
