@@ -2,20 +2,26 @@
 to it, and one that means to changes the table here.
 
 Each cell names its schedule and its layout, so that no default moves it. The table has the tokens
-whose keys and values travel, and a digest of all that the ranks run. `python -m
-tests.plan.test_same_plans` prints the table anew.
+whose keys and values travel, a digest of all that the ranks run, and the bytes that ranks sent in
+forward and backward: of keys and values, of their gradients, and of the exchange of heads. `python
+-m tests.plan.test_same_plans` prints the table anew.
 """
 
 from __future__ import annotations
 
 import hashlib
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from cp_ring import ring_attention
+from cp_ring.observe.counters import record
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.tables import Hop, Transfer
+from cp_ring.testing.local_ring import LocalRing
 
 N = 1536
 OFFSETS = [0, 40, 300, 301, 800, 1210, 1500]
@@ -127,13 +133,64 @@ TABLE = {
 }
 
 
+BYTES = {
+    "causal zigzag 4 direct several 1": (1769472, 884736, 0),
+    "full zigzag 4 direct several 1": (2359296, 1179648, 0),
+    "window zigzag 4 direct several 1": (610304, 305152, 0),
+    "both-ways zigzag 4 direct several 1": (368640, 184320, 0),
+    "documents zigzag 4 direct several 1": (591872, 295936, 0),
+    "documents-full zigzag 4 direct several 1": (1212416, 606208, 0),
+    "documents-window zigzag 4 direct several 1": (370176, 185088, 0),
+    "prefix zigzag 4 direct several 1": (612352, 306176, 0),
+    "tree zigzag 4 direct several 1": (951296, 475648, 0),
+    "shared-prefix zigzag 4 direct several 1": (1053696, 526848, 0),
+    "images zigzag 4 direct several 1": (1769472, 884736, 0),
+    "global zigzag 4 direct several 1": (582656, 291328, 0),
+    "blocks zigzag 4 direct several 1": (1769472, 884736, 0),
+    "diffusion zigzag 4 direct several 1": (917504, 458752, 0),
+    "dense zigzag 4 direct several 1": (110592, 55296, 0),
+    "batch zigzag 4 direct several 1": (1603584, 801792, 0),
+    "causal zigzag 4 ring ring 1": (2064384, 884736, 0),
+    "causal zigzag 8 ring ring 1": (5160960, 2064384, 0),
+    "documents zigzag 4 ring ring 1": (1007616, 493312, 0),
+    "documents zigzag 8 ring ring 1": (2784256, 1425152, 0),
+    "window zigzag 4 ring ring 1": (1200128, 595968, 0),
+    "window zigzag 8 ring ring 1": (3411968, 1560576, 0),
+    "causal dealt 4 ring several 1": (1896448, 1024000, 0),
+    "tree dealt 4 ring several 1": (1369088, 857088, 0),
+    "full dealt 8 direct gather 1": (5505024, 2752512, 0),
+    "prefix dealt 8 direct gather 1": (2298880, 1149440, 0),
+    "images dealt 8 direct gather 1": (4426752, 2213376, 0),
+    "causal contiguous 2 direct ring 1": (393216, 196608, 0),
+    "documents contiguous 2 direct ring 1": (239104, 119552, 0),
+    "diffusion contiguous 2 direct ring 1": (360448, 180224, 0),
+    "causal contiguous 8 direct ring 1": (2752512, 1376256, 0),
+    "causal contiguous 8 ring ring 1": (2752512, 2408448, 0),
+    "window contiguous 8 direct ring 1": (712704, 356352, 0),
+    "window contiguous 8 ring ring 1": (712704, 2408448, 0),
+    "causal zigzag 8 direct ring 2": (1769472, 884736, 786432),
+    "causal zigzag 8 ring ring 2": (2064384, 884736, 786432),
+    "documents zigzag 8 direct ring 2": (591872, 295936, 786432),
+    "documents zigzag 8 ring ring 2": (1007616, 493312, 786432),
+    "full zigzag 8 direct several 4": (786432, 393216, 1179648),
+    "shared-prefix zigzag 8 direct several 4": (402432, 201216, 1179648),
+    "causal zigzag 4 direct ring 4": (0, 0, 1179648),
+    "batch zigzag 4 direct ring 4": (0, 0, 1179648),
+}
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_plan_is_the_same(cell: str) -> None:
     assert _row(CELLS[cell]) == TABLE[cell]
 
 
+@pytest.mark.parametrize("cell", CELLS)
+def test_bytes_are_the_same(cell: str) -> None:
+    assert _bytes(CELLS[cell]) == BYTES[cell]
+
+
 def test_every_row_has_a_cell() -> None:
-    assert list(TABLE) == list(CELLS)
+    assert list(TABLE) == list(BYTES) == list(CELLS)
     assert len(CELLS) >= 40
 
 
@@ -155,6 +212,23 @@ def _row(plan: Plan) -> tuple[int, str]:
     return moved, digest.hexdigest()[:16]
 
 
+def _bytes(plan: Plan) -> tuple[int, int, int]:
+    """Bytes that all ranks send, of float32 tensors of 4 heads of 8: keys, gradients, heads."""
+    rows, tokens = plan.layout.rows, plan.layout.tokens_per_rank
+
+    def attend(group: Any) -> None:
+        size = rows, int(tokens[group.rank]) // rows, 4, 8
+        q, k, v = (torch.zeros(size, requires_grad=True) for _ in range(3))
+        ring_attention(q, k, v, group, plan=plan).sum().backward()
+
+    with record() as counters:
+        LocalRing(plan.cp).run(attend)
+    keys, gradients, heads = (
+        counters.bytes_by_kind.get(kind, 0) for kind in ("keys", "gradients", "heads")
+    )
+    return keys, gradients, heads
+
+
 def _put_hop(digest: hashlib._Hash, hop: Hop) -> None:
     tiles = hop.tiles
     columns = [tiles.q0, tiles.q1, tiles.k0, tiles.k1, tiles.lo, tiles.hi]
@@ -174,5 +248,6 @@ def _put(digest: hashlib._Hash, *values: object) -> None:
 
 
 if __name__ == "__main__":
-    for name, plan in CELLS.items():
-        print(f"    {name!r}: {_row(plan)},".replace("'", '"'))
+    for row in (_row, _bytes):
+        for name, plan in CELLS.items():
+            print(f"    {name!r}: {row(plan)},".replace("'", '"'))
