@@ -58,12 +58,8 @@ def check_slices(tensors: tuple[Tensor, ...], dim: int, layout: Layout, rank: in
     """Raises `ConfigError` where q, k and v are the slice of this rank of whole tensors, in the
     order of tokens, and the layout gives it other tokens.
     """
-    bases = [x._base for x in tensors]  # most calls end here, where it takes no time
-    if layout.rows > 1 or any(base is None for base in bases):
-        return
-    if [*layout.ranges(rank)] == [_slice(layout, rank)]:
-        return
-    for x, base in zip(tensors, bases, strict=True):
+    for x in tensors:
+        base = x._base
         if base is None or base.dim() != x.dim() or base.stride() != x.stride():
             return
         whole = [*x.shape[:dim], layout.n, *x.shape[dim + 1 :]]
@@ -71,13 +67,10 @@ def check_slices(tensors: tuple[Tensor, ...], dim: int, layout: Layout, rank: in
         if [*base.shape] != whole or first != rank * x.shape[dim] * x.stride(dim):
             return
     start, end = rank * tensors[0].shape[dim], (rank + 1) * tensors[0].shape[dim]
+    if layout.rows > 1 or layout.ranges(rank) == [(start, end)]:
+        return
     raise ConfigError(
         f"q, k and v are tokens {start} to {end} of whole tensors, which are not those that rank "
         f"{rank} holds in {layout!r}: cut them by cp_ring.shard(x, group=group), or give "
         "layout='contiguous'"
     )
-
-
-def _slice(layout: Layout, rank: int) -> tuple[int, int]:
-    size = layout.n // layout.cp
-    return rank * size, (rank + 1) * size

@@ -26,7 +26,6 @@ travels twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,6 +35,7 @@ from cp_ring.comm.mover import Mover
 from cp_ring.comm.transport import MessageBatch, Pending, Transport
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.sizes.head_split import HeadSplit
+from cp_ring.plan.tables import Transfer
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
 """Attention over the ring of one group of heads: from (q, k, v, sink, group) to out [S, b, heads,
@@ -56,8 +56,8 @@ class SubTransport:
         """Follows `Transport.post`."""
         sends, receives = (
             [
-                (replace(transfer, peer=self._ranks[transfer.peer]), buffers)
-                for transfer, buffers in transfers
+                (Transfer(self._ranks[t.peer], t.ranges, t.buffer), buffers)
+                for t, buffers in transfers
             ]
             for transfers in (batch.sends, batch.receives)
         )

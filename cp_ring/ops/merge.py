@@ -78,5 +78,7 @@ def _merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> Non
     """`merge_` for tensors with tokens first."""
     # The bound keeps -inf - -inf, which is NaN, away: a part whose queries saw no key has weight 0.
     weight = lse_part.sub(lse.clamp(min=_UNSEEN)).sigmoid_().to(out.dtype)
-    out.lerp_(out_part.to(out.dtype), weight.permute(2, 0, 1)[..., None])
+    if out_part.dtype != out.dtype:
+        out_part = out_part.to(out.dtype)
+    out.lerp_(out_part, weight.permute(2, 0, 1).unsqueeze(3))
     torch.logaddexp(lse, lse_part, out=lse)

@@ -31,8 +31,9 @@ class PartTokens(NamedTuple):
 
     def take(self, part: Tensor, dim: int = 0) -> Tensor:
         """The segment's tokens of the part, in the order of the total."""
-        taken = part[self.tokens] if dim == 0 else part[..., self.tokens]
-        return taken.flip(dim) if self.reverse else taken
+        if self.tokens.stop - self.tokens.start < part.shape[dim]:
+            part = part[self.tokens] if dim == 0 else part[..., self.tokens]
+        return part.flip(dim) if self.reverse else part
 
 
 class Segment(NamedTuple):

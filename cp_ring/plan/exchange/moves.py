@@ -5,7 +5,7 @@ together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -38,6 +38,7 @@ class Moves:
     source: Ints
     target: Ints
     tokens: Ints
+    _read: dict[tuple[str, int], dict[int, Ranges]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def rolled(cls, layout: Layout, shift: int) -> Moves:
@@ -69,14 +70,19 @@ class Moves:
 
     def sends(self, rank: int) -> dict[int, Ranges]:
         """Ranges of what `rank` holds that go to each rank, itself among them."""
-        return self._by_peer(self.sender == rank, self.receiver, self.source)
+        if ("sends", rank) not in self._read:
+            mine = self.sender == rank
+            self._read["sends", rank] = self._by_peer(mine, self.receiver, self.source)
+        return self._read["sends", rank]
 
     def receives(self, rank: int) -> dict[int, Ranges]:
         """Ranges of what `rank` will hold that come from each rank, in the order of that rank's
         `sends`.
         """
-        mine = (self.receiver == rank) | (self.receiver == EVERY)
-        return self._by_peer(mine, self.sender, self.target)
+        if ("receives", rank) not in self._read:
+            mine = (self.receiver == rank) | (self.receiver == EVERY)
+            self._read["receives", rank] = self._by_peer(mine, self.sender, self.target)
+        return self._read["receives", rank]
 
     def _by_peer(self, mine: np.ndarray, peer: Ints, start: Ints) -> dict[int, Ranges]:
         ranges: dict[int, list[tuple[int, int]]] = {}
