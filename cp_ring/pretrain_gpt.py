@@ -37,12 +37,12 @@ def main() -> None:
         _mask_documents(sys.argv)
         install(sys.argv[1:])
         # these load Megatron: only after `install`
-        from cp_ring.megatron import compat, gpt, gpt_model
+        from cp_ring.megatron import compat, gpt
 
         log_steps()
         gc.freeze()
         gc.enable()
-        compat.pretrain(gpt.datasets_provider, gpt.forward_step, gpt_model.build)
+        compat.pretrain(gpt.datasets_provider, gpt.forward_step)
 
 
 def _mask_documents(argv: list[str]) -> None:

@@ -11,44 +11,71 @@ Patch modules import Megatron, and modules of cp_ring that import it, only insid
 from __future__ import annotations
 
 import importlib
-import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.flags.checks_documents import splits_packed
+from cp_ring.megatron.flags.layer_pattern import letters_of
 from cp_ring.megatron.options import Options
 from cp_ring.patches.patch import Patch
 
-_FIRST = (
-    "cpu_runtime",
-    "dataset_helpers",
-    "arguments",
-    "optimizer_step",
-    "newest_checkpoint",
-    "exit_signal",
-    "core_attention",
-    "recompute",
-    "rotary_layout",
-    "recurrent_layers",
-    "rotary_documents",
-    "rotary_multimodal",
-    "packed_batches",
-    "equal_rows",
-    "document_mask",
-    "microbatch_order",
-    "loss_average",
-    "loss_chunks",
-    "mtp_roll",
-    "moe_aux_loss",
-    "megatron_fsdp",
-    "certificate",
-    "model_checks",
-    "step_line",
-)
-_HELPERS = {"enable", "install", "patch"}
-_OTHERS = {module.name for module in pkgutil.iter_modules(__path__)} - {*_FIRST, *_HELPERS}
-NAMES = (*_FIRST, *sorted(_OTHERS))
-"""Names in the order in which they are applied."""
+
+def _ring(args: Asked, options: Options) -> bool:
+    return options.enabled
+
+
+def _by_flags(args: Asked, options: Options) -> bool:
+    return not args.program
+
+
+def _recurrent(args: Asked, options: Options) -> bool:
+    """Whether layers may be recurrent: a program may have any, whose tokens may come in another
+    order, or with documents.
+    """
+    moved = not options.named_layout.stock or options.document_mask or options.kinds or args.packed
+    moved = moved or "states" in options.recurrent_ways.values()
+    return options.enabled and bool(letters_of(args) or (args.program and moved))
+
+
+FOR: dict[str, Callable[[Asked, Options], Any]] = {
+    "cpu_runtime": lambda args, options: options.cpu,
+    "dataset_helpers": _by_flags,
+    "arguments": _by_flags,
+    "optimizer_step": lambda args, options: True,
+    "newest_checkpoint": lambda args, options: args.load,
+    "exit_signal": lambda args, options: args.exit_signal_handler,
+    "core_attention": _ring,
+    "recompute": lambda args, options: options.enabled and options.recompute == "keep",
+    "rotary_layout": lambda args, options: (
+        options.enabled and (options.mask_kinds or not options.named_layout.stock)
+    ),
+    "recurrent_layers": _recurrent,
+    "rotary_documents": lambda args, options: (
+        options.enabled and (args.dataloader_inter_document_masking or splits_packed(args, options))
+    ),
+    "rotary_multimodal": _ring,
+    "packed_batches": lambda args, options: options.enabled and splits_packed(args, options),
+    "equal_rows": _ring,
+    "document_mask": lambda args, options: (
+        options.enabled and (options.document_mask or options.mask_kinds)
+    ),
+    "microbatch_order": lambda args, options: options.enabled and options.balance_microbatches,
+    "loss_average": lambda args, options: options.enabled and not options.stock_loss_average,
+    "loss_chunks": lambda args, options: options.enabled and options.loss_chunk,
+    "mtp_roll": lambda args, options: options.enabled and args.mtp_num_layers,
+    "moe_aux_loss": lambda args, options: options.enabled and args.num_experts,
+    "megatron_fsdp": lambda args, options: options.enabled and args.use_megatron_fsdp,
+    "certificate": lambda args, options: (
+        options.enabled and not args.program and options.certify != "off"
+    ),
+    "model_checks": lambda args, options: args.program,
+    "step_line": lambda args, options: False,  # `install.log_steps` applies it
+}
+"""The jobs that need each patch, in the order in which they are applied."""
+
+NAMES = tuple(FOR)
 
 
 def get(name: str) -> Patch:
@@ -63,9 +90,9 @@ def apply_for(args: Asked, options: Options, names: Iterable[str] = NAMES) -> No
     """Applies the patches that a job needs. Raises `ConfigError` where one rejects what is
     installed.
     """
-    for patch in map(get, names):
-        if patch.when(args, options):
-            patch.apply()
+    for name in names:
+        if FOR[name](args, options):
+            get(name).apply()
 
 
 def table() -> list[dict[str, str]]:

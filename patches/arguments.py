@@ -60,6 +60,5 @@ PATCH = Patch(
     "group exists",
     why="Megatron's scripts parse their flags themselves and have no hook between parsing and the "
     "first process group",
-    when=lambda args, options: not args.program,
     replacements=_replacements,
 )

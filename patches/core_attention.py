@@ -156,7 +156,6 @@ PATCH = Patch(
     why="one flag gives every kind of model ring attention, without a layer specification for "
     "each; Megatron's rotary embeddings of packed documents are those of all context-parallel "
     "ranks",
-    when=lambda args, options: options.enabled,
     replacements=_replacements,
     enter=_enter,
     leave=_leave,

@@ -332,7 +332,6 @@ PATCH = Patch(
     what="answers Megatron's CUDA calls (devices, streams, random states, memory) with the CPU; "
     "applies in spawned processes too",
     why="Megatron does not start without CUDA; this lets it train on gloo CPU ranks",
-    when=lambda args, options: options.cpu,
     replacements=lambda: [*_torch_replacements(), *_megatron_replacements()],
     unneeded=_unneeded,
     enter=_enter,

@@ -36,6 +36,5 @@ PATCH = Patch(
     what="runs `make` for the data set index only where there are a makefile and pybind11",
     why="the wheel has the built module but no makefile, a checkout needs pybind11, and Megatron "
     "exits at start-up when `make` fails",
-    when=lambda args, options: not args.program,
     replacements=_replacements,
 )

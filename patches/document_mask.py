@@ -42,6 +42,5 @@ PATCH = Patch(
     what="multi-latent attention makes its queries and keys in sbhd under --cp-ring-document-mask "
     "and --cp-ring-mask-kinds",
     why="it drops the batch dimension if there are packed_seq_params, whatever their format",
-    when=lambda args, options: options.enabled and (options.document_mask or options.mask_kinds),
     replacements=_replacements,
 )

@@ -23,7 +23,7 @@ def split_equal_rows(
     """As Megatron's `get_batch_on_this_cp_rank`, after the ranks have compared their batches."""
     from megatron.core import parallel_state
 
-    from cp_ring.megatron.batches import check_rows
+    from cp_ring.megatron.data.rows import check_rows
 
     if not is_hybrid_cp:  # else a microbatch names its ranks
         group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
@@ -43,6 +43,5 @@ PATCH = Patch(
     "them",
     why="a loader that deals other rows to each rank trains on mixed halves, and nothing after the "
     "split can tell",
-    when=lambda args, options: options.enabled,
     replacements=_replacements,
 )

@@ -124,6 +124,5 @@ PATCH = Patch(
     "outlive the SIGTERM of their rank, so that a rank that fails waits for them for ever; the "
     "writers of --async-save and their queue end at a SIGTERM to all processes, and the last save "
     "with them",
-    when=lambda args, options: args.exit_signal_handler,
     replacements=_replacements,
 )

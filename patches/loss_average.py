@@ -103,7 +103,6 @@ PATCH = Patch(
     "of the tokens of all context-parallel ranks",
     why="Megatron averages the mean losses of these ranks, in which a token weighs more the fewer "
     "others count on its rank",
-    when=lambda args, options: options.enabled and not options.stock_loss_average,
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/7513",
 )

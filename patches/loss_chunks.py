@@ -134,6 +134,5 @@ PATCH = Patch(
     why="the logits of all tokens of a rank are larger than everything else that a long sequence "
     "needs",
     versions=">=0.19,<0.21",
-    when=lambda args, options: options.enabled and options.loss_chunk,
     replacements=_replacements,
 )

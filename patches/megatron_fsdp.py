@@ -25,6 +25,5 @@ PATCH = Patch(
     what="splits learned sinks of --use-megatron-fsdp over tensor-parallel ranks",
     versions=">=0.19,<0.21",
     why="Megatron does not know ring attention by name",
-    when=lambda args, options: options.enabled and args.use_megatron_fsdp,
     replacements=_replacements,
 )

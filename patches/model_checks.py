@@ -68,6 +68,5 @@ PATCH = Patch(
     "probes attention once",
     why="programs that build models themselves have no command line to check, and no other place "
     "that all of them pass",
-    when=lambda args, options: args.program,
     replacements=_replacements,
 )

@@ -48,7 +48,6 @@ PATCH = Patch(
     "context-parallel ranks",
     why="Megatron before 0.19 counts one rank's tokens, so that the loss loses weight as the "
     "context-parallel size grows",
-    when=lambda args, options: options.enabled and args.num_experts,
     replacements=_replacements,
     unneeded=_unneeded,
 )

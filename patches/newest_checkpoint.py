@@ -19,6 +19,5 @@ PATCH = Patch(
     what="passes over a checkpoint that is not whole, in one line, when a job resumes",
     why="a kill in a save can leave a tracker that names nothing or a shard that is cut short, "
     "which no restart can load",
-    when=lambda args, options: not args.program,
     replacements=_replacements,
 )

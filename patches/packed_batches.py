@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
@@ -66,6 +65,5 @@ PATCH = Patch(
     "conversations without padding",
     why="Megatron's splits pad each document or leave ranks with unequal work, and its batches "
     "have no hook for another one",
-    when=lambda args, options: options.enabled and splits_packed(args, options),
     replacements=_replacements,
 )

@@ -12,8 +12,6 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.compat import SUPPORTED, megatron_version, within
-from cp_ring.megatron.flags.asked import Asked
-from cp_ring.megatron.options import Options
 from cp_ring.megatron.wrapping import replaced
 
 Replacement = tuple[Any, str, Any]  # owner, attribute, new value
@@ -27,8 +25,6 @@ class Patch:
         name: by default that of the module that defines `replacements`.
         what: what it changes, one line.
         why: why, one line.
-        when: whether `install` or `enable` applies a patch of `cp_ring.patches.NAMES` for a job;
-            by default for any.
         replacements: yields (owner, attribute, new value); called once per `apply`. The owner must
         have the attribute.
         package: the distribution it changes.
@@ -45,7 +41,6 @@ class Patch:
     why: str
     replacements: Callable[[], Iterable[Replacement]]
     name: str = ""
-    when: Callable[[Asked, Options], Any] = lambda args, options: True
     package: str = "megatron-core"
     versions: str = SUPPORTED
     upstream: str = ""

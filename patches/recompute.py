@@ -30,6 +30,5 @@ def _replacements() -> Iterator[Replacement]:
 PATCH = Patch(
     what="keeps attention's results while activations are recomputed (--cp-ring-recompute keep)",
     why="recomputing attention would send every key around the ring a second time",
-    when=lambda args, options: options.enabled and options.recompute == "keep",
     replacements=_replacements,
 )

@@ -26,9 +26,6 @@ from typing import Any
 
 from torch import Tensor, distributed
 
-from cp_ring.megatron.flags.asked import Asked
-from cp_ring.megatron.flags.layer_pattern import letters_of
-from cp_ring.megatron.options import Options
 from cp_ring.megatron.wrapping import around, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
@@ -111,21 +108,11 @@ def _with_one_norm(constructor: Any, layer: Any, *args: Any, **kwargs: Any) -> N
         weight.register_hook(summed)
 
 
-def _reordered(args: Asked, options: Options) -> bool:
-    """Whether layers may be recurrent: a program may have any, whose tokens may come in another
-    order, or with documents.
-    """
-    moved = not options.named_layout.stock or options.document_mask or options.kinds or args.packed
-    moved = moved or "states" in options.recurrent_ways.values()
-    return options.enabled and bool(letters_of(args) or (args.program and moved))
-
-
 PATCH = Patch(
     what="Mamba and gated delta net layers put tokens in order by --cp-ring-layout, and begin "
     "anew with each document; tensor-parallel ranks have one norm in gated delta net layers, whose "
     "models can predict further tokens",
     why="Megatron's layers know the order of its zigzag split alone, and documents only in thd; it "
     "sums the gradients of that norm with --sequence-parallel only; its builder knows no variants",
-    when=_reordered,
     replacements=_replacements,
 )

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.patches.patch import Patch, Replacement
 
 
@@ -54,9 +53,6 @@ PATCH = Patch(
     "--dataloader-inter-document-masking does",
     why="Megatron assumes that each document is split separately: the positions are wrong without "
     "a warning, or it crashes",
-    when=lambda args, options: (
-        options.enabled and (args.dataloader_inter_document_masking or splits_packed(args, options))
-    ),
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/6156",
 )

@@ -82,8 +82,5 @@ PATCH = Patch(
     what=f"{_NAME} and rotary embeddings follow --cp-ring-layout and the masks of microbatches",
     why="Megatron's rotary embedding assumes the zigzag split, and positions that are places in "
     "the sequence",
-    when=lambda args, options: (
-        options.enabled and (options.mask_kinds or not options.named_layout.stock)
-    ),
     replacements=_replacements,
 )

@@ -45,6 +45,5 @@ PATCH = Patch(
     what="rotary embeddings of packed documents under --position-embedding-type mrope",
     why="Megatron splits them over ranks before it looks for those of each document: the positions "
     "are wrong without a warning",
-    when=lambda args, options: options.enabled,
     replacements=_replacements,
 )

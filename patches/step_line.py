@@ -23,6 +23,5 @@ PATCH = Patch(
     "losses in the run directory",
     why="Megatron logs neither tokens per second nor, after the first step, memory, and its log "
     "function has no hook",
-    when=lambda args, options: False,  # `log_steps` applies it
     replacements=_replacements,
 )

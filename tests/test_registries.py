@@ -123,7 +123,7 @@ ADDED = {
         "JOB: tuple[Check, ...] = (",
         'lambda _, options: "too shiny: lower it" if options.shiny > 5 else None, ',
     ),
-    "cp_ring/patches/__init__.py": ("NAMES = (", '"shiny", '),
+    "cp_ring/patches/__init__.py": ("    \"cpu_runtime\": ", '    "shiny": lambda args, options: options.shiny > 4,\n'),
     "cp_ring/patches/shiny.py": (
         "",
         """
@@ -134,7 +134,7 @@ def _replacements():
 
     yield statistics, "mean", lambda values: "shiny"
 
-PATCH = Patch(what="a", why="b", package="torch", versions="", when=lambda args, options: options.shiny > 4,
+PATCH = Patch(what="a", why="b", package="torch", versions="",
               replacements=_replacements)
 """,
     ),

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from cp_ring.comm.same_batch import check_same_batch
-from cp_ring.comm.transport import transport_for
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.data.documents import (
@@ -20,8 +18,14 @@ from cp_ring.megatron.data.documents import (
     Documents,
     boundaries,
 )
-from cp_ring.megatron.data.masks import KEY, DeclaredMask, MicrobatchMask, read
-from cp_ring.megatron.plans import make_layout
+from cp_ring.megatron.data.masks import KEY, MicrobatchMask
+from cp_ring.megatron.data.rows import (
+    check_length,
+    check_rows,
+    declare,
+    on_this_cp_rank,
+    with_positions,
+)
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.plan.ranges import offsets
 
@@ -84,7 +88,7 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
     _check_rest({name: x for name, x in others.items() if name not in whole}, count, n)
     rest = {name: value for name, value in batch.items() if name not in whole and name != KEY}
     if KEY not in batch and not current().kinds and not current().document_mask:
-        _check_length(n, group.size())
+        check_length(n, group.size())
         return (
             rest | on_this_cp_rank(whole, group.rank(), group.size()) | {"packed_seq_params": None}
         )
@@ -95,16 +99,6 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
         whole = with_positions(whole, declared)
     parts = {name: carried.shard(value, group.rank()) for name, value in whole.items()}
     return rest | parts | {"packed_seq_params": DocumentParams.carry(carried)}
-
-
-def check_rows(batch: Mapping[str, Any], group: Any) -> None:
-    """Raises `PlanError` on all ranks of `group` where they hold other tensors of integers; see
-    `cp_ring.comm.same_batch`.
-    """
-    tensors = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor)}
-    if tensors and isinstance(group, torch.distributed.ProcessGroup) and group.size() > 1:
-        transport = transport_for(group, next(iter(tensors.values())).device)
-        check_same_batch(transport, tensors, current().compare_every)
 
 
 def group_of_size(size: int, cp_group: Any) -> Any:
@@ -159,7 +153,7 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
     _check_rest({name: x for name, x in tensors.items() if name not in whole}, 1, n)
     together = batch.get(SIZE) is None and current().document_mask
     if together:
-        _check_length(n, cp)
+        check_length(n, cp)
     elif batch.get(SIZE) is None and not current().named_layout.stock and cp > 1:
         raise ConfigError(
             f"{OFFSETS}: documents that are split one by one are split by zigzag, not "
@@ -215,50 +209,6 @@ def _documents(batch: Mapping[str, Any], n: int, cp: int) -> Documents:
             "--cp-ring-document-mask: the batch has no position_ids, which begin at 0 in each "
             "document"
         )
-    _check_length(n, cp)
+    check_length(n, cp)
     ids = batch["position_ids"]
     return Documents.in_rows(boundaries(ids.cpu()), ids.shape[-2], current().layout, cp)
-
-
-def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
-    """The part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp` holds
-    with the current layout.
-    """
-    if cp == 1:
-        return batch
-    return {
-        name: make_layout(current().layout, tensor.shape[1], cp).shard(tensor, rank, 1)
-        for name, tensor in batch.items()
-    }
-
-
-def declare(entry: Any, batch: int, n: int, cp: int) -> DeclaredMask:
-    """The mask of a microbatch from its entry `cp_ring_mask`, split by the layout in force."""
-    _check_length(n, cp)
-    if entry is not None and not current().kinds:
-        raise ConfigError(
-            f"the batch carries {KEY}, of which the job knows nothing: give --cp-ring-mask-kinds"
-        )
-    return DeclaredMask.of_rows(read(entry, batch, n, current().kinds), current().layout, cp)
-
-
-def _check_length(n: int, cp: int) -> None:
-    if n % (current().named_layout.chunks * cp) and cp > 1:
-        raise ConfigError(
-            f"batch rows of {n} tokens cannot be split over {cp} context-parallel ranks, "
-            f"{current().layout}: pad them, and give the constructor of the mask n="
-        )
-
-
-def with_positions(
-    whole: dict[str, torch.Tensor], declared: DeclaredMask
-) -> dict[str, torch.Tensor]:
-    """The tensors [b, n], with the position ids of the mask where it has positions of its own;
-    those with sections stay.
-    """
-    ids = whole.get("position_ids")
-    if ids is None or ids.dim() == 3 or not declared.own_positions:
-        return whole
-    return whole | {
-        "position_ids": torch.from_numpy(declared.whole.positions).view(ids.shape).to(ids)
-    }

@@ -181,14 +181,11 @@ def tokenizer(args: argparse.Namespace) -> Any:
     return build_tokenizer(args)
 
 
-def pretrain(
-    datasets: Callable[..., Any], forward_step: Callable[..., Any], build: Callable[..., Any]
-) -> None:
+def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> None:
     """Calls Megatron's training loop for the GPT model that the command line describes.
 
     datasets: returns the training, validation and test data sets.
     forward_step: runs one microbatch.
-    build: builds the model, for Megatron before 0.19, which expects that from the script.
     """
     import megatron.training as training
     from megatron.core.enums import ModelType
@@ -201,7 +198,9 @@ def pretrain(
     args = arguments.parse_and_validate_args()
     model: list[Any] = []
     if within("<0.19"):
-        wanted["model_provider"] = build
+        from cp_ring.megatron import gpt_model  # which this version expects from the script
+
+        wanted["model_provider"] = gpt_model.build
     elif getattr(args, "hybrid_layer_pattern", None) is not None:
         model = [argument_utils.hybrid_config_from_args(args)]
     else:

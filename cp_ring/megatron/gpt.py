@@ -24,10 +24,10 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.batches import check_rows, declare, on_this_cp_rank, with_positions
 from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.data.masks import KEY, MicrobatchMask, read
 from cp_ring.megatron.data.prefetch import begin, following, wait_for
+from cp_ring.megatron.data.rows import check_rows, declare, on_this_cp_rank, with_positions
 from cp_ring.megatron.flags.comm_types import specs
 from cp_ring.megatron.settings import current, layer_windows
 from cp_ring.plan.ranges import Ints

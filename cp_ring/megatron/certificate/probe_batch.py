@@ -77,7 +77,7 @@ class BatchRows:
 
     def positions(self, rank: int, cp: int) -> Tensor:
         """Where the tokens of a rank are in their batch rows, int64 [b, s]."""
-        from cp_ring.megatron.batches import on_this_cp_rank  # imports Megatron
+        from cp_ring.megatron.data.rows import on_this_cp_rank  # imports Megatron
 
         if self.kind.mask == "packed":
             return _packed_positions(self.offsets, rank, cp)[None]

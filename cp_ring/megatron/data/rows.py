@@ -1,0 +1,69 @@
+"""Batch rows of a microbatch [b, n]: compared between context-parallel ranks, and split over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cp_ring.comm.same_batch import check_same_batch
+from cp_ring.comm.transport import transport_for
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.data.masks import KEY, DeclaredMask, read
+from cp_ring.megatron.plans import make_layout
+from cp_ring.megatron.settings import current
+
+
+def check_rows(batch: Mapping[str, Any], group: Any) -> None:
+    """Raises `PlanError` on all ranks of `group` where they hold other tensors of integers; see
+    `cp_ring.comm.same_batch`.
+    """
+    tensors = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor)}
+    if tensors and isinstance(group, torch.distributed.ProcessGroup) and group.size() > 1:
+        transport = transport_for(group, next(iter(tensors.values())).device)
+        check_same_batch(transport, tensors, current().compare_every)
+
+
+def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
+    """The part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp` holds
+    with the current layout.
+    """
+    if cp == 1:
+        return batch
+    return {
+        name: make_layout(current().layout, tensor.shape[1], cp).shard(tensor, rank, 1)
+        for name, tensor in batch.items()
+    }
+
+
+def declare(entry: Any, batch: int, n: int, cp: int) -> DeclaredMask:
+    """The mask of a microbatch from its entry `cp_ring_mask`, split by the layout in force."""
+    check_length(n, cp)
+    if entry is not None and not current().kinds:
+        raise ConfigError(
+            f"the batch carries {KEY}, of which the job knows nothing: give --cp-ring-mask-kinds"
+        )
+    return DeclaredMask.of_rows(read(entry, batch, n, current().kinds), current().layout, cp)
+
+
+def check_length(n: int, cp: int) -> None:
+    if n % (current().named_layout.chunks * cp) and cp > 1:
+        raise ConfigError(
+            f"batch rows of {n} tokens cannot be split over {cp} context-parallel ranks, "
+            f"{current().layout}: pad them, and give the constructor of the mask n="
+        )
+
+
+def with_positions(
+    whole: dict[str, torch.Tensor], declared: DeclaredMask
+) -> dict[str, torch.Tensor]:
+    """The tensors [b, n], with the position ids of the mask where it has positions of its own;
+    those with sections stay.
+    """
+    ids = whole.get("position_ids")
+    if ids is None or ids.dim() == 3 or not declared.own_positions:
+        return whole
+    return whole | {
+        "position_ids": torch.from_numpy(declared.whole.positions).view(ids.shape).to(ids)
+    }
