@@ -123,7 +123,10 @@ ADDED = {
         "JOB: tuple[Check, ...] = (",
         'lambda _, options: "too shiny: lower it" if options.shiny > 5 else None, ',
     ),
-    "cp_ring/patches/__init__.py": ("    \"cpu_runtime\": ", '    "shiny": lambda args, options: options.shiny > 4,\n'),
+    "cp_ring/patches/__init__.py": (
+        '    "cpu_runtime": ',
+        '    "shiny": lambda args, options: options.shiny > 4,\n',
+    ),
     "cp_ring/patches/shiny.py": (
         "",
         """
