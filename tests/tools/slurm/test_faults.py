@@ -8,27 +8,19 @@ before the last checkpoint is done again, and no process is left. All but the fi
 
 import functools
 import os
-import re
-import sys
 
 import pytest
 import yaml
 
 from cp_ring.tools import job as config
 from tests import needs
-from tests.megatron.launch import HERE, trace, train
-from tests.megatron.launch import TINY as TRAINS
+from tests.megatron.launch import trace, train
 from tests.tools.slurm.cluster import PRINTED, Job, running
 from tests.tools.slurm.job import TINY
 
 pytestmark = pytest.mark.xdist_group("slurm")  # one cluster at a time
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter")
 CP2 = {"ranks": 2, "megatron__context_parallel_size": 2}
-BEGINS = "    batch = {name: value.cuda()"
-FAILS = f"""    forward_step.calls = getattr(forward_step, "calls", 0) + 1
-    if forward_step.calls > 40:  # behind the probes of the certificate
-        raise ValueError("my own bug")
-{BEGINS}"""
 CP2_DP2 = {"megatron__context_parallel_size": 2}
 
 
@@ -124,32 +116,6 @@ def test_submitted_killed_warned_finished(cluster):
 
 
 @pytest.mark.slow
-def test_an_error_in_the_script_ends_the_job(cluster):
-    """Also with workers of the data loader, which inherit the handler of signals."""
-    script = cluster.folder / "my_gpt.py"
-    script.write_text((HERE / "small_script.py").read_text().replace(BEGINS, FAILS))
-    save = str(cluster.folder / "fails" / "checkpoints")
-    flags = [
-        *TRAINS,
-        "--train-iters",
-        "60",
-        "--num-workers",
-        "2",
-        "--exit-signal-handler",
-        "--save",
-        save,
-        "--save-interval",
-        "100",
-    ]
-    ring = ["--context-parallel-size", "2", "--cp-ring", "--cp-ring-cpu"]
-    words = ("--", sys.executable, "-m", "cp_ring.run", str(script), *flags, *ring)
-    job = Job(cluster, "fails", ranks=2, words=words)
-    assert job.end() == "FAILED"
-    assert job.starts == [0, 0] and "ValueError: my own bug" in job.log, job.logs()
-    assert re.search(r"given up: .* exit code 1; .* 2 tries without a new checkpoint", job.log)
-
-
-@pytest.mark.slow
 def test_canceled_stays_canceled(cluster):
     job = Job(cluster, "canceled", megatron__train_iters=2000, **CP2)
     job.reach(2)
@@ -157,16 +123,6 @@ def test_canceled_stays_canceled(cluster):
     assert job.end() == "CANCELLED"
     # ranks save on SIGTERM
     assert job.restarts == 0 and job.saved >= 2 and " canceled: " in job.log, job.logs()
-
-
-@pytest.mark.slow
-def test_data_parallel_ranks_killed(cluster, undisturbed):
-    expected = undisturbed()
-    job = Job(cluster, "killed-dp", megatron__save_interval=2, **CP2_DP2)
-    job.reach(3)
-    kill_a_rank(job, 2)
-    assert job.end() == "COMPLETED", job.logs()
-    assert job.restarts == 1 and job.starts[1] >= 2 and same(job, expected)
 
 
 @pytest.mark.slow
