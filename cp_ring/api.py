@@ -120,7 +120,9 @@ def ring_attention(
             Each then computes its part of the query heads for the tokens of all of them, and the
             ring has as many times fewer members. It must divide the ranks and the query heads, and
             the key/value heads too, or be a multiple of these. The number of all ranks is
-            DeepSpeed-Ulysses, 1 the ring alone, `auto` that of least predicted time.
+            DeepSpeed-Ulysses, 1 the ring alone. `auto`, the default, is 1 inside one node; in a
+            group of several nodes it is 1 or a divisor of the ranks of a node, for each mask that
+            of least predicted time.
         softmax_scale: factor of the scores; d ** -0.5 by default.
         sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each
             query. Zeros give the off-by-one softmax. Its gradient is this rank's share; sum it over
@@ -258,7 +260,7 @@ def _resolved(
         asked = PlanOptions(**of_plan)
         if plan is None:
             tokens_first = of_call.get("qkv_format") == "sbhd"
-            plan = asked.find(transport, (q, k, v), tokens_first)
+            plan = asked.find(transport, (q, k, v), tokens_first, latents is not None)
             if transport is not None and isinstance(asked.layout, str):
                 check_cut(transport, plan.layout, "ring_attention", "layout" in of_plan)
                 check_slices((q, k, v), int(not tokens_first), plan.layout, transport.rank)

@@ -121,10 +121,10 @@ class CallSettings:
         most=MAX_RANKS,
     )
     heads: int | str = setting(
-        1,
+        "auto",
         "Ulysses degree: context-parallel ranks in an all-to-all group, which exchange tokens "
-        "for heads; the ring runs over the groups. 1 is ring only, auto takes the fastest by "
-        "predicted time.",
+        "for heads; the ring runs over the groups. 1 is ring only; auto is 1 inside one node, and "
+        "beyond it 1 or a divisor of a node's ranks, for each mask that of least predicted time.",
         least=1,
         words=("auto",),
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,10 +15,9 @@ from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.options import CallSettings
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import Plan, PlanSpec, plan
+from cp_ring.plan.plan import HeadsChoice, Plan, PlanSpec, plan
 from cp_ring.plan.ranges import offsets, window_of
 from cp_ring.plan.routes import AUTO
-from cp_ring.plan.schedule import text
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.runtime import RUNTIME
 
@@ -28,16 +25,10 @@ if TYPE_CHECKING:
     from cp_ring.comm.transport import Transport
     from cp_ring.plan.tables import RankPlan
 
-MAX_CHOICES = 64
-"""How many choices of `auto` are kept: those that were used last."""
-
 _OF_PLANS = "mask, layout, route, schedule and heads"
 _OF_MASKS = ("causal", "window_size", "cu_seqlens")
 _OTHERS = ("layout", "route", "schedule", "heads")
 Offsets = Sequence[int] | np.ndarray | Tensor
-
-_choices: OrderedDict[tuple[object, ...], int] = RUNTIME.keep(OrderedDict())
-_lock = Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +88,10 @@ class PlanOptions:
         transport: Transport | None,
         tensors: tuple[Tensor, Tensor, Tensor],
         tokens_first: bool,
+        latent: bool = False,
     ) -> Plan:
         """The plan of a call in which the rank of the transport passes q, k and v, [batch, tokens,
-        ...], or tokens first.
+        ...], or tokens first. Latents, which have no heads, are not exchanged by default.
 
         Raises `ConfigError` or `PlanError` with a line that names the argument.
         """
@@ -122,10 +114,10 @@ class PlanOptions:
         spec = PlanSpec(layout, self.route, self.schedule)
         if self.heads != AUTO:
             spec = replace(spec, ulysses=int(self.heads))
-        else:
+        elif not latent and isinstance(self.schedule, str) and transport is not None:
             near = node_size(getattr(transport, "ranks", ()), ranks_per_node())
-            heads = _fastest_heads(mask, cp, spec, _sizes(*tensors, batch), near)
-            spec = replace(spec, ulysses=heads)
+            if 1 < near < cp:
+                spec = replace(spec, choice=HeadsChoice(_sizes(*tensors, batch), near))
         proven = plan(mask, cp, spec)
         held = int(proven.layout.tokens_per_rank[rank])
         if proven.layout.rows == 1 and held != tokens:
@@ -150,24 +142,6 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes:
         return AttentionSizes()
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(q.dtype, "fp32")
     return AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype=dtype, batch=batch)
-
-
-def _fastest_heads(mask: Mask, cp: int, spec: PlanSpec, sizes: AttentionSizes, near: int) -> int:
-    """The number of ranks that exchange heads of least predicted time, in place of `auto`, where
-    `near` neighboring ranks share a node; found once for equal arguments.
-    """
-    from cp_ring.plan.cost import fastest_heads
-
-    layout = getattr(spec.layout, "digest", spec.layout)
-    key = mask.digest, layout, cp, spec.route, text(spec.schedule), near, sizes
-    with _lock:
-        if key not in _choices:
-            settled = spec.settled(mask, cp)
-            _choices[key] = fastest_heads([(mask, 1)], cp, settled, sizes, near)[0]
-            while len(_choices) > MAX_CHOICES:
-                _choices.popitem(last=False)
-        _choices.move_to_end(key)
-        return _choices[key]
 
 
 def _maker(mask: object) -> str:

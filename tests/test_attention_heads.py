@@ -4,20 +4,26 @@ processes and in threads.
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.attention import attention_of
+from cp_ring.comm.transport import transport_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.inputs import AttentionOptions, Inputs, KeptOutput
 from cp_ring.observe.counters import record
-from cp_ring.plan import split_heads
+from cp_ring.plan import cost, split_heads
 from cp_ring.plan.cost import bytes_between_nodes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.head_split import unsplit
+from cp_ring.plan_cache import PlanOptions
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, brute_force, error
 from cp_ring.tools import bench_accuracy as accuracy
@@ -155,24 +161,41 @@ def test_batch_rows_with_masks_of_their_own():
         assert error(x[None], y) < FLOAT32
 
 
-def test_the_fastest_shape():
-    """`auto` chooses a plan by predicted time: here, of tiny tensors, one with fewer calls; results
-    are the same.
+def _by_default(group: Any, case: Case, between: float) -> tuple[list[Tensor], list[int]]:
+    """Attention of two nodes of two ranks each, with links of so many bytes a second between
+    nodes; and how many ranks exchanged heads.
     """
+    n = case.q.shape[1]
+    told, rates = os.environ.get("LOCAL_WORLD_SIZE"), cost.RATES
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    cost.RATES = replace(rates, between=between, call=1e-12)
+    try:
+        q, k, v, dout = (Layout.zigzag(n, 4).shard(x, group.rank(), 1) for x in case)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        options = PlanOptions(causal=True)
+        made = options.find(transport_for(group, q.device), (q, k, v), False)
+        out = ring_attention(q, k, v, group, causal=True)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)], [made.ulysses]
+    finally:
+        cost.RATES = rates
+        os.environ.pop("LOCAL_WORLD_SIZE")
+        if told is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = told
 
-    def both(group: Any, case: Case) -> list[float]:
-        q, k, v = (Layout.zigzag(64, 4).shard(x, group.rank, 1) for x in case[:3])
-        alone = ring_attention(q, k, v, group, causal=True)
-        choices = (
-            {"heads": "auto"},
-            {"heads": "auto"},
-        )
-        return [
-            error(ring_attention(q, k, v, group, causal=True, **choice), alone.double())
-            for choice in choices
-        ]
 
-    assert max(max(found) for found in LocalRing(4).run(both, Case.draw(64, b=2, h=4, g=2))) < 1e-6
+# of different lengths, because plans are kept
+@pytest.mark.parametrize(("n", "between", "heads"), [(64, 1e12, 1), (96, 1e6, 2)])
+def test_heads_of_two_nodes_are_chosen_by_their_links(pool, n, between, heads):
+    """The default: the ring where links are fast, heads of the ranks of a node where those between
+    nodes are slow; the results are the same.
+    """
+    case = Case.draw(n, b=2, h=4, g=2, seed=3)
+    found = pool.run(_by_default, 4, case, between)
+    assert [chosen for _, chosen in found] == [[heads]] * 4
+    layout = Layout.zigzag(n, 4)
+    for i, whole in enumerate(brute_force(case, np.tri(n, dtype=bool))):
+        got = layout.unshard([parts[i] for parts, _ in found], 1)
+        assert error(got, whole) < FLOAT32
 
 
 def _kept_results(group, case, plan):

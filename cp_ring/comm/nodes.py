@@ -12,10 +12,13 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
     """Ranks of the whole job on each node, as torchrun or Slurm told this process; None if neither
     did.
 
-    Slurm's nodes may have different numbers of tasks, as in `4(x2),3`: then None too.
+    Nodes may have different numbers of ranks, as Slurm's `4(x2),3`: then None too, on all ranks.
     """
     if "LOCAL_WORLD_SIZE" in environment:
-        return int(environment["LOCAL_WORLD_SIZE"])
+        own, ranks, nodes = (
+            int(environment.get(f"{name}WORLD_SIZE", 0)) for name in ("LOCAL_", "", "GROUP_")
+        )
+        return own if not nodes or own * nodes == ranks else None
     tasks = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return int(tasks[1]) if tasks else None
 

@@ -29,6 +29,7 @@ from cp_ring.megatron.data.masks import KEY, MicrobatchMask, read
 from cp_ring.megatron.data.prefetch import begin, following, wait_for
 from cp_ring.megatron.data.rows import check_rows, declare, on_this_cp_rank, with_positions
 from cp_ring.megatron.flags.comm_types import specs
+from cp_ring.megatron.heads_choice import with_choice
 from cp_ring.megatron.settings import current, layer_windows
 from cp_ring.plan.ranges import Ints
 
@@ -209,7 +210,10 @@ def _plan_maker(rank: int) -> Callable[[MicrobatchMask], None]:
     """A function that starts to make the plans of a mask, for the windows of all layers, on another
     thread.
     """
-    spec, windows = specs(get_args(), current())[0][1], layer_windows()
+    args, windows = get_args(), layer_windows()
+    kind, spec = specs(args, current())[0]
+    group = parallel_state.get_context_parallel_group()
+    spec = with_choice(spec, kind, current(), args, args.tensor_model_parallel_size, group)
 
     def prepare(carried: MicrobatchMask) -> None:
         for window, _ in windows:

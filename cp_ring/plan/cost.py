@@ -15,6 +15,7 @@ from cp_ring.plan.lower import FULL, REVERSED, band_kinds
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
+from cp_ring.plan.proof.verify import report as report_of
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
@@ -261,6 +262,21 @@ def _count_depth(depth: Ints, call: Ints, group: Ints, start: Ints, end: Ints) -
     np.maximum.at(depth, np.concatenate([call, call])[order], np.cumsum(change[order]))
 
 
+def heads_to_try(cp: int, sizes: AttentionSizes, ranks_per_node: int) -> list[int]:
+    """How many of `cp` ranks may exchange heads, where each `ranks_per_node` neighboring ranks
+    share a node: 1, and in a group of several nodes the three largest numbers that divide the
+    ranks of a node and the heads.
+    """
+    inside = range(2, ranks_per_node + 1) if ranks_per_node < cp else ()
+    fitting = [
+        heads
+        for heads in inside
+        if not (ranks_per_node % heads or cp % heads)
+        and not unsplit(sizes.heads, sizes.kv_heads, heads)
+    ]
+    return [1, *fitting[-3:]]
+
+
 def fastest_heads(
     layers: Sequence[tuple[Mask, int]],
     cp: int,
@@ -270,17 +286,21 @@ def fastest_heads(
 ) -> tuple[int, dict[int, float]]:
     """How many neighboring ranks exchange heads, such that attention of layers with these masks
     (mask, number of layers) takes the least time, where each `ranks_per_node` neighboring ranks
-    share a node; and the seconds of each number that is possible.
+    share a node; and the seconds of each number of `heads_to_try`.
 
-    Of numbers that differ by less than a hundredth, the smallest is taken.
+    Of numbers that differ by less than a hundredth, the smallest is taken. Nothing is proven: the
+    plan that is then made is.
     """
+    numbers = heads_to_try(cp, sizes, ranks_per_node)
+    if len(numbers) == 1:
+        return 1, {}
+    spec = replace(spec, layout=spec.layout_of(layers[0][0], cp))
     seconds = {}
-    for heads in range(1, cp + 1):
-        if cp % heads == 0 and not unsplit(sizes.heads, sizes.kv_heads, heads):
-            plans = [(replace(spec, ulysses=heads).build(mask, cp), n) for mask, n in layers]
-            seconds[heads] = sum(
-                count * attention_time(plan, plan.verify(), sizes, RATES, ranks_per_node).both
-                for plan, count in plans
-            )
+    for heads in numbers:
+        plans = [(replace(spec, ulysses=heads).build(mask, cp), n) for mask, n in layers]
+        seconds[heads] = sum(
+            count * attention_time(plan, report_of(plan.ring, 2), sizes, RATES, ranks_per_node).both
+            for plan, count in plans
+        )
     least = min(seconds.values())
     return next(heads for heads, time in seconds.items() if time <= 1.01 * least), seconds

@@ -25,8 +25,19 @@ from cp_ring.plan.proof.verify import Report, verify
 from cp_ring.plan.rank_plan import rank_plan
 from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
 from cp_ring.plan.schedule import Schedule, text
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.tables import PlanTables, RankPlan
 from cp_ring.runtime import RUNTIME
+
+
+@dataclass(frozen=True)
+class HeadsChoice:
+    """That the number of ranks that exchange heads is chosen for each mask, and by what: the sizes
+    of attention and the number of neighboring ranks that share a node.
+    """
+
+    sizes: AttentionSizes
+    ranks_per_node: int
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class PlanSpec:
 
     layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`.
     route, schedule, ulysses, slot_shards: as in `Plan.build`.
+    choice: in place of `ulysses`, that of least predicted time (`cost.fastest_heads`).
     """
 
     layout: Layout | str = "zigzag"
@@ -43,6 +55,7 @@ class PlanSpec:
     schedule: str | Sequence[int] = "auto"
     ulysses: int = 1
     slot_shards: int | None = None
+    choice: HeadsChoice | None = None
 
     @property
     def name(self) -> str:
@@ -63,8 +76,16 @@ class PlanSpec:
         return LAYOUTS[layout](mask, cp)
 
     def settled(self, mask: Mask, cp: int) -> PlanSpec:
-        """The same with its layout in place of a name. Raises `PlanError` as `build` does."""
-        return replace(self, layout=self.layout_of(mask, cp))
+        """The same with its layout in place of a name, and with a number of heads in place of a
+        choice. Raises `PlanError` as `build` does.
+        """
+        spec = replace(self, layout=self.layout_of(mask, cp), choice=None)
+        if self.choice is None:
+            return spec
+        from cp_ring.plan.cost import fastest_heads  # which imports this module
+
+        sizes, near = self.choice.sizes, self.choice.ranks_per_node
+        return replace(spec, ulysses=fastest_heads([(mask, 1)], cp, spec, sizes, near)[0])
 
     def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
         """The plan of `mask` over `cp` ranks, neither proven nor kept; with `rank`, all that this
@@ -73,6 +94,8 @@ class PlanSpec:
         Raises `PlanError` where mask, ranks and spec do not fit together.
         """
         expect("mask", mask, Mask)
+        if self.choice is not None:
+            return self.settled(mask, cp).build(mask, cp, rank)
         layout = self.layout_of(mask, cp)
         if self.route not in ROUTES:
             raise PlanError(f"route={self.route!r}: unknown; known are {', '.join(ROUTES)}")
@@ -237,7 +260,7 @@ def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:
     # The functions and routes, because others may have taken their names in the registries since.
     layout = spec.layout
     split = LAYOUTS.get(layout, layout) if isinstance(layout, str) else layout.digest
-    names = spec.route, text(spec.schedule), spec.ulysses, spec.slot_shards
+    names = spec.route, text(spec.schedule), spec.ulysses, spec.slot_shards, spec.choice
     key = mask.digest, cp, split, ROUTES.get(spec.route), *names
     with _lock:
         if key in _plans:

@@ -10,6 +10,7 @@ from cp_ring.plan.cost import (
     bytes_between_nodes,
     cost,
     fastest_heads,
+    heads_to_try,
     kernel_calls,
 )
 from cp_ring.plan.lower import KERNELS, call_groups, lower
@@ -79,7 +80,25 @@ def test_heads_are_chosen_where_links_between_nodes_are_slow() -> None:
     assert near == 1, "the ring hides inside a node"
     short = [(Mask.full(1 << 15), 1)]
     far, seconds = fastest_heads(short, 16, PlanSpec(), sizes, 8)
-    assert far > 1 and seconds[far] < seconds[1] and set(seconds) == {1, 2, 4, 8, 16}
+    assert far > 1 and seconds[far] < seconds[1] and set(seconds) == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize(
+    ("cp", "heads", "kv_heads", "ranks_per_node", "wanted"),
+    [
+        (8, 32, 8, 8, [1]),  # inside a node the ring
+        (16, 32, 8, 8, [1, 2, 4, 8]),
+        (32, 32, 8, 16, [1, 4, 8, 16]),  # at most four
+        (12, 12, 12, 6, [1, 2, 3, 6]),
+        (16, 9, 3, 8, [1]),
+        (16, 4, 4, 8, [1, 2, 4]),
+        (16, 32, 8, 1, [1]),  # of which nothing is known
+    ],
+)
+def test_heads_to_try(
+    cp: int, heads: int, kv_heads: int, ranks_per_node: int, wanted: list[int]
+) -> None:
+    assert heads_to_try(cp, AttentionSizes(heads, kv_heads), ranks_per_node) == wanted
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ def test_ranks_of_a_group_on_a_node(ranks, per_node, size):
     [
         ({}, None),
         ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16", "GROUP_WORLD_SIZE": "2"}, 8),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "12", "GROUP_WORLD_SIZE": "2"}, None),
+        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "12", "GROUP_WORLD_SIZE": "2"}, None),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, None),

@@ -25,6 +25,7 @@ from cp_ring.megatron.data.documents import (
 from cp_ring.megatron.data.prefetch import wait_for
 from cp_ring.megatron.flags.checks_attention import layer_problem, window_problem
 from cp_ring.megatron.flags.comm_types import check_members, spec_of_layer
+from cp_ring.megatron.heads_choice import with_choice
 from cp_ring.megatron.plans import make_layout, make_plan
 from cp_ring.megatron.settings import current, packed_in_whole_rows, tokens_of_a_row
 from cp_ring.observe import timing
@@ -144,8 +145,9 @@ class PlannedAttention(MegatronModule):
         kind, cp = self.cp_comm_type, group.size()
         sizes = getattr(self.config, "hierarchical_context_parallel_sizes", None)
         spec = spec_of_layer(kind, self.settings, cp, sizes)
-        check_members(kind, spec, self.settings, cp, self.config, self.tp_group.size())
-        return spec
+        tp = self.tp_group.size()
+        check_members(kind, spec, self.settings, cp, self.config, tp)
+        return with_choice(spec, kind, self.settings, self.config, tp, group)
 
     def check_batch_mask(
         self,

@@ -26,6 +26,7 @@ from cp_ring.megatron.certificate.report import Probe, ProbesOfRank
 from cp_ring.megatron.certificate.tested_layer import TestedLayer
 from cp_ring.megatron.certificate.tiny_model import own_device, transformer_config
 from cp_ring.megatron.flags.layer_pattern import config_of_layer
+from cp_ring.megatron.heads_choice import every_choice
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.plan.plan import Plan
 
@@ -59,8 +60,10 @@ def probe_layers(
         long = attention_probe.at_length(tested, tokens)
         results.attention += [probe_settings(long, layers), probe_rank_plan(long)]
         results.attention += probe_others(tested, layers)
-        with replaced((layer, "window", kind.probed)):
-            results.attention += attention_probe.probe(tested, rounds=4)
+        for spec in every_choice(layer.spec, groups.cp.size()):
+            note = f" with heads {spec.ulysses}" if spec != layer.spec else ""
+            with replaced((layer, "window", kind.probed), (layer, "spec", spec)):
+                results.attention += attention_probe.probe(replace(tested, note=note), rounds=4)
         if tokens > kind.tokens or kind.probed != kind.window:
             results.attention += attention_probe.probe_long(long)
         if reach := _reach(args, kind, tokens):

@@ -254,6 +254,8 @@ def _make_plan(
     """The plan of one rank; that of all ranks is made and proven now and then, with this part in
     it. Plans of one `kind` are alike.
     """
+    spec = spec.settled(mask, cp)
+    kind = (*kind, spec.ulysses)
     own = spec.build_rank_plan(mask, cp, rank)
     if kind not in _proven or next(_made) % PROVE_EVERY == 0:
         # not kept: the next microbatch has another mask

@@ -34,10 +34,11 @@ def spec_of_layer(
 ) -> PlanSpec:
     """How attention of a layer with `cp_comm_type` `kind` is split over `cp` ranks.
 
-    `sizes` are the hierarchical context-parallel sizes. Raises `ConfigError` with
-    a line that names the flag.
+    `sizes` are the hierarchical context-parallel sizes. Heads `auto` are the ring here: see
+    `cp_ring.megatron.heads_choice`. Raises `ConfigError` with a line that names the flag.
     """
-    kind, heads, schedule = _known(kind or "p2p"), settings.heads, settings.schedule
+    heads, schedule = int(settings.without_auto().heads), settings.schedule
+    kind = _known(kind or "p2p")
     if kind not in _TYPES:
         raise ConfigError(f"--cp-comm-type {kind}: known are {', '.join(_TYPES)}")
     spec = PlanSpec(settings.layout, settings.route)
@@ -48,9 +49,7 @@ def spec_of_layer(
             f"--cp-comm-type {kind} and --cp-ring-heads {heads} are mutually exclusive (both set "
             "the Ulysses degree): drop one"
         )
-    if heads == "auto":
-        raise ConfigError("--cp-ring-heads auto does not support Megatron jobs: give a number")
-    if cp % int(heads):
+    if cp % heads:
         raise ConfigError(
             f"--cp-ring-heads {heads} does not divide the {cp} context-parallel ranks: change "
             "either"
@@ -61,7 +60,7 @@ def spec_of_layer(
                 f"--cp-comm-type all_gather is --cp-ring-schedule gather, not {schedule}: drop one"
             )
         return replace(spec, schedule="gather")
-    members = {"p2p": int(heads), "a2a": cp}.get(kind) or _first_of(sizes, cp)
+    members = {"p2p": heads, "a2a": cp}.get(kind) or _first_of(sizes, cp)
     return replace(
         spec,
         schedule=schedule if members < cp else "auto",

@@ -57,7 +57,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
             # s x s booleans that ring attention does not need
             args.create_attention_mask_in_dataloader = False
         check(args, options, (*JOB, *HERE))
-        options = _with_chosen_wire(args, options)
+        options = _with_chosen_wire(args, _with_named_type(args, options, sys.argv[1:]))
         configure(options, layers=windows_of(args) if options.enabled else None)
     return args
 
@@ -81,6 +81,15 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
                     "attention, which keeps only q, k, v, out and lse: leave it out"
                 )
     return args
+
+
+def _with_named_type(args: argparse.Namespace, options: Options, argv: Sequence[str]) -> Options:
+    """The settings of a job that names `--cp-comm-type` and no heads: p2p is the ring alone."""
+    names = {word.partition("=")[0] for word in argv}
+    if "--cp-comm-type" in names and "--cp-ring-heads" not in names and options.heads == "auto":
+        args.cp_ring_heads = 1
+        return options.without_auto()
+    return options
 
 
 def check(args: Any, options: Options, checks: Iterable[Check] = JOB) -> None:
