@@ -19,7 +19,6 @@ EXAMPLES = {
     "Ranks": """
 --context-parallel-size 0
 --context-parallel-size 4 --cp-ring-heads 3
---context-parallel-size 4 --cp-ring-heads auto
 --context-parallel-size 4 --cp-ring-heads 2 --cp-comm-type a2a
 --context-parallel-size 4 --cp-ring-heads 2 --cp-ring-schedule 0,1,2,2
 --context-parallel-size 4 --cp-comm-type pigeon
@@ -130,7 +129,7 @@ def line_of(flags: str, parser=None) -> str:
         resolve.run_on_cpu(args, options, words)
         resolve.check(args, options, (*JOB, *HERE))
         if args.context_parallel_size > 1:
-            check_latent(args, options.heads, options)
+            check_latent(args, int(options.without_auto().heads), options)
     except ConfigError as error:
         return error.args[-1]
     return ""

@@ -1,0 +1,94 @@
+"""`--cp-ring-heads auto`: where a group spans nodes, the formula chooses for each microbatch."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cp_ring.megatron import heads_choice
+from cp_ring.megatron.data.documents import Documents
+from cp_ring.megatron.flags.resolve import _with_named_type
+from cp_ring.megatron.heads_choice import every_choice, with_choice
+from cp_ring.megatron.options import Options
+from cp_ring.plan import cost
+from cp_ring.plan.plan import PlanSpec
+from cp_ring.plan.sizes.device_rates import Rates
+
+GROUP = SimpleNamespace(size=lambda: 4)
+MODEL = SimpleNamespace(
+    num_attention_heads=8, num_query_groups=4, kv_channels=16, bf16=True, fp16=False
+)
+
+
+@pytest.fixture(autouse=True)
+def two_nodes(monkeypatch):
+    monkeypatch.setattr(heads_choice, "ranks_per_node", lambda: 2)
+    monkeypatch.setattr(heads_choice.dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3])
+
+
+def choice(kind="p2p", model=MODEL, **settings):
+    return with_choice(PlanSpec(), kind, Options.make(**settings), model, 1, GROUP)
+
+
+def test_a_group_of_two_nodes_has_a_choice():
+    spec = choice()
+    assert spec.choice is not None and spec.choice.ranks_per_node == 2
+    assert (spec.choice.sizes.heads, spec.choice.sizes.kv_heads) == (8, 4)
+    assert [each.ulysses for each in every_choice(spec, 4)] == [1, 2]
+    assert [each.choice for each in every_choice(spec, 4)] == [None, None]
+    assert choice(None).choice == spec.choice  # a configuration that names no type
+    flags = SimpleNamespace(**vars(MODEL), group_query_attention=True, micro_batch_size=4)
+    assert choice(model=flags) == spec, "plans that are made ahead are those of the layers"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"heads": 1},
+        {"heads": 2},
+        {"kind": "a2a"},
+        {"kind": "all_gather"},
+        {"schedule": "0,1,2,2"},
+        {"model": SimpleNamespace(**vars(MODEL), multi_latent_attention=True)},
+    ],
+)
+def test_what_is_named_is_not_chosen(named):
+    assert choice(**named).choice is None and every_choice(choice(**named), 4) == [choice(**named)]
+
+
+def test_inside_a_node_there_is_no_choice(monkeypatch):
+    for ranks in (4, 8, None):
+        monkeypatch.setattr(heads_choice, "ranks_per_node", lambda ranks=ranks: ranks)
+        assert choice().choice is None
+
+
+def test_each_microbatch_has_its_own(monkeypatch):
+    """A document that spans all ranks wants the ring of two nodes; documents of a rank each send
+    nothing.
+    """
+    monkeypatch.setattr(cost, "RATES", Rates(flops=1e15, inside=1e10, between=1e9, call=1e-9))
+    found = []
+    for offsets in ([0, 4096], [0, 1024, 2048, 3072, 4096]):
+        documents = Documents.in_rows(np.array(offsets), 1, "contiguous", 4)
+        plans = [documents.prepare(rank, spec=choice()).result() for rank in range(4)]
+        assert len({each.ulysses for each in plans}) == 1
+        assert len({each.digest for each in plans}) == 1
+        found.append(plans[0].ulysses)
+    assert found == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "heads"),
+    [
+        ([], "auto"),
+        (["--cp-comm-type", "p2p"], 1),
+        (["--cp-comm-type=p2p"], 1),
+        (["--cp-comm-type", "p2p", "--cp-ring-heads", "auto"], "auto"),
+    ],
+)
+def test_a_type_that_is_named_is_that_of_megatron(argv, heads):
+    args = Namespace(cp_ring_heads="auto")
+    assert _with_named_type(args, Options.make(), argv).heads == heads == args.cp_ring_heads
