@@ -33,7 +33,17 @@ from tests.fakegpu import te_build
 from tests.fakegpu.accesses import mark
 from tests.fakegpu.log import Log
 from tests.fakegpu.process import FakeGpus
-from tests.gpu.beside import CASES, CONTESTANTS, Groups, Step, layer, rejection, step_of, table
+from tests.gpu.beside import (
+    CASES,
+    CONTESTANTS,
+    RING,
+    Groups,
+    Step,
+    layer,
+    rejection,
+    step_of,
+    table,
+)  # fmt: skip
 
 STEPS = (2, 3, 4)
 """Steps 3 to 5, of which each must be like the one before."""
@@ -87,45 +97,65 @@ def _received(kind: str, size: int, ranks: int) -> int:
     return size if kind == "recv" else size * (ranks - 1) // ranks if kind == "all" else 0
 
 
-def attention(case: str, names: list[str]) -> Iterator[tuple[str, Callable[[], Step]]]:
-    """What makes the step of each contestant."""
+def measured(rank: int, ranks: int) -> bool:
+    """Whether a rank counts and is timed: the first, the middle and the last one do. The others
+    send and receive the same with a kernel that needs no plans of cuDNN, which take seconds.
+    """
+    return rank in (0, ranks // 2, ranks - 1)
+
+
+Makers = Iterator[tuple[str, Callable[[], Step]]]
+"""Contestants, and what makes the step of each."""
+
+
+def attention(case: str, names: list[str], counts: bool) -> Makers:
+    """Those of `CONTESTANTS`; on a rank that does not count, those of cp_ring."""
     groups, inputs = Groups(), CASES[case].draw(torch.empty)
     for name in names:
-        yield name, lambda name=name: step_of(layer(name, CASES[case], groups), inputs)
+        if counts or name.startswith(RING):
+            more = {} if counts else {"kernel": "flash_aten"}
+            yield name, lambda x=(name, CASES[case], groups, more): step_of(layer(*x), inputs)
 
 
 def on_rank(
     folder: str, makers: str, rounds: int, deterministic: bool = False, **options: Any
 ) -> None:
-    """Five steps of each contestant, "<contestant> <step> <pass>" in the log; then their times, all
-    ranks one after another. Writes <rank>.json.
+    """Five steps of each contestant, "<contestant> <step> <pass>" in the log; then their times, one
+    rank after another. Writes <rank>.json.
     """
     torch.use_deterministic_algorithms(deterministic)
     made, found = dict[str, Step](), dict[str, dict[str, Any]]()
+    rank, ranks, store = dist.get_rank(), dist.get_world_size(), _get_default_store()
     module, function = makers.split(":")
-    for name, make in getattr(importlib.import_module(module), function)(**options):
+    counting, first = measured(rank, ranks), None
+    for name, make in getattr(importlib.import_module(module), function)(
+        counts=counting, **options
+    ):
         mark(f"{name}, made")
         gc.collect()
         torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        first = before if first is None else first
         try:
-            found[name] = _steps(name, step := make())
+            step = make()
+            found[name] = _steps(name, step, before - first)
             made[name] = step
         except Exception as error:
             found[name] = {"rejected": rejection(error)}
     ctypes.CDLL(None).fakegpu_pause(1)
-    rank, store = dist.get_rank(), _get_default_store()
-    if rounds:
+    if rounds and counting:
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
         if rank:
-            store.wait([f"timed {rank - 1}"], timedelta(hours=1))
+            before_it = max(x for x in range(rank) if measured(x, ranks))
+            store.wait([f"timed {before_it}"], timedelta(hours=1))
         for name, taken in _times(made, rounds).items():
             found[name]["us"] = taken
         store.set(f"timed {rank}", "")
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 
-def _steps(name: str, step: Step) -> dict[str, Any]:
-    """Peak memory of the steps that count."""
+def _steps(name: str, step: Step, of_others: int) -> dict[str, Any]:
+    """Peak memory of the steps that count, without what other contestants hold."""
     for number in range(STEPS[-1] + 1):
         if number == STEPS[0]:
             torch.cuda.reset_peak_memory_stats()
@@ -133,8 +163,8 @@ def _steps(name: str, step: Step) -> dict[str, Any]:
         step(lambda number=number: mark(f"{name} {number} backward"))
         mark(f"{name}, between")
     return {
-        "allocated": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.max_memory_reserved(),
+        "allocated": torch.cuda.max_memory_allocated() - of_others,
+        "reserved": torch.cuda.max_memory_reserved() - of_others,
     }
 
 
@@ -156,8 +186,8 @@ def compare(
     gpus: FakeGpus, ranks: int, case: str, rounds: int = 0, capability: int = 90,
     makers: str = "tests.fakegpu.beside:attention", **options: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each contestant: counts, memory and time are those of the rank that has most, but
-    received bytes, which are the mean of all ranks. Raises `AssertionError` where steps differ.
+    """A row for each contestant: counts, memory and time are those of the `measured` rank that has
+    most, but received bytes, which are the mean of all ranks. Raises `AssertionError` where steps differ.
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = gpus.run(
@@ -169,18 +199,24 @@ def compare(
     assert not stubs, f"nothing stands for {stubs}"
     rows = []
     for name in facts[0]:
-        row, of_ranks = {"case": case, "cp": ranks, "contestant": name}, [x[name] for x in facts]
-        if rejected := [each["rejected"] for each in of_ranks if "rejected" in each]:
+        row = {"case": case, "cp": ranks, "contestant": name}
+        counting = [(log, x[name]) for rank, (log, x) in enumerate(zip(logs, facts, strict=True))
+                    if measured(rank, ranks)]  # fmt: skip
+        if rejected := [each["rejected"] for _, each in counting if "rejected" in each]:
             rows.append(row | {"rejected": rejected[0]})
             continue
-        for log, each in zip(logs, of_ranks, strict=True):
+        for log, each in counting:
             steps = [counts(log, name, number) for number in STEPS]
             assert steps[0] == steps[1] == steps[2], f"steps differ: {row}, {steps}"
             each |= steps[0]
-        most = max(of_ranks, key=lambda each: each["launches"])
-        row |= {fact: max(x[fact] for x in of_ranks) for fact in most if fact != "kinds"}
-        mean = sum(x["received"] for x in of_ranks) / ranks
-        rows.append(row | {"kinds": most["kinds"], "received": mean})
+        most = max((each for _, each in counting), key=lambda each: each["launches"])
+        row |= {fact: max(x[fact] for _, x in counting) for fact in most if fact != "kinds"}
+        all_ranks = [
+            counts(log, name, STEPS[0])["received"]
+            for log, x in zip(logs, facts, strict=True)
+            if name in x
+        ]
+        rows.append(row | {"kinds": most["kinds"], "received": sum(all_ranks) / len(all_ranks)})
     return rows
 
 
@@ -207,17 +243,20 @@ def main() -> None:
     parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--layers", action="store_true", help="one layer of Megatron's instead")
     parser.add_argument("--rounds", type=int, default=50, help="of host times; 0 for none")
     parser.add_argument("--capability", type=int, choices=(80, 90, 100), default=90)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--out", type=Path, help="a file to add the rows to, as JSON")
     options = parser.parse_args()
     gpus, rows = FakeGpus(te_build.VERSION), []
-    for case in options.cases:
+    of_layers = {"makers": "tests.fakegpu.layers:beside"}
+    more = of_layers if options.layers else {"names": options.contestants}
+    for case in ("causal", "documents") if options.layers else options.cases:
         for ranks in options.cp:
             rows += compare(
                 gpus, ranks, case, options.rounds, options.capability,
-                names=options.contestants, deterministic=options.deterministic,
+                deterministic=options.deterministic, **more,
             )  # fmt: skip
         print(table([row for row in rows if row["case"] == case], COLUMNS), flush=True)
         if options.out:

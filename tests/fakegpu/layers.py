@@ -1,7 +1,10 @@
-"""Layers of Megatron's with ring attention on the fake GPUs: whole blocks, forward and backward."""
+"""Layers of Megatron's on the fake GPUs, with ring attention and without: whole blocks, forward and
+backward.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -22,8 +26,22 @@ from cp_ring.megatron.options import Options
 from cp_ring.megatron.specs import with_ring_attention
 from tests.fakegpu.accesses import mark, recorded
 from tests.fakegpu.plants import PLANTS
+from tests.gpu.beside import CASES, Step
 
-TOKENS = 256  # of a rank
+SMALL = {"tokens": 256, "num_layers": 2, "hidden_size": 256, "num_attention_heads": 4,
+         "num_query_groups": 2, "kv_channels": 64}  # fmt: skip
+LARGE = {"tokens": 8192, "num_layers": 1, "hidden_size": 4096, "num_attention_heads": 32,
+         "num_query_groups": 8, "kv_channels": 128}  # fmt: skip
+"""`tokens` of a rank, and settings of Megatron's configuration."""
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LAYERS: dict[str, dict[str, Any]] = {
+    "Megatron": {"options": None},
+    "Megatron --cp-ring": {"options": {}},
+    "Megatron, recomputed": {"options": None, **FULL},
+    "Megatron --cp-ring, recomputed": {"options": {}, **FULL},
+}
+"""What `beside` compares, with the layers of TransformerEngine."""
 
 
 def blocks(
@@ -37,8 +55,7 @@ def blocks(
     A case has settings of Megatron's configuration, `options` of cp_ring and `documents`, the ends
     of packed documents. planted: it has the name of a fault too, which is there.
     """
-    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    model_parallel_cuda_manual_seed(5)
+    _start()
     with recorded():
         for name, case in cases.items():
             mark(f"{name}, made")
@@ -50,39 +67,73 @@ def blocks(
     mark("end")
 
 
+def beside(case: str, counts: bool) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """What makes the step of each of `LAYERS`; as `tests.fakegpu.beside.attention`."""
+    _start()
+    documents = CASES[case].ends(dist.get_world_size()) if CASES[case].packed else None
+    for name, layer in LAYERS.items():
+        if counts:
+            yield (
+                name,
+                partial(_step_of, "transformer_engine", documents=documents, **LARGE | layer),
+            )
+        elif layer["options"] is not None:
+            light = LARGE | layer | {"options": {"kernel": "flash_aten"}}
+            yield name, partial(_step_of, "local", documents=documents, **light)
+
+
+def _start() -> None:
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    model_parallel_cuda_manual_seed(5)
+
+
 def _step_of(
     implementation: str,
-    options: dict[str, Any],
+    options: dict[str, Any] | None,
     documents: list[int] | None = None,
     **more: Any,
-) -> Any:
-    settings.configure(Options.make(enabled=True, **options), whole_rows=False)
-    latent = "kv_lora_rank" in more
-    heads = {} if latent else {"num_query_groups": 2}
+) -> Step:
+    """Without `options`, the layers have Megatron's own attention."""
+    more = SMALL | more
+    tokens, latent = more.pop("tokens"), "kv_lora_rank" in more
+    if latent:
+        del more["num_query_groups"]
     config = (MLATransformerConfig if latent else TransformerConfig)(
-        num_layers=2, hidden_size=256, num_attention_heads=4, kv_channels=64,
         normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu,
         add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0,
         masked_softmax_fusion=False, bf16=True, params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16, context_parallel_size=dist.get_world_size(),
-        gradient_accumulation_fusion=False, **heads, **more,
+        gradient_accumulation_fusion=False, **more,
     )  # fmt: skip
     kinds = (
         gpt_layer_specs.get_gpt_layer_local_spec,
         gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec,
     )
     spec = kinds[implementation != "local"](multi_latent_attention=latent)
-    block = TransformerBlock(config, with_ring_attention(spec), post_layer_norm=False).cuda()
-    x = torch.empty(TOKENS, 1, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    kept: dict[str, Any] = {}
-    if documents is not None:
-        made = Documents.in_rows(np.array(documents), 1, "zigzag", dist.get_world_size())
-        kept["packed_seq_params"] = DocumentParams.carry(made)
-    return partial(_step, block, x, kept)
+    if options is not None:
+        settings.configure(Options.make(enabled=True, **options), whole_rows=False)
+        spec = with_ring_attention(spec)
+    block = TransformerBlock(config, spec, post_layer_norm=False).cuda()
+    size = config.hidden_size
+    x = torch.empty(tokens, 1, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    packed = None if documents is None else _packed(documents, ring=options is not None)
+    return partial(_step, block, x, {} if packed is None else {"packed_seq_params": packed})
 
 
-def _step(block: Any, x: torch.Tensor, more: dict[str, Any]) -> None:
+def _packed(documents: list[int], ring: bool) -> Any:
+    if ring:
+        rows = Documents.in_rows(np.array(documents), 1, "zigzag", dist.get_world_size())
+        return DocumentParams.carry(rows)
+    ends = torch.tensor(documents, dtype=torch.int32, device="cuda")
+    longest = int(np.diff(documents).max())
+    return PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)
+
+
+def _step(
+    block: Any, x: torch.Tensor, more: dict[str, Any], between: Callable[[], object] = int
+) -> None:
     out = block(x, attention_mask=None, **more)
+    between()
     with torch.autograd.set_multithreading_enabled(False):
         out.backward(torch.empty_like(out))
     for leaf in (x, *block.parameters()):

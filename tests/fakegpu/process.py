@@ -38,6 +38,9 @@ def environment(cudnn: str | None = None) -> dict[str, str]:
         "CUDNN_HOME": str(of_cudnn),
         "CUDA_HOME": str(nvidia / "cu13"),  # where TransformerEngine looks for libraries
         "TRITON_CACHE_DIR": str(libraries.parent / "triton"),
+        # of what TransformerEngine compiles
+        "TORCHINDUCTOR_CACHE_DIR": str(libraries.parent / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
 

@@ -10,15 +10,11 @@ from tests.fakegpu.process import ProgramError
 from tests.fakegpu.replay import hangs, in_flight_together, mismatches
 from tests.fakegpu.test_ring import races, slow_steps
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LATENT = {
     "q_lora_rank": 64, "kv_lora_rank": 64, "qk_head_dim": 64, "qk_pos_emb_head_dim": 64,
     "v_head_dim": 64, "rope_type": "rope",
 }  # fmt: skip
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 CASES = {
     "causal": {},
     "window": {"window_size": (100, 0)},

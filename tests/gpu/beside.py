@@ -67,7 +67,6 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     f"{RING} ring": {"schedule": "ring"},
     f"{RING} heads": {"heads": 0},
     f"{RING} flash_aten": {"kernel": "flash_aten"},
-    f"{RING} flash_aten heads": {"kernel": "flash_aten", "heads": 0},
 }
 """`heads` 0 stands for the number of ranks."""
 
@@ -90,9 +89,11 @@ class Groups:
         self.stream = torch.cuda.Stream()
 
 
-def layer(name: str, case: Case, groups: Groups) -> Layer:
-    """The attention of a contestant. What rejects a case raises when it is called."""
-    options = dict(CONTESTANTS[name])
+def layer(name: str, case: Case, groups: Groups, more: dict[str, Any] | None = None) -> Layer:
+    """The attention of a contestant, with `more` options. What rejects a case raises when it is
+    called.
+    """
+    options = CONTESTANTS[name] | (more or {})
     if "comm" in options:
         return _stock(options["comm"], case, groups)
     if options.get("heads") == 0:

@@ -70,6 +70,7 @@ CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count,
 CUresult cuModuleLoad(CUmodule *module, const char *path) {
     return cuModuleLoadData(module, path);
 }
+CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
     Function *made = calloc(1, sizeof *made);
     snprintf(made->name, sizeof made->name, "%s", name);
