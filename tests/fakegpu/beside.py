@@ -37,9 +37,12 @@ from tests.gpu.beside import (
     CASES,
     CONTESTANTS,
     RING,
+    Column,
     Groups,
     Step,
+    kind_of,
     layer,
+    memory_of,
     rejection,
     step_of,
     table,
@@ -47,24 +50,6 @@ from tests.gpu.beside import (
 
 STEPS = (2, 3, 4)
 """Steps 3 to 5, of which each must be like the one before."""
-
-KINDS = {
-    "cudnn": "attention", "flash_fwd": "attention", "dq_dk_dv": "attention",
-    # what the operators of attention launch around their kernel
-    "seed_and_offset": "operator", "dot_do_o": "operator", "convert_dq": "operator",
-    "splitkv_combine": "operator", "reduce_kernel": "operator", "_to_offsets": "operator",
-    "_merge": "merges", "correction": "merges", "log1p": "merges", "copy_addcmul": "merges",
-    "_add": "sums", "CUDAFunctor_add": "sums",
-    "WithCast": "casts",
-    "direct_copy": "copies", "CatArray": "copies", "index": "copies",
-    "FillFunctor": "fills",
-}  # fmt: skip
-"""What a launch is, by the first of these that its name has; else it is "others"."""
-
-
-def kind_of(kernel: str) -> str:
-    """Of KINDS' kinds."""
-    return next((kind for part, kind in KINDS.items() if part in kernel), "others")
 
 
 def counts(log: Log, name: str, number: int) -> dict[str, Any]:
@@ -220,21 +205,20 @@ def compare(
     return rows
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "launches": lambda row: f"{row['launches']}",
-    "in forward beside attention": lambda row: f"{row['beside attention in forward']}",
-    "memcpys": lambda row: f"{row['memcpys']}",
-    "waits": lambda row: f"{row['waits']}",
-    "allocations": lambda row: f"{row['allocations']}",
+def _of_kinds(row: dict[str, Any]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in row["kinds"].items())
+
+
+COLUMNS: dict[str, Column] = {
+    "launches, memcpys": lambda row: f"{row['launches']}, {row['memcpys']}",
+    "forward beside attention": lambda row: f"{row['beside attention in forward']}",
+    "waits, allocations": lambda row: f"{row['waits']}, {row['allocations']}",
     "events": lambda row: f"{row['events']}",
-    "groups": lambda row: f"{row['groups']}",
-    "messages": lambda row: f"{row['messages']}",
+    "groups, messages": lambda row: f"{row['groups']}, {row['messages']}",
     "MiB received": lambda row: f"{row['received'] / 2**20:.0f}",
-    "MiB allocated": lambda row: f"{row['allocated'] / 2**20:.0f}",
-    "MiB reserved": lambda row: f"{row['reserved'] / 2**20:.0f}",
-    "host us": lambda row: f"{row.get('us', 0):.0f}",
-    "host us a hop": lambda row: f"{row.get('us', 0) / row['cp']:.0f}",
-    "kinds": lambda row: ", ".join(f"{kind} {n}" for kind, n in row["kinds"].items()),
+    "MiB allocated, reserved": memory_of,
+    "host us, a hop": lambda row: f"{row.get('us', 0):.0f}, {row.get('us', 0) / row['cp']:.0f}",
+    "launches by kind": _of_kinds,
 }
 
 
@@ -247,7 +231,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50, help="of host times; 0 for none")
     parser.add_argument("--capability", type=int, choices=(80, 90, 100), default=90)
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file to add the rows to, as JSON")
+    parser.add_argument("--out", type=Path, help="a file for the rows, as JSON")
     options = parser.parse_args()
     gpus, rows = FakeGpus(te_build.VERSION), []
     of_layers = {"makers": "tests.fakegpu.layers:beside"}

@@ -1,17 +1,28 @@
 """One attention layer, forward and backward, by TransformerEngine's own context parallelism and by
-cp_ring, on the same ranks in the same process: what both tables of `docs/benchmarks.md` compare.
+cp_ring, on the same ranks in the same processes.
+
+torchrun --nproc-per-node GPUS -m tests.gpu.beside [RESULTS]     times, values, launches, memory
+
+`tests.fakegpu.beside` counts what the same contestants ask of fake GPUs.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import cp_ring
 
@@ -150,7 +161,34 @@ def rejection(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).split(". Please run")[0]
 
 
-def table(rows: list[dict[str, Any]], columns: dict[str, Callable[[dict[str, Any]], str]]) -> str:
+KINDS = {
+    "cudnn": "attention", "flash_fwd": "attention", "dq_dk_dv": "attention",
+    # what the operators of attention launch around their kernel
+    "seed_and_offset": "operator", "dot_do_o": "operator", "convert_dq": "operator",
+    "splitkv_combine": "operator", "reduce_kernel": "operator", "_to_offsets": "operator",
+    "_merge": "merges", "correction": "merges", "log1p": "merges", "copy_addcmul": "merges",
+    "_add": "sums", "CUDAFunctor_add": "sums",
+    "WithCast": "casts",
+    "direct_copy": "copies", "CatArray": "copies", "index": "copies",
+    "FillFunctor": "fills", "nccl": "messages",
+}  # fmt: skip
+"""What a launch is, by the first of these that its name has; else it is "others"."""
+
+
+def kind_of(kernel: str) -> str:
+    """Of KINDS' kinds."""
+    return next((kind for part, kind in KINDS.items() if part in kernel), "others")
+
+
+Column = Callable[[dict[str, Any]], str]
+
+
+def memory_of(row: dict[str, Any]) -> str:
+    """Peaks, by torch's allocator."""
+    return f"{row['allocated'] / 2**20:.0f}, {row['reserved'] / 2**20:.0f}"
+
+
+def table(rows: list[dict[str, Any]], columns: dict[str, Column]) -> str:
     """A table in Markdown for each case: a line for each contestant, whose cells have a value for
     each number of ranks.
     """
@@ -169,6 +207,104 @@ def table(rows: list[dict[str, Any]], columns: dict[str, Callable[[dict[str, Any
     return "\n".join(text)
 
 
-def _joined(rows: list[dict[str, Any]], column: Callable[[dict[str, Any]], str]) -> str:
+def _joined(rows: list[dict[str, Any]], column: Column) -> str:
     cells = ["rejected" if "rejected" in row else column(row) for row in rows]
     return cells[0] if len(set(cells)) == 1 else " / ".join(cells)
+
+
+def on_gpus(case: str, groups: Groups, repeats: int = 20) -> list[dict[str, Any]]:
+    """A row for each contestant: milliseconds of forward and of both passes on the slowest rank,
+    all taking turns; how far out and gradients are from those of the first that takes the case; and
+    what torch's profiler counts in one step.
+    """
+    inputs, made, rows = CASES[case].draw(), dict[str, Step](), dict[str, dict[str, Any]]()
+    first: dict[bool, tuple[Tensor, ...]] = {}
+    for name in CONTESTANTS:
+        row: dict[str, Any] = {"case": case, "cp": groups.size, "contestant": name}
+        try:
+            step = step_of(layer(name, CASES[case], groups), inputs)
+            for _ in range(3):
+                results = tuple(x.detach() for x in step(int))
+            rows[name] = row | _profiled(step)
+        except Exception as error:
+            rows[name] = row | {"rejected": rejection(error)}
+            continue
+        made[name] = step
+        # of packed documents, ranks hold other tokens in cp_ring
+        right = first.setdefault(CASES[case].packed and name.startswith(RING), results)
+        errors = [float((x - y).norm() / y.norm()) for x, y in zip(results, right, strict=True)]
+        rows[name]["difference"] = max(errors)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
+    for _ in range(repeats):
+        for name, step in made.items():
+            dist.barrier()
+            times[name].append(_timed(step))
+    for name, each in times.items():
+        mine = torch.tensor([median(way) for way in zip(*each, strict=True)], device="cuda")
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        rows[name]["forward_ms"], rows[name]["both_ms"] = mine.tolist()
+    return list(rows.values())
+
+
+def _profiled(step: Step) -> dict[str, Any]:
+    """Launches and waits of a step, and its peak memory."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step(int)
+    memory = {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        step(int)
+        torch.cuda.synchronize()
+    events = found.events()
+    device = [x for x in events if x.device_type == DeviceType.CUDA and not x.is_user_annotation]
+    copies = [x for x in device if x.name.startswith("Mem")]
+    kinds = Counter(kind_of(x.name) for x in device if not x.name.startswith("Mem"))
+    del kinds["messages"]
+    waits = sum("Synchronize" in x.name for x in events) - 1  # the last is this function's
+    return memory | {
+        "launches": kinds.total(), "kinds": dict(sorted(kinds.items())), "memcpys": len(copies),
+        "waits": waits,
+    }  # fmt: skip
+
+
+def _timed(step: Step) -> tuple[float, float]:
+    """Milliseconds of forward, and of forward and backward."""
+    begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    torch.cuda.synchronize()
+    begin.record()
+    step(middle.record)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(middle), begin.elapsed_time(end)
+
+
+ON_GPUS: dict[str, Column] = {
+    "launches, memcpys": lambda row: f"{row['launches']}, {row['memcpys']}",
+    "waits": lambda row: f"{row['waits']}",
+    "MiB allocated, reserved": memory_of,
+    "forward ms": lambda row: f"{row['forward_ms']:.2f}",
+    "both ms": lambda row: f"{row['both_ms']:.2f}",
+    "difference": lambda row: f"{row['difference']:.1e}",
+}
+
+
+def main() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    groups = Groups()
+    for case in CASES:
+        rows = on_gpus(case, groups)
+        if groups.rank == 0:
+            print(table(rows, ON_GPUS), flush=True)
+            for file in sys.argv[1:]:
+                with open(file, "a") as results:
+                    results.writelines(json.dumps({"step": "h", **row}) + "\n" for row in rows)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

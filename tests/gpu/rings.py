@@ -248,3 +248,20 @@ def _ring(
             pair for out in outs if out.exists() for pair in json.loads(out.read_text()).items()
         ]:
             job.check("worst of out, dq, dk, dv", max(errors), ERROR, mask=mask, **where)
+
+
+def beside(job: Job) -> None:
+    """TransformerEngine's own context parallelism and cp_ring on all GPUs of this machine; counted
+    on two fake ones. The table is in the output of the steps.
+    """
+    gpus = torch.cuda.device_count()
+    if job.values and gpus < 2:
+        job.row(skipped="beside", why="it takes two GPUs")
+        return
+    of_gpus = ["torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    command = [*of_gpus, "-m", "tests.gpu.beside", job.out]
+    if not job.values:
+        command = ["tests.fakegpu.beside", "--cp", "2", "--cases", "causal", "--rounds", "1"]
+    place = Path(__file__).resolve().parents[2]  # where the fake GPU's libraries were built
+    done = subprocess.run([sys.executable, "-m", *command], cwd=None if job.values else place)
+    job.check("the comparison failed", float(bool(done.returncode)), 0)

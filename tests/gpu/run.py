@@ -47,6 +47,11 @@ STEPS = {
         600,
         "Megatron GPT at cp 2, recomputed, sharded, offloaded, two microbatches at a time",
     ),
+    "h": Step(
+        ("rings:beside",),
+        600,
+        "beside TransformerEngine's context parallelism on all GPUs: times, values, launches",
+    ),
 }
 
 
