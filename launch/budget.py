@@ -73,7 +73,7 @@ ROOMS = (
     room("ring 2: Megatron", 72_000, 74_400, _ADAPTER),
     room("ring 3: tools", 23_000, 29_200, "cp_ring/tools"),
     room("all", 200_000, 213_100, "cp_ring patches"),
-    room("tests", 200_000, 266_900, "tests"),
+    room("tests", 200_000, 268_500, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 

@@ -142,16 +142,6 @@ def test_balanced_is_deterministic() -> None:
             lambda: Layout.contiguous(8, 2).shard(torch.zeros(9), 0, 0),
             "tensor of 9 tokens in dimension 0",
         ),
-        (lambda: Layout.zigzag(8.0, 2), "n 8.0 is not a whole number"),
-        (lambda: Layout.contiguous(8, 2.5), "context parallel size 2.5 is not a whole number"),
-        (
-            lambda: Layout.balanced(Mask.causal(8), 2.0),
-            "context parallel size 2.0 is not a whole number",
-        ),
-        (
-            lambda: Layout.per_document_zigzag([0, 8.5], 2),
-            r"cu_seqlens_padded must be whole numbers, not float64 as in \[0\.",
-        ),
         (
             lambda: Layout.zigzag(8, 2).positions(9),
             "there is no rank 9 among the 2 of the layout, 0 to 1",
