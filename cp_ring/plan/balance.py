@@ -38,13 +38,13 @@ GOOD_BALANCE, ENOUGH = 1.05, 1.02
 And that at which exchanges end: parts of parts are uneven too.
 """
 
-SHARES = (1.0, 0.25)
+SHARES = (1.0, 0.5)
 """Of the work of a part, what a piece holds at most, in the splits that are compared."""
 
 NEAR = 1.02
 """Times as long as one kernel call, which is fast enough to look no further."""
 
-FINEST, RUN, FINE, ALIKE = 16, 16, 64, 3
+BLOCK, FINEST, RUN, FINE, ALIKE = 128, 16, 16, 64, 3
 """Tokens of the shortest piece of a cut; how many runs of short documents a part holds; at how many
 places of a rank its work is measured; and how many times as many keys rows see that are alike.
 """
@@ -137,6 +137,8 @@ def _seconds(layers: Layers, split: Chunks) -> tuple[float, float]:
         tiles, *chunks = split_at_edges(mask.pieces, split.edges)
         rank, source = (split.owner[chunk] for chunk in chunks)
         shard, pairs = -(-mask.n // split.cp), tiles.area()
+        # blocks at the edges of a tile are computed whole
+        pairs += BLOCK // 2 * (tiles.q1 - tiles.q0 + tiles.k1 - tiles.k0)
         ideal = float(pairs.sum()) / split.cp * sum(SIZES.pair_flops) / RATES.flops
         traffics = []
         for heads in heads_of(split.cp):
@@ -282,6 +284,8 @@ def _cut(work: Work, pieces: Pieces, most: float) -> Pieces:
         while largest > 1.001 * most and count < finest:
             count = min(max(count + 1, int(count * largest / most)), finest)
             edges = np.linspace(first, last, count + 1).astype(np.int64)
+            if (last - first) // count >= 4 * BLOCK:
+                edges[1:-1] = first + (edges[1:-1] - first) // BLOCK * BLOCK
             largest = float(work.of(edges).max())
         starts.append(edges[:-1])
         ends.append(edges[1:])
@@ -303,8 +307,10 @@ def _even(work: Work, parts: list[list[tuple[int, int]]], load: Floats, mean: fl
         dense, thin = (x.work(work) / (x.end - x.start) for x in (mine, its))
         tokens = np.minimum((mine.end - mine.start)[:, None], its.end - its.start)
         gain = tokens * (dense[:, None] - thin)
-        # of a pair that gains too much a part is exchanged, which cuts two pieces more
-        miss = np.where(gain > 1.1 * wanted, 0.5 * wanted, abs(wanted - gain))
+        # Of a pair that gains too much a part is exchanged, which cuts two pieces more; the larger
+        # part, the better.
+        some = wanted * (0.5 - 0.2 * wanted / np.maximum(gain, wanted))
+        miss = np.where(gain > 1.1 * wanted, some, abs(wanted - gain))
         one, two = np.unravel_index(int(miss.argmin()), miss.shape)
         count, reached = int(tokens[one, two]), float(gain[one, two])
         if reached <= 0:
@@ -315,6 +321,7 @@ def _even(work: Work, parts: list[list[tuple[int, int]]], load: Floats, mean: fl
             if reached <= 1.1 * wanted or count == 1:
                 break
             count = max(1, int(count * wanted / reached))
+            count = max(count // BLOCK, 1) * BLOCK if count > BLOCK else count
         if not 0 < reached < load[top] - load[low]:
             break
         load[top] -= reached
