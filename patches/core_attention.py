@@ -21,6 +21,9 @@ from cp_ring.patches.patch import Patch, Replacement
 def _replacements() -> Iterator[Replacement]:
     from megatron.core.models.common.vision_module.vision_module import VisionModule
     from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+        AbsorbedMLASelfAttention,
+    )
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -34,10 +37,7 @@ def _replacements() -> Iterator[Replacement]:
     yield Attention, adjust.__name__, _with_cache(adjust)
     yield VisionModule, "__init__", _of_whole_images(VisionModule.__init__)
     yield TransformerConfig, "__post_init__", _with_any_type(TransformerConfig.__post_init__)
-    variants = "megatron.core.transformer.experimental_attention_variant"
-    if importlib.util.find_spec(f"{variants}.absorbed_mla"):  # since 0.19
-        absorbed = importlib.import_module(f"{variants}.absorbed_mla").AbsorbedMLASelfAttention
-        yield absorbed, "__init__", _with_all_gather(absorbed.__init__)
+    yield AbsorbedMLASelfAttention, "__init__", _with_all_gather(AbsorbedMLASelfAttention.__init__)
     if importlib.util.find_spec("megatron.core.ssm.gated_delta_product"):  # since 0.20
         from megatron.core.ssm.gated_delta_product import GatedDeltaProductMixer
 

@@ -161,49 +161,38 @@ def _partitioned_indices(cu_seqlens: torch.Tensor, tokens: int, cp: int, rank: i
     return torch.from_numpy(Layout.per_document_zigzag(edges, cp).positions(rank))
 
 
-def _cuda_stand_ins() -> dict[str, Any]:
-    stand_ins: dict[str, Any] = {
-        "current_device": lambda: CPU,
-        "device_count": lambda: 1,
-        "get_device_properties": _device_properties,
-        "get_device_capability": lambda *args: (10, 0),
-        "get_device_name": lambda *args: "cpu",
-        "memory_stats": lambda *args: defaultdict(int),
-        "memory_allocated": functools.partial(_resident_bytes),
-        "memory_reserved": functools.partial(_resident_bytes),
-        "max_memory_allocated": functools.partial(_peak_bytes),
-        "max_memory_reserved": functools.partial(_peak_bytes),
-        "get_rng_state": _get_rng_state,
-        "set_rng_state": _set_rng_state,
-        "manual_seed": _manual_seed,
-        "manual_seed_all": functools.partial(_manual_seed),
-        "Stream": InertStream,
-        "Event": InertEvent,
-        "current_stream": functools.partial(InertStream),
-        "default_stream": functools.partial(InertStream),
-        "stream": lambda stream: contextlib.nullcontext(),
-    }
-    nothing = (
-        "set_device",
-        "synchronize",
-        "empty_cache",
-        "set_stream",
-        "ipc_collect",
-        "reset_peak_memory_stats",
-    )
-    # torch.compile wants an object per name
-    return stand_ins | {name: functools.partial(_nothing) for name in nothing}
+_STAND_INS: dict[str, Callable[..., Any]] = {
+    "current_device": lambda: CPU,
+    "device_count": lambda: 1,
+    "get_device_properties": _device_properties,
+    "get_device_capability": lambda *args: (10, 0),
+    "get_device_name": lambda *args: "cpu",
+    "memory_stats": lambda *args: defaultdict(int),
+    "memory_allocated memory_reserved": _resident_bytes,
+    "max_memory_allocated max_memory_reserved": _peak_bytes,
+    "Stream": InertStream,
+    "Event": InertEvent,
+    "current_stream default_stream": InertStream,
+    "stream": lambda stream: contextlib.nullcontext(),
+    "set_device synchronize empty_cache set_stream ipc_collect reset_peak_memory_stats": _nothing,
+}
+_RANDOM = {
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+    "manual_seed": _manual_seed,
+}
+"""Of torch.cuda, and of torch.cuda.random too."""
 
 
 def _torch_replacements() -> Iterator[Replacement]:
-    for name, value in _cuda_stand_ins().items():
-        yield torch.cuda, name, value
-    for name, value in (
-        ("get_rng_state", _get_rng_state),
-        ("set_rng_state", _set_rng_state),
-        ("manual_seed", _manual_seed),
-    ):
-        yield torch.cuda.random, name, value
+    for names, value in _STAND_INS.items():
+        for name in names.split():
+            # torch.compile wants an object per name
+            yield torch.cuda, name, functools.partial(value) if " " in names else value
+    for name, of_random in _RANDOM.items():
+        yield torch.cuda, name, of_random
+        yield torch.cuda.random, name, of_random
+    yield torch.cuda, "manual_seed_all", functools.partial(_manual_seed)
     yield DeviceMesh, "from_group", staticmethod(_mesh_of_group)
     yield torch.Tensor, "cuda", _itself
     yield torch.Tensor, "pin_memory", _itself
@@ -340,8 +329,6 @@ PATCH = Patch(
 _WORKER = Patch(
     what="the part of cpu_runtime that a spawned process needs",
     why=PATCH.why,
-    package="torch",
-    versions=">=2.9",
     replacements=_torch_replacements,
     unneeded=_unneeded,
     enter=_MODE.__enter__,

@@ -7,7 +7,6 @@ Called by the entry modules before anything of Megatron runs. It is above the pa
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import note
-from cp_ring.megatron.settings import configure, current, flags
+from cp_ring.megatron.settings import configure, flags
 
 
 def install(argv: Sequence[str]) -> Options:
@@ -73,17 +72,5 @@ def install_for_model(args: argparse.Namespace, config: Options) -> None:
 
 
 def log_steps() -> None:
-    """Makes Megatron's training loop record each logged step and the times of sampled ones.
-
-    Where the patch does not support the installed version, nothing is recorded; a line says so if
-    times are asked for.
-    """
-    step_line = patches.get("step_line")
-    if not step_line.rejection():
-        step_line.apply()
-    elif current().timing:
-        print(
-            f"cp_ring: warning: --cp-ring-timing records nothing here: {step_line.rejection()}",
-            file=sys.stderr,
-            flush=True,
-        )
+    """Makes Megatron's training loop record each logged step and the times of sampled ones."""
+    patches.get("step_line").apply()

@@ -4,7 +4,6 @@ at all.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,9 +26,8 @@ class Patch:
         why: why, one line.
         replacements: yields (owner, attribute, new value); called once per `apply`. The owner must
         have the attribute.
-        package: the distribution it changes.
-        versions: the versions of `package` that it was written for, as a PEP 440 specifier; by
-            default every megatron-core that cp_ring supports.
+        versions: the versions of megatron-core that it was written for, as a PEP 440 specifier; by
+            default all that cp_ring supports.
         upstream: address of the upstream issue or pull request, or "".
         unneeded: returns why nothing has to be changed here, and `apply` then changes nothing;
         returns "" where it has to be.
@@ -41,7 +39,6 @@ class Patch:
     why: str
     replacements: Callable[[], Iterable[Replacement]]
     name: str = ""
-    package: str = "megatron-core"
     versions: str = SUPPORTED
     upstream: str = ""
     unneeded: Callable[[], str] = lambda: ""
@@ -68,7 +65,7 @@ class Patch:
         for owner, name, _ in wanted:
             if not hasattr(owner, name):
                 raise ConfigError(
-                    f"patch {self.name}: {self.package} {_version(self.package)} has no "
+                    f"patch {self.name}: megatron-core {megatron_version()} has no "
                     f"{_label(owner)}.{name}"
                 )
         self._undo.enter_context(replaced(*wanted))
@@ -85,12 +82,12 @@ class Patch:
 
     def rejection(self) -> str:
         """Why the patch rejects the installed version, or ""."""
-        version = _version(self.package)
+        version = megatron_version()
         if version is None:
-            return f"patch {self.name}: {self.package} is not installed"
+            return f"patch {self.name}: megatron-core is not installed"
         if not within(self.versions, version):
             return (
-                f"patch {self.name}: {self.package} {version} is installed, but the patch is for "
+                f"patch {self.name}: megatron-core {version} is installed, but the patch is for "
                 f"{self.versions}"
             )
         return ""
@@ -110,7 +107,7 @@ class Patch:
             "name": self.name,
             "what": self.what,
             "why": self.why,
-            "versions": f"{self.package} {self.versions}",
+            "versions": f"megatron-core {self.versions}",
             "upstream": self.upstream,
             "state": self.state(),
         }
@@ -121,15 +118,6 @@ def replace_everywhere(modules: Iterable[Any], name: str, value: Any) -> list[Re
     their own reference.
     """
     return [(module, name, value) for module in modules if hasattr(module, name)]
-
-
-def _version(package: str) -> str | None:
-    if package == "megatron-core":
-        return megatron_version()
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _label(owner: Any) -> str:

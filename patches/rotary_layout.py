@@ -9,7 +9,6 @@ embeddings are asked for: by the model, or by each layer of multi-latent attenti
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +51,7 @@ def _replacements() -> Iterator[Replacement]:
         yarn_rotary_pos_embedding,
     )
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     modules = loaded_modules("megatron.core.models")
     yield from replace_everywhere(modules, _NAME, positions_by_layout)
@@ -60,22 +60,10 @@ def _replacements() -> Iterator[Replacement]:
         yarn_rotary_pos_embedding.YarnRotaryEmbedding,
     ):
         yield owner, "forward", selecting(owner.forward)
-    multimodal = getattr(rotary_pos_embedding, "MultimodalRotaryEmbedding", None)
-    if multimodal is not None:
-        yield multimodal, "forward", selecting(multimodal.forward, by_place=True)
+    multimodal = rotary_pos_embedding.MultimodalRotaryEmbedding
+    yield multimodal, "forward", selecting(multimodal.forward, by_place=True)
     yield GPTModel, "_preprocess", _of_model(GPTModel._preprocess)
-    # the older name
-    for module, name in (
-        ("hybrid.hybrid_model", "HybridModel"),
-        ("mamba.mamba_model", "MambaModel"),
-    ):
-        try:
-            model = getattr(importlib.import_module(f"megatron.core.models.{module}"), name)
-        except (ImportError, AttributeError):
-            continue
-        if "forward" in vars(model):
-            yield model, "forward", _of_model(model.forward)
-            return
+    yield HybridModel, "forward", _of_model(HybridModel.forward)
 
 
 PATCH = Patch(

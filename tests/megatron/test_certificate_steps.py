@@ -139,12 +139,10 @@ def test_length_grows_as_far_as_time_allows(monkeypatch):
         attention_probe, "_forward_seconds", lambda tested: (tested.tokens / 1000) ** 2
     )
     monkeypatch.setattr(attention_probe, "at_length", lambda tested, n: SimpleNamespace(tokens=n))
-    monkeypatch.setattr(attention_probe, "_bytes", lambda kind, n, dtype: 0)
-    monkeypatch.setattr(attention_probe, "_on_any_rank", lambda condition: condition)
-    monkeypatch.setattr(attention_probe, "_memory", lambda device: 1)
-    kind = SimpleNamespace(tokens=64, mask="causal")
+    monkeypatch.setattr(attention_probe, "_memory", lambda device: 1 << 30)
+    kind = SimpleNamespace(tokens=64, mask="causal", d=1, e=1, heads=1, groups=1, batch_size=1)
     tested = SimpleNamespace(
-        kind=kind, group=SimpleNamespace(size=lambda: 2), dtype=None, device=None
+        kind=kind, group=SimpleNamespace(size=lambda: 2), device=None, summed=bool
     )
     assert longest_in_time(tested, 1000, 10.0) == 1000
     assert longest_in_time(tested, 100_000, 10.0) == 512  # 1024 would take 10 * 1.024 ** 2 seconds
@@ -186,9 +184,9 @@ def ended(monkeypatch):
 
 def test_a_line_begins_with_what_is_not_covered(ended):
     probe = Probe("mask", "layer 1 (no window)", "causal", 0.0, 0.0)
-    about = {"up_to": {"layer 1 (no window) under causal": "4096 of 131072 tokens"}}
+    up_to = {"layer 1 (no window) under causal": "4096 of 131072 tokens"}
     why = "forward_step: ValueError: x (rank 1)"
-    certificate = Certificate([probe], about, [f"the loss ({why})"], why)
+    certificate = Certificate([probe], {}, [f"the loss ({why})"], up_to, why)
     (summary,) = ended(certificate)
     assert summary.startswith(
         "certificate: not covered: the loss (forward_step: ValueError: x (rank 1)); 1 probes "
@@ -199,7 +197,9 @@ def test_a_line_begins_with_what_is_not_covered(ended):
     assert line.startswith(
         "--cp-ring-certify strict: not covered: the loss (forward_step: ValueError: x (rank 1))"
     )
-    assert len(ended(Certificate([probe], about), "strict")) == 1  # the length alone stops nothing
+    assert (
+        len(ended(Certificate([probe], up_to=up_to), "strict")) == 1
+    )  # the length alone stops nothing
     of_loss = Certificate(
         [probe, Probe("loss", "tiny model", "causal", 0.0, 1.0)], {}, ["Mamba layers"]
     )

@@ -71,7 +71,6 @@ def a_patch(versions, replacements):
         name="p",
         what="what",
         why="why",
-        package="torch",
         versions=versions,
         replacements=lambda: replacements,
     )
@@ -79,7 +78,7 @@ def a_patch(versions, replacements):
 
 def test_a_patch_is_applied_whole_or_not_at_all():
     replacements = [(Owner, "first", 2), (Owner, "second", 3)]
-    patch = a_patch(">=1", replacements)
+    patch = a_patch(compat.SUPPORTED, replacements)
     with pytest.raises(ConfigError, match=r"has no Owner\.second"):
         patch.apply()
     assert Owner.first == 1 and not patch.applied
@@ -88,10 +87,10 @@ def test_a_patch_is_applied_whole_or_not_at_all():
 def test_another_version_is_rejected():
     patch = a_patch(">=99", [(Owner, "first", 2)])
     with pytest.raises(
-        ConfigError, match=r"patch p: torch .* is installed, but the patch is for >=99"
+        ConfigError, match=r"patch p: megatron-core .* is installed, but the patch is for >=99"
     ):
         patch.apply()
-    assert Owner.first == 1 and patch.state().startswith("rejected: patch p: torch")
+    assert Owner.first == 1 and patch.state().startswith("rejected: patch p: megatron-core")
 
 
 def spawned_device(queue):

@@ -11,9 +11,8 @@ import time
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
-from cp_ring.megatron.certificate.layer_kinds import GRAIN, LayerKind
+from cp_ring.megatron.certificate.layer_kinds import GRAIN
 from cp_ring.megatron.certificate.mask_probe import mask_probes
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.tested_layer import TestedLayer
@@ -24,44 +23,44 @@ PASSES = 10  # forward passes that take as long as all probes of one length
 MEMORY = 1 << 30  # bytes of a probe on the CPU
 
 
-def probe(tested: TestedLayer, rounds: int, samples: int | None = None) -> list[Probe]:
-    """All probes on a microbatch, those of the mask in `rounds` calls; every rank of the group
-    calls it. `samples`: how many queries of a rank are compared, by default all.
-    """
+def probe(tested: TestedLayer) -> list[Probe]:
+    """All probes on a microbatch; every rank of the group calls it."""
     tested.draw_sink()
-    return [*mask_probes(tested, rounds), *value_probes(tested, samples)]
+    return [*mask_probes(tested, 4), *value_probes(tested)]
 
 
 def probe_long(tested: TestedLayer) -> list[Probe]:
     """As `probe`, at a few positions only, so that the references stay small;
     `tested.kind.tokens` may be large.
     """
-    return probe(tested, 1, SAMPLED)
+    return [*mask_probes(tested, 1), *value_probes(tested, SAMPLED)]
 
 
 def at_length(tested: TestedLayer, tokens: int) -> TestedLayer:
     """The same layer on batch rows of `tokens` tokens, with its own window."""
     kind = replace(tested.kind, tokens=tokens, probed=tested.kind.window)
-    return replace(tested, kind=kind, note=f"{tested.note} at {tokens} tokens")
+    return tested.of_kind(kind, f" at {tokens} tokens")
 
 
 def longest_in_time(tested: TestedLayer, wanted: int, seconds: float) -> int:
     """The largest length up to `wanted` that `probe_long` can probe in `seconds` and in memory; all
-    ranks of the job agree.
+    ranks of the group agree.
 
     Doubles the length and measures a forward pass each time, because the time of short ones says
     little.
     """
     unit = 2 * tested.group.size() * GRAIN
     wanted = wanted if tested.kind.mask == "causal" else wanted // unit * unit
-    n = tested.kind.tokens
+    kind = tested.kind
+    n = kind.tokens
     while n < wanted:
         longer = min(2 * n, wanted)
         predicted = PASSES * _forward_seconds(at_length(tested, n)) * (longer / n) ** 2
-        too_large = predicted > seconds or _bytes(tested.kind, longer, tested.dtype) > _memory(
-            tested.device
-        )
-        if _on_any_rank(too_large):
+        # whole tensors, and keys and their gradients in float64
+        size = (kind.d + kind.e) * (16 * kind.heads + 32 * kind.groups)
+        memory = longer * kind.batch_size * size
+        too_large = predicted > seconds or memory > _memory(tested.device)
+        if tested.summed(torch.tensor(float(too_large), device=tested.device)):
             return n
         n = longer
     return n
@@ -79,22 +78,5 @@ def _forward_seconds(tested: TestedLayer) -> float:
     return min(times)
 
 
-def _bytes(kind: LayerKind, n: int, dtype: torch.dtype) -> int:
-    """At most what `probe_long` needs: whole tensors, their float64 copies, and the scores of
-    sampled queries.
-    """
-    of_keys = 4 * kind.groups * (kind.d + kind.e) * 8
-    of_queries = 2 * kind.heads * (kind.d + kind.e) * dtype.itemsize
-    return n * kind.batch_size * (of_keys + of_queries + 6 * SAMPLED * kind.heads * 8)
-
-
 def _memory(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) // 4 if device.type == "cuda" else MEMORY
-
-
-def _on_any_rank(condition: bool) -> bool:
-    """Whether it holds on some rank of the job, all of which probe the same lengths."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    count = torch.tensor(float(condition), device=device)
-    dist.all_reduce(count)
-    return bool(count)

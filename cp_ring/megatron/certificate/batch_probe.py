@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring.megatron import compat, settings
+from cp_ring.megatron import compat
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.wrapping import replaced
 
@@ -67,7 +67,6 @@ def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabula
         for name in (each for each in TOKENS if each in given):
             seen.update({key: given[key] for key in NAMES if key in given})
             tokens = seen["tokens"] = given[name]
-            seen.update(_rotary_of_layers(model, inputs.get("packed_seq_params"), tokens.shape[1]))
             inputs[name] = tokens % vocabulary
             _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
         if "labels" not in seen:
@@ -90,50 +89,19 @@ def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
     """Runs the forward pass as far as the first layer, which gets the embeddings of tokens and
     positions.
     """
-    layers, embedding = getattr(model, "decoder", None), getattr(model, "embedding", None)
-    if layers is None or embedding is None:
+    layers = getattr(model, "decoder", None)
+    if layers is None:
         return
 
     def begin(hidden_states: Any = None, *args: Any, **kwargs: Any) -> None:
         for name, x in ("embedded", hidden_states), ("rotary", kwargs.get("rotary_pos_emb")):
-            if isinstance(x := _first(x), Tensor):
+            x = x[0] if isinstance(x, tuple) else x  # of yarn's, which have a scale
+            if isinstance(x, Tensor):
                 seen[name] = _by_row(x)
         raise _LayersBegin
 
-    def empty(input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """A hidden state of no size: only learned positions need a real one, which is large for
-        long batch rows.
-        """
-        parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
-        return torch.zeros(input_ids.shape[1] // parts, len(input_ids), 1, device=input_ids.device)
-
-    changes: list[tuple[Any, str, Any]] = [(layers, "forward", begin)]
-    if not getattr(embedding, "add_position_embedding", True):
-        changes.append((embedding, "forward", empty))
-    with suppress(_LayersBegin), torch.no_grad(), replaced(*changes):
+    with suppress(_LayersBegin), torch.no_grad(), replaced((layers, "forward", begin)):
         forward()
-
-
-def _rotary_of_layers(model: Any, packed: Any, s: int) -> dict[str, Tensor]:
-    """The rotary embeddings of multi-latent attention, whose layers make their own, where those of
-    all microbatches are alike.
-    """
-    if (
-        packed is not None
-        or settings.split_by_microbatch()
-        or not getattr(model.config, "multi_latent_attention", False)
-    ):
-        return {}
-    for module in model.modules():
-        make = getattr(module, "rotary_pos_emb", None)
-        if hasattr(module, "core_attention") and make is not None:
-            return {"rotary": _by_row(_first(make(s * compat.group_of(None, "cp").size())))}
-    return {}
-
-
-def _first(rotary: Any) -> Any:
-    """Of yarn's embeddings and their scale the former; others as they are."""
-    return rotary[0] if isinstance(rotary, tuple) else rotary
 
 
 def _by_row(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
 from cp_ring.megatron.certificate import layer_probe, loss_probe, record
-from cp_ring.megatron.certificate.report import Certificate, ProbesOfRank
+from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.states import states_restored
 from cp_ring.megatron.certificate.training_step import ForwardStep
 from cp_ring.megatron.rejection import first_line
@@ -63,7 +63,7 @@ def verdict(certificate: Certificate) -> str:
 
 def summary(certificate: Certificate) -> str:
     """One line: what was not probed, what was, and how long it took."""
-    limits, gaps = certificate.about.get("up_to", {}), certificate.not_covered
+    limits, gaps = certificate.up_to, certificate.not_covered
     layers = sorted({f"{probe.layer} under {probe.mask}" for probe in certificate.probes})
     shown = "; ".join(
         f"{each}, up to {limits[each]}" if each in limits else each for each in layers
@@ -86,24 +86,21 @@ def run_probes(
     are raised, and so are those of the loss that only some of the ranks have.
     """
     start = time.monotonic()
-    mine, of_ranks = ProbesOfRank(), [ProbesOfRank()] * dist.get_world_size()
+    certificate = Certificate(about=record.about(args))
+    of_ranks = [certificate.probes] * dist.get_world_size()
     with states_restored():
-        layer_probe.probe_layers(args, mine, seed, seconds)
-        _probe_losses(args, mine, step, seed)
-        dist.all_gather_object(of_ranks, mine)
-    certificate = Certificate(about=record.about(args), not_covered=list(mine.not_covered))
-    certificate.merge([each.attention + each.loss for each in of_ranks])
-    certificate.about["up_to"] = mine.up_to
-    certificate.failure = of_ranks[0].failure
+        layer_probe.probe_layers(args, certificate, seed, seconds)
+        _probe_losses(args, certificate, step, seed)
+        dist.all_gather_object(of_ranks, certificate.probes)
+    certificate.merge(of_ranks)
     if certificate.failure:
-        what = "the loss of packed sequences" if mine.loss else "the loss"
-        certificate.not_covered.append(f"{what} ({certificate.failure})")
+        certificate.not_covered.append(f"the loss ({certificate.failure})")
     certificate.seconds = time.monotonic() - start
     return certificate
 
 
 def _probe_losses(
-    args: argparse.Namespace, results: ProbesOfRank, step: ForwardStep | None, seed: int
+    args: argparse.Namespace, results: Certificate, step: ForwardStep | None, seed: int
 ) -> None:
     """Probes the loss. An error that all ranks have says that it cannot be probed, for a job whose
     flags no tiny model can have may be right; after one that some have, the others wait for these.

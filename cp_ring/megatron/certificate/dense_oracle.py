@@ -92,7 +92,7 @@ class DenseAttention(torch.nn.Module):
         self,
         ring: torch.nn.Module,
         window: tuple[int, int],
-        scale: float | None,
+        scale: float,
         rules: Sequence[MaskRule],
     ):
         super().__init__()
@@ -109,10 +109,9 @@ class DenseAttention(torch.nn.Module):
         if query.dim() == 3:
             return self.forward(query[:, None], key[:, None], value[:, None])[:, 0]
         positions = torch.arange(query.shape[0], device=query.device)
-        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         outputs = []
         for batch_row, rule in enumerate(self.rules):
             allowed = rule.allowed(positions, positions, self.window)
             q, k, v = (x[:, batch_row] for x in (query, key, value))
-            outputs.append(attend(q, k, v, allowed, scale, self.softmax_offset))
+            outputs.append(attend(q, k, v, allowed, self.scale, self.softmax_offset))
         return torch.stack(outputs, 1).flatten(2).to(query.dtype)

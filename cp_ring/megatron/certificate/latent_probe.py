@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.latent import Latents
+from cp_ring.megatron.certificate.tested_layer import CHANNELS
 
 Drawn = Callable[..., Tensor]
-
-CHANNELS = 512
-"""Channels of values that a mask probe with latents uses at most: the weight of the probe grows
-with them.
-"""
 
 
 def copies(k: Tensor, v: Tensor, key_dim: int) -> Latents:

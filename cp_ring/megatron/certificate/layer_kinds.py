@@ -9,9 +9,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from cp_ring.errors import ConfigError, KernelError
 from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.user_masks import PREFIX
 from cp_ring.megatron.flags import comm_types
@@ -173,15 +170,3 @@ def _size_of_probe(window: tuple[int, int], cp: int, scores: int) -> tuple[int, 
     if wanted <= most:
         return max(unit, wanted), window
     return most, (most // 3, window[1])
-
-
-def kernel_in_float32(name: str, kind: LayerKind, device: torch.device) -> str:
-    """The kernel `name` if it can compute in float32 on `device`, else the reference."""
-    from cp_ring.kernels import choose  # finds out which kernels are installed
-
-    packed = kind.mask != "causal"
-    try:
-        choose(name, device=device, dtype=torch.float32, d=kind.d, e=kind.e, packed=packed)
-    except (ConfigError, KernelError):
-        return "reference"
-    return name

@@ -22,7 +22,8 @@ from cp_ring.megatron.certificate.layer_kinds import (
     find_layer_kinds,
     masks_of,
 )
-from cp_ring.megatron.certificate.report import Probe, ProbesOfRank
+from cp_ring.megatron.certificate.probe_batch import ProbeBatch
+from cp_ring.megatron.certificate.report import Certificate, Probe
 from cp_ring.megatron.certificate.tested_layer import TestedLayer
 from cp_ring.megatron.certificate.tiny_model import own_device, transformer_config
 from cp_ring.megatron.flags.layer_pattern import config_of_layer
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
     from cp_ring.attention import AnyPlan
 
 
-def probe_layers(
-    args: argparse.Namespace, results: ProbesOfRank, seed: int, seconds: float
-) -> None:
+def probe_layers(args: argparse.Namespace, results: Certificate, seed: int, seconds: float) -> None:
     """Probes every kind of layer of the job, over the context-parallel group in force. `seconds`
     limits the time of the probes at the job's own sequence length.
     """
@@ -55,17 +54,19 @@ def probe_layers(
             for number in kind.numbers
         }
         layer = layers[kind.layer]
-        tested = TestedLayer(kind, layer, groups.cp, args.params_dtype, own_device(), seed)
+        device = own_device()
+        batch = ProbeBatch.make(kind, groups.cp, device)
+        tested = TestedLayer(kind, layer, groups.cp, args.params_dtype, device, seed, batch)
         tokens = attention_probe.longest_in_time(tested, args.seq_length, seconds / len(kinds))
         long = attention_probe.at_length(tested, tokens)
-        results.attention += [probe_settings(long, layers), probe_rank_plan(long)]
-        results.attention += probe_others(tested, layers)
+        results.probes += [probe_settings(long, layers), probe_rank_plan(long)]
+        results.probes += probe_others(tested, layers)
         for spec in every_choice(layer.spec, groups.cp.size()):
             note = f" with heads {spec.ulysses}" if spec != layer.spec else ""
             with replaced((layer, "window", kind.probed), (layer, "spec", spec)):
-                results.attention += attention_probe.probe(replace(tested, note=note), rounds=4)
+                results.probes += attention_probe.probe(replace(tested, note=note))
         if tokens > kind.tokens or kind.probed != kind.window:
-            results.attention += attention_probe.probe_long(long)
+            results.probes += attention_probe.probe_long(long)
         if reach := _reach(args, kind, tokens):
             results.up_to[f"{kind.layer_name} under {kind.mask}"] = reach
 
@@ -144,12 +145,12 @@ def probe_others(tested: TestedLayer, layers: Mapping[int, Any]) -> list[Probe]:
     """Outputs and gradients of `layers`, by number, on one short microbatch; of each tensor the
     worst layer.
     """
-    short = replace(tested, kind=tested.kind.short(tested.group.size()))
+    short = tested.of_kind(tested.kind.short(tested.group.size()))
     worst: dict[str, Probe] = {}
     inputs = value_probe.draw(short)
     truth = None
     for number, layer in layers.items():
-        one = short.with_layer(number, layer)
+        one = replace(short, kind=replace(short.kind, layer=number), layer=layer)
         one.draw_sink()
         truth = truth or value_probe.reference(one, inputs)
         window = layer.window if one.kind.probed == one.kind.window else one.kind.probed

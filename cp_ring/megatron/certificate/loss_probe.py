@@ -22,7 +22,6 @@ from cp_ring.megatron.certificate import batch_probe
 from cp_ring.megatron.certificate.layer_kinds import (
     LayerKind,
     find_layer_kinds,
-    kernel_in_float32,
     masks_of,
 )
 from cp_ring.megatron.certificate.reference_run import (
@@ -30,7 +29,7 @@ from cp_ring.megatron.certificate.reference_run import (
     uncovered_states,
     whole_rows_in_force,
 )
-from cp_ring.megatron.certificate.report import ProbesOfRank
+from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.tiny_batch import Microbatch
 from cp_ring.megatron.certificate.tiny_layers import uncovered_layers
 from cp_ring.megatron.certificate.tiny_model import (
@@ -44,7 +43,7 @@ from cp_ring.megatron.certificate.tiny_model import (
     uncovered,
     with_changes,
 )
-from cp_ring.megatron.certificate.training_step import ForwardStep, compare, train
+from cp_ring.megatron.certificate.training_step import ForwardStep, Outcome, compare, train
 from cp_ring.megatron.wrapping import replaced
 
 NAME = "tiny model"
@@ -68,7 +67,7 @@ def is_own(step: ForwardStep | None) -> bool:
 
 
 def probe_losses(
-    args: argparse.Namespace, results: ProbesOfRank, step: ForwardStep | None, seed: int
+    args: argparse.Namespace, results: Certificate, step: ForwardStep | None, seed: int
 ) -> None:
     """Probes the loss and the gradients of a tiny model, with the forward step of the job; every
     rank of the job calls it.
@@ -90,11 +89,10 @@ def probe_losses(
             kinds = find_layer_kinds(args, config, (mask,), whole_rows=True)
             tokens = max(kind.tokens for kind in kinds)
             kinds = [replace(kind, tokens=tokens) for kind in kinds]
-            kernel = kernel_in_float32(used.kernel, kinds[0], own_device())
-            with settings.in_force(replace(used, kernel=kernel)):
+            with settings.in_force(replace(used, kernel="reference")):  # it knows float32
                 _probe_loss(args, kinds, alone, step, seed, results)
             rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")
-            shown = any(probe.name == batch_probe.NAMES["rotary"] for probe in results.loss)
+            shown = any(probe.name == batch_probe.NAMES["rotary"] for probe in results.probes)
             if rotates and tokens < args.seq_length and not shown:
                 results.up_to[f"{NAME} under {mask}"] = f"{tokens} of {args.seq_length} tokens"
     finally:
@@ -120,7 +118,7 @@ def _probe_loss(
     alone: Any,
     step: ForwardStep | None,
     seed: int,
-    results: ProbesOfRank,
+    results: Certificate,
 ) -> None:
     """Losses, loss and gradients of the tiny model of `args`, whose layers are `kinds`, and a
     microbatch of the job's length.
@@ -136,35 +134,52 @@ def _probe_loss(
     batch = Microbatch.draw(args, kinds[0], seed)
     long = Microbatch.draw_long(args, kinds[0], seed)
     tiny = tiny_args(args, kinds, len(batch.positions[0]))
-    with arguments_in_force(tiny, one_stage(alone)):
-        model = build(tiny)
-        weights = copy.deepcopy(model.state_dict())  # a step may change buffers
-    with arguments_in_force(with_changes(tiny, long.sizes), one_stage(alone)):
-        seen = batch_probe.observe(model, step, long.fresh(), VOCABULARY)
-    with arguments_in_force(tiny, one_stage(alone)):
-        ours = train(tiny, model, batch.blind(), step)
     whole = with_changes(tiny, {"context_parallel_size": 1})
-    whole_batch, whole_long = (each.undeclared() if own else each for each in (batch, long))
-    with whole_rows_in_force(whole, alone, batch, own):
-        reference = build(whole)
-        reference.load_state_dict(weights)
-    with whole_rows_in_force(with_changes(whole, long.sizes), alone, long, own):
-        truth = batch_probe.observe(reference, step, whole_long.fresh(), VOCABULARY)
-    with whole_rows_in_force(whole, alone, batch, own):
-        follow_rules(reference, batch.batch_rows.rules)
-        wanted = train(whole, reference, whole_batch, step)
+    seen, ours, weights = _run(tiny, step, batch.blind(), long, alone)
+    if own:
+        batch, long = batch.undeclared(), long.undeclared()
+    truth, wanted, _ = _run(whole, step, batch, long, alone, weights)
     rank = compat.group_of(None, "cp").rank()
     mine, mine_long = (each.positions[rank].to(own_device()) for each in (batch, long))
     counts = batch.data["loss_mask"].to(own_device()).gather(1, mine) > 0
     sums = ours.sums and not settings.current().stock_loss_average
     exact = args.calculate_per_token_loss or sums
-    results.loss += compare(ours, wanted, counts, mine, (NAME, kinds[0].mask), exact)
+    results.probes += compare(ours, wanted, counts, mine, (NAME, kinds[0].mask), exact)
     kind = long.batch_rows.kind
-    results.loss += batch_probe.compare(seen, truth, long.data, mine_long, kind.mask)
+    results.probes += batch_probe.compare(seen, truth, long.data, mine_long, kind.mask)
     gaps = [*batch_probe.uncovered(seen), *_unseen(args, kind)]
     if not exact:
         gaps.append("loss and gradients: the ranks average means, in which tokens weigh unlike")
     results.not_covered += [gap for gap in gaps if gap not in results.not_covered]
+
+
+def _run(
+    args: argparse.Namespace,
+    step: ForwardStep,
+    batch: Microbatch,
+    long: Microbatch,
+    alone: Any,
+    weights: Any = None,
+) -> tuple[batch_probe.Seen, Outcome, Any]:
+    """Builds the tiny model of `args`: what the step gives it of `long`, what it learns from
+    `batch`, and the weights that it began with. That with given `weights` is the reference run.
+    """
+
+    def in_force(args: argparse.Namespace, batch: Microbatch) -> Any:
+        if weights is None:
+            return arguments_in_force(args, one_stage(alone))
+        return whole_rows_in_force(args, alone, batch)
+
+    with in_force(args, batch):
+        model = build(args)
+        if weights is not None:
+            model.load_state_dict(weights)
+            follow_rules(model, batch.batch_rows.rules)
+        began = copy.deepcopy(model.state_dict())  # a step may change buffers
+    with in_force(with_changes(args, long.sizes), long):
+        seen = batch_probe.observe(model, step, long.fresh(), VOCABULARY)
+    with in_force(args, batch):
+        return seen, train(args, model, batch, step), began
 
 
 def _unseen(args: argparse.Namespace, long: LayerKind) -> list[str]:

@@ -13,29 +13,19 @@ import torch
 from torch import Tensor
 
 from cp_ring.megatron.certificate.report import Probe
-from cp_ring.megatron.certificate.tested_layer import TestedLayer
+from cp_ring.megatron.certificate.tested_layer import CHANNELS, TestedLayer
 
 
 def mask_probes(tested: TestedLayer, rounds: int) -> list[Probe]:
     """Changes one token's value, or the gradient of one query's output: which outputs, or gradients
     of values, change? `rounds` limits the number of calls.
     """
-    channels = tested.kind.groups * tested.kind.e
-    if tested.of_latents:
-        from cp_ring.megatron.certificate.latent_probe import CHANNELS
-
-        channels = min(channels, CHANNELS)
+    channels = min(CHANNELS, tested.kind.groups * tested.kind.e)
     tokens = _chosen_tokens(tested, rounds * channels)
     rounds_of_tokens = [tokens[at : at + channels] for at in range(0, len(tokens), channels)]
     probes = []
-    for name, changed, of_keys in (
-        ("mask", _changed_outputs, True),
-        ("mask of gradients", _changed_gradients, False),
-    ):
-        wrong = [
-            _wrong_pairs(tested, changed(tested, picked), picked, of_keys)
-            for picked in rounds_of_tokens
-        ]
+    for name, of_keys in (("mask", True), ("mask of gradients", False)):
+        wrong = [_wrong_pairs(tested, picked, of_keys) for picked in rounds_of_tokens]
         count = float(sum(number for number, _ in wrong))
         probes.append(tested.probe(name, count, 0.0, next((w for _, w in wrong if w), "")))
     return probes
@@ -67,21 +57,17 @@ def _ones(tested: TestedLayer, heads: int, picked: list[int]) -> Tensor:
     return x
 
 
-def _changed_outputs(tested: TestedLayer, picked: list[int]) -> Tensor:
-    """What each picked token adds to outputs: [b, s, g, e]."""
-    kind = tested.kind
-    with torch.no_grad():
-        out = tested.call(*tested.equal_scores(), _ones(tested, kind.groups, picked))
-    return out[:, :, :: kind.heads // kind.groups]
-
-
-def _changed_gradients(tested: TestedLayer, picked: list[int]) -> Tensor:
-    """What the output of each picked query adds to the gradients of values: [b, s, g, e]."""
+def _changed(tested: TestedLayer, picked: list[int], of_keys: bool) -> Tensor:
+    """What each picked key adds to outputs, or the output of each picked query to the gradients of
+    values: [b, s, g, e].
+    """
     kind, batch = tested.kind, tested.batch
-    v = tested.zeros(kind.groups, kind.e).requires_grad_()
+    v = _ones(tested, kind.groups, picked if of_keys else []).requires_grad_()
     with torch.enable_grad():
         out = tested.call(*tested.equal_scores(), v)
-        (dv,) = torch.autograd.grad(out, v, batch.local(_ones(tested, kind.heads, picked)))
+    if of_keys:
+        return out.detach()[:, :, :: kind.heads // kind.groups]
+    (dv,) = torch.autograd.grad(out, v, batch.local(_ones(tested, kind.heads, picked)))
     return batch.local(dv)
 
 
@@ -92,12 +78,11 @@ def _smallest_weight(tested: TestedLayer) -> float:
     return 0.25 / (tested.kind.tokens + extra)
 
 
-def _wrong_pairs(
-    tested: TestedLayer, changed: Tensor, picked: list[int], of_keys: bool
-) -> tuple[int, str]:
-    """On how many pairs `changed` [b, s, g, e] and the declared mask disagree, and the first in
-    words; `picked` are keys of this rank's queries, or queries of its keys.
+def _wrong_pairs(tested: TestedLayer, picked: list[int], of_keys: bool) -> tuple[int, str]:
+    """On how many pairs the layer and the declared mask disagree, and the first in words; `picked`
+    are keys of this rank's queries, or queries of its keys.
     """
+    changed = _changed(tested, picked, of_keys)
     seen = changed.flatten(2)[..., : len(picked)].abs() > _smallest_weight(tested)
     others, batch = torch.tensor(picked, device=seen.device), tested.batch
     count, where = 0, ""
@@ -105,15 +90,12 @@ def _wrong_pairs(
         queries, keys = (mine, others) if of_keys else (others, mine)
         allowed = rule.allowed(queries, keys, tested.kind.probed)
         wrong = (seen[batch_row] != (allowed if of_keys else allowed.T)).nonzero()
+        count += len(wrong)
         if len(wrong) and not where:
             local, other = wrong[0].tolist()
             query, key = (int(mine[local]), picked[other])[:: 1 if of_keys else -1]
-            sees, declared = (
-                ("sees", "hidden") if seen[batch_row, local, other] else ("does not see", "visible")
-            )
-            where = (
-                f"query {query} {sees} key {key} of batch row {batch_row}, which is declared "
-                f"{declared}"
-            )
-        count += len(wrong)
+            found = "sees" if seen[batch_row, local, other] else "does not see"
+            declared = "hidden" if found == "sees" else "visible"
+            where = f"query {query} {found} key {key} of batch row {batch_row}"
+            where += f", which is declared {declared}"
     return count, where

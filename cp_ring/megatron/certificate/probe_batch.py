@@ -15,6 +15,7 @@ from cp_ring.megatron.certificate.dense_oracle import MaskRule
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
 from cp_ring.megatron.certificate.user_masks import PREFIX, document_rule, sample
 from cp_ring.megatron.settings import current, packed_in_whole_rows
+from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 
@@ -80,7 +81,15 @@ class BatchRows:
         from cp_ring.megatron.data.rows import on_this_cp_rank  # imports Megatron
 
         if self.kind.mask == "packed":
-            return _packed_positions(self.offsets, rank, cp)[None]
+            # imports Megatron
+            from cp_ring.megatron.data.documents import packed_layout
+
+            layout = (
+                packed_layout(self.offsets, cp)
+                if packed_in_whole_rows()
+                else Layout.per_document_zigzag(self.offsets, cp)
+            )
+            return torch.from_numpy(layout.positions(rank))[None]
         whole = torch.arange(self.kind.tokens).expand(len(self.rules), -1)
         carried = self.carried(cp)
         mine: Tensor = (
@@ -151,29 +160,6 @@ class ProbeBatch:
         """This rank's tokens of whole batch rows: [b, n, ...] to [b, s, ...]."""
         of_each = zip(whole, self.positions, strict=True)
         return torch.stack([batch_row.index_select(0, mine) for batch_row, mine in of_each])
-
-
-def _packed_positions(offsets: Ints, rank: int, cp: int) -> Tensor:
-    """Where the tokens of a rank are in a batch row of packed documents, int64 [s]."""
-    if packed_in_whole_rows():
-        if not current().named_layout.weighs:
-            return _zigzag(0, int(offsets[-1]), rank, cp)
-        from cp_ring.megatron.data.documents import packed_layout  # imports Megatron
-
-        return torch.from_numpy(packed_layout(offsets, cp).positions(rank))
-    ends = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
-    return torch.cat([_zigzag(start, end, rank, cp) for start, end in ends])
-
-
-def _zigzag(start: int, end: int, rank: int, cp: int) -> Tensor:
-    """Positions of a rank in [start, end) of 2 * cp chunks: each rank holds one chunk from the
-    front and one from the back.
-    """
-    if cp == 1:
-        return torch.arange(start, end)
-    chunk = (end - start) // (2 * cp)
-    ends = (start + chunk * rank, start + chunk * (2 * cp - 1 - rank))
-    return torch.cat([torch.arange(first, first + chunk) for first in ends])
 
 
 def _random_offsets(n: int, cuts: int, seed: int) -> Ints:

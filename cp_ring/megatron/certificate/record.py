@@ -26,16 +26,14 @@ _ARGUMENTS = """
     softmax_type softmax_scale position_embedding_type rotary_base rotary_percent mtp_num_layers
     cp_ring_document_mask cp_ring_mask_kinds
 """
-_RING = "kernel layout route schedule slot_shards heads num_slots wire wire_dtype recurrent"
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
     """Date, versions, sizes, and the settings that decide what attention computes."""
-    ring = {name: getattr(settings.current(), name) for name in _RING.split()}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
-        "ring": ring | {"comm_types": comm_types.types_by_layer(args)},
+        "ring": vars(settings.current()) | {"comm_types": comm_types.types_by_layer(args)},
         "dtype": str(args.params_dtype).removeprefix("torch."),
         "arguments": {name: getattr(args, name, None) for name in _ARGUMENTS.split()},
     }

@@ -59,12 +59,14 @@ class Probe:
 class Certificate:
     """The probes of a job, what the job was, what the probes left out, and how long they took.
 
-    `failure` tells why the loss could not be probed, where it could not.
+    `up_to` tells, by layer and mask, how far the probes went where the job goes further; `failure`
+    why the loss could not be probed, where it could not.
     """
 
     probes: list[Probe] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
     not_covered: list[str] = field(default_factory=list)
+    up_to: dict[str, str] = field(default_factory=dict)
     failure: str = ""
     seconds: float = 0.0
 
@@ -86,22 +88,7 @@ class Certificate:
     def as_dict(self) -> dict[str, Any]:
         """The content of the file."""
         return {
-            "about": self.about | {"not_covered": self.not_covered},
+            "about": self.about | {"not_covered": self.not_covered, "up_to": self.up_to},
             "seconds": round(self.seconds, 3),
             "probes": [asdict(p) | {"passed": p.passed} for p in self.probes],
         }
-
-
-@dataclass
-class ProbesOfRank:
-    """What the probes of one rank found.
-
-    `up_to` tells, by layer and mask, how far the probes went where the job goes further; `failure`
-    why the loss could not be probed.
-    """
-
-    attention: list[Probe] = field(default_factory=list)
-    loss: list[Probe] = field(default_factory=list)
-    not_covered: list[str] = field(default_factory=list)
-    up_to: dict[str, str] = field(default_factory=dict)
-    failure: str = ""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,42 +15,35 @@ import torch
 
 from cp_ring.comm.agreement import begin_anew
 from cp_ring.megatron import settings
-from cp_ring.megatron.wrapping import replaced
+from cp_ring.megatron.wrapping import loaded_modules, replaced
 from cp_ring.observe import watchdog
 
+_FRESH: dict[tuple[str, str], Any] = {
+    ("MTPLossLoggingHelper", "tracker"): dict,
+    ("DSAIndexerLossLoggingHelper", "tracker"): dict,  # a value for each layer of the first model
+    ("moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"): dict,
+    ("moe_logging", "_MOE_METRICS_TRACKER"): type(None),
+    ("training", "_seqlen_stats_in_iteration"): type(None),
+    ("training", "_seqlen_stats_active"): bool,
+}
+"""What Megatron collects: classes and modules by name, with an attribute and what makes its first
+value.
+"""
+_SCALERS = ("MTPLossAutoScaler", "DSAIndexerLossAutoScaler", "MoEAuxLossAutoScaler")
+_SCALE = "main_loss_backward_scale"
 
-@contextmanager
-def _losses_of_models_restored() -> Iterator[None]:
-    """Afterwards restores what Megatron collects of the losses of predicted tokens, of experts and
-    of indexers, and of packed batches.
+
+def _collected() -> Iterator[tuple[Any, str, Any]]:
+    """What Megatron collects of the losses of predicted tokens, of experts and of indexers, and of
+    packed batches, with what is to stand there while the probes run.
     """
-    # heavy, and installed with Megatron only
-    from megatron.core.transformer import multi_token_prediction as mtp
-    from megatron.core.transformer.moe import moe_utils
-
-    # the losses of experts since 0.18
-    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
-    # counts the tokens of packed batches since 0.19
-    training = sys.modules.get("megatron.training.training")
-    # has a value for each layer of the first model that runs
-    sparse = sys.modules.get("megatron.core.transformer.experimental_attention_variant.dsa")
-    scale = "main_loss_backward_scale"
-    scalers = (
-        getattr(mtp, "MTPLossAutoScaler", None),
-        getattr(sparse, "DSAIndexerLossAutoScaler", None),
-        moe_utils.MoEAuxLossAutoScaler,
-    )
-    fresh: list[tuple[Any, str, Any]] = [
-        (getattr(mtp, "MTPLossLoggingHelper", None), "tracker", {}),
-        (getattr(sparse, "DSAIndexerLossLoggingHelper", None), "tracker", {}),
-        *((scaler, scale, getattr(scaler, scale, None)) for scaler in scalers),
-        (moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}),
-        (logging, "_MOE_METRICS_TRACKER", None),
-        (training, "_seqlen_stats_in_iteration", None),
-        (training, "_seqlen_stats_active", False),
-    ]
-    with replaced(*(change for change in fresh if hasattr(*change[:2]))):
-        yield
+    for module in loaded_modules("megatron."):
+        known = {**vars(module), module.__name__.rpartition(".")[2]: module}
+        for (owner, name), first in _FRESH.items():
+            if hasattr(known.get(owner), name):
+                yield known[owner], name, first()
+        for scaler in (known[name] for name in _SCALERS if hasattr(known.get(name), _SCALE)):
+            yield scaler, _SCALE, getattr(scaler, _SCALE)
 
 
 def _copied(state: Any) -> Any:
@@ -80,7 +72,7 @@ def states_restored() -> Iterator[None]:
             {name: _copied(state) for name, state in tracker.get_states().items()},
         )
         stack.callback(settings.configure, settings.current())
-        stack.enter_context(_losses_of_models_restored())
+        stack.enter_context(replaced(*_collected()))
         begin_anew()  # so that ranks compare the calls of probes, and then those of the training
         stack.callback(begin_anew)
         try:

@@ -7,7 +7,6 @@ d and e head sizes of keys and values.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,16 @@ if TYPE_CHECKING:
     from cp_ring.comm.latent import Latents
 
 
+CHANNELS = 512
+"""Channels of values that a mask probe uses at most: the weight of one with latents grows with
+them.
+"""
+
+
 @dataclass(frozen=True)
 class TestedLayer:
     """A layer under probe: the job's core attention of this kind, its context-parallel group, dtype
-    and device, and the seed of its random tensors.
+    and device, the seed of its random tensors, and the microbatch of this rank.
     """
 
     kind: LayerKind
@@ -35,18 +40,13 @@ class TestedLayer:
     dtype: torch.dtype
     device: torch.device
     seed: int
+    batch: ProbeBatch
     note: str = ""  # appended to the names of its probes
 
-    @cached_property
-    def batch(self) -> ProbeBatch:
-        """The microbatch of this rank."""
-        return ProbeBatch.make(self.kind, self.group, self.device)
-
-    def with_layer(self, number: int, layer: Any) -> TestedLayer:
-        """Layer `number` of the same kind, on the same microbatch."""
-        other = replace(self, kind=replace(self.kind, layer=number), layer=layer)
-        vars(other)["batch"] = self.batch
-        return other
+    def of_kind(self, kind: LayerKind, note: str = "") -> TestedLayer:
+        """The same layer on a microbatch of `kind`."""
+        batch = ProbeBatch.make(kind, self.group, self.device)
+        return replace(self, kind=kind, batch=batch, note=note)
 
     @property
     def of_latents(self) -> bool:

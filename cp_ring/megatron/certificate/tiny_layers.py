@@ -83,8 +83,6 @@ def changes_of_layers(
     changes["moe_layer_freq"] = [experts[layer - 1] for layer in chosen] if experts else 1
     if letters and not pattern_of(args):
         changes["linear_attention_freq"] = [int(letters[at - 1] in RECURRENT) for at in chosen]
-    if isinstance(without := getattr(config, "no_rope_freq", None), list):
-        changes["no_rope_freq"] = [without[layer - 1] for layer in chosen]
     # Layers that predict further tokens count from 1 again, and Megatron looks them up in the same
     # lists.
     depth = max(

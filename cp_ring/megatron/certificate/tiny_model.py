@@ -36,7 +36,7 @@ KEPT = """
     kv_channels softmax_scale softmax_type
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     rope_type mrope_section apply_rope_fusion activation_func
-    moe_router_topk moe_z_loss_coeff calculate_per_token_loss mtp_num_layers
+    moe_router_topk moe_aux_loss_coeff moe_z_loss_coeff calculate_per_token_loss mtp_num_layers
     heterogeneous_block_specs is_hybrid_model mamba_num_groups experimental_attention_variant
     linear_conv_kernel_dim linear_num_key_heads linear_num_value_heads
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_loss_coeff
@@ -54,6 +54,7 @@ def tiny_args(
     """
     config = transformer_config(args)
     tiny = _tiny_config(args, config, kinds)
+    types = tiny.cp_comm_type if isinstance(tiny.cp_comm_type, list) else [tiny.cp_comm_type]
     changes = vars(tiny) | {
         "vocab_size": VOCABULARY,
         "padded_vocab_size": VOCABULARY * args.tensor_model_parallel_size,
@@ -64,19 +65,17 @@ def tiny_args(
         "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
         "check_for_nan_in_loss_and_grad": False,
         "check_for_spiky_loss": False,
+        "cp_comm_type": types,
     }
     if kinds[0].mask != "packed":
         changes |= dict.fromkeys(PACKING, False)
     changes |= tiny_pattern(args, chosen_layers(args, config, kinds))
-    known = {name: value for name, value in changes.items() if hasattr(args, name)}
-    if not isinstance(tiny.cp_comm_type, list):
-        known["cp_comm_type"] = [tiny.cp_comm_type]
     # a program may have fields of its own, such as the length of a batch row
     own = copy.copy(config)
-    vars(own).update({name: changes[name] for name in vars(own) if name in changes} | vars(tiny))
+    vars(own).update(vars(tiny))
     if hasattr(config, "per_block_parameters"):
         own.per_block_parameters = [_one_block(config, tiny)] * tiny.num_layers
-    return with_changes(argparse.Namespace(**vars(args), tiny_config=own), known)
+    return with_changes(argparse.Namespace(**vars(args), tiny_config=own), changes)
 
 
 def _one_block(config: Any, tiny: Any) -> Any:
@@ -106,19 +105,21 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
         "init_method_std": HIDDEN**-0.5,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "add_bias_linear": config.add_bias_linear,
+        "add_bias_linear": False,
     }
     values |= _experts(config) | changes_of_layers(args, config, kinds, tp)
     return made(**{name: value for name, value in values.items() if name in fields})
 
 
 def with_changes(args: argparse.Namespace, changes: dict[str, Any]) -> argparse.Namespace:
-    """A copy of the arguments of a tiny model with `changes`, which its configuration follows."""
-    changed = argparse.Namespace(**(vars(args) | changes))
-    changed.tiny_config = copy.copy(args.tiny_config)
-    for name, value in changes.items():
-        if hasattr(changed.tiny_config, name) and name != "cp_comm_type":
-            setattr(changed.tiny_config, name, value)
+    """A copy of the arguments of a tiny model with those of `changes` that they have, which its
+    configuration follows.
+    """
+    changed, config = copy.copy(args), copy.copy(args.tiny_config)
+    for owner, kept in ((changed, ""), (config, "cp_comm_type")):  # a list in arguments alone
+        names = changes.keys() & vars(owner).keys() - {kept}
+        vars(owner).update({name: changes[name] for name in names})
+    changed.tiny_config = config
     return changed
 
 
@@ -135,27 +136,15 @@ def transformer_config(args: argparse.Namespace) -> Any:
 
 
 def _experts(config: Any) -> dict[str, Any]:
-    """A few small experts on each rank, if the job has experts. Their auxiliary losses have weight
-    1, so that it matters.
-    """
-    count, size = config.num_moe_experts, HIDDEN * config.tensor_model_parallel_size
-    if not count:
+    """A few small experts on each rank, if the job has experts."""
+    if not config.num_moe_experts:
         return {}
-    weights, balance = config.moe_aux_loss_coeff, config.moe_router_load_balancing_type
+    balance = config.moe_router_load_balancing_type
     return {
-        "num_moe_experts": min(count, max(EXPERTS, config.moe_router_topk)),
-        "moe_ffn_hidden_size": size,
-        "moe_shared_expert_intermediate_size": (
-            size if config.moe_shared_expert_intermediate_size else None
-        ),
+        "num_moe_experts": min(config.num_moe_experts, max(EXPERTS, config.moe_router_topk)),
+        "moe_ffn_hidden_size": HIDDEN * config.tensor_model_parallel_size,
         # Megatron defines it by the tokens of a rank, so that another cp size is another model.
         "moe_router_load_balancing_type": "none" if "sinkhorn" in balance else balance,
-        "moe_aux_loss_coeff": (
-            [float(x > 0) for x in weights] if isinstance(weights, list) else float(weights > 0)
-        ),
-        # Experts with biases fail in Megatron where one rank has all of them: it adds a bias in
-        # place to a view.
-        "add_bias_linear": config.add_bias_linear and config.tensor_model_parallel_size > 1,
     }
 
 
@@ -183,7 +172,7 @@ def uncovered(args: argparse.Namespace) -> str:
         return "a program that does not call cp_ring.megatron.certify"
     if isinstance(transformer_config(args).window_size, int):
         return "layers whose core attention class sets their window"
-    return "models from a YAML file" if getattr(args, "yaml_cfg", None) else ""
+    return ""
 
 
 def own_device() -> torch.device:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.megatron import compat, settings
+from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.tiny_batch import Microbatch
 from cp_ring.plan.sizes.attention_sizes import widening
@@ -66,13 +66,8 @@ def train(args: argparse.Namespace, model: Any, batch: Microbatch, step: Forward
 
         return output, counted
 
-    known = {
-        "grad_reduce_in_fp32": True,
-        "average_in_collective": getattr(args, "ddp_average_in_collective", False),
-    }
-    config = DistributedDataParallelConfig(
-        **compat.known_arguments(DistributedDataParallelConfig, known)
-    )
+    average = getattr(args, "ddp_average_in_collective", False)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=average)
     wrapped = DistributedDataParallel(model.config, config, model)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.model_type = ModelType.encoder_or_decoder
@@ -119,23 +114,22 @@ def compare(
     truth = reference.losses.gather(1, positions)
     difference = (ours.losses - truth).masked_fill(~counts, 0.0)
     batch_row, token = divmod(int(difference.abs().nan_to_num(torch.inf).argmax()), truth.shape[1])
-    place = f"worst at query {int(positions[batch_row, token])} of batch row {batch_row}"
-    error = float(difference.norm() / truth.norm())
-    probes = [Probe("loss of each token", *about, error, BOUND[device] + wider, place)]
-    if not exact:
-        return probes
-    where = f"{ours.loss:.6g}, at cp 1 {reference.loss:.6g}"
-    error = abs(ours.loss / reference.loss - 1)
-    probes.append(Probe("loss", *about, error, BOUND[device] + wider, where))
-    error, worst = _worst_gradient(ours.gradients, reference.gradients)
-    where = f"worst in {worst}; labels that the loss mask hides are others"
-    bound = GRADIENTS_BOUND[device] + 10 * wider
-    return [*probes, Probe("gradients", *about, error, bound, where)]
+    worst, error = _worst_gradient(ours.gradients, reference.gradients)
+    probes = (
+        ("loss of each token", float(difference.norm() / truth.norm()), BOUND[device] + wider,
+         f"worst at query {int(positions[batch_row, token])} of batch row {batch_row}"),
+        ("loss", abs(ours.loss / reference.loss - 1), BOUND[device] + wider,
+         f"{ours.loss:.6g}, at cp 1 {reference.loss:.6g}"),
+        ("gradients", error, GRADIENTS_BOUND[device] + 10 * wider,
+         f"worst in {worst}; labels that the loss mask hides are others"),
+    )  # fmt: skip
+    found = [Probe(name, *about, error, bound, where) for name, error, bound, where in probes]
+    return found if exact else found[:1]
 
 
-def _worst_gradient(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest error of the gradient of a parameter, relative to its norm, or to a hundredth of
-    the norm of all gradients, and the parameter.
+def _worst_gradient(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[str, float]:
+    """The parameter whose gradient has the largest error, and this error, relative to the norm of
+    the gradient, or to a hundredth of the norm of all gradients.
     """
     least = float(torch.stack([x.norm() for x in truth.values()]).norm()) * 1e-2
     errors = {
@@ -143,4 +137,4 @@ def _worst_gradient(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[
         for name, gradient in truth.items()
     }
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    return errors[worst], worst
+    return worst, errors[worst]

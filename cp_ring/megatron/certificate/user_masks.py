@@ -133,20 +133,6 @@ def _diffusion(n: int, random: np.random.Generator) -> Sample:
     return Mask.block_diffusion(n, block), rule
 
 
-def _pieces(n: int, random: np.random.Generator) -> Sample:
-    """Random cells of a grid, cut by a diagonal band: disjoint, and like no mask with a name."""
-    edges = [0, *_cuts(n, 3, random), n]
-    number, cells = _numbered(n, [*pairwise(edges)]), random.random((4, 4)) < 0.6
-    grid = torch.from_numpy(cells)
-    spans = [edges[i : i + 2] + edges[j : j + 2] for i, j in np.argwhere(cells)]
-
-    def sees(query: Tensor, key: Tensor) -> Tensor:
-        return grid[number[query], number[key]] & ((key - query).abs() <= n // 2)
-
-    pieces = [(*span, -(n // 2), n // 2) for span in spans]
-    return Mask.from_pieces(n, pieces), _plain(sees, n, edges)
-
-
 def _numbered(n: int, spans: Sequence[tuple[int, int]]) -> Tensor:
     """The number of the span [start, end) that each token is in, -1 where it is in none."""
     numbers = torch.full((n,), -1)
@@ -176,5 +162,5 @@ _SAMPLES: dict[str, Callable[[int, np.random.Generator], Sample]] = {
     "global": _global,
     "block-causal": _blocks,
     "block-diffusion": _diffusion,
-    "any": _pieces,
+    "any": _images,
 }

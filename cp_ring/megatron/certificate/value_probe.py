@@ -157,7 +157,9 @@ def reference(tested: TestedLayer, inputs: RandomTensors) -> dict[str, Tensor]:
     keys = torch.arange(kind.tokens, device=tested.device)
     queries = batch.positions[:, inputs.sampled]
     q = batch.local(inputs.q)[:, inputs.sampled]
-    tensors = {"q": q, **inputs.of_keys} | ({} if sink is None else {"sink": sink})
+    tensors = {"q": q, **inputs.of_keys}
+    if sink is not None:
+        tensors["sink"] = sink
     leaves = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
     with torch.enable_grad():
         of_rows = zip(leaves["q"], *_keys(tested, leaves), queries, batch.rules, strict=True)
