@@ -30,6 +30,7 @@ LEFT = {
     "dropout_seed": "no GPU kernel drops weights by positions; train without attention dropout",
     "alibi_slopes": "no GPU kernel has slopes of tiles; use rotary positions",
     "bias": "no GPU kernel has a bias of tiles; use rotary positions",
+    "recurrent": "recurrent layers exchange heads, which cp x tp must divide; drop it",
     "run_dir": "TensorBoard has the steps (--tensorboard-dir), and the log of the ranks; drop it",
     "trace": "torch.profiler and Nsight show the marks of hops; docs/timing.md",
     "verbose": "ranks print where they always printed; torchrun's --log-dir, --redirects and --tee "
@@ -47,9 +48,6 @@ LEFT_VALUES = {
         "auto": "give direct, or ring",
     },
     "pack": {"in-order": "give first-fit, or fill, which keeps the order"},
-    "recurrent": {
-        "auto": "give heads, or states where the heads do not divide among the ranks",
-    },
 }
 """Values of settings of the version before, and what to give in their place."""
 

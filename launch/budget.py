@@ -48,7 +48,7 @@ def room(name: str, budget: int, limit: int, paths: str) -> Room:
 _LIBRARY = """cp_ring/__init__.py cp_ring/errors.py cp_ring/runtime.py cp_ring/api.py
     cp_ring/plan_cache.py cp_ring/attention.py cp_ring/inputs.py cp_ring/hop_loop.py
     cp_ring/sharding.py cp_ring/prefixes.py cp_ring/options.py
-    cp_ring/plan cp_ring/kernels cp_ring/comm cp_ring/recurrent cp_ring/ops cp_ring/observe
+    cp_ring/plan cp_ring/kernels cp_ring/comm cp_ring/ops cp_ring/observe
     cp_ring/integrations cp_ring/testing"""
 _ADAPTER = "cp_ring/megatron patches cp_ring/run.py cp_ring/pretrain_gpt.py"
 ROOMS = (
@@ -60,7 +60,6 @@ ROOMS = (
     room("plans and proofs", 38_000, 46_000, "cp_ring/plan"),
     room("kernels", 17_000, 16_400, "cp_ring/kernels"),
     room("messages", 13_000, 12_800, "cp_ring/comm"),
-    room("recurrent states", 6_000, 7_000, "cp_ring/recurrent"),
     room("merges and sums", 6_000, 5_600, "cp_ring/ops"),
     room("observation", 6_000, 4_600, "cp_ring/observe"),
     room("other libraries, testing", 4_000, 4_700, "cp_ring/integrations cp_ring/testing"),

@@ -15,7 +15,7 @@ unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, and each 
 
 PARALLEL=(-n auto --dist loadgroup --no-loadscope-reorder --durations=15)
 COMPAT=(0.18.2 0.19.2) # the last of each minor version that cp_ring supports
-TORCH_TESTS=(tests/test_attention.py tests/test_attention_masks.py tests/kernels tests/ops tests/comm tests/recurrent tests/plan
+TORCH_TESTS=(tests/test_attention.py tests/test_attention_masks.py tests/kernels tests/ops tests/comm tests/plan
     tests/megatron/test_documents.py tests/megatron/test_recompute.py tests/megatron/test_run.py tests/megatron/test_specs.py)
 
 times=()

@@ -5,9 +5,6 @@ These layers exchange tokens for heads, so that each rank holds whole batch rows
 Megatron then puts the tokens in order, and back, as its zigzag split needs it. Here the order is
 that of the layout, and the state begins anew with each document.
 
-With --cp-ring-recurrent states they exchange nothing for heads. Megatron then makes them as without
-context parallelism, and their kernels pass states from rank to rank.
-
 All heads of a gated delta net layer share one norm, `out_norm`. Each tensor-parallel rank computes
 its gradient of its own heads alone, and Megatron sums these with --sequence-parallel only: without
 it the norms of the ranks drift apart. Here they are summed as they are computed.
@@ -32,7 +29,6 @@ from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 def _replacements() -> Iterator[Replacement]:
     import megatron.core.ssm.mamba_context_parallel  # noqa: F401
-    from megatron.core.ssm import mamba_mixer
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
     from cp_ring.megatron.adapter import recurrent
@@ -41,22 +37,17 @@ def _replacements() -> Iterator[Replacement]:
     modules = loaded_modules("megatron.core.ssm")
     yield from replace_everywhere(modules, "_undo_attention_load_balancing", recurrent.in_sequence)
     yield from replace_everywhere(modules, "_redo_attention_load_balancing", recurrent.by_rank)
-    yield MambaMixer, "__init__", recurrent.made_for_states(MambaMixer.__init__)
-    kernel = "mamba_split_conv1d_scan_combined"
-    if function := getattr(mamba_mixer, kernel, None):
-        yield mamba_mixer, kernel, recurrent.mamba_with_states(function)
     yield MambaMixer, "_ssm_training", recurrent.mamba_with_documents(MambaMixer._ssm_training)
 
 
 def _of_gated_delta_net() -> Iterator[Replacement]:
     from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from cp_ring.megatron.adapter import recurrent
 
     package: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
     wrappers = {
-        "__init__": lambda constructor: recurrent.made_for_states(_with_one_norm(constructor)),
+        "__init__": _with_one_norm,
         "forward": recurrent.gated_delta_net_with_documents,
         "_gated_norm_and_a2a": recurrent.norm_with_documents,
     }
@@ -70,11 +61,6 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
             yield from replace_everywhere(
                 modules, name, recurrent.fla_with_documents(getattr(package, name))
             )
-    yield (
-        TransformerConfig,
-        "__post_init__",
-        recurrent.checked_for_states(TransformerConfig.__post_init__),
-    )
     layers = _of_variant(gpt_layer_specs.get_gpt_decoder_layer_specs)
     yield from replace_everywhere(loaded_modules("megatron"), layers.__name__, layers)
 

@@ -70,14 +70,14 @@ def _called_as(*names: str) -> Callable[..., Any]:
 def scan(
     zxbcdt: Tensor, weight: Tensor, bias: Tensor, dt_bias: Tensor, a: Tensor, *,
     D: Tensor, headdim: int, ngroups: int, seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None, return_final_states: bool = False, **ignored: Any,
+    **ignored: Any,
 ) -> Any:  # fmt: skip
     """As `mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined`, [b, n, z x B C dt]
     to [b, n, heads * headdim].
 
     The state of each head decays by exp(dt * a) and gains dt * x B; the sum over all earlier tokens
     is written as a matrix. `seq_idx` [b, n] numbers documents, at whose borders the state and the
-    convolution begin anew; document 0 goes on with `initial_states` [b, heads, headdim, state].
+    convolution begin anew.
     """
     b, n, _ = zxbcdt.shape
     heads = a.numel()
@@ -97,13 +97,7 @@ def scan(
     passed = (decay[:, :, None] - decay[:, None]).masked_fill(~together[..., None], -torch.inf)
     weights = passed.exp() * torch.einsum("bihs,bjhs->bijh", queries, keys)
     y = torch.einsum("bijh,bjh,bjhp->bihp", weights, dt, x) + D[:, None] * x
-    final = torch.einsum("bjh,bjhp,bjhs->bhps", passed[:, -1].exp() * dt, x, keys)
-    if initial_states is not None:
-        left = decay.exp() * (numbers == 0)[..., None]
-        y = y + torch.einsum("bihs,bhps,bih->bihp", queries, initial_states, left)
-        final = final + initial_states * left[:, -1, :, None, None]
-    out = y.reshape(b, n, inner) * F.silu(z)
-    return (out, final) if return_final_states else out
+    return y.reshape(b, n, inner) * F.silu(z)
 
 
 def _together(documents: Tensor) -> Tensor:
@@ -163,11 +157,9 @@ def delta_rule(
     beta: Tensor | None = None,
     b: Tensor | None = None,
     w: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     **ignored: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, None]:
     """As `fla.ops.gated_delta_rule.chunk_gated_delta_rule`: q, k, v [b, n, heads, d], g and beta
     [b, n, heads]. As `fla.ops.gdn2.chunk.chunk_gdn2`: g and b of each channel of k, w of v.
 
@@ -176,20 +168,15 @@ def delta_rule(
     """
     if beta is not None:
         g, b, w = g[..., None], beta[..., None], beta[..., None]
-    ends = [q.shape[1]] if cu_seqlens is None else cu_seqlens[1:].tolist()
-    assert cu_seqlens is None or (q.shape[0] == 1 and ends[-1] == q.shape[1])
-    shape = q.shape[0] * len(ends), q.shape[2], k.shape[-1], v.shape[-1]
-    first = q.new_zeros(shape) if initial_state is None else initial_state
-    assert first.shape == shape, f"{tuple(first.shape)} states for {shape}"
-    outs, finals = [], []
+    assert cu_seqlens is None or (q.shape[0] == 1 and cu_seqlens[-1] == q.shape[1])
+    begins = {0} if cu_seqlens is None else set(cu_seqlens.tolist())
+    outs = []
     for i in range(q.shape[1]):
-        if i == 0 or i == ends[len(finals) - 1]:
-            state = first if cu_seqlens is None else first[len(finals)][None]
+        if i in begins:
+            state = q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1])
         state = state * g[:, i, ..., None].exp()
         held = torch.einsum("bhk,bhkv->bhv", b[:, i] * k[:, i], state)
         learned = w[:, i] * v[:, i] - held
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, i], learned)
         outs.append(torch.einsum("bhk,bhkv->bhv", q[:, i] * q.shape[-1] ** -0.5, state))
-        if i + 1 == ends[len(finals)]:
-            finals.append(state)
-    return torch.stack(outs, 1), torch.cat(finals) if output_final_state else None
+    return torch.stack(outs, 1), None

@@ -32,7 +32,7 @@ def test_each_way_to_give_it_names_it(name):
 def test_a_value_that_left_says_what_to_give(name, value):
     with pytest.raises(ConfigError, match=f"{Options.flag(name)} '{value}': it left cp_ring: "):
         Options(**{name: value})
-    if name not in ("recurrent", "pack"):
+    if name != "pack":
         q, k, v, _ = Case.draw(8)
         with pytest.raises(ConfigError, match=f"^{name}='{value}' left cp_ring: "):
             ring_attention(q, k, v, **{name: value})

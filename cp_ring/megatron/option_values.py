@@ -13,9 +13,6 @@ from typing import Any
 from cp_ring.errors import ConfigError
 from cp_ring.options import either
 
-RECURRENT_KINDS = ("mamba", "gdn")
-"""Kinds of recurrent layers: Mamba, and gated delta net."""
-
 
 def joined(value: Any) -> Any:
     """Names as text; reads a list too, as YAML has it."""
@@ -26,21 +23,6 @@ def only_known(what: str, known: Sequence[str], value: str) -> None:
     for name in value.split(",") if value else ():
         if name not in known:
             raise ConfigError(f"{name} is no {what}; known are {', '.join(known)}")
-
-
-def ways_of(text: str) -> dict[str, str]:
-    """The way of each kind of recurrent layers. Raises `ConfigError`."""
-    ways = ("heads", "states")
-    if text in ways:
-        return dict.fromkeys(RECURRENT_KINDS, text)
-    pairs = [each.partition("=")[::2] for each in text.split(",")]
-    for kind, way in pairs:
-        if kind not in RECURRENT_KINDS or way not in ways or len(dict(pairs)) < len(pairs):
-            raise ConfigError(
-                f"it must be {' or '.join(ways)}, or one of these for each of "
-                f"{', '.join(RECURRENT_KINDS)}, as in mamba=states,gdn=heads"
-            )
-    return dict.fromkeys(RECURRENT_KINDS, "heads") | dict(pairs)
 
 
 def on_or_off(value: Any) -> Any:

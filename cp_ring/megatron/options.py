@@ -80,14 +80,6 @@ class Options(CallSettings):
         "Assign the sequences of each step so that microbatches and data-parallel ranks have "
         "equal work; it changes which sequences share a microbatch, never which are in a step.",
     )
-    recurrent: str = setting(
-        "heads",
-        "What ranks exchange for recurrent layers: heads, an all-to-all as in Megatron; states, "
-        "where each rank scans its own tokens and states pass by one gather; or one of these per "
-        "kind, as in mamba=states,gdn=heads.",
-        convert=option_values.joined,
-        check=option_values.ways_of,
-    )
     recompute: str = setting(
         "keep",
         "Recomputed attention layers: keep their out and lse, so that the ring runs once; or "
@@ -172,11 +164,6 @@ class Options(CallSettings):
     def kinds(self) -> tuple[str, ...]:
         """The kinds in `mask_kinds`."""
         return tuple(self.mask_kinds.split(",")) if self.mask_kinds else ()
-
-    @property
-    def recurrent_ways(self) -> dict[str, str]:
-        """What ranks exchange, heads or states, for each of `RECURRENT_KINDS`."""
-        return option_values.ways_of(self.recurrent)
 
     def without_auto(self) -> Options:
         """With the simplest shape in place of `auto`: what runs with it runs with any."""

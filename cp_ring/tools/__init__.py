@@ -44,7 +44,7 @@ LEFT = {
     "plan --convert": "shard what unshard returns; docs/masks-and-layouts.md",
     "plan --documents-mean": "give --lengths lognormal:MEAN",
     "plan --panel": "--draw FILE.svg has both panels; cut out one",
-    "plan --recurrent": "recurrent layers exchange heads or states; docs/models.md",
+    "plan --recurrent": "recurrent layers exchange heads; docs/models.md",
     "plan --sparse": "sparse attention is Megatron's own; docs/models.md",
     "preflight": "Megatron's gpu_sniff_test, nccl-tests and dcgmi check nodes; docs/slurm.md",
     "slurm": _SBATCH,

@@ -21,7 +21,6 @@ from unittest import mock
 
 from cp_ring.errors import ConfigError, Reasons, one_line
 from cp_ring.megatron.compat import logits_without_te
-from cp_ring.megatron.options import Options
 
 _HOPPER = (9, 0)
 _FUSED = {
@@ -51,11 +50,6 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
 
     asked = copy.deepcopy(args)
     asked.rank, asked.local_rank, asked.world_size = 0, 0, ranks
-    # Megatron wants a head for each rank
-    if Options.from_args(asked).recurrent_ways["gdn"] != "heads":
-        for name in ("linear_num_key_heads", "linear_num_value_heads"):
-            if heads := getattr(asked, name, None):
-                setattr(asked, name, heads * asked.context_parallel_size)
     with (
         _as_on_a_gpu(_connections(asked)),
         contextlib.redirect_stdout(io.StringIO()),

@@ -70,9 +70,6 @@ EXAMPLES = {
 --hybrid-layer-pattern M*- --cp-ring-mask-kinds tree
 --hybrid-layer-pattern M*- --cp-ring-document-mask --disable-mamba-mem-eff-path
 --hybrid-layer-pattern G*- --cp-ring-mask-kinds documents --deterministic-mode
---hybrid-layer-pattern G*- --cp-ring-recurrent states --deterministic-mode
---hybrid-layer-pattern M*- --cp-ring-recurrent states --disable-mamba-mem-eff-path
---hybrid-layer-pattern M*- --cp-ring-recurrent states --cuda-graph-impl transformer_engine --cuda-graph-modules mlp
 """,
     "The job": """
 --no-cp-ring --cp-ring-loss-chunk 64

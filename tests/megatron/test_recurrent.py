@@ -198,27 +198,3 @@ def test_padding_and_declared_documents_begin_anew_too():
     assert numbers(padded) == [[0, 0, 0, 1, 2, 2, 3, 3]]
     masks = [Mask.documents([0, 3, 8]), Mask.causal(8)]
     assert numbers(DeclaredMask.of_rows(masks, "zigzag", 2)) == [[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
-
-
-def test_the_halo_is_proven_for_the_convolution_that_runs(monkeypatch):
-    from cp_ring import PlanError
-    from cp_ring.megatron.adapter import recurrent
-    from cp_ring.megatron.data.documents import without_documents
-    from cp_ring.recurrent.segments import Segments
-    from cp_ring.testing.local_ring import LocalRing
-    from tests.recurrences import causal_conv1d
-
-    halo = Segments.halo
-    monkeypatch.setattr(
-        Segments, "halo", lambda segments, rank, width: halo(segments, rank, width - (width == 6))
-    )
-
-    def convolved(group, width):
-        order = recurrent.passing_of(without_documents(1, 32, 2), group, torch.device("cpu"))
-        with recurrent._in_order(order):
-            convolve = recurrent.fla_with_documents(causal_conv1d)
-            return convolve(torch.ones(1, 16, 3), weight=torch.ones(3, width), activation="silu")
-
-    assert LocalRing(2).run(convolved, 4)
-    with pytest.raises(PlanError, match="a segment"):
-        LocalRing(2).run(convolved, 6)

@@ -109,8 +109,7 @@ def test_each_line_of_a_check_has_an_example():
         "--use-megatron-fsdp",
         "--cuda-graph-impl local --cuda-graph-scope moe_router",
         "--cuda-graph-impl transformer_engine --cuda-graph-scope mlp moe_router moe_preprocess",
-        "--hybrid-layer-pattern G*- --context-parallel-size 4 --linear-num-key-heads 2 "
-        "--cp-ring-recurrent states",
+        "--hybrid-layer-pattern G*- --context-parallel-size 4 --linear-num-key-heads 4",
     ],
 )
 def test_what_is_accepted(flags):

@@ -171,10 +171,6 @@ def _anew_too_late(starts: Any, carried: Any) -> Any:
     return found + (found % (carried.layout.n // carried.batch) != 0)
 
 
-def _nothing_handed_on(states: Any, *args: Any) -> Any:
-    return states(*args) * 0
-
-
 def _rotary_by_zigzag(positions: Any, cu_seqlens: Any, rank: int, cp: int) -> Any:
     """The rotary embeddings of a packed batch are those of another layout than its tokens."""
     from cp_ring import Layout
@@ -246,10 +242,6 @@ FAULTS = {
     "state in the order of another layout": at(
         "cp_ring.megatron.adapter.recurrent.without_documents", _in_another_layout
     ),
-    "state passed by another layout": at(
-        "cp_ring.megatron.adapter.recurrent.without_documents", _in_another_layout
-    ),
-    "state not handed on": at("cp_ring.recurrent.messages._Walk.composed", _nothing_handed_on),
     "state across documents": at("cp_ring.megatron.adapter.recurrent._starts", _across_documents),
     "state begins anew too late": at("cp_ring.megatron.adapter.recurrent._starts", _anew_too_late),
     "rotary positions of zigzag": at(

@@ -31,8 +31,7 @@ HEADLINE = {
     "predictions": {"mtp": "cp2", "mtp_uneven_loss_mask_mean": "cp4"},
     "masks": {"shared_prefix": "cp2", "images": "cp4", "global_tokens": "cp2"},
     "recurrent": {
-        "mamba": "cp2", "delta_net_document_mask_balanced": "cp2", "delta_net": "tp2cp2",
-        "qwen3_next_states_two_heads": "cp4",
+        "mamba": "cp2", "delta_net_document_mask_balanced": "cp2", "qwen3_next": "cp2", "delta_net": "tp2cp2",
     },
     "sparse": {"sparse_gathered": "cp2"},
     "positions": {"mrope_images_packed_thd": "cp2", "yarn": "cp2"},

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from cp_ring.megatron.flags.asked import Asked, Check
 from cp_ring.megatron.flags.layer_pattern import (
     RECURRENT,
-    RECURRENT_KINDS,
     letters_of,
     shown_pattern,
 )
@@ -95,62 +96,43 @@ def rows_of_experts(args: Asked, options: Options) -> str | None:
 
 
 def recurrent_layers(args: Asked, options: Options) -> str | None:
-    """The state of these layers runs along the sequence: it has no branches, and kernels that take
-    documents or states are not all there are.
+    """The state of these layers runs along the sequence: it has no branches, and not all kernels
+    take documents.
     """
     letters, pattern = letters_of(args), shown_pattern(args)
     layers = next((name for letter, name in RECURRENT.items() if letter in letters), "")
-    kinds = {kind: options.recurrent_ways[kind] for each, kind in RECURRENT_KINDS.items()
-             if each in letters}  # fmt: skip
-    if line := _undivided_heads(args, kinds):
-        return f"{pattern}: {line}: give --cp-ring-recurrent states"
+    if line := _undivided_heads(args, letters):
+        return f"{pattern}: {line}: lower --context-parallel-size"
     masks = [kind for kind in options.kinds if kind not in ("documents", "causal")]
     if layers and masks:
         return (
             f"--cp-ring-mask-kinds {masks[0]} does not reach the {layers} layers of {pattern}, "
             "whose state runs along the sequence: they support documents and causal"
         )
-    slow_mamba = "mamba" in kinds and args.use_mamba_mem_eff_path is False
+    slow_mamba = "M" in letters and args.use_mamba_mem_eff_path is False
     if documents_flag(args, options) and slow_mamba:
         return (
             f"--disable-mamba-mem-eff-path: the Mamba layers of {pattern} then have no documents "
             "(Megatron supports them on the other path alone): leave it out"
         )
-    if documents_flag(args, options) and "gdn" in kinds and args.deterministic_mode:
+    if documents_flag(args, options) and "G" in letters and args.deterministic_mode:
         return (
             f"--deterministic-mode: the gated delta net layers of {pattern} then have no documents "
             "(fla's kernels have them, which are not deterministic): leave it out"
         )
-    return _states(args, kinds, layers, pattern)
-
-
-def _states(args: Asked, kinds: dict[str, str], layers: str, pattern: str) -> str | None:
-    """What the kernels of layers that pass states do not support."""
-    if "states" not in kinds.values():
-        return None
-    slow = kinds.get("mamba") == "states" and args.use_mamba_mem_eff_path is False
-    graphs = args.cuda_graph_impl not in (None, "none") and args.shown("cuda_graph_impl")
-    found = ("--disable-mamba-mem-eff-path" if slow else "") or graphs or (
-        args.first("deterministic_mode")
-    )  # fmt: skip
-    if found:
-        return (
-            f"--cp-ring-recurrent states does not support {found} with the {layers} layers of "
-            f"{pattern}: leave it out, or give heads"
-        )
     return None
 
 
-def _undivided_heads(args: Asked, kinds: dict[str, str]) -> str:
+def _undivided_heads(args: Asked, letters: Collection[str]) -> str:
     """Heads of recurrent layers that the context-parallel ranks cannot share, "" where they can."""
-    for kind in (kind for kind, way in kinds.items() if way == "heads"):
-        heads = args.linear_num_key_heads or 16
-        if kind == "mamba":
-            heads = args.mamba_num_heads or 2 * args.hidden_size // (args.mamba_head_dim or 64)
-        if heads // args.tp % args.cp:
+    heads = {"G": args.linear_num_key_heads or 16}
+    if "M" in letters:
+        heads["M"] = args.mamba_num_heads or 2 * args.hidden_size // (args.mamba_head_dim or 64)
+    for letter, count in heads.items():
+        if letter in letters and count // args.tp % args.cp:
             return (
-                f"the {heads // args.tp} heads of the {kind} layers do not divide among {args.cp} "
-                "ranks"
+                f"the {count // args.tp} heads of the {RECURRENT[letter]} layers do not divide "
+                f"among {args.cp} ranks"
             )
     return ""
 

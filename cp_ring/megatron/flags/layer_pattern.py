@@ -13,8 +13,6 @@ PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 RECURRENT = {"M": "Mamba", "G": "gated delta net"}
 """Letters of layers whose state runs along the sequence."""
 
-RECURRENT_KINDS = {"M": "mamba", "G": "gdn"}
-"""Their names in --cp-ring-recurrent."""
 
 _RECURRENT_CLASSES = {"MambaMixer", "GatedDeltaNet", "GatedDeltaNet2"}
 """Megatron's, by name."""
