@@ -35,7 +35,6 @@ def _recurrent(args: Asked, options: Options) -> bool:
     order, or with documents.
     """
     moved = not options.named_layout.stock or options.document_mask or options.kinds or args.packed
-    moved = moved or "states" in options.recurrent_ways.values()
     return options.enabled and bool(letters_of(args) or (args.program and moved))
 
 
