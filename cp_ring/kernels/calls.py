@@ -379,8 +379,8 @@ class _Tokens:
 
 @dataclass(frozen=True, eq=False)
 class _Packed:
-    """Many sequences with one window in one call. Batch rows become heads: [t, b, h, d] is one stream
-    of b * h heads.
+    """Many sequences with one window in one call. Batch rows become heads: [t, b, h, d] is one
+    stream of b * h heads.
     """
 
     q: _Side

@@ -2,8 +2,8 @@
 
 Two ways: `first-fit` puts the longest documents first, each into the first row with room for it
 (first-fit decreasing, which needs at most 11/9 of the fewest rows plus 6/9: Dosa, "The Tight Bound
-of First Fit Decreasing Bin-Packing Algorithm", 2007); `fill` keeps their order and cuts documents at
-the ends of rows, so that only the last row has padding. The result depends on the lengths alone.
+of First Fit Decreasing Bin-Packing Algorithm", 2007); `fill` keeps their order and cuts documents
+at the ends of rows, so that only the last row has padding. The result depends on the lengths alone.
 """
 
 from __future__ import annotations

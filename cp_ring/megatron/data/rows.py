@@ -1,4 +1,4 @@
-"""Batch rows of a microbatch [b, n]: compared between context-parallel ranks, and split over them."""
+"""Batch rows of a microbatch [b, n]: compared between context-parallel ranks, and split."""
 
 from __future__ import annotations
 
