@@ -16,7 +16,6 @@ from pathlib import Path
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import signals
-from cp_ring.megatron.flags import argument_parser
 from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import ending_soon, reject, rejecting
@@ -56,7 +55,7 @@ def _show_help(script: Path) -> None:
     """Prints the usage of this module and cp_ring's flags, then runs the script for its own help,
     which may fail.
     """
-    print(f"{_USAGE}\n\n{argument_parser.list_own_flags()}\n{script}:", flush=True)
+    print(f"{_USAGE}\n\n{Options.help()}\n{script}:", flush=True)
     arguments = patches.get("arguments")
     # else there is no Megatron that cp_ring knows: the script's help is shown as it is
     if not arguments.rejection():

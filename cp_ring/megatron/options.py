@@ -169,20 +169,12 @@ class Options(CallSettings):
         """With the simplest shape in place of `auto`: what runs with it runs with any."""
         return replace(self, heads=1 if self.heads == "auto" else self.heads)
 
-    def check_schedule(self, cp: int) -> None:
-        """Raises `ConfigError` if the schedule is not one for `cp` ranks, or has more than
+    def check_schedule(self, members: int) -> None:
+        """Raises `ConfigError` if the schedule is not one for a ring of `members`, or has more than
         `slot_shards` sources at a hop.
-
-        With `heads` it is that of the ring's members, with `auto` that of the ranks.
         """
-        heads = int(self.without_auto().heads)
-        if cp % heads:
-            raise ConfigError(
-                f"{self.flag('heads')} {heads} does not divide the {cp} context-parallel ranks: "
-                "change either"
-            )
         try:
-            resolve(self.schedule, cp // heads, self.slot_shards)
+            resolve(self.schedule, members, self.slot_shards)
         except PlanError as error:
             named = str(error).replace("schedule ", self.flag("schedule") + " ", 1)
             raise ConfigError(named.replace("slot_shards", self.flag("slot_shards"))) from None
@@ -195,9 +187,7 @@ class Options(CallSettings):
         return "--cp-ring" if name == "enabled" else "--cp-ring-" + name.replace("_", "-")
 
     @classmethod
-    def add_arguments(
-        cls, parser: argparse.ArgumentParser, hidden: bool = False
-    ) -> argparse.ArgumentParser:
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Adds every setting as a flag; values are checked later, by `from_args`, for one clear
         message.
 
@@ -209,7 +199,7 @@ class Options(CallSettings):
         for name, field in SETTINGS.items():
             known = f"; one of {', '.join(choices(name))}" if choices(name) else ""
             shown = f"{field.metadata['text']} (default: {field.default}{known})"
-            shown = argparse.SUPPRESS if hidden else shown.replace("%", "%%")
+            shown = shown.replace("%", "%%")
             options: dict[str, Any] = {
                 "dest": _dest(name), "default": field.default, "help": shown,
             }  # fmt: skip
@@ -223,7 +213,7 @@ class Options(CallSettings):
             if name == "certify":
                 group.add_argument(
                     "--no-" + cls.flag(name)[2:], action="store_const", const="off",
-                    dest=_dest(name), help=argparse.SUPPRESS if hidden else None,
+                    dest=_dest(name), 
                 )  # fmt: skip
         for name in LEFT:
             group.add_argument(

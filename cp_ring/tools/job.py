@@ -354,7 +354,7 @@ def megatron_flags(
 
     parser: made by `build_parser` before, for several jobs. Raises as `build_command` does.
     """
-    from cp_ring.megatron.flags import argument_parser, resolve
+    from cp_ring.megatron.flags import resolve
     from cp_ring.megatron.flags.checks_job import JOB, data_files
     from cp_ring.megatron.flags.codec_choice import check_latent
     from cp_ring.tools import megatron_flags
@@ -365,7 +365,7 @@ def megatron_flags(
         cpu=device == "cpu",
         document_mask=packed or job.cp_ring.document_mask,
     )
-    parser = parser or argument_parser.build_parser()
+    parser = parser or megatron_flags.build_parser()
     with _keys_of(job):
         settings = _defaults(job, corpus) | job.megatron
         line = megatron_flags.to_flags(parser, megatron=settings)
@@ -373,7 +373,7 @@ def megatron_flags(
         args = megatron_flags.check(parser, line)
         if options.cpu:
             with contextlib.redirect_stdout(io.StringIO()):  # the ranks print what it sets
-                resolve.run_on_cpu(args, options, line)
+                resolve.run_on_cpu(args, line)
         reasons = Reasons()
         with reasons.of():
             resolve.check(args, options, JOB if uses_corpus(job) else (*JOB, data_files))

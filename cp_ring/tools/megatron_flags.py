@@ -13,6 +13,7 @@ import difflib
 import io
 import itertools
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from unittest import mock
 
 from cp_ring.errors import ConfigError, Reasons, one_line
 from cp_ring.megatron.compat import logits_without_te
+from cp_ring.megatron.flags import argument_parser
 
 _HOPPER = (9, 0)
 _FUSED = {
@@ -106,6 +108,32 @@ def _as_on_a_gpu(connections: str) -> Iterator[None]:
                 if getattr(module, function, None) is None:
                     stack.enter_context(mock.patch.object(module, function, object(), create=True))
         yield
+
+
+@contextlib.contextmanager
+def _quick_import() -> Iterator[None]:
+    """Imports of Megatron take half the time: it asks for torch's compiler and for wandb when it is
+    imported, and a process that only reads flags uses neither.
+    """
+    import torch
+
+    def as_it_is(function: Any = None, **_: Any) -> Any:
+        return function or as_it_is
+
+    without = {"wandb": None} if "wandb" not in sys.modules else {}
+    sys.modules |= without  # type: ignore[arg-type]
+    try:
+        with mock.patch.object(torch, "compile", as_it_is):
+            yield
+    finally:
+        for name in without:
+            del sys.modules[name]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """As `argument_parser.build_parser`, in half the time."""
+    with _quick_import():
+        return argument_parser.build_parser()
 
 
 def to_flags(parser: argparse.ArgumentParser, **sections: Mapping[str, Any]) -> list[str]:

@@ -253,11 +253,11 @@ def tune(job: JobConfig, request: Request, advise: bool = True) -> TuneResult:
     Raises `ConfigError` or `PlanError` with one line where there is no way: it names the option or
     the key; with `advise` also what fits.
     """
-    from cp_ring.megatron.flags import argument_parser
+    from cp_ring.tools import megatron_flags
 
     masks = {"document_mask": True} if request.documents and not packs_documents(job) else {}
     job = _changed(job, cp_ring={"enabled": True, **masks})
-    parser = argument_parser.build_parser()
+    parser = megatron_flags.build_parser()
     args = _arguments(_alone(job), parser)
     notes: list[str] = []
     setup, draws = _setup(job, args, request, notes)

@@ -86,7 +86,6 @@ EXAMPLES = {
     "Without CUDA": """
 --distributed-backend nccl
 --transformer-impl=transformer_engine
---cp-ring-kernel flash
 """,
     "What travels": """
 --context-parallel-size 2 --cp-ring-wire latent
@@ -123,7 +122,7 @@ def line_of(flags: str, parser=None) -> str:
     vars(args).update(later)
     options = Options.from_args(args)
     try:
-        resolve.run_on_cpu(args, options, words)
+        resolve.run_on_cpu(args, words)
         resolve.check(args, options, (*JOB, *HERE))
         if args.context_parallel_size > 1:
             check_latent(args, int(options.without_auto().heads), options)

@@ -147,7 +147,7 @@ def test_another_projection_is_rejected_by_name():
 )
 def test_what_latents_cannot_do_is_named(changes, ulysses, line):
     options = SimpleNamespace(**{"multi_latent_attention": True} | changes)
-    found = latent_problem(options, ulysses, Options.make(wire="latent"))
+    found = latent_problem(options, ulysses, Options.make(wire="latent")) or ""
     assert found.startswith(line) and bool(found) == bool(line)
 
 

@@ -142,10 +142,8 @@ def test_arguments_have_names_that_megatron_has():
 CP2 = ["--context-parallel-size", "2"]
 # of a checkout: flags, and how the line begins
 SCRIPTS = {
-    "t5": ("", "--cp-ring supports self attention; layer 1 is cross attention"),
-    "bert": ("", "the batch holds an attention mask beside the mask type no_mask"),
-    "hybrid": ("--hybrid-layer-pattern M*-*", "Megatron rejects this job: "),
-    "vlm": ("--cp-ring-certify off", "rank 0: AssertionError: Only ckpt-format torch is supported"),
+    "t5": ("", "--cp-ring supports the attention mask types causal and no_mask, not arb"),
+    "bert": ("", "Megatron rejects this job: Transformer Engine is not installed"),
 }
 
 

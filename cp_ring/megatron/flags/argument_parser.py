@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import re
-import sys
 import warnings
-from collections.abc import Iterator
-from typing import Any, NoReturn
-from unittest import mock
+from typing import NoReturn
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.options import Options
-from cp_ring.runtime import RUNTIME
 
 
 def _not_of_type(match: re.Match[str]) -> str:
@@ -45,35 +40,6 @@ def _hint(flag: str, parser: argparse.ArgumentParser) -> str:
     return f"; did you mean {near[0]} in place of {flag}?" if near else ""
 
 
-_listed = RUNTIME.cell(False)
-
-
-def list_own_flags() -> str:
-    """The help of cp_ring's own flags, which the help of parsers made from now on leaves out."""
-    _listed.value = True
-    return Options.help()
-
-
-@contextlib.contextmanager
-def _quick_import() -> Iterator[None]:
-    """Imports of Megatron take half the time: it asks for torch's compiler and for wandb when it is
-    imported, and a process that only reads flags uses neither.
-    """
-    import torch
-
-    def as_it_is(function: Any = None, **_: Any) -> Any:
-        return function or as_it_is
-
-    without = {"wandb": None} if "wandb" not in sys.modules else {}
-    sys.modules |= without  # type: ignore[arg-type]
-    try:
-        with mock.patch.object(torch, "compile", as_it_is):
-            yield
-    finally:
-        for name in without:
-            del sys.modules[name]
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the installed Megatron with cp_ring's flags. Importing Megatron takes several
     seconds.
@@ -81,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     Raises `ConfigError` if Megatron cannot be imported.
     """
     try:
-        with _quick_import(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             # about optional packages that are not installed; the ranks show them
             warnings.simplefilter("ignore")
             from megatron.training.arguments import add_megatron_arguments
@@ -102,10 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
 def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds cp_ring's flags to a parser that has Megatron's, as the first group of its help, and
     repairs that help.
-
-    The help does not list them again after `list_own_flags`.
     """
-    Options.add_arguments(parser, hidden=_listed.value)
+    Options.add_arguments(parser)
     parser._action_groups.insert(0, parser._action_groups.pop())
     for action in parser._actions:
         # some of Megatron's have a bare %, which argparse reads as the start of a format

@@ -21,7 +21,6 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.options import Options
 from cp_ring.plan.plan import PlanSpec
-from cp_ring.plan.schedule import parse
 
 _TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -134,10 +133,5 @@ def check_members(
             f"{named} is neither a divisor nor a multiple of the {held} key/value heads of a "
             "tensor-parallel rank: change either"
         )
-    hops, members = parse(settings.schedule), cp // spec.ulysses
-    mine = not isinstance(hops, str) and spec.schedule == settings.schedule
-    if mine and len(hops) != members:
-        raise ConfigError(
-            f"--cp-ring-schedule {settings.schedule}: {len(hops)} hops for a ring of {members} "
-            f"members, of {spec.ulysses} ranks each: give a hop for each member"
-        )
+    if spec.schedule == settings.schedule:
+        settings.check_schedule(cp // spec.ulysses)

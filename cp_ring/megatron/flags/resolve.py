@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from cp_ring.errors import ConfigError, Reasons
@@ -52,7 +51,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
     with rejecting():
         options = Options.from_args(args)
         if options.cpu:
-            run_on_cpu(args, options, sys.argv[1:])
+            run_on_cpu(args, sys.argv[1:])
         if options.enabled:
             # s x s booleans that ring attention does not need
             args.create_attention_mask_in_dataloader = False
@@ -109,7 +108,6 @@ def check_attention(args: Any, options: Options) -> None:
     """
     reject_where(ATTENTION + DOCUMENTS, args, options)
     asked = Asked(args)
-    options.check_schedule(asked.cp)
     for kind, spec in comm_types.specs(args, options):
         comm_types.check_members(kind, spec, options, asked.cp, args, asked.tp)
     if asked.overlap_moe_expert_parallel_comm:
@@ -168,7 +166,7 @@ def _with_chosen_wire(args: argparse.Namespace, options: Options) -> Options:
     return replace(options, wire=args.cp_ring_wire)
 
 
-def run_on_cpu(args: argparse.Namespace, options: Options, argv: Sequence[str]) -> None:
+def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Sets the arguments that Megatron needs without CUDA. Raises `ConfigError` if the command line
     contradicts one.
     """
@@ -185,27 +183,11 @@ def run_on_cpu(args: argparse.Namespace, options: Options, argv: Sequence[str]) 
                 f"{flag} {getattr(args, name)} needs CUDA, and --cp-ring-cpu runs without it: give "
                 f"{value}"
             )
-    if reason := _why_no_kernel(options):
-        raise ConfigError(
-            f"--cp-ring-kernel {options.kernel} cannot run on the CPU ({reason}): give auto"
-        )
     vars(args).update(_CPU_SETTINGS)
     note(
         "no CUDA: training on the CPU over gloo, with Megatron's local layers and without fused "
         "kernels"
     )
-
-
-def _why_no_kernel(options: Options) -> str:
-    """Why the kernel that is asked for cannot compute on the CPU, "" where it can."""
-    import torch
-
-    from cp_ring.kernels import REGISTRY
-
-    if not options.enabled or options.kernel not in REGISTRY:
-        return ""
-    kernel = import_module(REGISTRY[options.kernel]).KERNEL
-    return kernel.rejection(torch.device("cpu"), torch.float32, 64, 64) or ""
 
 
 def note_loss(args: argparse.Namespace, options: Options) -> None:
