@@ -21,13 +21,13 @@ NAMES = [
     "recompute_full",
     "packed_thd",
     "document_mask_balanced",
-    "mamba_states_document_mask_balanced",
-    "qwen3_next_states",
+    "mamba_document_mask_balanced",
+    "qwen3_next",
 ]
+CELLS = [*matrix.cells(NAMES, ["cp2"]), *matrix.cells(["causal"], ["cp2"], planted=True)]
 
 
 def test_two_ranks_are_one_and_a_fault_shows(tmp_path):
-    cells = [*matrix.cells(NAMES, ["cp2"]), *matrix.cells(["causal"], ["cp2"], planted=True)]
-    verdicts = matrix.run(cells, tmp_path)
+    verdicts = matrix.run(CELLS, tmp_path)
     assert len(verdicts) == len(NAMES) + 1
     assert not [verdict.as_dict() for verdict in verdicts.values() if not verdict.expected]
