@@ -118,14 +118,14 @@ def unshard(
     if transport is None:
         return layout.unshard([x], dim)
     _agree(transport, f"unshard ({reduction})", layout, x.movedim(dim, 0), 0)
-    ranks, share = transport.size, 1 / transport.size if reduction == "mean" else 1.0
-    mover = Mover(Moves.gathered(layout, layout.merged(ranks)), transport)
+    share = 1 / transport.size if reduction == "mean" else 1.0
+    mover = Mover(Moves.gathered(layout, layout.merged(transport.size)), transport)
 
     def post_back(gradient: Tensor) -> Landing:
-        land = mover.summed_back([[gradient.contiguous()]] * ranks, "unshard gradients")
+        land = mover.summed_back(gradient, x.shape[dim], "unshard gradients")
         return lambda: [total.mul_(share).to(gradient.dtype) for total in land()]
 
-    flight = Flight(lambda part: mover.there([[part]] * ranks, "unshard"), post_back)
+    flight = Flight(lambda part: mover.moved(part, "unshard"), post_back)
     (whole,) = flight.arrive(flight.depart(x.movedim(dim, 0).contiguous()))
     return whole.movedim(0, dim)
 
@@ -165,7 +165,7 @@ def roll(
     def moved(by: int) -> Callable[[Tensor], Landing]:
         def post(part: Tensor) -> Landing:
             mover = Mover(Moves.rolled(layout, by % layout.n), transport or ALONE)
-            return mover.there([[part.contiguous()]] * layout.cp, "roll")
+            return mover.moved(part, "roll")
 
         return post
 

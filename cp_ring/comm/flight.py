@@ -22,7 +22,7 @@ Landing = Callable[[], Sequence[Any]]
 class Flight:
     """One message of tensors. `post` starts to send them; what it returns waits, and gives the
     tensors that arrived. `post_back` does so with the gradients of these, and gives the gradients
-    of those; the last ones may be missing, of tensors that are not sent.
+    of those.
     """
 
     def __init__(self, post: Callable[..., Landing], post_back: Callable[..., Landing]):
@@ -51,15 +51,14 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flight: Flight, *tensors: Tensor) -> Tensor:
-        ctx.flight, ctx.count = flight, len(tensors)
+        ctx.flight = flight
         flight.begin(flight.post(*tensors))
         return tensors[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.flight.land()
-        return None, *gradients, *[None] * (ctx.count - len(gradients))
+        return None, *ctx.flight.land()
 
 
 class _Arrive(torch.autograd.Function):

@@ -21,7 +21,7 @@ it belongs; more of them are one message, and copied.
 
 
 class Mover:
-    """What one rank of the transport does of the moves. Tensors are contiguous, [tokens, ...]."""
+    """What one rank of the transport does of the moves. Tensors are [tokens, ...]."""
 
     def __init__(self, moves: Moves, transport: Transport):
         self._transport, self._direct = transport, moves.most_ranges <= MAX_RANGES
@@ -62,19 +62,25 @@ class Mover:
         receives = [(Transfer(peer, coming[peer]), whole) for peer in self._ranks]
         return self._post(parts, self._leaving, receives, whole, kind)
 
+    def moved(self, x: Tensor, kind: str) -> Landing:
+        """As `there`, of one tensor, the same for all ranks."""
+        return self.there([[x]] * len(self._ranks), kind)
+
     def back(self, parts: Sequence[Buffers], kind: str) -> Landing:
         """Sends to rank p the tokens of `parts[p]` in the places of those that came from it.
         Arrives as tensors for each rank, of the tokens that went there, end to end.
         """
         return self._apart(parts, self._coming, self._leaving, kind)
 
-    def summed_back(self, parts: Sequence[Buffers], kind: str) -> Landing:
-        """As `back`, for the gradients of one tensor: the sum of what arrives, in float32."""
-        (like,), land = parts[self.rank], self.back(parts, kind)
-        held = max(end for ranges in self._leaving for _, end in ranges)
+    def summed_back(self, gradient: Tensor, tokens: int, kind: str) -> Landing:
+        """As `back`, for the gradient of a tensor of so many tokens that every rank got: the sum of
+        what arrives, in float32.
+        """
+        land = self.back([[gradient]] * len(self._ranks), kind)
 
         def landed() -> list[Tensor]:
-            total = like.new_zeros((held, *like.shape[1:]), dtype=sum_dtype(like.dtype))
+            size = tokens, *gradient.shape[1:]
+            total = gradient.new_zeros(size, dtype=sum_dtype(gradient.dtype))
             for ranges, (came,) in zip(self._leaving, land(), strict=True):
                 for (start, end), (first, last) in zip(ranges, _packed(ranges), strict=True):
                     total[start:end] += came[first:last]
@@ -109,11 +115,11 @@ class Mover:
     ) -> Landing:
         sends: list[tuple[Transfer, Buffers]] = []
         for peer, ranges in enumerate(leaving):
-            if self._direct or peer == self.rank:
-                sends.append((Transfer(peer, ranges), parts[peer]))
-            else:
-                joined = [_joined(x, ranges) for x in parts[peer]]
-                sends.append((Transfer(peer, ((0, _size(ranges)),)), joined))
+            tensors: Buffers = parts[peer]
+            if peer != self.rank and not (self._direct and all(x.is_contiguous() for x in tensors)):
+                tensors = [_joined(x, ranges).contiguous() for x in tensors]
+                ranges = _packed(ranges) if self._direct else ((0, _size(ranges)),)
+            sends.append((Transfer(peer, ranges), tensors))
         leave, come = (
             [(t, x) for t, x in each if t.peer != self.rank and t.tokens and x[0].numel()]
             for each in (sends, receives)

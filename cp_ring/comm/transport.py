@@ -364,20 +364,6 @@ def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> _Messages:
     ]
 
 
-def post_exchange(
-    transport: Transport, leaving: Sequence[Tensor], arriving: Sequence[Tensor], kind: str
-) -> Pending:
-    """Starts to send leaving[r] to rank r, and to fill arriving[r] from it, for all others."""
-    others = [rank for rank in range(transport.size) if rank != transport.rank]
-
-    def whole(rank: int, x: Tensor) -> tuple[Transfer, list[Tensor]]:
-        return Transfer(rank, ((0, len(x)),)), [x]
-
-    sends = [whole(rank, leaving[rank]) for rank in others if leaving[rank].numel()]
-    receives = [whole(rank, arriving[rank]) for rank in others if arriving[rank].numel()]
-    return transport.post(MessageBatch(sends, receives, kind))
-
-
 def _size(transfer: Transfer, buffers: Buffers) -> int:
     return transfer.tokens * sum(x.nbytes // max(len(x), 1) for x in buffers)
 
