@@ -66,7 +66,7 @@ ROOMS = (
     room("ring 1: the library", 105_000, 102_200, _LIBRARY),
     room("adapter", 14_000, 7_600, "cp_ring/megatron/adapter cp_ring/megatron/specs.py"),
     room("certificate", 20_000, 20_200, "cp_ring/megatron/certificate"),
-    room("data", 10_000, 11_300, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
+    room("data", 10_000, 11_400, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
     room("flags", 7_500, 7_700, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
     room("patches", 10_500, 12_300, "patches"),
     room("ring 2: Megatron", 72_000, 71_100, _ADAPTER),

@@ -138,6 +138,8 @@ def test_a_data_loader_makes_batches_of_samples_with_masks():
         ("images", GROUP,
             "a mask of the kind shared-prefix, which the certificate has not probed: add "
             "shared-prefix to"),
+        ("images", Mask.blockwise([0, 8, 16]),
+            "a mask of the kind blockwise, which the certificate has not probed: add any to"),
         ("any", Mask.causal(8), "cp_ring_mask is for 8 tokens, but a batch row has 16"),
         ("any", [GROUP], "cp_ring_mask holds 1 masks for 2 batch rows"),
         ("any", "causal",

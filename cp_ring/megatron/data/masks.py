@@ -22,6 +22,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.data.prefetch import worker
+from cp_ring.megatron.options import MASK_KINDS
 from cp_ring.megatron.plans import layout_of_row
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -218,7 +219,7 @@ def read(entry: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
         if name not in kinds and "any" not in kinds:
             raise ConfigError(
                 f"{KEY} is a mask of the kind {name}, which the certificate has not probed: add "
-                f"{name} to --cp-ring-mask-kinds {','.join(kinds)}"
+                f"{name if name in MASK_KINDS else 'any'} to --cp-ring-mask-kinds {','.join(kinds)}"
             )
         if mask.segments is not None and int(mask.positions.max()) >= n:
             raise ConfigError(
