@@ -72,7 +72,7 @@ ROOMS = (
     room("ring 2: Megatron", 72_000, 71_100, _ADAPTER),
     room("ring 3: tools", 23_000, 29_200, "cp_ring/tools"),
     room("all", 200_000, 202_800, "cp_ring patches"),
-    room("tests", 200_000, 264_600, "tests"),
+    room("tests", 200_000, 265_200, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 

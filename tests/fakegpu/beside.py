@@ -236,13 +236,19 @@ def main() -> None:
     gpus, rows = FakeGpus(te_build.VERSION), []
     of_layers = {"makers": "tests.fakegpu.layers:beside"}
     more = of_layers if options.layers else {"names": options.contestants}
+    what = ", a layer of Megatron's" * options.layers + ", deterministic" * options.deterministic
+    what += f", sm_{options.capability}" * (options.capability != 90)
     for case in ("causal", "documents") if options.layers else options.cases:
-        for ranks in options.cp:
-            rows += compare(
+        found = [
+            row | {"case": case + what}
+            for ranks in options.cp
+            for row in compare(
                 gpus, ranks, case, options.rounds, options.capability,
                 deterministic=options.deterministic, **more,
-            )  # fmt: skip
-        print(table([row for row in rows if row["case"] == case], COLUMNS), flush=True)
+            )
+        ]  # fmt: skip
+        print(table(found, COLUMNS), flush=True)
+        rows += found
         if options.out:
             options.out.write_text(json.dumps(rows, indent=1) + "\n")
     gpus.close()

@@ -87,7 +87,9 @@ Step = Callable[[Callable[[], object]], object]
 
 
 class Groups:
-    """The group of all ranks, and those in which pairs exchange heads and rings cross pairs."""
+    """The group of all ranks, and those in which pairs exchange heads and rings cross pairs; with
+    their communicators, so that no rank waits for another one later.
+    """
 
     def __init__(self) -> None:
         self.world, self.size, self.rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
@@ -97,7 +99,19 @@ class Groups:
             next(group for ranks, group in made if self.rank in ranks)
             for made in ([(x, dist.new_group(x)) for x in cut] for cut in (pairs, rings))
         ]
-        self.stream = torch.cuda.Stream()
+        self.stream, x = torch.cuda.Stream(), torch.zeros(1, device="cuda")
+        for group in (self.world, *self.levels):
+            dist.all_reduce(x, group=group)
+        for ring in (self.world, self.levels[1]):
+            size, place = dist.get_world_size(ring), dist.get_rank(ring)
+            if size > 2:  # messages that torch does not batch have communicators of two ranks
+                send = partial(dist.isend, x, group=ring, group_dst=(place + 1) % size)
+                receive = partial(dist.irecv, x.clone(), group=ring, group_src=(place - 1) % size)
+                # two ranks make theirs at the same time
+                for start in (receive, send) if place % 2 else (send, receive):
+                    work = start()
+                    assert work is not None, "a rank is not in its own group"
+                    work.wait()
 
 
 def layer(name: str, case: Case, groups: Groups, more: dict[str, Any] | None = None) -> Layer:

@@ -1,0 +1,54 @@
+"""What one attention layer asks of CUDA and NCCL is what `docs/benchmarks/beside.json` has, where
+TransformerEngine's own context parallelism stands beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fakegpu.beside import compare
+from tests.fakegpu.build import HERE
+from tests.gpu.beside import CONTESTANTS
+
+FILE = HERE.parents[1] / "docs" / "benchmarks" / "beside.json"
+COUNTS = ("launches", "kinds", "memcpys", "waits", "allocations", "events", "groups", "messages",
+          "received")  # fmt: skip
+
+
+def counted(rows: list[dict], case: str, ranks: int) -> dict[str, dict]:
+    """By contestant."""
+    return {
+        row["contestant"]: {name: row[name] for name in COUNTS}
+        for row in rows
+        if (row["case"], row["cp"]) == (case, ranks) and "rejected" not in row
+    }
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[dict]:
+    return json.loads(Path(FILE).read_text())
+
+
+def test_counts_of_two_ranks_are_those_of_the_table(gpus, recorded):
+    """Those of kernels that come with torch."""
+    found = counted(compare(gpus, 2, "causal", names=["cp_ring flash_aten"]), "causal", 2)
+    assert found["cp_ring flash_aten"] == counted(recorded, "causal", 2)["cp_ring flash_aten"]
+
+
+@pytest.mark.slow
+def test_counts_of_two_ranks_beside_transformer_engine(with_te, recorded):
+    rows = compare(with_te, 2, "causal", names=list(CONTESTANTS))
+    assert counted(rows, "causal", 2) == counted(recorded, "causal", 2)
+
+
+def test_the_table_has_cp_ring_ahead(recorded):
+    """Of TransformerEngine's ring: work on streams, waits, received bytes."""
+    for case in ("causal", "documents"):
+        rows = counted(recorded, case, 8)
+        ours, theirs = rows["cp_ring"], rows["TransformerEngine p2p"]
+        assert ours["launches"] + ours["memcpys"] < theirs["launches"] + theirs["memcpys"]
+        assert ours["received"] <= 0.75 * theirs["received"]
+        assert not ours["waits"] and not ours["allocations"]
