@@ -56,7 +56,7 @@ LEFT = {
     "train --list": "docs/configurations.md names them; a wrong name does too",
     "train --verbose": "tail -f the log whose name is printed first",
     "train -v": "tail -f the log whose name is printed first",
-    "tune --micro-batch": "it is searched; change megatron.micro_batch_size in what --write made",
+    "tune --micro-batch": "it is the job's own: --set megatron.micro_batch_size=N",
     "tune --seed": _SEED,
     "tune --seq-length": "give --set megatron.seq_length=N",
     "trace": "torch.profiler and Nsight show the marks of hops; docs/timing.md",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from math import log, sqrt
 from typing import NamedTuple
 
 from cp_ring.errors import ConfigError, PlanError
@@ -244,10 +243,9 @@ class ParallelSizes(NamedTuple):
 class TrainingSetup:
     """A model, its batches and the machines.
 
-    memory: bytes of a device. spread: of attention's work from one batch row to another, standard
-    deviation over mean. overlap: whether messages of gradients and weights are hidden. distributed:
-    whether ranks share the states of the optimizer. shared_norms: whether tensor-parallel ranks
-    share the activations of norms.
+    memory: bytes of a device. micro_batch: batch rows of a microbatch. overlap: whether messages of
+    gradients and weights are hidden. distributed: whether ranks share the states of the optimizer.
+    shared_norms: whether tensor-parallel ranks share the activations of norms.
     """
 
     model: ModelSizes
@@ -257,7 +255,7 @@ class TrainingSetup:
     ranks_per_node: int
     rates: Rates
     memory: float
-    spread: float = 0.0
+    micro_batch: int = 1
     overlap: bool = True
     distributed: bool = True
     shared_norms: bool = True
@@ -266,13 +264,13 @@ class TrainingSetup:
         """Bytes per second of a rank in a group of so many consecutive ranks."""
         return self.rates.inside if ranks <= self.ranks_per_node else self.rates.between
 
-    def microbatches(self, sizes: ParallelSizes, micro_batch: int) -> int:
+    def microbatches(self, sizes: ParallelSizes) -> int:
         """Microbatches of a pipeline in a step."""
-        return self.global_batch // (sizes.dp * micro_batch)
+        return self.global_batch // (sizes.dp * self.micro_batch)
 
-    def tokens(self, sizes: ParallelSizes, micro_batch: int) -> int:
+    def tokens(self, sizes: ParallelSizes) -> int:
         """Tokens of a rank in a microbatch."""
-        return self.seq_length * micro_batch // sizes.cp
+        return self.seq_length * self.micro_batch // sizes.cp
 
 
 class AttentionCost(NamedTuple):
@@ -286,8 +284,7 @@ class AttentionCost(NamedTuple):
 
     heads: int
     wire: str
-    layout: str
-    seconds: tuple[float, float, float, float]
+    seconds: tuple[float, ...]
     kept: int
     kept_results: int
     slots: int
@@ -297,9 +294,8 @@ class AttentionCost(NamedTuple):
 def step_seconds(
     setup: TrainingSetup,
     sizes: ParallelSizes,
-    micro_batch: int,
     recompute: str,
-    attention: tuple[float, float, float, float],
+    attention: tuple[float, ...],
 ) -> dict[str, float]:
     """Seconds of a step by item; their sum is the step.
 
@@ -308,7 +304,7 @@ def step_seconds(
     """
     model = setup.model
     rates = setup.rates
-    tokens = setup.tokens(sizes, micro_batch)
+    tokens = setup.tokens(sizes)
     again = recompute != "none"
     products = rates.flops * rates.products * sizes.tp
     shared = setup.shared_norms
@@ -332,7 +328,7 @@ def step_seconds(
         "tensor-parallel messages": _tensor_parallel(setup, sizes, tokens) * (6 if again else 4),
         "expert-parallel messages": _expert_parallel(setup, sizes, tokens) * (6 if again else 4),
     }
-    count = setup.microbatches(sizes, micro_batch)
+    count = setup.microbatches(sizes)
     pp = sizes.pp
     stage = sum(of_microbatch.values()) / pp
     pipeline = (count - 1) * (stage + logits) + pp * stage + logits
@@ -342,9 +338,6 @@ def step_seconds(
     items["pipeline messages"] = _pipeline(setup, sizes, tokens) * 2 * (count + pp - 1)
     items["gradients and weights"] = _gradients(setup, sizes, of_last=2 * layers / pp)
     items["optimizer"] = _optimizer(setup, sizes)
-    # The slowest of dp ranks has so much more attention than the mean.
-    spread = setup.spread * sqrt(2 * log(sizes.dp) / (count * micro_batch))
-    items["uneven documents"] = count / pp * both * spread
     return {name: seconds for name, seconds in items.items() if seconds}
 
 
@@ -446,7 +439,6 @@ def _gradients(setup: TrainingSetup, sizes: ParallelSizes, of_last: float) -> fl
 def step_memory(
     setup: TrainingSetup,
     sizes: ParallelSizes,
-    micro_batch: int,
     recompute: str,
     attention: AttentionCost | None,
 ) -> dict[str, float]:
@@ -454,7 +446,7 @@ def step_memory(
     None leaves its buffers and what it keeps out, so that the sum is the least that is needed.
     """
     model = setup.model
-    tokens = setup.tokens(sizes, micro_batch)
+    tokens = setup.tokens(sizes)
     layers = model.layers / sizes.pp
     kept, results, slots, sums = (
         (attention.kept, attention.kept_results, attention.slots, attention.sums)
@@ -470,7 +462,7 @@ def step_memory(
         working = of_layers / layers + kept
     chunk = min(model.loss_chunk or tokens, tokens)
     logits = chunk * model.vocabulary / sizes.tp * (model.element + 4)
-    flying = min(setup.microbatches(sizes, micro_batch), sizes.pp)
+    flying = min(setup.microbatches(sizes), sizes.pp)
     first = flying * of_microbatch > of_microbatch + logits and sizes.pp > 1
     return {
         "weights, gradients, optimizer": weight_bytes(setup, sizes),
