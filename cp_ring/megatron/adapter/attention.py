@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 class RingDotProductAttention(PlannedAttention):
-    """Core attention over the context-parallel group: each rank holds s of the n = s * cp tokens,
-    split by the layout in force.
+    """Core attention over the context-parallel group. Each rank holds s of the n = s * cp tokens;
+    the layout in force says which.
 
     The arguments are those that Megatron gives to core attention.
     `config.apply_query_key_layer_scaling` has no effect: stock attention divides and multiplies the
@@ -49,8 +49,8 @@ class RingDotProductAttention(PlannedAttention):
     """
 
     softmax_offset: torch.Tensor | None
-    # How `softmax_offset` is split over tensor-parallel ranks, for converters of weights that know
-    # stock attention by name, as Megatron Bridge's.
+    # Converters of weights that know stock attention by its class name, such as Megatron Bridge's,
+    # read here how `softmax_offset` is split over tensor-parallel ranks.
     tensor_model_parallel, partition_dim = True, 0
 
     @override
@@ -89,7 +89,7 @@ class RingDotProductAttention(PlannedAttention):
             if softmax_scale is None
             else softmax_scale
         )
-        # [h]; Megatron's clip_qk reads it after a step, and resets it
+        # [h]; Megatron's clip_qk reads and resets it after a step
         self.current_max_attn_logits: torch.Tensor | None = None
         watchdog.start(self.settings.hop_timeout)
         if self.settings.debug:
@@ -100,7 +100,7 @@ class RingDotProductAttention(PlannedAttention):
                 f"--cp-ring does not support attention dropout {dropout}, which no GPU kernel has "
                 "for tiles: give --attention-dropout 0 (attention_dropout=0.0)"
             )
-        # Without Megatron's command line, nothing has chosen for auto.
+        # Without Megatron's command line, nothing has chosen a codec for `auto`.
         self.wire = (
             "plain"
             if self.settings.wire == "auto" or self.cp_group.size() == 1
@@ -139,27 +139,28 @@ class RingDotProductAttention(PlannedAttention):
         packed_seq_params: Any = None,
         **unknown: Any,
     ) -> torch.Tensor:
-        """Attention of this rank's queries to every rank's keys.
+        """Compute the attention of this rank's queries to the keys of every rank.
 
         Args:
-            query: [s, b, h, d], or [s, h, d] of packed documents (thd).
-            key: [s, b, g, d] or [s, g, d]. More keys than queries are those of earlier tokens
-            too, as in generation, which stock attention answers.
+            query: [s, b, h, d], or [s, h, d] for packed documents (thd).
+            key: [s, b, g, d] or [s, g, d]. If there are more keys than queries, as in generation,
+                Megatron's stock attention computes the call.
             value: [s, b, g, dv] or [s, g, dv].
-            attention_mask: None, or the causal mask of this rank's tokens where that is the
-            declared one (see `batch_mask`).
-            attn_mask_type: `causal` or `no_mask`, of packed documents also with padding, as
-            Megatron's enum or its name; by default that of the layer.
-            packed_seq_params: the documents of the batch; None for sequences without documents.
-            Those with a `cp_group`, or with `local_cp_size` 1, are split over these ranks alone.
+            attention_mask: None, or a tensor that equals the causal mask of this rank's tokens, if
+                the layer is causal (see `batch_mask`).
+            attn_mask_type: `causal` or `no_mask`, as Megatron's enum or its name; packed documents
+                may also have the types with padding. The default is the layer's type.
+            packed_seq_params: the documents of the batch, or None for sequences without documents.
+                If it has a `cp_group`, or `local_cp_size` 1, the tokens are split over those ranks
+                only.
 
         Returns:
-            [s, b, h * dv], or [s, h * dv] of packed documents, in the dtype of `query`; zero where
-            a token is padding.
+            [s, b, h * dv], or [s, h * dv] for packed documents, in the dtype of `query`; zero for
+            padding tokens.
 
         Raises:
             ConfigError: for another mask, a bias, or packed sequences that ring attention does not
-            support.
+                support.
         """
         if key.shape[0] != query.shape[0]:
             generated: torch.Tensor = self._stock()(
@@ -174,7 +175,7 @@ class RingDotProductAttention(PlannedAttention):
         if self.tap is not None:
             latents = self.tap.take(self.config.qk_head_dim, self.config.v_head_dim)
         group, packed_seq_params = self.shared_by(query, packed_seq_params)
-        if packed:  # the documents lie end to end, and Megatron has no batch dimension
+        if packed:  # documents lie end to end; Megatron has no batch dimension
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             latents = latents and latents._replace(latent=latents.latent.unsqueeze(1))
         if attention_mask is not None:
@@ -185,7 +186,7 @@ class RingDotProductAttention(PlannedAttention):
         plan = self.plan_of(query, mask, packed_seq_params)
         inputs = Inputs(query, key, value, self.softmax_offset, latents).alike()
         kept = recomputation.take(self)
-        if kept is None:  # else the watchdog knows the call as the one whose output was kept
+        if kept is None:  # otherwise this is a recomputation of a call that the watchdog knows
             watchdog.enter(self.name, step)
         with (
             _flag_in_errors(self.options.kernel),
@@ -199,8 +200,8 @@ class RingDotProductAttention(PlannedAttention):
         return out.squeeze(1) if packed else out
 
     def _stock(self) -> Any:
-        """Megatron's own core attention with the settings of this layer and its `softmax_offset`;
-        no module of this one, so that checkpoints stay as they are.
+        """Return Megatron's own core attention with the settings and the `softmax_offset` of this
+        layer. It is not a submodule, so checkpoints do not change.
         """
         if not self._stock_layer:
             from megatron.core.extensions import transformer_engine
@@ -213,7 +214,7 @@ class RingDotProductAttention(PlannedAttention):
                 else DotProductAttention
             )
             given = {name: x for name, x in self._stock_settings.items() if x is not None}
-            # its own parameter would be drawn from the random state of training
+            # drawing a new parameter would advance the random state of training
             with replaced((self.config, "perform_initialization", False)):
                 stock = Stock(self.config, **compat.known_arguments(Stock, given))
             self._stock_layer.append(stock)
@@ -223,7 +224,7 @@ class RingDotProductAttention(PlannedAttention):
         return stock.train(self.training)
 
     def _keep_largest(self, max_logit: torch.Tensor | None) -> None:
-        """Keeps the largest logits [h], which Megatron's clipping and log read."""
+        """Keep the largest logits [h] for Megatron's clipping and log."""
         before = self.current_max_attn_logits
         if max_logit is not None and before is not None:
             max_logit = torch.maximum(before, max_logit)
@@ -231,8 +232,8 @@ class RingDotProductAttention(PlannedAttention):
             self.current_max_attn_logits = max_logit
 
     def _make_tap(self) -> LatentTap | None:
-        """What finds the latents of this layer, where they travel; see
-        `cp_ring.megatron.adapter.latent_tap.link`.
+        """Return the tap that finds the latents of this layer, or None if latents do not travel;
+        see `cp_ring.megatron.adapter.latent_tap.link`.
         """
         if not WIRES[self.wire].latent:
             return None
@@ -241,7 +242,7 @@ class RingDotProductAttention(PlannedAttention):
         return make_tap(self.config, self.spec.ulysses, self.settings, self.tp_group)
 
     def _make_softmax_offset(self) -> None:
-        """Sets `softmax_offset` [h]: None, a constant, or a parameter."""
+        """Set `softmax_offset` [h] to None, a constant, or a parameter."""
         kind, config = getattr(self.config, "softmax_type", "vanilla"), self.config
         if kind == "vanilla":
             self.softmax_offset = None
@@ -249,11 +250,11 @@ class RingDotProductAttention(PlannedAttention):
         options = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
         heads = config.num_attention_heads // self.tp_group.size()
         if kind == "off-by-one":
-            # It is neither a parameter nor part of checkpoints.
+            # This constant is neither a parameter nor a part of checkpoints.
             self.register_buffer("softmax_offset", torch.zeros(heads, **options), persistent=False)
             return
-        # Drawn for the heads of all tensor-parallel ranks, so that a head starts with the same
-        # value at any tensor-parallel size.
+        # Draw values for the heads of all tensor-parallel ranks, so that a head starts with the
+        # same value at any tensor-parallel size.
         offset = torch.empty(config.num_attention_heads, **options)
         if config.perform_initialization:
             config.init_method(offset)
@@ -268,10 +269,10 @@ class RingDotProductAttention(PlannedAttention):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The state of the stock core attention that it replaces: `softmax_offset`, if learned,
-        split over tensor-parallel ranks.
+        """Return the state of the stock core attention that this layer replaces: `softmax_offset`,
+        if it is learned, split over tensor-parallel ranks.
 
-        With TransformerEngine there is then also an extra state, which is empty without fp8.
+        With TransformerEngine, such a layer also has an extra state, which is empty without fp8.
         """
         state = self.state_dict(prefix="", keep_vars=True)
         if state and getattr(self.config, "transformer_impl", "") == "transformer_engine":
@@ -282,8 +283,8 @@ class RingDotProductAttention(PlannedAttention):
 
 
 def number_predictions(prediction: Any) -> None:
-    """Tells the attention layers inside a layer of multi-token prediction from the decoder's, whose
-    numbers they have too. Core attention is built without a word about it.
+    """Name the attention layers inside a layer of multi-token prediction. Megatron gives them the
+    numbers of decoder layers, and messages must tell the two apart.
     """
     layers = [
         module for module in prediction.modules() if isinstance(module, RingDotProductAttention)
@@ -294,7 +295,7 @@ def number_predictions(prediction: Any) -> None:
 
 
 def _without_extra_state(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Ignores the state that TransformerEngine's attention keeps for fp8."""
+    """Drop the extra state that TransformerEngine's attention keeps for fp8."""
     state.pop(prefix + "_extra_state", None)
 
 
@@ -307,7 +308,7 @@ def _check_inputs(attention_bias: Any, unknown: dict[str, Any]) -> None:
 
 @contextmanager
 def _flag_in_errors(kernel: str) -> Iterator[None]:
-    """Errors of a kernel name the flag, not the parameter of `ring_attention`."""
+    """Make kernel errors name the flag, not the parameter of `ring_attention`."""
     try:
         yield
     except KernelError as error:

@@ -28,8 +28,8 @@ _WITH_NORM = "TELayerNormColumnParallelLinear"
 
 
 class LatentTap:
-    """What `linear_kv_up_proj` of one layer got in the forward pass that runs now; core attention
-    takes it once.
+    """Holds the input of a layer's `linear_kv_up_proj` during one forward pass, until core
+    attention takes it.
     """
 
     def __init__(self, tp_group: Any) -> None:
@@ -37,16 +37,16 @@ class LatentTap:
         self._seen: tuple[Tensor, Any] | None = None
 
     def see(self, module: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        """The forward hook."""
+        """Keep the input of `linear_kv_up_proj`; this is its forward hook."""
         latent = inputs[0]
-        # The input of a projection that is computed again, alone, is a leaf; attention is not
-        # called again.
+        # If only the projection is recomputed, its input is a leaf and attention is not called
+        # again.
         if not (torch.is_grad_enabled() and latent.is_leaf and latent.requires_grad):
             self._seen = latent, module
 
     def take(self, key_dim: int, value_dim: int) -> Latents:
-        """The latents [s, b, c], or [s, c] of packed documents, and weights [g, n, c] and [g, e,
-        c]; differentiable.
+        """Return the latents [s, b, c] ([s, c] for packed documents) and the weights [g, n, c] and
+        [g, e, c]. All are differentiable.
 
         Raises `ConfigError` if the layer's keys come from elsewhere.
         """
@@ -67,8 +67,8 @@ class LatentTap:
         )
 
     def _of_all_tokens(self, latent: Tensor, config: Any) -> Tensor:
-        """The latents that the tensor-parallel ranks share. In backward, what these ranks owe to
-        them is summed, once.
+        """Gather the latents of all tensor-parallel ranks. The backward pass sums the gradients of
+        these ranks once.
         """
         from megatron.core.tensor_parallel import mappings
 
@@ -84,7 +84,7 @@ class LatentTap:
 
 
 def make_tap(config: Any, ulysses: int, settings: Options, tp_group: Any) -> LatentTap:
-    """The tap of a layer, of which `ulysses` ranks exchange heads. Raises `ConfigError` where
+    """Return the tap of a layer in which `ulysses` ranks exchange heads. Raises `ConfigError` if
     latents cannot travel.
     """
     check_latent(config, ulysses, settings)
@@ -92,11 +92,11 @@ def make_tap(config: Any, ulysses: int, settings: Options, tp_group: Any) -> Lat
 
 
 def link(attention: Any) -> None:
-    """Lets the core attention of a layer of multi-latent attention see its latents, from the
+    """Give the core attention of a multi-latent attention layer access to its latents, from the
     layer's first call on.
 
-    It does nothing where keys and values travel in another form. `linear_kv_up_proj` and the core
-    attention that stays are made by constructors of subclasses.
+    Does nothing if latents do not travel. It waits for the first call because constructors of
+    subclasses may replace `linear_kv_up_proj` and core attention.
     """
     if getattr(attention.core_attention, "tap", None) is not None:
         before_first_call(attention, "_cp_ring_linked", _tap)
@@ -108,8 +108,8 @@ def _tap(layer: Any) -> None:
 
 
 def linked(attention_class: Any) -> Any:
-    """A subclass of an attention layer's class whose instances are linked; see `link`. The same one
-    for the same class.
+    """Return a subclass of an attention layer's class whose instances are linked (see `link`).
+    Equal classes give the same subclass.
     """
     subclass = _linked.get(attention_class)
     if subclass is None:
@@ -130,9 +130,7 @@ _linked: weakref.WeakKeyDictionary[type, Any] = RUNTIME.keep(weakref.WeakKeyDict
 
 
 def _check(module: Any) -> None:
-    """Raises `ConfigError` unless the module is one whose product is that of its weight and its
-    input.
-    """
+    """Raise `ConfigError` unless the module computes the product of its weight and its input."""
     name = type(module).__name__
     if name not in (*_PLAIN, _WITH_NORM):
         raise ConfigError(
@@ -147,7 +145,7 @@ def _check(module: Any) -> None:
 
 
 def _normalized(latent: Tensor, module: Any) -> Tensor:
-    """As TransformerEngine's linear layer with a norm normalizes its input."""
+    """Normalize the input as TransformerEngine's linear layer with a norm does."""
     weight = module.layer_norm_weight
     weight = weight + 1 if getattr(module, "zero_centered_gamma", False) else weight
     size = latent.shape[-1:]
@@ -157,8 +155,8 @@ def _normalized(latent: Tensor, module: Any) -> Tensor:
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """A weight whose gradient is added to `main_grad`, as fused linear layers do; Megatron ignores
-    autograd's there.
+    """Returns the weight; the backward pass adds its gradient to `main_grad`, as fused linear
+    layers do. Megatron ignores the gradient of autograd for such a weight.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""What attention layers save for backward waits in host memory where Megatron moves it there.
+"""Moves the tensors that attention layers save for backward to host memory, if Megatron offloads.
 
-Megatron's ways are hooks for saved tensors around a layer or a part of it: fine-grained offloading,
-and that of TransformerEngine (--cpu-offloading-num-layers). Both leave tensors that are marked as
-not to be moved. TransformerEngine before 2.10, or with NVTE_CPU_OFFLOAD_V1=1, moves only tensors
-that are marked, as its own attention marks them.
+Megatron has two ways: fine-grained offloading, and the offloading of TransformerEngine
+(--cpu-offloading-num-layers). Both are hooks for saved tensors around a layer or a part of it, and
+both skip tensors that are marked as not to be moved. TransformerEngine before 2.10, or with
+NVTE_CPU_OFFLOAD_V1=1, moves only tensors that are marked, as its own attention marks them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def saving(keep: Iterable[Tensor | None], config: Any = None) -> AbstractContextManager[Any]:
-    """The context of one call of attention: where Megatron moves its saved tensors to host memory,
-    it moves all but those of `keep`.
+    """Return the context of one attention call. If Megatron moves saved tensors to host memory, the
+    context moves all of them except `keep`.
 
-    config: that of the layer, which holds the context of TransformerEngine's offloading.
-    It does nothing while activations are recomputed, because the backward of such a call follows at
+    config: the layer's configuration, which holds the context of TransformerEngine's offloading.
+    The context does nothing during recomputation, because the backward of such a call follows at
     once.
     """
     kept = [x for x in keep if x is not None]
@@ -37,8 +37,8 @@ def saving(keep: Iterable[Tensor | None], config: Any = None) -> AbstractContext
 
 
 def _marked(keep: Iterable[Tensor], context: Any) -> saved_tensors_hooks:
-    """The hooks of `context`, TransformerEngine's, which get tensors marked as to be moved, except
-    those of `keep`.
+    """Return the hooks of TransformerEngine's `context`; they receive tensors marked as to be
+    moved, except `keep`.
     """
     stay = {x.data_ptr() for x in keep}
 
@@ -51,5 +51,5 @@ def _marked(keep: Iterable[Tensor], context: Any) -> saved_tensors_hooks:
 
 
 def _in_backward() -> bool:
-    """Whether activations are recomputed."""
+    """Return True if activations are being recomputed."""
     return torch._C._current_graph_task_id() != -1

@@ -1,5 +1,5 @@
-"""What an attention layer attends to: the ranks that share a microbatch, its mask, and the plan by
-which its tokens are split over these ranks.
+"""Finds what an attention layer needs for a microbatch: the ranks that share it, its mask, and the
+plan that splits its tokens over these ranks.
 
 Shapes: s tokens of this rank, b microbatch, h query heads of this tensor-parallel rank, d head
 size.
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from cp_ring.attention import AnyPlan
     from cp_ring.plan.plan import PlanSpec
 
-# with the padding that packed documents tell
+# packed documents tell their padding
 _PADDED = {"padding_causal": "causal", "padding": "no_mask"}
 
 
 class PlannedAttention(MegatronModule):
-    """A layer of core attention over the context-parallel group, or over this rank alone where its
-    configuration has context parallel size 1.
+    """A core attention layer over the context-parallel group, or over this rank alone if the
+    layer's configuration has context parallel size 1.
 
     Raises `ConfigError` for layers that ring attention does not support.
     """
 
-    # Whether positions follow the group of a microbatch, for which the patch core_attention sees.
+    # True if positions follow the group of a microbatch; the patch core_attention sets it.
     positions_by_group = False
 
     def __init__(
@@ -73,12 +73,12 @@ class PlannedAttention(MegatronModule):
             raise ConfigError(problem)
         self.cp_comm_type = cp_comm_type
         self.spec = self._spec_on(self.cp_group)
-        self._specs: dict[Any, PlanSpec] = {}  # of groups of single microbatches
+        self._specs: dict[Any, PlanSpec] = {}  # keys: groups of single microbatches
         self.window = _window(config, layer_number, mask_of(attn_mask_type))
 
     def shared_by(self, query: torch.Tensor, packed_seq_params: Any) -> tuple[Any, Any]:
-        """The ranks that share a microbatch, and `packed_seq_params`: None where each batch row is
-        one document. Queries are [s, b, h, d], or [s, h, d] of packed documents.
+        """Return the group of ranks that share a microbatch, and `packed_seq_params`, or None if
+        each batch row is one document. Queries are [s, b, h, d], or [s, h, d] for packed documents.
         """
         group = group_of_microbatch(packed_seq_params, self.cp_group)
         if query.dim() == 3:
@@ -97,8 +97,8 @@ class PlannedAttention(MegatronModule):
         return group, without_whole_rows(packed_seq_params, query.shape[0] * group.size())
 
     def plan_of(self, query: torch.Tensor, mask: str, packed_seq_params: Any) -> AnyPlan:
-        """The plan for queries [s, b, h, d] under the mask type `mask` and, where there are any,
-        the documents of the batch.
+        """Return the plan for queries [s, b, h, d] with the mask type `mask` and the documents of
+        the batch, if it has any.
         """
         group = group_of_microbatch(packed_seq_params, self.cp_group)
         cp, (tokens, batch) = group.size(), query.shape[:2]
@@ -111,7 +111,9 @@ class PlannedAttention(MegatronModule):
             )
 
     def _spec_of(self, group: Any) -> PlanSpec:
-        """How attention is split over all context-parallel ranks, or those of one microbatch."""
+        """Return the plan specification for `group`: all context-parallel ranks, or the ranks of
+        one microbatch.
+        """
         if group is self.cp_group:
             return self.spec
         if group not in self._specs:
@@ -120,7 +122,7 @@ class PlannedAttention(MegatronModule):
         return self._specs[group]
 
     def _check_subgroup(self) -> None:
-        """Raises `ConfigError` where microbatches cannot have a group of their own."""
+        """Raise `ConfigError` if microbatches of this job cannot have groups of their own."""
         config, need = self.config, ""
         if not self.positions_by_group:
             need = (
@@ -157,8 +159,8 @@ class PlannedAttention(MegatronModule):
         tokens: int,
         packed_seq_params: Any,
     ) -> None:
-        """Accepts a mask tensor where it is the declared causal mask of the last `queries` of the
-        `tokens` of this rank; else raises `ConfigError`.
+        """Raise `ConfigError` unless the mask tensor is the declared causal mask of the last
+        `queries` of this rank's `tokens`.
         """
         if packed_seq_params is not None or mask != "causal":
             declared = "the documents" if packed_seq_params is not None else f"the mask type {mask}"
@@ -172,7 +174,9 @@ class PlannedAttention(MegatronModule):
 
 
 def mask_of(mask_type: Any, packed: bool = True) -> str:
-    """The mask type, `causal` or `no_mask`; `packed` ones may have padding too."""
+    """Return the mask type `causal` or `no_mask`. With `packed` the types with padding are accepted
+    too.
+    """
     name = str(getattr(mask_type, "name", mask_type))
     name = _PADDED.get(name, name) if packed else name
     if name not in ("causal", "no_mask"):
@@ -183,7 +187,7 @@ def mask_of(mask_type: Any, packed: bool = True) -> str:
 
 
 def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
-    """The numbers of keys before and after its own position that a query of this layer sees; -1 is
+    """Return how many keys before and after its own position a query of this layer sees; -1 means
     all.
 
     Raises `ConfigError` if the window contradicts the mask, or the configuration does not say

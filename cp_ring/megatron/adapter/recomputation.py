@@ -31,8 +31,8 @@ _alive: weakref.WeakSet[KeptCall] = RUNTIME.keep(weakref.WeakSet())
 
 
 class KeptCall:
-    """A function that runs twice on the same inputs: the first run keeps the results of attention,
-    the second takes them.
+    """A function that runs twice with the same inputs. The first run keeps the results of
+    attention; the second run takes them.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -50,43 +50,43 @@ class KeptCall:
             _now.reset(token)
 
     def take(self, layer: Any) -> KeptOutput | None:
-        """In the second run what the first one has kept of the next call of `layer`; else None."""
+        """Return the kept result of the next call of `layer` in the second run, or None."""
         kept = self._kept[layer]
         return kept.popleft() if self._runs > 1 and kept else None
 
     def keep(self, layer: Any, output: Output) -> None:
-        """Keeps an output of the first run, unless autograd keeps the tensors of this run."""
+        """Keep an output of the first run, unless autograd already keeps the tensors of that run."""
         if self._runs == 1 and not torch.is_grad_enabled():
             self._kept[layer].append(KeptOutput.of(output))
 
     def size(self) -> int:
-        """Number of bytes kept."""
+        """Return the number of bytes kept."""
         return sum(each.nbytes for kept in self._kept.values() for each in kept)
 
 
 def take(layer: Any) -> KeptOutput | None:
-    """What the block that runs now has kept of the next call of the attention layer `layer`; None
-    outside such blocks.
+    """Return the kept result of the next call of `layer` from the block that runs now; None outside
+    such blocks.
     """
     call = _now.get()
     return call.take(layer) if call else None
 
 
 def keep(layer: Any, output: Output) -> None:
-    """Keeps the output of a call of `layer` where the block that runs now is recomputed later."""
+    """Keep the output of a call of `layer` if the block that runs now is recomputed later."""
     call = _now.get()
     if call:
         call.keep(layer, output)
 
 
 def kept_bytes() -> int:
-    """Number of bytes of out and lse that this process keeps for later recomputations."""
+    """Return how many bytes of out and lse this process keeps for later recomputations."""
     return sum(call.size() for call in list(_alive))
 
 
 @around
 def keeping(checkpoint: Function, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wraps a `checkpoint(function, ...)` so that the results of attention in `function` are kept,
-    if gradients are enabled.
+    """Wrap `checkpoint(function, ...)` so that the attention results in `function` are kept if
+    gradients are enabled.
     """
     return checkpoint(KeptCall(function) if torch.is_grad_enabled() else function, *args, **kwargs)

@@ -1,9 +1,9 @@
-"""Tokens in the order of the sequence, and documents, for layers whose state runs along it: Mamba
-and gated delta net.
+"""Puts tokens in sequence order, and passes documents on, for recurrent layers: Mamba and gated
+delta net.
 
 These layers exchange tokens for heads, so that each rank holds whole batch rows of some heads. The
-tokens then lie rank after rank. They are put in order, and back, by the layout in force, and the
-state begins anew with each document.
+tokens arrive grouped by rank. The layout in force says how to put them in sequence order and back.
+The state restarts at each document.
 
 Shapes: n tokens of a batch row, b batch rows, cp the context-parallel size.
 """
@@ -31,15 +31,15 @@ from cp_ring.runtime import RUNTIME
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """Where the tokens of batch rows [n, b] are, on one device.
+    """The order of the tokens of batch rows [n, b], on one device.
 
     Attributes:
-        in_sequence: of each token in the order of the sequence, its place among those of rank after
-        rank: int64 [n * b].
-        by_rank: the inverse of this permutation.
+        in_sequence: for each token in sequence order, its index among the tokens grouped by rank:
+            int64 [n * b].
+        by_rank: the inverse permutation.
         documents: the number of each token's document in its batch row: int32 [b, n].
-        cu_seqlens: where documents begin in the stream of all batch rows, and its end: int32
-        [documents + 1].
+        cu_seqlens: the offsets of the documents in the stream of all batch rows: int32
+            [documents + 1].
     """
 
     in_sequence: torch.Tensor
@@ -62,7 +62,7 @@ class TokenOrder:
 
 
 _OF_TOKENS = ("x", "q", "k", "v", "g", "beta", "b", "w")
-"""Tensors [b, n, ...] that functions of fla take by name."""
+"""Names of the tensors [b, n, ...] that fla's functions take."""
 
 _made: WeakKeyDictionary[MicrobatchMask, dict[torch.device, TokenOrder]] = RUNTIME.keep(
     WeakKeyDictionary()
@@ -71,7 +71,7 @@ _in_force: ContextVar[TokenOrder | None] = ContextVar("cp_ring_order", default=N
 
 
 def order_of(carried: MicrobatchMask, device: torch.device) -> TokenOrder:
-    """The order of the tokens of a microbatch, made once for all layers."""
+    """Return the token order of a microbatch; all layers share it."""
     orders = _made.setdefault(carried, {})
     if device not in orders:
         orders[device] = TokenOrder.of(carried, device)
@@ -79,14 +79,14 @@ def order_of(carried: MicrobatchMask, device: torch.device) -> TokenOrder:
 
 
 def _starts(carried: MicrobatchMask) -> np.ndarray:
-    """Where the state begins anew in the stream of all batch rows."""
+    """Return the offsets in the stream of all batch rows where the state restarts."""
     n = carried.layout.n
     return np.union1d(carried.starts(), np.arange(carried.batch) * (n // carried.batch))
 
 
 def _order(x: torch.Tensor, cp: int, packed: Any) -> TokenOrder:
-    """The order of the tokens of `x` [n, b, ...], of the documents `packed`, of those in force, or
-    of the layout.
+    """Return the token order of `x` [n, b, ...]: that of the documents `packed` if given, else the
+    order in force, else that of the layout.
     """
     order = _in_force.get()
     if packed is None and order is not None:
@@ -96,21 +96,25 @@ def _order(x: torch.Tensor, cp: int, packed: Any) -> TokenOrder:
 
 
 def _carried(packed: Any, n: int, batch: int, cp: int) -> MicrobatchMask:
-    """The documents `packed` of batch rows of `n` tokens; without any, each is one document."""
+    """Return the documents `packed` of batch rows of `n` tokens; if `packed` is None, each batch
+    row is one document.
+    """
     if packed is None:
         return without_documents(batch, n, cp)
     return documents_of(packed, n // cp * batch, cp, packed_in_whole_rows())
 
 
 def in_sequence(input_: torch.Tensor, cp_size: int, packed_seq_params: Any = None) -> torch.Tensor:
-    """The tokens [n, b, d] of rank after rank, in the order of the sequence. As Megatron's
+    """Put tokens [n, b, d] that are grouped by rank in sequence order. Replaces Megatron's
     `_undo_attention_load_balancing`.
     """
     return _reordered(input_, _order(input_, cp_size, packed_seq_params).in_sequence)
 
 
 def by_rank(input_: torch.Tensor, cp_size: int, packed_seq_params: Any = None) -> torch.Tensor:
-    """The inverse of `in_sequence`. As Megatron's `_redo_attention_load_balancing`."""
+    """Group tokens in sequence order by rank: the inverse of `in_sequence`. Replaces Megatron's
+    `_redo_attention_load_balancing`.
+    """
     return _reordered(input_, _order(input_, cp_size, packed_seq_params).by_rank)
 
 
@@ -122,8 +126,8 @@ def _reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 def mamba_with_documents(
     train: Function, self: Any, zxBCdt: torch.Tensor, packed_seq_params: Any = None
 ) -> Any:
-    """Wraps `MambaMixer._ssm_training`: its kernel then has the number of each token's document, in
-    the order of the sequence.
+    """Wrap `MambaMixer._ssm_training` so that its kernel gets each token's document number, in
+    sequence order.
     """
     if packed_seq_params is None:
         return train(self, zxBCdt)
@@ -152,7 +156,7 @@ def gated_delta_net_with_documents(
     packed_seq_params: Any = None,
     **named: Any,
 ) -> Any:
-    """Wraps `GatedDeltaNet.forward`: the documents of a microbatch, in thd or sbhd, are in force
+    """Wrap `GatedDeltaNet.forward` so that the microbatch's documents (thd or sbhd) are in force
     while it runs.
     """
     if packed_seq_params is None:
@@ -173,8 +177,8 @@ def gated_delta_net_with_documents(
 def norm_with_documents(
     function: Function, self: Any, core_attn_out: torch.Tensor, *args: Any, **named: Any
 ) -> Any:
-    """Wraps `GatedDeltaNet._gated_norm_and_a2a`, which selective recomputation calls again, outside
-    of `forward`.
+    """Wrap `GatedDeltaNet._gated_norm_and_a2a`. Selective recomputation calls it again outside of
+    `forward`.
     """
     packed = named.get("packed_seq_params", args[-1] if args else None)
     carried = packed.documents if isinstance(packed, DocumentParams) else None
@@ -186,10 +190,10 @@ def norm_with_documents(
 def fla_with_documents(
     function: Function, *tensors: torch.Tensor, cu_seqlens: Any = None, **named: Any
 ) -> Any:
-    """Wraps `causal_conv1d`, `chunk_gated_delta_rule` or `chunk_gdn2` of the package fla.
+    """Wrap fla's `causal_conv1d`, `chunk_gated_delta_rule` or `chunk_gdn2`.
 
-    They take documents as `cu_seqlens` of one batch row: the batch rows [b, n, ...] become one.
-    Without documents in force nothing changes.
+    These functions take documents as `cu_seqlens` of one batch row, so the batch rows [b, n, ...]
+    are joined into one. Without documents in force nothing changes.
     """
     order = _in_force.get()
     if order is None or cu_seqlens is not None:

@@ -1,5 +1,5 @@
-"""Rotary embeddings of the tokens that a rank holds, where these or their positions may differ from
-microbatch to microbatch.
+"""Selects the rotary embeddings of a rank's tokens if the tokens or their positions differ between
+microbatches.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from cp_ring.megatron.settings import current, split_by_microbatch
 from cp_ring.megatron.wrapping import arguments_of
 
 Selected = tuple[torch.Tensor, torch.Tensor]
-"""Positions, and places in their batch rows, of the tokens that a rank holds: int64 [n / cp, batch]
-each.
+"""Positions of a rank's tokens, and their indices in their batch rows: int64 [n / cp, batch] each.
 """
 
 _selected: contextvars.ContextVar[Selected | None] = contextvars.ContextVar(
@@ -28,7 +27,7 @@ _selected: contextvars.ContextVar[Selected | None] = contextvars.ContextVar(
 
 @contextmanager
 def positions_in_force(selected: Selected | None) -> Iterator[None]:
-    """Within the context rotary embeddings are those of these tokens; None changes nothing."""
+    """Use the rotary embeddings of these tokens within the context; None changes nothing."""
     if selected is None:
         yield
         return
@@ -40,11 +39,11 @@ def positions_in_force(selected: Selected | None) -> Iterator[None]:
 
 
 def selecting(forward: Callable[..., Any], by_place: bool = False) -> Callable[..., Any]:
-    """Wraps the forward of a rotary embedding: of embeddings [n, 1 or batch, 1, d] it returns the
-    tokens', [n / cp, batch, 1, d].
+    """Wrap the forward of a rotary embedding: select the embeddings of this rank's tokens, [n / cp,
+    batch, 1, d], from [n, 1 or batch, 1, d].
 
-    `by_place`: the embeddings are those of the batch rows' tokens, in order, and not of the
-    positions 0, 1, 2, ...
+    by_place: the embeddings belong to the tokens of the batch rows in order, not to the positions
+    0, 1, 2, ...
     """
 
     @functools.wraps(forward)
@@ -60,14 +59,15 @@ def selecting(forward: Callable[..., Any], by_place: bool = False) -> Callable[.
         mine = whole[index, which]
         return (mine, *scale) if isinstance(result, tuple) else mine
 
-    for name in ("cache_clear", "cache_info"):  # of Megatron's cache, which it clears in one place
+    # Megatron clears the cache of the wrapped function in one place
+    for name in ("cache_clear", "cache_info"):
         if hasattr(forward, name):
             setattr(select, name, getattr(forward, name))
     return select
 
 
 def tokens_of(packed: Any, group: Any) -> Selected | None:
-    """The tokens of a microbatch on this rank of `group`; None where they are the same in every
+    """Return a microbatch's tokens on this rank of `group`, or None if they are the same in every
     microbatch.
     """
     from cp_ring.megatron.data.documents import DocumentParams
