@@ -32,6 +32,7 @@ LEFT = {
     "compare": "train with cp_ring.enabled=true and =false, and look at both in TensorBoard",
     "plan --dtype": _OF_JOB,
     "plan --kernel": "calls are counted of the kernel that predictions assume",
+    "plan --mask": "draw(Plan.build(mask, layout), path); docs/masks-and-layouts.md, Pictures",
     "plan --mla": _OF_JOB,
     "plan --node-bandwidth": _RATES,
     "plan --network-bandwidth": _RATES,

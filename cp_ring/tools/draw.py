@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.plan.cost import AttentionTime, attention_time
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.shard_tiles import tiles_in_stream
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.tiles import Tile
 
 try:
@@ -26,10 +30,9 @@ except ModuleNotFoundError:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from cp_ring.plan.cost import AttentionTime
-    from cp_ring.plan.proof.verify import Report
     from cp_ring.plan.tables import PlanTables
 
+_SIZES = AttentionSizes()
 Color = tuple[float, float, float]
 
 MAX_LEGEND = 16
@@ -45,21 +48,32 @@ def check_ending(path: str) -> None:
         raise PlanError(f"--draw {path}: the file must end in .png, .svg or .pdf")
 
 
-def draw(plan: PlanTables, report: Report, time: AttentionTime, rates: str, path: str) -> None:
+def draw(
+    whole: Plan,
+    path: str,
+    sizes: AttentionSizes = _SIZES,
+    rates: Rates = RATES,
+    ranks_per_node: int = 8,
+) -> None:
     """Writes the picture of a plan to `path`: PNG, SVG or PDF by its ending. Text stays text in SVG
-    and PDF.
+    and PDF. sizes, rates, ranks_per_node: for the predicted time.
 
-    rates: those of `time`, in words. Raises `PlanError` where the ending is another one, or the
-    file cannot be written.
+    Raises `PlanError` where the ending is another one, or the file cannot be written.
     """
     check_ending(path)
+    plan, report = whole.ring, whole.verify()
+    time = attention_time(whole, report, sizes, rates, ranks_per_node)
+    assumed = (
+        f"{rates.flops / 1e12:g} TFLOP/s a rank, {rates.inside / 1e9:g} GB/s inside a node, "
+        f"{rates.between / 1e9:g} GB/s between nodes"
+    )
     with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
         figure = Figure(figsize=(15.0, 7.8), layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
         scores, timeline = figure.subplots(1, 2, width_ratios=(1, 1.15))
         _draw_scores(scores, plan)
         _draw_timeline(timeline, plan, time)
-        timeline.set_xlabel(f"time of one layer's forward pass (ms)\npredicted at {rates}")
+        timeline.set_xlabel(f"time of one layer's forward pass (ms)\npredicted at {assumed}")
         figure.suptitle(
             f"{plan.mask.describe()}; {plan.n:,} tokens on {plan.cp} ranks; {plan.layout.name} "
             f"layout, {plan.route} route, {plan.schedule[-1]} remote hops\nbalance "

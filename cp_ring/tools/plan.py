@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -33,7 +31,6 @@ from cp_ring.tools.terminal import (
     Overrides,
     Rates,
     emit,
-    in_words,
     mib,
     named_rates,
     parse_tokens,
@@ -42,16 +39,6 @@ from cp_ring.tools.terminal import (
 
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 MAX_RANKS_SHOWN, MAX_RANKS_COUNTED = 32, 256  # of the kernel calls of each rank
-
-FORMS = {
-    "shared-prefix": "PROMPT,RESPONSE[xCOUNT],...[+PROMPT,...]",
-    "images": "START-END,...",
-    "global": "START-END,...",
-    "tree": "FILE.json",
-    "block-causal": "BLOCK",
-    "block-diffusion": "BLOCK",
-}
-"""What follows the colon of each kind of mask."""
 
 
 def _tokens(text: str) -> Any:
@@ -70,9 +57,6 @@ def plan_command(
     overrides: Overrides = None,
     cp: Annotated[int | None, _number("Context-parallel ranks.")] = None,
     seq_length: Annotated[int | None, _tokens("Tokens of the sequence: 65536, 64K, 1M.")] = None,
-    mask: Annotated[
-        str | None, typer.Option(metavar="M", help=f"{', '.join(FORMS)}, as in block-causal:512.")
-    ] = None,
     window: Annotated[int | None, _tokens("A query sees itself and so many keys before.")] = None,
     full: Annotated[bool, typer.Option("--full", help="No causal mask.")] = False,
     lengths: Annotated[
@@ -124,7 +108,7 @@ def plan_command(
         offsets = np.cumsum([0, *documents.lengths(lengths, n)])
         n = int(offsets[-1]) if n is None else n
     try:
-        of = make_mask(mask, n, asked.window, full, offsets)
+        of = make_mask(n, asked.window, full, offsets)
         start = time.perf_counter()
         made = asked.spec.build(of, asked.cp)
         report = made.verify(2)
@@ -142,7 +126,7 @@ def plan_command(
     if draw:
         from cp_ring.tools.draw import draw as draw_plan
 
-        draw_plan(made.ring, report, timed, in_words(assumed), draw)
+        draw_plan(made, draw, asked.sizes, assumed, asked.ranks_per_node)
         typer.echo(f"wrote {draw}", err=as_json)
 
 
@@ -192,61 +176,14 @@ def _of_job(job: str, overrides: list[str] | None) -> Asked:
     return Asked(ranks, n, windows[0], spec, sizes, near)
 
 
-def make_mask(
-    text: str | None, n: int | None, window: int, full: bool, offsets: Ints | None
-) -> Mask:
-    """The mask that the options describe, for `n` tokens; offsets: of packed documents. Raises
-    `PlanError` that names the option.
-    """
-    kind, _, values = (text or "").partition(":")
-    if n is None and kind not in ("shared-prefix", "tree"):
+def make_mask(n: int | None, window: int, full: bool, offsets: Ints | None) -> Mask:
+    """The mask that the options describe, for `n` tokens; offsets: of packed documents."""
+    if n is None:
         raise PlanError("--seq-length: give the tokens of the sequence")
-    if text is None:
-        ends = (window, window if full else 0)
-        if offsets is None:
-            return (Mask.full if full else Mask.causal)(n or 0, ends)
+    ends = (window, window if full else 0)
+    if offsets is not None:
         return Mask.documents(offsets, causal=not full, window=ends, n=n)
-    if kind not in FORMS or not values:
-        known = ", ".join(f"{kind}:{form}" for kind, form in FORMS.items())
-        raise PlanError(f"--mask {text!r}: known are {known}")
-    if full or (offsets is not None and kind != "images"):
-        raise PlanError(f"--mask {text} is a mask by itself: leave out --full and --lengths")
-    try:
-        made = _mask(kind, values, n, window, offsets)
-    except OSError as error:
-        raise PlanError(f"--mask {text}: cannot read it: {error.strerror}") from None
-    except PlanError as error:
-        raise PlanError(f"--mask {text}: {error}") from None
-    except (ValueError, KeyError, TypeError, typer.BadParameter):
-        raise PlanError(f"--mask {text}: write it as {FORMS[kind]}") from None
-    return made & (window, -1) if window >= 0 and kind != "global" else made
-
-
-def _mask(kind: str, values: str, n: int | None, window: int, offsets: Ints | None) -> Mask:
-    if kind == "shared-prefix":
-        return Mask.shared_prefix([_group(group) for group in values.split("+")], n)
-    if kind == "tree":
-        tree = json.loads(Path(values).read_text())
-        return Mask.tree(tree["parents"], tree["lengths"], n)
-    tokens = n or 0
-    if kind in ("images", "global"):
-        edges = (span.split("-") for span in values.split(","))
-        spans = [(parse_tokens(start), parse_tokens(end)) for start, end in edges]
-        if kind == "images":
-            return Mask.images(tokens, spans, offsets)
-        return Mask.with_global(tokens, spans, (window, 0))
-    make = Mask.block_causal if kind == "block-causal" else Mask.block_diffusion
-    return make(tokens, parse_tokens(values))
-
-
-def _group(text: str) -> tuple[int, list[int]]:
-    """`4096,1024x8,512` is a prompt of 4,096 tokens, 8 responses of 1,024 and one of 512."""
-    prompt, *responses = text.split(",")
-    lengths: list[int] = []
-    for response in responses:
-        length, _, count = response.partition("x")
-        lengths += [parse_tokens(length)] * (int(count) if count else 1)
-    return parse_tokens(prompt), lengths
+    return (Mask.full if full else Mask.causal)(n, ends)
 
 
 def kernel_calls(plan: Plan) -> list[int] | None:

@@ -42,14 +42,6 @@ def named_rates(name: str) -> device_rates.Rates:
     return NAMED[name]
 
 
-def in_words(rates: device_rates.Rates) -> str:
-    """The rates, as pictures and reasons name them."""
-    return (
-        f"{rates.flops / 1e12:g} TFLOP/s a rank, {rates.inside / 1e9:g} GB/s inside a node, "
-        f"{rates.between / 1e9:g} GB/s between nodes"
-    )
-
-
 def _writable(param: typer.CallbackParam, path: Any) -> Any:
     """Callback: a file can be written there, which is asked before any work."""
     if path is not None:

@@ -71,26 +71,8 @@ def test_every_layout_and_route(tmp_path: Path, layout: str, route: str) -> None
     assert sum(facts["tokens_per_rank"]) == 4096
 
 
-@pytest.mark.parametrize(
-    ("options", "mask"),
-    [
-        ("--mask shared-prefix:1024,256x8+512,512x2", Mask.shared_prefix),
-        (f"{USUAL} --mask images:100-356,1000-1256", Mask.images),
-        (f"{USUAL} --mask global:0-16 --window 64", Mask.with_global),
-        (f"{USUAL} --mask block-causal:512 --window 1024", Mask.block_causal),
-        (f"{USUAL} --mask block-diffusion:512", Mask.block_diffusion),
-        (f"{USUAL} --window 128", Mask.causal),
-    ],
-)
-def test_masks(options: str, mask: object) -> None:
-    more = "" if "--cp" in options else "--cp 4"
-    assert sum(facts_of(f"{options} {more}")["work_per_rank"]) > 0
-
-
-def test_a_tree_and_documents_of_a_file(tmp_path: Path) -> None:
-    tree = tmp_path / "tree.json"
-    tree.write_text('{"parents": [-1, 0, 0], "lengths": [512, 256, 256]}')
-    assert facts_of(f"--mask tree:{tree} --cp 4")["n"] == 1024
+def test_a_window_and_documents_of_a_file(tmp_path: Path) -> None:
+    assert sum(facts_of(f"{USUAL} --window 0")["work_per_rank"]) == 4096
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("1000 2000 1096")
     facts = facts_of(f"--lengths {lengths} --cp 4")
@@ -118,9 +100,6 @@ def test_a_job_has_the_sizes_of_its_layer() -> None:
         (f"{USUAL} --route spiral", "route='spiral': unknown; known are direct"),
         (f"{USUAL} --head-parallel 3", "--head-parallel 3: it must divide --cp 4"),
         (f"{USUAL} --rates warp", "--rates warp: known are h100"),
-        (f"{USUAL} --mask stripes:3", "--mask 'stripes:3': known are shared-prefix"),
-        (f"{USUAL} --mask images:9", "--mask images:9: write it as START-END"),
-        (f"{USUAL} --mask block-causal:64 --full", "is a mask by itself"),
         (f"{USUAL} --lengths preset:sft", "--lengths preset:sft: neither lognormal:MEAN nor a"),
         (f"{USUAL} --lengths lognormal:x", "--lengths lognormal:x: give lognormal:MEAN"),
         (f"{USUAL} --draw plan.txt", "--draw plan.txt: the file must end in .png, .svg or .pdf"),
