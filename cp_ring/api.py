@@ -1,5 +1,5 @@
-"""`ring_attention`, the function for users: from its keywords to a plan and an `Attention`, which
-are kept for later calls.
+"""`ring_attention`, the function for users: it turns its keywords into a plan and an `Attention`,
+and keeps both for later calls.
 """
 
 from __future__ import annotations
@@ -78,103 +78,72 @@ def ring_attention(
     return_lse: bool = False,
     **options: Unpack[CallOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention over a sequence that is sharded across the ranks of `group`; differentiable.
+    """Exact, differentiable attention over a sequence that is sharded across the ranks of `group`.
 
-    Every rank of `group` makes the same call with its own shard of the sequence (`cp_ring.shard`
-    cuts it). It is the counterpart of flash-attn's
-    `flash_attn_func(q, k, v, causal=..., window_size=...)` and of torch's
-    `scaled_dot_product_attention` for a sequence that one device does not hold.
+        out = cp_ring.ring_attention(q, k, v, group, causal=True)
+
+    Every rank of `group` makes the same call with its own shard, which `cp_ring.shard` cuts.
 
     Args:
-        q: queries [b, s, h, d] of this rank; s is the number of its tokens. float16, bfloat16,
-        float32 or float64.
-        k: keys [b, s, g, d], where g divides h (grouped-query attention). Only the g heads travel.
-            Or `LatentKeys`, the latents of multi-latent attention, from which keys and values are
-            made.
+        q: queries [b, s, h, d] of this rank's s tokens: float16, bfloat16, float32 or float64.
+        k: keys [b, s, g, d], where g divides h; or `LatentKeys` for multi-latent attention.
         v: values [b, s, g, e]; e may differ from d. None with `LatentKeys`.
-        group: the context-parallel ranks: a ProcessGroup, a one-dimensional DeviceMesh, a transport
-            (such as a rank of `cp_ring.testing.local_ring.LocalRing`), or None for a single rank.
-            In a job of several ranks None is an error; `cp_ring.ALONE` is this rank by itself.
-        causal: each query sees only keys at its own position and before it.
-        window_size: (left, right) as in flash-attn: query i sees keys i - left to i + right; -1
-        leaves a side open.
-        cu_seqlens: where packed documents begin and end in the whole sequence, [0, ..., n], as in
-            flash-attn's varlen functions. Documents do not see one another. The offsets are those
-            of the whole sequence, the same on every rank.
-        mask: any other mask, as a `Mask`: `Mask.prefix`, `Mask.documents`, `Mask.batch`, ... It
-            replaces `causal`, `window_size` and `cu_seqlens`. `Mask.from_dense` takes an array of
-            booleans, `Mask.from_mask_mod` a `mask_mod` function of FlexAttention.
-        plan: a plan made with `Plan.build`, or this rank's part of it. It replaces mask, layout,
-            route, schedule and heads. Without one, a plan is made for the given mask and layout,
-            proven, and kept for later calls with the same arguments.
-        layout: which rank holds which tokens: `zigzag` (the default, and that of `cp_ring.shard`),
-            another name in `cp_ring.plan.layout.LAYOUTS`, or a `Layout`. Without `mask`,
-            `cu_seqlens` or a `Layout`, all ranks must hold equally many tokens.
-        route: how keys reach the ranks that need them: `direct`, from their owner at the hop that
-            reads them, or `ring`, from neighbor to neighbor.
-        schedule: at which hop a rank uses the keys of which others: `auto`, 2 sources
-            first and 4 a hop then, or all in one hop where few keys are remote; `ring`, one source
-            a hop; `gather`, all remote sources in one hop; or the hop of each ring distance, as
-            (0, 1, 2, 2) for 4 ranks.
-        heads: how many neighboring ranks of `group` exchange tokens for heads by an all-to-all.
-            Each then computes its part of the query heads for the tokens of all of them, and the
-            ring has as many times fewer members. It must divide the ranks and the query heads, and
-            the key/value heads too, or be a multiple of these. The number of all ranks is
-            DeepSpeed-Ulysses, 1 the ring alone. `auto`, the default, is 1 inside one node; in a
-            group of several nodes it is 1 or a divisor of the ranks of a node, for each mask that
-            of least predicted time.
-        softmax_scale: factor of the scores; d ** -0.5 by default.
-        sink: [h], a learned softmax offset: exp(sink) is added to the softmax denominator of each
-            query. Zeros give the off-by-one softmax. Its gradient is this rank's share; sum it over
-            `group`, as for any replicated parameter.
-        return_lse: also return the log-sum-exp of the scores, through which gradients flow too:
-            backward then calls the kernel twice. With it, attentions to different keys can be
-            merged.
-        deterministic: True asks for the same bits in every run, False does not; None follows
+        group: a ProcessGroup, a one-dimensional DeviceMesh, a transport such as a rank of
+            `cp_ring.testing.local_ring.LocalRing`, `cp_ring.ALONE` for this rank by itself, or None
+            in a job of one rank.
+        causal: True lets each query see only the keys up to its own position.
+        window_size: (left, right): query i sees keys i - left to i + right; -1 leaves a side open.
+        cu_seqlens: offsets [0, ..., n] of packed documents in the whole sequence, the same on every
+            rank. A query sees only its own document.
+        mask: any other `Mask`, in place of `causal`, `window_size` and `cu_seqlens`.
+        plan: a plan from `Plan.build`, or this rank's part of it, in place of mask, layout, route,
+            schedule and heads. By default a plan is made, proven and kept.
+        layout: which rank holds which tokens: `zigzag` (the default), another name in
+            `cp_ring.plan.layout.LAYOUTS`, or a `Layout`.
+        route: `direct` sends keys straight from their owner, `ring` from neighbor to neighbor.
+        schedule: how many remote sources a hop reads: `auto` (2 at first, then 4), `ring` (one),
+            `gather` (all), or the hop of each ring distance, as (0, 1, 2, 2) for 4 ranks.
+        heads: how many neighboring ranks exchange tokens for heads by an all-to-all: 1 is the ring
+            alone, the number of all ranks is DeepSpeed-Ulysses. It divides the ranks and the query
+            heads, and divides the key/value heads or is a multiple of them. `auto` (the default) is
+            1 in one node; across nodes, 1 or a divisor of the ranks of a node, by predicted time.
+        softmax_scale: the factor of the scores; by default d ** -0.5.
+        sink: [h], a learned softmax offset: exp(sink) is added to each softmax denominator. Sum its
+            gradient over `group`.
+        return_lse: True also returns the differentiable log-sum-exp of the scores.
+        deterministic: True asks for the same bits in every run; None follows
             `torch.use_deterministic_algorithms`.
         kernel: `auto`, or a name in `cp_ring.kernels.REGISTRY`.
-        num_slots: receive buffers for keys and values, 2 to 8. Memory grows with it, not with the
-        number of ranks.
-        wire: how keys and values travel: `plain`, as they are; `int8` or `fp8`, quantized by token
-            and head, so a quarter of the bytes of float32 and half of those of bfloat16, at the
-            cost of accuracy; `latent`, as latents, which the reader multiplies by the
-            up-projection. A rank's own keys stay exact. None is `latent` for `LatentKeys`, else
-            `plain`. The gradient of the up-projection is this rank's share; sum it over `group`, as
-            for any replicated parameter.
+        num_slots: receive buffers for keys and values, 2 to 8; memory grows with it.
+        wire: how keys and values travel: `plain`; `int8` or `fp8`, quantized by token and head at
+            some cost of accuracy; `latent`, the default with `LatentKeys`, whose up-projection's
+            gradient must be summed over `group`.
         wire_dtype: the dtype in which partial gradients of keys and values travel: `input`,
-        `float32` or `bfloat16`.
-        qkv_format: `bshd`; `sbhd` for tensors [s, b, heads, head size]; `bhsd` for [b, heads, s,
-            head size]; `thd` for [s, heads, head size], with lse [h, s]. `out` has the same format.
-        timeout: seconds that this process may wait for other ranks. A thread watches the waits from
-            then on, in backward and in other collectives too. A rank that waits for longer prints
-            where it is and names the rank that is stuck or does not call; all ranks that wait end,
-            with exit code 3. None starts no such thread. It needs a process group.
+            `float32` or `bfloat16`.
+        qkv_format: the dimensions of q, k, v and out: `bshd`, `sbhd`, `bhsd` or `thd` (lse is then
+            [h, s]).
+        timeout: seconds that this process may wait for other ranks of a process group, from then on
+            and in every collective. A rank that waits longer names the missing rank, and all
+            waiting ranks end with exit code 3.
 
     Returns:
-        out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s] in float32 (float64
-        for float64 inputs). Queries that see no key have out 0 and lse -inf. Sums are accumulated
-        in float32 (float64 for float64 inputs). Backward computes the softmax weights again from
-        lse in float32, so scores of size x put a relative error of up to 6e-8 * x into the
-        gradients, on any number of ranks: 2e-3 for scores of 3e4. float64 inputs avoid it.
+        out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s]. Sums and lse are
+        float32, or float64 for float64 inputs. A query that sees no key has out 0 and lse -inf.
+        Backward computes the softmax weights again from lse: scores of size x put a relative error
+        of up to 6e-8 * x into float32 gradients, on any number of ranks.
 
-    Under `torch.autocast` the call computes in the dtype of q, k and v, forward and backward, and
-    out has this dtype. Where their dtypes differ, they are cast to that of autocast first; float64
-    is never cast.
-
-    `torch.compile` leaves the call as it is: a graph break.
-
-    Where batch rows have different masks, give `Mask.batch(...)` with `Layout.batch(...)`, or a
-    plan for them.
+    Under `torch.autocast`, inputs of different dtypes are cast to its dtype (float64 never is);
+    inputs of one dtype keep theirs. `torch.compile` breaks the graph here. Batch rows with
+    different masks take `Mask.batch(...)` with `Layout.batch(...)`.
 
     Raises:
-        ConfigError: arguments that contradict each other, or a group that cannot be used.
-        PlanError: tensors, group and plan that disagree; on all ranks, where ranks of the group
-            make different calls. They are compared when a call is new to the group
-            (`cp_ring.comm.agreement`).
-        KernelError: the kernel is unknown, not installed, or cannot compute such tensors.
-        All three are ValueErrors whose one line names the argument.
+        ConfigError: arguments contradict each other, or the group cannot be used.
+        PlanError: tensors, group and plan disagree; or ranks make different calls, then on all
+            ranks.
+        KernelError: the kernel is unknown, not installed, or does not support these tensors.
+        All three are ValueErrors, and their one line names the argument.
 
-    Ring attention: Liu et al., https://arxiv.org/abs/2310.01889.
+    Source: ring attention, Liu et al., https://arxiv.org/abs/2310.01889.
     """
     if options.get("qkv_format") in _DIMENSIONS:
         return _in_format(str(options["qkv_format"]), (q, k, v), group, return_lse, options)
@@ -189,13 +158,13 @@ def ring_attention(
 
 
 _DIMENSIONS = {"bhsd": 4, "thd": 3}
-"""Formats whose tensors are views of those of the format bshd, and their numbers of dimensions."""
+"""Formats whose tensors are views of the format bshd, and how many dimensions they have."""
 
 
 def _in_format(
     name: str, tensors: tuple[Any, ...], group: Group, return_lse: bool, options: Any
 ) -> Any:
-    """`ring_attention` for tensors of such a format."""
+    """Run `ring_attention` on tensors of a format in `_DIMENSIONS`."""
     for of, x in zip("qkv", tensors, strict=True):
         if not isinstance(x, Tensor) or x.dim() != _DIMENSIONS[name]:
             shape = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
@@ -226,7 +195,7 @@ def _resolved(
     return_lse: bool,
     options: CallOptions,
 ) -> tuple[Attention, Inputs]:
-    """What `ring_attention` calls, and with what."""
+    """Return the `Attention` that the call runs, and its inputs."""
     of_call: dict[str, Any] = dict(options)
     of_plan = {name: of_call.pop(name) for name in options if name in _OF_PLAN}
     if of_plan.get("layout", "") is None:  # the default, as for `shard`
@@ -271,7 +240,7 @@ def _resolved(
 
 
 def _watch(timeout: float) -> None:
-    """Starts the thread that watches waits of up to `timeout` seconds. Raises `ConfigError` if that
+    """Start the thread that watches waits of up to `timeout` seconds. Raises `ConfigError` if that
     is no length of time.
     """
     if not isinstance(timeout, int | float) or not 0 < timeout <= sys.float_info.max:

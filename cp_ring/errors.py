@@ -14,21 +14,23 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A setting, or a combination of settings, that cannot run. Each argument is a reason."""
+    """A combination of settings that cannot run. Each argument of the error is one reason."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))
 
 
 class Reasons:
-    """Collects what several checks reject, so that it is raised together."""
+    """Collects the reasons of several checks, so that one error reports them together."""
 
     def __init__(self) -> None:
         self.found: dict[str, None] = {}
 
     @contextlib.contextmanager
     def of(self) -> Iterator[None]:
-        """Keeps the reasons of a `ConfigError`. After one, what is wrong may break other checks."""
+        """Collect the reasons of a `ConfigError`. Later checks may fail because of it: their errors
+        of other types are dropped.
+        """
         try:
             yield
         except ConfigError as error:
@@ -38,17 +40,19 @@ class Reasons:
                 raise
 
     def end(self) -> None:
-        """Raises `ConfigError` with all reasons, if there are any."""
+        """Raise `ConfigError` with all reasons, if there are any."""
         if self.found:
             raise ConfigError(*self.found)
 
 
 class PlanError(ValueError):
-    """A plan that is not right: the message names rank, hop and token ranges."""
+    """A plan, or a call's tensors under it, is wrong: the message names ranks, hops and token
+    ranges.
+    """
 
 
 class KernelError(ValueError):
-    """A kernel that is not installed, or cannot do what the plan, dtype or head sizes need."""
+    """A kernel is not installed, or does not support the plan, the dtype or the head sizes."""
 
 
 _WORDS: dict[type, str] = {
@@ -58,8 +62,8 @@ _WORDS: dict[type, str] = {
 
 
 def expect(what: str, value: Any, *kinds: type[Any]) -> Any:
-    """`value`, the argument `what`, of one of these types; True is no number. Raises `ConfigError`
-    for another one.
+    """Return `value`, the argument named `what`, if it has one of these types; True is not a
+    number. Raises `ConfigError` otherwise.
     """
     if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
         return value
@@ -70,5 +74,5 @@ def expect(what: str, value: Any, *kinds: type[Any]) -> Any:
 
 
 def one_line(message: object) -> str:
-    """The text of an error of other software in one line."""
+    """Return the text of another library's error in one line."""
     return " ".join(str(message).split())

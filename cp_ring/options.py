@@ -1,6 +1,6 @@
-"""The settings of calls of attention, once: their names, defaults, values, and what they do.
+"""The settings of calls of attention: their names, defaults, values, and help.
 
-They are keywords of `ring_attention`, and flags of a job; a job has more of its own
+They are keywords of `ring_attention` and flags of a job; a job has more flags of its own
 (`cp_ring.megatron.options`).
 """
 
@@ -60,17 +60,19 @@ def _kernels() -> tuple[str, ...]:
 
 
 def setting(default: Any, text: str, **limits: Any) -> Any:
-    """A setting with its help.
+    """Make a setting with its help.
 
-    choices: the names that it accepts, or a function that returns those registered by now. words:
-        names that it accepts beside numbers. least, most: its range. convert: makes a value of
-        what a YAML file may hold. check: raises `ConfigError` for a value that it cannot have.
+    choices: the names that it accepts, or a function that returns those registered by now.
+    words: names that it accepts beside numbers.
+    least, most: the range of its numbers.
+    convert: makes a value from the types of a YAML file.
+    check: raises `ConfigError` for a value that the setting cannot have.
     """
     return field(default=default, metadata={"text": text, **limits})
 
 
 def schedule_text(value: Any) -> Any:
-    """Reads a list too, as YAML has it: [0, 1, 2, 2] is 0,1,2,2."""
+    """Return a schedule as text; a YAML list [0, 1, 2, 2] becomes 0,1,2,2."""
     if not isinstance(value, str | list | tuple):
         return value
     try:
@@ -87,7 +89,7 @@ WIRE_DTYPES = ("input", "float32", "bfloat16")
 
 @dataclass(frozen=True)
 class CallSettings:
-    """What calls of attention have in common, whoever calls."""
+    """The settings that all callers of attention share."""
 
     kernel: str = setting(
         "auto",
@@ -147,6 +149,6 @@ class CallSettings:
 
 
 def either(names: Sequence[str]) -> str:
-    """The names as in a sentence: 'a', 'b' or 'c'."""
+    """Return the names as part of a sentence: 'a', 'b' or 'c'."""
     *others, last = map(repr, names)
     return f"{', '.join(others)} or {last}"

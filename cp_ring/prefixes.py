@@ -1,4 +1,4 @@
-"""Sequences packed so that a common beginning is stored once, as rollouts of one prompt have it."""
+"""Packing of sequences by their common prefixes, as those of rollouts of one prompt."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ NO_LABEL = -100
 
 @dataclass(frozen=True, eq=False)
 class PrefixPack:
-    """Sequences in one stream of n tokens, in which what several of them begin with is stored once.
+    """Sequences in one stream of n tokens that stores each common prefix once.
 
-    A token after which sequences part has several next tokens: it is stored once for each, so that
-    every token of the stream has one label.
+    The token after which sequences part has several next tokens. It is stored once for each of
+    them, so that every token of the stream has one label.
 
-    tokens, labels: int64 [n]. A label is the next token, -100 at the end of a sequence and in the
+    tokens, labels: int64 [n]. A label is the next token; -100 at the end of a sequence and in
     padding.
-    loss_mask: float32 [n], the sum of the weights of all sequences of which the label is a token.
-    indices: of each sequence, where its tokens are in the stream, int64 [its tokens]: outputs
-    `x[indices[i]]`, and log-probabilities of labels `x[indices[i][:-1]]` for its tokens from the
-    second on.
+    loss_mask: float32 [n], the sum of the weights of all sequences that share the label.
+    indices: for each sequence the places of its tokens in the stream, int64 [its tokens].
+    `x[indices[i]]` are its outputs, `x[indices[i][:-1]]` the log-probabilities of its tokens from
+    the second on.
     mask: each sequence sees itself, causally.
     """
 
@@ -48,7 +48,7 @@ class PrefixPack:
 
     @property
     def savings(self) -> float:
-        """The share of the tokens of all sequences that the stream does not have."""
+        """The share of the sequences' tokens that the stream need not store, from 0 to 1."""
         return 1 - self.mask.n / sum(map(len, self.indices))
 
 
@@ -58,17 +58,19 @@ def prefix_pack(
     weights: Sequence[float] | np.ndarray | Tensor | float = 1.0,
     multiple: int = 1,
 ) -> PrefixPack:
-    """Packs sequences of tokens by their common prefixes, as a trie: prompts with several
-    responses, turns that fork, equal sequences.
+    """Pack sequences of tokens into one stream by their common prefixes, as in a trie.
 
-    `prompts` is how many tokens of each sequence, or of all, are given: their labels have no loss.
-    `weights` are those of each sequence's losses, or of all, as an advantage: the sum of losses
-    times `loss_mask` is that of the separate sequences. The stream is padded to a `multiple` of
-    tokens, as a model wants it.
+        pack = prefix_pack([prompt + a, prompt + b], prompts=len(prompt), weights=[1.0, -0.5])
 
-    Raises:
-        PlanError: no sequence, an empty one, other things than lists of whole numbers, or prompts
-        and weights that do not fit the sequences.
+    Args:
+        sequences: lists, arrays or tensors of token ids.
+        prompts: the number of leading tokens without loss, for each sequence or for all.
+        weights: the factor of each sequence's losses, or of all, such as an advantage. The sum of
+            losses times `loss_mask` equals that of the separate sequences.
+        multiple: the stream is padded to a multiple of this many tokens.
+
+    Raises `PlanError` if there is no sequence, if one is empty or not a list of whole numbers, or
+    if prompts and weights do not fit the sequences.
     """
     expect("sequences", sequences, Iterable)
     arrays = [integers(x, f"sequence {i}") for i, x in enumerate(sequences)]
@@ -111,8 +113,8 @@ def prefix_pack(
 
 
 def _trie(sequences: list[Ints]) -> tuple[list[Ints], list[int], list[Ints]]:
-    """Where each sequence's tokens are in the stream; the parents of its branches, as in
-    `Mask.tree`, and their tokens.
+    """Return the places of each sequence's tokens in the stream, the parents of the tree's branches
+    as in `Mask.tree`, and the tokens of the branches.
     """
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tolist())
     common = np.array(
@@ -149,6 +151,6 @@ def _trie(sequences: list[Ints]) -> tuple[list[Ints], list[int], list[Ints]]:
 
 
 def _common(one: Ints, other: Ints) -> int:
-    """How many tokens both begin with."""
+    """Return how many leading tokens the two sequences share."""
     size = min(len(one), len(other))
     return int(np.append(one[:size] != other[:size], True).argmax())

@@ -1,6 +1,4 @@
-"""shard, unshard and roll: tensors of a whole sequence, and the parts of them that
-ranks hold.
-"""
+"""shard, unshard and roll: from tensors of a whole sequence to each rank's part, and back."""
 
 from __future__ import annotations
 
@@ -35,18 +33,21 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
     group: Group = None,
     dim: int = 1,
 ) -> Tensors:
-    """This rank's part of whole tensors along `dim`, the dimension of tokens.
+    """Return this rank's part of whole tensors along `dim`, the dimension of tokens.
 
-    `tensors` is a tensor, or a tuple, list or dict of tensors; None inside them stays None.
-    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Every rank holds the
-    whole tensor and takes its part; nothing of it is sent. The gradient of a part reaches this
-    rank's whole tensor only, zero elsewhere.
+        tokens, labels = cp_ring.shard((tokens, labels), None, group)
 
-    The ranks compare tensors of integers, as tokens: a collective in the first calls, then in one
-    of 16 (`cp_ring.comm.same_batch`).
+    Args:
+        tensors: a tensor [..., n tokens, ...], or a tuple, list or dict of tensors; None inside
+            stays None.
+        layout: a `Layout`, a plan, `zigzag` (the default) or `contiguous`.
 
-    Raises `PlanError` where a tensor has another number of tokens than the layout, and on all ranks
-    where ranks hold other integers; `ConfigError` for what is not a group.
+    Every rank holds the whole tensor and takes its own part, so nothing travels. The gradient of
+    the part reaches this rank's whole tensor only, and is zero elsewhere. Ranks compare tensors of
+    integers, such as tokens, by a collective in the first calls and then in one call of 16.
+
+    Raises `PlanError` if a tensor and the layout have different numbers of tokens, and on all ranks
+    if ranks hold different integers; `ConfigError` if `group` is not a group.
     """
     named = _named(tensors)
     for name, x in named.items():
@@ -60,7 +61,7 @@ def shard[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[Any, Any])](
 def parts_of[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[str, Any])](
     tensors: Tensors, layout: Layout | Plan | str | None, group: Group, dim: int
 ) -> Tensors:
-    """As `shard`, but no rank asks whether the others hold the same tensors."""
+    """Do what `shard` does, but do not compare the tensors of the ranks."""
     if isinstance(tensors, list | tuple):
         parts = [None if x is None else parts_of(x, layout, group, dim) for x in tensors]
         return parts if isinstance(tensors, list) else tuple(parts)
@@ -79,7 +80,7 @@ def parts_of[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[str, Any])](
 
 
 def _named(tensors: Any, name: str = "") -> dict[str, Tensor]:
-    """The tensors inside of `tensors` by name."""
+    """Return the tensors inside of `tensors` by name."""
     if isinstance(tensors, Tensor):
         return {name or "the tensor": tensors}
     if isinstance(tensors, dict):
@@ -100,16 +101,17 @@ def unshard(
     *,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """The whole tensor from the parts of all ranks: the inverse of `shard`. A collective: every
-    rank of `group` calls it.
+    """Return the whole tensor from the parts of all ranks: the inverse of `shard`. Every rank of
+    `group` must call it, and gets the whole tensor.
 
-    Every rank gets the whole tensor. Backward, also a collective, returns this rank's part of the
-    gradient of the mean of all ranks' losses: of the loss, where every rank computes the same one
-    on the whole tensor. With `reduction="sum"` it is that of their sum, for ranks that each compute
-    a part of the loss, as `torch.distributed.nn.functional.all_gather` has it.
+        logits = cp_ring.unshard(logits, None, group)
 
-    `layout` is a `Layout`, a plan, `zigzag` (as None is) or `contiguous`. Raises `PlanError` where
-    x is not this rank's part of the layout.
+    Backward is a collective too. It returns this rank's part of the gradient of the mean of all
+    ranks' losses, which is the loss itself where all ranks compute the same loss. `reduction="sum"`
+    is for ranks that each compute a part of the loss, as in
+    `torch.distributed.nn.functional.all_gather`.
+
+    `layout` is as in `shard`. Raises `PlanError` if x is not this rank's part of the layout.
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"reduction={reduction!r}: it must be 'mean' or 'sum'")
@@ -141,14 +143,16 @@ def roll(
     cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
     fill: float = 0,
 ) -> Tensor:
-    """This rank's part of `torch.roll(whole, shift, dim)`: -1 gives each token what the next token
-    has, as for labels.
+    """Return this rank's part of `torch.roll(whole, shift, dim)`.
 
-    A collective, as `unshard`, and differentiable; only tokens that change ranks travel. Without
-    `cu_seqlens` the first tokens of the sequence come after its last ones, as in `torch.roll`. With
-    `cu_seqlens`, the ends of packed documents in the whole sequence, a token whose source is
-    outside of its own document gets `fill`. `cu_seqlens=[0, n]` fills the end of a single sequence.
-    The result has the dtype of x. Raises `ConfigError` for a `fill` that this dtype does not have.
+        labels = cp_ring.roll(tokens, -1, None, group)  # the next token of each token
+
+    Every rank of `group` must call it. It is differentiable, and only tokens that change ranks
+    travel. Without `cu_seqlens` the first tokens follow the last ones, as in `torch.roll`. With
+    `cu_seqlens`, the offsets of packed documents in the whole sequence, a token whose source lies
+    in another document gets `fill`; `cu_seqlens=[0, n]` fills the end of a single sequence.
+
+    Raises `ConfigError` if the dtype of x cannot hold `fill`.
     """
     (dim, transport), shift = _begin(x, dim, group, layout), integer(shift, "shift")
     layout = _layout_of_part(layout, x, transport, dim)
@@ -179,13 +183,13 @@ def roll(
 def _begin(
     x: Tensor, dim: int, group: Group, layout: Layout | Plan | str | None
 ) -> tuple[int, Transport | None]:
-    """The checked dimension of tokens, and the transport of the group."""
+    """Return the checked dimension of tokens, and the transport of the group."""
     check_local("the tensor", x)
     return dimension(dim, x), transport_of_call(group, x.device, layout)
 
 
 def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, shift: int) -> None:
-    """Raises `PlanError` on all ranks where they make different calls: other layouts, dtypes, sizes
+    """Raise `PlanError` on all ranks if they make different calls: other layouts, dtypes, sizes
     [tokens, ...] or shifts.
     """
     agree = getattr(transport, "agree", None)
@@ -201,8 +205,8 @@ def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, sh
 
 
 def _other_document(positions: Ints, shift: int, edges: Ints, device: torch.device) -> Tensor:
-    """For each position, whether the source of its rolled value lies outside of its document.
-    Documents begin at `edges`. The copy to a CUDA device does not wait for it.
+    """Return a boolean for each position: True if the source of its rolled value is in another
+    document. Documents begin at `edges`. The copy to a CUDA device does not wait for it.
     """
     source = positions - shift
     outside = torch.from_numpy(
@@ -214,9 +218,7 @@ def _other_document(positions: Ints, shift: int, edges: Ints, device: torch.devi
 
 
 def _check_fill(fill: float, dtype: torch.dtype) -> None:
-    """Raises `ConfigError` for a fill that is no value of `dtype`; floating-point numbers may be
-    rounded.
-    """
+    """Raise `ConfigError` if `dtype` cannot hold `fill`; floating-point numbers may be rounded."""
     try:
         held = torch.tensor(fill, dtype=dtype)
         fits = held.dtype.is_floating_point or held.dtype.is_complex or held.item() == fill
@@ -247,8 +249,8 @@ def _layout(layout: Layout | Plan | str | None, n: int, cp: int) -> Layout:
 
 
 def _check_even(layout: Layout, name: str) -> None:
-    """Raises `ConfigError` where ranks hold different numbers of tokens: from its own number, no
-    rank could tell the length of the sequence.
+    """Raise `ConfigError` if ranks hold different numbers of tokens: a rank that knows only its own
+    number cannot tell the length of the sequence.
     """
     if len({*layout.tokens_per_rank.tolist()}) > 1:
         raise ConfigError(
@@ -260,7 +262,7 @@ def _check_even(layout: Layout, name: str) -> None:
 def _layout_of_part(
     layout: Layout | Plan | str | None, x: Tensor, transport: Transport | None, dim: int
 ) -> Layout:
-    """The layout of which x is this rank's part."""
+    """Return the layout whose part on this rank is x. Raises `PlanError` if x has another size."""
     rank, size = (transport.rank, transport.size) if transport else (0, 1)
     n = (
         0

@@ -39,8 +39,8 @@ from cp_ring.plan.tables import Hop, RankPlan
 
 
 class Latents(NamedTuple):
-    """What a call has beside its keys: the latents [b, s, c], or [s, b, c] as its format is, and
-    the weights of the reader.
+    """The latents of a call, [b, s, c] or [s, b, c] as in its format, and the weights of the
+    reader.
 
     key_up: [g, n, c]; value_up: [g, e, c].
     """
@@ -51,7 +51,7 @@ class Latents(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """c, n and e."""
+        """The sizes c, n and e."""
         return self.latent.shape[-1], self.key_up.shape[1], self.value_up.shape[1]
 
 
@@ -59,20 +59,19 @@ class Latents(NamedTuple):
 class LatentKeys:
     """Keys and values of multi-latent attention, in place of k in `ring_attention`.
 
-    Attributes:
-        latent: [b, s, c], the normalized latents of this rank's tokens; [s, b, c] with
-        `qkv_format="sbhd"`.
-        rope: [b, s, r] or [s, b, r], the rotated part of the keys, which all heads share. r may be
-        0.
-        weight: [heads * (key_dim + e), c], the up-projection, as Megatron's `linear_kv_up_proj` and
-        DeepSeek's `kv_b_proj` have
-            it: for each head the part of its key, then that of its value. e is the head size of
-            values.
-        heads: key/value heads.
-        key_dim: the size of a head's own part of the key. Its size with the rotated part, key_dim +
-        r, is that of queries.
+        out = ring_attention(q, LatentKeys(latent, rope, weight, heads, key_dim), None, group)
 
-    Raises `PlanError` for sizes that do not fit together.
+    Attributes:
+        latent: [b, s, c], the normalized latents of this rank's tokens; [s, b, c] for `sbhd`.
+        rope: [b, s, r] or [s, b, r], the rotated part of the keys, which all heads share; r may be
+            0.
+        weight: [heads * (key_dim + e), c], the up-projection (Megatron's `linear_kv_up_proj`,
+            DeepSeek's `kv_b_proj`): for each head the part of its key, then the part of its value.
+        heads: the number of key/value heads.
+        key_dim: the size of a head's own part of the key; the head size of queries is key_dim + r.
+
+    Raises `PlanError` for sizes that do not fit together. Source: DeepSeek-V2,
+    https://arxiv.org/abs/2405.04434.
     """
 
     latent: Tensor
@@ -123,7 +122,7 @@ class LatentKeys:
         return torch.cat([both[..., : self.key_dim], shared], -1), both[..., self.key_dim :]
 
     def latents(self) -> Latents:
-        """What travels, and what the reader multiplies by; differentiable."""
+        """The latents that travel and the weights of the reader; differentiable."""
         latent, _, weight = in_one_dtype(self.latent, self.rope, self.weight)
         by_head = weight.unflatten(0, (self.heads, -1))
         return Latents(latent, by_head[:, : self.key_dim], by_head[:, self.key_dim :])
@@ -133,7 +132,7 @@ class LatentCodec(Decoding):
     """Latents and rotated parts travel as one tensor [s, b, c + r]. The rotated part is read off
     the key of the first head.
 
-    v may be wider than the reader's values: the rest is zero, as Megatron pads it.
+    v may be wider than the reader's values, as Megatron pads it: the rest is zero.
     """
 
     name = "latent"
@@ -182,12 +181,12 @@ class LatentCodec(Decoding):
 
 
 class LatentGradients(GradMessages):
-    """Gradients of what other ranks read of latents and rotated parts, [s, b, c + r], summed in
+    """Gradients of the latents and rotated parts [s, b, c + r] that other ranks read, summed in
     float32 by the owner.
 
     The gradients of a hop's keys and values are summed first, in their dtype. After the hop, one
-    matrix product makes those of the latents, and another one adds to those of the weights,
-    float32.
+    matrix product makes the gradients of the latents, and another one adds to the gradients of the
+    weights, in float32.
     """
 
     def __init__(
@@ -238,7 +237,9 @@ class LatentGradients(GradMessages):
         return dk, dv, self._owed[..., :size].to(dk.dtype), *weights
 
     def _collect(self, hop: Hop | None) -> None:
-        """Adds what has arrived, to the sums of this rank's tokens or to what `hop` passes on."""
+        """Add the gradients that have arrived to this rank's sums, or to the sums that `hop` passes
+        on.
+        """
         for transfer, packed in self._arrived():
             target = self._to_pass_on(hop) if transfer.buffer and hop else self._owed
             for (start, end), (first, last) in zip(transfer.ranges, packed.ranges, strict=True):
@@ -250,8 +251,8 @@ class LatentGradients(GradMessages):
         return self._passed
 
     def _of_latents(self, hop: Hop) -> Tensor:
-        """What this rank's queries owe to the keys of a hop, [num_grads, b, c + r], and what it
-        passes on for other ranks.
+        """Return the gradients that this rank owes for the latents of a hop's keys, [num_grads, b,
+        c + r], with those that it passes on for other ranks.
         """
         total = self._passed
         if len(hop.tiles):
@@ -277,7 +278,7 @@ class LatentGradients(GradMessages):
         )
 
     def _latents(self, hop: Hop) -> Tensor:
-        """The latents of the tokens of the hop's gradient buffer, [num_grads, b, c]."""
+        """Return the latents of the tokens in the hop's gradient buffer, [num_grads, b, c]."""
         assert self._codec.arrived is not None, (
             "a hop has gradients of keys that it has not received"
         )

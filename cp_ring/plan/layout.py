@@ -49,12 +49,14 @@ _MOST_WORK = 1 << 62  # pairs that int64 can count
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A stream of `n` tokens cut into chunks, each owned by one of `cp` ranks; a rank holds its
-    chunks in ascending order.
+    """Which rank holds which of `n` tokens: the stream is cut into chunks, and each of `cp` ranks
+    owns some of them and holds them in ascending order.
+
+        layout = Layout.zigzag(n=8192, cp=4)
 
     edges: int64 [chunks + 1], from 0 up to `n`; chunk c is the tokens `[edges[c], edges[c + 1])`,
     at least one.
-    owner: int64 [chunks], the rank that holds each chunk, from 0 to cp - 1.
+    owner: int64 [chunks], the rank that holds each chunk.
     rows: how many batch rows the stream holds, one after another.
     """
 
@@ -103,8 +105,8 @@ class Layout:
     def batch(cls, rows: Sequence[Layout]) -> Layout:
         """Batch rows, each split by its own layout, as one stream: row after row.
 
-        Tensors are [b, s, ...], so each rank must hold the same number of tokens of every row.
-        Raises `PlanError` if not.
+        Tensors are [b, s, ...], so each rank must hold equally many tokens of every row. Raises
+        `PlanError` if not.
         """
         if not rows:
             raise PlanError("a batch must have at least one row")
@@ -149,15 +151,15 @@ class Layout:
 
     @classmethod
     def balanced(cls, masks: Mask | Sequence[tuple[Mask, int]], cp: int) -> Layout:
-        """Equal tokens on each rank (they differ by one if cp does not divide n), even work for
-        `masks`, and of such splits the one of least predicted time.
+        """Equal tokens and nearly equal work for `masks` on all ranks, with the least predicted
+        time.
 
         `masks` is the mask of all layers, or a list of (mask, number of layers that have it):
         tokens stay where they are from layer to layer, so the sum of the work of all layers is
-        balanced. Maximum / mean work is at most 1.05 where possible. The result may be zigzag or
-        contiguous. The layout is deterministic, so ranks find the same layout without
-        communication. Raises `PlanError` if there are fewer tokens than ranks, and for masks of
-        different lengths or numbers of layers below 1.
+        balanced. Token counts differ by one if cp does not divide n. Maximum / mean work is at most
+        1.05 where possible. The result may be zigzag or contiguous. It is deterministic, so ranks
+        find the same layout without communication. Raises `PlanError` if there are fewer tokens
+        than ranks, and for masks of different lengths or numbers of layers below 1.
         """
         cp, layers = _size(cp), _layers(masks)
         n = layers[0][0].n
@@ -184,8 +186,8 @@ class Layout:
         return cls(n, cp, np.arange(len(owner) + 1) * n // len(owner), owner.astype(np.int64), name)
 
     def merged(self, size: int) -> Layout:
-        """The layout of `cp / size` members, each of which holds what `size` neighboring ranks
-        hold, in ascending order.
+        """The layout of `cp / size` members, each of which holds the tokens of `size` neighboring
+        ranks in ascending order.
 
         Neighboring chunks of a member are joined, so a zigzag layout gives a zigzag layout. Raises
         `PlanError` if `size` does not divide the ranks.
@@ -205,23 +207,23 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal layouts, whatever they are called."""
+        """A string that is equal for layouts of equal chunks and owners, whatever their names."""
         sizes = f"{self.n} {self.cp} {self.rows} {len(self.owner)} "
         return digest(sizes.encode(), self.edges.tobytes(), self.owner.tobytes())
 
     @cached_property
     def starts(self) -> Ints:
-        """Token of its owner's shard at which each chunk begins, int64 [chunks]."""
+        """The token of its owner's shard at which each chunk begins, int64 [chunks]."""
         return starts_in_groups(np.diff(self.edges), self.owner, self.cp)
 
     @cached_property
     def tokens_per_rank(self) -> Ints:
-        """Tokens that each rank holds, int64 [cp]."""
+        """The number of tokens that each rank holds, int64 [cp]."""
         return np.bincount(self.owner, np.diff(self.edges), self.cp).astype(np.int64)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """The rank's token ranges, ascending, neighbors joined. Raises `PlanError` if there is no
-        such rank.
+        """The token ranges [start, end) of a rank, ascending, with neighbors joined. Raises
+        `PlanError` if there is no such rank.
         """
         check_rank(rank, self.cp)
         chunk = np.flatnonzero(self.owner == rank)
@@ -230,7 +232,7 @@ class Layout:
         return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
     def positions(self, rank: int) -> Ints:
-        """Positions in the stream of the rank's tokens, ascending, int64 [tokens of the rank]."""
+        """The stream positions of the rank's tokens, ascending, int64 [tokens of the rank]."""
         return np.concatenate(
             [np.arange(start, end) for start, end in self.ranges(rank)] or [np.empty(0, np.int64)]
         )
@@ -252,8 +254,7 @@ class Layout:
         )
 
     def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The whole tensor from the parts of all ranks, in the order of the ranks: the inverse of
-        `shard`.
+        """The whole tensor from the parts of all ranks in their order: the inverse of `shard`.
 
         Raises `PlanError` if the parts differ in size from `tokens_per_rank` along `dim`.
         """
@@ -309,7 +310,7 @@ def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
 
 
 def dimension(dim: int, *tensors: torch.Tensor) -> int:
-    """`dim` as a whole number. Raises `PlanError` if one of the tensors has no such dimension."""
+    """Return `dim` as an int. Raises `PlanError` if one of the tensors has no such dimension."""
     for x in tensors:
         if not -x.dim() <= integer(dim, "dim") < x.dim():
             raise PlanError(f"dim={dim}: the tensor has {x.dim()} dimensions, {tuple(x.shape)}")
@@ -317,7 +318,7 @@ def dimension(dim: int, *tensors: torch.Tensor) -> int:
 
 
 def check_rank(rank: int, cp: int) -> None:
-    """Raises `PlanError` if `rank` is not one of `cp`: Python would count -1 from the end."""
+    """Raise `PlanError` unless `rank` is one of `cp` ranks: Python would count -1 from the end."""
     if not 0 <= integer(rank, "rank") < cp:
         raise PlanError(f"there is no rank {rank} among the {cp} of the layout, 0 to {cp - 1}")
 
@@ -326,10 +327,11 @@ def check_rank(rank: int, cp: int) -> None:
 class NamedLayout:
     """A layout with a name: `make` gives the `Layout` of a mask over a number of ranks.
 
-    stock: it is Megatron's own split. fixed: it follows from the number of tokens alone. chunks:
-    the tokens of a rank divide by so many. weighs: `make` takes the masks of all layers too, as
-    `Layout.balanced` does, so that batches with documents or masks of their own are split
-    differently.
+    stock: True for Megatron's own split.
+    fixed: True if the layout follows from the number of tokens alone.
+    chunks: the number of tokens of a rank must be a multiple of this.
+    weighs: True if `make` also takes the masks of all layers, as `Layout.balanced` does, so that
+    the split depends on the documents or the mask of a batch.
     """
 
     make: Callable[[Any, int], Layout]
@@ -340,7 +342,9 @@ class NamedLayout:
 
     @classmethod
     def named(cls, name: str) -> NamedLayout:
-        """The entry of `LAYOUTS`, where a function alone is a split without attributes."""
+        """Return the entry of `LAYOUTS`; a plain function becomes a `NamedLayout` with the
+        defaults.
+        """
         entry = LAYOUTS[name]
         return entry if isinstance(entry, cls) else cls(entry)
 
@@ -348,7 +352,7 @@ class NamedLayout:
         return self.make(mask, cp)
 
     def of_layers(self, layers: Sequence[tuple[Mask, int]], cp: int) -> Layout:
-        """The layout of a model's layers, as (mask, number of layers that have it)."""
+        """Return the layout of a model's layers, given as (mask, number of layers that have it)."""
         if cp == 1:
             return Layout.contiguous(layers[0][0].n, 1)
         return self.make(layers if self.weighs else layers[0][0], cp)

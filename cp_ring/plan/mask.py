@@ -39,21 +39,23 @@ from cp_ring.plan.ranges import (
 from cp_ring.plan.tiles import OPEN, Tiles
 
 MAX_PIECES = 4096
-"""Pieces of a mask that `Mask.from_dense` and `Mask.from_mask_mod` make, by default."""
+"""The default limit on the pieces of a mask that `Mask.from_dense` or `Mask.from_mask_mod` makes.
+"""
 
 
 class Mask(MaskTable):
     """Which keys each query of a stream of `n` tokens may see: a table of pieces with the fields of
-    `MaskTable`, and the constructors of the kinds of masks that people train with.
+    `MaskTable`, and a constructor for each kind of mask that people train with.
+
+        mask = Mask.documents([0, 4096, 8192])
     """
 
     @classmethod
     def from_dense(cls, allowed: Any, max_pieces: int = MAX_PIECES) -> Mask:
-        """The mask of a boolean array or tensor [n, n], queries by keys: True where a query sees a
-        key.
+        """The mask of booleans [n, n], queries by keys: True where a query sees a key.
 
-        The pieces allow exactly these pairs. Raises `PlanError` for what is no table of booleans,
-        `ConfigError` for more than `max_pieces` pieces.
+        The pieces allow exactly these pairs. Raises `PlanError` if `allowed` is not such a table,
+        `ConfigError` if it needs more than `max_pieces` pieces.
         """
         from cp_ring.plan.dense_masks import of_array
 
@@ -68,15 +70,13 @@ class Mask(MaskTable):
         max_pieces: int = MAX_PIECES,
         device: str = "cpu",
     ) -> Mask:
-        """The mask of a function of FlexAttention, `mask_mod(b, h, q, k)`, for `n` tokens, and
-        `keys` tokens of a stream of keys of their own.
+        """The mask of a FlexAttention function `mask_mod(b, h, q, k)` over `n` tokens.
 
-        The function is mapped over queries and keys by torch's `create_mask`: it gets one of each,
-        as tensors without dimensions on `device`, and returns one boolean. Torch's `and_masks`,
-        `or_masks` and `noop_mask` are such functions, and so is the `mask_mod` of a `BlockMask`
-        that `create_block_mask` made. b and h have no value: batch rows with masks of their own are
-        `Mask.batch`, and heads share a mask. Raises as `from_dense` does, and `ConfigError` where
-        the function fails.
+        Torch's `create_mask` maps the function over queries and keys: it gets one of each, as
+        tensors without dimensions on `device`, and returns one boolean. Torch's `and_masks`,
+        `or_masks` and `noop_mask` are such functions, and so is the `mask_mod` of a `BlockMask`. b
+        and h have no value: use `Mask.batch` for batch rows with different masks; all heads share a
+        mask. Raises as `from_dense` does, and `ConfigError` if the function fails.
         """
         from cp_ring.plan.dense_masks import of_function
 
@@ -91,14 +91,14 @@ class Mask(MaskTable):
         types: Any = "full",
         n: int | None = None,
     ) -> Mask:
-        """A mask from slices as MagiAttention and flex-flash-attention take them: queries of
-        `q_ranges[i]` see keys of `k_ranges[i]`, as far as `types[i]` allows.
+        """The mask of MagiAttention's slices: queries in `q_ranges[i]` see keys in `k_ranges[i]`,
+        within `types[i]`.
 
         Ranges are pairs (start, end). A type is "full" or 0; "causal" or 1, in which the last query
         sees up to the last key; "inv_causal" or 2, in which the first query sees from the first key
-        on; "bi_causal" or 3, which is both. It is one for all slices or one for each. `n` is by
+        on; "bi_causal" or 3, which is both. Give one type for all slices or one for each. `n` is by
         default the end of the last range. Raises `PlanError` for other types, for lists of
-        different lengths, and as `from_pieces` does: slices must not overlap.
+        different lengths, and for slices that overlap.
         """
         queries, keys = range_pairs(q_ranges, "q_ranges"), range_pairs(k_ranges, "k_ranges")
         kinds = _types_of_slices(types, len(queries))
@@ -116,15 +116,15 @@ class Mask(MaskTable):
 
     @classmethod
     def full(cls, n: int, window: tuple[int, int] = (-1, -1)) -> Mask:
-        """Every query sees every key, or the keys from i - left to i + right; -1 leaves a side open
-        (as flash-attn does).
+        """Every query sees every key; with a window, the keys from i - left to i + right, where -1
+        leaves a side open.
         """
         mask = cls.documents([0, stream_length(n)], False, window)
         return replace(mask, name="full", details=window_in_words(window_of(window), causal=False))
 
     @classmethod
     def causal(cls, n: int, window: tuple[int, int] = (-1, 0)) -> Mask:
-        """Query i sees keys up to i, and with a window no further back than i - left."""
+        """Query i sees keys up to i; with a window, from i - left on."""
         mask = cls.documents([0, stream_length(n)], True, window)
         return replace(mask, name="causal", details=window_in_words(window_of(window), causal=True))
 
@@ -136,7 +136,8 @@ class Mask(MaskTable):
         window: tuple[int, int] | None = None,
         n: int | None = None,
     ) -> Mask:
-        """Packed documents `[cu_seqlens[i], cu_seqlens[i + 1])` that do not see one another.
+        """Packed documents `[cu_seqlens[i], cu_seqlens[i + 1])`; a query sees only its own
+        document.
 
         `n` is the length of the stream, by default the end of the last document. Tokens behind the
         last document are padding: they see nothing, and nothing sees them. Empty documents are
@@ -163,7 +164,8 @@ class Mask(MaskTable):
         causal: bool = True,
         n: int | None = None,
     ) -> Mask:
-        """As `documents`, but the last document, the last that holds a token, sees all before it.
+        """Packed documents in which the last one that holds a token also sees all documents before
+        it.
 
         So retrieved passages or examples are read apart, and a question behind them reads all:
         block attention (Ma et al., arXiv:2409.15355). Positions are places in the stream. Raises
@@ -182,7 +184,7 @@ class Mask(MaskTable):
         cu_seqlens: Sequence[int] | np.ndarray | None = None,
         window: tuple[int, int] = (-1, 0),
     ) -> Mask:
-        """As `documents`, but every query also sees the prefix of its document, as far back as the
+        """Packed documents in which every query also sees the prefix of its document, within the
         window's left side.
 
         Query i sees keys from i - left to max(i + right, last token of the prefix). `lengths` are
@@ -222,14 +224,14 @@ class Mask(MaskTable):
         lengths: Sequence[int] | np.ndarray,
         n: int | None = None,
     ) -> Mask:
-        """Branches of a tree, stored one after another: each sees itself and its ancestors,
-        causally, and nothing else.
+        """Branches of a tree, one after another: each sees itself and its ancestors, causally.
 
-        `parents` are the numbers of the branches that the branches continue, -1 for a root; a
-        parent comes before its children. `lengths` are the branches' tokens. The positions of a
-        branch go on where its parent ends, those of a root begin at 0. `n` is the length of the
-        stream; tokens behind the last branch are padding. Raises `PlanError` for a parent that does
-        not come before its child, lengths below 0 or past `n`, and lists of different lengths.
+        `parents` has for each branch the number of the branch that it continues, -1 for a root; a
+        parent comes before its children. `lengths` has the tokens of each branch. The positions of
+        a branch continue from the end of its parent; those of a root begin at 0. `n` is the length
+        of the stream; tokens behind the last branch are padding. Raises `PlanError` for a parent
+        that does not come before its child, lengths below 0 or past `n`, and lists of different
+        lengths.
 
         Shared prefixes are trees of depth 2; a draft model's trunk and branches, and rollouts that
         fork, are deeper ones.
@@ -279,13 +281,12 @@ class Mask(MaskTable):
         n: int | None = None,
         window: tuple[int, int] | None = None,
     ) -> Mask:
-        """Groups of one prompt and its responses, one after another: a response sees its prompt and
-        itself, causally.
+        """Groups of one prompt and its responses: a response sees its prompt and itself, causally.
 
         `groups` are pairs (tokens of the prompt, [tokens of each response]). The prompt is stored
         once, before its responses. The positions of each response continue from its prompt.
-        `window` and `n` as elsewhere; tokens behind the last group are padding. Raises `PlanError`
-        for lengths below 0, or past `n`.
+        `window` and `n` are those of `documents`; tokens behind the last group are padding. Raises
+        `PlanError` for lengths below 0 or past `n`.
         """
         parents: list[int] = []
         lengths: list[int] = []
@@ -328,8 +329,8 @@ class Mask(MaskTable):
         spans: Sequence[tuple[int, int]] | np.ndarray,
         cu_seqlens: Sequence[int] | np.ndarray | None = None,
     ) -> Mask:
-        """Causal text in which the tokens of each span [start, end) see one another both ways, as
-        those of an image do.
+        """Causal text in which the tokens of each span [start, end), as an image, see one another
+        both ways.
 
         `cu_seqlens` are packed documents, by default one of `n` tokens. Raises `PlanError` for
         spans that overlap, are empty, or are not inside one document.
@@ -361,11 +362,11 @@ class Mask(MaskTable):
         window: tuple[int, int],
         causal: bool = True,
     ) -> Mask:
-        """A window, and tokens of spans [start, end) that see every token and that every token
-        sees, as far as `causal` allows.
+        """A window, and spans [start, end) of tokens that see every token and that every token
+        sees.
 
-        So query i sees key j if j is within `window` of i, or if one of the two is in a span;
-        causal masks hide later keys. This is the global attention of Longformer (Beltagy et al.,
+        Query i sees key j if j is within `window` of i, or if one of the two is in a span; causal
+        masks hide later keys. This is the global attention of Longformer (Beltagy et al.,
         arXiv:2004.05150). Raises `PlanError` for spans that overlap, are empty or lie outside of
         the stream.
         """
@@ -408,8 +409,8 @@ class Mask(MaskTable):
 
     @classmethod
     def block_diffusion(cls, n: int, block: int) -> Mask:
-        """A clean half and a noised half of one sequence in one stream of `n` tokens, for training
-        of block diffusion.
+        """A clean half and a noised half of one sequence in one stream of `n` tokens, for block
+        diffusion.
 
         The clean half is block causal. A noised block sees itself and the clean blocks before it.
         Both halves have the positions 0 to n / 2 - 1. The mask is that of BD3-LM (Arriola et al.,
@@ -436,13 +437,13 @@ _SLICES = {
     "inv_causal": (True, False),
     "bi_causal": (True, True),
 }
-"""Whether a slice of `Mask.from_ranges` hides earlier keys from later queries, and later keys from
-earlier queries. MagiAttention's numbers of the types are their places here.
+"""For each type of slice in `Mask.from_ranges`: does it hide earlier keys from later queries, and
+later keys from earlier queries? The place of a type here is MagiAttention's number for it.
 """
 
 
 def _types_of_slices(types: Any, slices: int) -> list[object]:
-    """One type for each slice, from one for all or from a list, an array or a tensor of them."""
+    """Return one type for each slice, given one for all or a list, an array or a tensor of them."""
     if hasattr(types, "detach"):
         types = types.detach().cpu().numpy()
     several = isinstance(types, Sequence | np.ndarray) and not isinstance(types, str)
@@ -450,7 +451,7 @@ def _types_of_slices(types: Any, slices: int) -> list[object]:
 
 
 def _slice_type(kind: object) -> str:
-    """The name of a type of a slice, also from its number or a member of an enum."""
+    """Return the name of a slice's type, given its name, its number or a member of an enum."""
     kind = getattr(kind, "value", kind)
     names = list(_SLICES)
     if isinstance(kind, int | np.integer) and 0 <= kind < len(names):
@@ -462,11 +463,12 @@ def _slice_type(kind: object) -> str:
 
 
 def _descendants(parent: Ints, start: Ints, end: Ints) -> Ints:
-    """Runs of tokens of a tree's branches that continue one branch: int64 [3, runs], the first
-    token, the end and the branch that they continue.
+    """Return the runs of tokens whose branches continue one branch of the tree: int64 [3, runs],
+    the first token, the end and the branch that they continue.
 
-    From a branch to the next one, the ancestors change up to the nearest common one. A parent has
-    the lower number, so the higher of two different ancestors is none of both.
+    From a branch to the next one, the ancestors change up to the nearest common ancestor. A parent
+    has the lower number, so of two different ancestors the one with the higher number is not
+    common.
     """
     parents, runs, opened = parent.tolist(), [], [0] * len(parent)
     live = np.flatnonzero(start < end)
@@ -484,14 +486,14 @@ def _descendants(parent: Ints, start: Ints, end: Ints) -> Ints:
 
 
 def _block(block: int, n: int) -> int:
-    """The tokens of a block; of one that is longer than the stream, those of the stream."""
+    """Return the block size in tokens, at most the length of the stream."""
     if integer(block, "block") < 1:
         raise PlanError(f"blocks of {block} tokens: they must have at least 1")
     return min(int(block), n)
 
 
 def _spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tuple[tuple[Ints, Ints], str]:
-    """Checked spans, ascending, as starts and ends; and in words."""
+    """Return the checked spans in ascending order as (starts, ends), and their description."""
     start, end = ordered_spans(spans, n)
     return (start, end), f"{_many(len(start), 'span')}, {int((end - start).sum())} tokens"
 
@@ -507,7 +509,9 @@ def _padding_in_words(used: int, n: int) -> str:
 def _documents_or_one(
     cu_seqlens: Sequence[int] | np.ndarray | None, n: int
 ) -> tuple[Ints, Ints, int, str]:
-    """As `documents_of`, and the documents in words; none without `cu_seqlens`, one document."""
+    """Return `documents_of` with a description of the documents; without `cu_seqlens`, one
+    document.
+    """
     if cu_seqlens is None:
         return *documents_of([0, stream_length(n)], n), ""
     start, end, n = documents_of(cu_seqlens, n)
@@ -515,6 +519,8 @@ def _documents_or_one(
 
 
 def _documents_in_words(start: Ints, end: Ints, n: int) -> str:
-    """How many documents hold a token, how many tokens on average, and the padding behind them."""
+    """Describe the documents: how many hold a token, their mean length, and the padding behind
+    them.
+    """
     count, total = int((end > start).sum()), int((end - start).sum())
     return f"{count}, mean {total / max(count, 1):.0f} tokens{_padding_in_words(total, n)}"

@@ -32,8 +32,8 @@ from cp_ring.runtime import RUNTIME
 
 @dataclass(frozen=True)
 class HeadsChoice:
-    """That the number of ranks that exchange heads is chosen for each mask, and by what: the sizes
-    of attention and the number of neighboring ranks that share a node.
+    """The choice, for each mask, of how many ranks exchange heads. It is made for these sizes of
+    attention and this number of neighboring ranks that share a node.
     """
 
     sizes: AttentionSizes
@@ -42,12 +42,12 @@ class HeadsChoice:
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """How attention is split over ranks. `cp_ring.plan.plan.plan` makes and proves the plan of a
-    mask by it.
+    """How attention is split over ranks; `cp_ring.plan.plan.plan` makes and proves the plan of a
+    mask.
 
     layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`.
     route, schedule, ulysses, slot_shards: as in `Plan.build`.
-    choice: in place of `ulysses`, that of least predicted time (`cost.fastest_heads`).
+    choice: chooses the `ulysses` of least predicted time (`cost.fastest_heads`).
     """
 
     layout: Layout | str = "zigzag"
@@ -59,15 +59,13 @@ class PlanSpec:
 
     @property
     def name(self) -> str:
-        """Route, ranks that exchange heads and schedule, as tables show them: direct, direct ring,
-        heads 4, heads 4 ring.
-        """
+        """The name in tables: route, ranks that exchange heads, schedule, as in `heads 4 ring`."""
         parts = [f"heads {self.ulysses}"] if self.ulysses > 1 else []
         parts += [self.route] if self.ulysses == 1 or self.route != DEFAULT else []
         return " ".join([*parts, *([text(self.schedule)] if self.schedule != "auto" else [])])
 
     def layout_of(self, mask: Mask, cp: int) -> Layout:
-        """Raises `PlanError` for an unknown name."""
+        """The `Layout` of a mask over `cp` ranks. Raises `PlanError` for an unknown name."""
         layout = self.layout
         if not isinstance(layout, str):
             return expect("layout", layout, Layout, str)
@@ -76,8 +74,8 @@ class PlanSpec:
         return LAYOUTS[layout](mask, cp)
 
     def settled(self, mask: Mask, cp: int) -> PlanSpec:
-        """The same with its layout in place of a name, and with a number of heads in place of a
-        choice. Raises `PlanError` as `build` does.
+        """The spec of a mask with a `Layout` for the name and a number of heads for the choice.
+        Raises `PlanError` as `build` does.
         """
         spec = replace(self, layout=self.layout_of(mask, cp), choice=None)
         if self.choice is None:
@@ -88,10 +86,10 @@ class PlanSpec:
         return replace(spec, ulysses=fastest_heads([(mask, 1)], cp, spec, sizes, near)[0])
 
     def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
-        """The plan of `mask` over `cp` ranks, neither proven nor kept; with `rank`, all that this
-        rank's part needs of it.
+        """The plan of `mask` over `cp` ranks, neither proven nor kept. With `rank` it holds what
+        this rank's part needs.
 
-        Raises `PlanError` where mask, ranks and spec do not fit together.
+        Raises `PlanError` if mask, ranks and spec do not fit together.
         """
         expect("mask", mask, Mask)
         if self.choice is not None:
@@ -112,20 +110,20 @@ class PlanSpec:
         return Plan(ring, layout, self.ulysses)
 
     def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:
-        """One rank's plan, neither proven nor kept, without planning for the others if the route is
-        `local`.
-        """
+        """One rank's part of `build`, without planning for other ranks if the route is `local`."""
         check_rank(rank, cp)
         return self.build(mask, cp, rank).rank_plan(rank)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The plan of all ranks: it can be built, proven, and seen from one rank.
+    """The plan of all ranks, which can be built, proven, and seen from one rank.
+
+        plan = Plan.build(Mask.causal(n), Layout.zigzag(n, cp))
 
     ring: the tables of the members of the ring; their layout is `layout.merged(ulysses)`.
     layout: which rank holds which tokens, before and after attention.
-    ulysses: ranks of a member; with 1, the ranks themselves are the members.
+    ulysses: the number of ranks of a member; with 1, the ranks themselves are the members.
     """
 
     ring: PlanTables
@@ -151,10 +149,10 @@ class Plan:
             route: how keys reach the members that need them, a name in `ROUTES`.
             schedule: `auto`, `ring` (one source a hop), `gather` (all remote sources in one hop),
                 or the hop of each ring distance, as in (0, 1, 2, 2); see `cp_ring.plan.schedule`.
-            slot_shards: the most sources of a hop, of `auto` the most shards of keys that it
-                brings. None is 4 for `auto`, and no limit for another schedule.
-            more: ulysses, neighboring ranks that exchange tokens for heads, so that the ring has as
-                many times fewer members.
+            slot_shards: the most sources of a hop; with `auto`, the most shards of keys that a hop
+                brings. None is 4 for `auto`, and no limit for other schedules.
+            more: `ulysses`, the number of neighboring ranks that exchange tokens for heads. The
+                ring has as many times fewer members.
 
         Raises `PlanError` if mask and layout differ in length, if `ulysses` does not divide the
         ranks, or if the route or the schedule is not right.
@@ -166,9 +164,7 @@ class Plan:
     def build_rank_plan(
         cls, mask: Mask, layout: Layout | str, rank: int, **options: Any
     ) -> RankPlan:
-        """One rank's plan, without planning for the others if the route is `local`. Options and
-        errors as in `build`.
-        """
+        """One rank's part of `build`, without planning for other ranks if the route is `local`."""
         spec = PlanSpec(layout, **options)
         return spec.build_rank_plan(mask, _ranks_of(spec), rank)
 
@@ -194,8 +190,8 @@ class Plan:
         return self.layout.cp
 
     def rank_plan(self, rank: int) -> RankPlan:
-        """The plan of one rank, with keys of tiles counted in the key buffer of their hop; made
-        once.
+        """The plan of one rank, made once; keys of tiles are counted in the key buffer of their
+        hop.
 
         Raises `PlanError` if there is no such rank.
         """
@@ -210,11 +206,11 @@ class Plan:
     def verify(
         self, num_slots: int = 2, rank_plans: bool = False, executed: RankPlan | None = None
     ) -> Report:
-        """Proves the plan for all ranks, run with `num_slots` receive buffers; see
+        """Prove the plan for all ranks with `num_slots` receive buffers; see
         `cp_ring.plan.proof.verify`.
 
-        The report is that of the members of the ring. Each rank of a member runs the ring for its
-        own heads. `split_heads` proves that every head has one rank. So each (query, key, head)
+        The report is about the members of the ring. Each rank of a member runs the ring for its own
+        heads, and `split_heads` proves that every head has one rank. So each (query, key, head)
         that the mask allows is computed exactly once.
 
         With `rank_plans` it also proves the rank plans that the executor runs, at a higher cost;
@@ -244,20 +240,21 @@ def _ranks_of(spec: PlanSpec) -> int:
 
 
 MAX_PLANS = 64
-"""How many plans are kept: those that were used last."""
+"""The number of plans that are kept: those that were used last."""
 
 _plans: OrderedDict[tuple[object, ...], Plan] = RUNTIME.keep(OrderedDict())
 _lock = Lock()
 
 
 def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:
-    """The plan of `mask` over `cp` ranks, proven; equal arguments give the plan of an earlier call.
+    """Return the proven plan of `mask` over `cp` ranks; equal arguments return an earlier call's
+    plan.
 
-    Raises `PlanError` where the arguments do not fit together.
+    Raises `PlanError` if the arguments do not fit together.
     """
     expect("mask", mask, Mask)
     expect("layout", expect("spec", spec, PlanSpec).layout, Layout, str)
-    # The functions and routes, because others may have taken their names in the registries since.
+    # Functions and routes, not their names: a registry may give a name to another one later.
     layout = spec.layout
     split = LAYOUTS.get(layout, layout) if isinstance(layout, str) else layout.digest
     names = spec.route, text(spec.schedule), spec.ulysses, spec.slot_shards, spec.choice

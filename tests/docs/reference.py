@@ -54,7 +54,9 @@ def names() -> str:
         text = inspect.getdoc(it) or ""
         parts += [f"### `{name}`", "", "```text", f"{name}{signature(it)}", "", text, "```", ""]
         for method, function in vars(it).items() if inspect.isclass(it) else ():
-            if not method.startswith("_") and (said := inspect.getdoc(function)):
+            # the default of a field has the docstring of its type
+            documented = not method.startswith("_") and not isinstance(function, str | int)
+            if documented and (said := inspect.getdoc(function)):
                 parts.append(f"- `{method}`: {' '.join(said.partition('\n\n')[0].split())}")
         parts.append("")
     return "\n".join(parts)
