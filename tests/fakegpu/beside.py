@@ -121,6 +121,11 @@ def on_rank(
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         first = before if first is None else first
+        if counting:
+            store.set(f"{name} {rank}", "")
+        else:  # as long as it takes, where cp_ring would wait for minutes
+            counted = [x for x in range(ranks) if measured(x, ranks)]
+            store.wait([f"{name} {x}" for x in counted], timedelta(hours=1))
         try:
             step = make()
             found[name] = _steps(name, step, before - first)
