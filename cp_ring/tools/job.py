@@ -368,7 +368,7 @@ def megatron_flags(
     parser = parser or megatron_flags.build_parser()
     with _keys_of(job):
         settings = _defaults(job, corpus) | job.megatron
-        line = megatron_flags.to_flags(parser, megatron=settings)
+        line = megatron_flags.to_flags(parser, settings)
         line += options.to_args()
         args = megatron_flags.check(parser, line)
         if options.cpu:

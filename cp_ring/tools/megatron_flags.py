@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import difflib
 import io
 import itertools
 import os
@@ -27,18 +26,13 @@ from cp_ring.megatron.flags import argument_parser
 _HOPPER = (9, 0)
 _FUSED = {
     "megatron.core.transformer.moe.moe_utils": (
-        "fused_permute",
-        "fused_permute_with_probs",
-        "fused_sort_chunks_by_index",
-        "fused_sort_chunks_by_index_with_probs",
-        "fused_unpermute",
+        "permute permute_with_probs unpermute sort_chunks_by_index sort_chunks_by_index_with_probs"
     ),
     "megatron.core.models.common.embeddings.rope_utils": (
-        "fused_apply_rotary_pos_emb",
-        "fused_apply_rotary_pos_emb_thd",
+        "apply_rotary_pos_emb apply_rotary_pos_emb_thd"
     ),
 }
-"""Functions of TransformerEngine that Megatron's validation looks for."""
+"""Functions `fused_...` of TransformerEngine that Megatron's validation looks for."""
 
 
 def rejection(args: argparse.Namespace, ranks: int) -> str:
@@ -52,8 +46,10 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
 
     asked = copy.deepcopy(args)
     asked.rank, asked.local_rank, asked.world_size = 0, 0, ranks
+    sharded = getattr(args, "use_torch_fsdp2", False) or getattr(args, "use_megatron_fsdp", False)
     with (
-        _as_on_a_gpu(_connections(asked)),
+        # before Blackwell Megatron demands one connection, and several with sharded parameters
+        _as_on_a_gpu("8" if sharded else "1"),
         contextlib.redirect_stdout(io.StringIO()),
         warnings.catch_warnings(),
     ):
@@ -66,14 +62,6 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
         except (Exception, SystemExit) as error:
             return one_line(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
     return ""
-
-
-def _connections(args: argparse.Namespace) -> str:
-    """CUDA connections of a rank: before Blackwell Megatron demands one, and several with sharded
-    parameters.
-    """
-    sharded = getattr(args, "use_torch_fsdp2", False) or getattr(args, "use_megatron_fsdp", False)
-    return "8" if sharded else "1"
 
 
 @contextlib.contextmanager
@@ -104,7 +92,7 @@ def _as_on_a_gpu(connections: str) -> Iterator[None]:
                 )
         for name, functions in _FUSED.items():
             module = importlib.import_module(name)
-            for function in functions:
+            for function in (f"fused_{name}" for name in functions.split()):
                 if getattr(module, function, None) is None:
                     stack.enter_context(mock.patch.object(module, function, object(), create=True))
         yield
@@ -136,68 +124,38 @@ def build_parser() -> argparse.ArgumentParser:
         return argument_parser.build_parser()
 
 
-def to_flags(parser: argparse.ArgumentParser, **sections: Mapping[str, Any]) -> list[str]:
-    """The command line for the settings of `sections`, whose keys are Megatron's flags in
-    snake_case.
+def to_flags(parser: argparse.ArgumentParser, settings: Mapping[str, Any]) -> list[str]:
+    """The command line for settings whose keys are Megatron's flags in snake_case. The parser says
+    what is wrong with them.
 
     A list becomes several values, true a flag without a value, and None nothing. False becomes
     nothing or, if Megatron has a negative flag (`--no-rope-fusion` for apply_rope_fusion), that
-    flag. Raises `ConfigError` that names each key that Megatron does not have, with similar ones.
+    flag.
     """
-    line: list[str] = []
-    reasons = Reasons()
-    for section, settings in sections.items():
-        for key, value in settings.items():
-            with reasons.of():
-                line += _flags_of(parser, key, value, section)
-    reasons.end()
-    return line
-
-
-def _flags_of(parser: argparse.ArgumentParser, key: str, value: Any, section: str) -> list[str]:
-    by_flag = parser._option_string_actions
-    by_name = {
-        action.dest: action
-        for action in parser._actions
+    known = parser._option_string_actions
+    negative = {
+        action.dest: flag
+        for flag, action in known.items()
         if isinstance(action, argparse._StoreFalseAction)
     }
-    flag = "--" + key.replace("_", "-")
-    if flag not in by_flag and f"--{key}" in by_flag:
-        flag = f"--{key}"
-    if flag in by_flag:
-        return _one_flag(flag, by_flag[flag], value, f"{section}.{key}")
-    if key in by_name:
-        if not isinstance(value, bool | None):
-            raise ConfigError(f"{section}.{key}: {value!r} is not true or false")
-        return [by_name[key].option_strings[0]] if value is False else []
-    names = [flag[2:].replace("-", "_") for flag in by_flag if flag.startswith("--")]
-    near = difflib.get_close_matches(key, [*names, *by_name], n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise ConfigError(f"{section}.{key}: Megatron has no such argument{hint}")
-
-
-def _one_flag(flag: str, action: argparse.Action, value: Any, key: str) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, Mapping):
-        raise ConfigError(f"{key} takes a value, not a mapping")
-    if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{key} takes true or false, not {value!r}")
-        if isinstance(action, argparse.BooleanOptionalAction) and not value:
-            return ["--no-" + flag[2:]]
-        return [flag] if value else []
-    if isinstance(value, bool):
-        raise ConfigError(f"{key} takes a value, not {str(value).lower()}")
-    values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
-    if len(values) != 1 and action.nargs is None:
-        raise ConfigError(f"{key} takes one value, not {len(values)}")
-    # A value that starts with a dash would be read as a flag of its own.
-    return (
-        [f"{flag}={values[0]}"]
-        if len(values) == 1 and values[0].startswith("-")
-        else [flag, *values]
-    )
+    line: list[str] = []
+    for key, value in settings.items():
+        dashes, as_it_is = f"--{key.replace('_', '-')}", f"--{key}"
+        flag = as_it_is if as_it_is in known else dashes
+        action = known.get(flag)
+        switch = action is not None and action.nargs == 0
+        if action is None and key in negative and isinstance(value, bool):
+            line += [] if value else [negative[key]]
+        elif value is False and isinstance(action, argparse.BooleanOptionalAction):
+            line.append("--no-" + flag[2:])
+        elif isinstance(value, bool):
+            line += [] if switch and not value else [flag]
+        elif value is not None:
+            values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+            # a value that starts with a dash would be read as a flag of its own
+            joined = len(values) == 1 and (switch or values[0].startswith("-"))
+            line += [f"{flag}={values[0]}"] if joined else [flag, *values]
+    return line
 
 
 def check(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Namespace:
@@ -211,7 +169,11 @@ def check(parser: argparse.ArgumentParser, line: Sequence[str]) -> argparse.Name
         reasons = Reasons()
         starts = [place for place, word in enumerate(line) if word.startswith("--")]
         for start, stop in itertools.pairwise([*starts, len(line)]):  # argparse stops at the first
-            with reasons.of():
+            flag = line[start].partition("=")[0]
+            try:
                 parser.parse_args(list(line[start:stop]))
+            except ConfigError as error:
+                named = str(error) if flag in str(error) else f"{flag}: {error}"
+                reasons.found[named] = None
         reasons.end()
         raise

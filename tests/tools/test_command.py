@@ -61,7 +61,7 @@ def job_of(tmp_path, data, *overrides):
     ],
 )
 def test_settings_to_flags(parser, settings, line):
-    assert megatron_flags.to_flags(parser, megatron=settings) == line
+    assert megatron_flags.to_flags(parser, settings) == line
 
 
 def test_boolean_optional_flags_have_both_forms(parser):
@@ -71,7 +71,7 @@ def test_boolean_optional_flags_have_both_forms(parser):
     flag = next(option for option in action.option_strings if not option.startswith("--no-"))
     key = flag[2:].replace("-", "_")
     for value in (True, False):
-        line = megatron_flags.to_flags(parser, megatron={key: value})
+        line = megatron_flags.to_flags(parser, {key: value})
         assert getattr(parser.parse_args(line), action.dest) is value
 
 
