@@ -137,8 +137,7 @@ def _replacements():
 
     yield statistics, "mean", lambda values: "shiny"
 
-PATCH = Patch(what="a", why="b", package="torch", versions="",
-              replacements=_replacements)
+PATCH = Patch(what="a", why="b", versions="", replacements=_replacements)
 """,
     ),
 }

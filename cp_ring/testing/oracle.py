@@ -101,9 +101,9 @@ def dense(
 
 def brute_force(case: Case, allowed: np.ndarray, scale: float | None = None) -> Grads:
     """Out and gradients in float64, over the pairs that the boolean [n, n] `allowed` permits."""
-    leaves = [x.detach().double().requires_grad_() for x in case[:3]]
-    out, _ = dense(*leaves, allowed, scale)
-    return Grads(out.detach(), *torch.autograd.grad(out, leaves, case.dout.double()))
+    q, k, v = (x.detach().double().requires_grad_() for x in case[:3])
+    out, _ = dense(q, k, v, allowed, scale)
+    return Grads(out.detach(), *torch.autograd.grad(out, (q, k, v), case.dout.double()))
 
 
 def on_rank(group, case: Case, plan: Plan, **options) -> tuple[Grads, Counters]:  # type: ignore[no-untyped-def]
