@@ -25,9 +25,7 @@ EXAMPLES = {
 --context-parallel-size 4 --cp-comm-type all_gather --cp-ring-schedule ring
 --context-parallel-size 4 --cp-comm-type a2a+p2p
 --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1 2
---context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --cp-ring-schedule 0,1,2,2
 --context-parallel-size 2 --cp-comm-type a2a --num-attention-heads 3 --hidden-size 48
---context-parallel-size 2 --cp-ring-heads 2 --num-attention-heads 3 --hidden-size 48
 --context-parallel-size 2 --cp-comm-type a2a --num-attention-heads 6 --hidden-size 96 --num-query-groups 3
 """,
     "Attention": """
@@ -37,24 +35,14 @@ EXAMPLES = {
 --window-size 16,0 --window-attn-skip-freq [1]
 --window-size 16,0 --window-attn-skip-freq 0
 --hybrid-context-parallel
---dynamic-context-parallel
 --cp-partition-mode contiguous
 --experimental-attention-variant kda
 --mtp-hsm
 --use-megatron-fsdp --megatron-fsdp-version 2
 --batch-invariant-mode
 --experimental-attention-variant dsa --cp-ring-layout balanced
---experimental-attention-variant dsa --cp-ring-document-mask
---experimental-attention-variant dsa --cp-ring-wire int8
---hybrid-layer-pattern D- --cp-ring-layout balanced
 --experimental-attention-variant dsa --context-parallel-size 2 --dsa-indexer-loss-coeff 0.01
 --cuda-graph-impl local
---cuda-graph-impl transformer_engine
---enable-cuda-graph
---external-cuda-graph
---cuda-graph-impl local --cuda-graph-modules mlp
---cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp
---cuda-graph-impl full_iteration
 --attention-output-gate --fine-grained-activation-offloading --offload-modules core_attn
 """,
     "Documents and recurrent layers": """
@@ -81,7 +69,6 @@ EXAMPLES = {
 --spec no.such.module layers
 --cp-ring-document-mask --sft
 --data-path /nowhere/corpus
---train-data-path 0.5 /nowhere/a 0.5 /nowhere/b
 """,
     "Without CUDA": """
 --distributed-backend nccl
@@ -94,6 +81,12 @@ EXAMPLES = {
 --context-parallel-size 2 --cp-ring-wire latent --multi-latent-attention --recompute-granularity selective
 """,
 }  # fmt: skip
+ADVICE = {
+    "hops for": "give that many hops, or `auto`",
+    "does not exist": "give the path of a data set without its `.idx`",
+}
+"""What to type, for lines that do not end with it, by a part of the line."""
+
 OF_OTHER_VERSIONS = {
     "dynamic_context_parallel": True,
     "cp_partition_mode": "contiguous",
@@ -131,13 +124,18 @@ def line_of(flags: str, parser=None) -> str:
     return ""
 
 
+def advised(line: str) -> str:
+    """The line in code font, and what to type where the line does not end with it."""
+    return f"- `{line}`" + next(
+        (f": {type_}" for part, type_ in ADVICE.items() if part in line), ""
+    )
+
+
 def tables() -> str:
     parser, parts = argument_parser.build_parser(), []
     for topic, examples in EXAMPLES.items():
-        rows = [
-            f"| `{each}` | `{line_of(each, parser)}` |" for each in examples.strip().split("\n")
-        ]
-        parts += [f"### {topic}", "", "| flags | line |", "|---|---|", *rows, ""]
+        lines = [advised(line_of(each, parser)) for each in examples.strip().split("\n")]
+        parts += [f"### {topic}", "", *lines, ""]
     return "\n".join(["", *parts, ""])
 
 

@@ -29,6 +29,8 @@ from tests.docs.troubleshooting import PAGE, line_of
 from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, fork, launch
 
 CP4 = ["--context-parallel-size", "4"]
+DSA = "--experimental-attention-variant dsa"
+PLAN = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 BASE = [*TINY, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu"]
 
 
@@ -114,6 +116,35 @@ def test_each_line_of_a_check_has_an_example():
 )
 def test_what_is_accepted(flags):
     assert not line_of(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (f"{PLAN} --cp-ring-schedule 0,1,2,2", "4 hops for 2 ranks"),
+        (
+            "--context-parallel-size 2 --cp-ring-heads 2 --num-attention-heads 3 --hidden-size 48",
+            "--cp-ring-heads 2 does not divide the 3 query heads",
+        ),
+        ("--dynamic-context-parallel", "does not support --dynamic-context-parallel"),
+        (f"{DSA} --cp-ring-document-mask", "does not support --cp-ring-document-mask"),
+        (f"{DSA} --cp-ring-wire int8", "does not support --cp-ring-wire int8"),
+        ("--hybrid-layer-pattern D- --cp-ring-layout balanced", "-layer-pattern D-: Megatron's"),
+        ("--cuda-graph-impl transformer_engine", "transformer_engine, which puts attention"),
+        ("--enable-cuda-graph", "--enable-cuda-graph, which puts attention"),
+        ("--external-cuda-graph", "--external-cuda-graph, which puts attention"),
+        ("--cuda-graph-impl local --cuda-graph-modules mlp", "local --cuda-graph-modules mlp, "),
+        (
+            "--cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp",
+            "transformer_engine --cuda-graph-modules attn mlp, which puts attention",
+        ),
+        ("--cuda-graph-impl full_iteration", "full_iteration, which puts attention"),
+        ("--train-data-path 0.5 /nowhere/a 0.5 /nowhere/b", "/nowhere/a.idx does not exist"),
+    ],
+)
+def test_what_is_rejected_by_the_lines_of_the_page(flags, part):
+    """Flags that get a line of docs/troubleshooting.md, with other values."""
+    assert part in line_of(flags)
 
 
 def test_arguments_have_names_that_megatron_has():
@@ -207,7 +238,7 @@ def core_attention(settings=None, **arguments):
     ("settings", "arguments", "message"),
     [
         ({}, {"attention_type": "cross"}, "supports self attention; layer 1 is cross attention"),
-        ({}, {"cp_comm_type": "pigeon"}, "--cp-comm-type pigeon: known are p2p"),
+        ({}, {"cp_comm_type": "pigeon"}, "--cp-comm-type pigeon is unknown: give p2p"),
         ({}, {"attn_mask_type": "arbitrary"}, "mask types causal and no_mask, not arbitrary"),
         ({}, {"num_splits": 2}, "does not know these core attention arguments: num_splits"),
         (

@@ -187,7 +187,7 @@ def _of_files() -> Iterator[Model]:
         splits=every)  # fmt: skip
     yield files("inter_document_moe", f"{EXPERTS} {LONG} --micro-batch-size 2", "documents merged",
         ring=f"{SCRIPT} {INTER} {BALANCED}", splits=("cp4",))  # fmt: skip
-    for rows, rejected in ((8, {}), (9, {"tp2cp2": "divide the tokens of a rank into whole rows"})):
+    for rows, rejected in ((8, {}), (9, {"tp2cp2": "treat a rank's tokens as whole batch rows"})):
         size = f"--micro-batch-size {rows} --global-batch-size {2 * rows}"
         yield files(f"inter_document_moe_of_{rows}_rows", f"{EXPERTS} {LONG} {size} {SEQUENCE_PARALLEL}",
             "documents merged", ring=f"{SCRIPT} {INTER} {BALANCED}", splits=("tp2cp2",),

@@ -37,7 +37,7 @@ def windows(args: Asked, options: Options) -> str | None:
             "give one entry for each layer"
         )
     if isinstance(every, int) and every < 1:
-        return f"{args.shown('window_attn_skip_freq')} must be at least 1"
+        return f"{args.shown('window_attn_skip_freq')} is no period of layers: give 1 or more"
     return None
 
 
@@ -45,8 +45,8 @@ def window_problem(window: Any, causal: bool = True) -> str | None:
     """Why a window is not (left, right), each -1 or more, and right at most 0 in a causal layer."""
     if len(window) != 2 or any(side != int(side) or side < -1 for side in window):
         return (
-            f"--window-size {window}: give two integers, the numbers of keys before and after a "
-            "query, each -1 (all) or more"
+            f"--window-size {window} is not two numbers of keys, before and after a query: give "
+            "integers of at least -1 (all)"
         )
     if causal and window[1] > 0:
         return (
@@ -60,9 +60,8 @@ def other_attention(args: Asked, options: Options) -> str | None:
     """These split tokens, or compute attention, in ways of their own."""
     if flag := args.first("hybrid_context_parallel", "dynamic_context_parallel"):
         return (
-            "--cp-ring does not support a context-parallel size per sequence; --sft with "
-            "--cp-ring-layout balanced shares the work of short documents instead: leave out "
-            f"{flag}"
+            f"--cp-ring does not support {flag}: leave it out; with --sft, --cp-ring-layout "
+            "balanced shares the work of short documents"
         )
     if args.cp_partition_mode not in (None, "zigzag"):
         return f"--cp-ring does not support {args.shown('cp_partition_mode')}: give zigzag"
@@ -74,10 +73,7 @@ def other_attention(args: Asked, options: Options) -> str | None:
     if args.use_megatron_fsdp and (args.megatron_fsdp_version or 1) > 1:
         return f"--cp-ring does not support {args.shown('megatron_fsdp_version')}: give 1"
     if args.batch_invariant_mode:
-        return (
-            "--cp-ring does not support kernels that are invariant to the batch: leave out "
-            "--batch-invariant-mode"
-        )
+        return "--cp-ring does not support --batch-invariant-mode: leave it out"
     return None
 
 
@@ -91,14 +87,11 @@ def sparse(args: Asked, options: Options) -> str | None:
     if options.wire not in ("auto", "plain", "latent"):
         found = found or f"--cp-ring-wire {options.wire}"
     if found:
-        return (
-            f"{pattern}: sparse attention does not support {found}: it is split with "
-            "--cp-ring-layout zigzag, as Megatron splits it"
-        )
+        return f"{pattern}: Megatron's sparse attention does not support {found}: leave it out"
     if args.cp > 1 and args.dsa_indexer_loss_coeff and not args.calculate_per_token_loss:
         return (
-            f"{pattern} with {args.shown('context_parallel_size')} and a loss of the indexer needs "
-            "--calculate-per-token-loss"
+            f"{pattern} with {args.shown('context_parallel_size')}: the gradients of the indexer loss "
+            "would depend on the number of ranks: give --calculate-per-token-loss"
         )
     return None
 
@@ -112,8 +105,8 @@ def graphs(args: Asked, options: Options) -> str | None:
     name = "scope" if args.cuda_graph_modules is None else "modules"
     shown = f" --cuda-graph-{name} {' '.join(sorted(modules))}" if modules else ""
     return (
-        f"--cp-ring does not support {asked}{shown}, which puts attention into a CUDA graph: leave "
-        f"it out, or give --cuda-graph-impl transformer_engine with --cuda-graph-{name} mlp"
+        f"--cp-ring does not support {asked}{shown}, which puts attention into a CUDA graph: give "
+        f"--cuda-graph-impl transformer_engine --cuda-graph-{name} mlp"
     )
 
 
@@ -137,9 +130,8 @@ def offloaded_gate(args: Asked, options: Options) -> str | None:
     moved = args.fine_grained_activation_offloading and args.offload_modules
     if moved and args.attention_output_gate and "core_attn" in moved:
         return (
-            f"{args.shown('offload_modules')} with --attention-output-gate: Megatron frees the "
-            "memory of values, in which the gate lies too, before it uses the gate: leave "
-            "core_attn out"
+            f"{args.shown('offload_modules')} with --attention-output-gate: Megatron would free the "
+            "gate with the values before it uses the gate: leave core_attn out"
         )
     return None
 

@@ -43,18 +43,18 @@ def one_mask(args: Asked, options: Options) -> str | None:
     """A batch row has one mask, from one place."""
     if options.mask_kinds and options.document_mask:
         return (
-            "--cp-ring-mask-kinds and --cp-ring-document-mask are mutually exclusive (both define "
-            "the mask): give only the former, and Mask.documents in the batches"
+            "--cp-ring-mask-kinds and --cp-ring-document-mask both define the mask: give "
+            "--cp-ring-mask-kinds alone, and Mask.documents in the batches"
         )
     if options.mask_kinds and args.dataloader_inter_document_masking:
         return (
-            "--cp-ring-mask-kinds and --dataloader-inter-document-masking are mutually exclusive "
-            "(both define the mask): give only one"
+            "--cp-ring-mask-kinds and --dataloader-inter-document-masking both define the mask: "
+            "leave out one of the two"
         )
     if args.sft and args.dataloader_inter_document_masking:
         return (
-            "--sft and --dataloader-inter-document-masking name two kinds of data sets: give only "
-            "one"
+            "--sft and --dataloader-inter-document-masking name different data sets: leave out one "
+            "of the two"
         )
     if args.reset_attention_mask and not masks_documents(args, options):
         return (
@@ -69,8 +69,8 @@ def two_microbatches(args: Asked, options: Options) -> str | None:
     found = documents_flag(args, options)
     if found and args.overlap_moe_expert_parallel_comm:
         return (
-            f"--overlap-moe-expert-parallel-comm does not support {found}: Megatron's scripts do "
-            "not hand documents to the layers of this schedule: leave out either"
+            f"--overlap-moe-expert-parallel-comm does not support {found}, because its schedule "
+            "does not pass documents to the layers: leave out one of the two"
         )
     return None
 
@@ -83,14 +83,14 @@ def rows_of_experts(args: Asked, options: Options) -> str | None:
         return None
     if rows > 1 and "seq_aux_loss" in str(args.moe_router_load_balancing_type):
         return (
-            f"{flag} --moe-router-load-balancing-type seq_aux_loss: Megatron takes the tokens of a "
-            "rank for whole rows: give --micro-batch-size 1, or aux_loss"
+            f"{flag} --moe-router-load-balancing-type seq_aux_loss: Megatron treats a rank's tokens "
+            "as whole batch rows: give --micro-batch-size 1, or aux_loss"
         )
     parts = args.cp * (args.tp if args.sequence_parallel else 1)
     if args.num_experts and rows // parts > 1 and rows % parts:
         return (
-            f"{flag} with --num-experts and --context-parallel-size {args.cp}: Megatron's layers "
-            "of experts divide the tokens of a rank into whole rows: give --micro-batch-size 1"
+            f"{flag} with --num-experts and --context-parallel-size {args.cp}: Megatron's expert "
+            "layers treat a rank's tokens as whole batch rows: give --micro-batch-size 1"
         )
     return None
 
@@ -106,19 +106,19 @@ def recurrent_layers(args: Asked, options: Options) -> str | None:
     masks = [kind for kind in options.kinds if kind not in ("documents", "causal")]
     if layers and masks:
         return (
-            f"--cp-ring-mask-kinds {masks[0]} does not reach the {layers} layers of {pattern}, "
-            "whose state runs along the sequence: they support documents and causal"
+            f"--cp-ring-mask-kinds {masks[0]}: the {layers} layers of {pattern} are recurrent and "
+            "ignore this mask: give documents or causal"
         )
     slow_mamba = "M" in letters and args.use_mamba_mem_eff_path is False
     if documents_flag(args, options) and slow_mamba:
         return (
-            f"--disable-mamba-mem-eff-path: the Mamba layers of {pattern} then have no documents "
-            "(Megatron supports them on the other path alone): leave it out"
+            f"--disable-mamba-mem-eff-path: the Mamba layers of {pattern} would ignore documents: "
+            "leave it out"
         )
     if documents_flag(args, options) and "G" in letters and args.deterministic_mode:
         return (
-            f"--deterministic-mode: the gated delta net layers of {pattern} then have no documents "
-            "(fla's kernels have them, which are not deterministic): leave it out"
+            f"--deterministic-mode: the gated delta net layers of {pattern} would ignore documents: "
+            "leave it out"
         )
     return None
 

@@ -17,13 +17,15 @@ def ring(args: Asked, options: Options) -> str | None:
     """These change what ring attention computes, and nothing without it."""
     needing = ("document_mask", "mask_kinds", "loss_chunk", "balance_microbatches")
     found = next((options.flag(name) for name in needing if getattr(options, name)), "")
-    return f"{found} needs --cp-ring" if found and not options.enabled else None
+    return (
+        f"{found} needs ring attention: give --cp-ring" if found and not options.enabled else None
+    )
 
 
 def ranks(args: Asked, options: Options) -> str | None:
     """Megatron does not check this number."""
     if (size := args.context_parallel_size) is not None and size < 1:
-        return f"--context-parallel-size {size} must be at least 1"
+        return f"--context-parallel-size {size} is no number of ranks: give 1 or more"
     return None
 
 
@@ -32,7 +34,7 @@ def loss_in_parts(args: Asked, options: Options) -> str | None:
     if options.loss_chunk and args.defer_embedding_wgrad_compute:
         return (
             "--cp-ring-loss-chunk does not support --defer-embedding-wgrad-compute, which needs "
-            "all logits at once: leave out either"
+            "all logits at once: leave out one of the two"
         )
     return None
 
@@ -44,20 +46,20 @@ def balance(args: Asked, options: Options) -> str | None:
         return None
     if not documents_flag(args, options):
         return (
-            f"{flag} needs batch rows of unequal work: --sft, --dataloader-inter-document-masking, "
+            f"{flag} needs batch rows of unequal work: give --sft, --dataloader-inter-document-masking, "
             "--cp-ring-document-mask or --cp-ring-mask-kinds"
         )
     if not args.calculate_per_token_loss:
         return (
-            f"{flag} needs --calculate-per-token-loss: a mean of the means of microbatches depends "
-            "on which batch rows share one"
+            f"{flag} changes which batch rows share a microbatch, and so Megatron's mean loss: give "
+            "--calculate-per-token-loss"
         )
     if args.dataloader_type not in (None, "single", "cyclic"):
         return f"{flag} does not support {args.shown('dataloader_type')}: give single or cyclic"
     other = args.first(
         "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"
     )
-    return f"{flag} needs steps of one size: leave out {other}" if other else None
+    return f"{flag} needs steps of equal size: leave out {other}" if other else None
 
 
 def layers(args: Asked, options: Options) -> str | None:
@@ -68,8 +70,8 @@ def layers(args: Asked, options: Options) -> str | None:
             getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         return (
-            f"{args.shown('spec')} cannot be imported: {one_line(error)}: give a module and the "
-            "name of the layers in it"
+            f"{args.shown('spec')} cannot be imported ({one_line(error)}): give a module and the "
+            "name of its layer specification"
         )
     local = args.spec or args.transformer_impl != "transformer_engine"
     if not local and not compat.has_transformer_engine():

@@ -28,7 +28,7 @@ def latent_problem(options: Any, ulysses: int, settings: Options) -> str | None:
     args, wire = Asked(options), f"--cp-ring-wire {settings.wire}"
     plain = "or give --cp-ring-wire plain"
     if not args.multi_latent_attention:
-        return f"{wire} needs --multi-latent-attention: give it, or --cp-ring-wire plain"
+        return f"{wire} needs --multi-latent-attention: give it, {plain}"
     if ulysses > 1:
         return (
             f"{wire} does not support --cp-ring-heads {ulysses} or --cp-comm-type a2a: give "
@@ -42,8 +42,8 @@ def latent_problem(options: Any, ulysses: int, settings: Options) -> str | None:
         return f"{wire} does not support {other}: leave it out, {plain}"
     if recomputes_attention(args):
         return (
-            f"{wire} does not support --recompute-granularity selective of core_attn, which hides "
-            f"where keys come from: leave core_attn out of --recompute-modules, {plain}"
+            f"{wire} does not support recomputation of core_attn alone "
+            f"(--recompute-granularity selective): leave core_attn out of --recompute-modules, {plain}"
         )
     return None
 

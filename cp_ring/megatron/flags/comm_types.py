@@ -39,24 +39,27 @@ def spec_of_layer(
     heads, schedule = int(settings.without_auto().heads), settings.schedule
     kind = _known(kind or "p2p")
     if kind not in _TYPES:
-        raise ConfigError(f"--cp-comm-type {kind}: known are {', '.join(_TYPES)}")
+        raise ConfigError(
+            f"--cp-comm-type {kind} is unknown: give {', '.join(_TYPES[:-1])} or {_TYPES[-1]}"
+        )
     spec = PlanSpec(settings.layout, settings.route)
     if cp == 1:
         return spec
     if heads != 1 and kind != "p2p":
         raise ConfigError(
-            f"--cp-comm-type {kind} and --cp-ring-heads {heads} are mutually exclusive (both set "
-            "the Ulysses degree): drop one"
+            f"--cp-comm-type {kind} and --cp-ring-heads {heads} both set the Ulysses degree: leave "
+            "out one of the two"
         )
     if cp % heads:
         raise ConfigError(
-            f"--cp-ring-heads {heads} does not divide the {cp} context-parallel ranks: change "
-            "either"
+            f"--cp-ring-heads {heads} does not divide the {cp} context-parallel ranks: give a "
+            f"divisor of {cp}"
         )
     if kind == "all_gather":
         if schedule not in ("auto", "gather"):
             raise ConfigError(
-                f"--cp-comm-type all_gather is --cp-ring-schedule gather, not {schedule}: drop one"
+                f"--cp-comm-type all_gather is --cp-ring-schedule gather, not {schedule}: leave out one "
+                "of the two"
             )
         return replace(spec, schedule="gather")
     members = {"p2p": heads, "a2a": cp}.get(kind) or _first_of(sizes, cp)
@@ -72,14 +75,14 @@ def _first_of(sizes: Sequence[int] | None, cp: int) -> int:
     """The ranks among which a2a+p2p exchanges heads."""
     if not sizes:
         raise ConfigError(
-            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes U R: heads are "
-            "exchanged among U ranks, in a ring of R members"
+            "--cp-comm-type a2a+p2p exchanges heads among U ranks in a ring of R members: give "
+            "--hierarchical-context-parallel-sizes U R"
         )
     if len(sizes) != 2 or sizes[0] * sizes[1] != cp:
         shown = " ".join(map(str, sizes))
         raise ConfigError(
-            f"--hierarchical-context-parallel-sizes {shown}: --cp-comm-type a2a+p2p takes 2 sizes, "
-            f"which multiply to --context-parallel-size {cp}: change either"
+            f"--hierarchical-context-parallel-sizes {shown} is not two sizes for "
+            f"--context-parallel-size {cp}: give U R with U * R = {cp}"
         )
     return sizes[0]
 
@@ -120,18 +123,20 @@ def check_members(
     heads, key_heads = sizes.num_attention_heads, sizes.num_query_groups
     if sizes.multi_latent_attention or not key_heads or sizes.group_query_attention is False:
         key_heads = heads
-    named = f"--cp-comm-type {kind} among {spec.ulysses} ranks"
-    named = f"--cp-ring-heads {spec.ulysses}" if kind in (None, "p2p") else named
+    if kind in (None, "p2p"):
+        named, other = f"--cp-ring-heads {spec.ulysses}", "--cp-ring-heads 1"
+    else:
+        named, other = f"--cp-comm-type {kind} among {spec.ulysses} ranks", "--cp-comm-type p2p"
     if heads and heads // tp % spec.ulysses:
         raise ConfigError(
             f"{named} does not divide the {heads // tp} query heads of a tensor-parallel rank: "
-            "change either"
+            f"give {other}"
         )
     held = max(key_heads // tp, 1) if key_heads else spec.ulysses
     if held % spec.ulysses and spec.ulysses % held:
         raise ConfigError(
             f"{named} is neither a divisor nor a multiple of the {held} key/value heads of a "
-            "tensor-parallel rank: change either"
+            f"tensor-parallel rank: give {other}"
         )
     if spec.schedule == settings.schedule:
         settings.check_schedule(cp // spec.ulysses)
