@@ -7,11 +7,15 @@ import sys
 _SBATCH = "sbatch launch/slurm/train.sbatch; docs/slurm.md"
 _BENCH = "cp-ring bench attention, host and accuracy are what is measured"
 _DEVICE = "GPUs are measured where there are any; CUDA_VISIBLE_DEVICES= hides them"
+_HEADS = "2 query heads and 1 key/value head of 64 elements are measured"
 _OF_JOB = "cp-ring plan JOB has what the job says; --set changes it"
 _RATES = "give --rates NAME"
 _SEED = "the same documents are drawn each time; a file of lengths has others"
 LEFT = {
     "bench accuracy --inputs": "inputs are N(0, 1); docs/wire.md has errors of codecs on others",
+    "bench accuracy --head-dim": _HEADS,
+    "bench accuracy --heads": _HEADS,
+    "bench accuracy --kv-heads": _HEADS,
     "bench accuracy --seeds": "the result is the mean of 5 draws",
     "bench accuracy --wire": "docs/wire.md has errors of codecs; the certificate measures them",
     "bench accuracy --device": _DEVICE,

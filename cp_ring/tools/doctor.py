@@ -16,19 +16,13 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
 
 from cp_ring.errors import ConfigError, one_line
 
-
-class Finding(NamedTuple):
-    """One line of the report. `absent` means that something cannot be used, without a fault; the
-    text of a `problem` says what to do.
-    """
-
-    name: str
-    state: Literal["good", "absent", "problem"]
-    text: str
+Lines = Iterator[tuple[str, str]]
+"""Names and texts of the report. A text that begins with `absent: ` means that something cannot be
+used, without a fault; that of a `problem: ` says what to do.
+"""
 
 
 def main() -> int:
@@ -40,43 +34,42 @@ def main() -> int:
         contextlib.redirect_stdout(nowhere),
     ):
         warnings.simplefilter("ignore")
-        sections = {name: [*_findings(parts)] for name, parts in SECTIONS.items()}
+        sections = {name: [*_lines(parts)] for name, parts in SECTIONS.items()}
     problems = 0
-    for section, findings in sections.items():
+    for section, lines in sections.items():
         print(f"{section}:")
-        for finding in findings:
-            state = "" if finding.state == "good" else f"{finding.state}: "
-            print(f"  {finding.name:<24}{state}{finding.text}")
-            problems += finding.state == "problem"
+        for name, text in lines:
+            print(f"  {name:<24}{text}")
+            problems += text.startswith("problem: ")
     print(f"cp_ring: {problems or 'no'} problem(s)")
     return int(problems > 0)
 
 
-def _findings(parts: tuple[Callable[[], Iterator[Finding]], ...]) -> Iterator[Finding]:
+def _lines(parts: tuple[Callable[[], Lines], ...]) -> Lines:
     for part in parts:
         try:
             yield from part()
         except ImportError as error:
             name = part.__name__.strip("_").replace("_", " ")
-            yield Finding(name, "absent", f"not examined: {error}")
+            yield name, f"absent: not examined: {error}"
 
 
-def _requirements() -> Iterator[Finding]:
+def _requirements() -> Lines:
     """Python and the required packages: installed or not, and in a supported version or not."""
-    yield Finding("python", "good", platform.python_version())
+    yield "python", platform.python_version()
     own = version_of("cp-ring")
-    yield Finding("cp-ring", "good", own or "not installed: run from its source")
+    yield "cp-ring", own or "not installed: run from its source"
     texts = importlib.metadata.requires("cp-ring") or [] if own else []
     for text in sorted({text.partition(";")[0].strip() for text in texts if _needed(text)}):
         name, needed = re.match(r"([\w.-]+)(?:\[.*?\])?\s*(.*)", text).groups()  # type: ignore[union-attr]
         version = version_of(name)
         if version is None:
-            yield Finding(name, "problem", f"not installed: pip install '{text}'")
+            yield name, f"problem: not installed: pip install '{text}'"
         elif not _within(needed, version):
             advice = f"{version}: cp_ring needs {needed}: pip install '{text}'"
-            yield Finding(name, "problem", advice)
+            yield name, f"problem: {advice}"
         elif name == "torch":
-            yield Finding(name, "good", version)
+            yield name, version
 
 
 def _needed(text: str) -> bool:
@@ -94,29 +87,29 @@ def _within(needed: str, version: str) -> bool:
     return SpecifierSet(needed).contains(version, prereleases=True)
 
 
-def _megatron() -> Iterator[Finding]:
+def _megatron() -> Lines:
     from cp_ring.megatron import compat
 
     version = (compat.megatron_version() or "not installed").partition("+")[0]
     try:
         compat.check_version()
     except ConfigError as error:
-        yield Finding("megatron-core", "problem", f"{version}: {error}")
+        yield "megatron-core", f"problem: {version}: {error}"
         return
     state = compat.development() or f"in range {compat.SUPPORTED}"
-    yield Finding("megatron-core", "good", f"{version} ({state})")
+    yield "megatron-core", f"{version} ({state})"
 
 
-def _cuda() -> Iterator[Finding]:
+def _cuda() -> Lines:
     import torch
 
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        yield Finding("CUDA", "good", f"{torch.version.cuda}, NCCL {nccl}")
+        yield "CUDA", f"{torch.version.cuda}, NCCL {nccl}"
     elif torch.version.cuda is None:
-        yield Finding("CUDA", "absent", "this torch is a build for the CPU")
+        yield "CUDA", "absent: this torch is a build for the CPU"
     else:
-        yield Finding("CUDA", "absent", f"{torch.version.cuda}: torch finds no GPU")
+        yield "CUDA", f"absent: {torch.version.cuda}: torch finds no GPU"
 
 
 _OPTIONAL = (
@@ -128,42 +121,42 @@ _OPTIONAL = (
 )
 
 
-def _optional_packages() -> Iterator[Finding]:
+def _optional_packages() -> Lines:
     """Whether packages that Megatron or a kernel may use can be imported."""
     from cp_ring.megatron import compat
 
     for name, module, package in _OPTIONAL:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
-            yield Finding(name, "absent", "not installed")
+            yield name, "absent: not installed"
             continue
         version = version_of(package) or "unknown version"
         if name == "Apex" and compat.apex() == "other":
             advice = "not NVIDIA's, but a package of the same name: pip uninstall apex"
-            yield Finding(name, "problem", f"{version}: {advice}")
+            yield name, f"problem: {version}: {advice}"
             continue
         try:
             importlib.import_module(module)
         except Exception as error:
             advice = f"install the build for this torch and CUDA, or pip uninstall {package}"
-            yield Finding(name, "problem", f"{version}: {_reason(error)}: {advice}")
+            yield name, f"problem: {version}: {_reason(error)}: {advice}"
         else:
-            yield Finding(name, "good", version)
+            yield name, version
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Lines:
     if srun := shutil.which("srun"):
-        yield Finding("Slurm", "good", srun)
+        yield "Slurm", srun
     else:
-        yield Finding("Slurm", "absent", "no srun on PATH")
+        yield "Slurm", "absent: no srun on PATH"
     import torch
 
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
         about = f"{card.name}, {card.total_memory >> 30} GiB, sm_{card.major}{card.minor}"
-        yield Finding(f"GPU {index}", "good", about)
+        yield f"GPU {index}", about
 
 
-def _kernels() -> Iterator[Finding]:
+def _kernels() -> Lines:
     import torch
 
     from cp_ring.kernels import OF_CUDA, REGISTRY
@@ -179,24 +172,23 @@ def _kernels() -> Iterator[Finding]:
             reason = f"cannot be used: {_reason(error)}"
         if device == "cuda" and not torch.cuda.is_available():
             reason = "no CUDA here" + (f"; {reason}" if reason else "")
-        yield Finding(name, "absent" if reason else "good", reason or f"usable on {device}")
+        yield name, f"absent: {reason}" if reason else f"usable on {device}"
 
 
-def _patches() -> Iterator[Finding]:
+def _patches() -> Lines:
     from cp_ring import patches
 
     for patch in patches.table():
-        rejected = patch["state"].startswith("rejected")
         state = {"not applied": "fits this version"}.get(patch["state"], patch["state"])
-        yield Finding(patch["name"], "absent" if rejected else "good", state)
+        yield patch["name"], "absent: " * state.startswith("rejected") + state
 
 
-def _known_errors() -> Iterator[Finding]:
+def _known_errors() -> Lines:
     """What the installed Megatron does not have, or does wrong."""
     from cp_ring.megatron import compat
 
     for what, advice in compat.missing_features():
-        yield Finding(what, "absent", f"not with this megatron-core: {advice}")
+        yield what, f"absent: not with this megatron-core: {advice}"
 
 
 SECTIONS = {
