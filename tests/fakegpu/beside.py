@@ -222,7 +222,9 @@ COLUMNS: dict[str, Column] = {
     "groups, messages": lambda row: f"{row['groups']}, {row['messages']}",
     "MiB received": lambda row: f"{row['received'] / 2**20:.0f}",
     "MiB allocated, reserved": memory_of,
-    "host us, a hop": lambda row: f"{row.get('us', 0):.0f}, {row.get('us', 0) / row['cp']:.0f}",
+    "host us, a hop": lambda row: (
+        f"{row['us']:.0f}, {row['us'] / row['cp']:.0f}" if "us" in row else "not measured"
+    ),
     "launches by kind": _of_kinds,
 }
 
