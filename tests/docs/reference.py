@@ -1,4 +1,4 @@
-"""docs/reference.md, from the code: every key of a job's YAML file, and every public name;
+"""docs/reference.md, from the code: every key of a job, and the arguments of `ring_attention`;
 python -m tests.docs.reference writes it.
 """
 
@@ -44,22 +44,11 @@ def keys() -> str:
     return "\n".join([*parts, ""])
 
 
-def names() -> str:
-    parts = ["## Public names of `cp_ring`", ""]
-    for name in sorted(cp_ring.__all__, key=str.lower):
-        it = getattr(cp_ring, name)
-        # the table of keys has the fields of Options
-        if not callable(it) or it is Options:
-            continue
-        text = inspect.getdoc(it) or ""
-        parts += [f"### `{name}`", "", "```text", f"{name}{signature(it)}", "", text, "```", ""]
-        for method, function in vars(it).items() if inspect.isclass(it) else ():
-            # the default of a field has the docstring of its type
-            documented = not method.startswith("_") and not isinstance(function, str | int)
-            if documented and (said := inspect.getdoc(function)):
-                parts.append(f"- `{method}`: {' '.join(said.partition('\n\n')[0].split())}")
-        parts.append("")
-    return "\n".join(parts)
+def function() -> str:
+    """The arguments of `ring_attention`."""
+    text = inspect.getdoc(cp_ring.ring_attention) or ""
+    call = f"ring_attention{signature(cp_ring.ring_attention)}"
+    return "\n".join(["## `ring_attention`", "", "```text", call, "", text, "```"])
 
 
 def signature(it: object) -> str:
@@ -73,7 +62,7 @@ def signature(it: object) -> str:
 
 def written() -> str:
     """The page as it must be."""
-    return "\n".join([TOP, keys(), names().rstrip(), ""])
+    return "\n".join([TOP, keys(), function(), ""])
 
 
 if __name__ == "__main__":
