@@ -6,9 +6,9 @@ import sys
 
 import numpy as np
 import pytest
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from tests.rank_pool import LIMIT_S
+from tests.tools.slurm.job import data_that_fails
 
 TINY = {
     "megatron.num_layers": 1,
@@ -121,15 +121,7 @@ def test_the_certificate_alone(folder):
 @pytest.mark.ci
 def test_an_error_ends_the_job_with_workers_of_the_data_loader_too(folder):
     """A token that the model does not have: the ranks fail in the first step."""
-    tokens = IndexedDatasetBuilder(f"{folder}/tokens.bin", dtype=DType.optimal_dtype(1000))
-    for _ in range(20):
-        tokens.add_document(np.full(200, 500), [200])
-    tokens.finalize(f"{folder}/tokens.idx")
-    done = train(folder, **{
-        "megatron.train_data_path": folder / "tokens", "megatron.tokenizer_type": "NullTokenizer",
-        "megatron.vocab_size": 63, "megatron.num_workers": 2, "megatron.eval_iters": 0,
-        "megatron.context_parallel_size": 2,
-    })  # fmt: skip
+    done = train(folder, **data_that_fails(folder), **{"megatron.context_parallel_size": 2})
     assert done.returncode == 1, done.stdout + done.stderr
     line = done.stderr.splitlines()[-1]
     assert re.match(

@@ -1,5 +1,10 @@
 """A job of a second or two beside what its ranks need to start."""
 
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
 TINY = {
     "megatron": {
         "num_layers": 1,
@@ -33,3 +38,20 @@ TINY = {
     "cp_ring": {"enabled": True},
     "launch": {"device": "cpu"},
 }
+
+
+def data_that_fails(folder: Path) -> dict[str, object]:
+    """Settings of data whose tokens the model does not have, read by workers of the data loader:
+    ranks raise in the first step.
+    """
+    tokens = IndexedDatasetBuilder(f"{folder}/tokens.bin", dtype=DType.optimal_dtype(1000))
+    for _ in range(20):
+        tokens.add_document(np.full(200, 500), [200])
+    tokens.finalize(f"{folder}/tokens.idx")
+    return {
+        "megatron.train_data_path": f"{folder}/tokens",
+        "megatron.tokenizer_type": "NullTokenizer",
+        "megatron.vocab_size": 63,
+        "megatron.num_workers": 2,
+        "megatron.eval_iters": 0,
+    }

@@ -16,7 +16,7 @@ from cp_ring.tools import job as config
 from tests import needs
 from tests.megatron.launch import trace, train
 from tests.tools.slurm.cluster import PRINTED, Job, running
-from tests.tools.slurm.job import TINY
+from tests.tools.slurm.job import TINY, data_that_fails
 
 pytestmark = pytest.mark.xdist_group("slurm")  # one cluster at a time
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter")
@@ -113,6 +113,17 @@ def test_submitted_killed_warned_finished(cluster):
     assert sorted(job.trace()) == list(range(1, 101)), job.logs()
     assert " try 0: requeued: failed; " in job.log and " try 1: requeued: warned; " in job.log
     assert " try 2: finished: " in job.log and "SIGUSR1: saving, then ending" in job.logs()
+
+
+@pytest.mark.slow
+def test_an_error_in_python_ends_the_job_with_workers_of_the_data_loader_too(cluster):
+    """One try; nobody waits for a time limit, and no worker is left."""
+    settings = data_that_fails(cluster.folder) | {"megatron.mock_data": None}
+    once = "--export=ALL,MAX_TRIES=1"
+    job = Job(cluster, "python-error", once, **settings, **CP2)
+    assert job.end() == "FAILED", job.logs()
+    assert job.restarts == 0 and " given up: " in job.log, job.logs()
+    assert "Error: " in job.logs() and not job.trace()
 
 
 @pytest.mark.slow
