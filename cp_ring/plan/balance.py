@@ -1,16 +1,16 @@
-"""The balanced layout: equal tokens for each rank, and of the splits whose work is even the one of
+"""The balanced layout: equal tokens for each rank, and of the splits with even work the one of
 least predicted time.
 
 Tokens stay where they are from layer to layer. So the work and the time of a layout are the sums
-over all layers: a list of masks, each with the number of layers that have it.
+over all layers, given as a list of masks, each with the number of layers that have it.
 
 The stream is cut where the mask begins another row structure, such as a document. Short runs stay
-whole; what holds more work than a share of a part's is cut further, so that few tokens with much
+whole. A piece with more than a share of a part's work is cut further, so that few tokens with much
 work (global tokens, a document that sees all) are cut fine and others are not. Pieces go to parts
-by longest processing time first, and what exceeds the tokens of a part is cut off. Then pieces of
-the busiest part are exchanged for as many tokens of the idlest. All is done first for nodes, then
-for halves of each, down to the ranks: documents stay where links are fast, and where neighboring
-ranks exchange heads, the parts are what is balanced.
+by longest processing time first, and the excess over the tokens of a part is cut off. Then pieces
+of the busiest part are exchanged for as many tokens of the idlest. All this is done first for
+nodes, then for halves of each, down to the ranks: so documents stay where links are fast, and the
+parts are balanced as a whole where neighboring ranks exchange heads.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from cp_ring.plan.tiles import split_at_edges
 Floats = NDArray[np.float64]
 
 GOOD_BALANCE, ENOUGH = 1.05, 1.02
-"""Maximum over mean work that is good enough; among layouts that reach it, the fastest is taken.
-And that at which exchanges end: parts of parts are uneven too.
+"""Maximum over mean work. Of the layouts that reach the first number, the fastest is taken. Exchanges
+end at the second one, which is smaller because parts of parts are uneven too.
 """
 
 SHARES = (1.0, 0.5)
-"""Of the work of a part, what a piece holds at most, in the splits that are compared."""
+"""The largest share of a part's work that a piece may hold, in the splits that are compared."""
 
 NEAR = 1.02
-"""Times as long as one kernel call, which is fast enough to look no further."""
+"""A split this many times as slow as one kernel call is fast enough to look no further."""
 
 BLOCK, FINEST, RUN, FINE, ALIKE = 128, 16, 16, 64, 3
-"""Tokens of the shortest piece of a cut; how many runs of short documents a part holds; at how many
-places of a rank its work is measured; and how many times as many keys rows see that are alike.
+"""BLOCK: tokens of a kernel's block. FINEST: tokens of the shortest piece of a cut. RUN: the number
+of runs of short documents in a part. FINE: the number of places of a rank where its work is
+measured. ALIKE: rows are alike if none sees more than this many times the keys of another.
 """
 
 Layers = Sequence[tuple[Mask, int]]
-"""Masks of one length, and the number of layers that have each."""
+"""Masks of one length, and the number of layers that have each mask."""
 
 
 class Chunks(Protocol):
@@ -65,20 +66,20 @@ class Chunks(Protocol):
 
 
 class Work(NamedTuple):
-    """The work of queries before each of some tokens: int64 [edges], float64 [edges]; linear
-    between them.
+    """The total work of queries before each of some tokens: int64 [edges], float64 [edges]; linear
+    between the tokens.
     """
 
     edge: Ints
     before: Floats
 
     def between(self, start: int, end: int) -> float:
-        """The work of queries from `start` to `end`."""
+        """Return the work of queries from `start` to `end`."""
         before, after = np.interp((start, end), self.edge, self.before)
         return float(after - before)
 
     def of(self, edges: Ints) -> Floats:
-        """The work between each two neighbors of `edges`."""
+        """Return the work between each two neighbors of `edges`."""
         return np.diff(np.interp(edges, self.edge, self.before))
 
 
@@ -102,7 +103,8 @@ class Split(NamedTuple):
 
 
 def balanced_split(layers: Layers, cp: int, others: Sequence[Chunks]) -> Chunks:
-    """The split of `Layout.balanced`, which may be one of `others`, even splits for the same ranks.
+    """Return the split of `Layout.balanced`, which may be one of `others`, even splits for the same
+    ranks.
 
     Raises `PlanError` if there are fewer tokens than ranks.
     """
@@ -129,8 +131,9 @@ def balanced_split(layers: Layers, cp: int, others: Sequence[Chunks]) -> Chunks:
 
 
 def _seconds(layers: Layers, split: Chunks) -> tuple[float, float]:
-    """Forward and backward of all layers, each with the number of ranks that exchange heads of
-    least time; and those of one kernel call, divided evenly among the ranks.
+    """Return the seconds of forward and backward of all layers, each with its fastest number of
+    ranks that exchange heads; and the seconds of one kernel call on everything, divided evenly
+    among the ranks.
     """
     total, one_call = 0.0, 0.0
     for mask, count in layers:
@@ -160,18 +163,20 @@ def _seconds(layers: Layers, split: Chunks) -> tuple[float, float]:
 
 
 def heads_of(cp: int) -> list[int]:
-    """How many ranks may exchange heads: inside one node none, else up to those of a node."""
+    """Return how many ranks may exchange heads: inside one node only 1, else up to the ranks of a
+    node.
+    """
     return [heads for heads in (1, 2, 4, 8) if cp % heads == 0 and (heads == 1 or cp > NODE)]
 
 
 def balance(layers: Layers, layout: Chunks) -> float:
-    """Maximum work of a rank over the mean."""
+    """Return the largest work of a rank over the mean."""
     load = np.bincount(layout.owner, chunk_work(layers, layout.edges), layout.cp)
     return float(load.max() / load.mean()) if load.any() else 1.0
 
 
 def chunk_work(layers: Layers, edges: Ints) -> Ints:
-    """Allowed pairs of the queries of each chunk, summed over layers, int64 [chunks]."""
+    """Return the allowed pairs of each chunk's queries, summed over layers, int64 [chunks]."""
     work = np.zeros(len(edges) - 1, np.int64)
     for mask, count in layers:
         tiles, chunk, _ = split_at_edges(mask.pieces, edges, key_edges=np.array([0, mask.n]))
@@ -184,13 +189,15 @@ def _tokens(layers: Layers) -> int:
 
 
 def _measured(layers: Layers, cp: int) -> tuple[Ints, Work]:
-    """Where the stream may be cut without a loss, with 0 and n; and the work of the stream."""
+    """Return where the stream may be cut without a loss, with 0 and n; and the work of the
+    stream.
+    """
     n = _tokens(layers)
     starts = [edge for mask, _ in layers for edge in (mask.pieces.q0, mask.pieces.q1)]
     rows = np.unique(np.concatenate([[0, n], *starts]))
     edge = np.union1d(rows, np.arange(0, n, max(1, n // (cp * FINE))))
     pairs = chunk_work(layers, edge)
-    # Rows that go on with the keys of the rows before them, and have about as many, are one part.
+    # Rows that continue the keys of the rows before them, and see about as many, are one part.
     first = np.full(len(rows), n)
     for mask, _ in layers:
         np.minimum.at(first, np.searchsorted(rows, mask.pieces.q0), mask.pieces.k0)
@@ -202,7 +209,7 @@ def _measured(layers: Layers, cp: int) -> tuple[Ints, Work]:
 
 
 def _deal(work: Work, segments: Ints, sizes: list[int], share: float) -> Split:
-    """Segments, tokens `[segments[i], segments[i + 1])`, dealt to ranks of `sizes` tokens. No piece
+    """Deal segments, tokens `[segments[i], segments[i + 1])`, to ranks of `sizes` tokens. No piece
     holds more than `share` of the work of a part.
     """
     held, ranks = [Pieces(segments[:-1], segments[1:])], [sizes]
@@ -224,14 +231,16 @@ def _deal(work: Work, segments: Ints, sizes: list[int], share: float) -> Split:
 
 
 def _part_of(ranks: int) -> int:
-    """Ranks of each part into which so many are split: those of a node, then halves."""
+    """Return how many ranks each part has into which so many ranks are split: a node, then
+    halves.
+    """
     if ranks > NODE and ranks % NODE == 0:
         return NODE
     return ranks // 2 if ranks % 2 == 0 else 1
 
 
 def _parts(work: Work, pieces: Pieces, rooms: list[int], share: float) -> list[Pieces]:
-    """The pieces dealt to parts of so many tokens."""
+    """Deal the pieces to parts of so many tokens."""
     if len(rooms) == 1:
         return [pieces]
     mean = float(pieces.work(work).sum()) / len(rooms)
@@ -255,7 +264,7 @@ def _parts(work: Work, pieces: Pieces, rooms: list[int], share: float) -> list[P
 
 
 def _split(pieces: Pieces, segments: Ints) -> Pieces:
-    """The pieces, ascending, cut where segments begin."""
+    """Cut the pieces, which ascend, where segments begin."""
     which, segment = overlaps(pieces.start, pieces.end, segments[:-1], segments[1:])
     return Pieces(
         np.maximum(pieces.start[which], segments[segment]),
@@ -264,7 +273,7 @@ def _split(pieces: Pieces, segments: Ints) -> Pieces:
 
 
 def _runs(work: Work, pieces: Pieces, size: int, most: float) -> Pieces:
-    """Neighboring short pieces of little work as one piece."""
+    """Join neighboring short pieces of little work into one piece."""
     start, end = pieces
     long = (end - start > size // 2) | (pieces.work(work) > most)
     bucket = start // max(size, 1)
@@ -274,7 +283,7 @@ def _runs(work: Work, pieces: Pieces, size: int, most: float) -> Pieces:
 
 
 def _cut(work: Work, pieces: Pieces, most: float) -> Pieces:
-    """Pieces of more work cut into as few equal ones as have no more."""
+    """Cut each piece of more than `most` work into as few equal pieces as needed."""
     amounts = pieces.work(work)
     starts, ends = [pieces.start[amounts <= most]], [pieces.end[amounts <= most]]
     for index in np.flatnonzero(amounts > most).tolist():
@@ -295,8 +304,9 @@ def _cut(work: Work, pieces: Pieces, most: float) -> Pieces:
 
 
 def _even(work: Work, parts: list[list[tuple[int, int]]], load: Floats, mean: float) -> None:
-    """Exchanges the ends of pieces of the busiest part for the beginnings of as long ones of the
-    idlest, until loads are even: keys before a query are what most masks show it.
+    """Exchange the ends of pieces of the busiest part for the beginnings of equally long pieces of
+    the idlest part, until loads are even: most masks show a query the keys before it, so ends hold
+    more work.
     """
     for _ in range(8 * len(parts)):
         top, low = int(load.argmax()), int(load.argmin())

@@ -1,5 +1,5 @@
-"""What attention of one layer costs by a proven plan: FLOP, bytes that travel, memory, and the one
-formula of time (see `cp_ring.plan.hops`). Everything that chooses or predicts reads it.
+"""The cost of one layer's attention by a proven plan: FLOP, bytes that travel, memory, and time by
+one formula (see `cp_ring.plan.hops`). Everything that chooses or predicts reads it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """Cost of one layer's attention. Arrays are [cp, cp], rank by hop; FLOPs are float64, bytes
+    """The cost of one layer's attention. Arrays are [cp, cp], rank by hop; FLOPs are float64, bytes
     int64.
 
     Forward FLOPs count two matrix products over the allowed pairs, backward FLOPs five. `bytes_in`
     and `bytes_out` are the keys and values of the forward pass; the backward pass moves them again,
     beside the gradients. `memory` names every buffer and its bytes on the rank where it is largest.
-    `decode_flops` are those of the codec, beside attention: (forward, backward).
+    `decode_flops` are the codec's FLOPs: (forward, backward).
     """
 
     forward_flops: Floats
@@ -49,7 +49,7 @@ class Cost:
 
 
 def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
-    """The cost of a proven plan for tensors of these sizes."""
+    """Return the cost of a proven plan for tensors of these sizes."""
     work = report.work.astype(np.float64)
     keys, gradients = sizes.on_wire()
     forward, backward = sizes.pair_flops
@@ -68,8 +68,8 @@ def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
 
 
 def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[str, int]:
-    """Bytes of every buffer on the rank where it is largest. Only the first two are kept from
-    forward to backward.
+    """Return the bytes of every buffer on the rank where it is largest. Only the first two buffers
+    are kept from forward to backward.
     """
     tokens = int(report.tokens_per_rank.max())
     width, element, wire, float32 = sizes.key_width, sizes.element, sizes.wire_element, 4
@@ -96,7 +96,7 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
 def _codec_memory(
     sizes: AttentionSizes, tokens: int, arriving: int, leaving: int
 ) -> dict[str, int]:
-    """What a codec needs beside the slots."""
+    """Return the bytes of a codec's buffers other than the slots."""
     buffers = {
         "both: own keys and values, encoded": tokens * sizes.wire_key_bytes,
         "both: a hop's keys and values, decoded": arriving * sizes.key_width * sizes.element,
@@ -114,8 +114,8 @@ def _codec_memory(
 
 
 def bytes_between_nodes(plan: Plan, sizes: AttentionSizes, ranks_per_node: int) -> int:
-    """Bytes of keys and values of all ranks that go to other nodes in the ring in forward, where
-    each `ranks_per_node` neighboring ranks share a node.
+    """Return the bytes of keys and values that the ring sends to other nodes in forward, summed
+    over ranks. Each `ranks_per_node` neighboring ranks share a node.
     """
     near = _members_of_node(ranks_per_node, plan.ulysses)
     keys = plan.ring.transfers
@@ -126,12 +126,13 @@ def bytes_between_nodes(plan: Plan, sizes: AttentionSizes, ranks_per_node: int) 
 
 @dataclass(frozen=True, eq=False)
 class AttentionTime:
-    """Predicted seconds of one layer's attention: of forward and of backward.
+    """Predicted seconds of one layer's attention, for forward and for backward.
 
-    compute, moving: what each stage of each member of the ring computes, and what moves meanwhile:
-    [members, stages]. hops: the hop of each stage of forward. exchange: the exchange of heads that
-    hides behind nothing. ideal: one kernel call on the whole sequence, divided evenly among the
-    ranks.
+    compute, moving: [members, stages], the seconds that each stage of each member of the ring
+    computes, and that data moves meanwhile.
+    hops: the hop of each stage of forward.
+    exchange: the seconds of the exchange of heads that nothing hides.
+    ideal: one kernel call on the whole sequence, divided evenly among the ranks.
     """
 
     compute: tuple[Floats, Floats]
@@ -142,12 +143,14 @@ class AttentionTime:
 
     @property
     def stages(self) -> tuple[Floats, Floats]:
-        """How long each stage lasts."""
+        """The seconds of each stage."""
         forward, backward = map(np.maximum, self.compute, self.moving)
         return forward, backward
 
     def _slowest(self, passes: int) -> tuple[float, float]:
-        """The time of the slowest rank in so many passes, and what of it the rank waits."""
+        """Return the seconds of the slowest rank in so many passes, and the part of them that it
+        waits.
+        """
         total = np.sum([stages.sum(1) for stages in self.stages[:passes]], axis=0)
         busy = np.sum([compute.sum(1) for compute in self.compute[:passes]], axis=0)
         exchange, rank = sum(self.exchange[:passes]), int(np.argmax(total))
@@ -155,17 +158,17 @@ class AttentionTime:
 
     @property
     def forward(self) -> float:
-        """Seconds of forward on the slowest rank."""
+        """The seconds of forward on the slowest rank."""
         return self._slowest(1)[0]
 
     @property
     def both(self) -> float:
-        """Seconds of forward and backward together on the slowest rank."""
+        """The seconds of forward and backward together on the slowest rank."""
         return self._slowest(2)[0]
 
     @property
     def waits(self) -> tuple[float, float]:
-        """What of `forward` and of `both` the slowest rank waits for messages."""
+        """The seconds of `forward` and of `both` that the slowest rank waits for messages."""
         return self._slowest(1)[1], self._slowest(2)[1]
 
 
@@ -176,7 +179,7 @@ def attention_time(
     rates: Rates = RATES,
     ranks_per_node: int = 1,
 ) -> AttentionTime:
-    """The time of a proven plan for a layer of these sizes, all heads together, where each
+    """Return the time of a proven plan for a layer of these sizes, all heads together. Each
     `ranks_per_node` neighboring ranks share a node.
     """
     ring, heads = plan.ring, plan.ulysses
@@ -207,15 +210,17 @@ def attention_time(
 
 
 def _members_of_node(ranks_per_node: int, heads: int) -> int:
-    """Members of the ring on a node: 1 if a node does not hold whole members, or has one."""
+    """Return the number of members of the ring on a node: 1 if a node does not hold whole members,
+    or holds one.
+    """
     return ranks_per_node // heads if ranks_per_node % heads == 0 else 1
 
 
 def _link_seconds(
     table: Transfers, width: int, near: int, shape: tuple[int, int], rates: Rates
 ) -> Floats:
-    """Seconds in which the messages of each member's hop travel [members, hops]: in and out, inside
-    nodes of `near` members and between nodes, at the same time.
+    """Return the seconds in which the messages of each member's hop travel, [members, hops]: in and
+    out, inside nodes of `near` members and between nodes, at the same time.
     """
     crosses = table.sender // near != table.receiver // near
     seconds = np.zeros(shape)
@@ -228,9 +233,11 @@ def _link_seconds(
 
 
 def kernel_calls(ring: PlanTables, hops: int) -> Floats:
-    """Kernel calls of each member's hop [members, hops], by a kernel that takes many sequences in a
-    call (`cp_ring.plan.lower.call_groups`): of each kind and window as many as the most sequences
-    that share a query or a key.
+    """Return the number of kernel calls of each member's hop, [members, hops], by a kernel that
+    takes many sequences in a call (`cp_ring.plan.lower.call_groups`).
+
+    The number for each kind and window is the largest number of sequences that share a query or a
+    key.
     """
     tiles, cp = ring.tiles, ring.cp
     kind, corner = band_kinds(tiles), tiles.k1 - tiles.q1
@@ -254,8 +261,8 @@ def kernel_calls(ring: PlanTables, hops: int) -> Floats:
 
 
 def _count_depth(depth: Ints, call: Ints, group: Ints, start: Ints, end: Ints) -> None:
-    """Raises `depth` of each call to the most ranges `[start, end)` of a group that share a token;
-    a group is of one call.
+    """Raise `depth` of each call to the largest number of ranges `[start, end)` of a group that
+    share a token. A group belongs to one call.
     """
     position, change = np.concatenate([start, end]), np.repeat([1, -1], len(start))
     order = np.lexsort((change, position, np.concatenate([group, group])))
@@ -263,9 +270,9 @@ def _count_depth(depth: Ints, call: Ints, group: Ints, start: Ints, end: Ints) -
 
 
 def heads_to_try(cp: int, sizes: AttentionSizes, ranks_per_node: int) -> list[int]:
-    """How many of `cp` ranks may exchange heads, where each `ranks_per_node` neighboring ranks
-    share a node: 1, and in a group of several nodes the three largest numbers that divide the
-    ranks of a node and the heads.
+    """Return how many of `cp` ranks may exchange heads: 1, and in a group of several nodes the
+    three largest numbers that divide the ranks of a node and the heads. Each `ranks_per_node`
+    neighboring ranks share a node.
     """
     inside = range(2, ranks_per_node + 1) if ranks_per_node < cp else ()
     fitting = [
@@ -284,12 +291,12 @@ def fastest_heads(
     sizes: AttentionSizes,
     ranks_per_node: int = 1,
 ) -> tuple[int, dict[int, float]]:
-    """How many neighboring ranks exchange heads, such that attention of layers with these masks
-    (mask, number of layers) takes the least time, where each `ranks_per_node` neighboring ranks
-    share a node; and the seconds of each number of `heads_to_try`.
+    """Return how many neighboring ranks should exchange heads for the least time of attention in
+    layers with these masks (mask, number of layers), and the seconds of each number of
+    `heads_to_try`. Each `ranks_per_node` neighboring ranks share a node.
 
-    Of numbers that differ by less than a hundredth, the smallest is taken. Nothing is proven: the
-    plan that is then made is.
+    Of numbers that differ by less than a hundredth, the smallest is taken. Nothing is proven here:
+    the plan that is made of the result is.
     """
     numbers = heads_to_try(cp, sizes, ranks_per_node)
     if len(numbers) == 1:

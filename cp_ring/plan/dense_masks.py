@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def of_array(allowed: Any, max_pieces: int) -> tuple[int, Tiles]:
-    """Tokens and pieces of a boolean array or tensor; see `Mask.from_dense`."""
+    """Return the tokens and the pieces of a boolean array or tensor; see `Mask.from_dense`."""
     allowed = _booleans(allowed)
     if allowed.ndim != 2 or allowed.shape[0] != allowed.shape[1]:
         raise PlanError(
@@ -29,7 +29,7 @@ def of_array(allowed: Any, max_pieces: int) -> tuple[int, Tiles]:
 
 
 def of_function(mask_mod: Callable[..., Any], n: int, max_pieces: int, device: str) -> Tiles:
-    """The pieces of a function for `n` tokens; see `Mask.from_mask_mod`."""
+    """Return the pieces of a function over `n` tokens; see `Mask.from_mask_mod`."""
     import torch
 
     if not callable(mask_mod):
@@ -66,7 +66,7 @@ def of_function(mask_mod: Callable[..., Any], n: int, max_pieces: int, device: s
 
 
 def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:
-    """How many tiles allow each pair of a small score matrix: int64 `[queries, keys]`."""
+    """Count how many tiles allow each pair of a small score matrix: int64 `[queries, keys]`."""
     picture = np.zeros((queries, keys), dtype=np.int64)
     for q0, q1, k0, k1, lo, hi in tiles:
         offset = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
@@ -75,8 +75,8 @@ def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:
 
 
 class _NoValue:
-    """What a function gets for an argument on which it must not depend. It makes constants, as
-    torch's `and_masks` ask it to.
+    """Stands in for an argument on which a function must not depend. It makes constants, because
+    torch's `and_masks` needs that.
     """
 
     def __init__(self, like: Tensor):
@@ -89,7 +89,9 @@ class _NoValue:
 
 
 def _booleans(values: Any) -> np.ndarray:
-    """An array, or a tensor on any device, of booleans. Raises `PlanError` for others."""
+    """Return an array of booleans from an array, or a tensor on any device. Raises `PlanError` for
+    other dtypes.
+    """
     array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     if array.dtype != bool:
         raise PlanError(
@@ -99,17 +101,17 @@ def _booleans(values: Any) -> np.ndarray:
 
 
 def _queries_at_once(n: int) -> int:
-    """So that about 16 million pairs of a dense mask are looked at at a time."""
+    """Return how many queries make about 16 million pairs of a dense mask."""
     return max(1, (1 << 24) // n)
 
 
 def _pieces_of(blocks: Iterable[np.ndarray], n: int, most: int) -> Tiles:
-    """The pieces of a dense mask, given as `blocks` [queries, n], one after another.
+    """Return the pieces of a dense mask, given as `blocks` [queries, n], one after another.
 
-    A run of keys goes on at the next query where both of its ends stay, or move on by one key. A
-    hidden key lies between two runs, so a run goes on in one other at most. A piece is a chain of
-    such runs up to the query at which no band has its ends: the first key stays before it moves,
-    the last one moves before it stays.
+    A run of keys continues at the next query if each of its ends stays or moves on by one key. A
+    hidden key lies between two runs, so a run continues in at most one other. A piece is a chain of
+    such runs up to the query at which a band can no longer follow: a band's first key stays before
+    it moves, and its last key moves before it stays.
     """
     parts, first = [], 0
     for allowed in blocks:

@@ -2,12 +2,13 @@
 
 A pass of a rank, forward or backward, is a series of stages: its hops that have work or messages,
 where backward does half of hop 0 first and half of it last. A stage lasts as long as the longer of
-two things: what the rank computes, and what arrives or leaves meanwhile, over links inside a node
-and between nodes. These are the keys of the next hop, and in backward also the gradients of the hop
-before. Everything that chooses or predicts reads this formula (see `cp_ring.plan.cost`).
+two things: the computation of the rank, and the messages that arrive or leave meanwhile, over links
+inside a node and between nodes. These messages are the keys of the next hop, and in backward also
+the gradients of the hop before. Everything that chooses or predicts reads this formula (see
+`cp_ring.plan.cost`).
 
-A layout and a schedule are chosen before anybody names a layer, its device or the ranks of a node,
-by all ranks alike: by `SIZES`, `RATES` and `NODE`.
+A layout and a schedule are chosen by all ranks alike, before the layer, its device or the ranks of
+a node are known: for `SIZES`, `RATES` and `NODE`.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from cp_ring.plan.tiles import OPEN, Tiles
 Floats = NDArray[np.float64]
 
 SIZES, NODE = AttentionSizes(), 8
-"""The layer, and the neighboring ranks of a node, for which layouts and schedules are chosen."""
+"""The layer, and the number of ranks of a node, for which layouts and schedules are chosen."""
 
 AHEAD = (1.0, 3.0, float("inf"))
-"""Keys of a hop in times of what they hide behind, of the schedules that are compared."""
+"""In the compared schedules, keys of a hop take at most this many times the time that hides them."""
 
 
 def stages(
     there: Floats, back: Floats, keys: Floats, gradients: Floats
 ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats], Ints]:
-    """What each stage of each rank computes and what moves meanwhile, in forward and in backward
-    [ranks, stages], and the hop of each stage of forward; from the seconds of each rank's hops
-    [ranks, hops]: attention in forward and in backward, its keys, and their gradients.
+    """Return the seconds that each stage of each rank computes and moves data, in forward and in
+    backward [ranks, stages], and the hop of each stage of forward.
+
+    The arguments are seconds of each rank's hops [ranks, hops]: attention in forward (`there`) and
+    in backward (`back`), its keys, and their gradients.
     """
     live = (there + keys + gradients) > 0
     live[:, 0] = True
@@ -62,8 +65,10 @@ def stages(
 def exchange_seconds(
     tokens: int, sizes: AttentionSizes, heads: int, ranks_per_node: int, rates: Rates
 ) -> float:
-    """Seconds of the exchange of heads before and after attention, in either pass, that hide behind
-    nothing: queries, keys, values and outputs of a rank's `tokens`, or their gradients. The
+    """Return the seconds of the exchange of heads before and after attention that nothing hides, in
+    either pass.
+
+    It moves queries, keys, values and outputs of a rank's `tokens`, or their gradients. The
     exchange of one group of heads hides behind attention on another.
     """
     if heads == 1:
@@ -78,11 +83,13 @@ def exchange_seconds(
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """What each rank reads of the rank at each ring distance before it: arrays [cp, cp].
+    """The work and keys of each rank for the rank at each ring distance before it: arrays [cp, cp].
 
-    pairs: of its queries and these keys. keys: tokens. calls: kernel calls, one for tiles with a
-    band and one for those without, [2, cp, cp]. shard: tokens of the largest rank. heads: how many
-    ranks exchange heads and count as one here.
+    pairs: pairs of the rank's queries and these keys.
+    keys: tokens that the rank reads.
+    calls: kernel calls, one for tiles with a band and one for tiles without, [2, cp, cp].
+    shard: the number of tokens of the largest rank.
+    heads: how many ranks exchange heads and count as one here.
     """
 
     pairs: Ints
@@ -95,8 +102,10 @@ class Traffic:
     def of(
         cls, tiles: Tiles, area: Ints, rank: Ints, far: Ints, cp: int, shard: int, heads: int = 1
     ) -> Traffic:
-        """Of all tiles, each of `area` pairs. `far` is the distance of each from the owner of its
-        keys, whose tokens are counted so that no two of an owner are the same.
+        """Count the traffic of all tiles, each of `area` pairs.
+
+        `far` is the distance of each tile from the owner of its keys. Each token of an owner is
+        counted once.
         """
         place = rank * cp + far
         pairs = np.bincount(place, area, cp * cp).astype(np.int64)
@@ -109,8 +118,8 @@ class Traffic:
 
     @cached_property
     def _moving(self) -> Floats:
-        """Seconds of keys that arrive inside the node and from others, and that leave to ranks of
-        the node and to others, summed up to each distance: [4, cp, cp + 1].
+        """Seconds that keys travel, summed up to each distance, [4, cp, cp + 1]: arriving from
+        inside the node and from others, leaving to ranks of the node and to others.
         """
         cp = len(self.keys)
         near = max(1, NODE // self.heads)
@@ -125,7 +134,7 @@ class Traffic:
 
     @cached_property
     def bound(self) -> float:
-        """What `seconds` is at least: all that a rank computes, or all that it moves."""
+        """A lower bound of `seconds`: all that a rank computes, or all that it moves."""
         sizes, pairs = SIZES.of_rank(self.heads), self.pairs.sum(1) / RATES.flops
         moving = self._moving[..., -1].max(0)
         sent, returned = sizes.on_wire()
@@ -134,7 +143,7 @@ class Traffic:
         return float(both.max())
 
     def seconds(self, hops: Schedule) -> float:
-        """Forward and backward by this schedule, on the slowest rank."""
+        """Return the seconds of forward and backward with this schedule on the slowest rank."""
         cp, sizes = len(hops), SIZES.of_rank(self.heads)
         first = np.flatnonzero(np.diff(hops, prepend=-1))
         ends = np.append(first[1:], cp)
@@ -149,8 +158,10 @@ class Traffic:
         return float((forward.sum(1) + backward.sum(1)).max())
 
     def schedules(self, slot_shards: int) -> Iterator[Schedule]:
-        """Schedules whose hops bring at most so many shards, or one source: that of the rule, and
-        those in which the keys of a hop take some times as long as what they hide behind.
+        """Yield schedules whose hops bring at most `slot_shards` shards, or one source.
+
+        These are the schedule of the rule, and schedules in which the keys of a hop take at most a
+        multiple (`AHEAD`) of the time that hides them.
         """
         cp = len(self.keys)
         most = slot_shards * self.shard
@@ -170,7 +181,7 @@ class Traffic:
             yield tuple(hops)
 
     def fastest(self, slot_shards: int) -> tuple[Schedule, float]:
-        """The schedule of least time, and its seconds; of times that differ by less than a
+        """Return the schedule of least time, and its seconds; of times that differ by less than a
         hundredth, the first.
         """
         timed = [(hops, self.seconds(hops)) for hops in dict.fromkeys(self.schedules(slot_shards))]

@@ -1,11 +1,9 @@
-"""Lowering: rewriting tiles into tiles that a kernel supports.
+"""Lowering rewrites tiles into tiles that a kernel supports.
 
-Every kernel supports FULL (an uncut rectangle) and CAUSAL (a square cut by its main diagonal). That
-is enough for any
-band: a band consists of lower triangles, upper triangles and rectangles between them, and an upper
-triangle is causal
-after both its query order and its key order are reversed. Native bands and varlen calls are faster,
-but not required.
+Every kernel supports FULL (an uncut rectangle) and CAUSAL (a square cut by its main diagonal).
+These two are enough for any band: a band consists of lower triangles, upper triangles and
+rectangles between them, and an upper triangle is causal after both its query order and its key
+order are reversed. Native bands and varlen calls are faster, but not required.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from cp_ring.plan.ranges import Ints, expand, sort_index
 from cp_ring.plan.tiles import OPEN, Tiles
 
 BLOCK = 128
-"""Strips of a sloping band have a multiple of this many queries, because kernels work in blocks of
-it.
+"""The number of queries of a block of kernels. Strips of a sloping band have a multiple of this
+many queries.
 """
 
 FULL, CAUSAL, REVERSED, BAND = range(4)
@@ -29,18 +27,20 @@ FULL, CAUSAL, REVERSED, BAND = range(4)
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kernel can do beyond FULL and CAUSAL squares.
+    """The abilities of a kernel beyond FULL and CAUSAL squares.
 
-    bands: any band on any rectangle of which every query sees a key, as with flash-attn's
+    bands: it supports any band on any rectangle in which every query sees a key, as flash-attn's
     bottom-right aligned windows.
-    narrow_bands: bands of up to this many diagonals on a rectangle small enough for a dense mask; 0
-    for none.
-    varlen: many tiles of one kind in one call: sequences of queries, each with keys of its own.
-    block: tiles whose sides are not multiples of this are packed, as are all tiles of packed
-        documents. Packed calls of a new size are slow at first, so they are filled up to few sizes.
-        0: any size is as good as another.
-    deterministic: the same bits in every run, if the caller asks for it. It changes no tile.
-    slow: made to compare others with; `auto` takes it last.
+    narrow_bands: it supports bands of up to this many diagonals on a rectangle small enough for a
+    dense mask; 0 for none.
+    varlen: it takes many tiles of one kind in one call, as sequences of queries, each with keys of
+    its own.
+    block: tiles whose sides are not multiples of this number are packed, and so are all tiles of
+    packed documents. Packed calls of a new size are slow at first, so they are filled up to a few
+    sizes. 0 means that all sizes are equally good.
+    deterministic: it computes the same bits in every run if the caller asks for that; tiles do not
+    depend on this.
+    slow: it exists for comparisons; `auto` takes it last.
     """
 
     bands: bool = False
@@ -61,8 +61,8 @@ KERNELS = {
     "cpu": Capabilities(deterministic=True),
     "reference": Capabilities(bands=True, varlen=True, deterministic=True, slow=True),
 }
-"""What the kernels of cp_ring can do, by name: plans and predictions need it without the libraries
-of the kernels.
+"""The capabilities of cp_ring's kernels by name: plans and predictions need them without the
+libraries of the kernels.
 """
 
 ASSUMED = "flash"
@@ -71,12 +71,12 @@ ASSUMED = "flash"
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """Tiles for a kernel, in the coordinates of the tiles that they are parts of, and sorted by
+    """Tiles for a kernel, in the coordinates of the tiles that they are parts of, sorted by
     `parent`.
 
-    parent: int64 [count], index of the tile that each one is part of.
+    parent: int64 [count], the index of the tile that each one is part of.
     kind: int64 [count], FULL, CAUSAL, REVERSED or BAND.
-    alike: int64 [count], tiles of one number may share a varlen call.
+    alike: int64 [count], tiles with equal numbers may share a varlen call.
     """
 
     tiles: Tiles
@@ -86,17 +86,17 @@ class Lowered:
 
     @property
     def reverse(self) -> NDArray[np.bool_]:
-        """bool [count]: causal after query and key order are both reversed; `lo` is then the
-        square's diagonal.
+        """bool [count]: True for tiles that are causal after query and key order are both reversed;
+        `lo` is then the square's diagonal.
         """
         return self.kind == REVERSED
 
 
 def lower(tiles: Tiles, capabilities: Capabilities, apart: Ints | None = None) -> Lowered:
-    """Rewrites `tiles` into disjoint tiles that allow the same pairs and that a kernel of these
+    """Rewrite `tiles` into disjoint tiles that allow the same pairs and that a kernel of these
     capabilities supports.
 
-    apart: int64 [tiles], such as their hops: tiles with different numbers share no call.
+    apart: int64 [tiles], such as the tiles' hops: tiles with different numbers share no call.
     """
     parent = np.arange(len(tiles))
     tiles = tiles.fitted()
@@ -109,7 +109,7 @@ def lower(tiles: Tiles, capabilities: Capabilities, apart: Ints | None = None) -
 
 
 def band_kinds(tiles: Tiles) -> Ints:
-    """FULL, CAUSAL, REVERSED or BAND of each tile, int64 [tiles]."""
+    """Return FULL, CAUSAL, REVERSED or BAND for each tile, int64 [tiles]."""
     square = tiles.q1 - tiles.q0 == tiles.k1 - tiles.k0
     diagonal = tiles.k0 - tiles.q0
     no_left, no_right = tiles.lo == -OPEN, tiles.hi == OPEN
@@ -125,7 +125,9 @@ def band_kinds(tiles: Tiles) -> Ints:
 
 
 def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
-    """Bands as FULL, CAUSAL and REVERSED tiles; narrow ones stay bands, in small rectangles."""
+    """Rewrite bands as FULL, CAUSAL and REVERSED tiles; narrow bands stay bands in small
+    rectangles.
+    """
     strips, parent = _cut_at_slopes(tiles, parent, narrow)
     q0, q1, k0, k1, lo, hi = strips.data
     left, right = k0 < q1 - 1 + lo, q0 + hi < k1 - 1
@@ -147,7 +149,7 @@ def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
 
 
 def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
-    """Tiles cut into strips of queries in which each side of the band either slopes everywhere or
+    """Cut tiles into strips of queries in which each side of the band slopes either everywhere or
     nowhere.
 
     Strips in which both sides slope are cut further, to at most as many queries as the band is
@@ -176,13 +178,13 @@ def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints
 
 
 def call_groups(lowered: Lowered, varlen: bool) -> list[list[list[int]]]:
-    """Groups of tiles, by index, for one kernel call each: the sequences of the call, each of one
-    tile, or of FULL tiles with the same queries, whose keys follow one another there. One tile each
-    without `varlen`.
+    """Group tiles into kernel calls: a list of calls, each a list of sequences, each a list of tile
+    indices.
 
-    Sequences of a call have one kind and window, and share neither queries nor keys. They are in
-    the order of their queries. So each token of dk and dv gets one addition, and the sum does not
-    depend on the order.
+    A sequence is one tile, or FULL tiles with the same queries, whose keys are laid end to end in
+    the call. Without `varlen` each call is one tile. The sequences of a call have one kind and
+    window, share neither queries nor keys, and are in the order of their queries. So each token of
+    dk and dv gets one addition, and the sum does not depend on the order.
     """
     tiles = lowered.tiles
     if not varlen:
@@ -222,7 +224,7 @@ class _Call:
     keys: list[tuple[int, int]] = field(default_factory=list)
 
     def has_place(self, q0: int, keys: list[tuple[int, int]]) -> bool:
-        """Whether queries from `q0` on, and ranges of keys, are none of the call's."""
+        """Return True if the call has no query from `q0` on and no key of these ranges yet."""
         return q0 >= self.end and all(self._is_free(*span) for span in keys)
 
     def _is_free(self, start: int, end: int) -> bool:

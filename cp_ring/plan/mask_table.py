@@ -1,7 +1,7 @@
 """The table of a mask: disjoint pieces, each a rectangle of the score matrix cut by a diagonal
-band, and what follows from them alone.
+band, and everything that follows from the table alone.
 
-The constructors of masks are those of `cp_ring.plan.mask.Mask`. Nothing here knows which one made a
+The constructors of masks are in `cp_ring.plan.mask.Mask`. Nothing here knows which one made a
 table.
 """
 
@@ -38,7 +38,7 @@ from cp_ring.plan.tiles import (
 )
 
 MAX_DESCRIBED = 4
-"""`MaskTable.describe` names up to this many different masks of batch rows."""
+"""The most different masks of batch rows that `MaskTable.describe` names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +46,9 @@ class MaskTable:
     """Which keys each query of a stream of `n` tokens may see, as disjoint `pieces` in token
     positions. Queries and keys are those of the same tokens.
 
-    `name` is the constructor, `details` is what `describe` says beside it. `segments` are the runs
-    of tokens whose positions go up by one: int64 [2, count], the first token of each run and its
-    position; the first run begins at token 0. None is one run from position 0, so that every
+    `name` is the constructor, and `describe` shows `details` beside it. `segments` are the runs of
+    tokens whose positions go up by one: int64 [2, count], the first token of each run and its
+    position; the first run begins at token 0. None means one run from position 0, so that every
     token's position is its place in the stream.
     """
 
@@ -70,10 +70,10 @@ class MaskTable:
         """A mask of `n` tokens from pieces (q0, q1, k0, k1) or (q0, q1, k0, k1, lo, hi), which must
         not overlap.
 
-        Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi; without lo and
-        hi all of them, and none where lo > hi. `positions`, int64 [n], are those of
-        `Mask.positions`. Raises `PlanError` that names the piece that is outside of the stream or
-        ends before it begins, or the two pieces that overlap, with a pair that both have.
+        Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi. Without lo and
+        hi they see all these keys; with lo > hi they see none. `positions`, int64 [n], are those of
+        `Mask.positions`. Raises `PlanError` for a piece that is outside of the stream or ends
+        before it begins, and for two pieces that overlap, with a pair that both have.
         """
         n, tiles = stream_length(n), _read(pieces)
         ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1)
@@ -100,10 +100,10 @@ class MaskTable:
 
     @classmethod
     def union(cls, *masks: Self) -> Self:
-        """The pairs that at least one of the `masks` allows; they may overlap. Positions are those
-        of the first mask.
+        """The mask of the pairs that at least one of the `masks` allows; they may overlap.
+        Positions are those of the first mask.
 
-        Raises `PlanError` if there is none, or if they differ in length.
+        Raises `PlanError` if there is no mask, or if masks differ in length.
         """
         if not masks:
             raise PlanError("a union must have at least one mask")
@@ -119,11 +119,11 @@ class MaskTable:
         return replace(first, pieces=pieces, name="union", details=words)
 
     def __and__(self, window: tuple[int, int]) -> Self:
-        """The pairs that this mask allows and whose positions are within `window` (left, right); -1
-        leaves a side open.
+        """The mask of the pairs that this mask allows and whose positions are within `window`
+        (left, right); -1 leaves a side open.
 
-        Distances are those of `positions`: a response sees the last tokens of its prompt, however
-        many responses lie between.
+        Distances are between `positions`: a response sees the last tokens of its prompt, however
+        many responses lie between them in the stream.
         """
         window = window_of(window)
         left, right = band_of(window)
@@ -161,7 +161,7 @@ class MaskTable:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal masks with equal positions, whatever they are called."""
+        """A string that is equal for masks with equal pairs and positions, whatever their names."""
         positions = b"" if self.segments is None else self.segments.tobytes()
         sizes = f"{self.n} {self.pieces.data.shape} "
         return digest(sizes.encode(), self.pieces.data.tobytes(), positions)
@@ -172,17 +172,15 @@ class MaskTable:
         [n].
 
         Documents and groups begin at 0, responses continue from their prompt, branches from their
-        parent. Of a mask without such parts it is the place in the stream.
+        parent. In a mask without such parts the position is the place in the stream.
         """
         start, position = self._runs()
         return np.arange(self.n) + np.repeat(position - start, np.diff(np.append(start, self.n)))
 
     @property
     def last(self) -> NDArray[np.bool_]:
-        """True for tokens without a next token in the stream: at the end of a run of positions, or
-        not seen by the next token.
-
-        bool [n]. Padding has no next token.
+        """bool [n]: True for tokens without a next token: at the end of a run of positions, or not
+        seen by the next token. Padding has no next token.
         """
         seen = np.zeros(self.n + 1, np.int64)
         p = self.pieces
@@ -196,13 +194,13 @@ class MaskTable:
         return last
 
     def _runs(self) -> tuple[Ints, Ints]:
-        """First token of each run of positions, and its position."""
+        """Return the first token of each run of positions, and its position."""
         segments = self.segments
         return (np.zeros(1, np.int64),) * 2 if segments is None else (segments[0], segments[1])
 
     def to_dict(self) -> dict[str, Any]:
-        """The mask in plain numbers, lists and strings, as JSON has them: `from_dict` makes an
-        equal one.
+        """Return the mask as plain numbers, lists and strings for JSON: `from_dict` makes an equal
+        one.
         """
         values = {name: getattr(self, name) for name in _FIELDS}
         values |= {"pieces": self.pieces.data.T}
@@ -213,8 +211,8 @@ class MaskTable:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The mask that `to_dict` has written. Raises `PlanError` for anything else, overlapping
-        pieces included.
+        """The mask that `to_dict` has written. Raises `PlanError` for other values and for
+        overlapping pieces.
         """
         unknown = [name for name in values if name not in _FIELDS]
         missing = [name for name in ("n", "pieces") if name not in values]
@@ -227,24 +225,24 @@ class MaskTable:
         return replace(mask, segments=segments_from(values.get("segments"), mask.n))
 
     def allowed(self, i: int, j: int) -> bool:
-        """Whether query i may see key j."""
+        """Return True if query i may see key j."""
         if not (0 <= integer(i, "query") < self.n and 0 <= integer(j, "key") < self.n):
             raise PlanError(f"pair ({i}, {j}) is outside the {self.n} tokens of the mask")
         pair = self.pieces.within(i, i + 1, j, j + 1)
         return bool((pair.q0 < pair.q1).any())
 
     def area(self) -> int:
-        """Allowed (query, key) pairs, exactly."""
+        """Return the exact number of allowed (query, key) pairs."""
         return int(self.pieces.area().sum())
 
     def dense(self) -> np.ndarray:
-        """The mask as a boolean `[n, n]` array, for small n."""
+        """Return the mask as a boolean `[n, n]` array, for small n."""
         from cp_ring.plan.dense_masks import paint
 
         return paint(self.pieces, self.n, self.n) > 0
 
     def describe(self) -> str:
-        """The mask in words, as "causal, window 4096" or "documents: 113, mean 580 tokens"."""
+        """Describe the mask, as in "causal, window 4096" or "documents: 113, mean 580 tokens"."""
         separator = ", " if self.name in ("full", "causal") else ": "
         return self.name.replace("_", " ") + separator * bool(self.details) + self.details
 
@@ -262,7 +260,7 @@ def _all_masks[T: MaskTable](masks: Sequence[T]) -> Sequence[T]:
 
 
 def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints | None:
-    """`Mask.segments` from the positions of all tokens."""
+    """Return `Mask.segments` for the positions of all tokens."""
     values = integers(positions, "positions")
     if values.shape != (n,) or ((values < 0) | (values >= MAX_TOKENS)).any():
         raise PlanError(
@@ -274,8 +272,8 @@ def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints | None:
 
 
 def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) -> Ints | None:
-    """`Mask.segments` of runs [start, end), end to end from token 0, each at `position`, by default
-    0; the padding behind them begins at position 0.
+    """Return `Mask.segments` for runs [start, end) that lie end to end from token 0, each at
+    `position` (by default 0). The padding behind them begins at position 0.
     """
     live = start < end
     start, position = start[live], (np.zeros_like(start) if position is None else position)[live]
@@ -285,7 +283,7 @@ def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) ->
 
 
 def _plain(segments: Ints) -> Ints | None:
-    """None for one run from position 0."""
+    """Return None for a single run from position 0, else the segments."""
     return None if segments.shape[1] == 1 and not segments.any() else segments
 
 
@@ -294,25 +292,25 @@ def in_order(pieces: Tiles) -> Tiles:
 
 
 def listed(*words: str) -> str:
-    """The words that say something, one after another."""
+    """Join the words that are not empty with commas."""
     return ", ".join(filter(None, words))
 
 
 def _different(masks: Sequence[MaskTable]) -> list[str]:
-    """The first different masks in words."""
+    """Describe the first few different masks."""
     words = list(dict.fromkeys(mask.describe() for mask in masks))
     return words[:MAX_DESCRIBED] + ["..."] * (len(words) > MAX_DESCRIBED)
 
 
 def band_of(window: tuple[int, int]) -> tuple[int, int]:
-    """A checked window (left, right) as bounds on key - query."""
+    """Return a checked window (left, right) as bounds on key - query."""
     left, right = window
     return -OPEN if left < 0 else -left, OPEN if right < 0 else right
 
 
 def window_in_words(window: tuple[int, int], causal: bool) -> str:
-    """A checked window (left, right); "" where it hides nothing. A causal mask has no keys on the
-    right.
+    """Describe a checked window (left, right); "" if it hides nothing. A causal mask has no keys on
+    the right.
     """
     left, right = window
     if causal:
@@ -324,8 +322,8 @@ def window_in_words(window: tuple[int, int], causal: bool) -> str:
 
 
 def _read(pieces: Iterable[Sequence[int]]) -> Tiles:
-    """Pieces of 4 or 6 numbers as tiles; a bound of a band beyond `OPEN` becomes open. Raises
-    `PlanError` for others.
+    """Return pieces of 4 or 6 numbers as tiles; a bound of a band beyond `OPEN` becomes open.
+    Raises `PlanError` for others.
     """
     whole: list[tuple[int, ...]] = []
     for i, piece in enumerate(_iterated(pieces, "pieces")):
@@ -347,6 +345,6 @@ def _iterated[T](values: Iterable[T], what: str) -> tuple[T, ...]:
 
 
 def _numbers(tiles: Tiles, i: int) -> tuple[int, ...]:
-    """A piece as a person writes it."""
+    """Return a piece as a person writes it: 4 numbers without a band, else 6."""
     values = tuple(tiles.data[:, i].tolist())
     return values[:4] if values[4:] == (-OPEN, OPEN) else values

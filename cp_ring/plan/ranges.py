@@ -16,14 +16,14 @@ from cp_ring.errors import PlanError, one_line
 Ints = NDArray[np.int64]
 
 MAX_TOKENS = 1 << 30
-"""Tokens of the longest stream: positions, distances and numbers of pairs then fit into int64 with
-room to spare.
+"""The length of the longest stream. Positions, distances and numbers of pairs then fit into int64
+with room to spare.
 """
 
 
 def integer(value: object, what: str) -> int:
-    """`value` as an int. Raises `PlanError` if it is not a whole number: nothing is rounded, and
-    True is no 1.
+    """Return `value` as an int. Raises `PlanError` if it is not a whole number: nothing is rounded,
+    and True is not 1.
     """
     try:
         if isinstance(value, bool):
@@ -34,7 +34,7 @@ def integer(value: object, what: str) -> int:
 
 
 def size_within(value: object, what: str, most: int, text: str) -> int:
-    """`value`, the size `what`, as an int from 1 to `most`.
+    """Return `value`, the size called `what`, as an int from 1 to `most`.
 
     `text` begins the error, as in `a stream of 0 tokens: it must hold`.
     """
@@ -44,10 +44,9 @@ def size_within(value: object, what: str, most: int, text: str) -> int:
 
 
 def integers(values: object, what: str) -> Ints:
-    """`values`, also those of a tensor on any device, as an int64 array.
+    """Return `values`, which may be a tensor on any device, as an int64 array.
 
-    Raises `PlanError` if they are not integers, or not ones of 64 bits: nothing is rounded, and
-    nothing wraps around.
+    Raises `PlanError` if they are not integers of 64 bits: nothing is rounded or wraps around.
     """
     try:
         array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
@@ -61,10 +60,10 @@ def integers(values: object, what: str) -> Ints:
 
 
 def offsets(values: object, what: str, end: int | None = None) -> Ints:
-    """Offsets of documents in a stream, int64 [documents + 1]: from 0, not decreasing, and up to
-    `end` where it is given.
+    """Return the offsets of documents in a stream, int64 [documents + 1]: they start at 0, do not
+    decrease, and end at `end` if that is given.
 
-    Raises `PlanError` for others: this is the check of every `cu_seqlens`.
+    Raises `PlanError` for other values: this is the check of every `cu_seqlens`.
     """
     edges = integers(values, what)
     if edges.ndim != 1:
@@ -88,7 +87,7 @@ def stream_length(n: int, what: str = "n") -> int:
 
 
 def documents_of(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple[Ints, Ints, int]:
-    """Checked starts and ends of documents, and the length of the stream."""
+    """Return the checked starts and ends of documents, and the length of the stream."""
     edges = offsets(cu_seqlens, "cu_seqlens")
     n = stream_length(int(edges[-1]) if n is None else n)
     if edges[-1] > n:
@@ -97,7 +96,9 @@ def documents_of(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple
 
 
 def range_pairs(ranges: object, what: str) -> Ints:
-    """`ranges`, also those of a tensor, as int64 [count, 2]. Raises `PlanError` for others."""
+    """Return `ranges`, which may be a tensor, as int64 [count, 2]. Raises `PlanError` for other
+    shapes.
+    """
     pairs = integers(ranges, what)
     pairs = pairs.reshape(0, 2) if not pairs.size else pairs
     if pairs.ndim != 2 or pairs.shape[1] != 2:
@@ -106,7 +107,7 @@ def range_pairs(ranges: object, what: str) -> Ints:
 
 
 def ordered_spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tuple[Ints, Ints]:
-    """Checked spans, ascending, as starts and ends."""
+    """Return checked spans in ascending order as (starts, ends)."""
     pairs = range_pairs(spans, "spans")
     start, end = pairs[np.argsort(pairs[:, 0], kind="stable")].T
     check_all(
@@ -121,10 +122,10 @@ def ordered_spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tupl
 
 
 def window_of(window: tuple[int, int]) -> tuple[int, int]:
-    """A window (left, right) as whole numbers: -1 for a side that is open, or reaches further than
-    any stream.
+    """Return a window (left, right) as ints, with -1 for a side that is open or reaches further
+    than any stream.
 
-    Raises `PlanError` for what is not a window.
+    Raises `PlanError` if `window` is not such a pair.
     """
     try:
         left, right = (integer(side, "window side") for side in window)
@@ -140,7 +141,7 @@ def window_of(window: tuple[int, int]) -> tuple[int, int]:
 
 
 def segments_from(values: object, n: int) -> Ints | None:
-    """Checked segments of a mask of `n` tokens. Raises `PlanError` for others."""
+    """Return the checked segments of a mask of `n` tokens. Raises `PlanError` for other values."""
     if values is None:
         return None
     segments = integers(values, "segments")
@@ -169,13 +170,13 @@ def segments_from(values: object, n: int) -> Ints | None:
 
 
 def short(values: np.ndarray) -> str:
-    """Some of the values, in one line."""
+    """Show some of the values in one line."""
     return np.array2string(values.reshape(-1), threshold=8, edgeitems=3, max_line_width=1000)
 
 
 def sort_index(*keys: Ints) -> Ints | slice:
-    """Index that sorts by the non-negative `keys`, the most significant first; `slice(None)` if
-    they are sorted already.
+    """Return the index that sorts by the non-negative `keys`, the most significant first;
+    `slice(None)` if they are sorted already.
     """
     key = keys[0]
     for minor in keys[1:]:
@@ -187,8 +188,8 @@ def sort_index(*keys: Ints) -> Ints | slice:
 
 
 def union(group: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-    """Union of the ranges of each group, as (group, start, end): sorted, disjoint, and joined where
-    they touch.
+    """Return the union of the ranges of each group as (group, start, end): sorted, disjoint, and
+    joined where ranges touch.
     """
     sort = sort_index(group, start)
     group, start, end = group[sort], start[sort], end[sort]
@@ -199,8 +200,8 @@ def union(group: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def overlaps(start: Ints, end: Ints, edges_start: Ints, edges_end: Ints) -> tuple[Ints, Ints]:
-    """All pairs (range, cell) that overlap. The cells `[edges_start, edges_end)` must be sorted and
-    disjoint.
+    """Return all pairs (range, cell) that overlap. The cells `[edges_start, edges_end)` must be
+    sorted and disjoint.
     """
     first = np.searchsorted(edges_end, start, side="right")
     count = np.maximum(np.searchsorted(edges_start, end, side="left") - first, 0)
@@ -208,18 +209,20 @@ def overlaps(start: Ints, end: Ints, edges_start: Ints, edges_end: Ints) -> tupl
 
 
 def expand(first: Ints, count: Ints) -> tuple[Ints, Ints]:
-    """Pairs (i, number): for each i, the `count[i]` numbers that start at `first[i]`."""
+    """Return pairs (i, number): for each i, the `count[i]` numbers that start at `first[i]`."""
     which = np.repeat(np.arange(len(first)), count)
     return which, np.arange(len(which)) - np.repeat(starts_of(count) - first, count)
 
 
 def starts_of(size: Ints) -> Ints:
-    """Where parts of these sizes begin if they lie end to end."""
+    """Return where parts of these sizes begin if they lie end to end."""
     return np.cumsum(size) - size
 
 
 def starts_in_groups(size: Ints, group: Ints, groups: int) -> Ints:
-    """Where parts of these sizes begin if those of each group, 0 to groups - 1, lie end to end."""
+    """Return where parts of these sizes begin if the parts of each group, 0 to groups - 1, lie end
+    to end.
+    """
     order = np.argsort(group, kind="stable")
     starts = np.empty_like(size)
     starts[order] = starts_of(size[order])
@@ -227,26 +230,28 @@ def starts_in_groups(size: Ints, group: Ints, groups: int) -> Ints:
 
 
 def runs(breaks: NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
-    """First and last index of each run of `count` entries; a run ends where `breaks` is true.
+    """Return the first and the last index of each run of `count` entries.
 
-    breaks: bool [count - 1], of each entry and the next one.
+    breaks: bool [count - 1], True where a run ends between an entry and the next one.
     """
     first = np.flatnonzero(np.append(True, breaks)[:count])
     return first, np.append(first[1:], count)[: len(first)] - 1
 
 
 def every_other(places: Ints) -> Ints:
-    """The first, third, ... of each chain of consecutive numbers among the ascending `places`."""
+    """Return the first, third, ... of each chain of consecutive numbers among the ascending
+    `places`.
+    """
     chain, end = runs(np.diff(places) != 1, len(places))
     return places[(np.arange(len(places)) - np.repeat(chain, end - chain + 1)) % 2 == 0]
 
 
 def check_all(good: NDArray[np.bool_], message: Callable[[int], str]) -> None:
-    """Raises `PlanError` with the message of the first index that is not `good`."""
+    """Raise `PlanError` with the message of the first index that is not `good`."""
     if not good.all():
         raise PlanError(message(int(np.flatnonzero(~good)[0])))
 
 
 def digest(*parts: bytes) -> str:
-    """Of the bytes of all parts together, as hexadecimal text."""
+    """Return the digest of the bytes of all parts together as hexadecimal text."""
     return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()

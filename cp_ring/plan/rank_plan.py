@@ -1,4 +1,4 @@
-"""One rank's plan, made from the tables of all ranks. Its tokens are counted in the buffers that
+"""Makes one rank's plan from the tables of all ranks. Its tokens are counted in the buffers that
 the executor holds.
 """
 
@@ -19,11 +19,11 @@ from cp_ring.plan.tiles import Tiles, coalesce
 
 
 class _HopBuffers:
-    """One buffer of a rank for each hop, in which the ranges of the hop's sources lie end to end;
-    at hop 0 its whole shard.
+    """A rank's buffers, one for each hop, in which the ranges of the hop's sources lie end to end.
+    At hop 0 the buffer is the rank's whole shard.
 
-    `distance` is the distance of the rank from the owner of each range, by which, and by start, the
-    ranges are sorted.
+    `distance` is the distance of the rank from the owner of each range. Ranges are sorted by
+    distance and start.
     """
 
     def __init__(self, ranges: Transfers, distance: Ints, num_tokens: int, cp: int):
@@ -36,7 +36,9 @@ class _HopBuffers:
         self.sizes[0] = num_tokens
 
     def slide(self, distance: Ints, start: Ints) -> Ints:
-        """What to add to a token of the owner's shard for its place in the buffer that holds it."""
+        """Return the number to add to a token of the owner's shard for its place in the buffer that
+        holds it.
+        """
         if not len(self._keys):
             return np.zeros_like(distance)
         key = distance * self._span + np.minimum(start, self._span - 1)
@@ -45,7 +47,7 @@ class _HopBuffers:
 
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
-    """The plan of one rank, from the tables of all ranks."""
+    """Return the plan of one rank, made from the tables of all ranks."""
     cp = plan.cp
     num_tokens = int(plan.layout.tokens_per_rank[rank])
     arriving, grads_leaving, keys, grads = _buffers(plan, rank)
@@ -83,21 +85,19 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
 
 
 def _numbers(*lists: Ints | list[int]) -> Ints:
-    """The different numbers, ascending; none is negative."""
+    """Return the distinct numbers in ascending order; none may be negative."""
     return np.flatnonzero(np.bincount(np.concatenate(lists)))
 
 
 def rank_tiles(plan: PlanTables, rank: int) -> tuple[Tiles, Ints]:
-    """The tiles of one rank as its rank plan has them, without the rest of it: (tiles, hop of
-    each).
-    """
+    """Return the tiles of one rank's plan and the hop of each, without the rest of the plan."""
     _, _, keys, grads = _buffers(plan, rank)
     return _own_tiles(plan, rank, keys, grads)[:2]
 
 
 def _buffers(plan: PlanTables, rank: int) -> tuple[Transfers, Transfers, _HopBuffers, _HopBuffers]:
-    """The messages that fill a rank's key buffers, those that leave its gradient buffers, and these
-    buffers.
+    """Return the messages that fill a rank's key buffers, the messages that leave its gradient
+    buffers, and both kinds of buffers.
     """
     arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
     num_tokens = int(plan.layout.tokens_per_rank[rank])
@@ -111,8 +111,8 @@ def _buffers(plan: PlanTables, rank: int) -> tuple[Transfers, Transfers, _HopBuf
 def _own_tiles(
     plan: PlanTables, rank: int, keys: _HopBuffers, grads: _HopBuffers
 ) -> tuple[Tiles, Ints, Ints, Ints]:
-    """A rank's tiles with keys counted in the key buffer of their hop, their hops, what leads on to
-    the gradient buffer, and the distances from which keys come.
+    """Return a rank's tiles with keys counted in the key buffer of their hop, their hops, the shift
+    from there to the gradient buffer, and the distances from which keys come.
 
     At hops with several sources, tiles whose keys lie end to end in both buffers are joined into
     one kernel call.
@@ -141,9 +141,9 @@ def _own_tiles(
 class _Messages:
     """The messages of a table, with ranges counted in this rank's buffers.
 
-    `end` is the end that this rank has of all of them, `holder` the end whose buffer is that of the
-    message's hop. `distance` is this rank's distance from the owner of each message. The distance
-    of the holder orders the messages of several owners at both ends.
+    `end` names this rank's end of the messages (`sender` or `receiver`), `holder` the end whose
+    buffer is that of the message's hop. `distance` is this rank's distance from the owner of each
+    message. The distance of the holder orders the messages of several owners at both ends.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class _Messages:
         self._messages = np.stack([peer, named, table.start + slide, table.end + slide])[:, sort]
 
     def at(self, hop: int) -> tuple[Transfer, ...]:
-        """The messages of one hop, one transfer for each peer and buffer."""
+        """Return the messages of one hop, one transfer for each peer and buffer."""
         messages = self._messages[:, slice(*np.searchsorted(self._hop, [hop, hop + 1]))].T.tolist()
         groups = groupby(messages, key=lambda message: message[:2])
         return tuple(
@@ -180,8 +180,8 @@ _MAX_WORDS = 80
 
 
 class Part(NamedTuple):
-    """A part of a plan's identity. Parts are equal where `content` is; `words` describe the part
-    for a person.
+    """One part of a plan's identity. Two parts are equal if their `content` is; `words` describe
+    the part for a person.
     """
 
     name: str
@@ -190,11 +190,11 @@ class Part(NamedTuple):
 
 
 def identity(plan: PlanTables) -> tuple[Part, ...]:
-    """The parts from which a plan is made: mask, layout, route, and each further setting among the
-    fields of `PlanTables`.
+    """Return the parts from which a plan is made: mask, layout, route, and each further setting
+    among the fields of `PlanTables`.
 
-    The tables are left out: they follow from these parts, and `Plan.build_rank_plan` makes one
-    rank's share of them only.
+    The tables are not among them: they follow from these parts, and `Plan.build_rank_plan` makes
+    one rank's share of the tables only.
     """
     parts = []
     for field in fields(plan):

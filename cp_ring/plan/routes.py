@@ -1,9 +1,9 @@
 """Routes: how keys reach the ranks whose tiles read them, and how their gradients reach the owners
 of the keys.
 
-To add a route, write one function from what every rank reads at every hop (`Need`) and the number
-of ranks to two tables of transfers, of keys and of gradients, and enter a `Route` in `ROUTES` under
-the name that users give:
+To add a route, write one function from `Need`, which says what every rank reads at every hop, and
+the number of ranks to two tables of transfers, of keys and of gradients, and enter a `Route` in
+`ROUTES` under the name that users give:
 
     def direct(need: Need, cp: int) -> tuple[Transfers, Transfers]: ...
 
@@ -13,9 +13,8 @@ the name that users give:
 
 Flags and settings take their choices from `ROUTES`, so the entry must be made before they are read.
 The tables may be in any order. `verify.check_keys` and `verify.check_gradients` state what they
-must hold; every plan of the route must pass
-`Plan.build(mask, layout, "name").verify(rank_plans=True)`, for which `cp_ring.testing` has masks
-and a ring to run on.
+must hold; every plan of the route must pass `Plan.build(mask, layout,
+"name").verify(rank_plans=True)`, for which `cp_ring.testing` has masks and a ring to run on.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ def direct(need: Need, cp: int) -> tuple[Transfers, Transfers]:
 
 
 def ring(need: Need, cp: int) -> tuple[Transfers, Transfers]:
-    """Keys go from hop to hop as far as any rank downstream needs them; gradients go on from hop to
-    hop, home.
+    """Keys travel from neighbor to neighbor as far as a rank downstream needs them; gradients
+    travel on in the same direction until they reach the owner.
 
     With one source a hop, rank r holds keys of rank r - t at hop t, and all messages go to the next
     neighbor. With several, the rank at distance d from the owner receives keys from a rank that
-    held them one hop before, at distance `before[d]`, and sends its gradient buffer to a rank that
+    held them one hop before, at distance `before[d]`. It sends its gradient buffer to a rank that
     holds the same keys one hop later, at distance `after[d]`, or to the owner after the last hop. A
-    rank receives what it, or a rank downstream, needs. The gradient buffer that it sends on holds
-    what it, or a rank upstream, needed.
+    rank receives the keys that it or a rank downstream needs. The gradient buffer that it sends on
+    covers the keys that it or a rank upstream needed.
     """
     before, after = _neighbors(np.array(need.schedule))
     last = need.schedule[-1]
@@ -81,8 +80,8 @@ def ring(need: Need, cp: int) -> tuple[Transfers, Transfers]:
 
 
 def _neighbors(schedule: Ints) -> tuple[Ints, Ints]:
-    """For each ring distance, one of the distances a hop before it and one of those a hop after it
-    (0 after the last hop).
+    """For each ring distance, return one of the distances of the hop before and one of those of the
+    hop after (0 after the last hop).
 
     The distances of a hop are shared out evenly among those of the neighboring hop, in order.
     """
@@ -96,10 +95,9 @@ def _neighbors(schedule: Ints) -> tuple[Ints, Ints]:
 
 
 def _passed_on(need: Need, cp: int, hops: range, to: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """What is held where every rank passes on, to distance `to[d]` at the next of `hops`, what it
-    needs and what it got.
-
-    Returns (hop, owner, distance, start, end) of ranges of the owners' tokens.
+    """Return the ranges that ranks hold if every rank passes on its own needs and what it got, to
+    distance `to[d]` at the next of `hops`: (hop, owner, distance, start, end) of the owners'
+    tokens.
     """
     sort = sort_index(need.hop)
     hop, start, end = need.hop[sort], need.start[sort], need.end[sort]
@@ -123,11 +121,11 @@ def _passed_on(need: Need, cp: int, hops: range, to: Ints) -> tuple[Ints, Ints, 
 class Route:
     """A route, with all that the rest of the plan asks of it.
 
-    transfers: from what every rank reads at every hop, and the number of ranks, to the messages of
-    keys and of gradients.
-    local: the messages of a rank follow from the tiles of the rank and of those that read its keys,
-        so that a rank can plan its own part alone. This only saves time.
-    one_source: the schedule `auto` has one source a hop: more would send keys past the next
+    transfers: a function from what every rank reads at every hop, and the number of ranks, to the
+    messages of keys and of gradients.
+    local: True if the messages of a rank follow from the tiles of the rank and of those that read
+    its keys, so that a rank can plan its own part alone. This only saves time.
+    one_source: True if `auto` must give one source a hop: more would send keys past the next
     neighbor.
     """
 
@@ -154,8 +152,9 @@ def tables_of(
     member: int | None = None,
     heads: int = 1,
 ) -> PlanTables:
-    """The tables of the members of the ring, from the pieces of the mask cut at the edges of their
-    chunks. With `member`, all that this member's part needs of them. A member is `heads` ranks.
+    """Return the tables of the members of the ring, from the pieces of the mask cut at the edges of
+    the members' chunks. A member is `heads` ranks. With `member`, the tables hold what this
+    member's part needs.
 
     Raises `PlanError` as `cp_ring.plan.schedule.resolve` does.
     """
@@ -181,13 +180,13 @@ def tables_of(
 
 
 MOST_MEMBERS = 128
-"""Of a ring whose schedule `auto` follows from the bytes and the work of each hop; that of a longer
-one is a rule, because each rank would read all tiles.
+"""The longest ring for which `auto` follows from the bytes and the work of each hop. A longer one
+takes a rule, because each rank would read all tiles.
 """
 
 
 def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule) -> Need:
-    """What each rank reads of the other ranks' keys at each hop."""
+    """Return the keys of other ranks that each rank reads at each hop."""
     cp, away = len(hops), np.flatnonzero(distance > 0)
     group, start, end = union(rank[away] * cp + distance[away], tiles.k0[away], tiles.k1[away])
     reader, far = np.divmod(group, cp)

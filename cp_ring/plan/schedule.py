@@ -29,7 +29,7 @@ from cp_ring.plan.ranges import Ints, integer
 Schedule = tuple[int, ...]
 
 SLOT_SHARDS = 4
-"""The most shards that a hop of `auto` brings, by default."""
+"""The default for the most shards that a hop of `auto` brings."""
 
 _NAMED: dict[str, Callable[[int], Schedule]] = {
     "ring": lambda cp: tuple(range(cp)),
@@ -37,7 +37,9 @@ _NAMED: dict[str, Callable[[int], Schedule]] = {
 }
 
 AUTO = "auto"
-"""The name by which settings ask for the schedule of the mask, or the fastest Ulysses degree."""
+"""The setting that lets the mask decide the schedule, or that asks for the fastest Ulysses
+degree.
+"""
 
 NAMES = (AUTO, *_NAMED)
 """Schedules that flags and settings can name."""
@@ -50,13 +52,14 @@ def resolve(
     *,
     one_source: bool = False,
 ) -> Schedule:
-    """The schedule of a plan, checked.
+    """Return the checked schedule of a plan.
 
     Args:
         schedule: a name in `NAMES`, a sequence of hops by ring distance, or such a sequence as
-        text, "0,1,2,2".
+            text, "0,1,2,2".
         cp: the number of ranks.
-        slot_shards: the most sources of a hop. None is no limit, but `SLOT_SHARDS` for `auto`.
+        slot_shards: the most sources of a hop. None is `SLOT_SHARDS` for `auto`, and no limit for
+            other schedules.
         one_source: `auto` means `ring`, for routes that pass keys from neighbor to neighbor.
 
     Raises `PlanError` for an unknown name, and for a schedule that does not start with hop 0 alone,
@@ -84,8 +87,8 @@ def resolve(
 
 
 def parse(words: str) -> str | Schedule:
-    """A name in `NAMES`, or a tuple from text such as "0,1,2,2". Raises `PlanError` for other text,
-    and as `check` does.
+    """Read a name in `NAMES`, or a schedule from text such as "0,1,2,2". Raises `PlanError` for
+    other text, and as `check` does.
     """
     words = words.strip()
     if words in NAMES:
@@ -102,8 +105,8 @@ def parse(words: str) -> str | Schedule:
 
 
 def check(hops: Schedule, cp: int | None = None) -> None:
-    """Raises `PlanError` unless `hops` maps the ring distances of `cp` ranks (None: of any number)
-    to hops as described above.
+    """Raise `PlanError` unless `hops` maps the ring distances of `cp` ranks to hops as described
+    above. With None, the number of ranks is not checked.
     """
     shown = f"schedule {text(hops)}"
     if cp is not None and len(hops) != cp:
@@ -128,21 +131,22 @@ def check(hops: Schedule, cp: int | None = None) -> None:
 
 
 def text(schedule: str | Sequence[int]) -> str:
-    """A schedule as settings and messages show it: its name, or its hops as in 0,1,2,2."""
+    """Return a schedule as settings and messages show it: its name, or its hops as in 0,1,2,2."""
     return schedule if isinstance(schedule, str) else ",".join(map(str, schedule))
 
 
 def group_sizes(hops: Schedule) -> list[int]:
-    """The number of sources of each hop from hop 1 on."""
+    """Return the number of sources of each hop from hop 1 on."""
     return [int(size) for size in np.bincount(hops)[1:]]
 
 
 def auto(cp: int, slot_shards: int = SLOT_SHARDS) -> Schedule:
-    """The schedule of masks whose ranks read most keys of most others: 2 sources in the first
-    remote hop, whose transfer must hide behind the rank's own keys, then `slot_shards` in each.
+    """Return the schedule for masks whose ranks read most keys of most others: 2 sources in the
+    first remote hop, whose transfer must hide behind the rank's own keys, then `slot_shards` in
+    each.
 
-    So no hop is larger with more ranks, and memory does not grow with cp. Of all schedules with so
-    many sources a hop the fastest is about a hundredth faster, for causal and full masks.
+    So hops do not grow with the number of ranks, and neither does memory. The fastest of all
+    schedules with so many sources a hop is about a hundredth faster, for causal and full masks.
     """
     first = min(2, slot_shards, cp - 1)
     later = (2 + place // slot_shards for place in range(cp - 1 - first))
@@ -150,6 +154,8 @@ def auto(cp: int, slot_shards: int = SLOT_SHARDS) -> Schedule:
 
 
 def ring_distance(rank: Ints | int, owner: Ints | int, cp: int) -> Any:
-    """The ring distance of `rank` from `owner`, (rank - owner) mod cp; numbers or int64 arrays."""
+    """Return the ring distance of `rank` from `owner`, (rank - owner) mod cp; numbers or int64
+    arrays.
+    """
     number: Any = rank - owner
     return number + cp * (number < 0)  # divisions of many numbers take much longer

@@ -1,4 +1,4 @@
-"""The pieces of a mask cut into tiles of shards: queries of one rank, keys of one owner."""
+"""Cuts the pieces of a mask into tiles of shards: queries of one rank, keys of one owner."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from cp_ring.plan.tables import PlanTables
 from cp_ring.plan.tiles import OPEN, Tiles
 
 Parts = tuple[Tiles, Ints, Ints, Ints]
-"""Tiles, the rank of the queries of each, the owner of its keys, and what to add to its queries for
-their place in the shard. Keys are in their shard.
+"""Tiles with keys in their shard, the rank of each tile's queries, the owner of its keys, and the
+number to add to its queries for their place in the shard.
 """
 
 
 def shard_tiles(
     pieces: Tiles, layout: Layout, member: int | None = None
 ) -> tuple[Tiles, Ints, Ints]:
-    """Fitted tiles that allow the pairs of `pieces`, each of one rank and one owner, in positions
-    of their shards: (tiles, rank of each, owner of each). With `member`, those of which it is rank
-    or owner.
+    """Return fitted tiles that allow the pairs of `pieces`, each of one rank and one owner, in
+    positions of their shards: (tiles, rank of each, owner of each). With `member`, only the tiles
+    whose rank or owner it is.
 
-    Not every pair of chunks is a tile, of which there are millions where a document has thousands
-    of chunks. A shard holds its chunks in ascending order, so that the keys of an owner within a
-    range of the stream are one range of its shard. So are the queries that one piece alone has.
+    A tile for each pair of chunks would give millions of tiles where a document has thousands of
+    chunks. A shard holds its chunks in ascending order, so the keys of an owner within a range of
+    the stream are one range of its shard. So are the queries that one piece alone has.
     """
     parts, rank, slide = _query_parts(pieces, layout)
     if member is None:
@@ -42,11 +42,11 @@ def shard_tiles(
 
 
 def _query_parts(pieces: Tiles, layout: Layout) -> tuple[Tiles, Ints, Ints]:
-    """Pieces cut by the chunks of their queries, the rank of each, and what to add to its queries
-    for their place in the shard.
+    """Return pieces cut by the chunks of their queries, the rank of each part, and the number to
+    add to its queries for their place in the shard.
 
-    Parts of a piece without a band that shares no query are one for each rank, already in the
-    shard.
+    A piece without a band that shares no query with another one gives one part for each rank,
+    already in the shard.
     """
     edges, owner = layout.edges, layout.owner
     piece, chunk = overlaps(pieces.q0, pieces.q1, edges[:-1], edges[1:])
@@ -72,7 +72,7 @@ def _query_parts(pieces: Tiles, layout: Layout) -> tuple[Tiles, Ints, Ints]:
 
 
 def _alone(pieces: Tiles) -> np.ndarray:
-    """bool [pieces]: without a band, and no other piece has one of its queries."""
+    """Return bool [pieces]: True if a piece has no band and shares no query with another piece."""
     sort = np.argsort(pieces.q0, kind="stable")
     q0, q1 = pieces.q0[sort], pieces.q1[sort]
     free = np.ones(len(pieces), bool)
@@ -86,10 +86,10 @@ def _alone(pieces: Tiles) -> np.ndarray:
 def _key_parts(
     parts: Tiles, rank: Ints, slide: Ints, layout: Layout, chunks: Ints | None = None
 ) -> Parts:
-    """Parts cut by the chunks of their keys, or by these `chunks` of them alone.
+    """Return the parts cut by the chunks of their keys, or by these `chunks` alone.
 
-    Chunks that all queries of a part see, where there are more of them than owners, are one tile
-    for each owner.
+    If all queries of a part see more chunks than there are owners, these chunks are one tile for
+    each owner.
     """
     edges, count = layout.edges, len(parts)
     part, start, end = np.arange(count), parts.k0, parts.k1
@@ -117,15 +117,15 @@ def _key_parts(
 
 
 def _chunks_of_all(parts: Tiles, edges: Ints) -> tuple[Ints, Ints]:
-    """First and end of the chunks of which each part's queries see all keys."""
+    """Return the first and the end of the chunks whose keys all queries of each part see."""
     k0 = np.where(parts.lo == -OPEN, parts.k0, np.maximum(parts.k0, parts.q1 - 1 + parts.lo))
     k1 = np.where(parts.hi == OPEN, parts.k1, np.minimum(parts.k1, parts.q0 + parts.hi + 1))
     return np.searchsorted(edges, k0), np.searchsorted(edges, k1, "right") - 1
 
 
 def _key_ranges(part: Ints, first: Ints, last: Ints, layout: Layout) -> Ints:
-    """The keys of whole chunks [first, last) in the shards of their owners: int64 [4, tiles], the
-    part, the owner, and the range of its shard.
+    """Return the keys of whole chunks [first, last) in the shards of their owners: int64 [4,
+    tiles], the part, the owner, and the range of its shard.
     """
     which, owner = expand(np.zeros_like(part), np.full_like(part, layout.cp))
     k0, k1 = (_tokens_before(owner, chunk[which], layout) for chunk in (first, last))
@@ -133,7 +133,7 @@ def _key_ranges(part: Ints, first: Ints, last: Ints, layout: Layout) -> Ints:
 
 
 def _tokens_before(owner: Ints, chunk: Ints, layout: Layout) -> Ints:
-    """The tokens of an owner in chunks before `chunk`."""
+    """Return the number of an owner's tokens in chunks before `chunk`."""
     count = len(layout.owner) + 1
     order = np.argsort(layout.owner, kind="stable")
     numbers = layout.owner[order] * count + order
@@ -144,8 +144,8 @@ def _tokens_before(owner: Ints, chunk: Ints, layout: Layout) -> Ints:
 
 
 def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
-    """The plan's tiles in positions of the stream, split where chunks of a shard meet, and the
-    index of the tile of each.
+    """Return the plan's tiles in positions of the stream, split where chunks of a shard meet, and
+    the index of the tile of each.
     """
     start, end, slide, shard = _shards(plan.layout)
     # All shards lie end to end on one axis, so that one search finds the tiles of all ranks.
@@ -163,8 +163,8 @@ def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
 
 
 def _shards(layout: Layout) -> tuple[Ints, Ints, Ints, Ints]:
-    """All shards end to end: start and end of each chunk there, what to add for its tokens in the
-    stream, and the start of each shard.
+    """Lay all shards end to end: return the start and end of each chunk there, the number to add
+    for its tokens in the stream, and the start of each shard.
     """
     chunk = np.argsort(layout.owner, kind="stable")
     size = np.diff(layout.edges)[chunk]

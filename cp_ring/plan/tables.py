@@ -1,7 +1,7 @@
 """The tables of a plan: what every rank needs, computes and moves, for all ranks and for one.
 
-The rest of the plan makes or reads these tables. A route turns `Need` into `Transfers`; a `Plan`
-has `PlanTables`; the proof checks them; the executor runs one rank's `RankPlan`.
+Everything else in the plan makes or reads these tables. A route turns `Need` into `Transfers`; a
+`Plan` has `PlanTables`; the proof checks them; the executor runs one rank's `RankPlan`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cp_ring.plan.tiles import Tiles, split_in_half
 
 @dataclass(frozen=True, eq=False)
 class Need:
-    """Tokens `[start, end)` of `owner`'s shard that `rank` reads at `hop`.
+    """The keys that ranks need: `rank` reads tokens `[start, end)` of `owner`'s shard at `hop`.
 
     int64 arrays, sorted by rank, hop, distance from the owner, and start. `schedule` maps distance
     to hop.
@@ -44,11 +44,10 @@ class Transfers:
     """Messages between ranks: tokens `[start, end)` of `owner`'s shard go from `sender` to
     `receiver`.
 
-    All fields are int64 arrays of one length, one entry a message. `hop` tells when: keys fill the
-    receiver's key buffer of that hop, gradients leave the sender's gradient buffer of that hop.
-    `buffer` is the hop of the buffer at the other
-    end: the sender's key buffer, or the receiver's gradient buffer; 0 is the rank's own shard or
-    accumulators.
+    All fields are int64 arrays of one length, one entry a message. `hop` is the hop whose key
+    buffer at the receiver the keys fill, or whose gradient buffer at the sender the gradients
+    leave. `buffer` is the hop of the buffer at the other end: the sender's key buffer, or the
+    receiver's gradient buffer; 0 is the rank's own shard or its accumulators.
     """
 
     hop: Ints
@@ -70,7 +69,7 @@ class Transfers:
         return self.end - self.start
 
     def joined(self, other: Transfers) -> Transfers:
-        """The messages of both."""
+        """Return the messages of both tables."""
         return Transfers(
             *(
                 np.concatenate([getattr(x, field.name) for x in (self, other)])
@@ -79,27 +78,27 @@ class Transfers:
         )
 
     def sorted_by(self, *names: str) -> Transfers:
-        """Sorted by the named fields, the most significant first."""
+        """Return the messages sorted by the named fields, the most significant first."""
         return self[sort_index(*(getattr(self, name) for name in names))]
 
     def in_buffer_order(self, holder: str, cp: int) -> Transfers:
-        """Sorted as tokens lie in the buffers of `holder` (`receiver` or `sender`).
+        """Return the messages in the order of the buffers of `holder` (`receiver` or `sender`).
 
-        That is by holder, hop, distance of the holder from the owner, and start.
+        The order is by holder, hop, distance of the holder from the owner, and start.
         """
         rank: Ints = getattr(self, holder)
         return self[sort_index(rank, self.hop, ring_distance(rank, self.owner, cp), self.start)]
 
     def where(self, name: str, value: int) -> Transfers:
-        """A view of the messages with this value in field `name`, by which the table must be sorted
-        first.
+        """Return a view of the messages with this value in field `name`. The table must be sorted
+        by that field first.
         """
         return self[slice(*np.searchsorted(getattr(self, name), [value, value + 1]))]
 
 
 @dataclass(frozen=True, eq=False)
 class PlanTables:
-    """Tiles and transfers of all ranks, or of all members of a ring, which count as ranks here (see
+    """Tiles and transfers of all ranks. The members of a ring count as ranks here (see
     `cp_ring.plan.exchange.members`).
 
     layout: which rank holds which tokens.
@@ -147,7 +146,7 @@ class Transfer:
     """Tokens `[start, end)` of a buffer, sent to or received from `peer`, one message for each
     range.
 
-    `buffer` names the buffer: 0 is the rank's own shard, t > 0 the buffer of hop t. It is 0 as well
+    `buffer` names the buffer: 0 is the rank's own shard, t > 0 the buffer of hop t. It is also 0
     for the buffer of the hop that the transfer belongs to.
     """
 
@@ -160,24 +159,22 @@ class Transfer:
         return sum(end - start for start, end in self.ranges)
 
     def packed(self, first: int = 0) -> Transfer:
-        """The same messages laid end to end, from token `first` of another buffer."""
+        """Return the same messages laid end to end, from token `first` of another buffer."""
         cuts = list(accumulate((end - start for start, end in self.ranges), initial=first))
         return Transfer(self.peer, tuple(pairwise(cuts)), self.buffer)
 
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """What one rank does at one hop.
+    """The work and the messages of one rank at one hop.
 
-    Keys: `receives` fill the `num_keys` tokens of this hop's key buffer. At hop 0 the buffer is the
-    rank's own shard, and
-    nothing is received. `sends` leave at the same time. Both are posted before the previous hop is
-    computed.
+    Keys: `receives` fill the `num_keys` tokens of this hop's key buffer, and `sends` leave at the
+    same time. Both are posted before the previous hop is computed. At hop 0 the buffer is the
+    rank's own shard, and nothing is received.
 
     Tiles: queries are tokens of the rank's shard; keys are tokens of this hop's key buffer.
-    `sources` are the ranks whose
-    keys, or gradients of keys, are in the hop's buffers, one after the other in this order; none if
-    the hop only sends. A tile may reach over the keys of several of them.
+    `sources` are the ranks whose keys, or gradients of keys, lie in the hop's buffers, in this
+    order; there are none if the hop only sends. A tile may span the keys of several sources.
 
     Gradients, backward only: key k of tile i belongs to token `k + grad_shift[i]` of this hop's
     gradient buffer of `num_grads` tokens. After the hop is computed, `grad_sends` leave from that
@@ -198,13 +195,13 @@ class Hop:
 
     @cached_property
     def pairs(self) -> int:
-        """Allowed pairs of queries and keys in the tiles: the work of the hop."""
+        """The number of allowed pairs of queries and keys in the tiles: the work of the hop."""
         return int(self.tiles.area().sum())
 
 
 class Hops(Sequence[Hop]):
-    """Hops that are made when first read: one rank of 1,024 has 1,024 hops, and needs one at a
-    time.
+    """A sequence of hops that makes each hop when it is first read: one rank of 1,024 has 1,024
+    hops, and needs one at a time.
     """
 
     def __init__(self, make: Callable[[int], Hop], live: list[int]):
@@ -236,14 +233,14 @@ class Hops(Sequence[Hop]):
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """One rank's hops; hops at which the rank neither computes nor moves anything are left out.
+    """One rank's hops, without those at which the rank neither computes nor moves anything.
 
-    Hops are those of the rank's member of the ring, and count ranks as members: `num_tokens` is the
-    size of the member's shard, `batch` the number of batch rows that it holds, `pieces` the number
-    of pieces of the mask. `exchange` is how the tokens of the member's ranks come to all of them;
-    None where the rank is its own member. `forwards` says that some ranks pass on keys of others.
-    `identity` is that of the whole plan (`cp_ring.plan.rank_plan`), by which ranks find out whether
-    they run the same plan; () is not compared.
+    The hops are those of the rank's member of the ring, and count members as ranks: `num_tokens` is
+    the size of the member's shard, `batch` the number of batch rows in it, `pieces` the number of
+    pieces of the mask. `exchange` says how the tokens of the member's ranks come to all of them; it
+    is None if the rank is its own member. `forwards` is True if some ranks pass on keys of others.
+    `identity` identifies the whole plan (`cp_ring.plan.rank_plan`), so that ranks can check that
+    they run the same one; () is not compared.
     """
 
     rank: int
@@ -258,17 +255,17 @@ class RankPlan:
 
     @property
     def ulysses(self) -> int:
-        """Ranks of the member."""
+        """The number of ranks of the member."""
         return 1 if self.exchange is None else self.exchange.ranks
 
     @property
     def member(self) -> int:
-        """Which member of the ring the rank belongs to."""
+        """The index of the rank's member in the ring."""
         return self.rank // self.ulysses
 
     @property
     def shard_tokens(self) -> int:
-        """Tokens of the rank's own shard."""
+        """The number of tokens in the rank's own shard."""
         if self.exchange is None:
             return self.num_tokens
         return self.exchange.held(self.rank % self.ulysses)
@@ -291,25 +288,25 @@ class RankPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Of the whole plan: equal on the ranks that run the same one."""
+        """A string that is equal on all ranks that run the same plan."""
         return ";".join(f"{name}={content}" for name, content, _ in self.identity)
 
     @cached_property
     def packed(self) -> bool:
-        """Whether the mask has many pieces, as with packed documents."""
+        """True if the mask has many pieces, as with packed documents."""
         return self.pieces > 4
 
     @cached_property
     def max_keys(self) -> int:
-        """Tokens of the largest key buffer that a hop receives."""
+        """The number of tokens of the largest key buffer that a hop receives."""
         return max((hop.num_keys for hop in self.hops if hop.receives), default=0)
 
     @cached_property
     def max_grads(self) -> int:
-        """Tokens of the largest gradient buffer of a hop other than hop 0."""
+        """The number of tokens of the largest gradient buffer of a hop after hop 0."""
         return max((hop.num_grads for hop in self.hops if hop.index), default=0)
 
     @cached_property
     def max_grad_receives(self) -> int:
-        """Tokens of the most gradients that arrive at one hop."""
+        """The largest number of tokens whose gradients arrive at one hop."""
         return max((sum(t.tokens for t in hop.grad_receives) for hop in self.hops), default=0)

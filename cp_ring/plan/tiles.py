@@ -34,7 +34,7 @@ OPEN = 1 << 60
 
 
 class Tile(NamedTuple):
-    """One tile, for people and kernels. `lo` = -OPEN and `hi` = OPEN leave that side unbounded."""
+    """One tile, for people and kernels. `lo` = -OPEN or `hi` = OPEN leaves that side unbounded."""
 
     q0: int
     q1: int
@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """A square cut by its main diagonal: query i sees keys 0 to i."""
+        """True for a square cut by its main diagonal: query i sees keys 0 to i."""
         return (
             self.lo == -OPEN
             and self.hi == self.k0 - self.q0
@@ -118,7 +118,9 @@ class Tiles:
         return f"Tiles({list(self)[:4]}{'...' if len(self) > 4 else ''})"
 
     def shifted(self, queries: Ints | int, keys: Ints | int) -> Tiles:
-        """The same tiles, with `queries` added to query positions and `keys` to key positions."""
+        """Return the same tiles with `queries` added to query positions and `keys` to key
+        positions.
+        """
         data = self.data.copy()
         data[0:2] += queries
         data[2:4] += keys
@@ -137,7 +139,9 @@ class Tiles:
         lo: Ints | int = -OPEN,
         hi: Ints | int = OPEN,
     ) -> Tiles:
-        """Tiles from their columns, int64 [count] or, but for `q1`, one number for all tiles."""
+        """Make tiles from their columns. Each is int64 [count]; all but `q1` may be one number for
+        all tiles.
+        """
         data = np.empty((6, len(q1)), np.int64)
         for numbers, column in zip(data, (q0, q1, k0, k1, lo, hi), strict=True):
             numbers[:] = column
@@ -155,7 +159,7 @@ class Tiles:
         k0: Ints | int = -OPEN,
         k1: Ints | int = OPEN,
     ) -> Tiles:
-        """Each tile cut to its own rectangle and fitted. The count stays; empty tiles have
+        """Return each tile cut to its own rectangle and fitted. The count stays; empty tiles have
         `q0 >= q1`.
         """
         data = self.data.copy()
@@ -166,29 +170,31 @@ class Tiles:
         return Tiles(_fit(data))
 
     def fitted(self) -> Tiles:
-        """Without queries that see no key and keys that no query sees. The count stays; empty tiles
-        have `q0 >= q1`.
+        """Return the tiles without queries that see no key and keys that no query sees. The count
+        stays; empty tiles have `q0 >= q1`.
 
         Bounds that cut nothing become open, so that equal areas compare equal.
         """
         return Tiles(_fit(self.data.copy()))
 
     def trimmed(self) -> Tiles:
-        """Fitted, and without empty tiles."""
+        """Return the fitted tiles without empty ones."""
         fitted = self.fitted()
         return fitted[fitted.live()]
 
     def uneven(self, block: int) -> NDArray[np.bool_]:
-        """bool [tiles]: whether the number of queries or of keys is not a multiple of `block`."""
+        """Return bool [tiles]: True if the number of queries or of keys is not a multiple of
+        `block`.
+        """
         return ((self.q1 - self.q0) % block != 0) | ((self.k1 - self.k0) % block != 0)
 
     def live(self) -> Ints | slice:
-        """Index of the tiles that are not empty. The tiles must be fitted."""
+        """Return the index of the tiles that are not empty. The tiles must be fitted."""
         live = self.q0 < self.q1
         return slice(None) if live.all() else np.flatnonzero(live)
 
     def area(self) -> Ints:
-        """Allowed (query, key) pairs of each tile, exactly, int64."""
+        """Return the exact number of allowed (query, key) pairs of each tile, int64."""
         full = (self.q1 - self.q0) * (self.k1 - self.k0)
         # Pairs above the band (k - q > hi) and below it (k - q < lo) are triangles with a corner
         # cut off.
@@ -198,7 +204,9 @@ class Tiles:
 
 
 def _corner(height: Ints, width: Ints, depth: Ints) -> Ints:
-    """Cells of a height x width grid whose diagonal distance from one corner is below `depth`."""
+    """Count the cells of a height x width grid whose diagonal distance from one corner is below
+    `depth`.
+    """
     depth = np.clip(depth, 0, height + width - 1)
 
     def triangle(side: Ints) -> Ints:
@@ -209,7 +217,7 @@ def _corner(height: Ints, width: Ints, depth: Ints) -> Ints:
 
 
 def _fit(data: Ints) -> Ints:
-    """Fits tiles in place: see `Tiles.fitted`."""
+    """Fit tiles in place: see `Tiles.fitted`."""
     q0, q1, k0, k1, lo, hi = data
     empty = lo > hi
     np.maximum(q0, k0 - hi, out=q0)
@@ -227,9 +235,9 @@ def _fit(data: Ints) -> Ints:
 def split_at_edges(
     pieces: Tiles, edges: Ints, key_edges: Ints | None = None
 ) -> tuple[Tiles, Ints, Ints]:
-    """Pieces of a mask cut at chunk edges, as (tiles, query chunk of each, key chunk of each).
+    """Cut the pieces of a mask at chunk edges: (tiles, query chunk of each, key chunk of each).
 
-    Queries are cut at `edges`, keys at `key_edges`, by default the same.
+    Queries are cut at `edges`, keys at `key_edges`, which are by default the same.
     """
     key_edges = edges if key_edges is None else key_edges
     piece, query_chunk = overlaps(pieces.q0, pieces.q1, edges[:-1], edges[1:])
@@ -243,8 +251,7 @@ def split_at_edges(
 
 
 def split_in_half(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
-    """The tiles in two parts of about half of the pairs each: those before and those from one
-    query.
+    """Split the tiles at one query into two parts with about half of the pairs each.
 
     Each part comes with the index of the tile that each of its tiles is part of. With many queries,
     the cut is at the multiple of 128 nearest to half, because kernels work in blocks of 128
@@ -265,8 +272,8 @@ def split_in_half(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
 
 
 def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
-    """Joins neighbors of the same group whose union is one tile, as the two chunks of a zigzag
-    shard often are. The tiles must be fitted and disjoint.
+    """Join neighbors of the same group whose union is one tile, as the two chunks of a zigzag shard
+    often are. The tiles must be fitted and disjoint.
 
     `group` numbers each tile's group; the result is sorted by (group, q0, k0).
     """
@@ -280,10 +287,10 @@ def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
 
 
 def _runs_of_one_tile(tiles: Tiles, group: Ints, along_queries: bool) -> Ints:
-    """The first of each run of sorted tiles whose union is one tile.
+    """Return the index of the first tile of each run of sorted tiles whose union is one tile.
 
-    A run is a chain of neighbors of which each two make a tile, or two of them where the whole
-    chain makes none.
+    A run is a chain of tiles in which each two neighbors make a tile. If the whole chain makes no
+    tile, a run is two of its neighbors.
     """
     near = _neighbors(tiles, group, along_queries)
     first = np.flatnonzero(np.append(True, ~near)[: len(tiles)])
@@ -300,7 +307,7 @@ def _runs_of_one_tile(tiles: Tiles, group: Ints, along_queries: bool) -> Ints:
 
 
 def _neighbors(tiles: Tiles, group: Ints, along_queries: bool) -> NDArray[np.bool_]:
-    """bool [tiles - 1]: whether the union of a tile and the next one is a tile; the two are
+    """Return bool [tiles - 1]: True if the union of a tile and the next one is a tile. The two are
     neighbors in queries or, with the same queries, in keys.
     """
     a, b = tiles.data[:, :-1], tiles.data[:, 1:]
@@ -316,24 +323,26 @@ def _neighbors(tiles: Tiles, group: Ints, along_queries: bool) -> NDArray[np.boo
 
 
 def _hulls(tiles: Tiles, first: Ints) -> Tiles:
-    """The tile that holds each run of tiles, which begins at `first`, if there is one."""
+    """Return the tile that holds each run of tiles, if there is one. Runs begin at `first`."""
     low, high = (np.minimum.reduceat, np.maximum.reduceat)
     ways = (low, high, low, high, high, low)
     return Tiles(np.stack([way(row, first) for way, row in zip(ways, tiles.data, strict=True)]))
 
 
 def _is_part(whole: Tiles, part: Tiles, along_queries: bool) -> NDArray[np.bool_]:
-    """bool [tiles]: whether a tile is what the whole one has at its queries, or at its keys."""
+    """Return bool [tiles]: True if a tile equals the whole one cut to its queries, or to its
+    keys.
+    """
     cut = whole.within(part.q0, part.q1) if along_queries else whole.within(k0=part.k0, k1=part.k1)
     return (cut.data == part.data).all(0)
 
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """Intervals of keys of strips, sorted by strip and first key.
+    """Intervals of keys in strips of queries, sorted by strip and first key.
 
-    strip: int64 [count], the strip of each.
-    tile: int64 [count], the tile that each is of; of joined ones the first.
+    strip: int64 [count], the strip of each interval.
+    tile: int64 [count], the tile that the interval is part of; for joined intervals the first one.
     sides: int64 [4, count], first key and end at the first query of the strip, and the same at its
     last query.
     """
@@ -346,19 +355,21 @@ class Intervals:
         return Intervals(self.strip[index], self.tile[index], self.sides[:, index])
 
     def overlap(self) -> int | None:
-        """Index of the first interval that shares a key with the one before it, at some query of
-        their strip.
+        """Return the index of the first interval that shares a key with the one before it at some
+        query of their strip, or None.
 
         It is enough to compare neighbors at both ends. Sides are linear and move by at most one key
-        from a query to the next, so that two intervals cannot change places without sharing a key.
-        Then they are in the wrong order at the last query.
+        from a query to the next, so two intervals cannot change places without sharing a key. If
+        they do, they are in the wrong order at the last query.
         """
         same = self.strip[1:] == self.strip[:-1]
         bad = np.flatnonzero(same & (self.sides[1::2, :-1] > self.sides[0::2, 1:]).any(0))
         return int(bad[0]) + 1 if len(bad) else None
 
     def joined(self) -> Intervals:
-        """Neighbors that touch at all queries of a strip as one interval. No two may overlap."""
+        """Join neighbors that touch at all queries of a strip into one interval. No two may
+        overlap.
+        """
         touch = (self.strip[1:] == self.strip[:-1]) & (
             self.sides[1::2, :-1] == self.sides[0::2, 1:]
         ).all(0)
@@ -369,11 +380,11 @@ class Intervals:
 
 
 def cuts_of(n: int, *tables: Tiles) -> Ints:
-    """Queries at which a tile begins, ends, or has a side that starts or stops to slope: int64,
-    ascending, within 0 to `n`.
+    """Return the queries at which a tile begins or ends, or one of its sides starts or stops to
+    slope: int64, ascending, within 0 to `n`.
 
-    The tiles must be fitted (`Tiles.fitted`) and lie within `n` queries. Costs a byte for each
-    query.
+    The tiles must be fitted (`Tiles.fitted`) and lie within `n` queries. The cost is a byte for
+    each query.
     """
     marks = np.zeros(n + 1, bool)
     for tiles in tables:
@@ -386,8 +397,8 @@ def cuts_of(n: int, *tables: Tiles) -> Ints:
 
 
 def intervals(tiles: Tiles, cuts: Ints) -> Intervals:
-    """The keys that each tile allows in each strip between two of `cuts`. Costs an entry for each
-    pair (tile, strip).
+    """Return the keys that each tile allows in each strip between two of `cuts`. The cost is an
+    entry for each pair (tile, strip).
     """
     first = np.searchsorted(cuts, tiles.q0)
     tile, strip = expand(first, np.searchsorted(cuts, tiles.q1) - first)
@@ -398,13 +409,15 @@ def intervals(tiles: Tiles, cuts: Ints) -> Intervals:
 
 
 def _keys(tiles: Tiles, which: Ints, query: Ints) -> Ints:
-    """First key that tile `which` allows a query, and the end of its keys: int64 [2, pairs]."""
+    """Return the first key that tile `which` allows a query, and the end of its keys: int64 [2,
+    pairs].
+    """
     k0, k1, lo, hi = tiles.data[2:, which]
     return np.stack([np.maximum(k0, query + lo), np.minimum(k1, query + hi + 1)])
 
 
 class Overlap(NamedTuple):
-    """Two pieces that both have the pair (query, key)."""
+    """Two pieces that share the pair (query, key)."""
 
     one: int
     other: int
@@ -413,8 +426,8 @@ class Overlap(NamedTuple):
 
 
 def first_overlap(n: int, pieces: Tiles) -> Overlap | None:
-    """The first overlap of two fitted pieces, None if all are disjoint. Interval arithmetic: see
-    `Intervals`.
+    """Return the first overlap of two fitted pieces, or None if all are disjoint. It is found by
+    the interval arithmetic of `Intervals`.
     """
     cuts = cuts_of(n, pieces)
     keys = intervals(pieces, cuts)
@@ -430,11 +443,11 @@ def first_overlap(n: int, pieces: Tiles) -> Overlap | None:
 
 
 def joined(n: int, pieces: Tiles) -> Tiles:
-    """Disjoint pieces that allow what at least one of the fitted `pieces` allows.
+    """Return disjoint pieces that allow each pair that at least one of the fitted `pieces` allows.
 
     Strips are cut further where two sides cross, so that within a strip the order of all sides is
-    the same at every query. Then the union of a strip's intervals at its first and at its last
-    query is that of all its queries.
+    the same at every query. Then the union of a strip's intervals can be read off its first and its
+    last query.
     """
     cuts = cuts_of(n, pieces)
     keys = intervals(pieces, cuts)

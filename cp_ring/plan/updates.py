@@ -1,10 +1,10 @@
-"""Updates: which partial results are added to a total at one time, so that memory is read and
-written as rarely as possible.
+"""Updates group the partial results that are added to a total at one time, so that memory is read
+and written as rarely as possible.
 
 A total is a tensor that a rank sums up: out with lse, dq, or dk with dv of one hop's keys. Its
 partial results come one after the other, from kernel calls and from other ranks. An update is one
-pass over memory: it reads up to `MAX_PARTS` partial results, and what earlier updates have stored,
-and stores the total so far.
+pass over memory: it reads up to `MAX_PARTS` partial results and the total that earlier updates have
+stored, and stores the new total.
 
 - Tokens that no earlier update has touched are stored, not added to zeros. So totals are not filled
   with zeros.
@@ -29,7 +29,7 @@ from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of
 from cp_ring.plan.tables import Hop, Transfer
 
 MAX_PARTS = 4
-"""Partial results of one update. So many wait for it at most."""
+"""The most partial results of one update, and so the most that wait for it."""
 
 ABSENT = -1
 """The position of a segment in a partial result that has none of its tokens."""
@@ -40,7 +40,7 @@ class Partial:
     """The tokens of a partial result: range i of the total, [start[i], end[i]), is at `position[i]`
     of the partial result.
 
-    With `reverse`, each range is in reverse order there. `arrived` tells that the partial result
+    With `reverse`, each range is in reverse order there. `arrived` is True if the partial result
     comes from another rank.
     """
 
@@ -58,7 +58,9 @@ class Partial:
         reverse: bool = False,
         arrived: bool = False,
     ) -> Partial:
-        """Ranges that lie end to end in the partial result, from token `first` on."""
+        """Make a `Partial` of ranges that lie end to end in the partial result, from token `first`
+        on.
+        """
         start, end = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
         return cls(start, end, first + starts_of(end - start), reverse, arrived)
 
@@ -71,12 +73,13 @@ class Update:
         start and end;
         1 if no earlier update has stored something there, else 0;
         1 if no later update will, else 0;
-        and for each part the position of the first token in it, ABSENT if the part has none of the
+        and for each part the position of its first token, ABSENT if the part has none of the
         tokens, or -2 - position if the part has them in reverse order. A segment without parts is
         filled with zeros.
-    arrived: whether each part comes from another rank.
-    whole: a kernel call's part is the whole total, so that nothing has to be computed, nor moved if
-        its dtype is right. What arrives is in a buffer that the next messages will overwrite.
+    arrived: for each part, True if it comes from another rank.
+    whole: True if a kernel call's part is the whole total: nothing has to be computed, nor moved if
+    its dtype is right. It is False for parts that arrive, because the next messages will overwrite
+    their buffer.
     """
 
     segments: Ints
@@ -89,7 +92,9 @@ class Update:
 
     @cached_property
     def read(self) -> tuple[int, int]:
-        """Tokens read from partial results of kernel calls, and from those of other ranks."""
+        """The numbers of tokens read from partial results of kernel calls and from those of other
+        ranks.
+        """
         start, end = self.segments[:2]
         tokens = [int((end - start)[position != ABSENT].sum()) for position in self.segments[4:]]
         computed, arrived = (
@@ -100,8 +105,8 @@ class Update:
 
     @cached_property
     def stored(self) -> tuple[int, int, int]:
-        """Tokens of the running total that are read and that are written, and tokens of the result
-        that are written.
+        """The numbers of tokens of the running total that are read and that are written, and of
+        tokens of the result that are written.
         """
         start, end, first, last = self.segments[:4]
         size = end - start
@@ -124,7 +129,7 @@ class _Total:
         self.closed = False
 
     def close(self) -> None:
-        """Closes the last fused update. The next partial result starts another one, because the
+        """Close the last fused update. The next partial result starts another one, because the
         input buffer is reused.
         """
         self.closed = True
@@ -133,10 +138,10 @@ class _Total:
 def query_updates(
     parts: Iterable[Iterable[Partial]], num_tokens: int, most: int = MAX_PARTS
 ) -> tuple[Update, ...]:
-    """Updates of out, or of dq, from the parts of each hop's kernel calls in their order; each of
-    at most `most` parts.
+    """Return the updates of out, or of dq, each of at most `most` parts. `parts` has the parts of
+    each hop's kernel calls in their order.
 
-    Those of the rank's own keys wait for the first remote ones; no others wait for the next hop, so
+    Parts of the rank's own keys wait for the first remote ones; no others wait for the next hop, so
     that memory does not depend on the number of hops.
     """
     total = _Total(num_tokens, most)
@@ -151,11 +156,11 @@ def query_updates(
 def gradient_updates(
     hops: Sequence[Hop], parts: Sequence[Sequence[Partial]], num_tokens: int
 ) -> dict[int, tuple[Update, ...]]:  # fmt: skip
-    """Updates of dk and dv by the index of the hop whose gradient buffer they fill; hop 0 has the
-    rank's own accumulators.
+    """Return the updates of dk and dv by the index of the hop whose gradient buffer they fill; hop
+    0 stands for the rank's own accumulators.
 
-    `hops` are those of backward; `parts` are those of the kernel calls of each. Gradients that
-    arrive during a hop are added after it, before the messages of the hop leave.
+    `hops` are those of backward, and `parts` has the parts of each hop's kernel calls. Gradients
+    that arrive during a hop are added after it, before the messages of the hop leave.
     """
     totals = {0: _Total(num_tokens)} | {
         hop.index: _Total(hop.num_grads) for hop in hops if hop.index
@@ -183,7 +188,7 @@ def gradient_updates(
 
 
 def _updates(groups: Sequence[Sequence[Partial]], num_tokens: int) -> tuple[Update, ...]:
-    """One update a group. Tokens that no part has are filled with zeros by the last one."""
+    """Make one update for each group. The last one fills tokens that no part has with zeros."""
     parts = [part for group in groups for part in group]
     start, end, position = (
         np.concatenate([np.zeros(0, np.int64), *(getattr(part, name) for part in parts)])
@@ -232,7 +237,7 @@ def _updates(groups: Sequence[Sequence[Partial]], num_tokens: int) -> tuple[Upda
 
 
 def _joined(table: Ints) -> Ints:
-    """The segments of an update, where neighbors that go on in all parts are one segment."""
+    """Join neighboring segments of an update that are adjacent in all parts."""
     before, after = table[:, :-1], table[:, 1:]
     size = before[1] - before[0]
     goes_on = np.where(

@@ -1,1 +1,1 @@
-"""Tokens that change ranks beside the ring: for heads, and from one layout to another."""
+"""Exchanges of tokens outside of the ring: for heads, and from one layout to another."""

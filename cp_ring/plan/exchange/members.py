@@ -2,12 +2,12 @@
 
 `ulysses` neighboring ranks form a member of the ring. They exchange tokens for heads (an
 all-to-all): each then holds the tokens of the whole member, but only its part of the heads. The
-ring runs over the members, once for each part of the heads; the outputs go back the same way. Every
-rank is its own member with `ulysses=1`, which is the ring alone; all ranks are one member with
-`ulysses=cp`, and there is no ring.
+ring runs over the members, once for each part of the heads; the outputs go back the same way. With
+`ulysses=1` every rank is its own member, and the ring is alone; with `ulysses=cp` all ranks are one
+member, and there is no ring.
 
-DeepSpeed-Ulysses, Jacobs et al., https://arxiv.org/abs/2309.14509; both at once, Fang and Zhao,
-https://arxiv.org/abs/2405.07719.
+Sources: DeepSpeed-Ulysses, Jacobs et al., https://arxiv.org/abs/2309.14509; both axes at once, Fang
+and Zhao, https://arxiv.org/abs/2405.07719.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cp_ring.plan.tables import RankPlan
 
 
 def with_exchange(of_member: RankPlan, layout: Layout, members: Layout, rank: int) -> RankPlan:
-    """The plan of a rank, from that of its member in the ring alone. `layout` is that of the ranks,
-    `members` that of the members.
+    """Return the plan of a rank, made from the plan of its member in the ring alone. `layout` is
+    the layout of the ranks, `members` that of the members.
     """
     ulysses = layout.cp // members.cp
     parts = (
@@ -41,8 +41,8 @@ def with_exchange(of_member: RankPlan, layout: Layout, members: Layout, rank: in
 
 
 def check_members(layout: Layout, members: Layout, ulysses: int) -> None:
-    """Raises `PlanError` unless `members` is the layout of members of `ulysses` ranks each, and
-    each token comes to its place in the shard of its member.
+    """Raise `PlanError` unless `members` is the layout of members of `ulysses` ranks each, and each
+    token comes to its place in the shard of its member.
     """
     check_layout(layout)
     if layout.merged(ulysses).digest != members.digest:

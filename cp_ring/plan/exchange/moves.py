@@ -1,5 +1,5 @@
-"""Token ranges that go from place to place, as data, with its proof: how the tokens of a rolled
-sequence reach the ranks that hold them, and those of several ranks the place where they lie
+"""Moves of token ranges between ranks, as data, with their proof: the tokens of a rolled sequence
+go to the ranks that hold them, and the tokens of several ranks to the place where they lie
 together.
 """
 
@@ -17,19 +17,19 @@ from cp_ring.plan.ranges import Ints, check_all, overlaps, runs, starts_of
 Ranges = tuple[tuple[int, int], ...]
 
 EVERY = -1
-"""In place of a receiver: every rank gets the range."""
+"""Stands for the receiver of a range that every rank gets."""
 
 
 @dataclass(frozen=True, eq=False)
 class Moves:
     """Ranges of tokens that go among `ranks` ranks; int64 arrays of one length, one entry a range.
-    Those between two ranks ascend in both shards or, for the tokens of a roll, in the receiver's.
+    The ranges between two ranks ascend in both shards or, for a roll, in the receiver's shard.
 
     sender, receiver: the ranks that hold the range before and after; equal for tokens that stay.
-        The receiver may be `EVERY`.
-    source, target: where the range begins in what the sender holds and in what the receiver will
-        hold.
-    tokens: how long it is, at least 1.
+    The receiver may be `EVERY`.
+    source, target: where the range begins in the sender's tensor before, and in the receiver's
+    tensor after.
+    tokens: the length of the range, at least 1.
     """
 
     ranks: int
@@ -54,8 +54,9 @@ class Moves:
 
     @classmethod
     def gathered(cls, layout: Layout, members: Layout, member: int = 0) -> Moves:
-        """The tokens of the ranks of a member go to each of them. `members` is `layout.merged(u)`
-        for u ranks of a member; with all ranks as one member, what each gets is the stream.
+        """The tokens of the ranks of a member go to each of these ranks. `members` is
+        `layout.merged(u)` for u ranks of a member; if all ranks are one member, each gets the
+        stream.
         """
         ranks = layout.cp // members.cp
         chunk = np.flatnonzero(layout.owner // ranks == member)
@@ -69,15 +70,15 @@ class Moves:
         return cls(ranks, sender[first], every, source[first], target[first], tokens)
 
     def sends(self, rank: int) -> dict[int, Ranges]:
-        """Ranges of what `rank` holds that go to each rank, itself among them."""
+        """Return the ranges of the tensor of `rank` that go to each rank, itself among them."""
         if ("sends", rank) not in self._read:
             mine = self.sender == rank
             self._read["sends", rank] = self._by_peer(mine, self.receiver, self.source)
         return self._read["sends", rank]
 
     def receives(self, rank: int) -> dict[int, Ranges]:
-        """Ranges of what `rank` will hold that come from each rank, in the order of that rank's
-        `sends`.
+        """Return the ranges of the new tensor of `rank` that come from each rank, in the order of
+        that rank's `sends`.
         """
         if ("receives", rank) not in self._read:
             mine = (self.receiver == rank) | (self.receiver == EVERY)
@@ -94,26 +95,28 @@ class Moves:
 
     @cached_property
     def most_ranges(self) -> int:
-        """Ranges that go from a rank to another one, where they are most."""
+        """The largest number of ranges that go from one rank to another one."""
         pair = self.sender * (self.ranks + 1) + self.receiver + 1
         return int(np.bincount(pair).max(initial=0))
 
     def held(self, rank: int) -> int:
-        """Tokens that `rank` holds, where each of them goes to one place of each receiver."""
+        """Return the number of tokens that `rank` holds, if each of them goes to one place of each
+        receiver.
+        """
         return int(self.tokens[self.sender == rank].sum())
 
     def verify(
         self, before: Layout, after: Layout, shift: int = 0, member: int | None = None
     ) -> None:
-        """Proves that each place of what each receiver will hold is filled once, by the token that
-        belongs there: token i of the stream comes to the place of token (i + shift) mod n.
+        """Prove that each place of each receiver's new tensor is filled once, by the right token:
+        token i of the stream comes to the place of token (i + shift) mod n.
 
-        before, after: the layouts of what ranks hold before and after. With `member`, the ranks are
-        those of this member, and what each of them will hold is what rank `member` of `after` does.
+        before, after: the layouts of the ranks' tensors before and after. With `member`, the ranks
+        are those of this member, and each of them will hold the shard of rank `member` of `after`.
 
         Ranges are cut where a chunk of either layout begins. In a strip between two cuts the token
-        of the stream goes up with the place, before and after, so the first one of each strip is
-        enough. Raises `PlanError`.
+        of the stream goes up with the place, before and after, so checking the first token of each
+        strip is enough. Raises `PlanError`.
         """
         check_all(self.tokens > 0, lambda i: f"moves: range {i} has {self.tokens[i]} tokens")
         sender, receiver, shards = self.sender, self.receiver, np.arange(after.cp)
@@ -147,7 +150,7 @@ class Moves:
         )
 
     def _within(self, layout: Layout, rank: Ints, start: Ints) -> Ints:
-        """Where ranges of shards begin, if the shards of all ranks lie end to end."""
+        """Return where ranges of shards begin if the shards of all ranks lie end to end."""
         size = layout.tokens_per_rank
         known = (rank >= 0) & (rank < layout.cp)
         check_all(
@@ -158,14 +161,14 @@ class Moves:
 
 
 def _places(layout: Layout, token: Ints) -> tuple[Ints, Ints]:
-    """The rank that holds each token of the stream, and where in its shard."""
+    """Return the rank that holds each token of the stream, and the token's place in its shard."""
     chunk = np.searchsorted(layout.edges, token, "right") - 1
     return layout.owner[chunk], layout.starts[chunk] + token - layout.edges[chunk]
 
 
 def _cells(layout: Layout) -> tuple[Ints, Ints]:
-    """Where chunks begin if the shards of all ranks lie end to end, and their end; the tokens of
-    the stream at which chunks begin, in that order.
+    """Lay the shards of all ranks end to end: return where chunks begin and the end of the last
+    one, and the tokens of the stream at which chunks begin, in that order.
     """
     order = np.argsort(layout.owner, kind="stable")
     return np.append(0, np.cumsum(np.diff(layout.edges)[order])), layout.edges[order]

@@ -1,4 +1,4 @@
-"""The proof that the tiles of a plan cover its mask, a part of `cp_ring.plan.proof.verify`."""
+"""The proof that the tiles of a plan cover its mask; part of `cp_ring.plan.proof.verify`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from cp_ring.plan.tiles import OPEN, Intervals, Tiles, cuts_of, intervals
 
 
 def check_cover(plan: PlanTables) -> None:
-    """Every allowed (query, key) pair is computed exactly once, and no other pair is.
+    """Prove that every allowed (query, key) pair is computed exactly once, and no other pair is.
 
     1. All shards lie end to end on one axis of queries. Keys are tokens of their owner's shard. A
        shard holds its chunks in ascending order, so a range of keys of the stream is one range of
        each shard (`_Shards.tokens_before`).
-    2. The axis is cut into strips: at the edges of all tiles, and where one of their sides starts
-       or stops to slope; at the edges of all pieces; and where a side of a piece that slopes starts
-       or stops to, or meets the edge of a chunk of queries or of keys. So within a strip the first
-       and the last key of a tile, and those of a piece in each shard, are linear in the query
-       (constant or slope 1), and a piece sees keys of a shard at all queries or at none.
+    2. The axis is cut into strips: at the edges of all tiles and pieces; where a side of a tile or
+       a piece starts or stops to slope; and where a sloping side of a piece meets the edge of a
+       chunk of queries or of keys. So within a strip the first and the last key of a tile, and
+       those of a piece in each shard, are linear in the query (constant or slope 1), and a piece
+       sees keys of a shard at all queries or at none.
     3. In each strip and for each owner the tiles are sorted by their first key. No two of them may
        overlap at the first or at the last query of the strip, and neighbors that touch at both are
        joined. The same is done with the pieces of the mask. Then the joined intervals of the tiles
-       must be those of the pieces: as many, and with the same ends at both queries.
+       must equal those of the pieces: as many, and with the same ends at both queries.
     4. Two linear functions that agree at both ends of a strip agree in all of it, so the same holds
        for all its queries.
 
@@ -105,8 +105,9 @@ def check_cover(plan: PlanTables) -> None:
 class _Shards:
     """The shards of a layout, end to end on one axis.
 
-    first: where each shard begins. starts: where the chunks of all shards begin, in the order of
-    the axis, and the end of the axis. at: where each chunk of the stream begins.
+    first: where each shard begins.
+    starts: where the chunks of all shards begin, in the order of the axis, and the end of the axis.
+    at: where each chunk of the stream begins.
     """
 
     def __init__(self, layout: Layout):
@@ -123,31 +124,34 @@ class _Shards:
         return owner * len(self.edges) + chunk
 
     def chunk(self, token: Ints) -> Ints:
-        """The chunk that holds a token of the stream."""
+        """Return the chunk that holds a token of the stream."""
         return np.searchsorted(self.edges, token, "right") - 1
 
     def tokens_before(self, owner: Ints, token: Ints, chunk: Ints) -> Ints:
-        """How many tokens of an owner lie before a token of the stream in `chunk`, or at its end.
+        """Count the tokens of an owner that lie before a token of the stream. The token is in
+        `chunk`, or at its end.
 
-        These are the owner's chunks before it, and where it owns the chunk, a part of it.
+        These are the owner's chunks before it and, if it owns the chunk, a part of that.
         """
         place = np.searchsorted(self._numbers, self._number(owner, chunk))
         whole = self.starts[place] - self.first[owner]
         return whole + (self.layout.owner[chunk] == owner) * (token - self.edges[chunk])
 
     def in_stream(self, start: int, end: int) -> tuple[int, int]:
-        """The first tokens of a range of the axis that follow one another in the stream."""
+        """Return the leading tokens of a range of the axis that follow one another in the
+        stream.
+        """
         place = int(np.searchsorted(self.starts, start, "right")) - 1
         slide = int(self.edges[self._order[place]] - self.starts[place])
         return int(start) + slide, min(int(end), int(self.starts[place + 1])) + slide
 
 
 def _parts(pieces: Tiles, shards: _Shards) -> tuple[Tiles, Ints, Ints]:
-    """Fitted pieces cut by the chunks of their queries, in positions of the stream; the piece of
-    each, and what to add to its queries for their place on the axis.
+    """Return fitted pieces cut by the chunks of their queries, in positions of the stream; the
+    piece of each part; and the number to add to its queries for their place on the axis.
 
-    Parts without a band that follow one another in a shard and see the same keys are one, of which
-    the queries are those of the axis.
+    Parts without a band that follow one another in a shard and see the same keys are joined; their
+    queries are already those of the axis.
     """
     piece, chunk = overlaps(pieces.q0, pieces.q1, shards.edges[:-1], shards.edges[1:])
     parts = pieces[piece].within(shards.edges[chunk], shards.edges[chunk + 1])
@@ -170,8 +174,8 @@ def _parts(pieces: Tiles, shards: _Shards) -> tuple[Tiles, Ints, Ints]:
 
 
 def _cuts_of_parts(parts: Tiles, slide: Ints, edges: Ints) -> Ints:
-    """Where parts begin and end on the axis, and where a side of one starts or stops to slope or
-    meets the edge of a chunk of keys.
+    """Return where parts begin and end on the axis, and where one of their sides starts or stops to
+    slope or meets the edge of a chunk of keys.
     """
     cuts = [parts.q0 + slide, parts.q1 + slide]
     for bound in (parts.lo, parts.hi):
@@ -186,7 +190,8 @@ def _cuts_of_parts(parts: Tiles, slide: Ints, edges: Ints) -> Ints:
 
 
 def _allowed(parts: Tiles, piece: Ints, slide: Ints, cuts: Ints, shards: _Shards) -> Intervals:
-    """The keys of each owner that each part of the mask allows in each strip; `tile` is the piece.
+    """Return the keys of each owner that each part of the mask allows in each strip; `tile` is the
+    piece.
 
     The first and the last key lie in the same two chunks at all queries of a strip.
     """
@@ -209,7 +214,7 @@ def _allowed(parts: Tiles, piece: Ints, slide: Ints, cuts: Ints, shards: _Shards
 
 
 def _owners(low: Ints, high: Ints, shards: _Shards) -> tuple[Ints, Ints]:
-    """Pairs (i, owner): the owners of chunks `low[i]` to `high[i]`, once each; all ranks where
+    """Return pairs (i, owner): the owners of chunks `low[i]` to `high[i]`, once each; all ranks if
     these are more chunks than ranks.
     """
     count = high - low + 1
@@ -224,7 +229,9 @@ def _owners(low: Ints, high: Ints, shards: _Shards) -> tuple[Ints, Ints]:
 
 
 def _by_owner(of: Intervals, owner: Ints, cp: int) -> Intervals:
-    """Intervals with a number for each strip and owner in place of the strip, in this order."""
+    """Return the intervals in the order of strip and owner, with a number for each such pair in
+    place of the strip.
+    """
     strip = of.strip * cp + owner
     sort = sort_index(strip, of.sides[0])
     return Intervals(strip[sort], of.tile[sort], of.sides[:, sort])

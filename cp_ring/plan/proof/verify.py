@@ -49,7 +49,7 @@ from cp_ring.plan.tables import PlanTables, Transfers
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What a proven plan computes and moves. Arrays are int64 [cp, cp], rank by hop.
+    """The work and the traffic of a proven plan. Arrays are int64 [cp, cp], rank by hop.
 
     work: (query, key) pairs computed.
     keys_in, keys_out: tokens whose keys and values a rank receives and sends in the forward pass,
@@ -74,24 +74,24 @@ class Report:
 
     @property
     def balance(self) -> float:
-        """Maximum work of a rank over the mean; 1.0 is perfect."""
+        """The largest work of a rank over the mean; 1.0 is perfect."""
         total = int(self.work.sum())
         return int(self.work_per_rank.max()) * len(self.work) / total if total else 1.0
 
     @property
     def share_of_full_ring(self) -> float:
-        """Keys moved, as a share of a ring in which every shard visits every rank."""
+        """The keys that move, as a share of a ring in which every shard visits every rank."""
         everything = (len(self.work) - 1) * self.n
         return int(self.keys_in.sum()) / everything if everything else 0.0
 
     @property
     def moving_hops(self) -> Ints:
-        """Hops at which each rank sends or receives keys, int64 [cp]."""
+        """The number of hops at which each rank sends or receives keys, int64 [cp]."""
         return ((self.keys_in > 0) | (self.keys_out > 0)).sum(1)
 
 
 def verify(plan: PlanTables, num_slots: int = 2) -> Report:
-    """Proves `plan`, run with `num_slots` receive buffers, by all checks of this module.
+    """Prove `plan`, run with `num_slots` receive buffers, by all checks of this module.
 
     Raises `PlanError` that names the rank, the hop and the tokens.
     """
@@ -106,7 +106,7 @@ def verify(plan: PlanTables, num_slots: int = 2) -> Report:
 
 
 def report(plan: PlanTables, slots: int) -> Report:
-    """Sums of the plan's tables by rank and hop; proves nothing."""
+    """Sum up the plan's tables by rank and hop; this proves nothing."""
     cp, keys, grads = plan.cp, plan.transfers, plan.gradients
 
     def table(rank: Ints, hop: Ints, amount: Ints) -> Ints:
@@ -125,8 +125,8 @@ def report(plan: PlanTables, slots: int) -> Report:
 
 
 def check_tables(plan: PlanTables) -> None:
-    """Ranks, hops and tokens exist, tables are sorted as `PlanTables` says, and every query of a
-    tile sees a key.
+    """Prove that ranks, hops and tokens exist, that tables are sorted as `PlanTables` says, and
+    that every query of a tile sees a key.
     """
     check_layout(plan.layout)
     check(plan.schedule, plan.cp)
@@ -185,7 +185,9 @@ def _check_moves(table: Transfers, size: Ints, cp: int) -> None:
 
 
 def check_layout(layout: Layout) -> None:
-    """The chunks of a layout cover its tokens exactly once, and their owners exist."""
+    """Prove that the chunks of a layout cover its tokens exactly once, and that their owners
+    exist.
+    """
     edges, owner = layout.edges, layout.owner
     if (
         len(edges) != len(owner) + 1
@@ -202,13 +204,13 @@ def check_layout(layout: Layout) -> None:
 
 
 def check_sources(plan: PlanTables) -> None:
-    """A rank uses the keys of an owner at one hop, that of the schedule, and at hop 0 its own
-    alone.
+    """Prove that a rank uses the keys of an owner at one hop, the hop of the schedule, and only its
+    own keys at hop 0.
 
     Every use of a (rank, hop) buffer names an owner: tiles, arriving and forwarded keys, leaving
-    and passed-on gradients. The distance of the rank from the owner must be one of that hop. So the
-    tokens of several owners that share a buffer are told apart by (rank, distance), and the checks
-    below take each such pair for a buffer of its own. No message goes from a rank to itself. Cost:
+    and passed-on gradients. The distance of the rank from the owner must be one of that hop. So
+    (rank, distance) tells apart the tokens of several owners that share a buffer, and the checks
+    below treat each such pair as a buffer of its own. No message goes from a rank to itself. Cost:
     linear in the tables.
     """
     keys, grads = plan.transfers, plan.gradients
@@ -239,8 +241,8 @@ def _check_peers(table: Transfers) -> None:
 
 
 def check_keys(plan: PlanTables) -> None:
-    """What arrives at a hop is what its tiles read and what is forwarded from it, no less and no
-    more, and in time.
+    """Prove that a hop receives the keys that its tiles read and that are forwarded from it, no
+    less and no more, and in time.
 
     A sender holds what it sends: its own shard, or the buffer of the hop before, which the executor
     keeps until then. The union of the ranges of an owner that a rank reads or forwards must equal
@@ -260,13 +262,13 @@ def check_keys(plan: PlanTables) -> None:
 
 
 def check_gradients(plan: PlanTables) -> None:
-    """The gradient of every key that a hop reads leaves that hop exactly once and reaches the key's
-    owner.
+    """Prove that the gradient of every key that a hop reads leaves that hop exactly once and
+    reaches the key's owner.
 
-    A hop's gradient buffer holds what its tiles make and what arrives in it. For each owner, the
-    union of these must equal the union of the ranges that leave it, without overlap, to the owner
-    or to the buffer of the next hop. By induction from the last hop back to the first, no gradient
-    is lost or added twice.
+    A hop's gradient buffer holds the gradients that its tiles make and those that arrive. For each
+    owner, the union of these must equal the union of the ranges that leave it, without overlap, to
+    the owner or to the buffer of the next hop. By induction from the last hop back to the first, no
+    gradient is lost or added twice.
 
     Cost: sorting of tiles and messages.
     """
@@ -283,8 +285,8 @@ def check_gradients(plan: PlanTables) -> None:
 
 
 def _with_tiles(plan: PlanTables, passed: Transfers, rank: Ints) -> tuple[Ints, Ints, Ints]:
-    """The keys that tiles read after hop 0, and those of messages that pass through buffers of
-    `rank`: the union by buffer, as (buffer, start, end).
+    """Return the union, by buffer, of the keys that tiles read after hop 0 and those of messages
+    that pass through buffers of `rank`, as (buffer, start, end).
     """
     away, tiles = np.flatnonzero(plan.tile_hop > 0), plan.tiles
     reads = _buffer(plan.tile_rank[away], plan.tile_source[away], plan)
@@ -296,18 +298,17 @@ def _with_tiles(plan: PlanTables, passed: Transfers, rank: Ints) -> tuple[Ints, 
 
 
 def check_slots(plan: PlanTables, num_slots: int) -> int:
-    """At most `num_slots` key buffers are in use at once; returns how many are. No order of
-    messages can deadlock.
+    """Prove that at most `num_slots` key buffers are in use at once, and that no order of messages
+    can deadlock. Returns how many buffers are in use.
 
     A rank posts the keys of a hop before it computes the previous hop of its plan. A buffer is in
     use from then until its hop is computed, or until it has been forwarded, whichever is later.
     Running sums over all (rank, hop) count buffers.
 
     Deadlock: every rank posts its messages in one order: keys of hop t, gradients of hop t - 1,
-    keys of hop t + 1, and so
-    on. Both ends of a message name the same hop, and a buffer is sent after the hop that filled it.
-    So among all messages that are not complete, the earliest in this order has both ends posted,
-    and completes.
+    keys of hop t + 1, and so on. Both ends of a message name the same hop, and a buffer is sent
+    after the hop that filled it. So among all messages that are not complete, the earliest in this
+    order has both ends posted, and completes.
     """
     keys, grads, cp = plan.transfers, plan.gradients, plan.cp
     live = np.zeros(cp * cp, bool)
@@ -341,15 +342,15 @@ def check_slots(plan: PlanTables, num_slots: int) -> int:
 
 
 def _buffer(rank: Ints, owner: Ints, plan: PlanTables) -> Ints:
-    """The number of the part of a rank's buffers that holds an owner's tokens, in the order of the
-    tables.
+    """Return the number of the part of a rank's buffers that holds an owner's tokens, in the order
+    of the tables.
     """
     return rank * plan.cp + ring_distance(rank, owner, plan.cp)
 
 
 def _disjoint(table: Transfers, group: Ints, verb: str) -> tuple[Ints, Ints, Ints]:
-    """The ranges of each group, joined where they touch. None may overlap. The table must be sorted
-    by group and start.
+    """Return the ranges of each group, joined where they touch. Raises `PlanError` if two overlap.
+    The table must be sorted by group and start.
     """
     twice = (group[1:] == group[:-1]) & (table.start[1:] < table.end[:-1])
     check_all(~twice, lambda i: f"{_moves(table, i + 1)}: these tokens {verb} twice")
@@ -363,8 +364,8 @@ def _same(
     wants: str,
     moves: str,
 ) -> None:
-    """Raises `PlanError` if two lists of sorted disjoint ranges (buffer as in `_buffer`, start,
-    end) differ.
+    """Raise `PlanError` if two lists of sorted disjoint ranges (buffer as in `_buffer`, start, end)
+    differ.
     """
     if all(np.array_equal(a, b) for a, b in zip(wanted, moved, strict=True)):
         return

@@ -1,20 +1,21 @@
-"""The proof that rank plans, as the executor runs them, do what the tables of a plan say.
+"""The proof that rank plans, as the executor runs them, follow the tables of a plan.
 
-With the proof of the tables (`cp_ring.plan.proof.verify`) it says that they compute the mask. It
-can be that of one rank: where each rank proves its own plan, all of them are proven.
+Together with the proof of the tables (`cp_ring.plan.proof.verify`) it shows that they compute the
+mask. It may be about one rank: if each rank proves its own plan, all of them are proven.
 
 1. `_filled` fills the buffers of a rank: hop 0 holds its own tokens, a later hop those of its rows
-   of the table, one after the other. So every place of every buffer is known by owner and token.
-2. `_check_messages` compares what the rank sends and receives, in order, with its rows of the
-   tables. A row is one message at both of its ends, so each message meets one of its size; that no
-   order of them can deadlock is proven of the tables.
+   of the table, one after the other. So the owner and the token of every place of every buffer are
+   known.
+2. `_check_messages` compares the messages of the rank, in order, with its rows of the tables. A row
+   is one message at both of its ends, so each message meets one of its size; the proof of the
+   tables shows that no order of them can deadlock.
 3. `_own_tiles` renames the keys of the tiles to tokens of their owners, and checks that each tile's
    gradients go to the same tokens. A tile over the keys of several owners becomes one for each.
-   These tiles, with those that the tables have of other ranks, are proven as the tables are, once
-   in forward and once in backward order.
+   These tiles, with the tables' tiles of other ranks, are proven as the tables are, once in forward
+   and once in backward order.
 
 Cost: proportional to the messages and tiles of these ranks, one Python object each, and two proofs
-of the tables. Of one rank of 128 under a causal mask 0.2 s.
+of the tables; 0.2 s for one rank of 128 under a causal mask.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from cp_ring.plan.tiles import Tile, Tiles
 
 
 def verify_rank_plans(plan: PlanTables, parts: Sequence[RankPlan], num_slots: int = 2) -> None:
-    """Proves that `parts`, the plans of some ranks or of all, are those of the tables, run with
+    """Prove that `parts`, the plans of some ranks or of all, follow the tables, run with
     `num_slots` receive buffers.
 
     Raises `PlanError` that names the rank, the hop and the tokens.
@@ -65,7 +66,7 @@ def verify_rank_plans(plan: PlanTables, parts: Sequence[RankPlan], num_slots: in
 
 @dataclass
 class _Contents:
-    """What a buffer holds: sorted, disjoint pieces (start, end, owner, token of the owner at
+    """The contents of a buffer: sorted, disjoint pieces (start, end, owner, token of the owner at
     `start`).
     """
 
@@ -76,8 +77,8 @@ class _Contents:
         insort(self.pieces, (start, end, owner, token))
 
     def tokens(self, start: int, end: int) -> Iterable[tuple[int, int, int]]:
-        """(owner, start, end) of the owners' tokens in a range of the buffer, joined where they
-        touch.
+        """Return the owners' tokens in a range of the buffer as (owner, start, end), joined where
+        they touch.
         """
         held: list[tuple[int, int, int]] = []
         place = max(bisect_right(self.pieces, start, key=lambda piece: piece[0]) - 1, 0)
@@ -98,7 +99,7 @@ class _Contents:
         return held
 
     def check_filled(self, size: int) -> None:
-        """Raises `PlanError` unless every token of the buffer is filled exactly once."""
+        """Raise `PlanError` unless every token of the buffer is filled exactly once."""
         at = 0
         for first, last, _, _ in self.pieces:
             if first != at:
@@ -111,7 +112,9 @@ class _Contents:
 
 
 def _check_rank_plan(part: RankPlan, plan: PlanTables) -> None:
-    """The sizes of the shards are right, hops ascend, and hop 0 moves nothing."""
+    """Raise `PlanError` unless the sizes of the shards are right, hops ascend, and hop 0 moves
+    nothing.
+    """
     wanted = int(plan.layout.tokens_per_rank[part.member])
     if part.num_tokens != wanted:
         raise PlanError(
@@ -128,15 +131,15 @@ def _check_rank_plan(part: RankPlan, plan: PlanTables) -> None:
 
 
 class _Buffers(NamedTuple):
-    """What the buffers of a rank hold, by hop."""
+    """The contents of a rank's buffers by hop."""
 
     keys: dict[int, _Contents]
     grads: dict[int, _Contents]
 
 
 def _check_messages(part: RankPlan, plan: PlanTables) -> _Buffers:
-    """What the buffers of a rank hold. Raises `PlanError` unless its messages carry what its rows
-    of the tables say.
+    """Return the contents of the buffers of a rank. Raises `PlanError` unless its messages agree
+    with its rows of the tables.
     """
     rank = part.member
     arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
@@ -169,7 +172,7 @@ def _check_messages(part: RankPlan, plan: PlanTables) -> _Buffers:
 
 
 def _filled(part: RankPlan, rows: Transfers, what: str) -> dict[int, _Contents]:
-    """What the buffers of a rank hold, by hop: the tokens of `rows`, one after the other."""
+    """Return the contents of a rank's buffers by hop: the tokens of `rows`, one after the other."""
     own = _Contents(f"rank {part.member}: its own shard", [(0, part.num_tokens, part.member, 0)])
     buffers = {0: own}
     columns = (rows.hop, rows.owner, rows.start, rows.end)
@@ -187,7 +190,9 @@ def _buffer(buffers: dict[int, _Contents], rank: int, hop: int, what: str = "no"
 def _own_tiles(
     part: RankPlan, hops: Sequence[Hop], buffers: _Buffers, cp: int
 ) -> Iterator[tuple[tuple[int, int, int], Tile]]:
-    """((rank, hop, owner of the keys), tile with keys counted in the owner's shard) of a rank."""
+    """Yield a rank's tiles as ((rank, hop, owner of the keys), tile with keys counted in the
+    owner's shard).
+    """
     for hop in sorted(hops, key=lambda hop: hop.index):
         held = _buffer(buffers.keys, part.member, hop.index)
         summed = _buffer(buffers.grads, part.member, hop.index)
@@ -200,7 +205,7 @@ def _own_tiles(
 
 
 def _check_sources(part: RankPlan, hop: Hop, held: _Contents, summed: _Contents, cp: int) -> None:
-    """Raises `PlanError` unless `hop.sources` are the owners of what the hop's buffers hold, by
+    """Raise `PlanError` unless `hop.sources` are the owners of the tokens in the hop's buffers, by
     distance.
     """
     owners = {piece[2] for contents in (held, summed) for piece in contents.pieces}
@@ -215,7 +220,7 @@ def _check_sources(part: RankPlan, hop: Hop, held: _Contents, summed: _Contents,
 def _of_owners(
     tile: Tile, shift: int, held: _Contents, summed: _Contents
 ) -> Iterable[tuple[int, Tile]]:
-    """The tile cut where the owner of its keys changes: (owner, tile with keys counted in the
+    """Cut the tile where the owner of its keys changes: (owner, tile with keys counted in the
     owner's shard).
 
     Raises `PlanError` unless the gradients of its keys go to the same tokens of the same owners.

@@ -1,7 +1,7 @@
-"""Sizes of one attention layer, and what a token's keys and values weigh on the wire, by codec.
+"""Sizes of one attention layer, and the bytes of a token's keys and values on the wire, by codec.
 
-Widths are in bytes; see `cp_ring.comm.codecs` for what travels. Sizes: g key/value heads, d and e
-head sizes of keys and values, all for one token of one batch row.
+Widths are in bytes, for one token of one batch row; see `cp_ring.comm.codecs` for the tensors that
+travel. Sizes: g key/value heads, d and e head sizes of keys and values.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SCALE_BYTES = 4
 
 
 class LatentSizes(NamedTuple):
-    """Sizes of multi-latent attention: the latent, the rotated shared key, and a head's own part of
-    the key, and its value.
+    """Sizes of multi-latent attention: the latent, the rotated shared key, a head's own part of the
+    key, and its value.
     """
 
     latent: int
@@ -32,14 +32,13 @@ class LatentSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Wire:
-    """A codec's widths, and its error. `key_element` are bytes of an element of keys and values,
-    None for those of the inputs.
+    """A codec's widths and its error.
 
-    `scales`: whether each key and each value has a scale. `latent`: whether a latent travels
-    instead of keys and values, in both
-    directions.
-    `error` is the most that out and gradients of N(0, 1) inputs are off, relative to their norm,
-    beside what `plain` is off.
+    key_element: bytes of an element of keys and values; None for those of the inputs.
+    scales: True if each key and each value has a scale.
+    latent: True if a latent travels instead of keys and values, in both directions.
+    error: the largest error that the codec adds to out and gradients of N(0, 1) inputs, relative to
+    their norm.
     """
 
     name: str
@@ -50,18 +49,20 @@ class Wire:
 
     @property
     def plain(self) -> bool:
-        """Whether keys and values travel as they are."""
+        """True if keys and values travel as they are."""
         return self.key_element is None and not self.latent
 
     @property
     def widening(self) -> float:
-        """By how much the bounds of the certificate widen: its probes have few tokens, and other
-        masks and draws.
+        """The number by which the bounds of the certificate widen. It is twice the error, because
+        the probes have few tokens, and other masks and draws.
         """
         return 2 * self.error
 
     def elements(self, kv_heads: int, head_sizes: int, latent: LatentSizes | None) -> int:
-        """Elements of a token that travel, and gradients of it; `head_sizes` is d + e."""
+        """Return the number of a token's elements that travel, which is also that of its gradients;
+        `head_sizes` is d + e.
+        """
         if self.latent:
             assert latent is not None
             return latent.latent + latent.rope
@@ -70,16 +71,18 @@ class Wire:
     def key_bytes(
         self, kv_heads: int, head_sizes: int, element: int, latent: LatentSizes | None = None
     ) -> int:
-        """Bytes of a token's keys and values; an element of the inputs has `element` bytes."""
+        """Return the bytes of a token's keys and values; an element of the inputs has `element`
+        bytes.
+        """
         width = self.elements(kv_heads, head_sizes, latent) * (self.key_element or element)
         return width + (2 * kv_heads * SCALE_BYTES if self.scales else 0)
 
     def decode_flops(self, kv_heads: int, latent: LatentSizes | None) -> tuple[int, int]:
-        """FLOPs of the reader for a token that arrives: (forward, backward). Only matrix products
-        count.
+        """Return the FLOPs in which the reader decodes a token: (forward, backward). Only matrix
+        products count.
 
         Backward decodes again, and multiplies by the weight for the latent's gradient and by the
-        latent for the weight's.
+        latent for the weight's gradient.
         """
         if not self.latent:
             return 0, 0
@@ -89,8 +92,8 @@ class Wire:
 
 
 def widening(wire: str) -> float:
-    """`Wire.widening` of a codec by its name, and 0 for `auto`, which never chooses one that costs
-    accuracy.
+    """Return `Wire.widening` of a codec by its name; 0 for `auto`, which never chooses a codec that
+    costs accuracy.
     """
     return 0.0 if wire == "auto" else WIRES[wire].widening
 
@@ -108,12 +111,15 @@ WIRES = {
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes of one attention layer's tensors: heads, elements of a head, batch rows, and dtypes.
+    """Sizes of one attention layer's tensors.
 
-    `value_dim` is by default `head_dim`. `dtype` is that of queries, keys and values, `wire_dtype`
-    that of gradients that travel, by default the same. `wire` is the codec of keys that travel,
-    `latent` the sizes that the codec of that name needs. Raises `PlanError` for sizes that do not
-    fit together.
+    value_dim: the head size of values; by default `head_dim`.
+    dtype: of queries, keys and values.
+    wire_dtype: of gradients that travel; by default `dtype`.
+    wire: the codec of keys that travel.
+    latent: the sizes of multi-latent attention, which the codec `latent` needs.
+
+    Raises `PlanError` for sizes that do not fit together.
     """
 
     heads: int = 32
@@ -179,8 +185,8 @@ class AttentionSizes:
 
     @property
     def pair_flops(self) -> tuple[int, int]:
-        """FLOP of an allowed pair of a query and a key: (forward, backward), two and five products
-        of matrices.
+        """FLOPs of an allowed pair of a query and a key: (forward, backward), two and five matrix
+        products.
         """
         queries, out = self.query_width, self.out_width
         return 2 * (queries + out), 2 * (3 * queries + 2 * out)
@@ -191,8 +197,8 @@ class AttentionSizes:
         return self.batch * self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
     def on_wire(self, kv_heads: int | None = None) -> tuple[int, int]:
-        """Bytes of a token in the ring, of all key/value heads or of so many: (keys and values,
-        their gradients).
+        """Return the bytes of a token in the ring: (keys and values, their gradients). `kv_heads`
+        is by default the number of all key/value heads.
         """
         heads = self.kv_heads if kv_heads is None else kv_heads
         size = self.head_dim + (self.value_dim or self.head_dim)
@@ -202,12 +208,14 @@ class AttentionSizes:
         ) * self.wire_element
 
     def exchanging(self, heads: int) -> AttentionSizes:
-        """The sizes where ranks exchange heads: latents have none, so keys travel as they are."""
+        """Return the sizes if ranks exchange heads: latents have none, so keys travel as they
+        are.
+        """
         return replace(self, wire="plain") if heads > 1 and self.codec.latent else self
 
     def of_rank(self, heads: int) -> AttentionSizes:
-        """The sizes of a rank that exchanges tokens for heads with `heads` ranks, itself included;
-        see `split_heads`.
+        """Return the sizes of a rank that exchanges tokens for heads with `heads` ranks, itself
+        included; see `split_heads`.
         """
         split = split_heads(self.heads, self.kv_heads, heads)
         return replace(

@@ -1,4 +1,4 @@
-"""What devices and links do in a second, for predicted times. The defaults are assumptions, not
+"""Rates of devices and links for predicted times. The defaults are assumptions, not
 measurements.
 """
 
@@ -9,26 +9,28 @@ from dataclasses import dataclass, fields, replace
 from cp_ring.errors import PlanError
 
 FLOPS_PER_SECOND = 4e14
-"""What an attention kernel reaches on an H100, by default."""
+"""The default for the speed of an attention kernel on an H100."""
 
 NETWORK_BYTES_PER_SECOND = 4e10
-"""What a network card of 400 Gb/s receives from other nodes, and sends at the same time, by
-default.
+"""The default for a network card of 400 Gb/s: bytes from other nodes, and as many to them at the
+same time.
 """
 
 NVLINK_BYTES_PER_SECOND = 3e11
-"""What a rank receives from other ranks of its node, and sends at the same time, by default."""
+"""The default for NVLink: bytes from other ranks of the node, and as many to them at the same
+time.
+"""
 
 MEMORY_BYTES_PER_SECOND = 3e12
-"""What an H100 reads and writes, by default."""
+"""The default for the memory of an H100: bytes read and written."""
 
 SECONDS_PER_CALL = 2e-5
-"""What a kernel call loses while its first and last blocks do not fill the device."""
+"""The seconds that a kernel call loses while its first and last blocks do not fill the device."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device and its links do in a second, by default an H100 with NVLink and a network card
+    """Rates of a device and its links a second; by default an H100 with NVLink and a network card
     of 400 Gb/s for each rank.
 
     flops: FLOP of attention, forward and backward alike.
@@ -36,8 +38,8 @@ class Rates:
     and sends to them at the same time.
     memory: bytes that a device reads and writes.
     call: seconds that a kernel call loses, and an exchange of heads.
-    products: FLOP of the matrix products of other layers, relative to `flops`. 600 TFLOP/s are
-    assumed of an H100, by default.
+    products: FLOP of the matrix products of other layers, relative to `flops`; by default 600
+    TFLOP/s for an H100.
 
     Raises `PlanError` unless all are above 0.
     """
@@ -58,10 +60,10 @@ class Rates:
 
 
 RATES = Rates()
-"""The rates that all predictions assume where none are given."""
+"""The rates that predictions assume if none are given."""
 
 HOST_RATES = Rates(flops=5e10, inside=2e9, between=1e9, memory=1e10, call=1e-4)
-"""Assumed of a rank on the CPU, with gloo."""
+"""The rates that are assumed for a rank on the CPU with gloo."""
 
 NAMED = {
     "h100-nvlink-400g": RATES,
@@ -69,6 +71,6 @@ NAMED = {
     "h200-nvlink-400g": replace(RATES, memory=4.3e12),
     "a100-nvlink-200g": Rates(1.9e14, 2e11, 2e10, memory=1.7e12, products=1.25),
 }
-"""Rates by the names of devices and links. The links are those of vendors' data sheets, less what
-protocols take; all of them are assumptions, not measurements.
+"""Rates by the names of devices and links. The links are those of vendors' data sheets, less the
+overhead of protocols; all of them are assumptions, not measurements.
 """

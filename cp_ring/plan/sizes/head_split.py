@@ -1,4 +1,4 @@
-"""Which rank of a member computes which heads; see `cp_ring.plan.exchange.members`."""
+"""The heads that each rank of a member computes; see `cp_ring.plan.exchange.members`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from cp_ring.runtime import RUNTIME
 Span = tuple[int, int]
 
 MAX_GROUPS = 3
-"""The exchange of one group of a rank's heads travels while another group is computed: at most so
-many groups.
+"""The most groups of a rank's heads. The exchange of one group travels while another is
+computed.
 """
 
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each rank of a member computes, in which group: indexed by group and by the
-    rank's place in the member.
+    """The heads that each rank of a member computes, by group and by the rank's place in the
+    member.
 
     queries: query heads `[start, end)`.
     keys: key/value heads `[start, end)` that these query heads use.
@@ -37,17 +37,20 @@ class HeadSplit:
 
     @property
     def sharing(self) -> int:
-        """Neighboring ranks that have the same key/value head; 1 where each rank has its own."""
+        """The number of neighboring ranks that have the same key/value head; 1 if each rank has its
+        own.
+        """
         return max(self.size // self.kv_heads, 1)
 
     @property
     def kv_heads_of_rank(self) -> int:
-        """Key/value heads that a rank computes with, in all its groups."""
+        """The number of key/value heads that a rank computes with, in all its groups."""
         return max(self.kv_heads // self.size, 1)
 
 
 def unsplit(heads: int, kv_heads: int, size: int) -> str:
-    """Why `size` ranks cannot exchange these heads, "" where they can: TransformerEngine's rule.
+    """Return why `size` ranks cannot exchange these heads, or "" if they can: TransformerEngine's
+    rule.
 
     Each rank computes equally many query heads, with key/value heads of its own, or with one that
     it shares with neighbors.
@@ -63,8 +66,8 @@ def unsplit(heads: int, kv_heads: int, size: int) -> str:
 
 @RUNTIME.cache(maxsize=256)
 def split_heads(heads: int, kv_heads: int, size: int) -> HeadSplit:
-    """`heads` query heads and `kv_heads` key/value heads over the `size` ranks of a member, proven
-    (`check_heads`).
+    """Return the proven split (`check_heads`) of `heads` query heads and `kv_heads` key/value heads
+    over the `size` ranks of a member.
 
     A rank with several key/value heads of its own gets them in 2 or 3 groups, if these are equal.
 
@@ -87,8 +90,8 @@ def split_heads(heads: int, kv_heads: int, size: int) -> HeadSplit:
 
 
 def check_heads(split: HeadSplit) -> None:
-    """Each query head is computed by one rank in one group, with its own key/value head. Raises
-    `PlanError` if not.
+    """Raise `PlanError` unless each query head is computed by one rank in one group, with its own
+    key/value head.
 
     In a kernel call, query head i of H uses key/value head i // (H / G) of G. So for every query
     head of a rank, this head, counted from the start of `keys`, must be the one that the query head
