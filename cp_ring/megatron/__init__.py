@@ -1,8 +1,8 @@
-"""cp_ring inside Megatron-core: everything that knows Megatron lives here.
+"""Everything in cp_ring that knows Megatron-core.
 
-Importing this package imports neither Megatron nor a patch; `cp_ring.patches.install` applies the
-patches that the flags ask for, and `cp_ring.megatron.enable` those that a program without a command
-line asks for.
+Importing this package imports neither Megatron nor a patch. `cp_ring.patches.install` applies the
+patches that the flags ask for; `cp_ring.megatron.enable` applies the patches of a program without a
+command line.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 
-# the functions for programs that build their models themselves; imported on first use, as in
-# `cp_ring`
+# functions for programs that build their models themselves; imported on first use
 enable: Any
 certify: Any
 split_batch: Any
 with_ring_attention: Any
 
 _MODULES = {
-    "enable": "cp_ring.patches.enable",  # above this package: it knows the patches
+    "enable": "cp_ring.patches.enable",  # patches may import this package, not the reverse
     "certify": "cp_ring.megatron.program",
     "split_batch": "cp_ring.megatron.batches",
     "with_ring_attention": "cp_ring.megatron.specs",
@@ -39,7 +38,7 @@ LEFT = {
     "save_checkpoint": "call megatron.core.dist_checkpointing.save",
     "load_checkpoint": "call megatron.core.dist_checkpointing.load",
 }
-"""Functions of the version before, and what to do in their place."""
+"""Functions that left with this version, and what to do instead."""
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,10 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes, LatentSizes
 
 
 def attention_sizes(source: Any, tp: int = 1, wire: str = "plain") -> AttentionSizes:
-    """Attention of one layer on a rank of `tp` tensor-parallel ones.
+    """Return the sizes of one layer's attention on a rank, with tensor parallel size `tp`.
+
+    `source` is Megatron's arguments, or a mapping of settings by name. A missing setting has
+    Megatron's default.
 
     `source` are Megatron's arguments, or settings by their names; what they lack has Megatron's
     default.
@@ -23,7 +26,7 @@ def attention_sizes(source: Any, tp: int = 1, wire: str = "plain") -> AttentionS
     groups = size("num_query_groups", heads) if settings.get("group_query_attention") else heads
     width = value_width = size("kv_channels", size("hidden_size", heads) // heads)
     latent = None
-    # the ring moves the keys and values of every head, unless latents travel
+    # the ring moves the keys and values of every head unless latents travel
     if settings.get("multi_latent_attention"):
         sizes = {
             "kv_lora_rank": 512,

@@ -1,5 +1,5 @@
-"""Splits a microbatch over the context-parallel ranks, its mask too: for programs that build their
-own batches.
+"""Splits microbatches and their masks over the context-parallel ranks, for programs that build
+their own batches.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ _OF_PACKED = (OFFSETS, PADDED, SIZE, "max_seqlen")
 
 
 def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any]:
-    """This rank's part of a microbatch, and the mask of the microbatch as `packed_seq_params`.
+    """Return this rank's part of a microbatch, with the microbatch's mask as `packed_seq_params`.
 
     Args:
-        batch: tensors [b, n] of whole batch rows by name, and under `cp_ring_mask` a `Mask` of n
-            tokens, what `Mask.to_dict` returns, or a list of b of these; without it the mask is
-            causal, or that of the documents with --cp-ring-document-mask, which begin where
-            `position_ids` are 0. What is not a tensor [b, n] is left as it is, such as position ids
-            [3, b, n] of images, which the model splits (mrope). With `cu_seqlens`,
-            and `cu_seqlens_padded` where documents are padded, offsets int32 [1, documents + 1] or
-            [documents + 1], perhaps with -1 after the last one, the one batch row holds packed
-            documents; with `local_cp_size` they
-            are split over as many ranks as it says, see `group_of_size`.
-        cp_group: the context-parallel process group, by default Megatron's.
+        batch: tensors [b, n] of whole batch rows by name. Other entries are left as they are,
+            such as position ids [3, b, n] of images, which the model splits itself (mrope).
+            `cp_ring_mask` may hold a `Mask` of n tokens, the result of `Mask.to_dict`, or a list
+            of b of these. Without it the mask is causal; with --cp-ring-document-mask it is the
+            mask of the documents, which begin where `position_ids` are 0. With `cu_seqlens`, the
+            only batch row holds packed documents: offsets int32 [1, documents + 1] or
+            [documents + 1], padded with -1 if needed, and `cu_seqlens_padded` if documents have
+            padding. With `local_cp_size`, so many ranks share the packed documents; see
+            `group_of_size`.
+        cp_group: the context-parallel process group; the default is Megatron's.
 
     Returns:
-        The tensors [b, n / cp], and `packed_seq_params`: hand it to the model, which gives it to
-        every layer; it is None for causal batch rows without documents. For packed ones it has the
-        format thd, and each is split by zigzag as TransformerEngine does; with `document_mask` (and
-        without `local_cp_size`) they are split all together by the layout in force, and may have
-        any length. `position_ids` are those of the mask where it has positions of its own, so that
-        a response continues from its prompt.
+        The tensors [b, n / cp], and `packed_seq_params`: pass it to the model, which passes it to
+        every layer. It is None for causal batch rows without documents. For packed documents it
+        has the format thd, and each document is split by zigzag, as in TransformerEngine. With
+        `document_mask` and without `local_cp_size`, the layout in force splits all documents
+        together, and they may have any length. If the mask has its own positions, `position_ids`
+        are those, so that a response continues from its prompt.
 
     Raises:
         ConfigError: for a mask of another length, or of a kind that --cp-ring-mask-kinds does not
-            name; for packed documents that cannot be split; for a tensor of another shape that has
-            values of each token.
-        PlanError: on all ranks, where they hold other tensors of integers; they are compared in the
-            first microbatches, then in one of --cp-ring-compare-every.
+            name; for packed documents that cannot be split; for a tensor of another shape that
+            holds a value for each token.
+        PlanError: on all ranks, if their integer tensors differ. The ranks compare the first
+            microbatches, then one in --cp-ring-compare-every.
     """
     group = compat.group_of(None, "cp") if cp_group is None else cp_group
     if batch.get(SIZE) is not None:
@@ -102,8 +102,8 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
 
 
 def group_of_size(size: int, cp_group: Any) -> Any:
-    """The `size` neighboring ranks, this one among them, that share a microbatch (dynamic context
-    parallelism): `cp_group`, this rank alone, or a group of Megatron's.
+    """Return the group of `size` neighboring ranks, including this one, that share a microbatch
+    (dynamic context parallelism): `cp_group`, this rank alone, or a group of Megatron's.
 
     Megatron makes groups of 2, 4, 8, ... of the data- and context-parallel ranks, once, for
     `initialize_model_parallel(hybrid_context_parallel=True)`. Raises `ConfigError` for others.
@@ -122,7 +122,7 @@ def group_of_size(size: int, cp_group: Any) -> Any:
 
 
 def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
-    """As `split_batch` for packed documents: the parts [1, n / cp], and their `PackedSeqParams`."""
+    """Split packed documents: return the parts [1, n / cp] and their `PackedSeqParams`."""
     rank, cp = group.rank(), group.size()
     real = _offsets(batch[OFFSETS], OFFSETS)
     padded = real if batch.get(PADDED) is None else _offsets(batch[PADDED], PADDED)
@@ -176,8 +176,9 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
 
 
 def _check_rest(tensors: Mapping[str, torch.Tensor], batch: int, n: int) -> None:
-    """Raises `ConfigError` for a tensor that stays whole although it holds values of each token of
-    `batch` rows of `n` tokens; position ids with sections, [3, b, n], are split by the model.
+    """Raise `ConfigError` for a tensor that would stay whole although it holds a value for each
+    token of `batch` rows of `n` tokens. The model itself splits position ids with sections, [3, b,
+    n].
     """
     for name, x in tensors.items():
         by_row = x.dim() <= 2 and (name in _OF_TOKENS or (x.numel() >= n and x.numel() % n == 0))
@@ -189,8 +190,8 @@ def _check_rest(tensors: Mapping[str, torch.Tensor], batch: int, n: int) -> None
 
 
 def _offsets(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Checked offsets of documents, int32 [documents + 1], on their device. Entries of -1 after the
-    last one fill a tensor of fixed size, and are cut off.
+    """Return checked document offsets, int32 [documents + 1], on their device. Drops the entries of
+    -1 that fill up a tensor of fixed size.
     """
     flat = tensor.detach().reshape(-1)
     used = (flat >= 0).nonzero()
@@ -203,7 +204,9 @@ def _offsets(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _documents(batch: Mapping[str, Any], n: int, cp: int) -> Documents:
-    """The documents of batch rows of `n` tokens, which begin where position ids do."""
+    """Return the documents of batch rows of `n` tokens; a document begins where position
+    ids are 0.
+    """
     if "position_ids" not in batch:
         raise ConfigError(
             "--cp-ring-document-mask: the batch has no position_ids, which begin at 0 in each "

@@ -1,8 +1,8 @@
-"""What differs between the versions of Megatron that cp_ring supports.
+"""Hides the differences between the versions of Megatron that cp_ring supports.
 
-First the versions themselves, read without importing Megatron; then functions that hide the
-differences. These import Megatron inside the function: this module is loaded before the patches are
-applied, and some patches must come before Megatron.
+The first functions read the versions without importing Megatron. The others import Megatron inside
+the function, because this module is loaded before the patches are applied, and some patches must
+come before Megatron.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _TESTED = "tested at commit d98e8a6 of 2026-08-22"
 
 
 def check_version(core_alone: bool = False) -> str:
-    """The installed megatron-core version; raises `ConfigError` if it is outside `SUPPORTED`.
+    """Return the installed megatron-core version; raise `ConfigError` if it is outside `SUPPORTED`.
 
-    With `core_alone` it need not have megatron.training of the same version.
+    With `core_alone`, megatron.training of the same version need not be installed.
     """
     version = megatron_version()
     if version is None:
@@ -45,7 +45,7 @@ def check_version(core_alone: bool = False) -> str:
             f"--cp-ring needs megatron-core{SUPPORTED}, but {version} is installed: pip install "
             f"'megatron-core[training]{SUPPORTED}'"
         )
-    # a namespace package: its parts can be in two places
+    # a namespace package, whose parts can lie in two folders
     if not core_alone and not has_training_loop():
         raise ConfigError(
             f"megatron-core {version} is installed without its megatron.training: pip install "
@@ -56,7 +56,7 @@ def check_version(core_alone: bool = False) -> str:
 
 
 def development() -> str:
-    """Of an installed version that is in development: which state of it was tested; else ""."""
+    """Return which state of a development version was tested; "" for a released version."""
     return (
         f"megatron-core {megatron_version()} is a development version, {_TESTED}"
         if within(_DEVELOPMENT)
@@ -65,15 +65,15 @@ def development() -> str:
 
 
 def has_training_loop() -> bool:
-    """Whether there is a megatron.training beside megatron.core; that of another installation does
+    """Return True if megatron.training lies beside megatron.core; one of another installation does
     not count.
     """
     return _home("megatron.training") == _home("megatron.core")
 
 
 def megatron_version() -> str | None:
-    """The version of the megatron.core that would be imported (a checkout on PYTHONPATH included),
-    read without importing it.
+    """Return the version of the megatron.core that Python would import, such as a checkout on
+    PYTHONPATH, without importing it; None if there is none.
     """
     spec = importlib.util.find_spec("megatron")
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -91,14 +91,14 @@ def _read_version(path: str) -> str:
 def _home(package: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(package)
-    except ModuleNotFoundError:  # there is no megatron at all
+    except ModuleNotFoundError:  # no package megatron at all
         return None
     return Path(spec.origin).parent.parent if spec and spec.origin else None
 
 
 def apex() -> str:
-    """Which package called apex is installed, without importing it: `nvidia`, `other` (as on PyPI),
-    or "" for none.
+    """Return which package called apex is installed, without importing it: `nvidia`, `other` (the
+    one on PyPI), or "".
     """
     spec = importlib.util.find_spec("apex")
     if spec is None:
@@ -110,7 +110,7 @@ def apex() -> str:
 
 
 def has_transformer_engine() -> bool:
-    """Whether a package called transformer_engine is installed, without importing it."""
+    """Return True if a package called transformer_engine is installed, without importing it."""
     return (
         "transformer_engine" in sys.modules
         or importlib.util.find_spec("transformer_engine") is not None
@@ -119,8 +119,9 @@ def has_transformer_engine() -> bool:
 
 @contextlib.contextmanager
 def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
-    """Within the block `args` ask for no attention logits where there is no TransformerEngine:
-    Megatron checks for it, and ring attention does not need it for them.
+    """Clear the request for attention logits in `args` within the block, if TransformerEngine is
+    missing. Megatron rejects the request then, but ring attention does not need TransformerEngine
+    for it.
     """
     names = () if has_transformer_engine() else ("qk_clip", "log_max_attention_logit")
     with replaced(*((args, name, False) for name in names)):
@@ -128,8 +129,8 @@ def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
 
 
 def missing_features(version: str | None = None) -> list[tuple[str, str]]:
-    """Features that `version` of Megatron (by default the installed one) lacks or gets wrong, each
-    with advice.
+    """Return the features that `version` of Megatron (default: the installed one) lacks or gets
+    wrong, each with advice.
     """
     version = version or megatron_version()
     later = (
@@ -146,43 +147,41 @@ def missing_features(version: str | None = None) -> list[tuple[str, str]]:
 
 
 def within(versions: str, version: str | None = None) -> bool:
-    """Whether `version`, by default that of the installed Megatron, is one of `versions`, as in PEP
-    440.
+    """Return True if `version` (default: the installed Megatron's) matches the PEP 440 specifier
+    `versions`.
     """
     return SpecifierSet(versions).contains(version or megatron_version() or "0", prereleases=True)
 
 
 def known_arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The `values` that this version's `function`, or the constructor of a class, has parameters
-    for.
-    """
+    """Return the `values` whose names are parameters of this version's `function` or class."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in values.items() if name in known}
 
 
 def unwrapped(model: Any) -> Any:
-    """A model without its wrappers."""
+    """Return a model without its wrappers."""
     while hasattr(model, "module"):
         model = model.module
     return model
 
 
 def takes(model: Any, name: str) -> bool:
-    """Whether the forward of a model, in any wrappers, takes `name`."""
+    """Return True if the forward of a model, wrapped or not, has a parameter `name`."""
     model = unwrapped(model)
     known = inspect.signature(getattr(model, "forward", model)).parameters
     return name in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
 
 
 def tokenizer(args: argparse.Namespace) -> Any:
-    """The tokenizer that the flags name."""
+    """Return the tokenizer that the flags name."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     return build_tokenizer(args)
 
 
 def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> None:
-    """Calls Megatron's training loop for the GPT model that the command line describes.
+    """Call Megatron's training loop for the GPT model of the command line.
 
     datasets: returns the training, validation and test data sets.
     forward_step: runs one microbatch.
@@ -198,7 +197,7 @@ def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> 
     args = arguments.parse_and_validate_args()
     model: list[Any] = []
     if within("<0.19"):
-        from cp_ring.megatron import gpt_model  # which this version expects from the script
+        from cp_ring.megatron import gpt_model  # this version expects it from the script
 
         wanted["model_provider"] = gpt_model.build
     elif getattr(args, "hybrid_layer_pattern", None) is not None:
@@ -211,18 +210,22 @@ def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> 
 
 
 def arguments() -> Any:
-    """Megatron's global arguments as they are now; None in a program that has never parsed any."""
+    """Return Megatron's global arguments as they are now; None in a program that has parsed
+    none.
+    """
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 def training_step() -> int:
-    """The step that Megatron's training loop is in, from 1; 0 outside of it."""
+    """Return the current step of Megatron's training loop, counted from 1; 0 outside of the
+    loop.
+    """
     return int(getattr(arguments(), "curr_iteration", -1)) + 1
 
 
 def has_window(config: Any, layer_number: int) -> bool:
-    """Whether layer `layer_number` (from 1) has the window `config.window_size`, by Megatron's own
-    rule.
+    """Return True if layer `layer_number` (counted from 1) has the window `config.window_size`, by
+    Megatron's own rule.
     """
     from megatron.core.transformer.utils import is_layer_window_attention
 
@@ -232,7 +235,7 @@ def has_window(config: Any, layer_number: int) -> bool:
 
 
 def mark_tensor_parallel(parameter: Any, dim: int) -> None:
-    """Tells Megatron that tensor-parallel ranks hold different parts of `parameter`, split along
+    """Tell Megatron that tensor-parallel ranks hold different parts of `parameter`, split along
     `dim`.
     """
     from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
@@ -248,19 +251,19 @@ def sharded_tensors(
     tp_group: Any,
     metadata: Any,
 ) -> dict[str, Any]:
-    """The sharded state of `state`, whose tensors are split over `tp_group` along the dimensions in
-    `split`.
+    """Return the sharded state of `state`, whose tensors are split over `tp_group` along the
+    dimensions in `split`.
     """
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint as make
 
     group = (metadata or {}).get("dp_cp_group")
     if group is None:
-        return make(state, prefix, split, offsets)  # with Megatron's global groups
+        return make(state, prefix, split, offsets)  # uses Megatron's global groups
     return make(state, prefix, split, offsets, tp_group=tp_group, dp_cp_group=group)
 
 
 def start() -> argparse.Namespace:
-    """Parses the command line and sets up Megatron's parallel groups, as its training loop does
+    """Parse the command line and set up Megatron's parallel groups, as its training loop does
     before it builds a model.
     """
     import megatron.training as training
@@ -273,8 +276,8 @@ def start() -> argparse.Namespace:
 
 
 def group_of(collection: Any, name: str) -> Any:
-    """The process group `name` (tp, cp, ...) of a Megatron pg_collection, or Megatron's global one
-    if `collection` is None.
+    """Return the process group `name` (tp, cp, ...) of a Megatron pg_collection, or Megatron's
+    global group if `collection` is None.
     """
     if collection is None:
         from megatron.core.process_groups_config import ProcessGroupCollection

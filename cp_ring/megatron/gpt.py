@@ -1,5 +1,5 @@
-"""GPT pretraining on Megatron's training loop: microbatches split over the context-parallel group,
-the loss, the data sets.
+"""GPT pretraining on Megatron's training loop: splits microbatches over the context-parallel group,
+computes the loss, and makes the data sets.
 
 Shapes: b batch rows of a microbatch, n tokens of a batch row, cp the context-parallel size.
 """
@@ -44,8 +44,8 @@ _NONE = np.zeros(1, np.int64)
 
 
 def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> Microbatch:
-    """The next microbatch, tensors [b, n] on this rank's device. Tensor-parallel rank 0 reads it
-    and sends it to the others.
+    """Return the next microbatch: tensors [b, n] on this rank's device. Tensor-parallel rank 0
+    reads it and sends it to the others.
 
     With --cp-ring-document-mask it also holds `cu_seqlens`, int64 [documents + 1] on the CPU: the
     offsets of the documents in the stream of all its batch rows; and `next_cu_seqlens`, those of
@@ -92,7 +92,7 @@ def _read_and_broadcast(
 
 
 def _carried_by(sample: Any, data_iterator: Any, extra: str) -> Microbatch:
-    """What every pipeline stage needs of a sample of the data set, on the CPU."""
+    """Return the entries of a data set sample that every pipeline stage needs, on the CPU."""
     if extra == "cu_seqlens":
         coming = following(data_iterator)
         after = _NONE if coming is None else boundaries(_positions(coming))
@@ -102,19 +102,19 @@ def _carried_by(sample: Any, data_iterator: Any, extra: str) -> Microbatch:
     if extra:
         return {extra: read(sample.get(KEY), batch, n, current().kinds)}
     if KEY in sample:
-        declare(sample[KEY], batch, n, 1)  # which says what is missing
+        declare(sample[KEY], batch, n, 1)  # its error says what is missing
     return {}
 
 
 def _needed_by_every_stage() -> str:
-    """The entry of a microbatch that every pipeline stage needs: `cu_seqlens`, `cp_ring_mask`, or
-    "" for none.
+    """Return the name of the entry that every pipeline stage needs of a microbatch: `cu_seqlens`,
+    `cp_ring_mask`, or "".
     """
     return "cu_seqlens" if current().document_mask else KEY if current().kinds else ""
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
-    """The microbatch of this rank: tokens, labels, position_ids int64 and loss_mask float32, each
+    """Return this rank's microbatch: tokens, labels, position_ids int64 and loss_mask float32, each
     [b, n / cp].
 
     `weight`, float64 [], is the sum of the loss mask of the whole microbatch.
@@ -162,19 +162,19 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
 
 
 def _weight(batch: Microbatch) -> Microbatch:
-    """The sum of the loss mask of a whole microbatch."""
+    """Return the sum of the loss mask of a whole microbatch."""
     return {_WEIGHT: batch["loss_mask"].sum(dtype=torch.float64)} if "loss_mask" in batch else {}
 
 
 def _positions(batch: Microbatch) -> torch.Tensor:
-    """The position ids of a microbatch of the data set, [b, n], or [3, b, n] with sections."""
+    """Return the position ids of a data set's microbatch, [b, n], or [3, b, n] with sections."""
     ids: torch.Tensor = batch["position_ids"]
     return ids.transpose(0, 1) if ids.dim() == 3 else ids
 
 
 def _mrope_positions(batch: Microbatch) -> Microbatch:
-    """Takes the position ids for `--position-embedding-type mrope` out of `batch`: int64 [3, b, n]
-    of whole batch rows.
+    """Remove the position ids for `--position-embedding-type mrope` from `batch` and return them:
+    int64 [3, b, n] of whole batch rows.
 
     The model splits them by itself. Samples of a data set may have them as [3, n]: in time, height
     and width. Those of text are the same in all three.
@@ -189,8 +189,8 @@ def _mrope_positions(batch: Microbatch) -> Microbatch:
 
 
 def _begin_documents(cu_seqlens: Ints, rank: int, cp: int) -> Future[Documents]:
-    """Starts to make the documents of a microbatch, their layout and their plan on another thread,
-    once for equal offsets.
+    """Start to make a microbatch's documents, layout and plan on another thread; equal offsets
+    share the result.
     """
     layout, batch, prepare = (
         current().layout,
@@ -207,8 +207,8 @@ def _begin_documents(cu_seqlens: Ints, rank: int, cp: int) -> Future[Documents]:
 
 
 def _plan_maker(rank: int) -> Callable[[MicrobatchMask], None]:
-    """A function that starts to make the plans of a mask, for the windows of all layers, on another
-    thread.
+    """Return a function that starts to make a mask's plans, for the windows of all layers, on
+    another thread.
     """
     args, windows = get_args(), layer_windows()
     kind, spec = specs(args, current())[0]
@@ -225,8 +225,8 @@ def _plan_maker(rank: int) -> Callable[[MicrobatchMask], None]:
 def loss_function(
     loss_mask: torch.Tensor, losses: torch.Tensor, weight: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum of this rank's losses of tokens that count, the number of these tokens, and both as a
-    report for the log.
+    """Return the sum of this rank's losses of tokens that count, the number of these tokens, and a
+    report of both for the log.
 
     Megatron divides by the number of tokens of all ranks (--calculate-per-token-loss). This is
     exact with context parallelism. It wants whole numbers, see `_count`; the report has the exact
@@ -252,16 +252,16 @@ def loss_function(
     report = {"lm loss": torch.stack([loss.detach(), counted.to(loss.dtype)])}
     if getattr(get_args(), "calculate_per_token_loss", False) and weight is not None:
         return loss, _count(weight), report
-    number = counted.ceil()  # which Megatron divides the loss of this rank by
+    number = counted.ceil()  # Megatron divides the loss of this rank by it
     return loss * torch.where(counted > 0, number / counted, 1.0), number.to(torch.int), report
 
 
 def _count(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's share of the tokens that a microbatch counts, int32 []: those of all ranks add up
-    to its weight, rounded.
+    """Return this rank's share of the tokens that count in a microbatch, int32 []. The shares of
+    all ranks add up to the microbatch's weight, rounded.
 
-    Loss masks may hold fractions, but Megatron adds up whole numbers. If each rank rounded its own,
-    the sum would depend on the context-parallel size.
+    Loss masks may hold fractions, but Megatron adds up whole numbers. If each rank rounded its own
+    sum, the total would depend on the context-parallel size.
     """
     rank, cp = (
         parallel_state.get_context_parallel_rank(),
@@ -274,8 +274,11 @@ def _count(weight: torch.Tensor) -> torch.Tensor:
 def forward_step(
     data_iterator: Any, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[..., Any]]:
-    """Runs one microbatch through the model. Returns the output and its loss function, as
-    Megatron's schedules expect.
+    """Run one microbatch through the model. Returns the output and its loss function, as Megatron's
+    schedules expect.
+
+    With `return_schedule_plan`, the schedule runs the layers itself
+    (--overlap-moe-expert-parallel-comm), and this function returns a plan in place of the output.
 
     With `return_schedule_plan` the schedule runs the layers itself
     (--overlap-moe-expert-parallel-comm), by the plan in place of the output.
@@ -295,7 +298,7 @@ def forward_step(
 
 
 def _first_or_last_stage(vp_stage: int | None) -> bool:
-    # there are no virtual stages, so Megatron must not look up the rank of one
+    # Without virtual stages Megatron must not look up the rank of a virtual stage.
     whole = vp_stage is None
     return bool(
         parallel_state.is_pipeline_first_stage(ignore_virtual=whole, vp_stage=vp_stage)
@@ -304,7 +307,7 @@ def _first_or_last_stage(vp_stage: int | None) -> bool:
 
 
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
-    """Megatron's settings of the data sets, from its flags, without attention masks."""
+    """Return Megatron's settings of the data sets from its flags, without attention masks."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     wanted = {
         "random_seed": args.seed,
@@ -347,8 +350,8 @@ def _kind_of_dataset(args: argparse.Namespace) -> type:
 
 
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
-    """Training, validation and test data sets, from --data-path (or similar flags) or --mock-data;
-    conversations with --sft.
+    """Return the training, validation and test data sets from --data-path (or similar flags) or
+    --mock-data; with --sft they hold conversations.
     """
     args = get_args()
     kind = _kind_of_dataset(args)

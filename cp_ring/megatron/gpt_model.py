@@ -1,5 +1,5 @@
-"""Builds the GPT or hybrid model of the flags for megatron-core 0.18, whose training loop leaves
-that to the script.
+"""Builds the GPT or hybrid model of the flags for megatron-core 0.18, whose training loop expects
+the script to build it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def build(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """The part of the model that one pipeline stage holds; the signature is what Megatron's
-    `get_model` calls.
+    """Build the part of the model that one pipeline stage holds. Megatron's `get_model` calls it
+    with this signature.
     """
     args = get_args()
     config = config or core_transformer_config_from_args(args)
@@ -79,13 +79,13 @@ def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> 
 
 
 def _mtp_spec(args: argparse.Namespace, config: Any, layers: Any, vp_stage: int | None) -> Any:
-    """The layers that predict more tokens, each like the last one of `layers`; None without
-    --mtp-num-layers.
+    """Return the specification of the layers that predict further tokens, each like the last one of
+    `layers`; None without --mtp-num-layers.
     """
     if args.mtp_num_layers is None:
         return None
     with_te = args.transformer_impl == "transformer_engine"
-    if not getattr(layers, "layer_specs", [layers]):  # this stage has none
+    if not getattr(layers, "layer_specs", [layers]):  # this stage has no layers
         layers = gpt_layer_specs.get_gpt_decoder_layer_specs(config, with_te, args.normalization)[
             -1
         ]

@@ -1,4 +1,4 @@
-"""Whether the number of ranks that exchange heads is chosen for each microbatch of a job."""
+"""Lets a plan choose for each microbatch how many ranks exchange heads (`--cp-ring-heads auto`)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from cp_ring.plan.schedule import parse
 def with_choice(
     spec: PlanSpec, kind: str | None, settings: Options, model: Any, tp: int, group: Any
 ) -> PlanSpec:
-    """How attention of a layer is split over the ranks of `group`, by the formula for each mask
-    where `--cp-ring-heads` is `auto` and the group spans nodes.
+    """Return the plan specification of a layer over the ranks of `group`. With `--cp-ring-heads
+    auto` and a group that spans nodes, a formula chooses the number of ranks that exchange heads
+    for each mask.
 
-    kind: Megatron's `cp_comm_type` of the layer, whose other types name their own exchange. model:
-    Megatron's arguments, or the configuration of a layer. Latents have no heads to exchange, and a
-    schedule of hops is for one number of members.
+    kind: the layer's `cp_comm_type`. Types other than p2p set the exchange themselves.
+    model: Megatron's arguments, or the configuration of a layer.
+
+    Nothing is chosen with latents, which have no heads to exchange, or with a schedule of hops,
+    which fits one ring size only.
     """
     latent = getattr(model, "multi_latent_attention", False) and settings.wire != "plain"
     named = isinstance(parse(settings.schedule), str)
@@ -33,14 +36,14 @@ def with_choice(
     near = node_size(dist.get_process_group_ranks(group), ranks_per_node()) if cp > 1 else 1
     if not 1 < near < cp:
         return spec
-    # a configuration has key/value heads in any case, arguments where they are grouped
+    # a configuration always has key/value heads; arguments have them only with grouped queries
     values = {"group_query_attention": True, **vars(model)}
     sizes = replace(attention_sizes(values, tp), batch=1)
     return replace(spec, choice=HeadsChoice(sizes, near))
 
 
 def every_choice(spec: PlanSpec, cp: int) -> list[PlanSpec]:
-    """The ways in which attention by `spec` may be split over `cp` ranks, whatever the mask."""
+    """Return every plan specification that `spec` may become over `cp` ranks, for any mask."""
     if spec.choice is None:
         return [spec]
     numbers = heads_to_try(cp, spec.choice.sizes, spec.choice.ranks_per_node)

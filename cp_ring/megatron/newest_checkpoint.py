@@ -1,8 +1,8 @@
-"""The newest whole checkpoint of a folder: the one that a job resumes from.
+"""Finds the newest whole checkpoint of a folder, from which a job resumes.
 
 Megatron writes and reads checkpoints. Its tracker names the newest one, but a kill or a full disk
-can leave the tracker empty, and a file system can lose what a shard held. A checkpoint is whole if
-its index (`.metadata`) can be read and the shards that it names have their sizes.
+can leave the tracker empty, and a file system can lose the content of a shard. A checkpoint is
+whole if its index (`.metadata`) can be read and the shards that it names have their sizes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 @around
 def newest_whole(read_metadata: Function, tracker: Any) -> tuple[int, bool]:
-    """Megatron's `read_metadata` of a tracker file, which returns the iteration to load and whether
-    it is a release; here that of the newest whole checkpoint.
+    """Replace Megatron's `read_metadata` of a tracker file: return the iteration of the newest
+    whole checkpoint, and whether it is a release.
 
-    Rank 0 looks and all ranks follow. A line tells what is passed over. Ends the job in one line
-    where there are checkpoints and none is whole.
+    Rank 0 looks and all ranks follow. A line names the checkpoints that it skips. If there are
+    checkpoints and none is whole, the job ends with one line.
     """
     tracker = str(tracker)
     if "://" in tracker or _word(Path(tracker)) == "release" or _step_is_given():
@@ -53,11 +53,11 @@ def newest_whole(read_metadata: Function, tracker: Any) -> tuple[int, bool]:
 
 
 def find(folder: Path) -> tuple[int | None, str]:
-    """The iteration of the newest whole checkpoint in `folder`, and what is wrong with the newer
-    one that the tracker names, or with the tracker; None for the iteration if there is none.
+    """Return the iteration of the newest whole checkpoint in `folder`, and the defect of the newer
+    one that the tracker names, or of the tracker. The iteration is None if there is none.
 
-    Checkpoints that are newer than the one that the tracker names are not looked at: their saves
-    have not ended.
+    Checkpoints newer than the one that the tracker names are not considered: their saves have not
+    ended.
     """
     word = _word(folder / TRACKER)
     latest = int(word) if re.fullmatch(r"[0-9]{1,18}", word) else None
@@ -76,10 +76,10 @@ def find(folder: Path) -> tuple[int | None, str]:
 
 
 def defect_of(folder: Path) -> str:
-    """Why the checkpoint `folder` (iter_N) is not whole, or "".
+    """Return why the checkpoint `folder` (iter_N) is not whole, or "".
 
-    Of torch_dist, torch_dcp and fsdp_dtensor the index is read; a checkpoint of Megatron's old
-    format has none and counts as whole.
+    Reads the index of torch_dist, torch_dcp and fsdp_dtensor checkpoints. A checkpoint of
+    Megatron's old format has no index and counts as whole.
     """
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -95,14 +95,14 @@ def defect_of(folder: Path) -> str:
         for stored in index.storage_data.values():
             end = stored.offset + stored.length
             needed[stored.relative_path] = max(needed.get(stored.relative_path, 0), end)
-    except Exception as error:  # a pickle that is cut off raises nearly anything
+    except Exception as error:  # unpickling a truncated file raises nearly any exception
         return f"{folder / '.metadata'} cannot be read ({type(error).__name__})"
     for name, size in sorted(needed.items()):
         if not (folder / name).is_file():
             return f"{folder / name} is missing"
         if (found := (folder / name).stat().st_size) < size:
             return f"{folder / name} holds {found} of {size} bytes"
-    # torch_dist alone has this file and writes it after all others
+    # only torch_dist has this file, and writes it last
     if "args" in index.state_dict_metadata:
         return ""
     try:
@@ -113,7 +113,7 @@ def defect_of(folder: Path) -> str:
 
 
 def _word(tracker: Path) -> str:
-    """What the tracker says, "" where it cannot be read."""
+    """Return the text of the tracker, or "" if it cannot be read."""
     try:
         return tracker.read_text().strip()
     except (OSError, ValueError):
@@ -121,5 +121,5 @@ def _word(tracker: Path) -> str:
 
 
 def _step_is_given() -> bool:
-    """Whether --ckpt-step names the iteration to load."""
+    """Return True if --ckpt-step names the iteration to load."""
     return any(word.partition("=")[0] == "--ckpt-step" for word in sys.argv)

@@ -1,4 +1,4 @@
-"""How the value of a setting is read, from a command line, a YAML file or a keyword.
+"""Reads the value of a setting from a command line, a YAML file or a keyword.
 
 Each function raises `ConfigError` that says what it accepts.
 """
@@ -15,7 +15,7 @@ from cp_ring.options import either
 
 
 def joined(value: Any) -> Any:
-    """Names as text; reads a list too, as YAML has it."""
+    """Return names as text separated by commas; a YAML list is accepted too."""
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
@@ -26,7 +26,7 @@ def only_known(what: str, known: Sequence[str], value: str) -> None:
 
 
 def on_or_off(value: Any) -> Any:
-    """Reads a boolean too: `certify: true` in a YAML file is on."""
+    """Return `on` or `off` for a boolean: `certify: true` in a YAML file means on."""
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 
@@ -59,7 +59,8 @@ def _text(value: Any) -> str:
     return value
 
 
-# by the annotation of a field: how a value is read, and what the table of flags calls it
+# for each annotation of a field: the function that reads a value, and the name in the table of
+# flags
 KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "bool": (_switch, "switch"),
     "int": (partial(_number, int, "an", "integer"), "whole number"),
@@ -70,13 +71,15 @@ KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def choices_of(setting: Field[Any]) -> tuple[str, ...]:
-    """The names that a setting accepts, () if it is not a choice."""
+    """Return the names that a setting accepts; () if it is not a choice."""
     known = setting.metadata.get("choices", ())
     return known() if callable(known) else known
 
 
 def read(setting: Field[Any], value: Any) -> Any:
-    """The value as the setting has it. Raises `ConfigError` that says what it accepts."""
+    """Return the value in the setting's type. Raises `ConfigError` that says what the setting
+    accepts.
+    """
     limits = setting.metadata
     if "convert" in limits:
         value = limits["convert"](value)

@@ -1,7 +1,7 @@
-"""Every setting of a job, once: its name, default, values, and what it does.
+"""Defines every setting of a job once: its name, default, values, and effect.
 
 Megatron's parser (`--cp-ring-*`), YAML files (section `cp_ring`) and the tables of flags are all
-made of this one dataclass. It adds to the settings that calls of attention have.
+made from this one dataclass. It extends the settings of attention calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MASK_KINDS = (
 
 
 class OptionError(ConfigError):
-    """A value that a setting cannot have; its one line names the flag."""
+    """Raised for a value that a setting cannot have; its one line names the flag."""
 
     def __init__(self, name: str, value: Any, problem: str) -> None:
         super().__init__(name, value, problem)
@@ -136,7 +136,7 @@ class Options(CallSettings):
         for field in fields(self):
             value, default = getattr(self, field.name), field.default
             if type(value) is type(default) and value == default:
-                continue  # and the names of kernels, which need torch, are not asked for
+                continue  # this also avoids asking for the names of kernels, which needs torch
             try:
                 left = LEFT_VALUES.get(field.name, {}).get(str(value))
                 if left:
@@ -147,7 +147,7 @@ class Options(CallSettings):
 
     @classmethod
     def make(cls, **values: Any) -> Options:
-        """As the constructor, but an unknown setting is a `ConfigError` too."""
+        """Construct the settings; an unknown name is a `ConfigError` too."""
         for name in values:
             if name in LEFT:
                 raise ConfigError(f"{name} left cp_ring: {LEFT[name]}")
@@ -157,21 +157,23 @@ class Options(CallSettings):
 
     @property
     def named_layout(self) -> NamedLayout:
-        """What is known of `layout`."""
+        """Return the registered properties of `layout`."""
         return NamedLayout.named(self.layout)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds in `mask_kinds`."""
+        """Return the kinds in `mask_kinds`."""
         return tuple(self.mask_kinds.split(",")) if self.mask_kinds else ()
 
     def without_auto(self) -> Options:
-        """With the simplest shape in place of `auto`: what runs with it runs with any."""
+        """Return the settings with the simplest value in place of `auto`. A job that runs with
+        these values runs with any other choice.
+        """
         return replace(self, heads=1 if self.heads == "auto" else self.heads)
 
     def check_schedule(self, members: int) -> None:
-        """Raises `ConfigError` if the schedule is not one for a ring of `members`, or has more than
-        `slot_shards` sources at a hop.
+        """Raise `ConfigError` unless the schedule fits a ring of `members` and has at most
+        `slot_shards` sources at each hop.
         """
         try:
             resolve(self.schedule, members, self.slot_shards)
@@ -181,15 +183,15 @@ class Options(CallSettings):
 
     @staticmethod
     def flag(name: str) -> str:
-        """The command-line flag of a setting: `enabled` is `--cp-ring`, `num_slots` is
+        """Return the command-line flag of a setting: `enabled` is `--cp-ring`, `num_slots` is
         `--cp-ring-num-slots`.
         """
         return "--cp-ring" if name == "enabled" else "--cp-ring-" + name.replace("_", "-")
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Adds every setting as a flag; values are checked later, by `from_args`, for one clear
-        message.
+        """Add every setting as a flag. `from_args` checks the values later, so that errors are one
+        clear line.
 
         With `hidden` the parser's help does not list them.
         """
@@ -224,7 +226,7 @@ class Options(CallSettings):
 
     @classmethod
     def help(cls, width: int | None = None) -> str:
-        """The flags and what they do, as argparse prints them, without any other flag."""
+        """Return the help of cp_ring's flags as argparse prints it, without any other flag."""
         parser = argparse.ArgumentParser(
             add_help=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, width=width)
         )
@@ -233,7 +235,7 @@ class Options(CallSettings):
 
     @classmethod
     def table(cls) -> list[dict[str, str]]:
-        """One entry per flag: flag, default, values, and what it does."""
+        """Return one entry per flag: flag, default, values, and effect."""
         return [
             {
                 "flag": cls.flag(name),
@@ -246,12 +248,12 @@ class Options(CallSettings):
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Options:
-        """Reads the flags that `add_arguments` added from a parsed namespace."""
+        """Read the flags that `add_arguments` added from a parsed namespace."""
         parsed = vars(args)
         return cls(**{name: parsed[_dest(name)] for name in SETTINGS if _dest(name) in parsed})
 
     def to_args(self) -> list[str]:
-        """The flags that differ from their defaults, as a command line."""
+        """Return the flags that differ from their defaults, as a command line."""
         line: list[str] = []
         for name, field in SETTINGS.items():
             value = getattr(self, name)
@@ -270,7 +272,7 @@ SETTINGS: dict[str, Field[Any]] = {
 
 
 class _Left(argparse.Action):
-    """A flag of the version before."""
+    """A flag that left with this version; it answers with one line."""
 
     def __call__(self, *given: Any) -> None:
         flag = given[-1]
@@ -279,8 +281,8 @@ class _Left(argparse.Action):
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The names that a setting accepts, () if it is not a choice. Kernels, layouts and routes are
-    those registered by now.
+    """Return the names that a setting accepts; () if it is not a choice. Kernels, layouts and
+    routes are the ones registered so far.
     """
     return option_values.choices_of(SETTINGS[name])
 

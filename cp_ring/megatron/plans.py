@@ -1,4 +1,5 @@
-"""The layout and the plan of a Megatron layer without documents, from the names in the settings.
+"""Makes the layout and the plan of a Megatron layer without documents, from the names in the
+settings.
 
 A plan is shared by all layers. For documents see `documents`.
 """
@@ -18,8 +19,8 @@ _MASKS = {"causal": Mask.causal, "no_mask": Mask.full}
 
 
 def make_layout(name: str, n: int, cp: int) -> Layout:
-    """The layout called `name` of `n` tokens over `cp` ranks; one that weighs masks balances the
-    sum of the windows of all layers.
+    """Return the layout called `name` of `n` tokens over `cp` ranks. A layout that weighs masks
+    balances the sum of the windows of all layers.
     """
     split = NamedLayout.named(name)
     return _layout(split, n, cp, layer_windows() if split.weighs else ())
@@ -32,7 +33,9 @@ def _layout(split: NamedLayout, n: int, cp: int, windows: LayerWindows) -> Layou
 
 
 def layout_of_row(name: str, n: int, cp: int, mask_of: Callable[[tuple[int, int]], Mask]) -> Layout:
-    """As `make_layout`, for a batch row of `n` tokens with a mask of its own, that of a window."""
+    """Return the layout called `name` for one batch row of `n` tokens; `mask_of` gives its mask for
+    each window.
+    """
     if cp == 1:
         return Layout.contiguous(n, 1)
     split = NamedLayout.named(name)
@@ -49,11 +52,13 @@ def _mask(kind: str, n: int, window: tuple[int, int]) -> Mask:
 def make_plan(
     mask: str, n: int, cp: int, window: tuple[int, int] = (-1, -1), spec: PlanSpec = PlanSpec()
 ) -> Plan:
-    """The proven plan of Megatron's mask type `causal` or `no_mask` over `n` tokens on `cp` ranks.
+    """Return the proven plan of Megatron's mask type `causal` or `no_mask` over `n` tokens on `cp`
+    ranks.
 
-    window: the numbers of keys before and after its own position that a query sees; -1 is all.
-    spec: its layout is a name. Raises `PlanError` if mask, layout, route and schedule do not make a
-    correct plan.
+    window: the numbers of keys before and after its own position that a query sees; -1 means all.
+    spec: its layout must be a name.
+
+    Raises `PlanError` if mask, layout, route and schedule do not make a correct plan.
     """
     return plan(
         _mask(mask, n, window), cp, replace(spec, layout=make_layout(str(spec.layout), n, cp))

@@ -1,7 +1,7 @@
-"""Programs that build their models themselves, on megatron.core without its command line.
+"""Supports programs that build their models themselves, on megatron.core without its command line.
 
-They have a `TransformerConfig` in place of Megatron's arguments. The checks and the probes read
-their values by the same names, so they get a namespace with the fields of that configuration.
+Such programs have a `TransformerConfig` in place of Megatron's arguments. Checks and probes read
+Megatron's argument names, so they get a namespace with the fields of that configuration.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 
 @dataclass
 class Program:
-    """What `cp_ring.megatron.enable` was told about the program, and what was certified.
+    """The values that `cp_ring.megatron.enable` was given, and the state of certification.
 
-    seq_length: tokens of a batch row, 0 if unknown.
-    micro_batch_size: batch rows of a microbatch.
-    packed: whether microbatches hold packed documents (thd).
-    certified: the kinds of attention that were probed; see `_kind_of`.
-    probing: while the probes build models of their own.
-    build: makes a model of a `TransformerConfig`; known once `certify` was called.
+    Attributes:
+        seq_length: tokens of a batch row, 0 if unknown.
+        micro_batch_size: batch rows of a microbatch.
+        packed: True if microbatches hold packed documents (thd).
+        certified: the kinds of attention that were probed; see `_kind_of`.
+        probing: True while the probes build models of their own.
+        build: makes a model of a `TransformerConfig`; set by `certify`.
     """
 
     seq_length: int = 0
@@ -44,7 +45,7 @@ class Program:
 
 
 class _Began:
-    """The program that `enable` began, if there is one."""
+    """Holds the program that `enable` started, if there is one."""
 
     program: Program | None = None
 
@@ -56,13 +57,13 @@ _began = RUNTIME.keep(_Began())
 
 
 def begin(program: Program | None) -> None:
-    """Makes `program` the program of this process; None forgets it."""
+    """Make `program` the program of this process; None forgets it."""
     _began.program = program
 
 
 def arguments_of(config: Any) -> argparse.Namespace:
-    """The fields of a `TransformerConfig` under the names of Megatron's arguments, and what
-    `enable` was told.
+    """Return the fields of a `TransformerConfig` under the names of Megatron's arguments, with the
+    values that `enable` was given.
     """
     program = _began.program or Program()
     absent = dict.fromkeys(
@@ -75,10 +76,10 @@ def arguments_of(config: Any) -> argparse.Namespace:
         "micro_batch_size": program.micro_batch_size,
         "sft": program.packed,
         "num_experts": config.num_moe_experts,
-        # the configuration has completed its number of key/value heads
+        # the configuration has already filled in its number of key/value heads
         "group_query_attention": True,
         "position_embedding_type": "rope",
-        # one number is read by classes of core attention that set the window of their layer
+        # core attention classes that set their layer's window read one number
         "window_size": None if isinstance(config.window_size, int) else config.window_size,
         "reset_attention_mask": False,
         "world_size": torch.distributed.get_world_size()
@@ -89,7 +90,7 @@ def arguments_of(config: Any) -> argparse.Namespace:
 
 
 def check_settings(options: Options, seq_length: int, cp: int = 1) -> None:
-    """Raises `ConfigError` for settings that need Megatron's own training loop, and for batch rows
+    """Raise `ConfigError` for settings that need Megatron's own training loop, and for batch rows
     that `cp` ranks cannot share.
     """
     if options.certify == "only":
@@ -110,8 +111,11 @@ def check_settings(options: Options, seq_length: int, cp: int = 1) -> None:
 
 
 def accept_model(config: Any) -> argparse.Namespace:
-    """Checks the configuration of a model that is about to be built, and puts the settings that
-    depend on it in force.
+    """Check the configuration of a model before it is built, and put the settings that depend on it
+    in force.
+
+    Raises `ConfigError` for features that ring attention does not support. Errors name the flag
+    `--x-y` for the field `x_y` of the configuration.
 
     Raises `ConfigError` for what ring attention does not support. A flag `--x-y` in it is the field
     `x_y` of the configuration.
@@ -140,21 +144,22 @@ _KIND = (
 
 
 def _kind_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """What models with the same certificate have in common."""
+    """Return a key; models with the same key share a certificate."""
     return tuple(str(getattr(args, name, None)) for name in _KIND)
 
 
 def certify_model(args: argparse.Namespace, name: str, own_group: bool) -> None:
-    """Makes the certificate before the first model is built, if `certify` has not done so. All
-    ranks call it together.
+    """Make the certificate before the first model is built, if `certify` has not done so. All ranks
+    call it together.
 
-    `name` is that of the model, `own_group` whether its context-parallel group is another than
-    Megatron's. A line says that such a model, or a later one of another kind, is not covered.
+    `name` is the name of the model; `own_group` says whether its context-parallel group differs
+    from Megatron's. A printed line says that such a model, or a later one of another kind, is not
+    covered.
     """
     program = _began.program
     if program is None or program.probing or settings.current().certify == "off":
         return
-    from megatron.core import parallel_state  # heavy, and installed with Megatron only
+    from megatron.core import parallel_state  # slow to import, and installed with Megatron only
 
     if not parallel_state.model_parallel_is_initialized():
         program.certified.add(_kind_of(args))
@@ -174,29 +179,29 @@ def certify_model(args: argparse.Namespace, name: str, own_group: bool) -> None:
 
 
 def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep) -> Any:
-    """Probes attention, and the loss and gradients of a tiny model that the program itself builds;
-    all ranks call it together.
+    """Probe attention, and the loss and gradients of a tiny model that the program itself builds.
+    All ranks call it together.
 
     Call it after `cp_ring.megatron.enable` and after Megatron has made its parallel groups. Without
     this call the certificate is made when the first model is built, and does not cover the loss.
 
     Args:
         config: the `TransformerConfig` of the model.
-        build: makes a whole model of such a configuration. It is called with small copies of
-            `config`, of context parallel size 1 too.
-        forward_step: `forward_step(data_iterator, model)` as Megatron's schedules take it, which
-            returns the losses of tokens and a loss function. An item of the iterator is a
-            dictionary of tokens, labels, position_ids and loss_mask, each [b, n] of whole batch
-            rows, which it splits itself. After `enable(packed=True)` it is one batch row of packed
-            documents, with their offsets `cu_seqlens`, int32 [1, documents + 1], and `max_seqlen`,
-            int32 [1], as the data sets of Megatron's scripts give them; each document is a multiple
-            of 2 * cp tokens long. `split_batch` takes both.
+        build: makes a whole model from such a configuration. It is called with small copies of
+            `config`, also with context parallel size 1.
+        forward_step: `forward_step(data_iterator, model)`, as Megatron's schedules take it, which
+            returns the losses of tokens and a loss function. It splits the batch itself, for
+            example with `split_batch`. An item of the iterator is a dictionary of tokens, labels,
+            position_ids and loss_mask, each [b, n] of whole batch rows. After
+            `enable(packed=True)` an item is one batch row of packed documents, with offsets
+            `cu_seqlens`, int32 [1, documents + 1], and `max_seqlen`, int32 [1], as in the data
+            sets of Megatron's scripts; each document has a multiple of 2 * cp tokens.
 
     Returns:
         The certificate (`cp_ring.megatron.certificate.Certificate`), or None with `certify="off"`.
 
     Raises:
-        ConfigError: on all ranks, where a probe fails.
+        ConfigError: on all ranks, if a probe fails.
     """
     if _began.program is None:
         raise ConfigError("cp_ring.megatron.certify: call cp_ring.megatron.enable first")

@@ -1,4 +1,4 @@
-"""Ends a job that cannot run with one line, and exit code 2; ends a rank that has failed soon."""
+"""Ends a job that cannot run with one line and exit code 2, and ends a failed rank soon."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _OURS = (ConfigError, KernelError, PlanError)
 _MEGATRONS = (AssertionError, ValueError, ArithmeticError, ImportError)
 _TURN_S = 8.0
 ENDING_S = 10.0
-"""A rank that has failed is gone after as many seconds, whatever waits for what at its end."""
+"""Seconds after which a failed rank is gone, even if something still waits at its end."""
 _noted: set[str] = RUNTIME.keep(set())
 
 
 class Rejected(SystemExit):
-    """The end of a rank whose job was rejected: the reason is printed."""
+    """Ends a rank whose job was rejected; the reason is already printed."""
 
 
 def reject(message: str, code: int = 2) -> NoReturn:
-    """Prints `cp_ring: error: <message>` and exits with `code`.
+    """Print `cp_ring: error: <message>` and exit with `code`.
 
-    Most errors are those of all ranks. A launcher ends all ranks as soon as one has ended, so the
-    others give rank 0 a few seconds to print the line for them. It also goes to the file of errors
-    that torch's launcher shows when it ends.
+    Most errors occur on all ranks. A launcher ends all ranks as soon as one has ended, so the other
+    ranks wait a few seconds for rank 0 to print the line. The line also goes to the error file that
+    torch's launcher shows when it ends.
     """
     if int(os.environ.get("RANK", "0")):
         time.sleep(_TURN_S + min(int(os.environ.get("LOCAL_RANK", "0")), 8) / 8)
-    with contextlib.suppress(OSError):  # nobody reads it
+    with contextlib.suppress(OSError):  # standard error may be closed
         lines = [f"cp_ring: error: {line}" for line in message.splitlines()]
         print(*lines, sep="\n", file=sys.stderr, flush=True)
     _record(message)
@@ -47,8 +47,8 @@ def reject(message: str, code: int = 2) -> NoReturn:
 
 @contextlib.contextmanager
 def ending_soon(script: str) -> Iterator[None]:
-    """Where the block fails, this rank is gone `ENDING_S` seconds later, and the watchdogs of the
-    others are told. An exit code of `script` that is not 0 is a line, and so is what Megatron
+    """If the block fails, end this rank `ENDING_S` seconds later and tell the watchdogs of the
+    others. Print one line for a nonzero exit code of `script`, and one line for a job that Megatron
     rejects before the first step.
     """
     try:
@@ -72,7 +72,7 @@ def ending_soon(script: str) -> Iterator[None]:
 
 
 def _end_soon(why: str) -> None:
-    with contextlib.suppress(OSError):  # there is no standard error
+    with contextlib.suppress(OSError):  # standard error may be closed
         faulthandler.dump_traceback_later(ENDING_S, exit=True, file=sys.__stderr__ or 2)
     torch = sys.modules.get("torch")
     if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -82,9 +82,7 @@ def _end_soon(why: str) -> None:
 
 
 def note(message: str, shown: bool | None = None) -> None:
-    """Prints `cp_ring: <message>` on rank 0 alone, or where `shown` is true, once per process,
-    however often it is called.
-    """
+    """Print `cp_ring: <message>` once per process, on rank 0 alone, or where `shown` is true."""
     if shown is None:
         shown = int(os.environ.get("RANK", "0")) == 0
     if shown and message not in _noted:
@@ -94,7 +92,7 @@ def note(message: str, shown: bool | None = None) -> None:
 
 @contextlib.contextmanager
 def rejecting() -> Iterator[None]:
-    """Calls `reject` for errors of cp_ring."""
+    """Call `reject` for errors of cp_ring in the block."""
     try:
         yield
     except _OURS as error:
@@ -102,12 +100,12 @@ def rejecting() -> Iterator[None]:
 
 
 def first_line(error: object) -> str:
-    """The first line of the text of an error, "" where it has none."""
+    """Return the first line of an error's text, or ""."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
 def _record(message: str) -> None:
-    """Writes the file of errors in the form that torch's launcher reads."""
+    """Write the error file in the form that torch's launcher reads."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
@@ -116,7 +114,7 @@ def _record(message: str) -> None:
 
 @contextlib.contextmanager
 def megatrons_rejections() -> Iterator[None]:
-    """Raises Megatron's own objection to the flags as `ConfigError`."""
+    """Turn Megatron's own rejection of the flags into a `ConfigError`."""
     try:
         yield
     except ConfigError:
@@ -126,7 +124,7 @@ def megatrons_rejections() -> Iterator[None]:
 
 
 def _is_an_objection(error: BaseException) -> bool:
-    """Whether Megatron itself rejects the job, before the first step."""
+    """Return True if Megatron itself rejects the job, before the first step."""
     before = getattr(compat.arguments(), "curr_iteration", None) is None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = str(frames[-1].f_globals.get("__name__", "")).startswith("megatron.")
@@ -134,6 +132,6 @@ def _is_an_objection(error: BaseException) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """The text of an error; of an assertion without one its source."""
+    """Return the text of an error; for an assertion without text, its source line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return one_line(error) if str(error) else f"{last.line} ({last.filename}, line {last.lineno})"

@@ -1,5 +1,5 @@
-"""The cp_ring settings in force in this process: read from the flags once, then read by every layer
-and batch.
+"""Holds the cp_ring settings in force in this process. They are read from the flags once, then by
+every layer and batch.
 
 Nothing heavy is imported here: entry modules read the flags before they load torch and Megatron.
 """
@@ -17,8 +17,8 @@ from cp_ring.megatron.wrapping import replaced
 from cp_ring.runtime import RUNTIME
 
 LayerWindows = tuple[tuple[tuple[int, int], int], ...]
-"""Each window (left, right) of a model's attention layers, -1 for any number of keys, and how many
-layers have it.
+"""The windows (left, right) of a model's attention layers (-1 for any number of keys), each with
+the number of layers that have it.
 """
 
 
@@ -34,32 +34,34 @@ _in_force = RUNTIME.keep(_InForce())
 
 
 def current() -> Options:
-    """The settings in force; the defaults unless `install`, or the parsed flags, changed them."""
+    """Return the settings in force: the defaults unless `install` or the parsed flags
+    changed them.
+    """
     return _in_force.config
 
 
 def packed_in_whole_rows() -> bool:
-    """Whether this job splits packed documents (thd) all together, as one sequence, instead of one
-    by one.
+    """Return True if this job splits packed documents (thd) together as one sequence, not one by
+    one.
 
-    Megatron's data loader does so under --dataloader-inter-document-masking. Its batches do not say
-    which of the two it was.
+    Megatron's data loader does so with --dataloader-inter-document-masking. Its batches do not say
+    which of the two ways they were split.
     """
     return _in_force.whole_rows
 
 
 def tokens_of_a_row() -> int:
-    """What a program told `enable` of the tokens of a whole batch row; 0 if nothing."""
+    """Return the tokens of a whole batch row that a program told `enable`; 0 if unknown."""
     return _in_force.row
 
 
 def layer_windows() -> LayerWindows:
-    """The windows of the model's layers, for which a balanced layout is balanced together."""
+    """Return the windows of the model's layers; a balanced layout balances them together."""
     return _in_force.layers
 
 
 def split_by_microbatch() -> bool:
-    """Whether a rank's tokens, or their positions, may differ from microbatch to microbatch."""
+    """Return True if a rank's tokens or their positions may differ between microbatches."""
     config = _in_force.config
     return bool(config.mask_kinds) or (config.document_mask and config.named_layout.weighs)
 
@@ -70,8 +72,8 @@ def configure(
     layers: LayerWindows | None = None,
     row: int | None = None,
 ) -> None:
-    """Puts `config` in force for layers and batches made from now on; `whole_rows`, `layers` and
-    the tokens of a whole `row` too, unless they are None.
+    """Put `config` in force for layers and batches made from now on. `whole_rows`, `layers` and
+    `row` (tokens of a whole batch row) change unless they are None.
     """
     _in_force.config = config
     if row is not None:
@@ -83,12 +85,12 @@ def configure(
 
 
 def in_force(config: Options) -> AbstractContextManager[None]:
-    """Within the context `config` is in force."""
+    """Put `config` in force within the context."""
     return replaced((_in_force, "config", config))
 
 
 def flags(argv: Sequence[str]) -> Options:
-    """The cp_ring settings among the flags of a command line; ignores all other flags. Raises
+    """Return the cp_ring settings among the flags of a command line; ignore all other flags. Raises
     `ConfigError` for a bad value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

@@ -1,8 +1,8 @@
-"""Signals that ask a job to save and end (time limit, preemption, Ctrl-C): remembered from its
-first step on, until training can act. Before that there is nothing to save, and a signal ends the
-job.
+"""Remembers the signals that ask a job to save and end (time limit, preemption, Ctrl-C) until
+training can act, from the first step on. Before the first step there is nothing to save, and a
+signal ends the job.
 
-Nothing heavy is imported here, so that a rank keeps warnings before it loads torch.
+This module imports nothing heavy, so that a rank remembers signals before it loads torch.
 """
 
 from __future__ import annotations
@@ -22,30 +22,29 @@ from cp_ring.runtime import RUNTIME
 ASKING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 _WARNING = {signal.SIGUSR1}
-_LOOK_S = 1.0  # how often a process looks whether its parent is still there
+_LOOK_S = 1.0  # interval at which a process checks that its parent is alive
 _received: list[signal.Signals] = RUNTIME.of_process([])
-# by children that are forked; a registration cannot be undone
+# a registration in forked children cannot be undone
 _forgotten: set[signal.Signals] = RUNTIME.of_process(set())
 
 
 def keep_warnings(argv: Sequence[str]) -> None:
-    """Blocks SIGUSR1 where the command line has Megatron's --exit-signal-handler: a batch system
-    sends it minutes before the time limit, and it stays pending until the first step is done.
+    """Block SIGUSR1 if the command line has Megatron's --exit-signal-handler. A batch system sends
+    the signal minutes before the time limit; it stays pending until the first step is done.
 
-    Slurm sends it to the children of a rank as well (helpers of the checkpoint writer), which
-    inherit the block but no handler, and again while Python ends and has no handlers any more.
+    Slurm also sends the signal to the children of a rank (helpers of the checkpoint writer), which
+    inherit the block but no handler, and sends it again while Python ends and has no handlers left.
     """
     if "--exit-signal-handler" in argv:
         signal.pthread_sigmask(signal.SIG_BLOCK, _WARNING)
 
 
 def listen(*more: signal.Signals) -> None:
-    """From now on the signals in `ASKING`, and `more`, are remembered and do nothing else; in
-    processes that are forked from now on they do what they do by default. Call it from the main
-    thread.
+    """Remember the signals in `ASKING` and `more` from now on; they do nothing else. Processes
+    forked from now on handle them by default. Call it from the main thread.
 
-    After SIGINT, a second SIGINT or a SIGTERM ends the process at once: torchrun sends SIGTERM at
-    the second Ctrl-C.
+    After SIGINT, a second SIGINT or a SIGTERM ends the process at once, because torchrun sends
+    SIGTERM at the second Ctrl-C.
     """
     numbers = frozenset({*ASKING, *more})
     for number in numbers:
@@ -58,8 +57,8 @@ def listen(*more: signal.Signals) -> None:
 
 
 def _end_in_peace() -> None:
-    """Python takes its handlers down before it ends; a job that was asked to end gets SIGTERM again
-    from its launcher, and has saved.
+    """Ignore SIGTERM while Python ends and removes its handlers: the launcher sends it again to a
+    job that was asked to end and has saved.
     """
     if _received:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -84,11 +83,12 @@ def _forget_in_children(numbers: frozenset[signal.Signals]) -> None:
 
 
 def outlive_all_but_the_parent() -> None:
-    """Of the signals that ask a job to end, only a SIGTERM of its parent ends this process, and the
-    end of its parent does: a process that its rank needs for its last step or save.
+    """Make this process ignore the signals that ask a job to end, except a SIGTERM from its parent;
+    it also ends when its parent ends. Use it in processes that a rank needs for its last step or
+    save.
 
-    A process that ignores its parent too would keep that one from ending. torchrun and Slurm send
-    signals to the processes of a rank too. Call it in a process of `multiprocessing`.
+    torchrun and Slurm send signals to the child processes of a rank too. A process that ignored its
+    parent as well would keep the parent from ending. Call it in a process of `multiprocessing`.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
@@ -107,9 +107,8 @@ def _end_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def blocked_in_children() -> Iterator[None]:
-    """Processes that this thread starts while this lasts begin with the signals in `ASKING` blocked
-    until they call `outlive_all_but_the_parent`: a process that is spawned needs a second to get
-    there.
+    """Start processes in this thread with the signals in `ASKING` blocked. A spawned process needs
+    about a second until it calls `outlive_all_but_the_parent`.
     """
     # multiprocessing starts it before the first process that is spawned, and unblocks signals
     resource_tracker.ensure_running()
@@ -121,7 +120,7 @@ def blocked_in_children() -> Iterator[None]:
 
 
 def received() -> signal.Signals | None:
-    """The first signal that came since `listen`, or None."""
+    """Return the first signal since `listen`, or None."""
     return _received[0] if _received else next(iter(signal.sigpending() & _WARNING), None)
 
 

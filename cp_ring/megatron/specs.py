@@ -1,7 +1,7 @@
 """Layer specifications of Megatron with ring attention, for use without any patch.
 
-`--spec cp_ring.megatron.specs gpt_local` (or `gpt_te`) selects a whole layer, `hybrid_local` those
-of a hybrid model. `with_ring_attention` changes any specification.
+`--spec cp_ring.megatron.specs gpt_local` (or `gpt_te`) selects a whole GPT layer, `hybrid_local`
+the layers of a hybrid model. `with_ring_attention` changes any specification.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _OF_CLASSES = {"__module__", "__doc__", "__init__", "__firstlineno__", "__static
 
 
 def ring_core_attention(core_attention: Any) -> Any:
-    """`RingDotProductAttention` in place of a stock core attention, given as a class, `ModuleSpec`
-    or `functools.partial`.
+    """Return `RingDotProductAttention` in place of a stock core attention, given as a class,
+    `ModuleSpec` or `functools.partial`.
 
-    A class derived from a stock one that adds a constructor alone is replaced too: its constructor
-    says what the stock one would be built with. Raises `ConfigError` for any other core attention,
-    by name.
+    A class derived from a stock one that only adds a constructor is replaced too: ring attention
+    gets the arguments that its constructor passes to the stock class. Raises `ConfigError` that
+    names any other core attention.
     """
     if isinstance(core_attention, ModuleSpec):
         return dataclasses.replace(
@@ -71,8 +71,8 @@ def _not_replaced(core_attention: Any) -> ConfigError:
 
 
 def _stock_below(core_attention: Any) -> Any:
-    """The replaced class from which a class differs by constructors alone; None if there is none,
-    or more than that differs.
+    """Return the stock class from which a class differs only in its constructors; None if there is
+    none.
     """
     for one in getattr(core_attention, "__mro__", ()):
         if one in _REPLACED:
@@ -83,9 +83,10 @@ def _stock_below(core_attention: Any) -> Any:
 
 
 def _ring_as_asked(core_attention: Any, stock: Any) -> Any:
-    """Ring attention with the arguments that the constructor of `core_attention` hands to `stock`.
+    """Return a class of ring attention that gets the arguments which the constructor of
+    `core_attention` passes to `stock`.
 
-    Raises `ConfigError` where the constructor needs or keeps more than these.
+    Raises `ConfigError` if the constructor needs or keeps more than these.
     """
     signature = inspect.signature(stock.__init__)
 
@@ -93,7 +94,7 @@ def _ring_as_asked(core_attention: Any, stock: Any) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.asked = signature.bind(self, *args, **kwargs).arguments
 
-    # between the class and the stock one in the order of constructors
+    # its constructor runs between that of the class and that of the stock class
     recording = type(core_attention.__name__, (core_attention, Recorder), {})
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +111,7 @@ def _ring_as_asked(core_attention: Any, stock: Any) -> Any:
 
 
 def _ring_or_rejected(core_attention: Any) -> Any:
-    """Ring attention, or a class that raises the `ConfigError` about `core_attention` as soon as a
+    """Return ring attention, or a class that raises the `ConfigError` about `core_attention` when a
     layer is built with it.
     """
     try:
@@ -127,8 +128,8 @@ class _Rejected:
 
 
 def ring_submodules(submodules: Any) -> Any:
-    """A copy of an attention layer's submodules with ring attention as core attention; the argument
-    is left as it is.
+    """Return a copy of an attention layer's submodules with ring attention as core attention. The
+    argument does not change.
     """
     return dataclasses.replace(
         submodules, core_attention=ring_core_attention(submodules.core_attention)
@@ -136,13 +137,13 @@ def ring_submodules(submodules: Any) -> Any:
 
 
 def with_ring_attention(spec: Any) -> Any:
-    """A copy of a layer or block specification in which every attention layer's core attention is
-    ring attention.
+    """Return a copy of a layer or block specification with ring attention as the core attention of
+    every attention layer.
 
-    It copies `ModuleSpec`s, dataclasses of submodules, and lists of them; everything else is shared
-    with the argument. A core attention that ring attention cannot replace raises `ConfigError` only
-    when a layer with it is built, because specifications of hybrid models have layers that a model
-    may not use.
+    It copies `ModuleSpec`s, dataclasses of submodules, and lists of them, and shares everything
+    else with the argument. A core attention that ring attention cannot replace raises `ConfigError`
+    only when a layer with it is built, because specifications of hybrid models have layers that a
+    model may not use.
     """
     if isinstance(spec, list | tuple):
         return type(spec)(with_ring_attention(item) for item in spec)
@@ -167,9 +168,9 @@ def with_ring_attention(spec: Any) -> Any:
 
 
 class LayerOfFlags(ModuleSpec):
-    """The transformer layer that the command line describes, with ring attention, for --spec.
+    """The transformer layer of the command line with ring attention, for --spec.
 
-    Before 0.19 Megatron imports it before the flags are parsed. So its fields are made from the
+    Megatron before 0.19 imports it before the flags are parsed, so its fields are made from the
     flags when they are first read.
     """
 
@@ -182,7 +183,7 @@ class LayerOfFlags(ModuleSpec):
     metainfo = property(lambda self: self._made().metainfo)
 
     def _made(self) -> ModuleSpec:
-        # not at the top: users of megatron.core alone may lack megatron.training
+        # imported here because programs on megatron.core alone may lack megatron.training
         from megatron.training import get_args
 
         spec: ModuleSpec = with_ring_attention(
@@ -219,7 +220,9 @@ gpt_te = LayerOfFlags(gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
 
 
 def _hybrid_local_stack() -> ModuleSpec:
-    """Megatron's hybrid layers without TransformerEngine are those that it quantizes."""
+    """Return Megatron's hybrid layers without TransformerEngine; Megatron has them for
+    quantization.
+    """
     from megatron.core.post_training.modelopt.hybrid import model_specs
 
     with replaced((model_specs, "Norm", WrappedTorchNorm)):
@@ -228,6 +231,6 @@ def _hybrid_local_stack() -> ModuleSpec:
 
 
 hybrid_local = LayerOfFlags(_hybrid_local_stack)
-"""The layers of a hybrid model of Megatron's own modules with ring attention, as
-`pretrain_hybrid.py` needs them on the CPU. Layers of Mamba and gated delta nets need CUDA.
+"""The layers of a hybrid model of Megatron's own modules with ring attention, which
+`pretrain_hybrid.py` needs on the CPU. Mamba and gated delta net layers need CUDA.
 """

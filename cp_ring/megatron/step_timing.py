@@ -1,5 +1,5 @@
-"""Times of sampled steps in a Megatron job: gathered a step later on the rank that writes
-Megatron's log, the last one.
+"""Gathers the times of sampled steps in a Megatron job, one step later, on the last rank, which
+writes Megatron's log.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cp_ring.observe.timing import Findings, RankTimes
 
 
 class StepTiming:
-    """Follows the steps of a training loop; `sampler` decides which are recorded.
+    """Follows the steps of a training loop and gathers the recorded ones.
 
     Args:
-        sampler: what decides; its recording of a step is read at the end of the next one, when a
-        device has passed its marks.
+        sampler: decides which steps are recorded. A recording is read at the end of the next step,
+            when the device has passed its marks.
         group: returns the context-parallel group of this rank.
         say: gets the lines for people, on the last rank.
     """
@@ -36,10 +36,10 @@ class StepTiming:
         self._pending: timing.Recording | None = None
 
     def end_of_step(self, step: int, last: bool = False) -> list[Findings]:
-        """Ends a step. Returns, on the last rank, the findings of the step before it, if that was
-        sampled; all ranks call this.
+        """End a step. All ranks call it. The last rank returns the findings of the previous step,
+        if that step was sampled.
 
-        `last`: training ends with this step, so that it does not wait for another one.
+        last: training ends with this step, so its own findings are returned too.
         """
         findings = self._gather(self._pending)
         self._pending = self.sampler.close(step)
@@ -66,8 +66,8 @@ class StepTiming:
 
 
 def step_timing(config: Options) -> StepTiming | None:
-    """What follows the steps of a job with these settings; None if no step is to be measured.
-    Attention calls tell the step.
+    """Return the `StepTiming` of a job with these settings; None if no step is measured. Attention
+    calls tell it the step.
     """
     timing.SAMPLER.value = sampler = timing.Sampler(config.timing) if config.timing else None
     return None if sampler is None else StepTiming(sampler, lambda: compat.group_of(None, "cp"))

@@ -1,4 +1,5 @@
-"""What a logged step adds to TensorBoard: tokens per second, memory, times of sampled steps.
+"""Adds tokens per second, memory and the times of sampled steps to each step that Megatron logs to
+TensorBoard.
 
 `StepLine` is installed by the patch `step_line`.
 """
@@ -17,7 +18,7 @@ from cp_ring.megatron.step_timing import StepTiming
 from cp_ring.observe.timing import Findings
 
 LONG_WAIT_S = 1e-3
-"""A step that waits longer for the plans of its microbatches says so, in seconds."""
+"""Seconds that a step may wait for the plans of its microbatches before it reports the wait."""
 
 
 class StepLine:
@@ -63,18 +64,18 @@ class StepLine:
         return result
 
     def _report_times(self, findings: Findings, now: int) -> None:
-        """Writes the times of a sampled step to TensorBoard and Weights & Biases."""
+        """Write the times of a sampled step to TensorBoard and Weights & Biases."""
         scalars = {f"cp_ring/{name}": value for name, value in findings.scalars().items()}
         writer, wandb = self.megatron.get_tensorboard_writer(), self.megatron.get_wandb_writer()
         if writer:
             for name, value in scalars.items():
                 writer.add_scalar(name, value, findings.step)
         if wandb:
-            wandb.log(scalars, now)  # it drops what belongs to an earlier step
+            wandb.log(scalars, now)  # wandb drops entries of an earlier step
 
 
 def peak_memory() -> int:
-    """The memory of this rank, in bytes: what CUDA's allocator reserved or, without CUDA, what was
+    """Return the peak memory of this rank in bytes: reserved by CUDA's allocator or, without CUDA,
     resident.
     """
     if torch.cuda.is_available():
@@ -83,7 +84,7 @@ def peak_memory() -> int:
 
 
 def worst_of_ranks(*values: float) -> list[int]:
-    """The largest of each value over all ranks, in whole numbers. A collective of all ranks."""
+    """Return the largest of each value over all ranks, rounded down. A collective of all ranks."""
     largest = torch.tensor(
         [int(x) for x in values],
         dtype=torch.int64,

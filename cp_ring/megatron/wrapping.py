@@ -1,6 +1,4 @@
-"""Functions with something around them: what patches put in the place of Megatron's and torch's;
-and attributes that are replaced for a while.
-"""
+"""Wraps functions of Megatron and torch for patches, and replaces attributes for a while."""
 
 from __future__ import annotations
 
@@ -15,9 +13,10 @@ Function = Callable[..., Any]
 
 
 def around(hook: Function) -> Callable[[Function], Function]:
-    """Makes of `hook(original, ...)` a function that wraps another one, `original`.
+    """Turn `hook(original, ...)` into a decorator that wraps a function `original`.
 
-    A call of the wrapped function, or method, calls the hook with the same arguments behind it.
+    A call of the wrapped function, or method, calls the hook with the original and the same
+    arguments.
     """
 
     @functools.wraps(hook)
@@ -32,21 +31,19 @@ def around(hook: Function) -> Callable[[Function], Function]:
 
 
 def arguments_of(function: Function, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by the names of the parameters; those that are not given are left
-    out.
-    """
+    """Return the arguments of a call by parameter name, without defaults."""
     return inspect.signature(function).bind_partial(*args, **kwargs).arguments
 
 
 def loaded_modules(prefix: str) -> list[Any]:
-    """The modules whose names begin with `prefix` and that are imported already."""
+    """Return the imported modules whose names begin with `prefix`."""
     return [module for name, module in [*sys.modules.items()] if name.startswith(prefix) and module]
 
 
 def before_first_call(module: Any, name: str, act: Callable[[Any], None]) -> None:
-    """Calls `act` with `module` before its first forward pass, once for each `name`.
+    """Call `act` with `module` before its first forward pass, once for each `name`.
 
-    What constructors of subclasses make is there by then.
+    By then the constructors of subclasses have made all submodules.
     """
     if name in vars(module):
         return
@@ -60,8 +57,8 @@ def before_first_call(module: Any, name: str, act: Callable[[Any], None]) -> Non
 
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Sets attributes, given as (owner, name, value), and afterwards restores exactly what was
-    there: an owner that had none of its own has none again.
+    """Set attributes, given as (owner, name, value), and restore them afterwards. An owner that had
+    no attribute of its own has none again.
     """
     with ExitStack() as stack:
         for owner, name, value in changes:

@@ -55,7 +55,9 @@ class KeptCall:
         return kept.popleft() if self._runs > 1 and kept else None
 
     def keep(self, layer: Any, output: Output) -> None:
-        """Keep an output of the first run, unless autograd already keeps the tensors of that run."""
+        """Keep an output of the first run, unless autograd already keeps the tensors of
+        that run.
+        """
         if self._runs == 1 and not torch.is_grad_enabled():
             self._kept[layer].append(KeptOutput.of(output))
 

@@ -1,1 +1,1 @@
-"""Megatron's flags: what cp_ring adds to them, rejects of them, and concludes from them."""
+"""Adds cp_ring's flags to Megatron's, checks them together, and derives settings from them."""

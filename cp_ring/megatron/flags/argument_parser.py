@@ -25,8 +25,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def reject_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """In place of argparse's own `error`, which prints the usage of 800 flags: raises `ConfigError`
-    with its message. It names the flag that was meant in place of one that there is not.
+    """Replace argparse's `error`, which prints the usage of 800 flags: raise `ConfigError` with the
+    message alone. For an unknown flag it proposes the closest known one.
     """
     message = re.sub(r"invalid (\w+) value: (.*)", _not_of_type, message)
     if message.startswith("unrecognized arguments: "):
@@ -41,14 +41,14 @@ def _hint(flag: str, parser: argparse.ArgumentParser) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the installed Megatron with cp_ring's flags. Importing Megatron takes several
-    seconds.
+    """Return the parser of the installed Megatron with cp_ring's flags. Importing Megatron takes
+    several seconds.
 
     Raises `ConfigError` if Megatron cannot be imported.
     """
     try:
         with warnings.catch_warnings():
-            # about optional packages that are not installed; the ranks show them
+            # Megatron warns here about optional packages; the ranks print these warnings again.
             warnings.simplefilter("ignore")
             from megatron.training.arguments import add_megatron_arguments
     except ImportError as error:
@@ -60,19 +60,20 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m cp_ring.pretrain_gpt", usage="%(prog)s [flags]", allow_abbrev=False
     )
     add_megatron_arguments(parser)
-    if "--cp-ring" not in parser._option_string_actions:  # the patch `arguments` adds them too
+    # the patch `arguments` also adds cp_ring's flags
+    if "--cp-ring" not in parser._option_string_actions:
         add_own_arguments(parser)
     return parser
 
 
 def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds cp_ring's flags to a parser that has Megatron's, as the first group of its help, and
-    repairs that help.
+    """Add cp_ring's flags to a parser of Megatron, as the first group of its help, and repair that
+    help.
     """
     Options.add_arguments(parser)
     parser._action_groups.insert(0, parser._action_groups.pop())
     for action in parser._actions:
-        # some of Megatron's have a bare %, which argparse reads as the start of a format
+        # some help texts of Megatron have a bare %, which argparse reads as a format
         if action.help:
             action.help = re.sub(r"%(?!\(\w+\)[a-z])", "%%", action.help.replace("%%", "%"))
     return parser

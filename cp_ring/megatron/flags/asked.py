@@ -1,4 +1,4 @@
-"""What a job asks of Megatron, by the names of its arguments, as checks and patches read it.
+"""Reads Megatron's arguments by name for checks and patches, wherever the job keeps them.
 
 Nothing heavy is imported here: flags are checked before torch and Megatron are loaded.
 """
@@ -11,12 +11,12 @@ from typing import Any
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.options import Options
 
-_FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format"}  # of arguments with another name
+_FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format"}  # arguments whose flag has another name
 
 
 class Asked:
     """Megatron's parsed arguments, the fields of a `TransformerConfig`, or the words of a command
-    line. What they lack is None.
+    line. An argument that is missing there is None.
     """
 
     def __init__(self, args: Any) -> None:
@@ -27,20 +27,20 @@ class Asked:
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel ranks."""
+        """Return the tensor-parallel size."""
         return self.tensor_model_parallel_size or 1
 
     @property
     def cp(self) -> int:
-        """Context-parallel ranks."""
+        """Return the context-parallel size."""
         return self.context_parallel_size or 1
 
     def first(self, *names: str) -> str:
-        """The flag of the first of these arguments that is given, "" if none is."""
+        """Return the flag of the first of these arguments that is given, or ""."""
         return next((_flag(name) for name in names if getattr(self, name)), "")
 
     def shown(self, name: str) -> str:
-        """The flag of an argument with its value, as in `--lr 0.1`."""
+        """Return the flag of an argument with its value, such as `--lr 0.1`."""
         value = getattr(self, name)
         return f"{_flag(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
@@ -50,11 +50,11 @@ def _flag(name: str) -> str:
 
 
 Check = Callable[[Asked, Options], str | None]
-"""Why a job cannot run, in one line `what is wrong: what to change`; None where it can."""
+"""Returns one line `what is wrong: what to type` if the job cannot run, else None."""
 
 
 def reject_where(checks: Iterable[Check], args: Any, options: Options) -> None:
-    """Raises `ConfigError` with the lines of all checks that reject the job."""
+    """Raise `ConfigError` with the lines of all checks that reject the job."""
     asked = Asked(args)
     if lines := [line for check in checks if (line := check(asked, options))]:
         raise ConfigError(*lines)

@@ -1,4 +1,6 @@
-"""What ring attention does not support of Megatron's attention: windows, graphs, variants."""
+"""Rejects attention features of Megatron that ring attention does not support: windows, CUDA
+graphs, variants.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ from cp_ring.megatron.options import Options
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 _GRAPHED_ALONE = {"moe_router", "moe_preprocess", "mamba"}
-_GRAPHED_BY_TE = {"mlp", "moe"}  # which graphs of another kind hold with attention
+# modules that TransformerEngine's graphs can hold without attention
+_GRAPHED_BY_TE = {"mlp", "moe"}
 
 
 def dropout(args: Asked, options: Options) -> str | None:
-    """No GPU kernel draws the same dropout at any context parallel size."""
+    """Reject dropout: no GPU kernel draws the same dropout at every context parallel size."""
     if args.attention_dropout:
         return (
             f"--cp-ring does not support {args.shown('attention_dropout')}: give "
@@ -25,7 +28,7 @@ def dropout(args: Asked, options: Options) -> str | None:
 
 
 def windows(args: Asked, options: Options) -> str | None:
-    """Each layer needs to know its window."""
+    """Reject windows that do not say which keys each layer sees."""
     window, every = args.window_size, args.window_attn_skip_freq
     if window is None:
         return None
@@ -42,7 +45,9 @@ def windows(args: Asked, options: Options) -> str | None:
 
 
 def window_problem(window: Any, causal: bool = True) -> str | None:
-    """Why a window is not (left, right), each -1 or more, and right at most 0 in a causal layer."""
+    """Return why a window is not (left, right) with each side at least -1, and right at most 0 in a
+    causal layer; None if it is.
+    """
     if len(window) != 2 or any(side != int(side) or side < -1 for side in window):
         return (
             f"--window-size {window} is not two numbers of keys, before and after a query: give "
@@ -57,7 +62,7 @@ def window_problem(window: Any, causal: bool = True) -> str | None:
 
 
 def other_attention(args: Asked, options: Options) -> str | None:
-    """These split tokens, or compute attention, in ways of their own."""
+    """Reject features that split tokens or compute attention in another way."""
     if flag := args.first("hybrid_context_parallel", "dynamic_context_parallel"):
         return (
             f"--cp-ring does not support {flag}: leave it out; with --sft, --cp-ring-layout "
@@ -78,7 +83,9 @@ def other_attention(args: Asked, options: Options) -> str | None:
 
 
 def sparse(args: Asked, options: Options) -> str | None:
-    """Sparse attention is Megatron's own, which splits tokens by zigzag and gathers all keys."""
+    """Reject settings that sparse attention ignores: Megatron runs it, splits its tokens by zigzag,
+    and gathers all keys.
+    """
     if SPARSE not in letters_of(args):
         return None
     pattern, found = shown_pattern(args), documents_flag(args, options, in_rows=True)
@@ -90,14 +97,16 @@ def sparse(args: Asked, options: Options) -> str | None:
         return f"{pattern}: Megatron's sparse attention does not support {found}: leave it out"
     if args.cp > 1 and args.dsa_indexer_loss_coeff and not args.calculate_per_token_loss:
         return (
-            f"{pattern} with {args.shown('context_parallel_size')}: the gradients of the indexer loss "
-            "would depend on the number of ranks: give --calculate-per-token-loss"
+            f"{pattern} with {args.shown('context_parallel_size')}: the gradients of the indexer "
+            "loss would depend on the number of ranks: give --calculate-per-token-loss"
         )
     return None
 
 
 def graphs(args: Asked, options: Options) -> str | None:
-    """Each microbatch has a plan of its own, and a graph repeats one."""
+    """Reject CUDA graphs of attention: each microbatch has its own plan, and a graph
+    repeats one.
+    """
     asked, modules = graphs_asked(args)
     alone = _GRAPHED_ALONE | (_GRAPHED_BY_TE if "transformer_engine" in asked else set())
     if not asked or (modules and modules <= alone):
@@ -111,7 +120,9 @@ def graphs(args: Asked, options: Options) -> str | None:
 
 
 def graphs_asked(args: Asked) -> tuple[str, set[str]]:
-    """The flag that asks for CUDA graphs, "" without graphs, and the modules in them."""
+    """Return the flag that asks for CUDA graphs ("" if none does), and the modules in the
+    graphs.
+    """
     modules: set[str] = set()
     for name in ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated"):
         value = getattr(args, name) or ()
@@ -126,18 +137,22 @@ def graphs_asked(args: Asked) -> tuple[str, set[str]]:
 
 
 def offloaded_gate(args: Asked, options: Options) -> str | None:
-    """Megatron frees the memory of values, in which the gate lies too, before it uses the gate."""
+    """Reject offloading of gated attention: Megatron frees the values before it uses the gate,
+    which shares their memory.
+    """
     moved = args.fine_grained_activation_offloading and args.offload_modules
     if moved and args.attention_output_gate and "core_attn" in moved:
         return (
-            f"{args.shown('offload_modules')} with --attention-output-gate: Megatron would free the "
-            "gate with the values before it uses the gate: leave core_attn out"
+            f"{args.shown('offload_modules')} with --attention-output-gate: Megatron would free "
+            "the gate with the values before it uses the gate: leave core_attn out"
         )
     return None
 
 
 def layer_problem(config: Any, layer_number: int, attention_type: str) -> str | None:
-    """Why ring attention cannot be the core attention of a layer with this configuration."""
+    """Return why ring attention cannot be the core attention of a layer with this configuration, or
+    None.
+    """
     if attention_type != "self":
         return (
             f"--cp-ring supports self attention; layer {layer_number} is {attention_type} attention"
@@ -153,13 +168,13 @@ def layer_problem(config: Any, layer_number: int, attention_type: str) -> str | 
             "--cp-ring does not support fp8_dot_product_attention and fp8_multi_head_attention: "
             "switch them off"
         )
-    if layer.attn_logit_softcapping:  # of Megatron after 0.20
+    if layer.attn_logit_softcapping:  # an option of Megatron after 0.20
         return "--cp-ring does not support attn_logit_softcapping"
     return None
 
 
 def recomputes_attention(args: Asked) -> bool:
-    """Whether core attention alone is recomputed."""
+    """Return True if core attention is recomputed without the rest of its layer."""
     modules = args.recompute_modules or ["core_attn"]
     return args.recompute_granularity == "selective" and "core_attn" in modules
 

@@ -1,4 +1,4 @@
-"""What does not work with documents, declared masks and recurrent layers."""
+"""Rejects features that do not work with documents, declared masks or recurrent layers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cp_ring.megatron.options import Options
 
 
 def documents_flag(args: Asked, options: Options, in_rows: bool = False) -> str:
-    """The first flag that asks for documents or masks, "" without any. With `in_rows` --sft does
-    not count, each of whose documents is split by itself.
+    """Return the first flag that asks for documents or masks, or "". With `in_rows`, --sft does not
+    count, because it splits each document separately.
     """
     flags = {
         "--sft": args.sft and not in_rows,
@@ -27,20 +27,20 @@ def documents_flag(args: Asked, options: Options, in_rows: bool = False) -> str:
 
 
 def splits_packed(args: Asked, options: Options) -> bool:
-    """Whether packed batches of a script are split by the balanced layout."""
+    """Return True if the balanced layout splits the packed batches of a script."""
     packed = args.sft or args.dataloader_inter_document_masking
     return bool(packed and options.named_layout.weighs and not options.document_mask)
 
 
 def masks_documents(args: Asked, options: Options) -> bool:
-    """Whether the documents of each batch row are those that Megatron's data set finds by the
-    end-of-document token.
+    """Return True if Megatron's data set finds the documents of each batch row by their
+    end-of-document tokens.
     """
     return options.document_mask and not (args.dataloader_inter_document_masking or args.sft)
 
 
 def one_mask(args: Asked, options: Options) -> str | None:
-    """A batch row has one mask, from one place."""
+    """Reject flags that define the mask of a batch row twice."""
     if options.mask_kinds and options.document_mask:
         return (
             "--cp-ring-mask-kinds and --cp-ring-document-mask both define the mask: give "
@@ -65,7 +65,9 @@ def one_mask(args: Asked, options: Options) -> str | None:
 
 
 def two_microbatches(args: Asked, options: Options) -> str | None:
-    """Megatron's schedule of two microbatches at a time carries no documents."""
+    """Reject documents with the schedule of two overlapping microbatches, which does not pass them
+    on.
+    """
     found = documents_flag(args, options)
     if found and args.overlap_moe_expert_parallel_comm:
         return (
@@ -76,15 +78,17 @@ def two_microbatches(args: Asked, options: Options) -> str | None:
 
 
 def rows_of_experts(args: Asked, options: Options) -> str | None:
-    """A rank holds parts of all batch rows, which Megatron takes for whole ones."""
+    """Reject several batch rows with experts: a rank holds parts of all rows, and Megatron treats
+    them as whole rows.
+    """
     masked = args.dataloader_inter_document_masking and not options.document_mask
     rows, flag = args.micro_batch_size or 1, "--dataloader-inter-document-masking"
     if not masked or args.cp == 1:
         return None
     if rows > 1 and "seq_aux_loss" in str(args.moe_router_load_balancing_type):
         return (
-            f"{flag} --moe-router-load-balancing-type seq_aux_loss: Megatron treats a rank's tokens "
-            "as whole batch rows: give --micro-batch-size 1, or aux_loss"
+            f"{flag} --moe-router-load-balancing-type seq_aux_loss: Megatron treats a rank's "
+            "tokens as whole batch rows: give --micro-batch-size 1, or aux_loss"
         )
     parts = args.cp * (args.tp if args.sequence_parallel else 1)
     if args.num_experts and rows // parts > 1 and rows % parts:
@@ -96,8 +100,8 @@ def rows_of_experts(args: Asked, options: Options) -> str | None:
 
 
 def recurrent_layers(args: Asked, options: Options) -> str | None:
-    """The state of these layers runs along the sequence: it has no branches, and not all kernels
-    take documents.
+    """Reject masks that recurrent layers cannot follow: their state has no branches, and not every
+    kernel takes documents.
     """
     letters, pattern = letters_of(args), shown_pattern(args)
     layers = next((name for letter, name in RECURRENT.items() if letter in letters), "")
@@ -117,14 +121,16 @@ def recurrent_layers(args: Asked, options: Options) -> str | None:
         )
     if documents_flag(args, options) and "G" in letters and args.deterministic_mode:
         return (
-            f"--deterministic-mode: the gated delta net layers of {pattern} would ignore documents: "
-            "leave it out"
+            f"--deterministic-mode: the gated delta net layers of {pattern} would ignore "
+            "documents: leave it out"
         )
     return None
 
 
 def _undivided_heads(args: Asked, letters: Collection[str]) -> str:
-    """Heads of recurrent layers that the context-parallel ranks cannot share, "" where they can."""
+    """Return a text about heads of recurrent layers that the context-parallel ranks cannot share,
+    or "".
+    """
     heads = {"G": args.linear_num_key_heads or 16}
     if "M" in letters:
         heads["M"] = args.mamba_num_heads or 2 * args.hidden_size // (args.mamba_head_dim or 64)

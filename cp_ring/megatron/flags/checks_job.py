@@ -1,4 +1,4 @@
-"""What does not work in jobs of Megatron's own training loop: sizes, data, layers by name."""
+"""Rejects flags of jobs on Megatron's training loop: sizes, data, layer specifications."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cp_ring.megatron.options import Options
 
 
 def ring(args: Asked, options: Options) -> str | None:
-    """These change what ring attention computes, and nothing without it."""
+    """Reject settings that need ring attention if the job does not use it."""
     needing = ("document_mask", "mask_kinds", "loss_chunk", "balance_microbatches")
     found = next((options.flag(name) for name in needing if getattr(options, name)), "")
     return (
@@ -23,14 +23,14 @@ def ring(args: Asked, options: Options) -> str | None:
 
 
 def ranks(args: Asked, options: Options) -> str | None:
-    """Megatron does not check this number."""
+    """Reject a context parallel size below 1, which Megatron does not check."""
     if (size := args.context_parallel_size) is not None and size < 1:
         return f"--context-parallel-size {size} is no number of ranks: give 1 or more"
     return None
 
 
 def loss_in_parts(args: Asked, options: Options) -> str | None:
-    """Loss in chunks never has all logits."""
+    """Reject features that need all logits at once, because the loss in chunks never has them."""
     if options.loss_chunk and args.defer_embedding_wgrad_compute:
         return (
             "--cp-ring-loss-chunk does not support --defer-embedding-wgrad-compute, which needs "
@@ -40,19 +40,19 @@ def loss_in_parts(args: Asked, options: Options) -> str | None:
 
 
 def balance(args: Asked, options: Options) -> str | None:
-    """Batch rows are dealt out anew among the microbatches of a step by Megatron's own samplers."""
+    """Reject jobs whose batch rows cannot be reordered among the microbatches of a step."""
     flag = "--cp-ring-balance-microbatches"
     if not options.balance_microbatches:
         return None
     if not documents_flag(args, options):
         return (
-            f"{flag} needs batch rows of unequal work: give --sft, --dataloader-inter-document-masking, "
-            "--cp-ring-document-mask or --cp-ring-mask-kinds"
+            f"{flag} needs batch rows of unequal work: give --sft, "
+            "--dataloader-inter-document-masking, --cp-ring-document-mask or --cp-ring-mask-kinds"
         )
     if not args.calculate_per_token_loss:
         return (
-            f"{flag} changes which batch rows share a microbatch, and so Megatron's mean loss: give "
-            "--calculate-per-token-loss"
+            f"{flag} changes which batch rows share a microbatch, and so Megatron's mean loss: "
+            "give --calculate-per-token-loss"
         )
     if args.dataloader_type not in (None, "single", "cyclic"):
         return f"{flag} does not support {args.shown('dataloader_type')}: give single or cyclic"
@@ -63,7 +63,9 @@ def balance(args: Asked, options: Options) -> str | None:
 
 
 def layers(args: Asked, options: Options) -> str | None:
-    """Megatron up to 0.19 trains its default layers where those of --spec cannot be imported."""
+    """Reject a layer specification that cannot be imported: Megatron up to 0.19 would train its
+    default layers.
+    """
     try:
         if args.spec:
             module, name = args.spec
@@ -84,7 +86,7 @@ def layers(args: Asked, options: Options) -> str | None:
 
 
 def data_files(args: Asked, options: Options) -> str | None:
-    """Megatron finds a missing file on one rank, late."""
+    """Reject missing data files early: Megatron finds them on one rank, late."""
     if args.sft and args.mock_data and options.document_mask:
         return "--sft needs conversations: give --data-path FILE.jsonl instead of --mock-data"
     suffixes = ("",) if args.sft else (".idx", ".bin")
@@ -94,7 +96,7 @@ def data_files(args: Asked, options: Options) -> str | None:
         for prefix in words[1::2] if weighted else words:
             paths = [Path(prefix + suffix) for suffix in suffixes]
             if "://" in prefix or (args.sft and paths[0].is_dir()):
-                continue  # an object store, or what Megatron's own data set may read
+                continue  # an object store, or a folder that Megatron's own data set may read
             for path in paths:
                 if not path.is_file() or not path.stat().st_size:
                     file = "" if args.sft else f"{path} "
@@ -113,4 +115,4 @@ def _is_number(word: str) -> bool:
 
 JOB: tuple[Check, ...] = (ring, ranks, loss_in_parts, balance)
 HERE: tuple[Check, ...] = (layers, data_files)
-"""Of what is on this machine."""
+"""Checks that look at files and packages of this machine."""

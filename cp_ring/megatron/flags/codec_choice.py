@@ -1,5 +1,5 @@
-"""What travels in a Megatron job: the sizes of its keys on the wire, and the line that says so at
-the start.
+"""Chooses the wire codec of a Megatron job, and prints the size of its keys on the wire at the
+start.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from cp_ring.plan.sizes.device_rates import RATES
 
 
 def latent_problem(options: Any, ulysses: int, settings: Options) -> str | None:
-    """Why latents cannot travel with these flags or this configuration, in a line that names the
-    option.
+    """Return one line that says why latents cannot travel with these flags or this configuration,
+    or None.
     """
     args, wire = Asked(options), f"--cp-ring-wire {settings.wire}"
     plain = "or give --cp-ring-wire plain"
@@ -43,20 +43,25 @@ def latent_problem(options: Any, ulysses: int, settings: Options) -> str | None:
     if recomputes_attention(args):
         return (
             f"{wire} does not support recomputation of core_attn alone "
-            f"(--recompute-granularity selective): leave core_attn out of --recompute-modules, {plain}"
+            "(--recompute-granularity selective): leave core_attn out of --recompute-modules, "
+            f"{plain}"
         )
     return None
 
 
 def check_latent(options: Any, ulysses: int, settings: Options) -> None:
-    """Raises `ConfigError` where latents are to travel and cannot."""
+    """Raise `ConfigError` if the settings ask for latents on the wire and latents cannot travel."""
     travel = settings.wire in WIRES and WIRES[settings.wire].latent
     if travel and (line := latent_problem(options, ulysses, settings)):
         raise ConfigError(line)
 
 
 def choose_wire(args: argparse.Namespace, config: Options) -> str:
-    """What travels in this job: `config.wire`, or what `auto` stands for. `args` are complete.
+    """Return the wire codec of this job: `config.wire`, or the codec that `auto` chooses. `args`
+    must be complete.
+
+    Prints the bytes of a token's keys and values if the job could use more than one codec. Raises
+    `ConfigError` if latents were asked for and cannot travel.
 
     Prints the bytes of a token's keys and values, where they may travel in another form than their
     own. Raises `ConfigError` if latents were asked for and cannot travel.
@@ -98,7 +103,7 @@ def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:
 
 
 def _latent_pays(args: argparse.Namespace, config: Options) -> bool:
-    """Whether attention of one causal sequence is predicted to take less time with latents."""
+    """Return True if attention of one causal sequence is predicted to be faster with latents."""
     from cp_ring.plan.cost import attention_time
 
     cp = args.context_parallel_size

@@ -1,5 +1,5 @@
-"""Megatron's `--cp-comm-type`, by layer, as ring attention runs it: heads that are exchanged, and
-the schedule of the ring.
+"""Reads Megatron's `--cp-comm-type` for each layer as a plan specification: how many ranks exchange
+heads, and the schedule of the ring.
 
 | type | here |
 |---|---|
@@ -31,7 +31,10 @@ def spec_of_layer(
     cp: int,
     sizes: Sequence[int] | None = None,
 ) -> PlanSpec:
-    """How attention of a layer with `cp_comm_type` `kind` is split over `cp` ranks.
+    """Return the plan specification of a layer with `cp_comm_type` `kind` over `cp` ranks.
+
+    `sizes` are the hierarchical context-parallel sizes. Here `auto` heads mean the ring: see
+    `cp_ring.megatron.heads_choice`. Raises `ConfigError` with a line that names the flag.
 
     `sizes` are the hierarchical context-parallel sizes. Heads `auto` are the ring here: see
     `cp_ring.megatron.heads_choice`. Raises `ConfigError` with a line that names the flag.
@@ -58,8 +61,8 @@ def spec_of_layer(
     if kind == "all_gather":
         if schedule not in ("auto", "gather"):
             raise ConfigError(
-                f"--cp-comm-type all_gather is --cp-ring-schedule gather, not {schedule}: leave out one "
-                "of the two"
+                f"--cp-comm-type all_gather is --cp-ring-schedule gather, not {schedule}: leave "
+                "out one of the two"
             )
         return replace(spec, schedule="gather")
     members = {"p2p": heads, "a2a": cp}.get(kind) or _first_of(sizes, cp)
@@ -72,7 +75,7 @@ def spec_of_layer(
 
 
 def _first_of(sizes: Sequence[int] | None, cp: int) -> int:
-    """The ranks among which a2a+p2p exchanges heads."""
+    """Return the number of ranks that exchange heads with a2a+p2p."""
     if not sizes:
         raise ConfigError(
             "--cp-comm-type a2a+p2p exchanges heads among U ranks in a ring of R members: give "
@@ -88,23 +91,25 @@ def _first_of(sizes: Sequence[int] | None, cp: int) -> int:
 
 
 def _known(kind: str) -> str:
-    return "all_gather" if kind == "allgather" else kind  # as in Megatron's own help
+    return "all_gather" if kind == "allgather" else kind  # Megatron's help has this spelling too
 
 
 def types_by_layer(args: Any) -> list[str]:
-    """The type of each layer, from parsed flags; of one layer, if all have the same."""
+    """Return the comm type of each layer from parsed flags; a single entry if all layers have the
+    same one.
+    """
     kinds = getattr(args, "cp_comm_type", None) or "p2p"
     return [_known(kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
 
 
 def type_of(args: Any, layer: int) -> str:
-    """The type of layer `layer`, from 1."""
+    """Return the comm type of layer `layer`, counted from 1."""
     kinds = types_by_layer(args)
     return kinds[0] if len(kinds) == 1 else kinds[layer - 1]
 
 
 def specs(args: Any, config: Options) -> list[tuple[str, PlanSpec]]:
-    """The distinct types of the layers, and how attention of each is split."""
+    """Return the distinct comm types of the layers, each with its plan specification."""
     sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
     cp = args.context_parallel_size or 1
     kinds = dict.fromkeys(types_by_layer(args))
@@ -114,8 +119,10 @@ def specs(args: Any, config: Options) -> list[tuple[str, PlanSpec]]:
 def check_members(
     kind: str | None, spec: PlanSpec, settings: Options, cp: int, model: Any, tp: int
 ) -> None:
-    """Raises `ConfigError` unless ranks can exchange the heads of a tensor-parallel rank, and each
-    member has a hop.
+    """Raise `ConfigError` unless the ranks can exchange the heads of a tensor-parallel rank, and
+    the schedule has a hop for each member.
+
+    `model` is Megatron's arguments or the configuration of a layer.
 
     `model` are Megatron's arguments, or a configuration of a layer.
     """

@@ -1,5 +1,5 @@
-"""Which layers of a model attend: of the hybrid layer pattern in the flags, of GPT models with
-linear attention, and of Megatron's heterogeneous layers.
+"""Finds which layers of a model have attention: in hybrid layer patterns, GPT models with linear
+attention, and Megatron's heterogeneous layers.
 """
 
 from __future__ import annotations
@@ -11,30 +11,31 @@ PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Megatron's argument, and its older name."""
 
 RECURRENT = {"M": "Mamba", "G": "gated delta net"}
-"""Letters of layers whose state runs along the sequence."""
+"""Letters of recurrent layers, whose state runs along the sequence."""
 
 
 _RECURRENT_CLASSES = {"MambaMixer", "GatedDeltaNet", "GatedDeltaNet2"}
-"""Megatron's, by name."""
+"""Names of Megatron's classes of recurrent layers."""
 
 _ATTENTION = "*+"
 SPARSE = "D"
-"""The letter of sparse attention (--experimental-attention-variant dsa), which is split by itself.
-"""
+"""The letter of sparse attention (--experimental-attention-variant dsa), which Megatron splits."""
 
 VARIANTS = {"gated_delta_net": "G", "gdn": "G", "gdn2": "G", "dsa": SPARSE}
-"""Of --experimental-attention-variant: their letters. Since 0.20 gdn is the name of the first."""
+"""The letter of each value of --experimental-attention-variant. Since 0.20, gdn means
+gated_delta_net.
+"""
 
 
 def pattern_of(args: Any) -> str:
-    """The hybrid layer pattern of the flags, "" without one."""
+    """Return the hybrid layer pattern of the flags, or ""."""
     return next((str(pattern) for name in PATTERNS if (pattern := getattr(args, name, None))), "")
 
 
 def letters_of(args: Any) -> str:
-    """A letter for each layer of the job, "" where all of them attend: its hybrid layer pattern,
-    or, as in G G G * of Qwen3-Next, those that --experimental-attention-variant and
-    --linear-attention-freq give the attention of a GPT model.
+    """Return one letter for each layer of the job, or "" if all layers have attention. The letters
+    come from the hybrid layer pattern; for a GPT model they come from
+    --experimental-attention-variant and --linear-attention-freq, such as G G G * for Qwen3-Next.
     """
     letter = VARIANTS.get(getattr(args, "experimental_attention_variant", None) or "")
     every, pattern = getattr(args, "linear_attention_freq", None), pattern_of(args)
@@ -51,8 +52,8 @@ def letters_of(args: Any) -> str:
 
 
 def shown_pattern(args: Any) -> str:
-    """The flag from which `letters_of` are, with its value, as in `--hybrid-layer-pattern M*M-`; ""
-    without one.
+    """Return the flag that gives `letters_of`, with its value, such as `--hybrid-layer-pattern
+    M*M-`; "" without one.
     """
     return next(
         (
@@ -65,14 +66,16 @@ def shown_pattern(args: Any) -> str:
 
 
 def main_layers(pattern: str) -> str:
-    """The letters of the layers of a pattern, without borders of pipeline stages and layers that
-    predict further tokens.
+    """Return the letters of a pattern's layers, without the borders of pipeline stages and without
+    the layers that predict further tokens.
     """
     return pattern.split("/")[0].replace("|", "")
 
 
 def attention_layers(args: argparse.Namespace, config: Any = None) -> list[int]:
-    """The numbers, from 1, of the layers that attend. `config` is Megatron's, where it exists."""
+    """Return the numbers, counted from 1, of the layers with attention. `config` is Megatron's, if
+    it exists.
+    """
     letters = letters_of(args)
     if letters:
         return [
@@ -85,7 +88,9 @@ def attention_layers(args: argparse.Namespace, config: Any = None) -> list[int]:
 
 
 def expert_layers(args: argparse.Namespace) -> list[int]:
-    """Of each layer of a GPT model with experts 1 if it has them by `--moe-layer-freq`, else 0."""
+    """Return 1 for each layer of a GPT model that has experts by `--moe-layer-freq`, and 0 for each
+    other layer.
+    """
     every = getattr(args, "moe_layer_freq", None) or 1
     if isinstance(every, int):
         return [int(layer % every == 0) for layer in range(args.num_layers)]
@@ -93,8 +98,8 @@ def expert_layers(args: argparse.Namespace) -> list[int]:
 
 
 def predicting_layers(args: argparse.Namespace) -> list[int]:
-    """The numbers, from 1 in each part, of the attention layers of `letters_of` that predict
-    further tokens. In a GPT model each of these is like the last one of the others.
+    """Return the numbers of the attention layers that predict further tokens, counted from 1 in
+    each part of `letters_of`. In a GPT model each of them equals the last main layer.
     """
     letters = letters_of(args)
     parts = letters.split("/")[1:]
@@ -106,19 +111,19 @@ def predicting_layers(args: argparse.Namespace) -> list[int]:
 
 
 def attends(block: Any) -> bool:
-    """Whether a heterogeneous block (Megatron's `TransformerBlockConfig`) has attention, and not a
-    linear layer or nothing.
+    """Return True if a heterogeneous block (Megatron's `TransformerBlockConfig`) has attention, not
+    a linear layer or nothing in its place.
     """
     return not (block.attention.no_op or block.attention.replace_with_linear)
 
 
 def config_of_layer(config: Any, layer: int) -> Any:
-    """The configuration of layer `layer`, from 1: heterogeneous layers have their own numbers of
-    key/value heads.
+    """Return the configuration of layer `layer`, counted from 1; heterogeneous layers have their
+    own numbers of key/value heads.
     """
     return config.get_config_for_layer(layer) if hasattr(config, "per_block_parameters") else config
 
 
 def is_recurrent(layer: Any) -> bool:
-    """Whether a module is a layer whose state runs along the sequence."""
+    """Return True if a module is a recurrent layer."""
     return any(each.__name__ in _RECURRENT_CLASSES for each in type(layer).__mro__)

@@ -1,5 +1,8 @@
-"""Parsed flags of a job: what follows from them is put in force, and what cannot run is rejected,
-before any process group exists.
+"""Rejects jobs that cannot run, and puts the settings of the others in force, before any process
+group exists.
+
+The ranks call `accept` after Megatron has parsed its flags, and `accept_complete` after Megatron
+has validated them. There is no check here for flags that Megatron rejects itself.
 
 The ranks call `accept` after Megatron has parsed its flags, and `accept_complete` after it has
 validated them: what Megatron rejects itself has no check here.
@@ -36,15 +39,15 @@ _CPU_SETTINGS: dict[str, Any] = {
     "bias_swiglu_fusion": False,
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
-    "gradient_reduce_div_fusion": False,  # a reduction that NCCL alone has
+    "gradient_reduce_div_fusion": False,  # only NCCL has this reduction
     "no_persist_layer_norm": True,
 }
-"""What Megatron needs without CUDA."""
+"""Arguments that Megatron needs without CUDA."""
 
 
 def accept(args: argparse.Namespace) -> argparse.Namespace:
-    """Sets arguments of `args` that depend on others, checks them, and applies the settings of
-    cp_ring.
+    """Set arguments of `args` that follow from others, check all of them, and put cp_ring's
+    settings in force.
 
     Ends the process with one line and exit code 2 if `args` are rejected.
     """
@@ -53,7 +56,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         if options.cpu:
             run_on_cpu(args, sys.argv[1:])
         if options.enabled:
-            # s x s booleans that ring attention does not need
+            # ring attention does not need these s x s booleans
             args.create_attention_mask_in_dataloader = False
         check(args, options, (*JOB, *HERE))
         options = _with_chosen_wire(args, _with_named_type(args, options, sys.argv[1:]))
@@ -62,8 +65,8 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
-    """As `accept`, after Megatron has validated and completed `args`: chooses what travels, where
-    the flags leave it to cp_ring.
+    """Do what `accept` does, after Megatron has validated and completed `args`; then choose the
+    wire codec if the flags leave it to cp_ring.
     """
     options = Options.from_args(args)
     if options.enabled:
@@ -83,7 +86,9 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _with_named_type(args: argparse.Namespace, options: Options, argv: Sequence[str]) -> Options:
-    """The settings of a job that names `--cp-comm-type` and no heads: p2p is the ring alone."""
+    """Return the settings of a job that gives `--cp-comm-type` and no number of heads: p2p then
+    means the ring alone.
+    """
     names = {word.partition("=")[0] for word in argv}
     if "--cp-comm-type" in names and "--cp-ring-heads" not in names and options.heads == "auto":
         args.cp_ring_heads = 1
@@ -92,7 +97,7 @@ def _with_named_type(args: argparse.Namespace, options: Options, argv: Sequence[
 
 
 def check(args: Any, options: Options, checks: Iterable[Check] = JOB) -> None:
-    """Checks parsed flags. Raises `ConfigError` with all reasons at once."""
+    """Check parsed flags. Raises `ConfigError` with all reasons at once."""
     reasons = Reasons()
     with reasons.of():
         reject_where(checks, args, options)
@@ -103,9 +108,7 @@ def check(args: Any, options: Options, checks: Iterable[Check] = JOB) -> None:
 
 
 def check_attention(args: Any, options: Options) -> None:
-    """Checks what ring attention must support, of flags or of a program, and sets the arguments
-    that documents need.
-    """
+    """Check attention for a job or a program, and set the arguments that documents need."""
     reject_where(ATTENTION + DOCUMENTS, args, options)
     asked = Asked(args)
     for kind, spec in comm_types.specs(args, options):
@@ -128,14 +131,14 @@ def check_attention(args: Any, options: Options) -> None:
             "(--no-rope-fusion)"
         )
     if masks_documents(asked, options):
-        # Megatron's data set then starts position ids at 0 after each end-of-document token, and
-        # masks that token's loss.
+        # Megatron's data set then restarts position ids at 0 after each end-of-document token, and
+        # masks the loss of that token.
         args.reset_position_ids = args.reset_attention_mask = args.eod_mask_loss = True
 
 
 def windows_of(args: argparse.Namespace) -> LayerWindows | None:
-    """The windows of the attention layers of the flags; None where these do not say how many layers
-    there are.
+    """Return the windows of the attention layers; None if the flags do not give the number of
+    layers.
     """
     if not pattern_of(args) and not args.num_layers:
         return None
@@ -155,22 +158,22 @@ def windows_of(args: argparse.Namespace) -> LayerWindows | None:
 
 
 _chosen: dict[tuple[str, ...], str] = RUNTIME.keep({})
-"""What travels, by the command line."""
+"""The chosen wire codec by command line."""
 
 
 def _with_chosen_wire(args: argparse.Namespace, options: Options) -> Options:
-    """The settings with the choice that was made for this command line before: Megatron parses it
-    more than once.
+    """Return the settings with the codec that was already chosen for this command line, because
+    Megatron parses it more than once.
     """
     args.cp_ring_wire = _chosen.get(tuple(sys.argv), options.wire)
     return replace(options, wire=args.cp_ring_wire)
 
 
 def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Sets the arguments that Megatron needs without CUDA. Raises `ConfigError` if the command line
+    """Set the arguments that Megatron needs without CUDA. Raises `ConfigError` if the command line
     contradicts one.
     """
-    import torch  # not at the top: the early checks of most jobs need no torch
+    import torch  # imported here because most early checks need no torch
 
     if torch.cuda.is_available():
         note("CUDA is present: --cp-ring-cpu changes nothing")
@@ -191,8 +194,8 @@ def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def note_loss(args: argparse.Namespace, options: Options) -> None:
-    """Prints over which tokens a mean loss is taken, where ranks may differ in their number.
-    `args` are complete.
+    """Print which tokens the mean loss covers, if ranks may have different numbers of them. `args`
+    must be complete.
     """
     if args.context_parallel_size == 1 or args.calculate_per_token_loss:
         return
@@ -209,7 +212,7 @@ def note_loss(args: argparse.Namespace, options: Options) -> None:
 
 
 def _why_unfused(args: Asked, options: Options) -> str:
-    """Why the fused rotary embedding cannot have the positions of the tokens, "" where it can."""
+    """Return why the fused rotary embedding cannot use the positions of the tokens, or ""."""
     if args.position_embedding_type in ("learned_absolute", "none"):
         return ""
     weighs = options.named_layout.weighs
