@@ -34,8 +34,8 @@ from cp_ring.plan.tiles import split_at_edges
 Floats = NDArray[np.float64]
 
 GOOD_BALANCE, ENOUGH = 1.05, 1.02
-"""Maximum over mean work. Of the layouts that reach the first number, the fastest is taken. Exchanges
-end at the second one, which is smaller because parts of parts are uneven too.
+"""Maximum over mean work. Of the layouts that reach the first number, the fastest is taken.
+Exchanges end at the second one, which is smaller because parts of parts are uneven too.
 """
 
 SHARES = (1.0, 0.5)
@@ -317,8 +317,8 @@ def _even(work: Work, parts: list[list[tuple[int, int]]], load: Floats, mean: fl
         dense, thin = (x.work(work) / (x.end - x.start) for x in (mine, its))
         tokens = np.minimum((mine.end - mine.start)[:, None], its.end - its.start)
         gain = tokens * (dense[:, None] - thin)
-        # Of a pair that gains too much a part is exchanged, which cuts two pieces more; the larger
-        # part, the better.
+        # If a pair gains too much, only a part of it is exchanged, which cuts two more pieces; the
+        # larger this part, the better.
         some = wanted * (0.5 - 0.2 * wanted / np.maximum(gain, wanted))
         miss = np.where(gain > 1.1 * wanted, some, abs(wanted - gain))
         one, two = np.unravel_index(int(miss.argmin()), miss.shape)

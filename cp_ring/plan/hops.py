@@ -33,7 +33,7 @@ SIZES, NODE = AttentionSizes(), 8
 """The layer, and the number of ranks of a node, for which layouts and schedules are chosen."""
 
 AHEAD = (1.0, 3.0, float("inf"))
-"""In the compared schedules, keys of a hop take at most this many times the time that hides them."""
+"""In compared schedules, a hop's keys take at most this many times the time that hides them."""
 
 
 def stages(
