@@ -1,3 +1,3 @@
-"""Other libraries' models with ring attention. A module here is imported by name, and needs its
-library installed.
+"""Models of other libraries with ring attention. Each module here is imported by name, and needs
+its library installed.
 """

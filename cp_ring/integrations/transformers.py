@@ -1,5 +1,5 @@
-"""Language models of Hugging Face transformers under context parallelism: their attention becomes
-ring attention, and each rank gets its tokens of a batch.
+"""Hugging Face transformers' language models under context parallelism: ring attention replaces
+their attention, and each rank gets its tokens of a batch.
 
 Shapes: b batch rows of n tokens; h query and g key/value heads of sizes d and e; cp ranks.
 """
@@ -28,12 +28,14 @@ from cp_ring.options import LEFT
 from cp_ring.sharding import parts_of
 
 OFFSETS = "cp_ring_offsets"
-"""What `shard_batch` adds to a batch, and the models hand to attention: where the documents of the
-whole batch row begin and end, (0, ..., n)."""
+"""A key that `shard_batch` adds to a batch and the models hand to attention: the offsets of
+documents in the whole batch row, (0, ..., n).
+"""
 
 LAST = "cp_ring_last_position"
-"""What `shard_batch` adds too: the largest position of the whole batch, a tensor []. Rotary
-embeddings whose frequencies follow the length of the batch ask for it."""
+"""Another key that `shard_batch` adds: the largest position of the whole batch, a tensor []. Rotary
+embeddings whose frequencies follow the length of the batch ask for it.
+"""
 
 _OPTIONS = (
     "route", "schedule", "heads", "deterministic", "kernel", "num_slots", "wire", "wire_dtype",
@@ -46,15 +48,18 @@ _IGNORED = -100  # the label of tokens without a loss
 
 
 def use_ring_attention(model: PreTrainedModel, group: Group = None, **options: Any) -> None:
-    """Makes ring attention over the ranks of `group` the attention of all layers of `model`.
+    """Replace the attention of all layers of `model` by ring attention over the ranks of `group`.
 
-    The windows, learned sinks and scales of its layers are kept. The model is then called
-    with what `shard_batch` returns. options: of those of `cp_ring.ring_attention`, `route`,
-    `schedule`, `heads`, `deterministic`, `kernel`, `num_slots`, `wire`, `wire_dtype` and `timeout`.
+        use_ring_attention(model, group)
+        loss = model(**shard_batch(batch, group)).loss
 
-    Models with a head for each token are accepted: causal language models, base models, token
-    classification; adapters of PEFT too. Heads that pool a row, as for sequence classification,
-    would pool a rank's part of it.
+    The windows, learned sinks and scales of its layers are kept. options: `route`, `schedule`,
+    `heads`, `deterministic`, `kernel`, `num_slots`, `wire`, `wire_dtype` and `timeout` of
+    `cp_ring.ring_attention`.
+
+    It accepts models with a head for each token: causal language models, base models, token
+    classification; with PEFT's adapters too. A head that pools a row, as for sequence
+    classification, would pool only a rank's part of the row.
 
     Raises `ConfigError` for other heads and layers, attention that transformers cannot replace, and
     other options.
@@ -81,7 +86,7 @@ def use_ring_attention(model: PreTrainedModel, group: Group = None, **options: A
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a keyword that has no place here."""
+    """Raise `ConfigError` for a keyword that is not an option here."""
     for name, value in options.items():
         if name in _OPTIONS or (name == "layout" and value in (None, "zigzag")):
             continue
@@ -94,7 +99,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _unwrapped(model: Any) -> PreTrainedModel:
-    """The model inside of adapters of PEFT. Raises `ConfigError` for what is no model."""
+    """Return the model inside of PEFT's adapters. Raises `ConfigError` if there is no model."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ConfigError(
             f"{type(model).__name__} puts learned tokens before those of each rank: take adapters "
@@ -111,7 +116,7 @@ def _unwrapped(model: Any) -> PreTrainedModel:
 
 
 def _check_head(model: PreTrainedModel) -> None:
-    """Raises `ConfigError` for a model whose head does not treat each token by itself."""
+    """Raise `ConfigError` for a model whose head does not treat each token by itself."""
     tables = MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     known: list[Any] = []
     for table in tables:
@@ -141,8 +146,8 @@ def _check_labels(model: nn.Module, _: Any, named: dict[str, Any]) -> None:
 
 
 def _tell_length(model: PreTrainedModel) -> None:
-    """Rotary embeddings whose frequencies follow the largest position get that of the whole batch,
-    as one more token, which is taken off what they return.
+    """Give the largest position of the whole batch to rotary embeddings whose frequencies follow
+    it. It goes in as one more token, which is taken off the result.
     """
     last: list[Tensor] = []
 
@@ -175,28 +180,28 @@ def _tell_length(model: PreTrainedModel) -> None:
 
 
 def _follows_length(part: nn.Module) -> bool:
-    """Whether it is a rotary embedding whose frequencies follow the largest position."""
+    """Return True for a rotary embedding whose frequencies follow the largest position."""
     kinds = getattr(part, "rope_type", None)
     names = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any("dynamic" in str(name) or name == "longrope" for name in names)
 
 
 def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
-    """This rank's tokens of a batch that all ranks of `group` hold, for a model after
+    """Return this rank's tokens of a batch that all ranks of `group` hold, for a model after
     `use_ring_attention`: `model(**shard_batch(batch, group)).loss`.
 
-    batch: `input_ids` [b, n], and where they exist `labels`, `position_ids` and `attention_mask`
-    [b, n], as transformers' collators make them. Labels are shifted here, before the split. Where
-    positions of a single batch row begin again at 0, its documents do not see one another
-    (`DataCollatorWithFlattening`). An attention mask may hide padding at the end. Tokens are added
-    at the end, without a loss, until n is a multiple of 2 * cp.
+    batch: `input_ids` [b, n] and optionally `labels`, `position_ids` and `attention_mask` [b, n],
+    as transformers' collators make them. Labels are shifted here, before the split. If positions of
+    a single batch row begin again at 0, a token sees only its own document
+    (`DataCollatorWithFlattening`). An attention mask may hide padding at the end. Tokens without a
+    loss are added at the end until n is a multiple of 2 * cp.
 
     The loss of a rank is cp times the sum over its tokens, divided by the number of labels of the
-    whole batch, or by `num_items_in_batch`. So the average over the ranks, of losses and of
-    gradients, is that of the whole batch: DDP or FSDP over the same ranks takes it.
+    whole batch, or by `num_items_in_batch`. So the average of the ranks' losses and gradients is
+    that of the whole batch: DDP or FSDP over the same ranks takes it.
 
     Raises `ConfigError` for padding before tokens, and for entries of another shape; `PlanError` on
-    all ranks, where they hold other batches.
+    all ranks if they hold different batches.
     """
     tokens = _tokens_of(batch)
     transport = transport_of_call(group, tokens.device)
@@ -241,7 +246,7 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
 
 
 def _tokens_of(batch: Any) -> Tensor:
-    """`input_ids` of a batch. Raises `ConfigError` where it has none."""
+    """Return `input_ids` of a batch. Raises `ConfigError` if it has none."""
     if not isinstance(batch, Mapping):
         raise ConfigError(f"batch is a {type(batch).__name__}: give a dict with input_ids [b, n]")
     tokens = batch.get("input_ids")
@@ -268,8 +273,8 @@ def _check_padding(mask: Tensor | None) -> None:
 
 
 def _offsets(positions: Tensor, mask: Tensor | None, batch_size: int) -> tuple[int, ...]:
-    """Where the documents of the batch row begin, and its end. Positions of hidden tokens begin
-    none.
+    """Return where the documents of the batch row begin, and its end. Positions of hidden tokens
+    begin no document.
     """
     n = positions.shape[1]
     begin = positions[:, 1:] != positions[:, :-1] + 1
@@ -285,7 +290,7 @@ def _offsets(positions: Tensor, mask: Tensor | None, batch_size: int) -> tuple[i
 
 
 def _no_mask(*args: Any, **named: Any) -> None:
-    """In place of the mask tensors of a model."""
+    """Stands in for the function that makes a model's mask tensors."""
 
 
 def _attend(
@@ -295,7 +300,7 @@ def _attend(
     *tensors: Tensor,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls attention: query [b, h, n / cp, d], key [b, g, n / cp, d] and value
+    """Run ring attention for transformers: query [b, h, n / cp, d], key [b, g, n / cp, d] and value
     [b, g, n / cp, e] give [b, n / cp, h, e].
     """
     q, k, v = (x.transpose(1, 2) for x in tensors[:3])  # a mask, which there is not, comes fourth

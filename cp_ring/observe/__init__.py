@@ -1,1 +1,1 @@
-"""What a run did: counters and traces."""
+"""Observes a run: counters, traces, times and a watchdog."""

@@ -1,4 +1,4 @@
-"""Counts messages, bytes, hops and used buffers of ring attention, while `record` is active."""
+"""Counts messages, bytes, hops and used buffers of ring attention while `record` is active."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cp_ring.runtime import RUNTIME, Cell
 class Counters:
     """Totals of one rank since its recording began. Bytes are payload. Only hops with tiles count.
 
-    `bytes_by_kind` and `bytes_by_peer` are those sent: keys, gradients or heads, and to each rank
-    of the group.
+    `bytes_by_kind` and `bytes_by_peer` count sent bytes, by kind (keys, gradients or heads) and by
+    the rank of the group that receives them.
     """
 
     messages_sent: int = 0
@@ -28,7 +28,9 @@ class Counters:
     bytes_by_peer: dict[int, int] = field(default_factory=dict)
 
     def add(self, kind: str, sent: list[tuple[int, int]], received: int) -> None:
-        """Counts a batch of messages: the peer and the bytes of each sent, the bytes received."""
+        """Count a batch of messages: the peer and the bytes of each sent message, and the bytes
+        received.
+        """
         with _lock:  # ranks may be threads of this process
             self.bytes_received += received
             for peer, size in sent:
@@ -48,7 +50,7 @@ _lock = Lock()
 
 @contextmanager
 def record() -> Iterator[Counters]:
-    """Records this process until the block ends. Recordings may nest, and threads may record at the
+    """Record this process until the block ends. Recordings may nest, and threads may record at the
     same time.
     """
     counters = Counters()
@@ -62,5 +64,5 @@ def record() -> Iterator[Counters]:
 
 
 def recording() -> tuple[Counters, ...]:
-    """The counters that record now; usually there are none."""
+    """Return the counters that record now; usually there are none."""
     return _recording.value

@@ -16,8 +16,8 @@ _depth = RUNTIME.cell(0)
 
 @contextmanager
 def debugging(active: bool = True) -> Iterator[None]:
-    """While the block runs, forward and backward of ring attention look for faults; all ranks must
-    be in such a block.
+    """Look for faults in forward and backward of ring attention while the block runs; all ranks
+    must be in such a block.
 
     Receive buffers are filled with NaN before each message, so that a token that was not received
     makes out NaN instead of slightly wrong. The ranks of a group compare every call, not only new
@@ -32,18 +32,18 @@ def debugging(active: bool = True) -> Iterator[None]:
 
 
 def switch_on() -> None:
-    """Debugging until the process ends."""
+    """Debug until the process ends."""
     _depth.value += 1
 
 
 def enabled() -> bool:
-    """Whether a `debugging` block is active."""
+    """Return True if a `debugging` block is active."""
     return _depth.value > 0
 
 
 def fill(*buffers: Tensor) -> None:
-    """Fills buffers that are about to receive with NaN, if debugging is on. Buffers of integers
-    keep what they hold.
+    """Fill buffers that are about to receive with NaN, if debugging is on. Buffers of integers keep
+    their values.
     """
     if enabled():
         for buffer in buffers:

@@ -1,8 +1,8 @@
-"""The marks in the hot path: what a hop computes and waits for. They do nothing unless somebody
-looks.
+"""Marks in the hot path for the computation and the waits of hops. They do nothing without an
+observer.
 
-Two look: torch's profiler, whose trace shows named blocks (Nsight and Perfetto show them too), and
-`cp_ring.observe.timing`, which records times in sampled steps.
+There are two observers: torch's profiler, whose trace shows named blocks (Nsight and Perfetto show
+them too), and `cp_ring.observe.timing`, which records times in sampled steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _NOTHING = nullcontext()
 
 
 def span(name: str, hop: Any) -> AbstractContextManager[object]:
-    """The computation of a hop: a block that a trace of torch's profiler shows as
-    `cp_ring: NAME, hop INDEX`.
+    """Mark the computation of a hop as a block that a trace of torch's profiler shows as `cp_ring:
+    NAME, hop INDEX`.
 
     Without a profiler and outside of sampled steps it does nothing: even names take time.
     """
@@ -30,11 +30,11 @@ def span(name: str, hop: Any) -> AbstractContextManager[object]:
 
 
 def named(name: str) -> AbstractContextManager[object]:
-    """A block that a trace of torch's profiler shows as `cp_ring: NAME`."""
+    """Mark a block that a trace of torch's profiler shows as `cp_ring: NAME`."""
     return record_function(f"cp_ring: {name}") if torch.autograd._profiler_enabled() else _NOTHING
 
 
 def waiting() -> AbstractContextManager[object]:
-    """A wait for messages, while this rank computes nothing."""
+    """Mark a wait for messages, in which this rank computes nothing."""
     recording = timing.ACTIVE.value
     return _NOTHING if recording is None else recording.block(recording.waiting)

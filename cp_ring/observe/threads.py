@@ -1,6 +1,6 @@
 """Threads that end before the interpreter does.
 
-Where Python finalizes while a daemon thread is in a call of C++, such as a question to a process
+If Python finalizes while a daemon thread is in a call of C++, such as a question to a process
 group's store, the interpreter ends that thread inside the call, and C++ aborts the process
 (SIGABRT, "terminate called without an active exception"). A launcher takes that for a failure,
 although the job was done.
@@ -22,8 +22,8 @@ _threads: WeakSet[Thread] = RUNTIME.of_process(WeakSet())
 
 
 def start(name: str, target: Callable[..., Any], *args: Any) -> Thread:
-    """Starts a daemon thread that the end of the process waits for. It must wait by `sleep`, and
-    return where that is False.
+    """Start a daemon thread that the end of the process waits for. The thread must wait by `sleep`,
+    and return when that returns False.
     """
     if not _threads:  # twice does no harm
         atexit.register(_end)
@@ -34,7 +34,7 @@ def start(name: str, target: Callable[..., Any], *args: Any) -> Thread:
 
 
 def sleep(seconds: float) -> bool:
-    """Waits; False, at once, when the process ends."""
+    """Wait. Return False, at once, when the process ends."""
     return not _ending.wait(seconds)
 
 

@@ -1,8 +1,8 @@
-"""Times of ring attention in sampled steps: what a rank computes, what it waits for, and which rank
+"""Times of ring attention in sampled steps: how long each rank computes and waits, and which rank
 is the slowest.
 
 In a sampled step a `Recording` is in `ACTIVE`, and the marks of `cp_ring.observe.spans` write into
-it. A mark is a reading of a monotonic clock on the CPU, and an event on CUDA, which is read a step
+it. A mark is a reading of a monotonic clock on the CPU, or an event on CUDA, which is read a step
 later, when the device has long passed it. In all other steps `ACTIVE` holds None, and the marks do
 nothing. One process is one rank here.
 """
@@ -21,7 +21,7 @@ import torch
 from cp_ring.runtime import RUNTIME, Cell
 
 MAX_BLOCKS = 10_000
-"""Blocks of a kind that are recorded in a step; the rest of the step is not looked at."""
+"""The most blocks of a kind that are recorded in a step; the rest of the step is ignored."""
 
 Mark = Any
 """A reading of the clock: seconds, or an event of CUDA."""
@@ -38,7 +38,7 @@ def _event() -> Mark:
 @dataclass
 class Recording:
     """The blocks of a step, each with its begin and end: hops that compute, and waits for messages
-    meanwhile nothing is computed (exposed communication).
+    while nothing is computed (exposed communication).
 
     plan_seconds: how long layers waited for plans of microbatches.
     """
@@ -50,7 +50,7 @@ class Recording:
 
     @contextmanager
     def block(self, blocks: list[tuple[Mark, Mark]]) -> Iterator[None]:
-        """Adds to `computing` or `waiting`."""
+        """Add a block to `computing` or `waiting`."""
         if len(blocks) >= MAX_BLOCKS:
             yield
             return
@@ -66,8 +66,8 @@ class Recording:
         self.plan_seconds += clock() - begin
 
     def seconds(self) -> tuple[float, float, float]:
-        """What this rank computed, waited for messages, and waited for plans. On CUDA it waits
-        until the device has passed the last mark.
+        """Return the seconds that this rank computed, waited for messages, and waited for plans. On
+        CUDA it waits until the device has passed the last mark.
         """
         return _sum(self.computing), _sum(self.waiting), self.plan_seconds
 
@@ -95,9 +95,9 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a sampled step shows: mean seconds of the ranks, the longest wait for plans, and the
-    rank that computes longest, compared with the median of the others of its group (`slower` times
-    as long; None where no group has two ranks).
+    """The results of a sampled step: mean seconds of the ranks, the longest wait for plans, and the
+    rank that computes longest, with its time over the median of the others of its group (`slower`).
+    `slowest` is None if no group has two ranks.
     """
 
     step: int
@@ -109,11 +109,11 @@ class Findings:
 
     @property
     def exposed(self) -> float:
-        """The share of waiting."""
+        """The share of waiting in the time of attention."""
         return self.waiting / ((self.computing + self.waiting) or 1.0)
 
     def line(self) -> str:
-        """The findings as a line for people."""
+        """Return the findings as a line for people."""
         parts = [
             f"timing of step {self.step}: attention computes {self.computing * 1e3:.1f} ms and "
             f"waits {self.waiting * 1e3:.1f} ms ({self.exposed:.1%})"
@@ -126,7 +126,7 @@ class Findings:
         return "; ".join(parts)
 
     def scalars(self) -> dict[str, float]:
-        """The findings as numbers for a log, by name."""
+        """Return the findings as numbers for a log, by name."""
         rank = {} if self.slowest is None else {"slowest rank": float(self.slowest.rank)}
         return rank | {
             "computing (ms)": self.computing * 1e3,
@@ -137,7 +137,7 @@ class Findings:
 
 
 def compared(step: int, ranks: Sequence[RankTimes]) -> Findings:
-    """The findings of a step, from the times of all ranks."""
+    """Return the findings of a step, from the times of all ranks."""
     slowest, slower = None, 1.0
     for each in ranks:
         others = [
@@ -163,7 +163,7 @@ _NOTHING = nullcontext()
 
 
 def waiting_for_plan() -> Any:
-    """A block that waits for the plan of a microbatch."""
+    """Mark a wait for the plan of a microbatch."""
     return _NOTHING if ACTIVE.value is None else ACTIVE.value.waiting_for_plan()
 
 
@@ -174,18 +174,18 @@ class Sampler:
         self.every, self._closed = every, 0
 
     def wants(self, step: int) -> bool:
-        """Whether a step is recorded."""
+        """Return True if the step is recorded."""
         return step > 0 and step % self.every == 0
 
     def at(self, step: int) -> None:
-        """Begins to record where the training loop is in a step that is wanted. Evaluation after a
-        step is not part of it.
+        """Begin to record if the training loop is in a step that is wanted. Evaluation after a step
+        is not part of it.
         """
         if ACTIVE.value is None and step > self._closed and self.wants(step):
             ACTIVE.value = Recording(step)
 
     def close(self, step: int) -> Recording | None:
-        """Ends a step; returns what was recorded in it."""
+        """End a step, and return its recording."""
         self._closed, recording = step, ACTIVE.value
         ACTIVE.value = None
         return recording or (Recording(step) if self.wants(step) else None)
@@ -196,6 +196,6 @@ SAMPLER: Cell[Sampler | None] = RUNTIME.cell(None)
 
 
 def at_step(step: int) -> None:
-    """Tells the sampler, if there is one, in which step an attention call begins."""
+    """Tell the sampler, if there is one, in which step an attention call begins."""
     if SAMPLER.value is not None:
         SAMPLER.value.at(step)

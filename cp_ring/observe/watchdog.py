@@ -6,8 +6,8 @@ for too long tells all others through the process group's store. Then every rank
 the lowest rank names the first stuck rank, and all exit, so that a launcher can start them again.
 
 A collective outside of the ring may take its time, while rank 0 tokenizes or a file system is slow:
-a line says where the rank is, once, and the job goes on. A rank that fails tells the others, which
-may wait for it where nothing tells them that it is gone.
+a line says once where the rank is, and the job goes on. A rank that fails tells the others, because
+some backends do not report that a peer is gone.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _GRACE_S = 3.0  # long enough for all ranks of a job to write to the store and t
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a training step a layer's attention runs. Microbatches count from 0 in each step, in
-    the order of this rank.
+    """The place of a layer's attention in a training step. Microbatches count from 0 in each step,
+    in the order of this rank.
     """
 
     step: int = 0
@@ -55,8 +55,8 @@ class Watch:
     """Notes of the hot path. `waits` has the batch that each waiting thread waits for, and since
     when.
 
-    Threads of one process may wait at the same time, each in a group of its own; the place is then
-    that of the last one.
+    Threads of one process may wait at the same time, each in a group of its own; `place` is then
+    the place of the last one.
     """
 
     place: Place = Place()
@@ -66,7 +66,7 @@ class Watch:
     sampled: tuple[Any, ...] | None = None
 
     def begin(self, batch: Any, works: Sequence[Any]) -> None:
-        """Notes that this rank starts to wait for a batch of messages."""
+        """Note that this rank starts to wait for a batch of messages."""
         now = time.monotonic()
         self.waits[threading.get_ident()] = batch, now
         first = (batch.receives or batch.sends)[0][1][0]
@@ -75,17 +75,17 @@ class Watch:
             self.sampled = (_describe(self, batch), now, works, first.device)
 
     def end(self) -> None:
-        """Notes that the batch of this thread has arrived."""
+        """Note that the batch of this thread has arrived."""
         batch, _ = self.waits.pop(threading.get_ident())
         self.last = (self.place, self.backward, batch.kind, batch.hop)
 
     def give_up(self) -> None:
-        """Notes that the wait of this thread has failed."""
+        """Note that the wait of this thread has failed."""
         self.waits.pop(threading.get_ident(), None)
 
     def longest(self) -> tuple[Any, float]:
-        """The batch that a thread has waited for longest, and since when; (None, 0.0) where none
-        waits.
+        """Return the batch that a thread has waited for longest, and since when; (None, 0.0) if no
+        thread waits.
         """
         return min(list(self.waits.values()), key=lambda wait: wait[1], default=(None, 0.0))
 
@@ -95,7 +95,7 @@ _calls: Counter[int | str] = RUNTIME.keep(Counter())
 
 
 def enter(layer: int | str, step: int = 0) -> Place:
-    """Notes that a layer's attention begins. Returns its place, which its backward needs too."""
+    """Note that a layer's attention begins. Returns its place, which its backward needs too."""
     if step != WATCH.place.step:
         _calls.clear()
     WATCH.place = Place(step, layer, _calls[layer])
@@ -104,14 +104,14 @@ def enter(layer: int | str, step: int = 0) -> Place:
 
 
 def rest() -> None:
-    """Resets the notes after a trial run of attention."""
+    """Reset the notes after a trial run of attention."""
     WATCH.last = WATCH.sampled = None
     _calls.clear()
 
 
 def _on_device(x: Any) -> bool:
-    """Whether the device works on x now: not where a CUDA graph is captured, whose messages are
-    never complete.
+    """Return True if the device works on x now. It does not while a CUDA graph is captured, whose
+    messages are never complete.
     """
     return bool(x.is_cuda) and not (
         torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -119,7 +119,7 @@ def _on_device(x: Any) -> bool:
 
 
 def _describe(watch: Watch, batch: Any) -> dict[str, Any]:
-    """What a rank waits for, as data without tensors."""
+    """Return the batch that a rank waits for as data without tensors."""
     tokens = {
         "from": [[transfer.peer, transfer.ranges] for transfer, _ in batch.receives],
         "to": [[transfer.peer, transfer.ranges] for transfer, _ in batch.sends],
@@ -161,11 +161,11 @@ class Watchdog:
         self._main = threading.main_thread().ident or 0
 
     def set_timeout(self, timeout: float) -> None:
-        """Puts another timeout in force from the next tick on."""
+        """Set another timeout, in force from the next tick on."""
         self.timeout, self.tick = timeout, min(max(timeout / 20, 0.2), 5.0)
 
     def run(self, alive: Callable[[], bool]) -> None:
-        """Checks the notes at every tick, until the process group is gone."""
+        """Check the notes at every tick, until the process group is gone."""
         while alive() and self._sleep():
             if self.waited() > self.timeout or self._has("fired"):
                 self.report()
@@ -176,10 +176,10 @@ class Watchdog:
             self._report_collective()
 
     def _sleep(self) -> bool:
-        """Sleeps for a tick; False when the process ends.
+        """Sleep for a tick. Return False when the process ends.
 
-        Where that took much longer, the process was stopped (SIGSTOP, a suspended Slurm job), most
-        likely with all the others: what it waits for counts from now on.
+        If the tick took much longer, the process was stopped (SIGSTOP, a suspended Slurm job), most
+        likely with all the others: its wait counts from now on.
         """
         begun = time.monotonic()
         going_on = threads.sleep(self.tick)
@@ -188,7 +188,7 @@ class Watchdog:
         return going_on
 
     def waited(self) -> float:
-        """How many seconds this rank has been in its present wait."""
+        """Return the seconds of this rank's present wait."""
         now = time.monotonic()
         since = WATCH.longest()[1]
         sampled = WATCH.sampled
@@ -208,7 +208,7 @@ class Watchdog:
             return False
 
     def _end_with_another(self) -> None:
-        """Ends the process, which may wait for ever for the rank that has failed. Most ranks find
+        """End the process, which may wait for ever for the rank that has failed. Most ranks find
         out by themselves first.
         """
         said = self.store.get(_KEY + "failed").decode()
@@ -217,7 +217,7 @@ class Watchdog:
             self.end(EXIT_CODE)
 
     def _report_collective(self) -> None:
-        """Says where this rank is, once in a collective that takes longer than a hop may."""
+        """Print where this rank is, once in a collective that takes longer than a hop may."""
         frame = _collective(sys._current_frames().get(self._main))
         stack = (id(frame), frame.f_lasti) if frame is not None else ()
         if stack != self._stack:
@@ -227,8 +227,8 @@ class Watchdog:
             self._since = math.inf
 
     def report(self) -> None:
-        """Prints where this rank is, reads where the others are, lets one rank name the first stuck
-        one, and ends the process.
+        """Print where this rank is, read where the others are, let one rank name the first stuck
+        rank, and end the process.
         """
         try:
             mine = self.where()
@@ -257,7 +257,7 @@ class Watchdog:
             self.end(EXIT_CODE)
 
     def where(self) -> dict[str, Any]:
-        """What this rank waits for, or what it does."""
+        """Return the batch that this rank waits for, or the code that it runs."""
         (batch, since), sampled, last = WATCH.longest(), WATCH.sampled, WATCH.last
         frame = sys._current_frames().get(self._main)
         mine: dict[str, Any] = {"waits": "", "at": _position(frame)}
@@ -277,17 +277,17 @@ class Watchdog:
 
 
 def _completed(works: Sequence[Any], device: torch.device) -> bool:
-    """Whether the messages are complete. On another device than their own, the question would take
-    memory of that one.
+    """Return True if the messages are complete. The question is asked on their own device, because
+    it would take memory of another one.
 
-    The device of a new thread is the first one, which is that of another rank.
+    The device of a new thread is the first one, which belongs to another rank.
     """
     with torch.cuda.device(device):
         return all(work.is_completed() for work in works)
 
 
 def _say(line: str) -> None:
-    """Prints to standard error. Where that is a file on a full disk, the other ranks must still be
+    """Print to standard error. If that is a file on a full disk, the other ranks must still be
     told.
     """
     with contextlib.suppress(OSError):
@@ -295,7 +295,7 @@ def _say(line: str) -> None:
 
 
 def sentence(report: dict[str, Any]) -> str:
-    """A rank's report as a sentence."""
+    """Return a rank's report as a sentence."""
     place = ""
     if "hop" in report:
         place = (
@@ -320,7 +320,7 @@ def sentence(report: dict[str, Any]) -> str:
 
 
 def verdict(reports: dict[int, dict[str, Any]], size: int) -> str:
-    """Names the first stuck rank: a rank that is gone, else one that does not wait, else the one
+    """Name the first stuck rank: a rank that is gone, else one that does not wait, else the one
     that is furthest behind.
     """
     gone = [rank for rank in range(size) if rank not in reports]
@@ -342,12 +342,12 @@ def _waits_for(report: dict[str, Any], rank: int) -> bool:
 
 
 def _peer(report: dict[str, Any], peer: int) -> int:
-    """The rank in the job of the rank `peer` of the ring's group."""
+    """Return the rank in the job of the rank `peer` of the ring's group."""
     return int(report["ranks"][peer]) if report.get("ranks") else peer
 
 
 def _progress(report: dict[str, Any]) -> tuple[Any, ...]:
-    """A key that sorts reports by progress. In backward, layers run in descending order."""
+    """Return a key that sorts reports by progress. In backward, layers run in descending order."""
     if "hop" not in report:
         return (-1,)
     # those that predict follow the decoder's
@@ -364,7 +364,7 @@ def _progress(report: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _collective(frame: FrameType | None) -> FrameType | None:
-    """The frame of torch.distributed near the top of the stack, or None."""
+    """Return the frame of torch.distributed near the top of the stack, or None."""
     for _ in range(4):
         if frame is None:
             return None
@@ -375,7 +375,9 @@ def _collective(frame: FrameType | None) -> FrameType | None:
 
 
 def _position(frame: FrameType | None) -> str:
-    """Where a thread is: its innermost function outside of torch, with file and line number."""
+    """Return the position of a thread: its innermost function outside of torch, with file and line
+    number.
+    """
     while frame is not None and "/torch/" in frame.f_code.co_filename and frame.f_back is not None:
         frame = frame.f_back
     if frame is None:
@@ -384,23 +386,22 @@ def _position(frame: FrameType | None) -> str:
 
 
 def tell_failure(why: str) -> None:
-    """Tells the watchdogs of all ranks that this one has failed, and ends with an error."""
+    """Tell the watchdogs of all ranks that this rank has failed and ends with an error."""
     with contextlib.suppress(RuntimeError):  # the store is gone
         store = dist.distributed_c10d._get_default_store()
         store.compare_set(_KEY + "failed", "", f"rank {dist.get_rank()}: {why}")
 
 
 _dogs: WeakKeyDictionary[Any, Watchdog] = RUNTIME.of_process(WeakKeyDictionary())
-"""Of the default process group, which may be destroyed."""
+"""The watchdogs by default process group, which may be destroyed."""
 
 
 def start(timeout: float) -> None:
-    """Starts the thread for the present default process group, unless `timeout` is 0, or there is
-    no group.
+    """Start the thread for the present default process group, unless `timeout` is 0 or there is no
+    group.
 
     A rank that then waits for a hop for longer than `timeout` seconds is reported, and the process
-    ends with `EXIT_CODE`. Where the thread runs already, `timeout`
-    replaces the earlier one.
+    ends with `EXIT_CODE`. If the thread runs already, `timeout` replaces the earlier one.
     """
     if not timeout or not dist.is_initialized():
         return

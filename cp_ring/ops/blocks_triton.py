@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-untyped,import-not-found,no-untyped-def"
-"""What the Triton kernels of merges and of sums share: the table of blocks (see
+"""The parts that the Triton kernels of merges and of sums share: the table of blocks (see
 `cp_ring.ops.segments`) and the launch.
 """
 
@@ -12,16 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_PARTS = 4
-"""Arguments of a kernel for parts. Where there are fewer parts, the last one is given again and not
-read.
+"""The number of part arguments of a kernel. If there are fewer parts, the last one is given again
+and not read.
 """
 
 
 @triton.jit
 def tokens_in_part(position, count, BLOCK_Q: tl.constexpr):
-    """Of a block with this position in a part: the part's tokens [BLOCK_Q], and how many of them
-    there are.
-    """
+    """Return the tokens [BLOCK_Q] that a block has in a part at this position, and their number."""
     i = tl.arange(0, BLOCK_Q).to(tl.int64)
     reverse = position < -1
     start = tl.where(reverse, -2 - position, position)
@@ -43,7 +41,7 @@ def load_tokens(
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The first `count` of the tokens `at_q` of one head, in float32 [BLOCK_Q, BLOCK_E]; zeros
+    """Load the first `count` of the tokens `at_q` of one head in float32 [BLOCK_Q, BLOCK_E]; zeros
     elsewhere.
     """
     e = tl.arange(0, BLOCK_E)[None, :]
@@ -67,7 +65,7 @@ def store_tokens(
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Stores what `load_tokens` loads, in the dtype of `x`."""
+    """Store the tokens that `load_tokens` loads, in the dtype of `x`."""
     e = tl.arange(0, BLOCK_E)[None, :]
     inside = (tl.arange(0, BLOCK_Q)[:, None] < count) & (e < size)
     tl.store(
@@ -76,6 +74,6 @@ def store_tokens(
 
 
 def padded(parts: Sequence[Tensor]) -> list[Tensor]:
-    """MAX_PARTS tensors whose last dimension is contiguous."""
+    """Return MAX_PARTS tensors whose last dimension is contiguous."""
     parts = [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
     return parts + parts[-1:] * (MAX_PARTS - len(parts))

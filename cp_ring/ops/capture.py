@@ -1,4 +1,4 @@
-"""Whether the work of a call is being recorded in a CUDA graph."""
+"""Detects CUDA graphs that are being recorded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream of the device records a CUDA graph, in which nothing may wait for
-    the host or copy from it.
+    """Return True if the current stream of the device records a CUDA graph, in which nothing may
+    wait for the host or copy from it.
     """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -12,8 +12,8 @@ from cp_ring.errors import ConfigError, one_line
 
 
 def finite(values: Any, what: str) -> Tensor:
-    """Numbers as a float64 tensor on the CPU. Raises `ConfigError` for what is none, and for NaN
-    and infinities.
+    """Return numbers as a float64 tensor on the CPU. Raises `ConfigError` for values that are not
+    finite numbers.
     """
     try:
         numbers = torch.as_tensor(values).detach().double().cpu()
@@ -25,8 +25,8 @@ def finite(values: Any, what: str) -> Tensor:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which operations on `device` compute in the dtypes of their inputs, whatever
-    `torch.autocast` is around it.
+    """Return a context in which operations on `device` compute in the dtypes of their inputs,
+    whatever `torch.autocast` is around it.
     """
     return (
         torch.autocast(device.type, enabled=False)
@@ -36,15 +36,15 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which the device of x is the current one."""
+    """Return a context in which the device of x is the current one."""
     return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
 
 
 def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of different dtypes in that of `torch.autocast`, where it is in force; else the
-    tensors as they are.
+    """Cast tensors of different dtypes to that of `torch.autocast`, if it is in force; else return
+    them as they are.
 
-    As torch's own autocast, it leaves float64 alone.
+    Like torch's own autocast, it leaves float64 alone.
     """
     dtypes, device = {x.dtype for x in tensors}, tensors[0].device
     if len(dtypes) == 1 or not torch.is_autocast_enabled(device.type):
@@ -55,12 +55,12 @@ def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors of `dtype` are summed: float32, or float64 for float64."""
+    """Return the dtype in which tensors of `dtype` are summed: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def lse_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the running lse, where out is accumulated in `dtype`.
+    """Return the dtype of the running lse if out is accumulated in `dtype`.
 
     It is float64 on the CPU. An error of lse is a relative error of all weights, and in float32
     each merge rounds a number of about 8. No other sum of the ring loses as much accuracy, and lse

@@ -23,9 +23,9 @@ class FusedFunction:
     """A Triton function that is tried at its first launch; the caller computes with torch
     operations if it cannot run.
 
-    Triton compiles at the first launch, not at import, and needs a C compiler for that. It is not
-    tried again where that cannot help. Errors of files, as those of Triton's cache on a full disk,
-    may pass: it is tried again `RETRY_S` later.
+    Triton compiles at the first launch, not at import, and needs a C compiler for that. A failure
+    that cannot pass is final. Errors of files, such as those of Triton's cache on a full disk, may
+    pass: the function is tried again `RETRY_S` later.
     """
 
     def __init__(self, module: str, name: str):
@@ -36,11 +36,11 @@ class FusedFunction:
 
     @property
     def rejected(self) -> bool:
-        """Whether the last try has failed."""
+        """True if the last try has failed."""
         return self._not_before > 0 and self._function is None
 
     def run(self, *args: Any) -> bool:
-        """Runs the function and returns true; returns false if it cannot run here, and says why
+        """Run the function and return True. If it cannot run here, return False and log the reason
         once.
         """
         if self._function is None and time.monotonic() >= self._not_before:
@@ -52,7 +52,7 @@ class FusedFunction:
         return self._function is not None
 
     def _tried(self, *args: Any) -> bool:
-        """The first run."""
+        """Import the function and run it for the first time."""
         try:
             function = getattr(importlib.import_module(self._module), self._name)
         except ImportError:
@@ -79,7 +79,7 @@ class FusedFunction:
 
 @RUNTIME.cache()
 def _say(reason: str, passing: bool) -> None:
-    """Warns once for each reason."""
+    """Warn once for each reason."""
     until = f"; it is tried again {RETRY_S:g} s later" if passing else ""
     _log.warning(
         "Triton cannot compile (%s): merges and sums of gradients use torch operations, which are "

@@ -13,7 +13,7 @@ from cp_ring.ops.segments import Segment, Segments
 from cp_ring.runtime import RUNTIME
 
 _UNSEEN = -1e30
-"""Less than the lse of any query that saw a key."""
+"""A number below the lse of any query that saw a key."""
 
 _fused = RUNTIME.of_process(FusedFunction("cp_ring.ops.merge_triton", "merge"))
 
@@ -26,11 +26,11 @@ def merge(
     lse: Tensor,
     result: Tensor,
 ) -> None:
-    """One update: merges partial `outs` [t, b, h, e] and `lses` [b, h, t], one by one, with what is
-    stored; stores the total.
+    """Run one update: merge partial `outs` [t, b, h, e] and `lses` [b, h, t], one by one, with the
+    stored total, and store the new one.
 
     `running` [s, b, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running lse
-    in `lse_dtype`. What is complete goes to `result` [s, b, h, e], which may be `running`. Without
+    in `lse_dtype`. Complete tokens go to `result` [s, b, h, e], which may be `running`. Without
     `running`, everything is complete after this update. Tokens that no part has get 0 and -inf. On
     CUDA, with Triton, it is one kernel.
     """
@@ -48,7 +48,7 @@ def merge_segment(
     lse: Tensor,
     result: Tensor,
 ) -> None:
-    """One segment of `merge`, in torch operations."""
+    """Merge one segment of `merge` with torch operations."""
     target, lse = segment.target(running, result), lse[..., segment.tokens]
     if not segment.places:
         target.zero_()
@@ -64,10 +64,11 @@ def merge_segment(
 
 
 def merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
-    """Merges one tile in place: the running out [b, q, h, e] in float32 (or float64) and lse [b, h,
-    q] in `lse_dtype`.
+    """Merge one tile in place into the running out [b, q, h, e] in float32 (or float64) and lse [b,
+    h, q] in `lse_dtype`.
 
-    out += sigmoid(lse_tile - lse) * (out_tile - out);  lse = log(exp(lse) + exp(lse_tile)).
+        out += sigmoid(lse_tile - lse) * (out_tile - out);  lse = log(exp(lse) + exp(lse_tile)).
+
     A query that saw no key on one side (lse -inf) keeps the other side's values; on neither side,
     out is 0 and lse -inf.
     """
@@ -75,7 +76,7 @@ def merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None
 
 
 def _merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
-    """`merge_` for tensors with tokens first."""
+    """Run `merge_` on tensors with tokens first."""
     # The bound keeps -inf - -inf, which is NaN, away: a part whose queries saw no key has weight 0.
     weight = lse_part.sub(lse.clamp(min=_UNSEEN)).sigmoid_().to(out.dtype)
     if out_part.dtype != out.dtype:

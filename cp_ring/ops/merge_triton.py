@@ -22,7 +22,7 @@ def _with_part(
     total, total_lse, out, lse, position, count, at_b, at_h, size, q, b, h, lse_q, lse_b, lse_h,
     BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The total of a block and its lse, with one part more."""
+    """Return the total of a block and its lse after one more part."""
     tokens, there = tokens_in_part(position, count, BLOCK_Q)
     theirs = tl.load(
         lse + at_b * lse_b + at_h * lse_h + tokens * lse_q,
@@ -104,7 +104,7 @@ def merge(
     lse: Tensor,
     result: Tensor,
 ) -> None:
-    """As `cp_ring.ops.merge.merge`, with the blocks of its segments. `running`, `lse` and `result`
+    """Run `cp_ring.ops.merge.merge` with the blocks of its segments. `running`, `lse` and `result`
     are contiguous.
     """
     (_, b, heads, size), parts = result.shape, len(outs)

@@ -1,5 +1,5 @@
-"""The segments of an update (see `cp_ring.plan.updates`), as torch operations and as Triton kernels
-read them.
+"""The segments of an update (see `cp_ring.plan.updates`), in the form that torch operations and
+Triton kernels read.
 
 An update adds parts, which are partial results, to a total: one tensor holds the running total in
 the dtype of sums, another one the result in its own dtype. They may be the same tensor.
@@ -17,20 +17,20 @@ from torch import Tensor
 from cp_ring.ops.dtypes import sum_dtype
 
 BLOCK_Q = 16
-"""Tokens of one program of a Triton kernel."""
+"""The number of tokens of one program of a Triton kernel."""
 
 ABSENT = -1
 
 
 class PartTokens(NamedTuple):
-    """Where a part has the tokens of a segment; in reverse order if `reverse`."""
+    """The place of a segment's tokens in a part; they are in reverse order if `reverse`."""
 
     part: int
     tokens: slice
     reverse: bool
 
     def take(self, part: Tensor, dim: int = 0) -> Tensor:
-        """The segment's tokens of the part, in the order of the total."""
+        """Return the segment's tokens of the part, in the order of the total."""
         if self.tokens.stop - self.tokens.start < part.shape[dim]:
             part = part[self.tokens] if dim == 0 else part[..., self.tokens]
         return part.flip(dim) if self.reverse else part
@@ -40,8 +40,8 @@ class Segment(NamedTuple):
     """Tokens of a total, and the parts that are added to them. Without parts, the tokens are filled
     with zeros.
 
-    `first`: nothing has been stored there yet. `last`: the total is complete, and goes to the
-    result.
+    first: nothing has been stored there yet.
+    last: the total is complete, and goes to the result.
     """
 
     tokens: slice
@@ -50,14 +50,14 @@ class Segment(NamedTuple):
     places: list[PartTokens]
 
     def target(self, running: Tensor | None, result: Tensor) -> Tensor:
-        """Where the total is stored."""
+        """Return the tokens of the tensor to which the total is stored."""
         return (result if self.last or running is None else running)[self.tokens]
 
     def begin(
         self, parts: Sequence[Tensor], running: Tensor | None, target: Tensor
     ) -> tuple[Tensor, list[PartTokens]]:
-        """The total before the other places are added: what was stored, or else the first part. It
-        may be `target` itself.
+        """Return the total before the other places are added, and these places: the stored total,
+        or else the first part. The total may be `target` itself.
         """
         if not self.first:
             assert running is not None
@@ -72,11 +72,12 @@ class Segment(NamedTuple):
 
 
 class Segments:
-    """What one update reads and stores.
+    """The tensors and tokens that one update reads and stores.
 
     `table` is `Update.segments` of the plan, int64 [4 + parts, segments]: start, end, first, last,
     and for each part the position of its first token in the segment: ABSENT for none, or -2 -
-    position if the tokens are in reverse order. `whole` says that the one part is the whole result.
+    position if the tokens are in reverse order. `whole` is True if the one part is the whole
+    result.
     """
 
     def __init__(self, table: np.ndarray, whole: bool = False):
@@ -93,10 +94,10 @@ class Segments:
         return iter(self._segments)
 
     def blocks(self, device: torch.device) -> Tensor:
-        """Segments cut into blocks of at most BLOCK_Q tokens, copied to the device once: int32
-        [blocks, 3 + parts].
+        """Return the segments cut into blocks of at most BLOCK_Q tokens, copied to the device once:
+        int32 [blocks, 3 + parts].
 
-        For each block its first token, the number of its tokens, 1 for first and 2 for last, and
+        Each block has its first token, the number of its tokens, 1 for first and 2 for last, and
         the positions.
         """
         if device not in self._blocks:
@@ -117,8 +118,8 @@ def _segment(start: int, end: int, first: int, last: int, *positions: int) -> Se
 
 
 def _blocks(table: np.ndarray) -> np.ndarray:
-    """The blocks of segments. Positions, and -2 - position too, grow by the number of tokens before
-    the block.
+    """Return the blocks of segments. Positions, and -2 - position too, grow by the number of tokens
+    before the block.
     """
     size = table[1] - table[0]
     count = -(-size // BLOCK_Q)

@@ -17,9 +17,10 @@ _fused = RUNTIME.of_process(FusedFunction("cp_ring.ops.sums_triton", "add"))
 def add(
     segments: Segments, parts: Sequence[Tensor], running: Tensor | None, result: Tensor
 ) -> None:
-    """One update: adds `parts` [t, b, h, d], one by one, to what is stored, and stores the total.
+    """Run one update: add `parts` [t, b, h, d], one by one, to the stored total, and store the new
+    one.
 
-    `running` [s, b, h, d] holds the total in `sum_dtype` between updates. What is complete goes to
+    `running` [s, b, h, d] holds the total in `sum_dtype` between updates. Complete tokens go to
     `result` [s, b, h, d], which may be `running`. Without `running`, everything is complete after
     this update. Tokens that no part has get 0. On CUDA, with Triton, it is one kernel.
     """
@@ -32,7 +33,7 @@ def add(
 def add_segment(
     segment: Segment, parts: Sequence[Tensor], running: Tensor | None, result: Tensor
 ) -> None:
-    """One segment of `add`, in torch operations."""
+    """Add one segment of `add` with torch operations."""
     target = segment.target(running, result)
     if not segment.places:
         target.zero_()

@@ -69,7 +69,7 @@ def _add(
 
 
 def add(table: Tensor, parts: Sequence[Tensor], running: Tensor | None, result: Tensor) -> None:
-    """As `cp_ring.ops.sums.add`, with the blocks of its segments. `running` and `result` are
+    """Run `cp_ring.ops.sums.add` with the blocks of its segments. `running` and `result` are
     contiguous.
     """
     _, b, heads, size = result.shape

@@ -38,14 +38,14 @@ class Sum:
         self._done = 0
 
     def add(self, *part: Tensor) -> None:
-        """Takes the next partial result, which must not change until its update has run."""
+        """Add the next partial result, which must not change until its update has run."""
         self._waiting.append(part)
         if len(self._waiting) == self._updates[self._done].parts:
             self._run()
 
     def finish(self) -> Sequence[Tensor]:
-        """The total, [s, b, heads, size] for each shape, contiguous. All partial results must have
-        been added.
+        """Return the total, [s, b, heads, size] for each shape, contiguous. All partial results
+        must have been added.
         """
         while self._done < len(self._updates):
             self._run()
@@ -58,7 +58,7 @@ class Sum:
         self._update(segments, list(zip(*parts, strict=True)))
 
     def _update(self, segments: Segments, columns: Sequence[Sequence[Tensor]]) -> None:
-        """One update, for each tensor of the total with a column of parts."""
+        """Run one update for each tensor of the total, with its column of parts."""
         if segments.whole and all(self._is_result(part) for (part,) in columns):
             self._result = [part for (part,) in columns]
             return
@@ -72,11 +72,11 @@ class Sum:
             )
 
     def _is_result(self, part: Tensor) -> bool:
-        """Whether a part that is the whole total can be the result as it is."""
+        """Return True if a part that is the whole total can be the result as it is."""
         return part.dtype == self._dtype and part.is_contiguous()
 
     def _allocate(self, segments: Segments) -> None:
-        """Makes the tensors that an update stores to."""
+        """Make the tensors that an update stores to."""
         self._result = self._result or self._allocated(self._dtype)
         if self._dtype == sum_dtype(self._dtype):
             self._running = self._result
@@ -89,7 +89,7 @@ class Sum:
 
 class Merge(Sum):
     """Out [s, b, h, e] with lse [b, h, s], merged from partial results (out [t, b, h, e], lse [b,
-    h, t]). Otherwise as `Sum`.
+    h, t]) in the way of `Sum`.
     """
 
     def __init__(self, updates: Sequence[Segments], shape: Shape, like: Tensor, dtype: torch.dtype):
@@ -97,7 +97,7 @@ class Merge(Sum):
         self._lse: Tensor | None = None
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Out in `dtype`, and lse in `sum_dtype(dtype)`; both contiguous."""
+        """Return out in `dtype`, and lse in `sum_dtype(dtype)`; both contiguous."""
         (out,) = super().finish()
         lse = self._empty_lse() if self._lse is None else self._lse
         return out, lse.to(sum_dtype(self._dtype)).contiguous()

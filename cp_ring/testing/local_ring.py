@@ -1,5 +1,5 @@
-"""A whole context-parallel group in one process, with one thread per rank: for trials, for accuracy
-tables, and for one GPU.
+"""A whole context-parallel group in one process, with one thread for each rank: for trials, for
+accuracy tables, and for one GPU.
 
 A message is a copy that one thread hands to another. So any number of ranks runs on any device. The
 results are right, but it is not fast.
@@ -23,16 +23,18 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.ranges import size_within
 
 TIMEOUT = 60.0
-"""Seconds that a rank waits for a message before it raises an error."""
+"""The seconds that a rank waits for a message before it raises an error."""
 
 
 class LocalRing:
     """`size` ranks of this process; `run(case, ...)` calls `case(group, ...)` on each and returns
     the results by rank.
 
-    `group` may be given to `ring_attention` in place of a process group. Raises the error of a rank
-    that failed. A rank has one thread for all runs: libraries for GPUs keep what they have compiled
-    by thread.
+        LocalRing(2).run(lambda group: ring_attention(*shard((q, k, v), None, group), group))
+
+    `ring_attention` takes `group` in place of a process group. Raises the error of a rank that
+    failed. A rank has one thread for all runs: libraries for GPUs keep what they have compiled by
+    thread.
     """
 
     def __init__(self, size: int):
@@ -68,8 +70,8 @@ class LocalRing:
         return [rank.result() for rank in ranks]
 
     def agree(self, rank: int, number: int, facts: Sequence[Fact], values: str) -> None:
-        """Compares a rank's call of this number with the first one of that number. Raises
-        `PlanError` where they differ.
+        """Compare a rank's call of this number with the first one of that number. Raises
+        `PlanError` if they differ.
         """
         first, its_facts = self._calls.setdefault(number, (rank, facts))
         if line := differences(first, its_facts, rank, facts):
@@ -113,8 +115,8 @@ class LocalGroup:
         self._calls = self._batches = 0
 
     def check_batch(self, tensors: Mapping[str, Tensor], every: int) -> None:
-        """Follows `BatchComparison.check`, but compares every batch with those of the ranks that
-        have come this far.
+        """Compare every batch with those of the ranks that have come this far; see
+        `BatchComparison.check`.
         """
         batches = self._ring.batches[self._batches]
         batches[self.rank] = contents(tensors)
@@ -129,7 +131,7 @@ class LocalGroup:
         every: int = 1,
         values: Callable[[], str] = str,
     ) -> None:
-        """Follows `Agreement.check`, but compares every call."""
+        """Compare every call; see `Agreement.check`."""
         known = (self.rank, key) in self._ring.known
         self._ring.known.add((self.rank, key))
         self._ring.agree(self.rank, self._calls, facts(), "" if known else values())

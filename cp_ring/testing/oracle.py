@@ -1,5 +1,5 @@
-"""Attention through dense scores (`dense`), and in float64 with gradients (`brute_force`), by no
-code of cp_ring.
+"""Attention through dense scores (`dense`), and in float64 with gradients (`brute_force`), without
+any code of cp_ring's attention.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from cp_ring.plan import Layout, Plan
 
 
 class CaseSizes(TypedDict, total=False):
-    """Batch rows, query and key/value heads, head sizes of queries and keys, and of values: by
-    default those of keys.
+    """Sizes of a case: batch rows, query and key/value heads, head size of queries and keys, and
+    head size of values (by default the same).
     """
 
     b: int
@@ -44,7 +44,9 @@ class Case(NamedTuple):
         dtype: torch.dtype = torch.float32,
         **sizes: Unpack[CaseSizes],
     ) -> Case:
-        """N(0, 1) of `n` tokens; by default one batch row, 4 query and 2 key/value heads of 16."""
+        """Draw N(0, 1) inputs of `n` tokens; by default one batch row, 4 query and 2 key/value
+        heads of 16.
+        """
         whole: dict[str, Any] = {"b": 1, "h": 4, "g": 2, "d": 16, "e": None, **sizes}
         b, h, g, d, e = whole.values()
         e = e or d
@@ -66,8 +68,8 @@ class Grads(NamedTuple):
 def logits(
     q: Tensor, k: Tensor, allowed: np.ndarray | Tensor, scale: float | None = None
 ) -> Tensor:
-    """Dense scores [b, h, s, t] of queries [b, s, h, d] and keys [b, t, g, d], in their dtype;
-    -inf where `allowed`, which broadcasts to that, is false.
+    """Return dense scores [b, h, s, t] of queries [b, s, h, d] and keys [b, t, g, d], in their
+    dtype; -inf where `allowed`, which broadcasts to that shape, is False.
     """
     keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys)
@@ -83,10 +85,11 @@ def dense(
     scale: float | None = None,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Out [b, s, h, e] and lse [b, h, s] through a dense softmax; autograd knows their gradients.
+    """Return out [b, s, h, e] and lse [b, h, s] through a dense softmax, with gradients by
+    autograd.
 
-    sink: [h] or [s, h], scores of a further key with the value 0. A query that sees no key gives
-    out 0 and lse -inf.
+    sink: [h] or [s, h], scores of an extra key with the value 0. A query that sees no key gives out
+    0 and lse -inf.
     """
     scores = logits(q, k, allowed, scale)
     if sink is not None:
@@ -100,14 +103,16 @@ def dense(
 
 
 def brute_force(case: Case, allowed: np.ndarray, scale: float | None = None) -> Grads:
-    """Out and gradients in float64, over the pairs that the boolean [n, n] `allowed` permits."""
+    """Return out and gradients in float64, over the pairs that the boolean [n, n] `allowed`
+    permits.
+    """
     q, k, v = (x.detach().double().requires_grad_() for x in case[:3])
     out, _ = dense(q, k, v, allowed, scale)
     return Grads(out.detach(), *torch.autograd.grad(out, (q, k, v), case.dout.double()))
 
 
 def on_rank(group, case: Case, plan: Plan, **options) -> tuple[Grads, Counters]:  # type: ignore[no-untyped-def]
-    """Runs on a rank: out and gradients of its shard, and its counters."""
+    """Run attention on a rank: return out and gradients of its shard, and its counters."""
     rank = group.rank() if group is not None else 0
     dim = 0 if options.get("qkv_format") == "sbhd" else 1
     shard = [plan.layout.shard(x.transpose(0, 1) if dim == 0 else x, rank, dim) for x in case]
@@ -121,7 +126,9 @@ def on_rank(group, case: Case, plan: Plan, **options) -> tuple[Grads, Counters]:
 
 
 def whole(layout: Layout, parts: list[tuple[Grads, Counters]]) -> Grads:
-    """out and gradients of the whole sequence, from the results of `on_rank` in rank order."""
+    """Return out and gradients of the whole sequence, from the results of `on_rank` in rank
+    order.
+    """
     return Grads(
         *(
             layout.unshard(list(column), 1)
@@ -131,6 +138,6 @@ def whole(layout: Layout, parts: list[tuple[Grads, Counters]]) -> Grads:
 
 
 def error(x: Tensor, truth: Tensor) -> float:
-    """Norm of the difference divided by norm of the truth."""
+    """Return the norm of the difference divided by the norm of the truth."""
     x, truth = x.detach().double(), truth.detach()
     return float((x - truth).norm() / truth.norm())
