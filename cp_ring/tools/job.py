@@ -329,7 +329,7 @@ def build_command(job: JobConfig, elsewhere: bool = False, slurm: bool = False) 
     with _keys_of(job):
         device, corpus = "cpu", None
         with reasons.of():
-            device, hidden = choose_device(job, elsewhere, slurm)
+            device, variables = choose_device(job, elsewhere, slurm)
         with reasons.of():
             corpus = find_corpus(job)
         with reasons.of():
@@ -340,7 +340,7 @@ def build_command(job: JobConfig, elsewhere: bool = False, slurm: bool = False) 
             if line := "" if in_a_file else rejection(args, job.ranks):
                 raise ConfigError(f"Megatron rejects it: {line}")
         reasons.end()
-    return Command(_environment(job, device) | hidden, job.ranks, flags, corpus)
+    return Command(variables, job.ranks, flags, corpus)
 
 
 def megatron_flags(
@@ -432,8 +432,12 @@ def _keys_of(job: JobConfig) -> Iterator[None]:
 def choose_device(
     job: JobConfig, elsewhere: bool = False, slurm: bool = False
 ) -> tuple[str, dict[str, str]]:
-    """`cuda` or `cpu`, and the variables that hide GPUs that the job must not use.
+    """`cuda` or `cpu`, and the variables of torchrun and its ranks. A variable that is already set
+    keeps its value, but GPUs that the job must not use are hidden.
 
+    Each rank on the CPU gets one thread, because ranks on one machine share its cores. Gloo needs
+    the loopback interface by name, because a host name can resolve to an address that no other rank
+    listens on. Megatron requires one CUDA connection, and rejects one where parameters are sharded.
     Raises `ConfigError` where the machine has too few GPUs for launch.device cuda.
     """
     import torch
@@ -445,31 +449,21 @@ def choose_device(
             f"launch.device cuda: this machine has {gpus} GPUs for {needed} ranks; lower "
             "megatron.context_parallel_size or launch.ranks, or set launch.device=cpu"
         )
-    if asked == "cuda" or (asked == "auto" and gpus >= needed):
-        return "cuda", {}
-    if gpus and asked == "auto":
-        print(
-            f"cp_ring: {gpus} GPUs are too few for {needed} ranks: running on the CPU",
-            file=sys.stderr,
-        )
-    return "cpu", {"CUDA_VISIBLE_DEVICES": ""} if gpus else {}
-
-
-def _environment(job: JobConfig, device: str) -> dict[str, str]:
-    """Variables of torchrun and its ranks. A variable that is already set keeps its value.
-
-    Each rank gets one thread, because ranks on one machine share its cores. Gloo needs the loopback
-    interface by name, because a host name can resolve to an address that no other rank listens on.
-    Megatron requires one CUDA connection, and rejects one where parameters are sharded.
-    """
-    variables = {}
-    if device == "cpu":
-        variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    elif not any(job.megatron.get(name) for name in ("use_torch_fsdp2", "use_megatron_fsdp")):
-        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    # time to save
-    variables |= {
-        "PET_SHUTDOWN_TIMEOUT": "600",
+    variables = {
+        "PET_SHUTDOWN_TIMEOUT": "600",  # seconds to save
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     }
-    return {name: os.environ.get(name, value) for name, value in variables.items()}
+    device = "cuda" if asked == "cuda" or (asked == "auto" and gpus >= needed) else "cpu"
+    if device == "cpu":
+        variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    elif not any(job.megatron.get(name) for name in ("use_torch_fsdp2", "use_megatron_fsdp")):
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    variables = {name: os.environ.get(name, value) for name, value in variables.items()}
+    if device == "cpu" and gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+        if asked == "auto":
+            print(
+                f"cp_ring: {gpus} GPUs are too few for {needed} ranks: running on the CPU",
+                file=sys.stderr,
+            )
+    return device, variables

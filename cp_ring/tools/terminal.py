@@ -60,7 +60,7 @@ WRITTEN: dict[str, Any] = {"metavar": "PATH", "callback": _writable}
 
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_NUMBER = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
+_NUMBER = re.compile(r"([+-]?\d+)([kmg]?)", re.IGNORECASE)
 
 
 def parse_tokens(text: str | int) -> int:
@@ -70,19 +70,14 @@ def parse_tokens(text: str | int) -> int:
     """
     match = _NUMBER.fullmatch(str(text).strip())
     if match:
-        factor = _FACTORS[match[2].lower()]
-        digits = match[1].replace("_", "")
-        if "." not in digits:
-            return int(digits) * factor
-        if (value := float(digits) * factor).is_integer():
-            return int(value)
+        return int(match[1]) * _FACTORS[match[2].lower()]
     raise typer.BadParameter(f"{str(text)!r} is not a number of tokens such as 65536, 64K or 1M")
 
 
-def emit(facts: Any, as_json: bool, show: Callable[[], object], indent: int | None = None) -> None:
+def emit(facts: Any, as_json: bool, show: Callable[[], object]) -> None:
     """Prints the facts as JSON, or calls `show`, which prints them for people."""
     if as_json:
-        typer.echo(json.dumps(facts, indent=indent))
+        typer.echo(json.dumps(facts))
     else:
         show()
 

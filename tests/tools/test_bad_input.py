@@ -225,23 +225,5 @@ def printed(monkeypatch, capsys, *line):
     return capsys.readouterr().out
 
 
-def test_help_shows_no_values_of_switches(monkeypatch, capsys):
-    for command in ([], ["plan"], ["train"]):
-        shown = printed(monkeypatch, capsys, *command, "--help")
-        assert "--help" in shown and "bool" not in shown
-
-
 def test_version(monkeypatch, capsys):
     assert re.fullmatch(r"cp-ring \S.*\n", printed(monkeypatch, capsys, "--version"))
-
-
-def test_shells_can_complete(monkeypatch, capsys):
-    assert "--install-completion" in printed(monkeypatch, capsys, "--help")
-
-
-def test_exit_codes_of_main(monkeypatch, capsys):
-    for line, code in ((["--help"], 0), (["train", "nosuch"], 2)):
-        monkeypatch.setattr(sys, "argv", ["cp-ring", *line])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert (ended.value.code or 0) == code
