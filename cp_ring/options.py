@@ -98,19 +98,19 @@ class CallSettings:
     )
     layout: str = setting(
         "zigzag",
-        "How tokens are split over ranks: zigzag, as Megatron does; contiguous; balanced, by "
-        "the work of documents, masks and the windows of all layers.",
+        "Split of tokens over ranks: zigzag, as Megatron does; contiguous; balanced, by the "
+        "work of documents, masks and the windows of all layers.",
         choices=lambda: tuple(LAYOUTS),
     )
     route: str = setting(
         "direct",
-        "How keys and values reach the ranks that need them: direct, from their owner; ring, from "
-        "neighbor to neighbor.",
+        "Way of keys and values to the ranks that need them: direct, from their owner; ring, "
+        "from neighbor to neighbor.",
         choices=lambda: tuple(ROUTES),
     )
     schedule: str = setting(
         "auto",
-        "At which hop a rank uses the keys of each other rank: auto; ring, one source a hop; "
+        "Hop at which a rank uses the keys of each other rank: auto; ring, one source a hop; "
         "gather, all in one hop; or the hop of each ring distance, as in 0,1,2,2.",
         convert=schedule_text,
     )
@@ -122,23 +122,23 @@ class CallSettings:
     )
     heads: int | str = setting(
         "auto",
-        "Ulysses degree: context-parallel ranks in an all-to-all group, which exchange tokens "
-        "for heads; the ring runs over the groups. 1 is ring only; auto is 1 inside one node, and "
-        "beyond it 1 or a divisor of a node's ranks, for each mask that of least predicted time.",
+        "Ulysses degree, the number of context-parallel ranks that exchange tokens for heads: 1 "
+        "is ring only; auto is 1 inside one node, and else the fastest divisor of a node's "
+        "ranks for each mask.",
         least=1,
         words=("auto",),
     )
     num_slots: int = setting(
         2,
-        "Number of receive buffers for keys and values; memory grows with it, not with cp.",
+        "Number of receive buffers for keys and values; memory grows with it.",
         least=NUM_SLOTS[0],
         most=NUM_SLOTS[1],
     )
     wire: str = setting(
         "auto",
-        "How keys and values are encoded on the wire: plain, unchanged; latent, the MLA "
-        "latents; int8 or fp8, quantized per token and head, at a cost in accuracy; auto is "
-        "latent where the time model predicts a gain, else plain.",
+        "Encoding of keys and values on the wire: plain, unchanged; latent, the MLA latents; "
+        "int8 or fp8, quantized per token and head, at a cost in accuracy; auto is latent where "
+        "the time model predicts a gain, else plain.",
         choices=lambda: ("auto", *WIRES),
     )
     wire_dtype: str = setting(

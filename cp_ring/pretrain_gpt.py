@@ -22,21 +22,21 @@ _FLAGS = ("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloade
 
 
 def main() -> None:
-    """Trains as the command line says; exits with code 2 and one line where it cannot."""
+    """Train the model of the command line; exit with code 2 and one line if the job cannot run."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         with rejecting():
             argument_parser.build_parser().print_help()
         return
     signals.keep_warnings(sys.argv)
-    # while millions of objects that stay are made: a seventh of the time that imports take
+    # imports create millions of objects that stay; without collection they take a seventh less time
     gc.disable()
     with rejecting(), ending_soon("training"):
-        # Megatron's wrapper around FSDP2 does not divide gradients by the number of tokens
+        # Megatron's wrapper of FSDP2 does not divide gradients by the number of tokens
         flags = _FLAGS[1:] if "--use-torch-fsdp2" in sys.argv else _FLAGS
         sys.argv += [flag for flag in flags if flag not in sys.argv]
         _mask_documents(sys.argv)
         install(sys.argv[1:])
-        # these load Megatron: only after `install`
+        # these import Megatron, so they come after `install`
         from cp_ring.megatron import compat, gpt
 
         log_steps()
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _mask_documents(argv: list[str]) -> None:
-    """Adds --cp-ring-document-mask where the data set that `argv` asks for packs documents.
+    """Add --cp-ring-document-mask if the data set that `argv` asks for packs documents.
 
     Raises `ConfigError` for such a data set without ring attention, which would let tokens see
     other documents.

@@ -26,17 +26,19 @@ _HELP = {"-h", "--help"}
 
 
 def main() -> None:
-    """Runs the script that the first argument names; where it cannot: code 2 and one line."""
+    """Run the script that the first argument names; exit with code 2 and one line if it
+    cannot run.
+    """
     if len(sys.argv) < 2 or sys.argv[1] in _HELP:
         print(_USAGE)
         raise SystemExit(0 if len(sys.argv) > 1 else 2)
-    # without a GPU it warns when it is imported
+    # Megatron warns when it is imported without a GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     script = Path(sys.argv[1])
     if not script.is_file():
         reject(f"{script} does not exist ({_USAGE})")
     sys.argv = sys.argv[1:]
-    # in place of the folder of `python -m`, which there is none of with PYTHONSAFEPATH
+    # replaces the folder of `python -m`; with PYTHONSAFEPATH there is none
     sys.path[: not sys.flags.safe_path] = [str(script.resolve().parent)]
     if _HELP & set(sys.argv[1:]):
         _show_help(script)
@@ -52,19 +54,19 @@ def main() -> None:
 
 
 def _show_help(script: Path) -> None:
-    """Prints the usage of this module and cp_ring's flags, then runs the script for its own help,
+    """Print the usage of this module and cp_ring's flags, then run the script for its own help,
     which may fail.
     """
     print(f"{_USAGE}\n\n{Options.help()}\n{script}:", flush=True)
     arguments = patches.get("arguments")
-    # else there is no Megatron that cp_ring knows: the script's help is shown as it is
+    # without a supported Megatron, the script's help is shown unchanged
     if not arguments.rejection():
         arguments.apply()
     runpy.run_path(str(script), run_name="__main__")
 
 
 def _run_patched(script: Path, config: Options) -> None:
-    """Runs the script with the patches in force."""
+    """Run the script with the patches in force."""
     signals.keep_warnings(sys.argv)
     _check_batches(script, config)
     if config.timing:
@@ -73,7 +75,7 @@ def _run_patched(script: Path, config: Options) -> None:
 
 
 def _check_batches(script: Path, config: Options) -> None:
-    """Raises `ConfigError` for settings that need the batches of `cp_ring.pretrain_gpt`."""
+    """Raise `ConfigError` for settings that need the batches of `cp_ring.pretrain_gpt`."""
     if config.document_mask:
         raise ConfigError(
             f"--cp-ring-document-mask needs cp_ring.pretrain_gpt: {script} carries no document "

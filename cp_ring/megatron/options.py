@@ -52,82 +52,75 @@ class Options(CallSettings):
     )
     document_mask: bool = setting(
         False,
-        "Mask packed documents from one another: each ends with the end-of-document token, "
-        "position ids restart in it, and that token's own prediction is not in the loss.",
+        "Mask packed documents from one another: a document ends with the end-of-document "
+        "token, whose own prediction does not count, and position ids restart after it.",
     )
     mask_kinds: str = setting(
         "",
-        "Kinds of the masks that batches carry as cp_ring_mask, separated by commas, "
-        f"which the certificate then probes: {', '.join(MASK_KINDS)}; any is every "
-        "mask.",
+        "Kinds of masks that batches carry as cp_ring_mask, separated by commas, for the "
+        f"certificate to probe: {', '.join(MASK_KINDS)}, or any for all kinds.",
         convert=option_values.joined,
         check=partial(option_values.only_known, "kind of mask", MASK_KINDS),
     )
     pack: str = setting(
         "first-fit",
-        "How --sft packs conversations into sequences: first-fit, the longest first; "
-        "or fill, in order and cut at the end of a sequence, so that only the last one has "
+        "Packing of --sft conversations into sequences: first-fit takes the longest first; fill "
+        "keeps their order and cuts at the end of a sequence, so that only the last one has "
         "padding.",
         choices=("first-fit", "fill"),
     )
     cut_long: bool = setting(
         False,
-        "Cut conversations that are longer than a batch row (--sft) instead of rejecting them; "
-        "fill cuts anyway.",
+        "Cut conversations (--sft) that are longer than a batch row, instead of rejecting them.",
     )
     balance_microbatches: bool = setting(
         False,
-        "Assign the sequences of each step so that microbatches and data-parallel ranks have "
-        "equal work; it changes which sequences share a microbatch, never which are in a step.",
+        "Reorder the sequences inside each step so that microbatches and data-parallel ranks "
+        "have equal work.",
     )
     recompute: str = setting(
         "keep",
-        "Recomputed attention layers: keep their out and lse, so that the ring runs once; or "
+        "Recomputed attention layers keep their out and lse, so that the ring runs once, or "
         "replay the ring.",
         choices=("keep", "replay"),
     )
     loss_chunk: int = setting(
         0,
-        "Chunk size in tokens of logits and loss, whose logits are recomputed in backward, so "
-        "that those of a long sequence need not fit into memory; 0 computes all at once.",
+        "Compute logits and loss for so many tokens at a time, and again in backward, to save "
+        "memory; 0 computes all at once.",
         least=0,
     )
     stock_loss_average: bool = setting(
         False,
-        "Without --calculate-per-token-loss, average the means of context-parallel ranks as "
-        "stock Megatron does, for a comparison bit by bit; tokens on ranks with few valid "
-        "tokens then weigh more.",
+        "Average the mean losses of context-parallel ranks as stock Megatron does without "
+        "--calculate-per-token-loss, for bit-by-bit comparisons.",
     )
     hop_timeout: float = setting(
         600,
-        "Timeout in seconds of a hop, after which the job ends with a report; a collective that "
-        "takes longer is reported alone. 0 disables it.",
+        "Seconds that a rank waits for a hop before the job ends with a report; 0 disables it.",
         least=0,
         most=10**7,
     )
     compare_every: int = setting(
         16,
-        "Check that ranks agree on what they compute for one in so many new plans, after the "
-        "first 32 of a group; 0 disables it. Packed documents bring a new plan with every "
-        "microbatch.",
+        "Check that ranks agree for one in so many new plans, after the first 32 of a group; 0 "
+        "disables it.",
         least=0,
     )
     timing: int = setting(
         0,
-        "Sampling interval, in steps, of timing: what attention computes, what it waits for, and "
-        "the slowest rank; 0 disables it.",
+        "Measure computing, waiting and the slowest rank in every so many steps; 0 disables it.",
         least=0,
     )
     debug: bool = setting(
         False,
-        "Fill receive buffers with NaN and check the agreement of ranks at every call. Slow.",
+        "Fill receive buffers with NaN and compare the ranks at every call, which is slow.",
     )
     certify: str = setting(
         "on",
-        "Probe masks, attention, loss and gradients on this job's own ranks before training, "
-        "and stop the job if they are not what its flags declare; writes a certificate beside "
-        "the checkpoints. strict also stops a job of which a part cannot be probed; only trains "
-        "nothing.",
+        "Probe masks, attention, loss and gradients on this job's ranks before training, and "
+        "end the job if they are not what its flags declare; strict also ends a job with a part "
+        "that cannot be probed; only skips the training.",
         choices=("on", "off", "strict", "only"),
         convert=option_values.on_or_off,
     )

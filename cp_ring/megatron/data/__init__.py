@@ -1,1 +1,1 @@
-"""Data of a job: documents and masks of its microbatches, their order, and what is read ahead."""
+"""The data of a job: documents and masks of its microbatches, their order, and work done ahead."""

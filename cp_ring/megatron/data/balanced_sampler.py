@@ -1,10 +1,10 @@
-"""Puts the batch rows of each step in an order in which all microbatches take equally long:
+"""Reorders the batch rows of each step so that all microbatches take equally long:
 --cp-ring-balance-microbatches.
 
-Megatron's samplers deal out the rows of a step in the order of the data set. The one here deals out
-the same rows, but a row may come in another microbatch of the step, and on another data-parallel
-rank. It wraps Megatron's sampler: every rank runs those of all ranks, which are lists of numbers,
-and finds the same order from the lengths of the documents in each row.
+Megatron's samplers deal out the rows of a step in the order of the data set. This sampler deals out
+the same rows, but a row may move to another microbatch of the step, and to another data-parallel
+rank. It wraps Megatron's sampler. Every rank runs the samplers of all ranks, which are lists of
+numbers, and finds the same order from the lengths of the documents in each row.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FLAG = "--cp-ring-balance-microbatches"
 
 
 class BalancedSampler:
-    """The microbatches, lists of numbers of rows, of the data-parallel rank of `sampler`: step by
-    step in another order.
+    """Yields the microbatches (lists of row numbers) of the data-parallel rank of `sampler`, with
+    the rows of each step in balanced order.
 
     Args:
         sampler: Megatron's, for one data-parallel rank. Steps begin with its first microbatch.
@@ -51,7 +51,7 @@ class BalancedSampler:
                 for each in range(ranks)
             )
         )
-        # A sampler that begins anew after the last row may do so within a step.
+        # A sampler that restarts after the last row may do so within a step.
         while step := list(
             itertools.islice(streams, self.microbatches - self._given % self.microbatches)
         ):
@@ -64,8 +64,8 @@ class BalancedSampler:
             )
 
     def _ordered(self, step: list[tuple[list[int], ...]]) -> list[list[list[int]]]:
-        """The rows [ranks, microbatches, rows] of a step: as read [microbatches, ranks, rows], and
-        then balanced.
+        """Balance the rows of a step: [microbatches, ranks, rows] as read to [ranks, microbatches,
+        rows].
         """
         numbers = np.array(step, np.int64).swapaxes(0, 1)
         work = np.array([self.work(int(number)) for number in numbers.flat], np.float64).reshape(
@@ -97,8 +97,8 @@ def _of_rank(sampler: Any, rank: int) -> Any:
 def balanced_loader(
     build: Callable[..., Any], get_args: Callable[[], Any], dataset: Any, *rest: Any, **named: Any
 ) -> Any:
-    """What Megatron's `build_pretraining_data_loader` returns; the loader of training data deals
-    out rows in balanced order.
+    """Wrap Megatron's `build_pretraining_data_loader`; the loader of training data deals out rows
+    in balanced order.
     """
     loader = build(dataset, *rest, **named)
     sampler = getattr(loader, "batch_sampler", None)
@@ -112,8 +112,8 @@ def balanced_loader(
         )
         return loader
     microbatches = args.global_batch_size // (args.micro_batch_size * ranks)
-    # torch's DataLoader rejects another sampler once it is made, and reads this attribute when it
-    # is iterated.
+    # torch's DataLoader does not accept another sampler once it is made, but reads this attribute
+    # when it is iterated.
     object.__setattr__(
         loader,
         "batch_sampler",
@@ -123,13 +123,15 @@ def balanced_loader(
 
 
 def _trains(dataset: Any) -> bool:
-    """Whether a data set, as Megatron's own rule knows it, is not for validation or test."""
+    """Return True if a data set is for training, not for validation or test, by Megatron's own
+    rule.
+    """
     split = getattr(dataset, "split", getattr(dataset, "index_split", None))
     return getattr(split, "name", "train") == "train"
 
 
 def work_of(dataset: Any, index: int) -> float:
-    """Pairs of attention of all layers of row `index` together."""
+    """Return the attention work of row `index`, in query-key pairs summed over all layers."""
     mask = mask_of(dataset, index)
     return float(
         sum(
@@ -140,9 +142,9 @@ def work_of(dataset: Any, index: int) -> float:
 
 
 def mask_of(dataset: Any, index: int) -> Mask:
-    """The mask of row `index`: that of its documents, or the one that it declares.
+    """Return the mask of row `index`: the mask of its documents, or its declared mask.
 
-    Rows of `PackedConversations` know their documents, also in a blend. Of other data sets the
+    `PackedConversations` know the documents of their rows, also in a blend. For other data sets the
     sample is read.
     """
     numbers = (

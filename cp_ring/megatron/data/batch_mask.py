@@ -1,6 +1,4 @@
-"""The attention mask tensor that a data loader may put into its batches: accepted where it says
-what the layer declares.
-"""
+"""Accepts an attention mask tensor in a batch if it equals the mask that the layer declares."""
 
 from __future__ import annotations
 
@@ -14,22 +12,23 @@ from cp_ring.runtime import RUNTIME
 
 _QUERIES_AT_ONCE = 1024  # bounds the memory of a comparison
 _accepted: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())
-"""Of each mask tensor that was found causal: its version, and the layout and the rank for which it
-is the causal one.
+"""For each mask tensor that was found causal: its version, and the layout and the rank whose causal
+mask it is.
 
-All layers of a microbatch get the same tensor."""
+All layers of a microbatch get the same tensor.
+"""
 
 
 def accept_causal(mask: torch.Tensor, layout: Layout, rank: int, last: int = 0) -> None:
-    """Checks that `mask` is the causal one of the last tokens, `last` (0: all), of `rank` under
-    `layout`; ring attention then ignores it.
+    """Check that `mask` is the causal mask of the last `last` tokens (0: all) of `rank` in
+    `layout`. Ring attention then ignores it.
 
     Args:
-        mask: bool [1 or batch, 1 or heads, queries, n keys], true where the query does not
-            see the key, as Megatron's data sets make it.
+        mask: bool [1 or batch, 1 or heads, queries, n keys], true where the query does not see the
+            key, as Megatron's data sets make it.
 
     Raises:
-        ConfigError: if it is anything else.
+        ConfigError: for any other mask.
     """
     key = -1 if mask.is_inference() else mask._version, layout, rank
     if key[0] >= 0 and _accepted.get(mask) == key:

@@ -1,5 +1,5 @@
-"""Packed documents: the boundaries of the documents of one microbatch, and the mask, layout and
-plans that they determine.
+"""Documents of a packed microbatch, with the mask, layout and plans that follow from their
+boundaries.
 
 A `Documents` belongs to one microbatch. It reaches each layer as an argument, inside
 `packed_seq_params`. So every layer gets the documents of its own microbatch: at each pipeline
@@ -32,15 +32,13 @@ from cp_ring.runtime import RUNTIME
 
 @dataclass(frozen=True, eq=False)
 class Documents(MicrobatchMask):
-    """The documents of a microbatch, as ranges of a stream that holds its batch rows one after the
-    other.
+    """The documents of a microbatch, as ranges of the stream of its batch rows.
 
     Attributes:
         start: first token of each document, int64 [documents], ascending.
-        end: token after the last of each document, int64 [documents]. Tokens outside all documents
-        are padding.
-        layout: the layout of the stream; each rank holds the same number of tokens of each batch
-        row.
+        end: token after the last one of each document, int64 [documents]. Tokens outside all
+            documents are padding.
+        layout: the layout of the stream; each rank holds equally many tokens of each batch row.
         batch: number of batch rows, which have the same length.
     """
 
@@ -52,8 +50,8 @@ class Documents(MicrobatchMask):
 
     @classmethod
     def in_rows(cls, cu_seqlens: Ints, batch: int, layout: str, cp: int) -> Documents:
-        """Documents without padding, each inside one batch row. The layout named `layout` splits
-        each batch row separately.
+        """Return documents without padding, each inside one batch row. The layout named `layout`
+        splits each batch row separately.
 
         cu_seqlens: offsets in the stream, int64 [documents + 1], from `boundaries`.
         """
@@ -71,8 +69,8 @@ class Documents(MicrobatchMask):
 
     @classmethod
     def in_thd(cls, packed: Any, tokens: int, cp: int, whole_row: bool) -> Documents:
-        """The documents of Megatron's `PackedSeqParams` with qkv_format thd. Each of `cp` ranks
-        holds `tokens` tokens.
+        """Return the documents of Megatron's `PackedSeqParams` with qkv_format thd; each of `cp`
+        ranks holds `tokens` tokens.
 
         Each document is split over the ranks separately (per-document zigzag). With `whole_row`,
         all documents together are split as one sequence, by the layout in force. Raises
@@ -111,19 +109,19 @@ class Documents(MicrobatchMask):
         )
 
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
-        """Tokens see only their own document, within `window` as in `Mask.documents`; padding sees
-        nothing.
+        """Return the mask in which tokens see their own document only, within `window` as in
+        `Mask.documents`, and padding sees nothing.
         """
         edges = np.append(np.stack([self.start, self.end], axis=1).reshape(-1), self.layout.n)
-        # The gaps are documents too, which the next line removes.
+        # The gaps are documents too; the next line removes them.
         between = Mask.documents(np.insert(edges, 0, 0), causal=causal, window=window)
         return Mask(
             self.layout.n, between.pieces[np.isin(between.pieces.q0, self.start)], "documents"
         )
 
     def last(self) -> torch.Tensor:
-        """True for the last token of each document and for padding, which have no next token: bool
-        [tokens of the stream].
+        """Return True for tokens without a next token, the last one of each document and padding:
+        bool [tokens of the stream].
         """
         has_next = np.zeros(self.layout.n + 1, np.int64)
         np.add.at(has_next, self.start, 1)
@@ -137,8 +135,8 @@ class Documents(MicrobatchMask):
 
 @dataclass
 class DocumentParams(PackedSeqParams):
-    """Documents or mask of a microbatch in sbhd, as the argument that Megatron passes to every
-    layer and to recomputation.
+    """Carries the documents or the mask of a microbatch in sbhd as the argument that Megatron
+    passes to every layer and to recomputation.
     """
 
     documents: MicrobatchMask | None = None
@@ -150,7 +148,7 @@ class DocumentParams(PackedSeqParams):
 
 
 class _OneRank:
-    """In place of a process group: this rank alone."""
+    """Stands for the process group of this rank alone."""
 
     def rank(self) -> int:
         return 0
@@ -163,8 +161,8 @@ ALONE = _OneRank()
 
 
 def group_of_microbatch(packed: Any, group: Any) -> Any:
-    """The ranks that share the tokens of a microbatch: those that `packed` (packed_seq_params)
-    names, or else `group`, the context-parallel ones; None is this rank.
+    """Return the group of ranks that share a microbatch: the one in `packed` (packed_seq_params),
+    else `group`, the context-parallel one. None means this rank alone.
     """
     size, own = getattr(packed, "local_cp_size", None), getattr(packed, "cp_group", None)
     group = group or ALONE
@@ -182,8 +180,8 @@ def group_of_microbatch(packed: Any, group: Any) -> Any:
 
 
 def without_whole_rows(packed: Any, n: int) -> Any:
-    """`packed` (packed_seq_params), or None where it says in sbhd that each batch row of `n` tokens
-    is one document.
+    """Return `packed` (packed_seq_params), or None if it says in sbhd that each batch row of `n`
+    tokens is one document.
     """
     if packed is None or isinstance(packed, DocumentParams) or packed.qkv_format != "sbhd":
         return packed
@@ -192,12 +190,13 @@ def without_whole_rows(packed: Any, n: int) -> Any:
 
 
 def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> MicrobatchMask:
-    """The documents, or the declared mask, that `packed` (packed_seq_params) describes now.
+    """Return the documents, or the declared mask, that `packed` (packed_seq_params) describes now.
 
-    Equal offsets give the same `Documents`, so that all layers of a microbatch share its plans. A
-    `packed` that is reused with other offsets, filled in place or replaced, gives other documents.
-    tokens: the number of tokens that this rank holds. Raises `ConfigError` where it contradicts
-    `packed`.
+    tokens: the number of tokens that this rank holds.
+
+    Equal offsets give the same `Documents`, so that all layers of a microbatch share its plans. If
+    `packed` is reused with other offsets, filled in place or replaced, it gives other documents.
+    Raises `ConfigError` if `tokens` contradicts `packed`.
     """
     if not isinstance(packed, DocumentParams):
         return Documents.in_thd(packed, tokens, cp, whole_row)
@@ -216,7 +215,9 @@ def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> Microbat
 
 
 def without_documents(batch: int, n: int, cp: int) -> Documents:
-    """Of batch rows of `n` tokens that are one document each, split by the layout in force."""
+    """Return the `Documents` of batch rows of `n` tokens that are one document each, split by the
+    layout in force.
+    """
     return _whole_rows(batch, n, cp, current().layout, layer_windows())
 
 
@@ -226,11 +227,11 @@ def _whole_rows(batch: int, n: int, cp: int, layout: str, windows: LayerWindows)
 
 
 def boundaries(position_ids: torch.Tensor) -> Ints:
-    """The offsets of the documents in the stream of all batch rows: cu_seqlens int64 [documents +
-    1].
+    """Return the offsets of the documents in the stream of all batch rows: cu_seqlens int64
+    [documents + 1].
 
-    position_ids: [batch, n], or [3, batch, n] of positions with sections, on the CPU. They start
-        again at 0 in each document: at the start of each batch row, and after every end-of-document
+    position_ids: [batch, n], or [3, batch, n] of positions with sections, on the CPU. They restart
+        at 0 in each document: at the start of each batch row, and after every end-of-document
         token, which belongs to the document that it ends.
     """
     first = (position_ids == 0).view(-1, *position_ids.shape[-2:]).all(0)
@@ -243,15 +244,15 @@ def boundaries(position_ids: torch.Tensor) -> Ints:
 
 
 def _offsets_in_row(cu_seqlens: Ints, start: int, n: int) -> Ints:
-    """The offsets of the documents of the batch row `[start, start + n)` of the stream, counted
-    from `start`.
+    """Return the offsets of the documents of the batch row `[start, start + n)` of the stream,
+    counted from `start`.
     """
     inside: Ints = cu_seqlens[(cu_seqlens >= start) & (cu_seqlens <= start + n)] - start
     return inside
 
 
 def _common_offsets(packed: Any, *names: str) -> Ints | None:
-    """The offsets, on the CPU, which must be the same for queries and keys; None if `packed` has
+    """Return the offsets on the CPU, which must be equal for queries and keys; None if `packed` has
     neither.
     """
     queries, keys = (getattr(packed, name, None) for name in names)
@@ -277,8 +278,8 @@ def _common_offsets(packed: Any, *names: str) -> Ints | None:
 def _of_offsets(
     real: bytes, padded: bytes, cp: int, whole_row: bool, name: str, windows: LayerWindows
 ) -> Documents:
-    """The documents of checked int64 offsets. Microbatches in flight are far fewer than what is
-    kept.
+    """Return the documents of checked int64 offsets. The cache holds far more entries than there
+    are microbatches in flight.
     """
     starts, offsets = (np.frombuffer(x, np.int64) for x in (padded, real))
     length = np.diff(offsets)
@@ -293,7 +294,7 @@ def _of_offsets(
 
 
 def packed_layout(offsets: Ints, cp: int) -> Layout:
-    """The layout of packed documents that are split all together.
+    """Return the layout of packed documents that are split together, as one sequence.
 
     offsets: int64 [documents + 1].
     """
@@ -310,17 +311,17 @@ def _whole_row_layout(offsets: bytes, cp: int, name: str, windows: LayerWindows)
 
 
 _read: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())
-"""The version of each tensor on a device that was read, and its values: a read makes the host wait
-for the device.
+"""The version and the values of each device tensor that was read, because a read makes the host
+wait for the device.
 """
 
 
 def _on_cpu(offsets: torch.Tensor) -> Ints:
-    """The values of a tensor, int64 on the host.
+    """Return the values of a tensor, int64 on the host.
 
-    A tensor on the CPU is read each time. One on a device is read again when its version counter
-    has changed: it counts in-place operations of torch, also through views, but not writes through
-    `Tensor.data` or a raw pointer.
+    A CPU tensor is read each time. A device tensor is read again when its version counter has
+    changed. The counter sees in-place operations of torch, also through views, but not writes
+    through `Tensor.data` or a raw pointer.
     """
     if offsets.device.type == "cpu" or offsets.is_inference():
         return _values(offsets)

@@ -1,4 +1,4 @@
-"""Masks of microbatches: those that batches declare, and what they have in common with packed
+"""Masks of microbatches: the masks that batches declare, and the code that they share with packed
 documents.
 
 A batch may carry `cp_ring_mask` beside its tokens: a `Mask` for all of its batch rows, or a list
@@ -35,14 +35,14 @@ KEY = "cp_ring_mask"
 """The entry of a batch that declares its mask."""
 
 PROVE_EVERY = 256
-"""After the first plan of each kind, one in this many plans is proven."""
+"""After the first plan of each kind, one plan in this many is proven."""
 
 _made = RUNTIME.of_process(itertools.count())
 _proven: set[tuple[Any, ...]] = RUNTIME.keep(set())
 
 
 def collate_masks() -> None:
-    """From now on torch's data loader makes a batch of samples with masks, as a list."""
+    """Teach torch's data loader to collate samples with masks: it makes a list of the masks."""
     default_collate_fn_map[Mask] = lambda masks, **_: list(masks)
 
 
@@ -51,46 +51,45 @@ def stop_collating_masks() -> None:
 
 
 class MicrobatchMask(ABC):
-    """Who sees whom in a microbatch, whose batch rows are one stream, one after the other; and the
-    plans for it.
+    """The mask of a microbatch whose batch rows form one stream, and the plans for it.
 
-    Subclasses have `layout`, the layout of the stream, in which each rank holds the same number of
-    tokens of each batch row, and `batch`, the number of batch rows, which have the same length.
+    Subclasses have `layout`, the layout of the stream, in which each rank holds equally many tokens
+    of each batch row, and `batch`, the number of batch rows, which have the same length.
     """
 
-    origin = "--cp-ring-document-mask"  # where it comes from, for messages
+    origin = "--cp-ring-document-mask"  # the flag that messages name
     layout: Layout
     batch: int
     _plans: dict[tuple[Any, ...], Future[RankPlan]]
 
     @abstractmethod
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
-        """The mask of a layer with this window; a layer that is not `causal` also sees later
-        tokens, where the mask allows it.
+        """Return the mask of a layer with this window. A layer that is not `causal` also sees later
+        tokens, if the mask allows it.
         """
 
     def positions(self, rank: int) -> torch.Tensor:
-        """The positions, for rotary embeddings, of the tokens that `rank` holds: int64 [n / cp,
-        batch].
+        """Return the positions, for rotary embeddings, of the tokens that `rank` holds: int64 [n /
+        cp, batch].
         """
         return self.places(rank)
 
     @abstractmethod
     def last(self) -> torch.Tensor:
-        """True for the last token of each sequence and for padding, which have no next token: bool
-        [tokens of the stream].
+        """Return True for tokens without a next token, the last one of each sequence and padding:
+        bool [tokens of the stream].
         """
 
     @abstractmethod
     def starts(self) -> Ints:
-        """Where a state that runs along the stream begins anew: the first tokens of documents and
-        of padding, int64.
+        """Return the tokens of the stream at which a recurrent state restarts: the first tokens of
+        documents and of padding, int64.
 
-        Batch rows begin anew without being among them.
+        The state also restarts at each batch row, which is not in this list.
         """
 
     def kind(self) -> str:
-        """A name for masks whose plans are alike."""
+        """Return a name that masks with similar plans share."""
         return type(self).__name__
 
     def prepare(
@@ -100,11 +99,11 @@ class MicrobatchMask(ABC):
         causal: bool = True,
         spec: PlanSpec = PlanSpec(),
     ) -> Future[RankPlan]:
-        """Starts making the rank plan of `rank` on a worker thread, once for all layers with this
-        window.
+        """Start to make the rank plan of `rank` on a worker thread; all layers with this window
+        share it.
 
-        Tokens are split as `self.layout` says, whatever the layout of `spec`. The plan of all ranks
-        is made and proven for the first mask of each kind, and then for one in `PROVE_EVERY` masks.
+        `self.layout` splits the tokens, whatever the layout in `spec`. The plan of all ranks is
+        made and proven for the first mask of each kind, and then for one mask in `PROVE_EVERY`.
         """
         key = rank, window, causal, spec
         if key not in self._plans:
@@ -116,14 +115,16 @@ class MicrobatchMask(ABC):
         return self._plans[key]
 
     def places(self, rank: int) -> torch.Tensor:
-        """Where the tokens that `rank` holds are in their batch rows: int64 [n / cp, batch]."""
+        """Return the indices in their batch rows of the tokens that `rank` holds: int64 [n / cp,
+        batch].
+        """
         stream = torch.from_numpy(self.layout.positions(rank)).view(self.batch, -1)
         return (
             stream - torch.arange(self.batch)[:, None] * (self.layout.n // self.batch)
         ).transpose(0, 1)
 
     def shard(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part [batch, n / cp] that `rank` holds of `x` [batch, n]."""
+        """Return the part [batch, n / cp] of `x` [batch, n] that `rank` holds."""
         index = torch.from_numpy(self.layout.positions(rank)).to(x.device)
         return x.reshape(-1).index_select(0, index).view(self.batch, -1)
 
@@ -146,8 +147,8 @@ class DeclaredMask(MicrobatchMask):
 
     @classmethod
     def of_rows(cls, masks: Sequence[Mask], layout: str, cp: int) -> DeclaredMask:
-        """The masks of batch rows, which have the same length. The layout named `layout` splits
-        each batch row separately.
+        """Join the masks of batch rows, which have the same length. The layout named `layout`
+        splits each batch row separately.
         """
         layouts = [
             layout_of_row(layout, mask.n, cp, partial(_seen_by, mask, causal=True))
@@ -158,8 +159,8 @@ class DeclaredMask(MicrobatchMask):
         return cls(Mask.batch(masks), Layout.batch(layouts), len(masks))
 
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
-        """The declared mask within a layer's window. A causal layer's window limits earlier keys
-        only.
+        """Return the declared mask within a layer's window. A causal layer's window limits earlier
+        keys only.
         """
         return _seen_by(self.whole, window, causal)
 
@@ -169,7 +170,7 @@ class DeclaredMask(MicrobatchMask):
 
     @property
     def own_positions(self) -> bool:
-        """Whether a batch row has other positions than the places of its tokens."""
+        """Return True if a token's position in some batch row differs from its index."""
         starts = np.arange(self.batch) * (self.layout.n // self.batch)
         segments = self.whole.segments
         return segments is not None and not (
@@ -180,7 +181,9 @@ class DeclaredMask(MicrobatchMask):
         return torch.from_numpy(self.whole.last)
 
     def starts(self) -> Ints:
-        """Raises `ConfigError` for branches, which go on with the state of an earlier token."""
+        """Return where the state restarts; raise `ConfigError` for branches, which would continue
+        from the state of an earlier token.
+        """
         segments = self.whole.segments
         if segments is None:
             return np.zeros(0, np.int64)
@@ -197,11 +200,11 @@ class DeclaredMask(MicrobatchMask):
 
 
 def read(entry: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
-    """The masks of `batch` batch rows of `n` tokens, from the entry `KEY` of a batch; None is
-    causal.
+    """Return the masks of `batch` batch rows of `n` tokens from the entry `KEY` of a batch; None
+    means causal.
 
-    Raises `ConfigError` for what is not a mask of `n` tokens, or not of the `kinds` that the job
-    declares.
+    Raises `ConfigError` for an entry that is not a mask of `n` tokens, or whose kind is not among
+    `kinds`, which the job declares.
     """
     if entry is None:
         return [Mask.causal(n)] * batch
@@ -252,14 +255,14 @@ def _seen_by(mask: Mask, window: tuple[int, int], causal: bool) -> Mask:
 def _make_plan(
     mask: Mask, spec: PlanSpec, cp: int, rank: int, kind: tuple[object, ...]
 ) -> RankPlan:
-    """The plan of one rank; that of all ranks is made and proven now and then, with this part in
-    it. Plans of one `kind` are alike.
+    """Return the plan of one rank. Now and then the plan of all ranks is made and proven, and must
+    contain this part. Plans of one `kind` are similar.
     """
     spec = spec.settled(mask, cp)
     kind = (*kind, spec.ulysses)
     own = spec.build_rank_plan(mask, cp, rank)
     if kind not in _proven or next(_made) % PROVE_EVERY == 0:
-        # not kept: the next microbatch has another mask
+        # not cached, because the next microbatch has another mask
         spec.build(mask, cp).verify(executed=own)
         _proven.add(kind)
     return own

@@ -20,12 +20,13 @@ from cp_ring.plan.ranges import MAX_TOKENS, Ints, check_all, expand, integers, s
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Rows of `capacity` tokens and the pieces of documents in them. A document that is not cut is
-    one piece.
+    """Rows of `capacity` tokens, filled with pieces of documents. A document that is not cut is one
+    piece.
 
-    first: int64 [rows + 1], the first piece of each row.
-    document, start, length: int64 [pieces], each piece's document, its first token in it, and its
-    tokens; row after row.
+    Attributes:
+        first: int64 [rows + 1], the first piece of each row.
+        document, start, length: int64 [pieces] in the order of the rows: each piece's document, its
+            first token in the document, and its number of tokens.
     """
 
     capacity: int
@@ -36,35 +37,37 @@ class PackedRows:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.first) - 1
 
     @property
     def padding(self) -> int:
-        """Tokens of all rows that no document fills."""
+        """Return how many tokens of all rows hold no document."""
         return self.rows * self.capacity - int(self.length.sum())
 
     @property
     def fill(self) -> float:
-        """Share of the tokens of all rows that documents fill."""
+        """Return the share of the tokens of all rows that hold documents."""
         return 1 - self.padding / (self.rows * self.capacity)
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
-        """(document, first token, tokens) of the pieces of a row, in their order."""
+        """Return (document, first token, tokens) for each piece of a row, in order."""
         columns = np.stack([self.document, self.start, self.length])
         pieces = columns[:, self.first[row] : self.first[row + 1]]
         return [(document, start, length) for document, start, length in pieces.T.tolist()]
 
     def cu_seqlens(self, row: int) -> Ints:
-        """Offsets of the pieces of a row, and its end where padding follows them: int64 [pieces + 1
-        or 2].
+        """Return the offsets of a row's pieces, int64 [pieces + 1], or [pieces + 2] if padding
+        follows them.
         """
         length = self.length[self.first[row] : self.first[row + 1]]
         offsets = np.concatenate([[0], np.cumsum(length)])
         return offsets if offsets[-1] == self.capacity else np.append(offsets, self.capacity)
 
     def describe(self) -> str:
-        """As in `1,000 documents in 40 rows of 4,096 tokens: 99.90 % filled`."""
+        """Return a summary, such as `1,000 documents in 40 rows of 4,096 tokens: 99.90
+        % filled`.
+        """
         documents = len(np.unique(self.document))
         return (
             f"{documents:,} documents in {self.rows:,} rows of {self.capacity:,} tokens: "
@@ -78,14 +81,14 @@ def pack(
     how: str = "first-fit",
     cut_long: bool = False,
 ) -> PackedRows:
-    """Packs documents of these `lengths` (tokens) into rows of `capacity` tokens.
+    """Pack documents of these `lengths` (tokens) into rows of `capacity` tokens.
 
     how: `first-fit` or `fill`.
-    cut_long: cut a document that is longer than a row into pieces of a row and a rest; else it is
-    rejected. `fill` cuts anyway.
+    cut_long: cut a document that is longer than a row into row-sized pieces and a rest, instead of
+        raising; `fill` always cuts.
 
-    Raises `PlanError` where there is no document or an empty one, for lengths that are not whole
-    numbers, and for a document that is longer than a row and may not be cut.
+    Raises `PlanError` if there is no document or an empty one, for lengths that are not integers,
+    and for a document longer than a row that may not be cut.
     """
     if how not in ("first-fit", "fill"):
         raise PlanError(f"pack {how!r}: known are first-fit, fill")
@@ -133,11 +136,11 @@ def _fill(size: Ints, capacity: int) -> PackedRows:
 
 
 def _first_fit(length: Ints, capacity: int) -> Ints:
-    """The row of each piece. Rows are numbered by their first document, so that a file's order is
-    kept roughly.
+    """Return the row of each piece. Rows are numbered by their first document, so that the order of
+    a file is roughly kept.
 
-    A tree holds the room of each row, in every inner node the most of those below it: a row is
-    found in as many steps as the tree has levels.
+    A tree holds the free room of each row; an inner node holds the maximum of its children. So a
+    row is found in as many steps as the tree has levels.
     """
     leaves = 1 << (len(length) - 1).bit_length()
     room = [capacity] * (2 * leaves)
@@ -163,18 +166,20 @@ def _first_fit(length: Ints, capacity: int) -> Ints:
 
 
 MAX_SWAPS = 256
-"""Swaps between microbatches of one step at most."""
+"""Maximum number of swaps between the microbatches of one step."""
 
 Work = NDArray[np.float64]
 
 
 def balanced_order(work: Work) -> Ints:
-    """The batch row, by its number in reading order, at each place: int64, of the shape of `work`.
+    """Return the batch row at each place, by its number in reading order: int64, in the shape of
+    `work`.
 
-    work: of the row at each place, [ranks, microbatches, rows of a microbatch], not negative.
+    work: the work of the row at each place, [ranks, microbatches, rows of a microbatch], not
+        negative.
 
-    The order as read stays where another one makes neither the longest microbatch nor the longest
-    rank shorter. Raises `PlanError` for another shape, or work that is negative or not a number.
+    Keeps the reading order if no other order shortens the longest microbatch or the longest rank.
+    Raises `PlanError` for another shape, or for work that is negative or not a number.
     """
     if work.ndim != 3 or 0 in work.shape or not np.isfinite(work).all() or (work < 0).any():
         raise PlanError(
@@ -199,8 +204,8 @@ def balanced_order(work: Work) -> Ints:
 
 
 def imbalance(work: Work) -> tuple[float, float]:
-    """Work of the longest microbatch, and of the longest rank, over the mean; `work` is that of
-    `balanced_order`.
+    """Return the work of the longest microbatch and of the longest rank, each over the mean; `work`
+    is as in `balanced_order`.
     """
     mean = work.sum(2).mean()
     microbatch, rank = _longest(work)
@@ -212,8 +217,8 @@ def _longest(work: Work) -> tuple[float, float]:
 
 
 def _longest_first(work: Work, groups: int) -> Ints:
-    """Members of each group, int64 [groups, len(work) / groups]: the largest first, each to the
-    least loaded group with room.
+    """Return the members of each group, int64 [groups, len(work) / groups]: the largest member goes
+    first, and each goes to the least loaded group with room.
     """
     room = len(work) // groups
     members = np.zeros((groups, room), np.int64)
@@ -228,8 +233,8 @@ def _longest_first(work: Work, groups: int) -> Ints:
 
 
 def _swapped(members: Ints, work: Work) -> Ints:
-    """The groups after swaps of one member of the fullest with one of another group, as long as
-    they lower its load.
+    """Return the groups after swaps between the fullest group and another one, as long as a swap
+    lowers the largest load.
     """
     members = members.copy()
     for _ in range(MAX_SWAPS):

@@ -1,7 +1,7 @@
-"""One microbatch ahead: while a microbatch is computed, the layout and the plan of the next one are
-made on a worker thread.
+"""Makes the layout and the plan of the next microbatch on a worker thread while the current one is
+computed.
 
-The time that a step waits for them all the same is counted, and is in the step's line.
+The time that a step still waits for them is counted, and is in the step's line.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from cp_ring.runtime import RUNTIME
 
 KEPT = 8
-"""How many results of `begin` are kept: more than a microbatch and the next one of every virtual
-pipeline stage.
+"""Number of results of `begin` that are kept: more than two microbatches of every virtual pipeline
+stage.
 """
 
 
 class _Ahead:
-    """What was begun, by its key; the seconds that steps waited; the thread that makes it."""
+    """Holds the started results by key, the seconds that steps waited, and the worker thread."""
 
     def __init__(self) -> None:
         self.begun: OrderedDict[Hashable, Future[Any]] = OrderedDict()
@@ -38,14 +38,14 @@ _ahead = RUNTIME.keep(_Ahead())
 
 
 def worker() -> ThreadPoolExecutor:
-    """The thread that makes layouts and plans."""
+    """Return the thread that makes layouts and plans."""
     if _ahead.worker is None:
         _ahead.worker = ThreadPoolExecutor(1, thread_name_prefix="cp_ring-plan")
     return _ahead.worker
 
 
 def begin[T](key: Hashable, make: Callable[[], T]) -> Future[T]:
-    """Starts `make` on the worker thread, once for equal keys."""
+    """Start `make` on the worker thread; equal keys share one result."""
     begun = _ahead.begun
     if key not in begun:
         begun[key] = worker().submit(make)
@@ -55,7 +55,7 @@ def begin[T](key: Hashable, make: Callable[[], T]) -> Future[T]:
 
 
 def wait_for[T](future: Future[T]) -> T:
-    """The result, once it is there. The time until then counts as waiting."""
+    """Wait for the result and return it. The time counts as waiting."""
     if future.done():
         return future.result()
     start = time.perf_counter()
@@ -66,13 +66,13 @@ def wait_for[T](future: Future[T]) -> T:
 
 
 def take_waited() -> float:
-    """The seconds of all `wait_for` since the last call."""
+    """Return the seconds of all `wait_for` since the last call."""
     seconds, _ahead.waited = _ahead.waited, 0.0
     return seconds
 
 
 class Following:
-    """An iterator over microbatches that can tell the next one before it is asked for."""
+    """An iterator over microbatches that can look one microbatch ahead."""
 
     def __init__(self, batches: Iterator[Any]):
         self._batches = batches
@@ -85,7 +85,7 @@ class Following:
         return self._next.pop() if self._next else next(self._batches)
 
     def peek(self) -> Any:
-        """The microbatch that `next` returns next; None at the end."""
+        """Return the microbatch that the next call of `next` will return; None at the end."""
         if not self._next:
             try:
                 self._next.append(next(self._batches))
@@ -95,11 +95,12 @@ class Following:
 
 
 def following(data_iterator: Any) -> Any:
-    """The microbatch after the one that was just read; None at the end, and where it is not known.
+    """Return the microbatch after the one that was just read; None at the end, and if it is
+    unknown.
 
-    Megatron's iterator of a training loop keeps the microbatches of a step, to read them again
-    where it repeats the step. What is read ahead is read below it, so that it keeps those that it
-    has given out.
+    The iterator of Megatron's training loop keeps the microbatches of a step, to read them again if
+    it repeats the step. This function looks ahead in the iterator below, so that Megatron's
+    iterator keeps only microbatches that it has returned.
     """
     if not hasattr(data_iterator, "iterable") or getattr(data_iterator, "replaying", False):
         return None

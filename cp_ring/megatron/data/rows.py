@@ -1,4 +1,6 @@
-"""Batch rows of a microbatch [b, n]: compared between context-parallel ranks, and split."""
+"""Compares the batch rows [b, n] of a microbatch between context-parallel ranks, and
+splits them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from cp_ring.megatron.settings import current
 
 
 def check_rows(batch: Mapping[str, Any], group: Any) -> None:
-    """Raises `PlanError` on all ranks of `group` where they hold other tensors of integers; see
+    """Raise `PlanError` on all ranks of `group` if their integer tensors differ; see
     `cp_ring.comm.same_batch`.
     """
     tensors = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor)}
@@ -26,8 +28,8 @@ def check_rows(batch: Mapping[str, Any], group: Any) -> None:
 
 
 def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
-    """The part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp` holds
-    with the current layout.
+    """Return the part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp`
+    holds with the current layout.
     """
     if cp == 1:
         return batch
@@ -38,7 +40,9 @@ def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[
 
 
 def declare(entry: Any, batch: int, n: int, cp: int) -> DeclaredMask:
-    """The mask of a microbatch from its entry `cp_ring_mask`, split by the layout in force."""
+    """Return the mask of a microbatch from its entry `cp_ring_mask`, split by the
+    layout in force.
+    """
     check_length(n, cp)
     if entry is not None and not current().kinds:
         raise ConfigError(
@@ -58,8 +62,8 @@ def check_length(n: int, cp: int) -> None:
 def with_positions(
     whole: dict[str, torch.Tensor], declared: DeclaredMask
 ) -> dict[str, torch.Tensor]:
-    """The tensors [b, n], with the position ids of the mask where it has positions of its own;
-    those with sections stay.
+    """Return the tensors [b, n] with the mask's position ids, if it has its own. Position ids with
+    sections do not change.
     """
     ids = whole.get("position_ids")
     if ids is None or ids.dim() == 3 or not declared.own_positions:

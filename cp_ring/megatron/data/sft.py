@@ -1,14 +1,14 @@
-"""Conversations for --sft, packed into rows without padding between them: the data set of
+"""Packs conversations for --sft into rows without padding between them: the data set of
 `cp_ring.pretrain_gpt`.
 
-The files and the tokens are those of Megatron's own SFT data set: .jsonl files with a list
-"messages" in each line, in which every system message begins another conversation, and
-`tokenize_conversation` of Megatron's tokenizer. The rows are not: Megatron makes a row of one line,
-and pads each conversation to a multiple of 2 * cp and the row to its end.
+Files and tokens are those of Megatron's own SFT data set: .jsonl files with a list "messages" in
+each line, in which every system message begins another conversation, and `tokenize_conversation` of
+Megatron's tokenizer. The rows differ: Megatron makes a row of one line, pads each conversation to a
+multiple of 2 * cp, and pads the row to its end.
 
-A row depends on the file, the tokenizer, --split, --seq-length and --cp-ring-pack alone, and sample
+A row depends only on the file, the tokenizer, --split, --seq-length and --cp-ring-pack, and sample
 i is row i modulo the number of rows. So a job reads the same samples at any cp and dp, and a
-resumed one goes on where it was.
+resumed job continues with the next sample.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from cp_ring.plan.ranges import Ints
 Conversation = list[dict[str, Any]]
 
 IGNORED = -100
-"""Megatron's target of a token that does not count in the loss."""
+"""The target of a token that does not count in the loss, as in Megatron."""
 
 FORMAT = 2
-"""Part of the name of kept tokens: raise it when the same files give other ones."""
+"""Part of the file name of cached tokens: raise it when the same files give other tokens."""
 
 
 class ConversationFile:
-    """The lines of a .jsonl file, read when they are asked for. Raises `ConfigError` that names the
-    file and the line.
+    """Reads the lines of a .jsonl file on demand. Raises `ConfigError` that names the file and the
+    line.
     """
 
     def __init__(self, path: str):
@@ -61,7 +61,7 @@ class ConversationFile:
         return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> list[Conversation]:
-        """The conversations of line `index`, from 0; [] for an empty line."""
+        """Return the conversations of line `index`, counted from 0; [] for an empty line."""
         with open(self.path, "rb") as file:
             file.seek(self._starts[index])
             line = file.read(self._starts[index + 1] - self._starts[index])
@@ -73,10 +73,10 @@ class ConversationFile:
 
 
 def conversations_of(line: bytes, where: str) -> list[Conversation]:
-    """The conversations of a line of JSON: every system message begins another one.
+    """Return the conversations of a line of JSON; every system message begins another one.
 
-    The content of a message is text, a list of parts, or null where it calls tools: the template of
-    the tokenizer decides. Raises `ConfigError` that begins with `where`.
+    The content of a message is text, a list of parts, or null for a call of tools: the template of
+    the tokenizer decides what it accepts. Raises `ConfigError` that begins with `where`.
     """
     try:
         content = json.loads(line)
@@ -106,7 +106,7 @@ def conversations_of(line: bytes, where: str) -> list[Conversation]:
 
 
 class Tokens:
-    """The tokens and the targets of conversations, end to end: int32 [tokens] each, and int64
+    """The tokens and the targets of all conversations, end to end: int32 [tokens] each, and int64
     offsets [conversations + 1].
     """
 
@@ -115,8 +115,8 @@ class Tokens:
 
     @classmethod
     def make(cls, lines: ConversationFile, indices: Ints, tokenizer: Any) -> Tokens:
-        """Raises `ConfigError` for a conversation that the tokenizer does not take, or that has no
-        token.
+        """Tokenize the conversations. Raises `ConfigError` for a conversation that the tokenizer
+        rejects, or that has no token.
         """
         tokens: list[np.ndarray] = []
         targets: list[np.ndarray] = []
@@ -127,7 +127,7 @@ class Tokens:
                     ids, wanted = tokenizer.tokenize_conversation(
                         conversation, return_target=True, add_generation_prompt=False
                     )
-                except Exception as error:  # templates raise errors of their own
+                except Exception as error:  # templates raise exceptions of any type
                     reason = first_line(error)[:200] or type(error).__name__
                     raise ConfigError(
                         f"{where}: the tokenizer does not take this conversation: {reason}"
@@ -142,8 +142,8 @@ class Tokens:
 
     @classmethod
     def kept(cls, path: Path, make: Callable[[], Tokens]) -> Tokens:
-        """Those in the file, mapped into memory; else those that `make` returns, which are kept
-        there if the folder allows it.
+        """Return the tokens in the file, mapped into memory. If there is no file, call `make` and
+        write its result there, if the folder allows it.
         """
         arrays = ("tokens", "targets", "offsets")
         with contextlib.suppress(OSError, ValueError):
@@ -155,17 +155,18 @@ class Tokens:
             for name in arrays:
                 np.save(work / f"{name}.npy", getattr(tokens, name))
             work.chmod(0o755)
-            # fails where another process was faster, whose tokens are the same
+            # fails if another process was faster; its tokens are the same
             os.rename(work, path)
         return tokens
 
 
 class PackedConversations(MegatronDataset):
-    """Rows of conversations. Each sees only itself, and its positions begin at 0; see the module.
+    """Rows of packed conversations. A conversation sees only itself, and its positions begin at 0;
+    see the module.
 
-    A sample has tokens, labels and position_ids int64 [n], and loss_mask float32 [n]. The label of
-    a conversation's last token, labels of tokens that do not count, and padding have loss mask 0.
-    Padding at the end of a row is like a document of its own.
+    A sample has tokens, labels and position_ids int64 [n], and loss_mask float32 [n]. The loss mask
+    is 0 for the label of a conversation's last token, for labels that do not count, and for
+    padding. Padding at the end of a row is like a document of its own.
     """
 
     def __new__(
@@ -177,12 +178,12 @@ class PackedConversations(MegatronDataset):
         index_split: Any,
         config: Any,
     ) -> Any:
-        """None where --split leaves no conversation of a single file to validation or the test."""
+        """Return None if --split leaves no conversation of a single file to validation or test."""
         split, blend = index_split.name, config.blend
         if len(indices) or split == "train" or not blend or len(blend[0]) > 1:
             return super().__new__(cls)
         print_rank_0(f"cp_ring: {split}: --split {config.split} leaves it no conversation")
-        if split == "valid":  # for which Megatron would wait, also in the test
+        if split == "valid":  # Megatron would wait for it, also in the test
             get_args().eval_iters = 0
         return None
 
@@ -256,13 +257,13 @@ class PackedConversations(MegatronDataset):
             row["labels"][place] = following.clamp(min=0)
             at = end
         row["position_ids"][at:] = torch.arange(n - at)
-        if index is None:  # Megatron's padding of a batch
+        if index is None:  # Megatron pads a batch with such samples
             row["loss_mask"].zero_()
         return row
 
     def offsets(self, row: int) -> Ints:
-        """Offsets of the conversations of a row, padding at its end included: int64 [conversations
-        + 1 or 2].
+        """Return the offsets of a row's conversations, int64 [conversations + 1], or [conversations
+        + 2] if padding follows them.
         """
         return self.packing.cu_seqlens(row % self.packing.rows)
 
@@ -277,22 +278,22 @@ class PackedConversations(MegatronDataset):
 
 
 def _digest_of_tokenizer(path: Any) -> str:
-    """A digest of the files of a tokenizer, its chat template among them; "" where it has none on
+    """Return a digest of a tokenizer's files, its chat template included; "" if it has no files on
     this host.
     """
     place = Path(str(path or ""))
     files = [place] if place.is_file() else sorted(place.glob("*")) if path else []
     digest = hashlib.sha256()
     for file in files:
-        # a folder may hold the weights of the model too
+        # a folder may also hold the weights of the model
         if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken"):
             digest.update(f"{file.name} ".encode() + file.read_bytes())
     return digest.hexdigest() if files else ""
 
 
 class PackedWithOffsets(PackedConversations):
-    """For scripts: samples also have `cu_seqlens` int32 [n + 1], filled up by n, and `max_seqlen`,
-    as Megatron's data set has.
+    """Adds `cu_seqlens` int32 [n + 1], filled up with n, and `max_seqlen` to the samples, as
+    Megatron's data set does for scripts.
     """
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
