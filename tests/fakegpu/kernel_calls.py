@@ -2,7 +2,7 @@
 libraries: a row a call, a column a device.
 
 python -m tests.fakegpu.kernel_calls [VERSION [CUDNN]]     with these versions of TransformerEngine
-and cuDNN; prints the table of docs/kernels.md
+and cuDNN; prints what `docs/kernels.md` sums up
 """
 
 from __future__ import annotations
