@@ -59,8 +59,12 @@ def test_links_of_pages_outside_the_site(page):
         assert (path.parent / link).exists(), link
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().split()) <= 900
+def test_readme_and_docs_are_short():
+    def words(*pages):
+        return sum(len(page.read_text().split()) for page in pages)
+
+    assert words(ROOT / "README.md") <= 900
+    assert words(*(ROOT / "docs").glob("*.md")) <= 26_600
 
 
 def sentences():
