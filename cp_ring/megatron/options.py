@@ -58,7 +58,7 @@ class Options(CallSettings):
     mask_kinds: str = setting(
         "",
         "Kinds of masks that batches carry as cp_ring_mask, separated by commas, for the "
-        f"certificate to probe: {', '.join(MASK_KINDS)}, or any for all kinds.",
+        f"certificate to probe: {', '.join(MASK_KINDS)}; any is every mask.",
         convert=option_values.joined,
         check=partial(option_values.only_known, "kind of mask", MASK_KINDS),
     )
@@ -120,7 +120,7 @@ class Options(CallSettings):
         "on",
         "Probe masks, attention, loss and gradients on this job's ranks before training, and "
         "end the job if they are not what its flags declare; strict also ends a job with a part "
-        "that cannot be probed; only skips the training.",
+        "that cannot be probed; with only, the job ends after the probes.",
         choices=("on", "off", "strict", "only"),
         convert=option_values.on_or_off,
     )

@@ -1,10 +1,10 @@
-"""Probe of a microbatch of the job's own length: what reaches the model and the loss of each token,
-and with what weight.
+"""Probes a microbatch of the job's own length: what the model gets for each token, and the weight
+of each token in the loss.
 
-The forward step of the job runs with the tiny model, whose layers are left out: it stops where they
-would begin, and the losses of the tokens are ones. So a microbatch of any length takes
-milliseconds. What a rank gets must be what the forward step gives a model of whole batch rows at
-context parallel size 1, token by token, without any tolerance.
+The forward step of the job runs with the tiny model without its layers: it stops where they would
+begin, and the losses of the tokens are ones. So a microbatch of any length takes milliseconds. Each
+token on a rank must be exactly what the forward step gives a model of whole batch rows at context
+parallel size 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cp_ring.megatron import compat
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.wrapping import replaced
 
-# relative difference of two weights; the weights that are drawn differ by a tenth or more
+# relative difference of two weights; drawn weights differ by a tenth or more
 SAME = 1e-4
 TOKENS = ("input_ids", "tokens")
 BATCH = "by the batch itself"
@@ -38,10 +38,11 @@ NAMES = {
 }
 
 Seen = dict[str, Tensor]
-"""What the forward step gave the model, tensors [b or 1, s, ...] by the names of `NAMES`.
+"""The inputs that the forward step gave the model: tensors [b or 1, s, ...] by the names of
+`NAMES`.
 
-`weights` are the derivatives of the loss by the losses of tokens; they are missing where the step
-gave the model no labels.
+`weights` are the derivatives of the loss by the losses of tokens. They are missing if the step gave
+the model no labels.
 """
 
 
@@ -50,11 +51,11 @@ class _LayersBegin(Exception):
 
 
 def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabulary: int) -> Seen:
-    """Runs the forward step `step` and its loss on `data`, without the layers of `model`, which has
+    """Run the forward step `step` and its loss on `data`, without the layers of `model`, which has
     `vocabulary` tokens.
 
-    The model returns a loss of 1 for each token. Where it is called without labels, what the step
-    wants in place of losses is unknown, and the step ends there.
+    The model returns a loss of 1 for each token. If the step calls it without labels, it is unknown
+    what the step wants in place of losses, and the step ends there.
     """
     seen: Seen = {}
     forward, signature = model.forward, inspect.signature(model.forward)
@@ -86,7 +87,7 @@ def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabula
 
 
 def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
-    """Runs the forward pass as far as the first layer, which gets the embeddings of tokens and
+    """Run the forward pass up to the first layer, which gets the embeddings of tokens and
     positions.
     """
     layers = getattr(model, "decoder", None)
@@ -95,7 +96,7 @@ def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
 
     def begin(hidden_states: Any = None, *args: Any, **kwargs: Any) -> None:
         for name, x in ("embedded", hidden_states), ("rotary", kwargs.get("rotary_pos_emb")):
-            x = x[0] if isinstance(x, tuple) else x  # of yarn's, which have a scale
+            x = x[0] if isinstance(x, tuple) else x  # yarn's embeddings come with a scale
             if isinstance(x, Tensor):
                 seen[name] = _by_row(x)
         raise _LayersBegin
@@ -105,13 +106,13 @@ def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
 
 
 def _by_row(x: Tensor) -> Tensor:
-    """Megatron's [s, b or 1, ...] as [b or 1, s, x]."""
+    """Turn Megatron's [s, b or 1, ...] into [b or 1, s, x]."""
     return x.detach().transpose(0, 1).flatten(2)
 
 
 def _next_labels(labels: Tensor, packed: Any) -> Tensor:
-    """What multi-token prediction makes of the labels: those one token further."""
-    # heavy, and installed with Megatron only
+    """Return the labels one token further, as multi-token prediction makes them."""
+    # slow to import, and installed with Megatron only
     from megatron.core.transformer import multi_token_prediction
 
     roll = multi_token_prediction.roll_tensor
@@ -124,17 +125,18 @@ def _next_labels(labels: Tensor, packed: Any) -> Tensor:
 def compare(
     ours: Seen, truth: Seen, data: dict[str, Any], positions: Tensor, mask: str
 ) -> list[Probe]:
-    """What this rank saw against whole batch rows, and these against the batch `data` itself;
-    `positions` [b, s] are the places of this rank's tokens in them.
+    """Compare the inputs of this rank with those of whole batch rows, and the latter with the batch
+    `data`. `positions` [b, s] are the indices of this rank's tokens in the batch rows.
 
-    A fault of the forward step is the same at any size: tokens whose loss mask is 0 have no weight,
-    though the step may leave out more, and those with a weight have their own label.
+    The last comparison finds faults of the forward step that are the same at any size: tokens whose
+    loss mask is 0 must have no weight, though the step may leave out more tokens, and tokens with a
+    weight must have their own label.
     """
     batch_rows, s = positions.shape
     probes: list[Probe] = []
 
     def probe(name: str, mine: Tensor, expected: Tensor, places: Tensor, source: str) -> None:
-        """Tokens [b, s, ...] whose value is not the expected one, that of `source`."""
+        """Count the tokens [b, s, ...] whose value differs from the value expected by `source`."""
         same = SAME * torch.maximum(mine.abs(), expected.abs()) if mine.is_floating_point() else 0
         right = (mine - expected).abs() <= same
         wrong = ~right.flatten(2).all(2) if right.dim() > 2 else ~right
@@ -150,8 +152,8 @@ def compare(
 
     for name, shown in NAMES.items():
         mine, whole = ours.get(name), truth.get(name)
-        # A model gets whole positions where it splits them by itself, as those of several axes; a
-        # table of packed documents ends with the longest.
+        # A model that splits positions itself, such as positions of several axes, gets whole ones;
+        # a table for packed documents ends with the longest document.
         if mine is None or whole is None or not 1 < mine.dim() == whole.dim():
             continue
         if not {len(mine), len(whole)} <= {1, batch_rows} or mine.shape[1] != s:
@@ -162,8 +164,8 @@ def compare(
         expected = torch.stack([row[places] for row, places in of_rows])
         mine = mine.expand(expected.shape)
         if name == "weights":
-            # Megatron, or the loss function, divides by numbers of tokens: the tiny model shows
-            # whether by the right ones.
+            # Megatron, or the loss function, divides by numbers of tokens; the tiny model shows
+            # whether the numbers are right.
             mine, expected = (x / x.sum() if x.sum() else x for x in (mine, expected))
         probe(shown, mine, expected, positions, "at cp 1")
     if "weights" in truth and truth["labels"].shape == data["labels"].shape:
@@ -178,6 +180,6 @@ def compare(
 
 
 def uncovered(seen: Seen) -> list[str]:
-    """What the observed microbatch does not show, in words."""
+    """Return texts about what the observed microbatch does not show."""
     missing = [NAMES[name] for name in ("tokens", "labels", "weights") if name not in seen]
     return [f"each {name} at the job's own length (the forward step hides it)" for name in missing]

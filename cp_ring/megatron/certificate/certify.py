@@ -1,4 +1,4 @@
-"""Probes a job before it trains, and ends it where a probe fails."""
+"""Probes a job before it trains, and ends it if a probe fails."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from cp_ring.megatron.rejection import first_line
 from cp_ring.runtime import RUNTIME
 
 SEED = 20261121
-LENGTH_SECONDS = 5.0  # for all probes at the job's own sequence length together
-SKEW_S = 5.0  # between ranks that fail alike
+LENGTH_SECONDS = 5.0  # limit for all probes at the job's own sequence length together
+SKEW_S = 5.0  # largest time between ranks that fail in the same way
 
 _runs = RUNTIME.of_process(itertools.count())
 
 
 def certify(args: argparse.Namespace, step: ForwardStep | None = None) -> Certificate:
-    """Probes the job of `args`, whose parallel groups exist, on all ranks; ends it with exit code 2
-    where a probe fails.
+    """Probe the job of `args`, whose parallel groups exist, on all ranks; end it with exit code 2
+    if a probe fails.
 
-    `step` is the forward step that it trains with, by default that of `cp_ring.pretrain_gpt`. With
-    `--cp-ring-certify strict` the job ends too where something cannot be probed.
+    `step` is the forward step that the job trains with; the default is that of
+    `cp_ring.pretrain_gpt`. With `--cp-ring-certify strict` the job also ends if something cannot be
+    probed.
 
-    Leaves random states, arguments, groups and settings as they were. Rank 0 writes the certificate
-    beside the checkpoints.
+    Restores random states, arguments, groups and settings. Rank 0 writes the certificate beside the
+    checkpoints.
     """
     with rejection.rejecting():
         certificate = run_probes(args, step=step)
@@ -47,7 +48,9 @@ def certify(args: argparse.Namespace, step: ForwardStep | None = None) -> Certif
 
 
 def verdict(certificate: Certificate) -> str:
-    """Why the job must not train, in one line, or "": then rank 0 prints what was probed."""
+    """Return why the job must not train, in one line, or "" after rank 0 has printed what was
+    probed.
+    """
     failures = certificate.failures
     if failures:
         more = f" (and {len(failures) - 1} more probes failed)" if len(failures) > 1 else ""
@@ -62,7 +65,7 @@ def verdict(certificate: Certificate) -> str:
 
 
 def summary(certificate: Certificate) -> str:
-    """One line: what was not probed, what was, and how long it took."""
+    """Return one line: what was not probed, what was, and how long it took."""
     limits, gaps = certificate.up_to, certificate.not_covered
     layers = sorted({f"{probe.layer} under {probe.mask}" for probe in certificate.probes})
     shown = "; ".join(
@@ -79,11 +82,11 @@ def run_probes(
     step: ForwardStep | None = None,
     seconds: float = LENGTH_SECONDS,
 ) -> Certificate:
-    """All probes of the job of `args`, over its own groups, each the worst of all ranks; every rank
-    calls it and gets the same certificate.
+    """Run all probes of the job of `args` over its own groups. Every rank calls it and gets the
+    same certificate, with the worst result of all ranks for each probe.
 
     `seconds` limits the time of the probes at the job's own sequence length. Errors of attention
-    are raised, and so are those of the loss that only some of the ranks have.
+    are raised, and so are errors of the loss that only some ranks have.
     """
     start = time.monotonic()
     certificate = Certificate(about=record.about(args))
@@ -102,8 +105,9 @@ def run_probes(
 def _probe_losses(
     args: argparse.Namespace, results: Certificate, step: ForwardStep | None, seed: int
 ) -> None:
-    """Probes the loss. An error that all ranks have says that it cannot be probed, for a job whose
-    flags no tiny model can have may be right; after one that some have, the others wait for these.
+    """Probe the loss. If all ranks have an error, the loss cannot be probed: the job may be right,
+    and no tiny model can have its flags. If only some ranks have one, the other ranks would wait
+    for them, so the error is raised.
     """
     run = next(_runs)
     try:
@@ -123,7 +127,7 @@ def _probe_losses(
 
 
 def _all_ranks_fail(run: int) -> bool:
-    """Whether the probe `run` fails on every rank within `SKEW_S` seconds."""
+    """Return True if the probe `run` fails on every rank within `SKEW_S` seconds."""
     store, key = dist.distributed_c10d._get_default_store(), f"cp_ring/certificate/{run}"
     if store.add(key, 1) == dist.get_world_size():
         store.set(f"{key}/all", "")

@@ -1,5 +1,5 @@
-"""What the flags declare, from first principles: dense masks and attention in float64. Shares no
-code with cp_ring's plans.
+"""Computes the attention that the flags declare, with dense masks in float64. Shares no code with
+cp_ring's plans.
 
 Shapes: s queries, n keys, b batch rows, h query and g key/value heads, d and e head sizes of keys
 and values.
@@ -17,14 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Who sees whom in a batch row whose mask is declared.
+    """The declared mask of a batch row, as a rule for pairs of tokens.
 
     Attributes:
-        sees: (queries, keys) to bool, both int64 places in the batch row on the CPU, of shapes that
-            broadcast.
+        sees: (queries, keys) to bool; both are int64 indices in the batch row on the CPU, of shapes
+            that broadcast.
         positions: the position of each token, int64 [n].
         part: the number of the sequence that each token continues, int64 [n].
-        edges: places at which the mask is most likely wrong.
+        edges: indices at which the mask is most likely wrong.
     """
 
     sees: Callable[[Tensor, Tensor], Tensor]
@@ -33,11 +33,11 @@ class MaskRule:
     edges: tuple[int, ...]
 
     def allowed(self, queries: Tensor, keys: Tensor, window: tuple[int, int]) -> Tensor:
-        """Which keys each query may see, bool [s, n]; queries [s] and keys [n] are places in the
-        batch row.
+        """Return which keys each query may see, bool [s, n]; queries [s] and keys [n] are indices
+        in the batch row.
 
-        window: how many earlier positions a query sees, and later ones; -1 is any number. It limits
-            earlier keys alone.
+        window: how many earlier and later positions a query sees; -1 means any number. It limits
+            earlier keys only.
         """
         places, others = queries.cpu()[:, None], keys.cpu()
         allowed = self.sees(places, others)
@@ -46,7 +46,7 @@ class MaskRule:
         return allowed.to(queries.device)
 
     def last(self) -> Tensor:
-        """True for tokens without a next token in their sequence, bool [n]."""
+        """Return True for tokens without a next token in their sequence, bool [n]."""
         place = torch.arange(len(self.part) - 1)
         continued = (self.part[1:] == self.part[:-1]) & self.sees(place + 1, place)
         return torch.cat([~continued, torch.ones(1, dtype=torch.bool)])
@@ -60,7 +60,7 @@ def attend(
     scale: float,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Attention in float64, [s, h, e]; zero for a query that sees no key.
+    """Compute attention in float64, [s, h, e]; zero for a query that sees no key.
 
     q [s, h, d], k [n, g, d], v [n, g, e], allowed bool [s, n], sink [h].
     """
@@ -79,11 +79,11 @@ def attend(
 
 
 class DenseAttention(torch.nn.Module):
-    """Core attention of a whole sequence in float64. Takes the arguments that Megatron gives to
-    core attention.
+    """Core attention of a whole sequence in float64, with the arguments that Megatron gives to core
+    attention.
 
-    Replaces `ring`, a layer's RingDotProductAttention, and shares its parameter. `rules` are those
-    of the batch rows.
+    Replaces `ring`, a layer's RingDotProductAttention, and shares its parameter. `rules` holds the
+    mask rule of each batch row.
     """
 
     softmax_offset: Tensor | None
@@ -103,8 +103,8 @@ class DenseAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
     ) -> Tensor:
-        """query [n, b, h, d], key [n, b, g, d], value [n, b, g, e] to [n, b, h * e]; b is left out
-        where documents are packed.
+        """Attend with query [n, b, h, d], key [n, b, g, d] and value [n, b, g, e]; return [n, b, h
+        * e]. Packed documents have no dimension b.
         """
         if query.dim() == 3:
             return self.forward(query[:, None], key[:, None], value[:, None])[:, 0]

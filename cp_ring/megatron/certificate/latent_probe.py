@@ -1,7 +1,8 @@
-"""What probes of attention need where latents travel: tensors from which keys are made.
+"""Makes the tensors that attention probes need when latents travel: latents and the weights that
+make keys and values of them.
 
-Shapes: b batch rows, n tokens of a batch row, g heads, c size of a latent, r of the rotated part of
-a key, k of a head's own part of it, e of a value.
+Shapes: b batch rows, n tokens of a batch row, g heads, c size of a latent, r size of the rotated
+part of a key, k size of a head's own part of a key, e size of a value.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ Drawn = Callable[..., Tensor]
 
 
 def copies(k: Tensor, v: Tensor, key_dim: int) -> Latents:
-    """Latents [b, n, c] that hold the first channels of the values [b, n, g, e] as they are. Keys
-    are zero, as `k` must be.
+    """Return latents [b, n, c] that hold the first channels of the values [b, n, g, e] unchanged.
+    Keys, and so `k`, must be zero.
     """
     heads, size = v.shape[2:]
     channels = min(CHANNELS, heads * size)
@@ -31,9 +32,10 @@ def copies(k: Tensor, v: Tensor, key_dim: int) -> Latents:
 
 
 def draw(config: Any, heads: int, tokens: Drawn, drawn: Drawn) -> dict[str, Tensor]:
-    """Random latents [b, n, 1, c], rotated parts [b, n, 1, r] and weight [g, k + e, c].
+    """Draw random latents [b, n, 1, c], rotated parts [b, n, 1, r] and a weight [g, k + e, c].
 
-    `tokens(heads, size)` draws [b, n, heads, size], `drawn(*shape)` anything, both N(0, 1).
+    `tokens(heads, size)` draws [b, n, heads, size] and `drawn(*shape)` any shape, both from N(0,
+    1).
     """
     c = config.kv_lora_rank
     weight = drawn(heads, config.qk_head_dim + config.v_head_dim, c) * c**-0.5
@@ -41,7 +43,7 @@ def draw(config: Any, heads: int, tokens: Drawn, drawn: Drawn) -> dict[str, Tens
 
 
 def keys(latent: Tensor, rope: Tensor, weight: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
-    """Keys [b, n, g, k + r] and values [b, n, g, e], as multi-latent attention defines them;
+    """Return keys [b, n, g, k + r] and values [b, n, g, e] as multi-latent attention defines them;
     differentiable.
     """
     both = torch.einsum("bnxc,gdc->bngd", latent, weight)

@@ -1,5 +1,5 @@
-"""The distinct kinds of attention in a job: windows, sinks and communication of its layers, and the
-masks of its microbatches.
+"""Finds the distinct kinds of attention in a job: windows, sinks and communication of its layers,
+and the masks of its microbatches.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from cp_ring.megatron.flags.layer_pattern import (
 
 # scores that a rank computes for one batch row; a probe that needs more uses a smaller window
 MAX_SCORES = 1 << 24
-MAX_ROWS = 32  # batch rows of a probe
-GRAIN = 16  # chunks are multiples of so many tokens, as packed kernels want it
+MAX_ROWS = 32  # maximum of batch rows in a probe
+GRAIN = 16  # chunks are multiples of this many tokens, as packed kernels need
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """One kind of attention layer under one kind of mask, as the flags declare it, and the size of
+    """One kind of attention layer with one kind of mask, as the flags declare it, and the size of
     its probe.
 
     Attributes:
-        layer: number of the first layer of this kind, from 1.
+        layer: number of the first layer of this kind, counted from 1.
         numbers: the numbers of all layers of this kind.
         mask: `causal`, `documents` (boundaries in sbhd), `packed` (thd with padding), or `declared`
-        and a kind of `mask_kinds`.
-        window: how many keys before and after itself a query sees; -1 is any number.
+            and a kind of `mask_kinds`.
+        window: how many keys before and after itself a query sees; -1 means any number.
         probed: the window that the probe uses.
         scale: factor of the scores.
         sink: `vanilla`, `off-by-one` or `learnable`.
@@ -61,14 +61,14 @@ class LayerKind:
     comm_type: str = "p2p"
 
     def short(self, cp: int) -> LayerKind:
-        """The kind with a probe as short as can be, under a window that such a probe shows."""
+        """Return this kind with the shortest probe, and a window that such a probe can show."""
         tokens = 2 * cp * GRAIN
         window = self.window if self.window[0] < tokens // 2 else (tokens // 3, self.window[1])
         return replace(self, tokens=min(tokens, self.tokens), probed=window)
 
     @property
     def layer_name(self) -> str:
-        """As in `layer 2 (window 128, learnable sinks)`."""
+        """Return a name, such as `layer 2 (window 128, learnable sinks)`."""
         about = [f"window {self.window[0]}" if self.window[0] >= 0 else "no window"]
         if self.probed != self.window:
             about[0] += f", probed as {self.probed[0]}"
@@ -80,10 +80,10 @@ class LayerKind:
 def find_layer_kinds(
     args: argparse.Namespace, config: Any, masks: tuple[str, ...], whole_rows: bool = False
 ) -> list[LayerKind]:
-    """Every distinct kind of layer of the job, under each of `masks`.
+    """Return every distinct kind of layer of the job, with each of `masks`.
 
-    With `whole_rows` each rank will hold the scores of whole batch rows, so that large windows make
-    smaller probes, and a model without attention has one kind, for the size of its batch rows.
+    With `whole_rows`, each rank will hold the scores of whole batch rows, so large windows get
+    smaller probes. A model without attention has one kind, which gives the size of its batch rows.
     """
     alike: dict[tuple[tuple[int, int], str, int], list[int]] = {}
     layers = attention_layers(args, config) or [1] * whole_rows
@@ -127,12 +127,12 @@ def find_layer_kinds(
 
 
 def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """The kinds of mask that the job's microbatches can have."""
+    """Return the kinds of mask that the job's microbatches can have."""
     if settings.current().kinds:
         return tuple(PREFIX + kind for kind in settings.current().kinds)
     if settings.current().document_mask:
         return ("documents", "packed")
-    # a flag of pretrain_vlm.py alone, which packs batch rows that it pads without being asked to
+    # only pretrain_vlm.py has this flag; it packs batch rows that it pads, whatever the value
     packed = hasattr(args, "use_packed_sequence") or any(
         getattr(args, name, False) for name in ("dataloader_inter_document_masking", "sft")
     )
@@ -140,8 +140,8 @@ def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def declared_window(config: Any, layer: int) -> tuple[int, int]:
-    """The window of a layer by Megatron's own rule, read apart from the code that is probed."""
-    from megatron.core.transformer.utils import is_layer_window_attention  # heavy
+    """Return the window of a layer by Megatron's own rule, without the code that is probed."""
+    from megatron.core.transformer.utils import is_layer_window_attention  # slow to import
 
     size = config.window_size
     if size is None or not is_layer_window_attention(size, config.window_attn_skip_freq, layer):
@@ -150,7 +150,9 @@ def declared_window(config: Any, layer: int) -> tuple[int, int]:
 
 
 def declared_scale(config: Any) -> tuple[float, int, int]:
-    """Factor of the scores, and head sizes of keys and values, by Megatron's own rules."""
+    """Return the factor of the scores, and the head sizes of keys and values, by Megatron's own
+    rules.
+    """
     asked = getattr(config, "softmax_scale", None)
     if not getattr(config, "multi_latent_attention", False):
         return asked or config.kv_channels**-0.5, config.kv_channels, config.kv_channels
@@ -161,8 +163,8 @@ def declared_scale(config: Any) -> tuple[float, int, int]:
 
 
 def _size_of_probe(window: tuple[int, int], cp: int, scores: int) -> tuple[int, tuple[int, int]]:
-    """Tokens n of a batch row that shows the window's edge, and the window; a smaller one where n *
-    n would exceed `scores`.
+    """Return the tokens n of a batch row that shows the window's edge, and the window, which is
+    smaller if n * n would exceed `scores`.
     """
     unit = 2 * cp * GRAIN
     wanted = -(-2 * (window[0] + 1) // unit) * unit

@@ -1,9 +1,9 @@
-"""Probes of every layer of the job: each must be built as the flags declare, and compute what the
+"""Probes every layer of the job: each must be built as the flags declare, and compute what the
 declared layer computes.
 
-The first layer of a kind is probed completely, see `attention_probe`. The others run once, forward
-and backward, on so few tokens that a model of a hundred layers takes about a second, and must plan
-long microbatches as the first one does.
+The first layer of a kind is probed completely, see `attention_probe`. The others run forward and
+backward once, on so few tokens that a model of a hundred layers takes about a second. They must
+also plan long microbatches as the first one does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def probe_layers(args: argparse.Namespace, results: Certificate, seed: int, seconds: float) -> None:
-    """Probes every kind of layer of the job, over the context-parallel group in force. `seconds`
+    """Probe every kind of layer of the job over the context-parallel group in force. `seconds`
     limits the time of the probes at the job's own sequence length.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -72,7 +72,9 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int, seco
 
 
 def _reach(args: argparse.Namespace, kind: LayerKind, tokens: int) -> str:
-    """How far the probes of a kind went where the job goes further, as in `512 of 4096 tokens`."""
+    """Return how much of the job the probes of a kind covered, such as `512 of 4096 tokens`; "" if
+    all of it.
+    """
     unit = 1 if kind.mask == "causal" else 2 * args.context_parallel_size * GRAIN
     words = []
     if tokens + unit <= args.seq_length:
@@ -83,7 +85,7 @@ def _reach(args: argparse.Namespace, kind: LayerKind, tokens: int) -> str:
 
 
 def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
-    """The job's core attention of this kind of layer, as its attention layer builds it."""
+    """Build the job's core attention of this kind of layer, as its attention layer does."""
     from megatron.core.transformer.enums import AttnMaskType
 
     from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
@@ -107,8 +109,8 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
 
 
 def probe_settings(tested: TestedLayer, layers: Mapping[int, Any]) -> Probe:
-    """Whether `layers`, by number, have the declared window, and all one plan for the microbatch,
-    which is made once.
+    """Probe that `layers`, by number, have the declared window and share one plan for the
+    microbatch, which is made once.
     """
     wrong = {}
     for number, layer in layers.items():
@@ -127,8 +129,8 @@ def _plan_of(layer: Any, tested: TestedLayer) -> AnyPlan:
 
 
 def probe_rank_plan(tested: TestedLayer) -> Probe:
-    """Whether what this rank runs is its part of a plan that computes the mask: each rank proves
-    its own. Those of packed microbatches are proven where they are made.
+    """Probe that this rank's plan is its part of a plan that computes the mask. Each rank proves
+    its own part. Plans of packed microbatches are proven where they are made.
     """
     plan, where = _plan_of(tested.layer, tested), ""
     try:
@@ -142,8 +144,8 @@ def probe_rank_plan(tested: TestedLayer) -> Probe:
 
 
 def probe_others(tested: TestedLayer, layers: Mapping[int, Any]) -> list[Probe]:
-    """Outputs and gradients of `layers`, by number, on one short microbatch; of each tensor the
-    worst layer.
+    """Compare outputs and gradients of `layers`, by number, on one short microbatch; return the
+    worst layer for each tensor.
     """
     short = tested.of_kind(tested.kind.short(tested.group.size()))
     worst: dict[str, Probe] = {}

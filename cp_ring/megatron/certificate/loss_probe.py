@@ -1,11 +1,11 @@
-"""Probe of a tiny model made from the job's flags: losses and gradients of one microbatch, against
+"""Probes a tiny model made from the job's flags: losses and gradients of one microbatch, against
 context parallel size 1.
 
-The model takes one training step's forward and backward as the job does: the job's split of the
+The model runs forward and backward of one training step as the job does: the job's split of the
 batch, its forward step and loss, Megatron's schedule, DistributedDataParallel and reduction of
 gradients. The reference run has the same weights, holds whole batch rows, and attends by a dense
-mask in float64. Both compute in float32, so that they differ in context parallelism alone, and in
-the labels that the loss mask hides, which must not count.
+mask in float64. Both compute in float32. So they differ only in context parallelism, and in the
+labels that the loss mask hides, which must not count.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ NAME = "tiny model"
 
 
 def _group_of_this_rank() -> Any:
-    """A process group of this rank alone, for which it waits for no other.
+    """Return a process group of this rank alone, made without waiting for other ranks.
 
-    Where the job's group is bound to a device, torch would split its NCCL communicator, and NCCL
-    waits for all ranks of the job.
+    If the job's group is bound to a device, torch would split its NCCL communicator, and NCCL waits
+    for all ranks of the job.
     """
     with replaced((dist.distributed_c10d._get_default_group(), "bound_device_id", None)):
         return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def is_own(step: ForwardStep | None) -> bool:
-    """Whether `step` is the forward step of `cp_ring.pretrain_gpt`, also for None, and not a
-    script's own.
+    """Return True if `step` is None or the forward step of `cp_ring.pretrain_gpt`, not a script's
+    own.
     """
     return step is None or getattr(step, "__module__", "") == "cp_ring.megatron.gpt"
 
@@ -69,8 +69,8 @@ def is_own(step: ForwardStep | None) -> bool:
 def probe_losses(
     args: argparse.Namespace, results: Certificate, step: ForwardStep | None, seed: int
 ) -> None:
-    """Probes the loss and the gradients of a tiny model, with the forward step of the job; every
-    rank of the job calls it.
+    """Probe the loss and the gradients of a tiny model with the forward step of the job. Every rank
+    of the job calls it.
     """
     reason = uncovered(args)
     if reason:
@@ -89,7 +89,8 @@ def probe_losses(
             kinds = find_layer_kinds(args, config, (mask,), whole_rows=True)
             tokens = max(kind.tokens for kind in kinds)
             kinds = [replace(kind, tokens=tokens) for kind in kinds]
-            with settings.in_force(replace(used, kernel="reference")):  # it knows float32
+            # this kernel supports float32
+            with settings.in_force(replace(used, kernel="reference")):
                 _probe_loss(args, kinds, alone, step, seed, results)
             rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")
             shown = any(probe.name == batch_probe.NAMES["rotary"] for probe in results.probes)
@@ -100,10 +101,10 @@ def probe_losses(
 
 
 def _masks_of_loss(args: argparse.Namespace, step: ForwardStep | None) -> list[str]:
-    """The masks under which the forward step of the job is probed.
+    """Return the masks with which the forward step of the job is probed.
 
-    A script's step takes whole batch rows and packed ones as its flags say, and that of a program
-    one of the two. The step of `cp_ring.pretrain_gpt` has documents in place of packed ones.
+    The flags say whether a script's step takes whole or packed batch rows; a program's step takes
+    one of the two. The step of `cp_ring.pretrain_gpt` has documents in place of packed rows.
     """
     masks = masks_of(args)
     if hasattr(args, "transformer_config") and "causal" in masks:
@@ -120,10 +121,10 @@ def _probe_loss(
     seed: int,
     results: Certificate,
 ) -> None:
-    """Losses, loss and gradients of the tiny model of `args`, whose layers are `kinds`, and a
-    microbatch of the job's length.
+    """Compare the losses, the loss and the gradients of the tiny model of `args`, whose layers are
+    `kinds`, and probe a microbatch of the job's length.
 
-    `alone` is a process group of this rank only, `step` the job's forward step, which runs at
+    `alone` is a process group of this rank only. `step` is the job's forward step; it runs at
     context parallel size 1 too, because it may have a loss of its own.
     """
     own = not hasattr(args, "transformer_config") and is_own(step)
@@ -161,8 +162,9 @@ def _run(
     alone: Any,
     weights: Any = None,
 ) -> tuple[batch_probe.Seen, Outcome, Any]:
-    """Builds the tiny model of `args`: what the step gives it of `long`, what it learns from
-    `batch`, and the weights that it began with. That with given `weights` is the reference run.
+    """Build the tiny model of `args` and train one step. Return the inputs that the step makes of
+    `long`, the outcome of training on `batch`, and the initial weights. The run with given
+    `weights` is the reference run.
     """
 
     def in_force(args: argparse.Namespace, batch: Microbatch) -> Any:
@@ -183,7 +185,7 @@ def _run(
 
 
 def _unseen(args: argparse.Namespace, long: LayerKind) -> list[str]:
-    """What the microbatch of the job's own length leaves out, in words."""
+    """Return texts about what the microbatch of the job's own length leaves out."""
     if not args.seq_length:
         return ["the microbatch at the job's own length (enable(seq_length=...) tells it)"]
     missing = args.micro_batch_size - long.batch_size

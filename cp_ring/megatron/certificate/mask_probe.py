@@ -1,8 +1,8 @@
-"""Probes of the mask of one attention layer: which outputs depend on a token, and which gradients
-on a query.
+"""Probes the mask of one attention layer: which outputs depend on a token, and which gradients
+depend on a query.
 
 With equal scores everything is linear in the values, and each channel of the value heads belongs to
-one token: so one call probes as many tokens as there are channels.
+one token. So one call probes as many tokens as there are channels.
 
 Shapes: as in `tested_layer`.
 """
@@ -17,8 +17,8 @@ from cp_ring.megatron.certificate.tested_layer import CHANNELS, TestedLayer
 
 
 def mask_probes(tested: TestedLayer, rounds: int) -> list[Probe]:
-    """Changes one token's value, or the gradient of one query's output: which outputs, or gradients
-    of values, change? `rounds` limits the number of calls.
+    """Change one token's value, or the gradient of one query's output, and find the outputs, or the
+    gradients of values, that change. `rounds` limits the number of calls.
     """
     channels = min(CHANNELS, tested.kind.groups * tested.kind.e)
     tokens = _chosen_tokens(tested, rounds * channels)
@@ -32,8 +32,8 @@ def mask_probes(tested: TestedLayer, rounds: int) -> list[Probe]:
 
 
 def _chosen_tokens(tested: TestedLayer, most: int) -> list[int]:
-    """Positions to probe, at most `most`: half of them edges, or all if there are fewer, and others
-    evenly between them.
+    """Return at most `most` positions to probe: half of them edges, or all edges if there are
+    fewer, and others evenly between them.
     """
     n, edges = tested.kind.tokens, list(tested.batch.edges)
     edges = _evenly(edges, max(most // 2, most - n + len(edges)))
@@ -42,13 +42,13 @@ def _chosen_tokens(tested: TestedLayer, most: int) -> list[int]:
 
 
 def _evenly(values: list[int], most: int) -> list[int]:
-    """At most `most` of the values, evenly spread."""
+    """Return at most `most` of the values, evenly spread."""
     return values[:: -(-len(values) // most) or 1] if most > 0 else []
 
 
 def _ones(tested: TestedLayer, heads: int, picked: list[int]) -> Tensor:
-    """Zeros [b, n, heads, e] with a one for each picked token, in a channel of its own of the first
-    head that shares a key/value head.
+    """Return zeros [b, n, heads, e] with a one for each picked token, in its own channel of the
+    first head that shares a key/value head.
     """
     kind, x = tested.kind, tested.zeros(heads, tested.kind.e)
     for number, token in enumerate(picked):
@@ -58,8 +58,8 @@ def _ones(tested: TestedLayer, heads: int, picked: list[int]) -> Tensor:
 
 
 def _changed(tested: TestedLayer, picked: list[int], of_keys: bool) -> Tensor:
-    """What each picked key adds to outputs, or the output of each picked query to the gradients of
-    values: [b, s, g, e].
+    """Return [b, s, g, e]: what each picked key adds to outputs, or what the output of each picked
+    query adds to the gradients of values.
     """
     kind, batch = tested.kind, tested.batch
     v = _ones(tested, kind.groups, picked if of_keys else []).requires_grad_()
@@ -72,15 +72,15 @@ def _changed(tested: TestedLayer, picked: list[int], of_keys: bool) -> Tensor:
 
 
 def _smallest_weight(tested: TestedLayer) -> float:
-    """A quarter of the smallest weight that a visible token can have."""
+    """Return a quarter of the smallest weight that a visible token can have."""
     sink = tested.layer.softmax_offset
     extra = 0.0 if sink is None else float(sink.detach().double().exp().max())
     return 0.25 / (tested.kind.tokens + extra)
 
 
 def _wrong_pairs(tested: TestedLayer, picked: list[int], of_keys: bool) -> tuple[int, str]:
-    """On how many pairs the layer and the declared mask disagree, and the first in words; `picked`
-    are keys of this rank's queries, or queries of its keys.
+    """Return the number of pairs on which the layer and the declared mask disagree, and the first
+    pair as text. `picked` are keys of this rank's queries, or queries of its keys.
     """
     changed = _changed(tested, picked, of_keys)
     seen = changed.flatten(2)[..., : len(picked)].abs() > _smallest_weight(tested)

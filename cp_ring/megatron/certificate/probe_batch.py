@@ -1,5 +1,5 @@
-"""The batch rows of a probe: who sees whom in them, and which tokens each rank holds, split as the
-job splits its own.
+"""The batch rows of a probe: their masks, and the tokens that each rank holds, split as the job
+splits its own batch rows.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from cp_ring.plan.ranges import Ints
 
 @dataclass(frozen=True)
 class BatchRows:
-    """The batch rows of a microbatch of `kind`, and how the job splits them over its ranks.
+    """The batch rows of a microbatch of `kind`, and their split over the job's ranks.
 
     Attributes:
-        rules: who sees whom in each batch row.
-        masks: what each declares; [] where the job's masks are not declared.
+        rules: the mask rule of each batch row.
+        masks: the declared mask of each batch row; [] if the job's masks are not declared.
         offsets: of documents in the stream of all batch rows, with their padding: int64
-        [documents + 1].
+            [documents + 1].
         lengths: of these documents, without padding: int64 [documents].
     """
 
@@ -40,7 +40,9 @@ class BatchRows:
 
     @classmethod
     def draw(cls, kind: LayerKind, cp: int, padded: bool = False) -> BatchRows:
-        """Batch rows for `cp` ranks. `padded`: packed documents have padding, where the job may."""
+        """Draw batch rows for `cp` ranks. With `padded`, packed documents have padding if the job's
+        may.
+        """
         n, seeds = kind.tokens, range(1, kind.batch_size + 1)
         nothing = np.zeros(0, np.int64)
         if kind.mask.startswith(PREFIX):
@@ -49,7 +51,7 @@ class BatchRows:
             return cls(kind, rules, masks, nothing, nothing)
         cuts, unit = 0 if kind.mask == "causal" else 3, 1
         if kind.mask == "packed" and not packed_in_whole_rows():
-            unit = 4 * cp  # each document is split by itself
+            unit = 4 * cp  # each document is split separately
         edges = [_random_offsets(n // unit, cuts, seed) * unit for seed in seeds]
         lengths = [np.diff(of_row) for of_row in edges]
         if padded and unit > 1:
@@ -63,8 +65,8 @@ class BatchRows:
         return cls(kind, rules, [], np.concatenate([[0], *ends]), np.concatenate(lengths))
 
     def carried(self, cp: int) -> Any:
-        """The documents or masks that travel beside tensors [b, n], split as the settings in force
-        say; None without.
+        """Return the documents or masks that travel beside tensors [b, n], split as the settings in
+        force say; None without any.
         """
         # both import Megatron
         from cp_ring.megatron.data.documents import Documents
@@ -77,7 +79,7 @@ class BatchRows:
         return None
 
     def positions(self, rank: int, cp: int) -> Tensor:
-        """Where the tokens of a rank are in their batch rows, int64 [b, s]."""
+        """Return the indices in their batch rows of a rank's tokens, int64 [b, s]."""
         from cp_ring.megatron.data.rows import on_this_cp_rank  # imports Megatron
 
         if self.kind.mask == "packed":
@@ -100,8 +102,8 @@ class BatchRows:
         return mine
 
     def params(self, cp: int) -> Any:
-        """What a layer gets as `packed_seq_params`."""
-        # heavy, and installed with Megatron only
+        """Return the `packed_seq_params` of a layer."""
+        # slow to import, and installed with Megatron only
         from megatron.core.packed_seq_params import PackedSeqParams
 
         from cp_ring.megatron.data.documents import DocumentParams
@@ -128,11 +130,11 @@ class ProbeBatch:
     """The batch rows of a probe of one layer, on one rank.
 
     Attributes:
-        positions: where this rank's tokens are in their batch rows, int64 [b, s].
-        rules: who sees whom in each batch row.
-        packed: what the layer gets as `packed_seq_params`.
+        positions: the indices in their batch rows of this rank's tokens, int64 [b, s].
+        rules: the mask rule of each batch row.
+        packed: the layer's `packed_seq_params`.
         edges: positions at which a mask is most likely wrong: beside edges of chunks, documents and
-        windows.
+            windows.
     """
 
     positions: Tensor
@@ -142,7 +144,7 @@ class ProbeBatch:
 
     @classmethod
     def make(cls, kind: LayerKind, group: Any, device: torch.device) -> ProbeBatch:
-        """That of this rank of `group`."""
+        """Make the probe batch of this rank of `group`."""
         cp = group.size()
         batch_rows = BatchRows.draw(kind, cp, padded=True)
         chunks = [kind.tokens * i // (2 * cp) for i in range(2 * cp)]
@@ -157,13 +159,13 @@ class ProbeBatch:
         return cls(positions, batch_rows.rules, batch_rows.params(cp), tuple(sorted(near)))
 
     def local(self, whole: Tensor) -> Tensor:
-        """This rank's tokens of whole batch rows: [b, n, ...] to [b, s, ...]."""
+        """Select this rank's tokens of whole batch rows: [b, n, ...] to [b, s, ...]."""
         of_each = zip(whole, self.positions, strict=True)
         return torch.stack([batch_row.index_select(0, mine) for batch_row, mine in of_each])
 
 
 def _random_offsets(n: int, cuts: int, seed: int) -> Ints:
-    """Offsets, int64 [cuts + 2], of documents of uneven length that fill n tokens."""
+    """Return offsets, int64 [cuts + 2], of documents of uneven length that fill n tokens."""
     random = np.random.default_rng(seed)
     inner = np.sort(random.choice(np.arange(1, n), size=min(cuts, n - 1), replace=False))
     return np.array([0, *inner, n], dtype=np.int64)

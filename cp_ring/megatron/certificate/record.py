@@ -1,4 +1,4 @@
-"""The certificate beside the checkpoints: what was probed of which job, for its readers."""
+"""Writes the certificate beside the checkpoints: the probed job and the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ARGUMENTS = """
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
-    """Date, versions, sizes, and the settings that decide what attention computes."""
+    """Return date, versions, sizes, and the settings on which attention depends."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
@@ -40,10 +40,10 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of cp_ring, megatron-core and torch.
+    """Return the versions of cp_ring, megatron-core and torch.
 
-    Megatron adds the git revision of the folder that it lies in, be it Megatron's or another
-    project's: that part is left out.
+    Megatron adds the git revision of the folder that it lies in, which may be another project's, so
+    that part is left out.
     """
     return {
         "cp_ring": importlib.metadata.version("cp-ring"),
@@ -53,7 +53,7 @@ def versions() -> dict[str, str]:
 
 
 def save(args: argparse.Namespace, certificate: Certificate) -> None:
-    """Writes the certificate as JSON into the folder of --save, if there is one."""
+    """Write the certificate as JSON into the folder of --save, if there is one."""
     folder = getattr(args, "save", None)
     if not folder:
         return

@@ -1,8 +1,8 @@
-"""The reference run of a tiny model, at context parallel size 1: it holds whole batch rows, and
-attends by a dense mask in float64.
+"""The reference run of a tiny model at context parallel size 1, with whole batch rows and a dense
+mask in float64.
 
-Its Mamba and gated delta net layers run each document by itself: then no state can cross into
-another.
+Its Mamba and gated delta net layers run each document separately, so no state can cross into
+another document.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from cp_ring.megatron.wrapping import loaded_modules, replaced
 
 
 def uncovered_states(args: argparse.Namespace, mask: str) -> str:
-    """What of recurrent layers the reference run cannot have, in words, or "": a part of a document
-    on each tensor-parallel rank.
+    """Return a text about recurrent layers that the reference run cannot have (a part of a document
+    on each tensor-parallel rank), or "".
     """
     shared = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
     if shared and mask != "causal" and {*letters_of(args)} & {*RECURRENT}:
@@ -39,8 +39,8 @@ def uncovered_states(args: argparse.Namespace, mask: str) -> str:
 
 
 def follow_rules(model: Any, rules: list[MaskRule]) -> None:
-    """Makes the layers of the reference run do what the flags declare: attention by dense masks in
-    place of the ring, and recurrent layers document by document.
+    """Make the layers of the reference run follow the flags: dense masks in place of the ring, and
+    recurrent layers document by document.
     """
     from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
 
@@ -59,8 +59,8 @@ def follow_rules(model: Any, rules: list[MaskRule]) -> None:
 def _by_document(
     forward: Callable[..., Any], lengths: list[list[int]], hidden: Tensor, *args: Any, **named: Any
 ) -> tuple[Tensor, Any]:
-    """As the layer's `forward` for batch rows [n, b, h] of documents of these lengths, without what
-    `named` may say of them.
+    """Run the layer's `forward` on batch rows [n, b, h], one document of these lengths at a time,
+    without the documents that `named` may hold.
     """
     named.pop("packed_seq_params", None)
     columns, bias = [], None
@@ -73,11 +73,11 @@ def _by_document(
 
 @contextmanager
 def whole_rows_in_force(args: argparse.Namespace, alone: Any, batch: Microbatch) -> Iterator[None]:
-    """Megatron's arguments and groups, and cp_ring's settings, of the reference run: batch rows in
-    order; multi-token prediction stays within the declared documents.
+    """Put Megatron's arguments and groups, and cp_ring's settings, of the reference run in force:
+    batch rows in order, and multi-token prediction inside the declared documents.
 
-    Rotary embeddings are those of the declared positions. A script's own step may need the kinds of
-    masks, which its batch then has.
+    Rotary embeddings follow the declared positions. The kinds of masks stay set if a script's own
+    step needs them.
     """
     last = batch.last()
 

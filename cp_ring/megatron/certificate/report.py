@@ -1,4 +1,4 @@
-"""What the probes found: one line for each that failed, and the content of the file beside the
+"""The results of the probes: a line for each failed one, and the content of the file beside the
 checkpoints.
 """
 
@@ -14,9 +14,8 @@ class Probe:
     """The result of one probe of one kind of layer, on one rank or, once merged, the worst of all
     ranks.
 
-    `error` must not exceed `bound`; `where` names the worst place, the positions of a query and a
-    key, and once merged its rank too. Where `bound` is 0, `error` counts what is wrong, in the
-    `unit` given.
+    `error` must not exceed `bound`. `where` names the worst place: the positions of a query and a
+    key and, once merged, its rank. If `bound` is 0, `error` counts faults in the given `unit`.
     """
 
     name: str
@@ -29,24 +28,24 @@ class Probe:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is a number within the bound."""
+        """Return True if the error is a number within the bound."""
         return self.error <= self.bound
 
     @property
     def badness(self) -> float:
-        """Error over bound; infinite for an error that is no number."""
+        """Return error over bound; infinite for an error that is not a number."""
         if math.isnan(self.error):
             return math.inf
         return self.error / self.bound if self.bound else self.error
 
     def of_rank(self, rank: int) -> Probe:
-        """The same, with the rank in `where`, if there is a worst place."""
+        """Return this probe with the rank in `where`, if it has a worst place."""
         if not self.bound and not self.where:
             return self
         return replace(self, where=f"rank {rank}{': ' * bool(self.where)}{self.where}")
 
     def rejection(self) -> str:
-        """One line for a probe that failed."""
+        """Return one line for a failed probe."""
         amount = (
             f"off by {self.error:.2g} (bound {self.bound:.2g})"
             if self.bound
@@ -57,10 +56,11 @@ class Probe:
 
 @dataclass
 class Certificate:
-    """The probes of a job, what the job was, what the probes left out, and how long they took.
+    """The probes of a job, a description of the job, what the probes left out, and how long they
+    took.
 
-    `up_to` tells, by layer and mask, how far the probes went where the job goes further; `failure`
-    why the loss could not be probed, where it could not.
+    `up_to` tells, by layer and mask, how far the probes went if the job goes further. `failure`
+    tells why the loss could not be probed, or is "".
     """
 
     probes: list[Probe] = field(default_factory=list)
@@ -72,12 +72,12 @@ class Certificate:
 
     @property
     def failures(self) -> list[Probe]:
-        """The probes that failed; those that name a pair of positions first."""
+        """Return the failed probes; those that name a pair of positions come first."""
         failed = [probe for probe in self.probes if not probe.passed]
         return sorted(failed, key=lambda probe: probe.bound > 0)
 
     def merge(self, of_ranks: list[list[Probe]]) -> None:
-        """Keeps the worst of all ranks for each probe."""
+        """Keep the worst result of all ranks for each probe."""
         worst: dict[tuple[str, str, str], Probe] = {}
         for rank, probes in enumerate(of_ranks):
             for probe in (each.of_rank(rank) for each in probes):
@@ -86,7 +86,7 @@ class Certificate:
         self.probes = list(worst.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of the file."""
+        """Return the content of the file."""
         return {
             "about": self.about | {"not_covered": self.not_covered, "up_to": self.up_to},
             "seconds": round(self.seconds, 3),

@@ -1,5 +1,5 @@
-"""What the training must find as it was before the probes: random states, settings, and what
-Megatron collects while a model runs.
+"""Restores what training must find unchanged after the probes: random states, settings, and the
+values that Megatron collects while a model runs.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from cp_ring.observe import watchdog
 
 _FRESH: dict[tuple[str, str], Any] = {
     ("MTPLossLoggingHelper", "tracker"): dict,
-    ("DSAIndexerLossLoggingHelper", "tracker"): dict,  # a value for each layer of the first model
+    ("DSAIndexerLossLoggingHelper", "tracker"): dict,  # one value for each layer of the first model
     ("moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"): dict,
     ("moe_logging", "_MOE_METRICS_TRACKER"): type(None),
     ("training", "_seqlen_stats_in_iteration"): type(None),
     ("training", "_seqlen_stats_active"): bool,
 }
-"""What Megatron collects: classes and modules by name, with an attribute and what makes its first
-value.
+"""Where Megatron collects values: classes and modules by name, with an attribute and the function
+that makes its first value.
 """
 _SCALERS = ("MTPLossAutoScaler", "DSAIndexerLossAutoScaler", "MoEAuxLossAutoScaler")
 _SCALE = "main_loss_backward_scale"
 
 
 def _collected() -> Iterator[tuple[Any, str, Any]]:
-    """What Megatron collects of the losses of predicted tokens, of experts and of indexers, and of
-    packed batches, with what is to stand there while the probes run.
+    """Yield where Megatron collects losses of predicted tokens, of experts and of indexers, and
+    packed batches, each with a fresh value for the probes.
     """
     for module in loaded_modules("megatron."):
         known = {**vars(module), module.__name__.rpartition(".")[2]: module}
@@ -47,18 +47,18 @@ def _collected() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _copied(state: Any) -> Any:
-    """A state of Megatron's tracker. A generator, which CUDA graphs need, goes on where a tensor is
-    replaced.
+    """Copy a state of Megatron's tracker if it is a generator, which CUDA graphs need and which
+    changes in place. A tensor needs no copy, because Megatron replaces it.
     """
     return state.clone_state() if isinstance(state, torch.Generator) else state
 
 
 @contextmanager
 def states_restored() -> Iterator[None]:
-    """Afterwards restores random states, cp_ring's settings, and what Megatron and the watchdog
-    collect while a model runs.
+    """Restore random states, cp_ring's settings, and the values that Megatron and the watchdog
+    collect, after the block.
     """
-    from megatron.core import tensor_parallel  # heavy, and installed with Megatron only
+    from megatron.core import tensor_parallel  # slow to import, and installed with Megatron only
 
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -73,7 +73,7 @@ def states_restored() -> Iterator[None]:
         )
         stack.callback(settings.configure, settings.current())
         stack.enter_context(replaced(*_collected()))
-        begin_anew()  # so that ranks compare the calls of probes, and then those of the training
+        begin_anew()  # ranks then compare the calls of the probes, and later those of training
         stack.callback(begin_anew)
         try:
             yield

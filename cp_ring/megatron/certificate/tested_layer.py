@@ -1,4 +1,4 @@
-"""The attention layer that probes examine: over its context-parallel group, on one microbatch.
+"""The attention layer that probes examine, over its context-parallel group, on one microbatch.
 
 Shapes: s tokens of this rank, n tokens of a batch row, b batch rows, h query and g key/value heads,
 d and e head sizes of keys and values.
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 CHANNELS = 512
-"""Channels of values that a mask probe uses at most: the weight of one with latents grows with
-them.
+"""Maximum number of value channels in a mask probe; the weight of a probe with latents grows with
+it.
 """
 
 
 @dataclass(frozen=True)
 class TestedLayer:
-    """A layer under probe: the job's core attention of this kind, its context-parallel group, dtype
-    and device, the seed of its random tensors, and the microbatch of this rank.
+    """The job's core attention of one kind, with its context-parallel group, dtype and device, the
+    seed of its random tensors, and the microbatch of this rank.
     """
 
     kind: LayerKind
@@ -44,36 +44,38 @@ class TestedLayer:
     note: str = ""  # appended to the names of its probes
 
     def of_kind(self, kind: LayerKind, note: str = "") -> TestedLayer:
-        """The same layer on a microbatch of `kind`."""
+        """Return the same layer on a microbatch of `kind`."""
         batch = ProbeBatch.make(kind, self.group, self.device)
         return replace(self, kind=kind, batch=batch, note=note)
 
     @property
     def of_latents(self) -> bool:
-        """Whether latents travel instead of keys and values."""
+        """Return True if latents travel instead of keys and values."""
         return getattr(self.layer, "tap", None) is not None
 
     def probe(self, name: str, error: float, bound: float, where: str) -> Probe:
-        """The result of a probe of this layer."""
+        """Make the result of a probe of this layer."""
         return Probe(name + self.note, self.kind.layer_name, self.kind.mask, error, bound, where)
 
     def zeros(self, heads: int, size: int) -> Tensor:
-        """Zeros [b, n, heads, size] of whole batch rows."""
+        """Return zeros [b, n, heads, size] of whole batch rows."""
         shape = len(self.batch.rules), self.kind.tokens, heads, size
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def equal_scores(self) -> tuple[Tensor, Tensor]:
-        """Zero queries [b, n, h, d] and keys [b, n, g, d]: visible keys have the same weight."""
+        """Return zero queries [b, n, h, d] and keys [b, n, g, d], which give visible keys equal
+        weights.
+        """
         return self.zeros(self.kind.heads, self.kind.d), self.zeros(self.kind.groups, self.kind.d)
 
     def summed(self, x: Tensor) -> Tensor:
-        """x, summed over the context-parallel ranks, in place."""
+        """Sum x over the context-parallel ranks, in place, and return it."""
         if self.group.size() > 1:
             dist.all_reduce(x, group=self.group)
         return x
 
     def draw_sink(self) -> None:
-        """Gives learnable sinks a value of their own on each group, the same on all its ranks."""
+        """Give learnable sinks random values, the same on all ranks of a group."""
         if self.kind.sink == "learnable":
             sink = self.layer.softmax_offset
             seed = self.seed + 1 + dist.get_global_rank(self.group, 0)
@@ -82,11 +84,11 @@ class TestedLayer:
                 sink.copy_(drawn)
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, latents: Latents | None = None) -> Tensor:
-        """Calls the layer with this rank's tokens of whole batch rows [b, n, heads, size]; returns
+        """Call the layer with this rank's tokens of whole batch rows [b, n, heads, size]; return
         out [b, s, h, e].
 
-        `latents` [b, n, c] are those that keys and values were made from; by default ones that make
-        the values.
+        Keys and values were made from `latents` [b, n, c]; the default are latents that make the
+        values.
         """
         thd = self.kind.mask == "packed"
 
@@ -99,7 +101,7 @@ class TestedLayer:
 
             whole = latents or latent_probe.copies(k, v, self.layer.config.qk_head_dim)
             mine = whole._replace(latent=local(whole.latent))
-            self.layer.tap = SimpleNamespace(take=lambda *sizes: mine)  # in place of a LatentTap
+            self.layer.tap = SimpleNamespace(take=lambda *sizes: mine)  # replaces a LatentTap
         out = self.layer(*map(local, (q, k, v)), None, packed_seq_params=self.batch.packed)
         out = out[:, None] if thd else out
         heads: Tensor = out.unflatten(-1, (self.kind.heads, -1)).transpose(0, 1)

@@ -1,4 +1,6 @@
-"""The microbatch of the tiny model: random tokens in whole batch rows, as a data set gives them."""
+"""The microbatch of the tiny model: random tokens in whole batch rows, in the form of a
+data set's.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from cp_ring.megatron.certificate.tiny_model import VOCABULARY
 from cp_ring.megatron.data.masks import KEY
 from cp_ring.megatron.settings import packed_in_whole_rows
 
-MOST_TOKENS = 1 << 20  # of a microbatch of the job's own length
+MOST_TOKENS = 1 << 20  # limit for a microbatch of the job's own length
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Whole batch rows [b, n] as a data set gives them, and what they are.
+    """Whole batch rows [b, n] in the form of a data set's, with their documents or masks.
 
     positions: where the tokens of each context-parallel rank are in them, int64 [b, s].
     """
@@ -33,10 +35,10 @@ class Microbatch:
     def draw(
         cls, args: argparse.Namespace, kind: LayerKind, seed: int, distinct: bool = False
     ) -> Microbatch:
-        """Random tokens for the job of `args`, in documents where the mask of `kind` has them; the
-        loss mask differs between ranks, and has fractions.
+        """Draw random tokens for the job of `args`, in documents if the mask of `kind` has them.
+        The loss mask differs between ranks, and has fractions.
 
-        With `distinct` each token is another, beyond any vocabulary.
+        With `distinct`, all tokens differ, beyond any vocabulary.
         """
         cp = args.context_parallel_size
         random, batch_rows = torch.Generator().manual_seed(seed), BatchRows.draw(kind, cp)
@@ -54,7 +56,7 @@ class Microbatch:
         }
         if batch_rows.masks:
             data[KEY] = batch_rows.masks
-        if kind.mask == "packed":  # as the data sets of Megatron's scripts have it
+        if kind.mask == "packed":  # as in the data sets of Megatron's scripts
             data["cu_seqlens"] = torch.from_numpy(batch_rows.offsets)[None].to(torch.int32)
             data["max_seqlen"] = torch.tensor([int(batch_rows.lengths.max())], dtype=torch.int32)
         batch = cls(data, batch_rows, [batch_rows.positions(rank, cp) for rank in range(cp)])
@@ -66,8 +68,8 @@ class Microbatch:
 
     @classmethod
     def draw_long(cls, args: argparse.Namespace, kind: LayerKind, seed: int) -> Microbatch:
-        """That of the job's own length, with distinct tokens: as many batch rows as the job has, or
-        as `MOST_TOKENS` allow.
+        """Draw a microbatch of the job's own length with distinct tokens, and as many batch rows as
+        the job has, or as fit into `MOST_TOKENS`.
         """
         n = args.seq_length or kind.tokens
         if kind.mask == "packed" and not packed_in_whole_rows():
@@ -77,32 +79,34 @@ class Microbatch:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The arguments that say how large it is."""
+        """Return the arguments that give its size."""
         kind = self.batch_rows.kind
         lengths = dict.fromkeys(("seq_length", "max_position_embeddings"), kind.tokens)
         return lengths | {"micro_batch_size": kind.batch_size}
 
     def blind(self) -> Microbatch:
-        """The same with other labels where the loss mask is 0."""
+        """Return a copy with other labels where the loss mask is 0."""
         labels, hidden = self.data["labels"], self.data["loss_mask"] == 0
         others = torch.where(hidden, (labels + 1) % VOCABULARY, labels)
         return replace(self, data=self.data | {"labels": others})
 
     def undeclared(self) -> Microbatch:
-        """The same without what its batch rows declare."""
+        """Return a copy without the declared masks of its batch rows."""
         data = {name: value for name, value in self.data.items() if name != KEY}
         return replace(self, data=data)
 
     def fresh(self) -> dict[str, Any]:
-        """A copy of the data: a script may write into the dictionary and its tensors."""
+        """Return a copy of the data, because a script may write into the dictionary and its
+        tensors.
+        """
         return {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in self.data.items()
         }
 
     def selected(self) -> tuple[Tensor, Tensor] | None:
-        """Positions and places of the tokens of whole batch rows [n, b], where positions are
-        declared.
+        """Return positions and indices of the tokens of whole batch rows [n, b] if positions are
+        declared, else None.
         """
         if not self.batch_rows.masks:
             return None
@@ -110,22 +114,22 @@ class Microbatch:
         return positions, torch.arange(len(positions))[:, None].expand_as(positions)
 
     def last(self) -> Tensor:
-        """True for the last token of each document or declared sequence, bool [b, n]."""
+        """Return True for the last token of each document or declared sequence, bool [b, n]."""
         return torch.stack([rule.last() for rule in self.batch_rows.rules])
 
 
 def _loss_mask(batch: int, n: int, random: torch.Generator) -> Tensor:
-    """Zeros, and weights of up to 1.75 in quarters, which become more often along the sequence:
-    float32 [batch, n].
+    """Draw zeros, and weights of up to 1.75 in quarters, which become more frequent along the
+    sequence: float32 [batch, n].
     """
     some = torch.rand(batch, n, generator=random) < torch.linspace(0.4, 1.0, n)
     return some * torch.randint(1, 8, (batch, n), generator=random) / 4
 
 
 def _count(mask: Tensor, of_rank: Tensor) -> None:
-    """Makes the loss mask of a rank, whose tokens are at `of_rank`, add up to a whole number.
+    """Make the loss mask of a rank, whose tokens are at `of_rank`, add up to a whole number.
 
-    Loss functions of Megatron's scripts cut off fractions of this number, with and without context
+    Loss functions of Megatron's scripts cut off fractions of this sum, with and without context
     parallelism.
     """
     part = mask.gather(1, of_rank)

@@ -1,5 +1,5 @@
-"""Which of a job's layers a tiny model copies: one of each kind, in the job's order; and the flags
-that ask for them.
+"""Chooses the layers that a tiny model copies, one of each kind in the job's order, and makes the
+flags that ask for them.
 
 A hybrid model has layers by the letters of its pattern.
 """
@@ -26,10 +26,10 @@ STATE = 16  # channels of a head of a recurrent layer, and of its state
 
 
 def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> list[int]:
-    """The numbers, from 1, of the layers that a tiny model copies: the first of each of `kinds` and
-    of each other kind.
+    """Return the numbers, counted from 1, of the layers that a tiny model copies: the first one of
+    each of `kinds` and of each other kind.
 
-    A program builds a hybrid model of its own pattern, so that its tiny model has all layers.
+    A program builds a hybrid model of its own pattern, so its tiny model has all layers.
     """
     if hasattr(args, "transformer_config") and getattr(config, "is_hybrid_model", False):
         return list(range(1, args.num_layers + 1))
@@ -38,8 +38,8 @@ def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind])
 
 
 def _kinds_of_layers(args: argparse.Namespace) -> list[Any]:
-    """What tells the layers of the job from one another, apart from their attention; [] where
-    nothing does.
+    """Return what distinguishes the layers of the job apart from their attention, one entry per
+    layer; [] if nothing does.
     """
     if letters := main_layers(letters_of(args)):
         experts = layers_with_experts(args) or [0] * len(letters)
@@ -48,15 +48,15 @@ def _kinds_of_layers(args: argparse.Namespace) -> list[Any]:
 
 
 def layers_with_experts(args: argparse.Namespace) -> list[int]:
-    """Of each layer of the job 1 if it has experts by `--moe-layer-freq`, else 0; [] where all are
-    alike.
+    """Return 1 for each layer of the job that has experts by `--moe-layer-freq` and 0 for the
+    others; [] if all layers are alike.
     """
     alike = not getattr(args, "num_experts", None) or pattern_of(args)
     return [] if alike or getattr(args, "moe_layer_freq", 1) in (1, None) else expert_layers(args)
 
 
 def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
-    """What of the layers of the job no tiny model can have."""
+    """Return texts about layers of the job that no tiny model can have."""
     reasons = []
     if SPARSE in letters_of(args) and getattr(args, "dsa_indexer_scoring_relu", True):
         reasons.append("relu of sparse attention's scores")
@@ -73,12 +73,12 @@ def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
 def changes_of_layers(
     args: argparse.Namespace, config: Any, kinds: list[LayerKind], tp: int
 ) -> dict[str, Any]:
-    """Fields of the configuration of a tiny model that give it the layers of `chosen_layers`."""
+    """Return the configuration fields that give a tiny model the layers of `chosen_layers`."""
     chosen = chosen_layers(args, config, kinds)
     experts, letters = layers_with_experts(args), letters_of(args)
     changes: dict[str, Any] = {"num_layers": len(chosen)}
     if SPARSE in letters:
-        # fewer than a tiny batch row has; relu makes equal scores, of which Megatron selects any
+        # fewer keys than a tiny batch row has; with relu scores are equal, and Megatron selects any
         changes |= {"dsa_indexer_topk": STATE, "dsa_indexer_scoring_relu": False}
     changes["moe_layer_freq"] = [experts[layer - 1] for layer in chosen] if experts else 1
     if letters and not pattern_of(args):
@@ -101,8 +101,8 @@ def changes_of_layers(
 
 
 def tiny_pattern(args: argparse.Namespace, chosen: list[int]) -> dict[str, str]:
-    """The pattern of the chosen layers, under the names that the job has it; those that predict
-    tokens have one of each kind. {} without a pattern.
+    """Return the pattern of the chosen layers under the argument names that the job uses, with one
+    layer of each kind that predicts tokens; {} without a pattern.
     """
     pattern = pattern_of(args)
     if not pattern:
@@ -114,7 +114,9 @@ def tiny_pattern(args: argparse.Namespace, chosen: list[int]) -> dict[str, str]:
 
 
 def _recurrent(args: argparse.Namespace, config: Any, tp: int) -> dict[str, Any]:
-    """Small states, and so many heads that the ranks share them as they share the job's."""
+    """Return small state sizes, and numbers of heads that the ranks can share as they share the
+    job's.
+    """
     if not (letters_of(args) or getattr(config, "is_hybrid_model", False)):
         return {}
     groups = getattr(args, "mamba_num_groups", None) or 1

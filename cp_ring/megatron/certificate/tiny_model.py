@@ -1,4 +1,4 @@
-"""A tiny model made from a job's flags, and Megatron's global state for it."""
+"""Makes a tiny model from a job's flags, and Megatron's global state for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCABULARY = 128
 HIDDEN = 64
 EXPERTS = 4
 PACKING = ("sft", "dataloader_inter_document_masking")
-"""Arguments with which the batches of Megatron's scripts are packed."""
+"""Arguments with which Megatron's scripts pack their batches."""
 
 KEPT = """
     tensor_model_parallel_size sequence_parallel context_parallel_size
@@ -41,16 +41,16 @@ KEPT = """
     linear_conv_kernel_dim linear_num_key_heads linear_num_value_heads
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_loss_coeff
 """
-"""Fields of the job's `TransformerConfig` that its tiny model has too: those on which context
-parallelism depends. Others have Megatron's default.
+"""Fields of the job's `TransformerConfig` that its tiny model keeps, because context parallelism
+depends on them. Other fields have Megatron's default.
 """
 
 
 def tiny_args(
     args: argparse.Namespace, kinds: list[LayerKind], batch_size: int
 ) -> argparse.Namespace:
-    """The job's arguments with the sizes of a tiny model and one layer of each kind, in float32,
-    without pipeline stages. `tiny_config` is the configuration of the model.
+    """Return the job's arguments with the sizes of a tiny model and one layer of each kind, in
+    float32, without pipeline stages. `tiny_config` is the configuration of the model.
     """
     config = transformer_config(args)
     tiny = _tiny_config(args, config, kinds)
@@ -61,7 +61,8 @@ def tiny_args(
         "num_experts": tiny.num_moe_experts,
         "seq_length": kinds[0].tokens,
         "micro_batch_size": batch_size,
-        # A table of positions is as long as the job's: a microbatch of that length is probed too.
+        # The table of positions keeps the job's length, because a microbatch of that length is
+        # probed too.
         "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
         "check_for_nan_in_loss_and_grad": False,
         "check_for_spiky_loss": False,
@@ -79,7 +80,9 @@ def tiny_args(
 
 
 def _one_block(config: Any, tiny: Any) -> Any:
-    """A heterogeneous block of the job that attends, in the sizes of the tiny model; has an MLP."""
+    """Return a heterogeneous block of the job that has attention and an MLP, in the sizes of the
+    tiny model.
+    """
     block = copy.deepcopy(next(filter(attends, config.per_block_parameters)))
     block.attention.num_query_groups = tiny.num_query_groups
     block.mlp.no_op = block.mlp.replace_with_linear = False
@@ -88,8 +91,8 @@ def _one_block(config: Any, tiny: Any) -> Any:
 
 
 def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> Any:
-    """A new configuration of Megatron with what is `KEPT` of the job's."""
-    # heavy, and installed with Megatron only
+    """Return a new configuration of Megatron with the `KEPT` fields of the job's."""
+    # slow to import, and installed with Megatron only
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     latent = getattr(config, "multi_latent_attention", False)
@@ -112,11 +115,11 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
 
 
 def with_changes(args: argparse.Namespace, changes: dict[str, Any]) -> argparse.Namespace:
-    """A copy of the arguments of a tiny model with those of `changes` that they have, which its
-    configuration follows.
+    """Return a copy of a tiny model's arguments with those of `changes` that it has; its
+    configuration changes too.
     """
     changed, config = copy.copy(args), copy.copy(args.tiny_config)
-    for owner, kept in ((changed, ""), (config, "cp_comm_type")):  # a list in arguments alone
+    for owner, kept in ((changed, ""), (config, "cp_comm_type")):  # a list in the arguments only
         names = changes.keys() & vars(owner).keys() - {kept}
         vars(owner).update({name: changes[name] for name in names})
     changed.tiny_config = config
@@ -124,26 +127,26 @@ def with_changes(args: argparse.Namespace, changes: dict[str, Any]) -> argparse.
 
 
 def transformer_config(args: argparse.Namespace) -> Any:
-    """Megatron's configuration of the model: that which the program made, else that of the
+    """Return Megatron's configuration of the model: the program's own, else the one made from the
     arguments.
     """
     if hasattr(args, "transformer_config"):
         return args.transformer_config
-    # users of megatron.core alone may lack it
+    # programs on megatron.core alone may lack it
     from megatron.training.arguments import core_transformer_config_from_args
 
     return core_transformer_config_from_args(args)
 
 
 def _experts(config: Any) -> dict[str, Any]:
-    """A few small experts on each rank, if the job has experts."""
+    """Return a few small experts on each rank, if the job has experts."""
     if not config.num_moe_experts:
         return {}
     balance = config.moe_router_load_balancing_type
     return {
         "num_moe_experts": min(config.num_moe_experts, max(EXPERTS, config.moe_router_topk)),
         "moe_ffn_hidden_size": HIDDEN * config.tensor_model_parallel_size,
-        # Megatron defines it by the tokens of a rank, so that another cp size is another model.
+        # Megatron defines it by the tokens of a rank, so another cp size makes another model.
         "moe_router_load_balancing_type": "none" if "sinkhorn" in balance else balance,
     }
 
@@ -153,8 +156,8 @@ def _queries_of_a_key_head(config: Any) -> int:
 
 
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
-    """Key/value heads of a tiny model: two for each tensor-parallel rank, or as many as ranks need
-    that exchange heads.
+    """Return the key/value heads of a tiny model: two for each tensor-parallel rank, or as many as
+    the ranks that exchange heads need.
     """
     tp, all_heads = args.tensor_model_parallel_size, args.num_attention_heads // sharing
     specs = [spec for _, spec in comm_types.specs(args, settings.current())]
@@ -167,7 +170,7 @@ def _key_heads(args: argparse.Namespace, sharing: int) -> int:
 
 
 def uncovered(args: argparse.Namespace) -> str:
-    """Why no tiny model can be made from these flags, or ""."""
+    """Return why no tiny model can be made from these flags, or ""."""
     if hasattr(args, "transformer_config") and args.build is None:
         return "a program that does not call cp_ring.megatron.certify"
     if isinstance(transformer_config(args).window_size, int):
@@ -176,7 +179,7 @@ def uncovered(args: argparse.Namespace) -> str:
 
 
 def own_device() -> torch.device:
-    """Where this rank computes."""
+    """Return the device of this rank."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()
@@ -185,7 +188,7 @@ def own_device() -> torch.device:
 
 
 def build(args: argparse.Namespace) -> Any:
-    """The model of `args` with all its layers, on this rank's device."""
+    """Build the model of `args` with all its layers on this rank's device."""
     from megatron.core import tensor_parallel
 
     config = args.tiny_config
@@ -212,8 +215,8 @@ def build(args: argparse.Namespace) -> Any:
 
 @contextmanager
 def arguments_in_force(args: argparse.Namespace, groups: dict[str, Any]) -> Iterator[None]:
-    """Replaces Megatron's global arguments, timers and process groups, and afterwards restores
-    them.
+    """Replace Megatron's global arguments, timers and process groups within the block, and restore
+    them afterwards.
     """
     from megatron.core import Timers, parallel_state
 
@@ -223,7 +226,7 @@ def arguments_in_force(args: argparse.Namespace, groups: dict[str, Any]) -> Iter
         if hasattr(parallel_state, name)
     ]
     if not hasattr(args, "transformer_config"):
-        from megatron.training import global_vars  # users of megatron.core alone may lack it
+        from megatron.training import global_vars  # programs on megatron.core alone may lack it
 
         changes += [
             (global_vars, "_GLOBAL_ARGS", args),
@@ -234,8 +237,8 @@ def arguments_in_force(args: argparse.Namespace, groups: dict[str, Any]) -> Iter
 
 
 def one_stage(alone: Any, whole: bool = False) -> dict[str, Any]:
-    """The parallel state of a rank that holds every stage and every expert of its model and, if
-    `whole`, whole batch rows and batches: context and data parallel size 1.
+    """Return the parallel state of a rank that holds every stage and expert of its model and, if
+    `whole`, whole batch rows and batches (context and data parallel size 1).
     """
     from megatron.core import parallel_state
 

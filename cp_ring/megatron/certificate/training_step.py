@@ -1,4 +1,4 @@
-"""One training step of a model, and how its outcome is compared with that of the reference run."""
+"""Runs one training step of a model, and compares its outcome with that of the reference run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.tiny_batch import Microbatch
 from cp_ring.plan.sizes.attention_sizes import widening
 
-# Norms of errors over norms of the truth; on CUDA matrix products may round to TF32.
+# Norm of the error over norm of the truth; matrix products on CUDA may round to TF32.
 BOUND = {"cpu": 1e-4, "cuda": 1e-2}
 GRADIENTS_BOUND = {"cpu": 1e-4, "cuda": 1e-1}
 
@@ -26,11 +26,11 @@ ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a step: losses of this rank's tokens [b, s], the reported loss, gradients by
-    parameter.
+    """The results of a step: losses of this rank's tokens [b, s], the reported loss, and gradients
+    by parameter.
 
-    `sums` tells whether the loss function returns a number of tokens, and reports a sum and a
-    number, which Megatron adds up over ranks. Means it averages over ranks.
+    `sums` is true if the loss function returns a number of tokens and reports a sum and a number,
+    which Megatron adds up over ranks. Megatron averages a mean over ranks.
     """
 
     losses: Tensor
@@ -40,8 +40,8 @@ class Outcome:
 
 
 def train(args: argparse.Namespace, model: Any, batch: Microbatch, step: ForwardStep) -> Outcome:
-    """Forward, backward and reduction of gradients of one microbatch, as Megatron's training loop
-    runs them.
+    """Run forward, backward and the reduction of gradients on one microbatch, as Megatron's
+    training loop does.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -82,7 +82,7 @@ def train(args: argparse.Namespace, model: Any, batch: Microbatch, step: Forward
         micro_batch_size=batch_size,
         forward_only=False,
     )
-    wrapped.grad_accs.clear()  # a cycle through autograd, which would keep the model
+    wrapped.grad_accs.clear()  # breaks a cycle through autograd, which would keep the model
     report = next(iter(reports[0].values())).detach().clone().double().reshape(-1)
     dist.all_reduce(
         report, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -104,10 +104,10 @@ def compare(
     about: tuple[str, str],
     exact: bool,
 ) -> list[Probe]:
-    """The job's outcome against that of the reference run; the losses of tokens alone unless
-    `exact`. `counts` [b, s] tells which of this rank's tokens have a weight in the loss; the labels
-    of others differ between the runs, and must change nothing. `about` names the model and its
-    mask.
+    """Compare the job's outcome with that of the reference run, and only the losses of tokens
+    unless `exact`. `counts` [b, s] says which of this rank's tokens have a weight in the loss; the
+    labels of the others differ between the runs, and must change nothing. `about` names the model
+    and its mask.
     """
     device = "cuda" if ours.losses.is_cuda else "cpu"
     wider = widening(settings.current().wire)
@@ -128,8 +128,8 @@ def compare(
 
 
 def _worst_gradient(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[str, float]:
-    """The parameter whose gradient has the largest error, and this error, relative to the norm of
-    the gradient, or to a hundredth of the norm of all gradients.
+    """Return the parameter with the largest gradient error, and this error relative to the norm of
+    its gradient, or to a hundredth of the norm of all gradients.
     """
     least = float(torch.stack([x.norm() for x in truth.values()]).norm()) * 1e-2
     errors = {

@@ -17,14 +17,14 @@ from cp_ring.megatron.certificate.dense_oracle import MaskRule
 from cp_ring.plan.mask import Mask
 
 PREFIX = "declared "
-"""How the names of such masks begin in the certificate, as in `declared shared-prefix`."""
+"""Prefix of the names of such masks in the certificate, as in `declared shared-prefix`."""
 
 Sample = tuple[Mask, MaskRule]
 
 
 def sample(name: str, n: int, seed: int) -> Sample:
-    """A mask of `n` tokens of the kind that `name` ends with, and the rule that it must follow;
-    another one for each seed.
+    """Return a mask of `n` tokens of the kind that `name` ends with, and the rule that it must
+    follow. Each seed gives another mask.
     """
     return _SAMPLES[name.removeprefix(PREFIX)](n, np.random.default_rng(seed))
 
@@ -32,12 +32,13 @@ def sample(name: str, n: int, seed: int) -> Sample:
 def document_rule(
     n: int, spans: Sequence[tuple[int, int]], prefixes: Sequence[int] = ()
 ) -> MaskRule:
-    """Tokens see the earlier ones of their own document [start, end), and those of its prefix, of
-    the length in `prefixes`. Tokens outside all documents are padding, which neither sees nor is
-    seen.
+    """Return the rule in which tokens see the earlier tokens of their own document [start, end),
+    and of its prefix, whose length is in `prefixes`. Tokens outside all documents are padding,
+    which neither sees nor is seen.
     """
     document = _numbered(n, spans)
-    start = torch.tensor([*(first for first, _ in spans), 0])[document]  # 0 for padding, -1
+    # padding has the document -1, which is the last entry: 0
+    start = torch.tensor([*(first for first, _ in spans), 0])[document]
     border = start + torch.tensor([*(prefixes or [0] * len(spans)), 0])[document]
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
@@ -56,8 +57,8 @@ def _documents(n: int, random: np.random.Generator, prefixes: bool = False) -> S
 
 
 def _tree(n: int, random: np.random.Generator, parents: list[int]) -> tuple[list[int], MaskRule]:
-    """The random lengths of branches with these parents, and their rule; some padding is behind
-    them.
+    """Return random lengths of branches with these parents, and their rule; padding follows the
+    branches.
     """
     edges = [0, *_cuts(n, len(parents), random)]
     branch, lengths = _numbered(n, [*pairwise(edges)]), np.diff(edges).tolist()
@@ -89,8 +90,8 @@ def _shared(n: int, random: np.random.Generator) -> Sample:
 
 
 def _images(n: int, random: np.random.Generator) -> Sample:
-    """Three images around a quarter, a half and three quarters of the sequence: there many layouts
-    have an edge.
+    """Place three images around a quarter, a half and three quarters of the sequence, where many
+    layouts have an edge.
     """
     half = [int(size) for size in random.integers(max(n // 16, 1), max(n // 9, 2), 3)]
     spans = [(n * i // 4 - size, n * i // 4 + size // 2 + 1) for i, size in enumerate(half, 1)]
@@ -134,7 +135,7 @@ def _diffusion(n: int, random: np.random.Generator) -> Sample:
 
 
 def _numbered(n: int, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """The number of the span [start, end) that each token is in, -1 where it is in none."""
+    """Return the number of the span [start, end) that holds each token, or -1."""
     numbers = torch.full((n,), -1)
     for number, (start, end) in enumerate(spans):
         numbers[start:end] = number
@@ -142,12 +143,12 @@ def _numbered(n: int, spans: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _cuts(n: int, count: int, random: np.random.Generator) -> list[int]:
-    """Different places between tokens, in ascending order."""
+    """Return `count` different places between tokens, in ascending order."""
     return sorted(random.choice(np.arange(1, n), count, replace=False).tolist())
 
 
 def _plain(sees: Callable[[Tensor, Tensor], Tensor], n: int, edges: Iterable[int]) -> MaskRule:
-    """The rule of a mask whose positions are the places in the stream."""
+    """Return the rule of a mask whose positions are the indices in the stream."""
     return MaskRule(sees, torch.arange(n), torch.zeros(n, dtype=torch.int64), tuple(edges))
 
 

@@ -1,5 +1,4 @@
-"""Probes of the values of one attention layer: outputs and gradients of random tensors against
-float64.
+"""Compares the outputs and gradients of one attention layer for random tensors with float64.
 
 Shapes: as in `tested_layer`; m sampled queries of a rank, c a latent, r the rotated part of a key.
 """
@@ -20,27 +19,27 @@ from cp_ring.plan.sizes.attention_sizes import WIRES
 if TYPE_CHECKING:
     from cp_ring.comm.latent import Latents
 
-# Largest norm of an error over the norm of the truth: three times what kernels leave that round
-# partial results to the input's precision and add them up in float32.
+# Bound of the norm of an error over the norm of the truth: three times the error of kernels that
+# round partial results to the input's precision and add them up in float32.
 BOUNDS = {torch.float64: 5e-6, torch.float32: 5e-6, torch.float16: 8e-4, torch.bfloat16: 6e-3}
 PARAMETERS = ("sink", "weight")  # their gradients are summed over the context-parallel ranks
-# of the bound: the gradient of a sink is a sum over all queries in which much cancels out
+# factor of the bound: the gradient of a sink is a sum over all queries in which much cancels out
 SINK_FACTOR = 20.0
-# of the bound in 16 bits: keys, and gradients of latents, are rounded once more
+# factor of the bound in 16 bits: keys, and gradients of latents, are rounded once more
 LATENT_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
 class RandomTensors:
-    """Random tensors of whole batch rows, q [b, n, h, d] and what keys and values are made from;
-    the same on all ranks.
+    """Random tensors of whole batch rows, the same on all ranks: q [b, n, h, d] and the tensors
+    that make keys and values.
 
-    `of_keys` are k [b, n, g, d] and v [b, n, g, e]; where latents travel, latent [b, n, 1, c], rope
-    [b, n, 1, r] and weight.
+    `of_keys` are k [b, n, g, d] and v [b, n, g, e]; if latents travel, they are latent [b, n, 1,
+    c], rope [b, n, 1, r] and weight.
 
-    `sampled` are indices int64 [m] into this rank's tokens, of the queries that are compared; the
-    same for every batch row. `dout` [b, s, h, e], the gradient of this rank's outputs, is zero for
-    others.
+    `sampled` are the indices, int64 [m], among this rank's tokens of the compared queries, the same
+    for every batch row. `dout` [b, s, h, e], the gradient of this rank's outputs, is zero for other
+    queries.
     """
 
     q: Tensor
@@ -50,15 +49,15 @@ class RandomTensors:
 
 
 def value_probes(tested: TestedLayer, samples: int | None = None) -> list[Probe]:
-    """Outputs and gradients of random tensors against float64; with `samples` of that many queries
-    of this rank only.
+    """Compare outputs and gradients for random tensors with float64; with `samples`, for so many
+    queries of this rank only.
     """
     inputs = draw(tested, samples)
     return compare(tested, inputs, reference(tested, inputs))
 
 
 def compare(tested: TestedLayer, inputs: RandomTensors, truth: dict[str, Tensor]) -> list[Probe]:
-    """What the layer makes of `inputs` against the truth."""
+    """Compare the layer's results for `inputs` with the truth."""
     computed = _of_layer(tested, inputs)
     return [
         _probe(tested, name, computed[name], expected, inputs.sampled)
@@ -67,10 +66,10 @@ def compare(tested: TestedLayer, inputs: RandomTensors, truth: dict[str, Tensor]
 
 
 def draw(tested: TestedLayer, samples: int | None = None) -> RandomTensors:
-    """Random tensors for the microbatch of `tested`."""
+    """Draw random tensors for the microbatch of `tested`."""
     kind, batch = tested.kind, tested.batch
     batch_size, s = batch.positions.shape
-    # large ones are drawn where they are needed
+    # large tensors are drawn on the device that needs them
     on_device = tested.device if samples else torch.device("cpu")
     generator = torch.Generator(on_device).manual_seed(tested.seed)
 
@@ -91,7 +90,7 @@ def draw(tested: TestedLayer, samples: int | None = None) -> RandomTensors:
     dout = batch.local(normal(kind.heads, kind.e))
     places = {*range(s)}
     if samples is not None and samples < s:
-        ends = [0, s // 2 - 1, s // 2, s - 1]  # of the chunks that a rank holds
+        ends = [0, s // 2 - 1, s // 2, s - 1]  # ends of the chunks that a rank holds
         places = {*ends, *torch.linspace(1, s - 2, samples - len(ends)).long().tolist()}
     sampled = torch.tensor(sorted(places), device=tested.device)
     kept = torch.zeros_like(dout).index_copy(1, sampled, dout[:, sampled])
@@ -99,11 +98,11 @@ def draw(tested: TestedLayer, samples: int | None = None) -> RandomTensors:
 
 
 def _of_layer(tested: TestedLayer, inputs: RandomTensors) -> dict[str, Tensor]:
-    """What the layer computes, by name: out and dq of the sampled queries [b, m, h, size], dk and
+    """Return the layer's results by name: out and dq of the sampled queries [b, m, h, size], dk and
     dv of this rank's keys.
 
-    The gradients of parameters are summed over ranks: `dsink` [h] of a learnable sink, `dweight`
-    where latents travel.
+    Gradients of parameters are summed over ranks: `dsink` [h] of a learnable sink, and `dweight` if
+    latents travel.
     """
     batch, sink = tested.batch, tested.layer.softmax_offset
     tensors = {"q": inputs.q, **inputs.of_keys}
@@ -130,7 +129,7 @@ def _gradients(out: Tensor, leaves: dict[str, Tensor], dout: Tensor) -> dict[str
 
 
 def _keys(tested: TestedLayer, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Keys and values of `RandomTensors.of_keys`."""
+    """Return the keys and values of `RandomTensors.of_keys`."""
     if not tested.of_latents:
         return tensors["k"], tensors["v"]
     from cp_ring.megatron.certificate import latent_probe
@@ -150,7 +149,7 @@ def _latents(tested: TestedLayer, tensors: dict[str, Tensor]) -> Latents | None:
 
 
 def reference(tested: TestedLayer, inputs: RandomTensors) -> dict[str, Tensor]:
-    """What the declared layer computes, in float64: each rank computes its own queries, and
+    """Compute the results of the declared layer in float64. Each rank computes its own queries, and
     gradients of keys are summed over the group.
     """
     kind, batch, sink = tested.kind, tested.batch, tested.layer.softmax_offset

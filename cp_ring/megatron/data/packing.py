@@ -65,9 +65,7 @@ class PackedRows:
         return offsets if offsets[-1] == self.capacity else np.append(offsets, self.capacity)
 
     def describe(self) -> str:
-        """Return a summary, such as `1,000 documents in 40 rows of 4,096 tokens: 99.90
-        % filled`.
-        """
+        """Return one line, such as `1,000 documents in 40 rows of 4,096 tokens: 99.90 % filled`."""
         documents = len(np.unique(self.document))
         return (
             f"{documents:,} documents in {self.rows:,} rows of {self.capacity:,} tokens: "
