@@ -31,8 +31,8 @@ def _by_flags(args: Asked, options: Options) -> bool:
 
 
 def _recurrent(args: Asked, options: Options) -> bool:
-    """Whether layers may be recurrent: a program may have any, whose tokens may come in another
-    order, or with documents.
+    """Return True if layers may be recurrent. A program may have any layers, with tokens in another
+    order or with documents.
     """
     moved = not options.named_layout.stock or options.document_mask or options.kinds or args.packed
     return options.enabled and bool(letters_of(args) or (args.program and moved))
@@ -70,15 +70,17 @@ FOR: dict[str, Callable[[Asked, Options], Any]] = {
         options.enabled and not args.program and options.certify != "off"
     ),
     "model_checks": lambda args, options: args.program,
-    "step_line": lambda args, options: False,  # `install.log_steps` applies it
+    "step_line": lambda args, options: False,  # `install.log_steps` applies this patch
 }
-"""The jobs that need each patch, in the order in which they are applied."""
+"""For each patch, in the order in which patches are applied: a function that says whether a job
+needs it.
+"""
 
 NAMES = tuple(FOR)
 
 
 def get(name: str) -> Patch:
-    """The patch called `name`; raises `ConfigError` for an unknown name."""
+    """Return the patch called `name`; raise `ConfigError` for an unknown name."""
     if name not in NAMES:
         raise ConfigError(f"cp_ring has no patch {name!r}; it has {', '.join(NAMES)}")
     patch: Patch = importlib.import_module(f"cp_ring.patches.{name}").PATCH
@@ -86,8 +88,8 @@ def get(name: str) -> Patch:
 
 
 def apply_for(args: Asked, options: Options, names: Iterable[str] = NAMES) -> None:
-    """Applies the patches that a job needs. Raises `ConfigError` where one rejects what is
-    installed.
+    """Apply the patches that a job needs. Raises `ConfigError` if a patch rejects the installed
+    package.
     """
     for name in names:
         if FOR[name](args, options):
@@ -95,10 +97,10 @@ def apply_for(args: Asked, options: Options, names: Iterable[str] = NAMES) -> No
 
 
 def table() -> list[dict[str, str]]:
-    """One entry per patch: name, what, why, versions, upstream, state."""
+    """Return one entry per patch: name, what, why, versions, upstream, state."""
     return [get(name).describe() for name in NAMES]
 
 
 def applied() -> list[str]:
-    """Names of the patches that are applied in this process."""
+    """Return the names of the patches that are applied in this process."""
     return [name for name in NAMES if get(name).applied]

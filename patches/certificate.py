@@ -1,6 +1,6 @@
 """Makes the certificate after Megatron has made its parallel groups and before it builds the model.
 
-The job's own forward step is an argument of `pretrain`, so that function is wrapped too.
+`pretrain` gets the job's own forward step as an argument, so it is wrapped too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Makes Megatron's attention layers build ring attention as their core attention.
 
-Layer specifications of hybrid, heterogeneous and ModelOpt models contain the stock class from the
-moment they are imported. So it is replaced where it is built: in the constructors of `Attention`
-and `MultiLatentAttention`.
+Layer specifications of hybrid, heterogeneous and ModelOpt models hold the stock class from the
+moment they are imported. So the class is replaced where layers are built: in the constructors of
+`Attention` and `MultiLatentAttention`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def _replacements() -> Iterator[Replacement]:
 
 @around
 def _with_all_gather(constructor: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Megatron's sparse attention is split as Megatron splits it, whatever other layers use."""
+    """Build Megatron's sparse attention with all_gather, whatever type other layers use, because
+    Megatron splits its tokens.
+    """
     if "cp_comm_type" in kwargs:
         kwargs["cp_comm_type"] = "all_gather"
     constructor(self, *args, **kwargs)
@@ -62,8 +64,8 @@ def _with_numbers(constructor: Function, self: Any, *args: Any, **kwargs: Any) -
 
 @around
 def _with_any_type(check: Function, config: Any) -> None:
-    """Megatron's sparse attention knows all_gather alone, which its layers get: the check of the
-    types sees it in place of those of other layers.
+    """Call the check with all_gather, which Megatron's sparse attention requires and gets, in place
+    of the type of the other layers.
     """
     kinds = config.cp_comm_type
     if getattr(config, "experimental_attention_variant", None) == "dsa":
@@ -84,7 +86,7 @@ def _with_ring(
 
     from cp_ring.megatron.specs import ring_submodules
 
-    # it brings its own context parallelism
+    # sparse attention has its own context parallelism
     sparse = type(self).__name__ == "AbsorbedMLASelfAttention"
     constructor(
         self, config, submodules if sparse else ring_submodules(submodules), *args, **kwargs
@@ -100,7 +102,9 @@ def _with_ring(
 def _on_its_group(
     forward: Function, self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
 ) -> Any:
-    """Rotary embeddings of packed documents are those of the ranks that share the microbatch."""
+    """Use the rotary embeddings of packed documents on the group of ranks that shares the
+    microbatch.
+    """
     from cp_ring.megatron.data.documents import group_of_microbatch
 
     groups = self.pg_collection

@@ -1,8 +1,7 @@
-"""Lets stock Megatron run where there is no CUDA: gloo ranks on the CPU, for trying, testing and
-CI.
+"""Lets stock Megatron run without CUDA: gloo ranks on the CPU, for trying, testing and CI.
 
 Megatron uses `device="cuda"`, CUDA streams, events, random states and memory statistics in many
-places, and does not start without CUDA. This patch answers all of them with the CPU. Where CUDA is
+places, and does not start without CUDA. This patch redirects all of them to the CPU. If CUDA is
 present it changes nothing.
 """
 
@@ -61,7 +60,7 @@ def _itself(tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class InertStream:
-    """Stands for a CUDA stream, and does nothing: work on the CPU is in order already."""
+    """Replaces a CUDA stream and does nothing, because work on the CPU is already in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = CPU
@@ -77,12 +76,12 @@ class InertStream:
 
 
 class InertEvent(InertStream):
-    """Stands for a CUDA event."""
+    """Replaces a CUDA event."""
 
 
 class ApplyWhenUnpickled:
-    """Travels to a spawned process with multiprocessing's preparation data, and applies the patch
-    as it is unpickled there.
+    """Goes to a spawned process with multiprocessing's preparation data, and applies the patch when
+    it is unpickled there.
     """
 
     def __reduce__(self) -> tuple[Callable[[], bool], tuple[()]]:
@@ -90,8 +89,8 @@ class ApplyWhenUnpickled:
 
 
 def apply_in_worker() -> bool:
-    """Applies the part of the patch that needs torch alone; called in spawned processes such as
-    checkpoint writers.
+    """Apply the part of the patch that needs torch alone; spawned processes such as checkpoint
+    writers call it.
     """
     _WORKER.apply()
     return _WORKER.applied
@@ -104,7 +103,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _counts_of_experts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """The sizes of what experts exchange, which process groups take as numbers of the host, not as
+    """Return the sizes that experts exchange as numbers on the host, because gloo does not take
     tensors.
     """
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -115,7 +114,7 @@ def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    # the state in a checkpoint written on a GPU has another size
+    # a checkpoint written on a GPU holds a state of another size
     if state.numel() == torch.get_rng_state().numel():
         torch.set_rng_state(state)
 
@@ -143,15 +142,15 @@ def _peak_bytes(*args: Any, **kwargs: Any) -> int:
 
 def _device_properties(*args: Any, **kwargs: Any) -> SimpleNamespace:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # From architecture 10 on, Megatron no longer demands CUDA_DEVICE_MAX_CONNECTIONS=1.
+    # From architecture 10 on, Megatron does not require CUDA_DEVICE_MAX_CONNECTIONS=1.
     return SimpleNamespace(
         name="cpu", major=10, minor=0, total_memory=memory, multi_processor_count=os.cpu_count()
     )
 
 
 def _partitioned_indices(cu_seqlens: torch.Tensor, tokens: int, cp: int, rank: int) -> torch.Tensor:
-    """As `transformer_engine_torch.thd_get_partitioned_indices`: the tokens of a rank, of documents
-    that are split one by one.
+    """Return a rank's tokens of documents that are split one by one; replaces
+    `transformer_engine_torch.thd_get_partitioned_indices`.
     """
     from cp_ring.plan.layout import Layout
 
@@ -181,13 +180,13 @@ _RANDOM = {
     "set_rng_state": _set_rng_state,
     "manual_seed": _manual_seed,
 }
-"""Of torch.cuda, and of torch.cuda.random too."""
+"""Functions that replace those of torch.cuda and of torch.cuda.random."""
 
 
 def _torch_replacements() -> Iterator[Replacement]:
     for names, value in _STAND_INS.items():
         for name in names.split():
-            # torch.compile wants an object per name
+            # torch.compile needs one object per name
             yield torch.cuda, name, functools.partial(value) if " " in names else value
     for name, of_random in _RANDOM.items():
         yield torch.cuda, name, of_random
@@ -202,8 +201,8 @@ def _torch_replacements() -> Iterator[Replacement]:
 
 @contextlib.contextmanager
 def functions_uncompiled() -> Iterator[None]:
-    """`torch.compile` leaves functions as they are: they run eagerly here, and its compiler is a
-    third of Megatron's import.
+    """Make `torch.compile` return functions unchanged. They run eagerly on the CPU, and importing
+    the compiler is a third of Megatron's import time.
     """
     compile_with_torch = torch.compile
 
@@ -253,14 +252,14 @@ def _megatron_replacements() -> Iterator[Replacement]:
     yield from replace_everywhere(
         [moe_utils, token_dispatcher], "maybe_move_tensor_to_cpu", _counts_of_experts
     )
-    # since 0.20, which asks for classes that are none without TransformerEngine
+    # since 0.20, which looks up classes that do not exist without TransformerEngine
     yield from replace_everywhere(
         [multi_token_prediction], "is_inference_column_parallel_linear", _nothing
     )
-    if utils.tex is None:  # TransformerEngine, by which Megatron splits packed documents
+    if utils.tex is None:  # Megatron splits packed documents by TransformerEngine
         split = SimpleNamespace(thd_get_partitioned_indices=_partitioned_indices)
         yield utils, "tex", split
-        # the last norm of a hybrid model, whatever its specification says
+        # the last norm of a hybrid model ignores its specification
         yield hybrid_block, "TENorm", WrappedTorchNorm
         # which wants TransformerEngine's class in layers of a language model that is split;
         # Megatron's own one takes no split without --cp-ring
@@ -273,13 +272,13 @@ def _megatron_replacements() -> Iterator[Replacement]:
         }
         for name in stand_ins.keys() & vars(llava_model).keys():
             yield llava_model, name, stand_ins[name]
-    if clip_vit_model.NORM_IMPL is torch.nn.LayerNorm:  # which takes no configuration
+    if clip_vit_model.NORM_IMPL is torch.nn.LayerNorm:  # this norm takes no configuration
         encoder = clip_vit_model.CLIPViTModel
         construct = functools.partialmethod(
             encoder.__init__, ln_pre_impl=WrappedTorchNorm, ln_post_impl=WrappedTorchNorm
         )
         yield encoder, "__init__", construct
-    if has_training_loop():  # users of megatron.core alone may lack it
+    if has_training_loop():  # programs on megatron.core alone may lack it
         yield from _training_replacements()
 
 
@@ -295,7 +294,7 @@ def _training_replacements() -> Iterator[Replacement]:
 
     modules = [initialize, training, __import__("megatron.training", fromlist=["x"])]
     yield from replace_everywhere(modules, "initialize_megatron", initialize_without_cuda)
-    # it warms up CUDA kernels
+    # this function warms up CUDA kernels
     yield from replace_everywhere(modules, "set_jit_fusion_options", _nothing)
 
 

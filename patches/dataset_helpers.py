@@ -1,7 +1,8 @@
-"""Megatron runs `make` in its own package folder at start-up, for the C++ index of its data sets.
+"""Skips `make`, which Megatron runs in its own package folder at start-up to build the C++ index of
+its data sets.
 
-The wheel has the built module but no makefile. In a source checkout, `make` needs pybind11, without
-which Megatron exits in the middle of its own output.
+The wheel has the built module but no makefile. In a source checkout `make` needs pybind11; without
+it Megatron exits in the middle of its own output.
 """
 
 from __future__ import annotations

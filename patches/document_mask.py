@@ -1,7 +1,7 @@
-"""Lets multi-latent attention have documents and masks in sbhd.
+"""Lets multi-latent attention use documents and masks in sbhd.
 
-It takes any `packed_seq_params` for thd when it makes queries and keys, and asks for rotary
-embeddings by itself.
+Stock multi-latent attention treats any `packed_seq_params` as thd when it makes queries and keys,
+and asks for rotary embeddings itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Scripts of Megatron split the same rows on all context-parallel ranks, or end in one line."""
+"""Checks that all context-parallel ranks of a Megatron script split the same rows; otherwise the
+job ends with one line.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ def split_equal_rows(
     cp_group: Any = None,
     **named: Any,
 ) -> dict[str, Any]:
-    """As Megatron's `get_batch_on_this_cp_rank`, after the ranks have compared their batches."""
+    """Wrap Megatron's `get_batch_on_this_cp_rank`: the ranks compare their batches first."""
     from megatron.core import parallel_state
 
     from cp_ring.megatron.data.rows import check_rows
 
-    if not is_hybrid_cp:  # else a microbatch names its ranks
+    if not is_hybrid_cp:  # with hybrid cp, a microbatch names its own ranks
         group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
         check_rows({name: batch.get(name) for name in _TENSORS}, group)
     return dict(split(batch, is_hybrid_cp, cp_group=cp_group, **named))

@@ -1,6 +1,6 @@
-"""Extends Megatron's --exit-signal-handler to several kinds of signals, and keeps them from
-processes that the last step and the last save need: workers that load data, writers of
-checkpoints, and the server of the queue through which these answer.
+"""Extends Megatron's --exit-signal-handler to several kinds of signals, and keeps the signals from
+processes that the last step and the last save need: data loader workers, checkpoint writers, and
+the server of the queue through which the writers answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 from cp_ring.runtime import RUNTIME
 
 _loops: list[Callable[..., None]] = RUNTIME.of_process([])
-"""Megatron's own loop of a writer that stays, in processes that are forked."""
+"""Megatron's own loop of a persistent writer, for forked processes."""
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -30,7 +30,7 @@ def _replacements() -> Iterator[Replacement]:
     from cp_ring.megatron.rejection import note
 
     class Handler(module.DistributedSignalHandler):
-        """Agrees among all ranks as Megatron's handler does, but reads the signal from
+        """Lets all ranks agree as Megatron's handler does, but reads the signal from
         `cp_ring.megatron.signals`.
         """
 
@@ -42,7 +42,9 @@ def _replacements() -> Iterator[Replacement]:
             return self
 
         def signals_received(self) -> list[int]:
-            """Megatron asks after each step. Before the first one, signals end the job."""
+            """Return the received signals; Megatron asks after each step. Before the first step, a
+            signal ends the job.
+            """
             signals.listen(self.sig)
             self._signal_received = signals.received() is not None
             asked: list[int] = super().signals_received()
@@ -70,7 +72,7 @@ def _replacements() -> Iterator[Replacement]:
 
 
 def _started_apart(start: Callable[..., None]) -> Callable[..., None]:
-    """`BaseManager.start`, for a server that outlives signals from its start on."""
+    """Wrap `BaseManager.start` so that the server ignores the signals from its start on."""
 
     def apart(
         self: BaseManager,
@@ -84,14 +86,14 @@ def _started_apart(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def _serve_apart(initializer: Callable[..., object] | None, arguments: tuple[Any, ...]) -> None:
-    """Runs in the new process."""
+    """Start the server in the new process, protected from signals."""
     signals.outlive_all_but_the_parent()
     if initializer is not None:
         initializer(*arguments)
 
 
 def _write_apart(*arguments: Any) -> None:
-    """Runs in the process of a writer that stays."""
+    """Run the loop of a persistent writer in its process, protected from signals."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     signals.outlive_all_but_the_parent()
@@ -99,7 +101,7 @@ def _write_apart(*arguments: Any) -> None:
 
 
 def _scheduled_apart(schedule: Callable[..., None]) -> Callable[..., None]:
-    """`TemporalAsyncCaller.schedule_async_call`, which starts a writer of one checkpoint."""
+    """Wrap `TemporalAsyncCaller.schedule_async_call`, which starts a writer of one checkpoint."""
 
     def apart(self: Any, request: Any) -> None:
         if request.async_fn is not None:
@@ -111,7 +113,7 @@ def _scheduled_apart(schedule: Callable[..., None]) -> Callable[..., None]:
 
 
 def _run_apart(write: Callable[..., object], *arguments: Any, **named: Any) -> None:
-    """Runs in the new process."""
+    """Run a writer in the new process, protected from signals."""
     signals.outlive_all_but_the_parent()
     write(*arguments, **named)
 

@@ -1,7 +1,7 @@
 """Applies the patches that a command line asks for, and puts its cp_ring settings in force.
 
-Called by the entry modules before anything of Megatron runs. It is above the patches and
-`cp_ring.megatron`, and knows both.
+The entry modules call it before any code of Megatron runs. This module may import both the patches
+and `cp_ring.megatron`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cp_ring.megatron.settings import configure, flags
 
 
 def install(argv: Sequence[str]) -> Options:
-    """Applies the patches that the flags in `argv` ask for, and returns the cp_ring settings among
-    them.
+    """Apply the patches that the flags in `argv` ask for, and return the cp_ring settings among the
+    flags.
 
     Applies nothing without --cp-ring or --cp-ring-cpu. Raises `ConfigError` for a bad value, if the
     installed Megatron is outside the supported versions, or if there is neither CUDA nor
@@ -49,9 +49,7 @@ def install(argv: Sequence[str]) -> Options:
 
 
 def asked_of(argv: Sequence[str]) -> Asked:
-    """What the words of a command line ask for, before Megatron has parsed them: what is given, and
-    whole numbers.
-    """
+    """Read the given flags and whole numbers of a command line that Megatron has not parsed yet."""
     words: dict[str, Any] = {}
     for word, after in zip(argv, [*argv, ""][1:], strict=True):
         flag, _, value = word.partition("=")
@@ -63,14 +61,14 @@ def asked_of(argv: Sequence[str]) -> Asked:
 
 
 def install_for_model(args: argparse.Namespace, config: Options) -> None:
-    """Applies the patches that the completed arguments ask for and the command line did not show.
+    """Apply the patches that the completed arguments need and the command line did not show.
 
     Layers can also come from a checkpoint (--use-checkpoint-args) or a file. Call it before a model
-    is built. Raises `ConfigError` where a patch rejects the installed Megatron.
+    is built. Raises `ConfigError` if a patch rejects the installed Megatron.
     """
     patches.apply_for(Asked(args), config, ("mtp_roll", "moe_aux_loss", "recurrent_layers"))
 
 
 def log_steps() -> None:
-    """Makes Megatron's training loop record each logged step and the times of sampled ones."""
+    """Make Megatron's training loop record each logged step and the times of sampled steps."""
     patches.get("step_line").apply()

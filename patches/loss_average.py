@@ -1,10 +1,10 @@
-"""The mean loss is that of the tokens of all context-parallel ranks.
+"""Averages the loss over the tokens of all context-parallel ranks.
 
 Without --calculate-per-token-loss Megatron divides the sum of a rank's losses by the number of its
-own tokens that count, and averages these means over ranks. So a token weighs more the fewer others
-count on its rank. In validation with --sft it averages reported losses in the same way. Here sum
-and number are those of the context-parallel group. Data-parallel ranks and microbatches weigh as
-at context parallel size 1.
+own tokens that count, and averages these means over ranks. So a token weighs more if fewer other
+tokens count on its rank. In validation with --sft Megatron averages reported losses in the same
+way. This patch takes sum and number over the context-parallel group. Data-parallel ranks and
+microbatches weigh as at context parallel size 1.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def _over_all_tokens(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """Megatron's `forward_step_calc_loss`, which calls the loss function on the last stage."""
+    """Wrap Megatron's `forward_step_calc_loss`, which calls the loss function on the last stage."""
 
     def of_group(output: Any, **kwargs: Any) -> Any:
         outputs = loss_func(output, **kwargs)
-        if kwargs:  # with `non_loss_data` it returns something else
+        if kwargs:  # with `non_loss_data` the function returns something else
             return outputs
         group = _group_of(model)
         return average(outputs, group, not config.calculate_per_token_loss)
@@ -45,14 +45,14 @@ def _over_all_tokens(
 
 
 def average(outputs: tuple[Any, ...], group: Any, divide: bool) -> tuple[Any, ...]:
-    """What a loss function returned, (sum, number of tokens, report), so that Megatron's average
-    over ranks is the mean loss of all tokens of `group`. A collective of `group`.
+    """Change what a loss function returned, (sum, number of tokens, report), so that Megatron's
+    average over ranks is the mean loss of all tokens of `group`. A collective of `group`.
 
-    divide: whether Megatron divides each sum by the number of that rank. The sum is divided here
-    then, by the mean number of the ranks, and the returned number is 1.
+    divide: True if Megatron divides each sum by the number of that rank. Then this function divides
+        the sum by the mean number of the ranks, and returns the number 1.
 
-    In validation the numbers that are reported are those of the group. A mean, (mean, report),
-    remains as it is, and a line says so.
+    In validation the reported numbers are those of the group. A mean, (mean, report), does not
+    change, and a line says so.
     """
     *computed, report = outputs
     if not torch.is_grad_enabled() and isinstance(report, dict):
@@ -61,7 +61,7 @@ def average(outputs: tuple[Any, ...], group: Any, divide: bool) -> tuple[Any, ..
         loss, count = computed
         total = count.detach().clone()
         dist.all_reduce(total, group=group)
-        # in place, as Megatron divides: its schedules may hold this tensor
+        # in place, as Megatron divides, because its schedules may hold this tensor
         loss /= total.clamp(min=1) / group.size()
         computed = [loss, torch.ones_like(count)]
     elif divide:
@@ -77,14 +77,14 @@ def average(outputs: tuple[Any, ...], group: Any, divide: bool) -> tuple[Any, ..
 
 
 def _group_of(model: Any) -> Any:
-    """The context-parallel group of a model, which may be wrapped."""
+    """Return the context-parallel group of a model, which may be wrapped."""
     while not hasattr(model, "pg_collection") and hasattr(model, "module"):
         model = model.module
     return compat.group_of(getattr(model, "pg_collection", None), "cp")
 
 
 def _sum_of_pair(value: Any, group: Any) -> Any:
-    """A reported (sum, number), added up over `group`; any other value as it is."""
+    """Add up a reported (sum, number) over `group`; return any other value unchanged."""
     if isinstance(value, torch.Tensor) and value.numel() == 2:
         value = value.detach().clone()
         dist.all_reduce(value, group=group)

@@ -1,10 +1,10 @@
-"""Computes the logits and the loss of some tokens at a time, so that the logits of a long batch row
-are never all in memory.
+"""Computes logits and loss for some tokens at a time, so that the logits of a long batch row are
+never all in memory.
 
 Megatron's fused losses (--cross-entropy-loss-fusion) need less memory per logit, but hold the
-logits of all tokens of a rank. Here the output layer of a model returns logits that are not
-computed yet, and its loss, or that of predictions of further tokens, computes them. In backward the
-logits of each part are computed again.
+logits of all tokens of a rank. With this patch the output layer of a model returns logits that are
+not computed yet. The loss, also of predictions of further tokens, computes them in chunks. The
+backward pass computes the logits of each chunk again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from cp_ring.patches.patch import Patch, Replacement
 
 
 class Logits:
-    """Those of all tokens of a rank, which `of` computes from the hidden states of some.
+    """The logits of all tokens of a rank, not computed yet; `of` computes the logits of some tokens
+    from their hidden states.
 
     hidden: [s, b, hidden]; [s / tp, b, hidden] if the output layer gathers the parts of
         tensor-parallel ranks.
@@ -34,13 +35,13 @@ class Logits:
         self.of, self.hidden = of, hidden
 
     def chunks(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Hidden states of some tokens, and the same tokens of `others`, each [b, s].
+        """Yield the hidden states of some tokens, and the same tokens of `others`, each [b, s].
 
-        There are at least two chunks. So the certificate, which probes few tokens, takes the path
-        of training too.
+        There are at least two chunks, so that the certificate, which probes few tokens, takes the
+        same path as training.
         """
         tokens, batch = self.hidden.shape[:2]
-        # what the output layer gathers of some tokens lies in one part of each rank
+        # the output layer gathers a chunk from contiguous parts, one on each rank
         parts = others[0].shape[1] // tokens
         size = max(1, min(current().loss_chunk // (batch * parts), -(-tokens // 2)))
         split = (x.unflatten(1, (parts, tokens)).split(size, 2) for x in others)
@@ -48,7 +49,7 @@ class Logits:
 
 
 class _OutputLayer:
-    """In place of a model's output layer: it returns `Logits`."""
+    """Replaces a model's output layer: it returns `Logits`."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -67,7 +68,9 @@ def _scaled(scale: Callable[..., Any], logits: Logits) -> Logits:
 
 @around
 def losses_in_chunks(loss: Callable[..., Tensor], labels: Tensor, logits: Logits) -> Tensor:
-    """The loss of each token, [b, s], as `loss` of its labels and logits gives it."""
+    """Return the loss of each token, [b, s], with `loss` computed from labels and
+    logits in chunks.
+    """
 
     def losses(hidden: Tensor, wanted: Tensor) -> Tensor:
         values = loss(wanted.flatten(1), logits.of(hidden))
@@ -84,7 +87,7 @@ def losses_in_chunks(loss: Callable[..., Tensor], labels: Tensor, logits: Logits
 def _counted_in_chunks(
     count: Callable[..., Any], logits: Any, labels: Tensor, mask: Tensor, *rest: Any
 ) -> Any:
-    """Wraps what counts the predictions of further tokens that are right."""
+    """Wrap Megatron's count of correct predictions of further tokens."""
     if not isinstance(logits, Logits):
         return count(logits, labels, mask, *rest)
     with torch.no_grad():
@@ -97,7 +100,7 @@ def _counted_in_chunks(
 
 @around
 def _in_chunks(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps the method of a model that computes its loss from labels."""
+    """Wrap the method of a model that computes its loss from labels."""
     known = arguments_of(function, self, *args, **kwargs)
     if not current().loss_chunk or known.get("labels") is None or not self.post_process:
         return function(self, *args, **kwargs)
@@ -106,7 +109,7 @@ def _in_chunks(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
             "--cp-ring-loss-chunk: the script gives the model an output processor of its own, "
             "which needs all logits at once: leave out either"
         )
-    # not as attributes, which torch keeps for modules
+    # set in the dictionary, because torch keeps attributes for modules
     own, before = vars(self), dict(vars(self))
     own["output_layer"] = _OutputLayer(self.output_layer)
     own["_scale_logits"] = _scaled(self._scale_logits)

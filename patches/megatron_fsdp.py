@@ -1,7 +1,7 @@
 """Makes --use-megatron-fsdp split learned sinks over tensor-parallel ranks.
 
-Its wrapper knows by class names how weights are split over these ranks, and that of ring attention
-is a new name.
+Megatron's wrapper knows by class name how weights are split over these ranks, and it does not know
+the class of ring attention.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cp_ring.patches.patch import Patch, Replacement
 def _replacements() -> Iterator[Replacement]:
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
 
-    # until 0.19 there is one version
+    # Megatron up to 0.19 has one version
     wrapper = vars(adapter).get("FullyShardedDataParallelV1", adapter.FullyShardedDataParallel)
     known = wrapper._MODULE_TYPE_REGISTRY
     known = {**known, "column": {*known["column"], "RingDotProductAttention"}}

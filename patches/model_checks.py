@@ -1,7 +1,7 @@
 """Checks the configuration of a model before it is built, and makes the certificate before the
-first one is.
+first model is built.
 
-For programs without a command line: `cp_ring.megatron.enable` applies it. The constructor of
+`cp_ring.megatron.enable` applies it, for programs without a command line. The constructor of
 `LanguageModule` runs before any layer of a `GPTModel` or a `HybridModel` is built.
 """
 
@@ -44,7 +44,7 @@ def _replacements() -> Iterator[Replacement]:
                 f"{name}: its configuration has context_parallel_size 1, so each rank attends to "
                 "its own tokens"
             )
-            # its rotary embeddings too are those of its own tokens
+            # its rotary embeddings are also for its own tokens only
             self.pg_collection = copy.copy(self.pg_collection)
             self.pg_collection.cp = self.cp_group = ALONE
 
@@ -52,7 +52,9 @@ def _replacements() -> Iterator[Replacement]:
 
 
 def _ranks_of(collection: Any) -> list[int]:
-    """The context-parallel ranks of a pg_collection; of Megatron's global groups if it is None."""
+    """Return the context-parallel ranks of a pg_collection, or of Megatron's global groups if it is
+    None.
+    """
     from megatron.core import parallel_state
 
     from cp_ring.megatron import compat

@@ -2,9 +2,9 @@
 Megatron-core 0.19.
 
 With --calculate-per-token-loss all gradients are divided by the number of tokens of all ranks, so
-the router multiplies its loss by a number of tokens. Its loss is that of the tokens of all tensor-
-and context-parallel ranks, but it took the number of this rank's tokens. So the weight became
-smaller as the context-parallel size grew.
+the router multiplies its loss by a number of tokens. The loss covers the tokens of all tensor- and
+context-parallel ranks, but the router multiplies by the number of this rank's tokens. So the weight
+shrinks as the context-parallel size grows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Multi-token prediction under context parallelism: the next token is that of the same document,
-whichever rank holds it.
+"""Makes multi-token prediction find the next token of the same document, whichever rank holds it.
 
 Megatron's own roll knows two layouts: the zigzag of a batch row, and the zigzag of each document,
 whose offsets it takes without padding. It also weighs each rank's prediction loss by that rank's
-numbers of tokens before and after the roll. Here the numbers are those of all ranks together. So
+numbers of tokens before and after the roll. This patch takes the numbers of all ranks together. So
 the weight is the same at any context-parallel size, and a rank whose own tokens do not count in the
 loss still trains the prediction of the first token after its chunk.
 """
@@ -22,8 +21,8 @@ from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
 class MaskOfAllRanks(torch.Tensor):
-    """A rank's part of a loss mask. Its `sum()` is the mean over ranks, as Megatron averages what
-    it divides by it.
+    """A rank's part of a loss mask. Its `sum()` is the mean over ranks, because Megatron averages
+    over ranks what it divides by the sum.
     """
 
     mean_sum: torch.Tensor
@@ -36,7 +35,7 @@ class MaskOfAllRanks(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The results of operations on the mask are plain tensors."""
+        """Make the results of operations on the mask plain tensors."""
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -51,11 +50,12 @@ def roll_in_documents(
     cp_group: Any = None,
     packed_seq_params: Any = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """For each token, the value of the next token in its document, or zero for the last one; and
-    the sum of the result.
+    """Return the value of the next token in the document for each token (zero for the last token),
+    and the sum of the result.
 
-    Of a loss mask the sum is the mean over ranks, as Megatron averages what it divides by it.
-    tensor [batch, n / cp], of any dtype. The signature is that of Megatron's `roll_tensor`.
+    For a loss mask the sum is the mean over ranks, because Megatron averages over ranks what it
+    divides by the sum. tensor: [batch, n / cp], of any dtype. The signature is that of Megatron's
+    `roll_tensor`.
     """
     if tensor is None:
         return None, None
@@ -70,8 +70,9 @@ def roll_in_documents(
     mine = documents.shard(rolled, group.rank()).view(tensor.shape)
     if not tensor.is_floating_point():
         return mine, mine.sum()
-    total = rolled.sum() / documents.layout.cp  # of a loss mask
-    # Megatron divides by 1 at least: where less is right, the mask grows by as much
+    total = rolled.sum() / documents.layout.cp  # mean over ranks, for a loss mask
+    # Megatron divides by 1 at least; where the right divisor is smaller, the mask grows by the
+    # ratio
     least = torch.where((total > 0) & (total < 1), total, 1.0)
     mine, total = mine / least, total / least
     return (MaskOfAllRanks.of(mine, total) if isinstance(tensor, MaskOfAllRanks) else mine), total
@@ -93,8 +94,8 @@ def _documents(tensor: torch.Tensor, cp: int, packed: Any) -> Any:
 
 
 def _gather(tensor: torch.Tensor, documents: Any, group: Any) -> torch.Tensor:
-    """The whole stream [batch * n], of which each rank of `group` holds a part. A collective of
-    `group`.
+    """Return the whole stream [batch * n], of which each rank of `group` holds a part. A collective
+    of `group`.
     """
     mine = tensor.reshape(-1).contiguous()
     if documents.layout.cp == 1:
@@ -108,8 +109,8 @@ def _gather(tensor: torch.Tensor, documents: Any, group: Any) -> torch.Tensor:
 
 @around
 def _with_all_tokens(process: Function, *args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
-    """Wraps `process_mtp_loss`: its two token counts, before and after the roll, become those of
-    all ranks together.
+    """Wrap `process_mtp_loss`: its two token counts, before and after the roll, become the counts
+    of all ranks together.
     """
     labels = kwargs.get("labels")
     group = _group(kwargs.get("packed_seq_params"), cp_group)

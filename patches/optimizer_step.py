@@ -26,7 +26,7 @@ from cp_ring.patches.patch import Patch, Replacement
 
 
 def _fill(optimizer: torch.optim.Optimizer) -> None:
-    """Gives every parameter that has no state the state that Adam itself starts from."""
+    """Give every parameter without a state the state that Adam itself starts from."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not optimizer.state[param]:
@@ -62,7 +62,7 @@ def _replacements() -> Iterator[Replacement]:
 
     def set_states_with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         if is_torch_adam(self):
-            # The parameter groups have set the step; one among `tensors` would be that of before
+            # The parameter groups have set the step; a step among `tensors` would be the one before
             # loading.
             group, order = self.model_param_group_index_map[model_param]
             state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]

@@ -1,9 +1,9 @@
 """Splits packed batches of a script (--sft, --dataloader-inter-document-masking) by
 --cp-ring-layout balanced.
 
-Megatron splits them by zigzag: each document by itself, which must then be padded to a multiple of
-2 * cp, or all together, which leaves ranks with unequal work. With --sft batch rows come from
-cp_ring's packer, because Megatron pads each conversation.
+Megatron splits them by zigzag in one of two ways: each document separately, padded to a multiple of
+2 * cp, or all documents together, which leaves ranks with unequal work. With --sft batch rows come
+from cp_ring's packer, because Megatron pads each conversation.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
 def split_packed(
     split: Any, batch: dict[str, Any], *args: Any, cp_group: Any = None, **named: Any
 ) -> dict[str, Any]:
-    """As Megatron's `get_batch_on_this_cp_rank`: of tensors [1, tokens], the tokens of this rank of
-    `cp_group`.
+    """Replace Megatron's `get_batch_on_this_cp_rank`: return the tokens of this rank of `cp_group`
+    from tensors [1, tokens].
     """
     from megatron.core import parallel_state
 

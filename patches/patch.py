@@ -1,5 +1,5 @@
-"""`Patch`: a description, a range of versions, and replacements that are made all together or not
-at all.
+"""Defines `Patch`: a description, a range of versions, and replacements that are made all together
+or not at all.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class Patch:
     """A change to an installed package, made while the program runs.
 
     Attributes:
-        name: by default that of the module that defines `replacements`.
-        what: what it changes, one line.
-        why: why, one line.
+        name: the default is the name of the module that defines `replacements`.
+        what: the changed behavior, in one line.
+        why: the reason, in one line.
         replacements: yields (owner, attribute, new value); called once per `apply`. The owner must
-        have the attribute.
-        versions: the versions of megatron-core that it was written for, as a PEP 440 specifier; by
-            default all that cp_ring supports.
+            have the attribute.
+        versions: the versions of megatron-core that the patch supports, as a PEP 440 specifier; the
+            default is all versions that cp_ring supports.
         upstream: address of the upstream issue or pull request, or "".
-        unneeded: returns why nothing has to be changed here, and `apply` then changes nothing;
-        returns "" where it has to be.
+        unneeded: returns why this installation needs no change, so that `apply` does nothing, or ""
+            if it needs one.
         enter: called after the replacements are made.
-        leave: called before they are undone.
+        leave: called before the replacements are undone.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Patch:
         self.name = self.name or self.replacements.__module__.rpartition(".")[2]
 
     def apply(self) -> None:
-        """Makes every replacement, or none. Does nothing if the patch is applied already or
+        """Make every replacement, or none. Does nothing if the patch is already applied or
         `unneeded`.
 
         Raises `ConfigError` if the installed version is outside `versions`, or an owner lacks an
@@ -73,7 +73,7 @@ class Patch:
         self.enter()
 
     def revert(self) -> None:
-        """Restores what `apply` replaced; does nothing if the patch is not applied."""
+        """Restore what `apply` replaced; do nothing if the patch is not applied."""
         if not self.applied:
             return
         self.leave()
@@ -81,7 +81,7 @@ class Patch:
         self.applied = False
 
     def rejection(self) -> str:
-        """Why the patch rejects the installed version, or ""."""
+        """Return why the patch rejects the installed version, or ""."""
         version = megatron_version()
         if version is None:
             return f"patch {self.name}: megatron-core is not installed"
@@ -93,7 +93,7 @@ class Patch:
         return ""
 
     def state(self) -> str:
-        """One word or line: applied, not applied, not needed (why), or rejected (why)."""
+        """Return the state: applied, not applied, not needed (why), or rejected (why)."""
         if self.applied:
             return "applied"
         if reason := self.unneeded():
@@ -102,7 +102,7 @@ class Patch:
         return f"rejected: {problem}" if problem else "not applied"
 
     def describe(self) -> dict[str, str]:
-        """The patch as an entry of `cp_ring.patches.table()`."""
+        """Return the patch as an entry of `cp_ring.patches.table()`."""
         return {
             "name": self.name,
             "what": self.what,
@@ -114,8 +114,8 @@ class Patch:
 
 
 def replace_everywhere(modules: Iterable[Any], name: str, value: Any) -> list[Replacement]:
-    """Replacements of `name` in each module that has it: modules that did `from x import name` hold
-    their own reference.
+    """Return replacements of `name` in each module that has it, because a module that ran `from x
+    import name` holds its own reference.
     """
     return [(module, name, value) for module in modules if hasattr(module, name)]
 

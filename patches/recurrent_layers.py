@@ -1,17 +1,17 @@
-"""Mamba and gated delta net layers under --cp-ring-layout contiguous and balanced, and with
+"""Runs Mamba and gated delta net layers with --cp-ring-layout contiguous and balanced, and with
 documents.
 
 These layers exchange tokens for heads, so that each rank holds whole batch rows of some heads.
-Megatron then puts the tokens in order, and back, as its zigzag split needs it. Here the order is
-that of the layout, and the state begins anew with each document.
+Megatron then puts the tokens in sequence order, and back, for its zigzag split. This patch uses the
+order of the layout, and the state restarts at each document.
 
 All heads of a gated delta net layer share one norm, `out_norm`. Each tensor-parallel rank computes
-its gradient of its own heads alone, and Megatron sums these with --sequence-parallel only: without
-it the norms of the ranks drift apart. Here they are summed as they are computed.
+its gradient from its own heads, and Megatron sums these gradients with --sequence-parallel only:
+without it the norms of the ranks drift apart. This patch sums the gradients when they are computed.
 
-GPT models of gated delta net layers can predict further tokens, which Megatron's scripts build, and
-its package does not. Before 0.19 its layers of a GPT model with gated delta net cannot be built
-under context parallelism: they get the type of communication of attention.
+GPT models of gated delta net layers can predict further tokens. Megatron's scripts build such
+models; its package does not. Before 0.19 a GPT model with gated delta net layers cannot be built
+under context parallelism, because these layers get attention's type of communication.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
 
 @around
 def _of_variant(specs: Any, config: Any, **kwargs: Any) -> list[Any]:
-    """The layers of the decoder, of which the last one is that of the further predictions too."""
+    """Return the layers of the decoder; the last one also serves the further predictions."""
     if config.experimental_attention_variant is None:
         return specs(config, **kwargs)
     variants = importlib.import_module(

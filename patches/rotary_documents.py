@@ -1,4 +1,4 @@
-"""Corrects rotary position embeddings of packed documents that are split all together, as one
+"""Corrects the rotary position embeddings of packed documents that are split together, as one
 sequence, over the ranks.
 """
 
@@ -14,8 +14,8 @@ from cp_ring.patches.patch import Patch, Replacement
 
 
 def _positions(cu_seqlens: torch.Tensor, rank: int, cp: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of this rank's tokens, where the whole sequence is split as one: in it, and in
-    their documents.
+    """Return the positions of this rank's tokens in the whole sequence, which is split as one, and
+    in their documents.
     """
     from cp_ring.megatron.data.documents import packed_layout
 

@@ -1,10 +1,10 @@
-"""Gives each rank the rotary position embeddings of the tokens that it holds, for layouts other
-than zigzag and declared masks.
+"""Gives each rank the rotary position embeddings of its own tokens, for layouts other than zigzag
+and for declared masks.
 
-Which tokens a rank holds, or which positions they have, may differ from microbatch to microbatch,
-while Megatron computes the embeddings of a length once and keeps them. So a rank then keeps the
-embeddings of the whole length, and those of the microbatch's tokens are selected each time that the
-embeddings are asked for: by the model, or by each layer of multi-latent attention.
+The tokens of a rank, or their positions, may differ between microbatches, but Megatron computes the
+embeddings of a length once and keeps them. So a rank keeps the embeddings of the whole length, and
+this patch selects those of the microbatch's tokens each time that the model, or a layer of
+multi-latent attention, asks for embeddings.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NAME = "get_pos_emb_on_this_cp_rank"
 
 
 def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-    """The part of `pos_emb` (the whole sequence along `seq_dim`) for the tokens of this rank of
-    `cp_group`.
+    """Return the part of `pos_emb` (the whole sequence along `seq_dim`) for the tokens of this rank
+    of `cp_group`.
 
-    It is all of `pos_emb` where the tokens are known only with the microbatch.
+    Returns all of `pos_emb` if the tokens are known only with the microbatch.
     """
     if split_by_microbatch():
         return pos_emb
@@ -37,7 +37,7 @@ def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> t
 
 @around
 def _of_model(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps a method of a model that asks for rotary embeddings and has the argument
+    """Wrap a method of a model that asks for rotary embeddings and has the argument
     `packed_seq_params`.
     """
     packed = arguments_of(function, self, *args, **kwargs).get("packed_seq_params")

@@ -1,9 +1,9 @@
-"""Gives packed documents the rotary embeddings of their own tokens where positions have sections
-(mrope), as those of images have.
+"""Gives packed documents the rotary embeddings of their own tokens if positions have sections
+(mrope), as positions of images have.
 
-The position ids of a microbatch are those of all its tokens, so that each token has an embedding of
-its own. Megatron keeps one zigzag of them all, and then takes these for the embeddings
-of the positions 0, 1, 2, ... of each document. With all of them it finds those of each document.
+A microbatch has position ids for all its tokens, so each token has its own embedding. Megatron
+keeps one zigzag part of these embeddings, and then treats the part as the embeddings of positions
+0, 1, 2, ... of each document. From the whole embeddings it finds the right ones for each document.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from cp_ring.patches.patch import Patch, Replacement
 
 @around
 def _with_whole_embeddings(preprocess: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps the method of a model that asks for rotary embeddings: those of packed positions with
-    sections are not split over ranks.
+    """Wrap the method of a model that asks for rotary embeddings: those of packed positions with
+    sections stay whole instead of being split over ranks.
     """
     from cp_ring.megatron.data.documents import ALONE
 

@@ -1,4 +1,4 @@
-"""Tokens per second and memory of every logged step, in addition to what Megatron logs."""
+"""Logs tokens per second and memory of every logged step, in addition to Megatron's own values."""
 
 from __future__ import annotations
 
