@@ -64,7 +64,6 @@ ON_CPU = "torchrun --nproc-per-node 2"
 def test_the_script_of_a_checkout(tmp_path, megatron_lm):
     """README.md's command, with a script of Megatron's kind, and with checkouts that are given."""
     line = shown("README.md", ON_CPU)
-    assert line == shown("megatron.md", ON_CPU)
     shutil.copy(HERE / "small_script.py", tmp_path / "pretrain_gpt.py")
     for folder in (tmp_path, *megatron_lm):
         output = run(line, folder)
