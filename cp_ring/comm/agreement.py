@@ -9,10 +9,10 @@ runs and nothing asks the store between two meetings.
 
 Every new call is compared by default. Packed documents bring a new plan with every microbatch, so a
 Megatron job compares the first `FIRST` new calls of a group one by one, then one in
-`--cp-ring-compare-every`. The digest covers all calls since the last comparison, so a difference
-between two comparisons is found late, but it is found: known calls that two ranks make in another
-order are, too. Until then gloo delivers none of these messages: `Agreement.tag` is theirs, a digest
-of all calls so far. NCCL has no tags.
+`--cp-ring-compare-every`. The digest covers all calls since the last comparison. So a difference
+between two comparisons is found late, but it is found, and so are known calls that two ranks make
+in different orders. Until then gloo delivers none of these messages, because their tag
+(`Agreement.tag`) is a digest of all calls so far. NCCL has no tags.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEY = "cp_ring/"
 
 
 class Fact(NamedTuple):
-    """Something that all ranks must agree on. `content` is compared, `words` are for the error
+    """A fact that all ranks must agree on. `content` is compared, `words` are for the error
     message.
     """
 
@@ -54,8 +54,8 @@ class Fact(NamedTuple):
 
 
 class Meetings:
-    """The meetings of one rank with the other ranks of its group, about one topic. `store` is
-    shared by these ranks alone.
+    """The meetings of one rank with the other ranks of its group about one topic. Only these ranks
+    share `store`.
     """
 
     def __init__(self, store: Any, rank: int, size: int, topic: str):
@@ -63,11 +63,12 @@ class Meetings:
         self.rank, self.size, self._number = rank, size, 0
 
     def meet(self, mine: object, conclude: Callable[[list[Any]], str], what: str) -> str:
-        """What `conclude` makes of that which each rank brings, by rank. All ranks get the same.
+        """Return the result of `conclude` for the list of the ranks' contributions. All ranks get
+        the same result.
 
-        The last rank that comes calls `conclude`; `mine` reaches it as JSON. `what` says in an
-        error what this rank does. Raises `PlanError` where a rank does not come before the timeout
-        of the store.
+        The last rank that comes calls `conclude`; `mine`, this rank's contribution, reaches it as
+        JSON. `what` says in an error what this rank does. Raises `PlanError` if a rank does not
+        come before the timeout of the store.
         """
         base = f"{self._base}{self._number}"
         self._store.set(f"{base}/{self.rank}", json.dumps(mine))
@@ -86,7 +87,7 @@ class Meetings:
                 f"calls ({one_line(error)})"
             ) from None
         conclusion: bytes = self._store.get(f"{base}/end")
-        # All ranks are here, so none reads the conclusion before this one any more.
+        # All ranks are here, so none still reads the conclusion of the previous meeting.
         if self.rank == 0 and self._number:
             self._store.delete_key(f"{self._base}{self._number - 1}/end")
         self._number += 1
@@ -94,15 +95,15 @@ class Meetings:
 
 
 def is_due(number: int, every: int) -> bool:
-    """Whether something new is compared, the `number`-th of its kind: the first `FIRST` are, then
-    one in `every`; none where that is 0.
+    """Return True if the `number`-th new call or batch is compared: the first `FIRST` are, then one
+    in `every`, or none if that is 0.
     """
     return debug.enabled() or (bool(every) and (number <= FIRST or number % every == 0))
 
 
 class Agreement:
-    """What one rank and the other ranks of its group have agreed on. `store` is shared by these
-    ranks alone.
+    """The calls that one rank and the other ranks of its group have agreed on. Only these ranks
+    share `store`.
 
     tag: 24 bits that are equal on ranks that have made the same calls in the same order.
     """
@@ -120,18 +121,17 @@ class Agreement:
         every: int = EVERY,
         values: Callable[[], str] = str,
     ) -> None:
-        """Compares a call that is new with those of the other ranks; each rank makes its calls in
-        the same order.
+        """Compare a new call with those of the other ranks; all ranks make their calls in the same
+        order.
 
-        Equal facts have equal keys. One in `every` new calls is compared after the first `FIRST`; 0
-        compares none. Under `debug.debugging` each call is compared.
+        Equal facts have equal keys. The first `FIRST` new calls are compared, then one in `every`;
+        0 compares none. Under `debug.debugging` each call is compared.
 
-        values: of the tensors of this rank, which must not be those of all ranks; "" may be. A
-            warning says so, because shards of random numbers may.
+        values: shows some values of this rank's tensors, which must differ between ranks; "" is not
+        compared. Equal values give only a warning, because random shards of one seed may be equal.
 
         Raises:
-            PlanError: on all ranks, where two of them differ; the line names the facts and the
-            values.
+            PlanError: on all ranks if two of them differ; the line names the facts and the values.
         """
         digest = self._known.get(key)
         meet = debug.enabled()
@@ -166,7 +166,7 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = RUNTIME.k
 
 
 def agreement_of(group: dist.ProcessGroup) -> Agreement:
-    """The agreement of a process group, which all its transports share."""
+    """Return the agreement of a process group, which all its transports share."""
     if group not in _agreements:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         _agreements[group] = Agreement(store_of(group), rank, size)
@@ -174,8 +174,8 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement:
 
 
 def begin_anew() -> None:
-    """The next calls of this rank are new to its groups, as if it had made none. All ranks call it
-    at the same place.
+    """Make the next calls of this rank new to its groups, as if it had made none. All ranks call
+    this at the same place.
     """
     for agreement in _agreements.values():
         agreement._known.clear()
@@ -183,13 +183,13 @@ def begin_anew() -> None:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store of a process group: a copy, because a wait blocks a store for other threads."""
+    """Return a copy of the store of a process group: a wait blocks a store for other threads."""
     c10d: Any = dist.distributed_c10d
     return c10d._get_process_group_store(group).clone()
 
 
 def some_of(x: torch.Tensor) -> str:
-    """Some values of x; "" where they are equal, or cannot be read while a graph is captured."""
+    """Show some values of x; "" if they are equal, or cannot be read while a graph is captured."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return ""
     values = x.detach().flatten()[:: max(1, x.numel() // 64)].tolist()
@@ -197,7 +197,7 @@ def some_of(x: torch.Tensor) -> str:
 
 
 def warn_of_same(ranks: int) -> None:
-    """Says that all ranks pass the same tensors."""
+    """Warn that all ranks pass the same tensors."""
     warnings.warn(
         f"all {ranks} ranks of the group pass the same tensors, which are taken for {ranks} parts "
         "of one sequence: cp_ring.shard cuts whole tensors into the parts of ranks",
@@ -206,7 +206,7 @@ def warn_of_same(ranks: int) -> None:
 
 
 def differences(rank: int, facts: Sequence[Fact], other: int, others: Sequence[Fact]) -> str:
-    """One line that says in what the calls of two ranks differ; "" where they are alike."""
+    """Return one line that says in what the calls of two ranks differ; "" if they are equal."""
     if rank > other:
         rank, facts, other, others = other, others, rank, facts
     mine, theirs = ({fact.name: fact for fact in call} for call in (facts, others))
@@ -225,8 +225,8 @@ def differences(rank: int, facts: Sequence[Fact], other: int, others: Sequence[F
 
 
 def _conclusion(calls: list[Any]) -> str:
-    """What the ranks of a meeting learn of their calls: a line where two differ, `_SAME` where they
-    pass the same values, else "".
+    """Return the result of a meeting: a line if two calls differ, `_SAME` if all ranks pass the
+    same values, else "".
     """
     history, values, facts = calls[0]
     for rank, (its_history, _, its_facts) in enumerate(calls):

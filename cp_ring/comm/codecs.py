@@ -1,8 +1,8 @@
 """Codecs: the form in which keys and values travel. The owner encodes once a call, the reader
 decodes once a hop.
 
-A codec is a class, made for the keys and values of one call. Its `keys` are what the hop loop
-computes with, its `gradients` are where the loop's partial gradients go. Slots, streams and
+A codec is a class, and an object of it holds the keys and values of one call. The hop loop computes
+with the keys that `keys` yields, and gives its partial gradients to `gradients`. Slots, streams and
 transports move the tensors that `encode` returns, whatever their shapes and dtypes. Widths in
 bytes, for plans, are in `cp_ring.plan.sizes.attention_sizes`; the conformance test compares both.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, override
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class KeyUpdates(Protocol):
     """The updates of the sums of dk and dv, by the index of the hop; see
     `cp_ring.kernels.calls.Work`.
 
-    `keys` have the kernel calls of a hop and the gradients that arrive, `own_keys` the kernel calls
-    alone.
+    `keys` covers the kernel calls of a hop and the gradients that arrive, `own_keys` only the
+    kernel calls.
     """
 
     @property
@@ -59,15 +59,16 @@ class Gradients(Protocol):
     def send(self, hop: Hop) -> None: ...
 
     def finish(self) -> Sequence[Tensor]:
-        """The gradients of what the codec was made with, in this order."""
+        """Return the gradients of the codec's inputs, in the order of its constructor."""
         ...
 
 
 class Codec(Protocol):
-    """The keys and values of one call, and how they travel. A class of codecs takes k and v, and
-    its other inputs after them.
+    """The keys and values of one call, and how they travel. The constructor takes k and v, then the
+    codec's other inputs.
 
-    needs_latents: the other inputs are `LatentKeys`, which have no heads to exchange.
+    needs_latents: True if the other inputs are those of `LatentKeys`, which have no heads to
+    exchange.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Codec(Protocol):
     def __init__(self, k: Tensor, v: Tensor, *inputs: Tensor): ...
 
     def encode(self) -> Buffer:
-        """What travels of this rank's own tokens: tensors [s, ...]."""
+        """Return this rank's own tokens in the form that travels: tensors [s, ...]."""
         ...
 
     def keys(
@@ -87,7 +88,7 @@ class Codec(Protocol):
         num_slots: int,
         backward: bool = False,
     ) -> Keys:
-        """The keys and values of each of `hops`."""
+        """Yield the keys and values of each of `hops`."""
         ...
 
     def gradients(
@@ -97,7 +98,7 @@ class Codec(Protocol):
         transport: Transport | None,
         wire_dtype: torch.dtype,
     ) -> Gradients:
-        """The gradients of one backward pass."""
+        """Return the gradients of one backward pass."""
         ...
 
 
@@ -111,7 +112,6 @@ class Plain:
         self._k, self._v = k, v
 
     def encode(self) -> Buffer:
-        """Follows `Codec.encode`."""
         return self._k, self._v
 
     def keys(
@@ -122,7 +122,6 @@ class Plain:
         num_slots: int,
         backward: bool = False,
     ) -> Keys:
-        """Follows `Codec.keys`."""
         own = self.encode()
         return KeyStream(rank_plan, hops, transport, own, num_slots, backward)
 
@@ -133,20 +132,20 @@ class Plain:
         transport: Transport | None,
         wire_dtype: torch.dtype,
     ) -> Gradients:
-        """Follows `Codec.gradients`."""
         own = self._k, self._v
         return GradStream(rank_plan, updates.keys, transport, own, wire_dtype)
 
 
 class Decoding(Plain, ABC):
-    """Base of codecs that decode what a hop receives into a buffer of their own, as large as a slot
-    of plain keys.
+    """Base of codecs that decode the tensors of a hop into a buffer of their own, as large as a
+    slot of plain keys.
     """
 
     @abstractmethod
     def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
-        """Writes keys and values of all tokens of `coded` to k [n, b, g, d] and v [n, b, g, e]."""
+        """Write keys and values of all tokens of `coded` to k [n, b, g, d] and v [n, b, g, e]."""
 
+    @override
     def keys(
         self,
         rank_plan: RankPlan,
@@ -155,12 +154,11 @@ class Decoding(Plain, ABC):
         num_slots: int,
         backward: bool = False,
     ) -> Iterator[tuple[Hop, Tensor, Tensor]]:
-        """Follows `Codec.keys`."""
         own = self.encode()
         stream = KeyStream(rank_plan, hops, transport, own, num_slots, backward)
         scratch = [x.new_empty((rank_plan.max_keys, *x.shape[1:])) for x in (self._k, self._v)]
         for hop, *coded in stream:
-            # A hop without tiles passes keys on, as they came.
+            # A hop without tiles passes keys on without decoding them.
             if hop.receives and len(hop.tiles):
                 k, v = (x[: hop.num_keys] for x in scratch)
                 self.received(coded, k, v)
@@ -169,7 +167,9 @@ class Decoding(Plain, ABC):
                 yield hop, self._k, self._v
 
     def received(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
-        """Decodes what a hop has received; the place for a codec that needs it in backward."""
+        """Decode the tensors that a hop has received. A codec that needs them in backward overrides
+        this method.
+        """
         self.decode(coded, k, v)
 
 
@@ -179,8 +179,8 @@ class Quantized(Decoding):
 
     A scale is the largest magnitude divided by the largest code, so no code is out of range. A key
     or a value that has a NaN or an infinity arrives as NaN in all its elements, and no other token
-    changes. Magnitudes above those of float32 are infinite. Gradients are those of the decoded keys
-    and values, given to the original ones.
+    changes. Magnitudes above those of float32 are infinite. The gradients of the decoded keys and
+    values are taken for those of the original ones.
     """
 
     largest: float
@@ -188,25 +188,28 @@ class Quantized(Decoding):
 
     @abstractmethod
     def codes(self, x: Tensor) -> Tensor:
-        """Codes of float32 x within [-largest, largest], one byte an element; may change x."""
+        """Return codes of float32 x within [-largest, largest], one byte an element; may
+        change x.
+        """
 
     @abstractmethod
     def values(self, codes: Tensor) -> Tensor:
-        """The codes in a dtype that converts to numbers."""
+        """Return the codes in a dtype that converts to numbers."""
 
+    @override
     def encode(self) -> Buffer:
-        """Codes [s, b, g, d + e] and scales [s, b, g, 2], float32."""
+        """Return codes [s, b, g, d + e] and scales [s, b, g, 2], float32."""
         parts = [self._quantize(x) for x in (self._k, self._v)]
         return torch.cat([codes for codes, _ in parts], -1), torch.stack(
             [scale for _, scale in parts], -1
         )
 
+    @override
     def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
-        """Follows `Decoding.decode`."""
         codes, scales = coded
-        of_keys, of_values = self.values(codes).split([k.shape[-1], v.shape[-1]], -1)
-        k.copy_(of_keys).mul_(scales[..., :1])
-        v.copy_(of_values).mul_(scales[..., 1:])
+        key_codes, value_codes = self.values(codes).split([k.shape[-1], v.shape[-1]], -1)
+        k.copy_(key_codes).mul_(scales[..., :1])
+        v.copy_(value_codes).mul_(scales[..., 1:])
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         wide = x.float()
@@ -221,18 +224,18 @@ class Quantized(Decoding):
 
 
 class Int8(Quantized):
-    """Symmetric 8-bit integers: an element is off by at most half a scale, 1/254 of the largest of
-    its token and head.
+    """Symmetric 8-bit integers: an element is off by at most half a scale, 1/254 of the largest
+    element of its token and head.
     """
 
     name, largest = "int8", 127.0
 
+    @override
     def codes(self, x: Tensor) -> Tensor:
-        """Follows `Quantized.codes`."""
         return x.round_().to(torch.int8)
 
+    @override
     def values(self, codes: Tensor) -> Tensor:
-        """Follows `Quantized.values`."""
         return codes
 
 
@@ -240,28 +243,29 @@ class Fp8(Quantized):
     """8-bit floating point numbers with 3 bits of mantissa (e4m3): an element is off by at most
     1/16 of its own magnitude.
 
-    Elements below 2^-6 / 448 of the largest of their token and head are off by at most 2^-10
-    scales.
+    Elements below 2^-6 / 448 of the largest element of their token and head are off by at most
+    2^-10 scales.
     """
 
     name, largest = "fp8", 448.0
 
+    @override
     def codes(self, x: Tensor) -> Tensor:
-        """Follows `Quantized.codes`. Bytes, because not every backend moves float8."""
+        # bytes, because not every backend moves float8
         return x.to(torch.float8_e4m3fn).view(torch.uint8)
 
+    @override
     def values(self, codes: Tensor) -> Tensor:
-        """Follows `Quantized.values`."""
         return codes.view(torch.float8_e4m3fn)
 
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Int8, Fp8)}
-"""Classes of codecs by name, but for that of latents; see `cp_ring.attention.codec_of`."""
+"""Classes of codecs by name, without that of latents; see `cp_ring.attention.codec_of`."""
 
 
 def register(codec: type[Codec], wire: Wire) -> None:
-    """Makes a codec known by the name of `wire`, its widths and its error: to calls, to flags, to
-    what plans cost, and to the bounds of the certificate.
+    """Make a codec known by the name of `wire`, its widths and its error: to calls, flags, the
+    costs of plans, and the bounds of the certificate.
     """
     codec.name = wire.name
     CODECS[wire.name], WIRES[wire.name] = codec, wire

@@ -1,7 +1,6 @@
-"""Messages that are posted now and land later and, in backward, those of the gradients, the other
-way.
+"""Messages that are posted now and land later. In backward their gradients travel the other way.
 
-A function of autograd posts a message, and another one waits for it. In backward the second one
+One function of autograd posts a message, and another one waits for it. In backward the second one
 runs first: it posts the gradients, for which the first one waits. Autograd runs nodes in the
 opposite order of their making, on every rank, so what overlaps in forward does so in backward.
 """
@@ -16,13 +15,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Landing = Callable[[], Sequence[Any]]
-"""Waits for messages, and returns what arrived."""
+"""A function that waits for messages and returns the tensors that arrived."""
 
 
 class Flight:
-    """One message of tensors. `post` starts to send them; what it returns waits, and gives the
-    tensors that arrived. `post_back` does so with the gradients of these, and gives the gradients
-    of those.
+    """One message of tensors.
+
+    post: starts to send tensors, and returns a `Landing` for those that arrive.
+    post_back: does the same with the gradients of the arrived tensors; its `Landing` returns the
+    gradients of the sent tensors.
     """
 
     def __init__(self, post: Callable[..., Landing], post_back: Callable[..., Landing]):
@@ -30,11 +31,11 @@ class Flight:
         self._landing: Landing | None = None
 
     def depart(self, *tensors: Tensor) -> Tensor:
-        """Posts the message. The result is for `arrive`."""
+        """Post the message. The result is for `arrive`."""
         return _Depart.apply(self, *tensors)
 
     def arrive(self, link: Tensor) -> tuple[Tensor, ...]:
-        """Waits for the message."""
+        """Wait for the message."""
         return _Arrive.apply(self, link)
 
     def begin(self, landing: Landing) -> None:
@@ -47,7 +48,9 @@ class Flight:
 
 
 class _Depart(torch.autograd.Function):
-    """In backward, the gradients land. The result only links it to `_Arrive`."""
+    """Posts the message; in backward it waits for the gradients. Its result only links it to
+    `_Arrive`.
+    """
 
     @staticmethod
     def forward(ctx: Any, flight: Flight, *tensors: Tensor) -> Tensor:
@@ -62,7 +65,7 @@ class _Depart(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """In backward, the gradients are posted."""
+    """Waits for the message; in backward it posts the gradients."""
 
     @staticmethod
     def forward(ctx: Any, flight: Flight, link: Tensor) -> tuple[Tensor, ...]:

@@ -14,13 +14,12 @@ Attention over heads is built around attention over the ring, which does not kno
       -> out [s, b, h, e]
 
 The heads of a rank are cut into groups (`HeadSplit`). The messages of a group are posted before the
-group before it is computed, and its outputs travel while the next one is computed; in backward
+previous group is computed, and its outputs travel while the next group is computed; in backward
 likewise. Autograd runs nodes in the opposite order of their making, on every rank, so the order in
 which forward makes the nodes gives backward the same overlap: see `over_heads`.
 
-Where ranks share a key/value head, each of them gets it, and its gradients are added in float32.
-What is kept for backward: q, k, v and out with this rank's heads of the member's tokens. Nothing
-travels twice.
+If ranks share a key/value head, each of them gets it, and its gradients are added in float32.
+Backward keeps q, k, v and out with this rank's heads of the member's tokens. Nothing travels twice.
 """
 
 from __future__ import annotations
@@ -38,22 +37,19 @@ from cp_ring.plan.sizes.head_split import HeadSplit
 from cp_ring.plan.tables import Transfer
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
-"""Attention over the ring of one group of heads: from (q, k, v, sink, group) to out [S, b, heads,
+"""Attention over the ring for one group of heads: from (q, k, v, sink, group) to out [S, b, heads,
 e] and lse [b, heads, S].
 """
 
 
 class SubTransport:
-    """Some ranks of a transport as a transport of their own: rank i of it is `ranks[i]` of the
-    whole.
-    """
+    """A transport over some ranks of another one: its rank i is `ranks[i]` of the whole."""
 
     def __init__(self, whole: Transport, ranks: Sequence[int]):
         self._whole, self._ranks = whole, tuple(ranks)
         self.rank, self.size = self._ranks.index(whole.rank), len(self._ranks)
 
     def post(self, batch: MessageBatch) -> Pending:
-        """Follows `Transport.post`."""
         sends, receives = (
             [
                 (Transfer(self._ranks[t.peer], t.ranges, t.buffer), buffers)
@@ -65,8 +61,8 @@ class SubTransport:
 
 
 def sub_transports(whole: Transport, heads: int) -> tuple[Transport, Transport | None]:
-    """The neighbors of a rank, with which it exchanges heads, and the ranks of its ring, None if it
-    has no other member.
+    """Return the transport among the neighbors of a rank, with which it exchanges heads, and that
+    of the ranks of its ring, None if the ring has one member.
 
     They share the connections of the whole. Two ranks are never both neighbors and in one ring, so
     no message is mistaken. Groups of their own would have communicators of their own, of which
@@ -88,20 +84,20 @@ def over_heads(
     attention: Attention,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Attention with `attention` over the ring and the exchange of heads around it;
-    differentiable.
+    """Run `attention` over the ring with the exchange of heads around it; differentiable.
 
     Args:
-        mover: of the tokens of the ranks of the member to each of them. split: of the heads.
+        mover: moves the tokens of the member's ranks to each of them.
+        split: the heads of each rank.
         q: [s, b, h, d]; k: [s, b, g, d]; v: [s, b, g, e].
         sink: [h], or None.
-        attention: the ring's.
-        with_lse: whether lse is exchanged too.
+        attention: the attention over the ring.
+        with_lse: True exchanges lse too.
 
     Returns:
         out [s, b, h, e], and lse [b, h, s] or None.
 
-    Nodes are made in this order for two groups, so that backward, which runs the other way,
+    For two groups, nodes are made in this order, so that backward, which runs the other way,
     overlaps as forward does:
 
         keys 0 depart, keys 1 depart, keys 0 arrive, compute 0, out 0 departs, keys 1 arrive,
@@ -134,13 +130,15 @@ def over_heads(
 
 
 def _cut(x: Tensor, groups: int, size: int) -> Sequence[Tensor]:
-    """The groups of heads of x [s, b, h, d], each [s, b, size, heads of the group of a rank, d]."""
+    """Cut x [s, b, h, d] into groups of heads, each [s, b, size, heads of the group of a
+    rank, d].
+    """
     return x.unflatten(2, (size, groups, -1)).unbind(3)
 
 
 def _exchanged(mover: Mover, size: int, tensors: Sequence[Tensor]) -> Landing:
-    """Sends the heads of rank p of tensors [s, b, ranks, heads, d] to it: arrive as [S, b, heads,
-    d]. Where a tensor has fewer ranks than there are, neighboring ones get the same heads.
+    """Send to each rank its heads of tensors [s, b, ranks, heads, d], which arrive as [S, b, heads,
+    d]. If a tensor has fewer ranks than there are, neighboring ones get the same heads.
     """
     by_rank = [x.movedim(2, 0).contiguous().unbind(0) for x in tensors]
     parts = [[x[rank * len(x) // size] for x in by_rank] for rank in range(size)]
@@ -150,8 +148,8 @@ def _exchanged(mover: Mover, size: int, tensors: Sequence[Tensor]) -> Landing:
 def _returned(
     mover: Mover, size: int, tensors: Sequence[Tensor], sharing: Sequence[int] = (1, 1)
 ) -> Landing:
-    """Sends the tokens of rank p of tensors [S, b, heads, d] to it: arrive as [s, b, ranks, heads,
-    d]. Of gradients of heads that `sharing` neighboring ranks share, the sum arrives.
+    """Send to each rank its tokens of tensors [S, b, heads, d], which arrive as [s, b, ranks,
+    heads, d]. Gradients of heads that `sharing` neighboring ranks share arrive summed up.
     """
     land = mover.back([[x.contiguous() for x in tensors]] * size, "heads")
 
@@ -166,7 +164,7 @@ def _returned(
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """In float32, in the order of ranks."""
+    """Sum up in float32, in the order of ranks."""
     first, *others = parts
     if not others:
         return first

@@ -1,7 +1,7 @@
 """Multi-latent attention: the latent and the rotated shared key travel, and the reader multiplies
 by the up-projection.
 
-Keys and values of all heads come from few numbers of a token: its latent, c numbers, and the
+Keys and values of all heads are made from few numbers of a token: its latent, c numbers, and the
 rotated part of its key, r numbers, which all heads share (DeepSeek-V2,
 https://arxiv.org/abs/2405.04434). With W the up-projection of head i,
 
@@ -10,10 +10,11 @@ https://arxiv.org/abs/2405.04434). With W the up-projection of head i,
 
 So c + r numbers of a token travel instead of g * (n + r + e): 576 instead of 40,960 in DeepSeek-V3.
 
-A rank's own keys and values were projected before the call: hop 0 uses them, and autograd takes
-their gradients home. What other ranks owe to the latent, to the rotated part and to the weight is
-computed where it arises. The first two travel to the owner of the keys, as gradients of keys do.
-The last stays: it is this rank's share of the gradient of a parameter that all ranks have.
+A rank's own keys and values were projected before the call: hop 0 uses them, and autograd computes
+the gradients of their latents. For the keys of other ranks, the reader computes its gradients of
+the latent, of the rotated part and of the weight. The first two travel to the owner of the keys, as
+gradients of keys do. The last stays: it is this rank's share of the gradient of a parameter that
+all ranks have.
 
 Tensors have tokens first: latent [s, b, c], k [s, b, g, n + r], v [s, b, g, e].
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, override
 
 import torch
 from torch import Tensor
@@ -144,12 +145,12 @@ class LatentCodec(Decoding):
         self.key_up, self.value_up = (x.reshape(-1, x.shape[-1]) for x in (key_up, value_up))
         self.arrived: Tensor | None = None
 
+    @override
     def encode(self) -> Buffer:
-        """Follows `Codec.encode`."""
         return (torch.cat([self.latent, self._k[:, :, 0, self.key_dim :]], -1),)
 
+    @override
     def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
-        """Follows `Decoding.decode`."""
         size, heads = self.latent.shape[-1], k.shape[2]
         latent = coded[0].flatten(0, 1)[:, :size]
         k[..., : self.key_dim] = (latent @ self.key_up.T).view(*k.shape[:3], self.key_dim)
@@ -160,13 +161,12 @@ class LatentCodec(Decoding):
             v[..., : self.value_dim] = (latent @ self.value_up.T).view(*v.shape[:3], self.value_dim)
             v[..., self.value_dim :] = 0
 
+    @override
     def received(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
-        """Follows `Decoding.received`; keeps the latents until the gradients of the hop's keys are
-        known.
-        """
-        (self.arrived,) = coded
+        (self.arrived,) = coded  # until the gradients of the hop's keys are known
         self.decode(coded, k, v)
 
+    @override
     def gradients(
         self,
         rank_plan: RankPlan,
@@ -174,7 +174,6 @@ class LatentCodec(Decoding):
         transport: Transport | None,
         wire_dtype: torch.dtype,
     ) -> LatentGradients:
-        """Follows `Codec.gradients`: those of k, v, latent, key_up and value_up."""
         return LatentGradients(
             self, self._k, self._v, rank_plan, updates.own_keys, transport, wire_dtype
         )
@@ -208,7 +207,6 @@ class LatentGradients(GradMessages):
         self._passed: Tensor | None = None
 
     def start(self, hop: Hop) -> None:
-        """Follows `Gradients.start`."""
         shapes = [(hop.num_grads, *x.shape[1:]) for x in self._like]
         self._passed = None
         self._now = (
@@ -218,17 +216,15 @@ class LatentGradients(GradMessages):
         )
 
     def add(self, dk: Tensor, dv: Tensor) -> None:
-        """Follows `Gradients.add`."""
         self._now.add(dk, dv)
 
     def send(self, hop: Hop) -> None:
-        """Follows `Gradients.send`."""
         self._collect(hop)
         if self._transport is not None:
             self._post(hop, (self._of_latents(hop),) if hop.index else ())
 
     def finish(self) -> Sequence[Tensor]:
-        """Follows `Gradients.finish`: dk, dv, and the gradients of latent, key_up and value_up."""
+        """Return dk, dv, and the gradients of latent, key_up and value_up."""
         self._collect(None)
         dk, dv = self._home.finish()
         size, heads = self._codec.latent.shape[-1], dk.shape[2]

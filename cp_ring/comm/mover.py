@@ -1,4 +1,6 @@
-"""Sends token ranges of tensors where a table says (`cp_ring.plan.exchange.moves`), and back."""
+"""Sends token ranges of tensors to the ranks in a table (`cp_ring.plan.exchange.moves`), and
+back.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from cp_ring.plan.exchange.moves import Moves, Ranges
 from cp_ring.plan.tables import Transfer
 
 MAX_RANGES = 4
-"""Where at most so many ranges go from a rank to another one, each is a message and arrives where
-it belongs; more of them are one message, and copied.
+"""Up to this many ranges from one rank to another are messages of their own, which arrive in place.
+More ranges are copied into one message.
 """
 
 
 class Mover:
-    """What one rank of the transport does of the moves. Tensors are [tokens, ...]."""
+    """One rank's part of the moves over a transport. Tensors are [tokens, ...]."""
 
     def __init__(self, moves: Moves, transport: Transport):
         self._transport, self._direct = transport, moves.most_ranges <= MAX_RANGES
@@ -32,8 +34,8 @@ class Mover:
         )
 
     def there(self, parts: Sequence[Buffers], kind: str) -> Landing:
-        """Sends the tokens of `parts[p]` that go to rank p. Arrives as tensors like those of
-        `parts[rank]`, of all tokens that come here.
+        """Send the tokens of `parts[p]` that go to rank p. The landing returns tensors like those
+        of `parts[rank]` with all tokens that come here.
         """
         mine, coming = parts[self.rank], self._coming
         if not self._direct:
@@ -63,18 +65,18 @@ class Mover:
         return self._post(parts, self._leaving, receives, whole, kind)
 
     def moved(self, x: Tensor, kind: str) -> Landing:
-        """As `there`, of one tensor, the same for all ranks."""
+        """Run `there` with one tensor, the same for all ranks."""
         return self.there([[x]] * len(self._ranks), kind)
 
     def back(self, parts: Sequence[Buffers], kind: str) -> Landing:
-        """Sends to rank p the tokens of `parts[p]` in the places of those that came from it.
-        Arrives as tensors for each rank, of the tokens that went there, end to end.
+        """Send to rank p the tokens of `parts[p]` in the places of those that came from it. The
+        landing returns tensors for each rank: the tokens that went there, end to end.
         """
         return self._apart(parts, self._coming, self._leaving, kind)
 
     def summed_back(self, gradient: Tensor, tokens: int, kind: str) -> Landing:
-        """As `back`, for the gradient of a tensor of so many tokens that every rank got: the sum of
-        what arrives, in float32.
+        """Run `back` with the gradient of a tensor of so many tokens that every rank got. The
+        landing returns the sum of the gradients, in float32.
         """
         land = self.back([[gradient]] * len(self._ranks), kind)
 
@@ -91,7 +93,7 @@ class Mover:
     def _apart(
         self, parts: Sequence[Buffers], leaving: list[Ranges], coming: list[Ranges], kind: str
     ) -> Landing:
-        """What comes from each rank has tensors of its own."""
+        """Send tokens so that those from each rank arrive in tensors of their own."""
         came, receives = [], []
         for peer, ranges in enumerate(coming):
             tensors = [
@@ -139,11 +141,11 @@ def _size(ranges: Ranges) -> int:
 
 
 def _packed(ranges: Ranges) -> Ranges:
-    """The same ranges end to end."""
+    """Return the same ranges end to end."""
     return Transfer(0, ranges).packed().ranges
 
 
 def _joined(x: Tensor, ranges: Ranges) -> Tensor:
-    """The tokens of the ranges, end to end."""
+    """Return the tokens of the ranges end to end."""
     parts = [x[start:end] for start, end in ranges] or [x[:0]]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,4 +1,4 @@
-"""How many neighboring ranks of a group share a node, as the launcher placed them."""
+"""Finds how many neighboring ranks of a group share a node, as the launcher placed them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from itertools import groupby
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Ranks of the whole job on each node, as torchrun or Slurm told this process; None if neither
-    did.
+    """Return the number of the job's ranks on each node, as torchrun or Slurm told this process;
+    None if neither did.
 
-    Nodes may have different numbers of ranks, as Slurm's `4(x2),3`: then None too, on all ranks.
+    It is None on all ranks if nodes have different numbers of ranks, as in Slurm's `4(x2),3`.
     """
     if "LOCAL_WORLD_SIZE" in environment:
         own, ranks, nodes = (
@@ -24,8 +24,8 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def node_size(ranks: Sequence[int], per_node: int | None) -> int:
-    """Neighboring ranks of a group on one node: 1 if that is not known, or not the same for all its
-    nodes.
+    """Return how many neighboring ranks of a group are on one node: 1 if that is unknown, or
+    differs between its nodes.
 
     ranks: the ranks of the group in the whole job, where each `per_node` consecutive ranks share a
     node.

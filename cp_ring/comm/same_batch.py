@@ -1,8 +1,8 @@
-"""Ranks that split a batch hold the same one: each takes its part of it, so rows of two batches
-would become one sequence, and nothing after the split could tell.
+"""Checks that ranks that split a batch hold the same one. Each rank takes its part of it, so rows
+of two batches would become one sequence, and nothing after the split could tell.
 
 The ranks of a group compare a digest of the whole batch in their first `FIRST` microbatches, then
-in one of `EVERY`. A comparison costs one look of the host at 8 bytes a tensor.
+in one of `EVERY`. For a comparison, the host waits for 8 bytes of each tensor.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _FACTORS = -7046029254386353131, -4658895280553007687  # odd, of 64 bits
 
 
 class BatchComparison:
-    """The comparisons of one rank with the other ranks of its group. `store` is shared by these
-    ranks alone.
+    """The comparisons of one rank with the other ranks of its group. Only these ranks share
+    `store`.
     """
 
     def __init__(self, store: Any, rank: int, size: int):
         self._meetings, self._number = Meetings(store, rank, size, "batches"), 0
 
     def check(self, tensors: Mapping[str, Tensor], every: int) -> None:
-        """Compares the tensors of this microbatch, by name, with those of the other ranks. Raises
-        `PlanError` on all ranks where they differ.
+        """Compare the tensors of this microbatch, by name, with those of the other ranks. Raises
+        `PlanError` on all ranks if they differ.
         """
         self._number += 1
         if is_due(self._number, every):
@@ -47,11 +47,11 @@ class BatchComparison:
 
 
 def check_same_batch(transport: Any, tensors: Mapping[str, Any], every: int = EVERY) -> None:
-    """Compares the tensors of integers among `tensors` over the ranks of a `Transport` (None is no
-    other rank), which are to hold the same ones. A collective in the first `FIRST` calls, then in
-    one of `every`; 0 is none.
+    """Compare the tensors of integers among `tensors` over the ranks of a `Transport`, which must
+    hold the same ones. It is a collective in the first `FIRST` calls, then in one of `every`; 0 is
+    none. None as the transport means that there is no other rank.
 
-    Nothing is compared while a CUDA graph is captured. Raises `PlanError` on all ranks where ranks
+    Nothing is compared while a CUDA graph is captured. Raises `PlanError` on all ranks if ranks
     differ: it names the tensors and the ranks.
     """
     integers = {
@@ -66,15 +66,15 @@ def check_same_batch(transport: Any, tensors: Mapping[str, Any], every: int = EV
 
 
 def contents(tensors: Mapping[str, Tensor]) -> dict[str, tuple[list[int], int]]:
-    """The shape and a digest of each tensor, by name."""
+    """Return the shape and a digest of each tensor, by name."""
     digests = [_digest(x) for x in tensors.values()]  # all, before the host waits for one
     named = zip(tensors.items(), digests, strict=True)
     return {name: ([*x.shape], int(digest)) for (name, x), digest in named}
 
 
 def difference(batches: Mapping[int, Mapping[str, Any]]) -> str:
-    """One line that says in which tensors the batches of ranks differ, and between which ranks; ""
-    where they are alike.
+    """Return one line that says in which tensors the batches of ranks differ, and between which
+    ranks; "" if they are equal.
     """
     lines = []
     for name in dict.fromkeys(name for batch in batches.values() for name in batch):
@@ -100,7 +100,9 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _digest(x: Tensor) -> Tensor:
-    """A number of 64 bits that follows values and places of integers, on their device: int64 []."""
+    """Return a number of 64 bits that depends on values and places of integers, on their device:
+    int64 [].
+    """
     values = x.detach().reshape(-1).to(torch.int64)
     mixed = (values + torch.arange(1, len(values) + 1, device=x.device) * _FACTORS[0]) * _FACTORS[1]
     return ((mixed ^ (mixed >> 29)) * _FACTORS[0]).sum()
@@ -112,7 +114,7 @@ _comparisons: weakref.WeakKeyDictionary[dist.ProcessGroup, BatchComparison] = RU
 
 
 def comparison_of(group: dist.ProcessGroup) -> BatchComparison:
-    """The comparison of a process group, which all its transports share."""
+    """Return the comparison of a process group, which all its transports share."""
     if group not in _comparisons:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         _comparisons[group] = BatchComparison(store_of(group), rank, size)

@@ -10,13 +10,13 @@ from cp_ring.observe import debug
 from cp_ring.observe.counters import recording
 
 Buffer = tuple[Tensor, ...]
-"""Tensors of the same tokens, which are their first dimension: keys and values, or what a codec
-makes of them.
+"""Tensors of the same tokens, which are their first dimension: keys and values, or their encoded
+form.
 """
 
 
 class Slots:
-    """At most `count` buffers, each of a hop at a time, allocated on first use and reused.
+    """At most `count` buffers, each used by one hop at a time, allocated on first use and reused.
 
     A buffer holds a tensor [num_tokens, *x.shape[1:]] in the dtype of x for each x of `like`.
     `take` asserts that no more than `count` are in use: the plan was proven to need no more.
@@ -29,12 +29,12 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """How many buffers can be taken now."""
+        """The number of buffers that can be taken now."""
         return self._count - len(self._taken)
 
     def take(self, hop: int, num_tokens: int) -> Buffer:
-        """The first `num_tokens` tokens of a free buffer, which is the hop's from now on; their
-        contents are undefined.
+        """Return the first `num_tokens` tokens of a free buffer, which belongs to the hop from now
+        on; their contents are undefined.
         """
         assert self.free, f"more than {self._count} slots needed"
         buffer = self._taken[hop] = self._free.pop() if self._free else self._allocated()
@@ -44,7 +44,7 @@ class Slots:
         return buffer if num_tokens == self._num_tokens else tuple(x[:num_tokens] for x in buffer)
 
     def give(self, hop: int) -> None:
-        """Returns the hop's buffer to the pool; its contents may be overwritten from now on."""
+        """Return the hop's buffer to the pool; its contents may be overwritten from now on."""
         self._free.append(self._taken.pop(hop))
         for counters in recording():
             counters.slot(-1)

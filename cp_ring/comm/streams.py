@@ -24,11 +24,10 @@ from cp_ring.plan.tables import Hop, RankPlan, Transfer
 class KeyStream:
     """Iterates over the `hops` of a rank plan, those of forward or of backward.
 
-    It yields (hop, *tensors), the tensors of the hop's key buffer, [num_keys, ...] for each tensor
-    of `own`, which are those of this rank's tokens: keys and values, or what a codec
-    (`cp_ring.comm.codecs`) makes of them. What later hops read is received while a hop is computed,
-    as far ahead as there are free buffers. Where a hop receives nothing, the yielded tensors are
-    `own`.
+    It yields (hop, *tensors): the tensors of the hop's key buffer, [num_keys, ...] for each tensor
+    of `own`. `own` has this rank's tokens: keys and values, or their encoded form
+    (`cp_ring.comm.codecs`). While a hop is computed, the keys of later hops are received, as far
+    ahead as there are free buffers. If a hop receives nothing, the yielded tensors are `own`.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class GradMessages:
         self._arriving: list[tuple[Transfer, Transfer]] = []
 
     def _post(self, hop: Hop, leaving: Buffer) -> None:
-        """Posts the messages of a hop, once those of the hop before have been collected."""
+        """Post the messages of a hop, once those of the previous hop have been collected."""
         assert self._transport is not None, "one rank sends no gradients"
         start = 0
         for transfer in hop.grad_receives:
@@ -113,7 +112,9 @@ class GradMessages:
         self._pending, self._posted = self._transport.post(batch), hop.index
 
     def _arrived(self) -> list[tuple[Transfer, Transfer]]:
-        """Waits for what was posted last: transfers that have arrived, and where in `buffer`."""
+        """Wait for the messages that were posted last. Return the transfers that have arrived, and
+        their places in `buffer`.
+        """
         with waiting():
             self._pending.wait()
         arrived, self._arriving = self._arriving, []
@@ -140,7 +141,9 @@ class GradStream(GradMessages):
         self._running = self._buffer(rank_plan.max_grads, sum_dtype(wire_dtype)) if several else ()
 
     def start(self, hop: Hop) -> None:
-        """Gradients that are added from now on are those of the keys of `hop`."""
+        """Begin the sums of a hop: gradients that are added from now on belong to the keys of
+        `hop`.
+        """
         shapes = [(hop.num_grads, *x.shape[1:]) for x in self._like]
         self._now = (
             Sum(self._updates[hop.index], shapes, self._in[0], self._wire_dtype, self._running)
@@ -149,25 +152,27 @@ class GradStream(GradMessages):
         )
 
     def add(self, *grads: Tensor) -> None:
-        """Adds those of the hop's next kernel call, [u, b, g, d] for each tensor of `own`."""
+        """Add the gradients of the hop's next kernel call, [u, b, g, d] for each tensor of
+        `own`.
+        """
         self._now.add(*grads)
 
     def send(self, hop: Hop) -> None:
-        """Adds the gradients that arrived during this hop, then posts the messages of this hop."""
+        """Add the gradients that arrived during this hop, then post the messages of this hop."""
         self._collect()
         if self._transport is not None:
             self._post(hop, tuple(self._now.finish()) if hop.grad_sends else ())
 
     def finish(self) -> Sequence[Tensor]:
-        """The gradients of this rank's own keys and values, summed over all ranks: [s, b, g, d] and
-        [s, b, g, e].
+        """Return the gradients of this rank's own keys and values, summed over all ranks: [s, b, g,
+        d] and [s, b, g, e].
         """
         self._collect()
         return self._home.finish()
 
     def _collect(self) -> None:
-        """Adds what has arrived, as `gradient_updates` of the plan expects it: a part for each
-        transfer, in their order.
+        """Add the gradients that have arrived as parts of one transfer each, in the order that
+        `gradient_updates` of the plan expects.
         """
         for transfer, _ in self._arrived():
             (self._now if transfer.buffer else self._home).add(*self._in)

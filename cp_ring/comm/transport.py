@@ -7,7 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, override
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,8 @@ class MessageBatch:
     """The messages of a hop that are posted together: each transfer with the buffers whose tokens
     it moves.
 
-    `ranks[peer]` is the rank of a transfer's peer in the whole job. If `ranks` is empty, it is the
-    peer itself.
+    `ranks[peer]` is the rank of a transfer's peer in the whole job. If `ranks` is empty, the peer
+    is that rank itself.
     """
 
     sends: Sequence[tuple[Transfer, Buffers]]
@@ -52,7 +52,7 @@ class MessageBatch:
 
 
 class Pending(Protocol):
-    """A batch that was posted. After `wait`, its buffers may be read and reused (CUDA: by the
+    """A batch that was posted. After `wait`, its buffers may be read and reused (on CUDA by the
     current stream).
     """
 
@@ -71,22 +71,21 @@ class Transport(Protocol):
     number, `size` the number of ranks.
 
     Every two ranks post the batches between them in the same order. If a transport has a method
-    `agree(key, facts, every)`, each attention call starts with it; it raises `PlanError` where the
-    ranks make different calls, as `Agreement.check` does. If it has a method
-    `check_batch(tensors, every)`, splits of whole tensors start with it, as `BatchComparison.check`
-    does.
+    `agree(key, facts, every)`, each attention call starts with it; it raises `PlanError` if the
+    ranks make different calls, as `Agreement.check` does. If it has a method `check_batch(tensors,
+    every)`, splits of whole tensors start with it, as `BatchComparison.check` does.
     """
 
     rank: int
     size: int
 
     def post(self, batch: MessageBatch) -> Pending:
-        """Starts all messages of a batch and returns at once."""
+        """Start all messages of a batch and return at once."""
         ...
 
 
 Group = dist.ProcessGroup | DeviceMesh | Transport | None
-"""What a caller may give as the context-parallel ranks; None is a single rank."""
+"""The types of the context-parallel ranks in calls; None is a single rank."""
 
 
 class Alone:
@@ -95,12 +94,12 @@ class Alone:
     rank, size = 0, 1
 
     def post(self, batch: MessageBatch) -> Pending:
-        """There is nobody to send to."""
+        """Return at once: there is no other rank."""
         return Done()
 
 
 ALONE = Alone()
-"""In place of a group: this rank by itself."""
+"""A group of this rank by itself."""
 
 
 class GroupTransport:
@@ -124,11 +123,10 @@ class GroupTransport:
         return group
 
     def check_batch(self, tensors: Mapping[str, Tensor], every: int) -> None:
-        """Follows `BatchComparison.check`."""
+        """Compare the tensors of a microbatch; see `BatchComparison.check`."""
         comparison_of(self.group).check(tensors, every)
 
     def post(self, batch: MessageBatch) -> Pending:
-        """Follows `Transport.post`."""
         if not batch:
             return Done()
         group = self.group
@@ -143,8 +141,8 @@ class GroupTransport:
 def _started(
     group: dist.ProcessGroup, receives: _Messages, sends: _Messages, tag: int
 ) -> list[dist.Work]:
-    """`torch.distributed.batch_isend_irecv` without its checks and objects for each message, which
-    take the host longer than the messages do.
+    """Start messages like `torch.distributed.batch_isend_irecv`, without its checks and objects for
+    each message, which cost the host more time than the messages do.
     """
     device = (receives or sends)[0][1].device
 
@@ -163,12 +161,13 @@ def _started(
 
 
 class StagedTransport(GroupTransport):
-    """For CUDA tensors on a gloo group: messages pass through pinned host memory, which is slow."""
+    """A transport for CUDA tensors on a gloo group: messages pass through pinned host memory, which
+    is slow.
+    """
 
+    @override
     def post(self, batch: MessageBatch) -> Pending:
-        """Follows `Transport.post`, but first waits until the device has computed the tensors that
-        are sent.
-        """
+        """Wait until the device has computed the tensors that are sent, then start all messages."""
         if not batch:
             return Done()
         sends = [(t.packed(), [_to_host(x, t) for x in buffers]) for t, buffers in batch.sends]
@@ -190,16 +189,16 @@ _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] 
 
 
 def transport_for(group: Group, device: torch.device) -> Transport | None:
-    """The transport of `group` for tensors on `device`; a transport is returned as it is, and None
-    for a single rank.
+    """Return the transport of `group` for tensors on `device`. A transport is returned as it is,
+    and None for a single rank.
 
-    All ranks of the group make the first call for a type of device together: it runs an all-reduce.
-    Torch requires that all ranks take part in the first operation of a group, and a message between
-    two ranks does not involve the others.
+    All ranks of the group make the first call for a type of device together, because it runs an
+    all-reduce. Torch requires that all ranks take part in the first operation of a group, and a
+    message between two ranks does not involve the others.
 
     Raises:
         ConfigError: `group` is not a group, does not contain this rank, or has a backend that
-        cannot move tensors of `device`.
+            cannot move tensors of `device`.
     """
     if isinstance(group, DeviceMesh):
         group = _group_of_mesh(group)
@@ -227,16 +226,16 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
 
 
 def transport_of_call(group: Group, device: torch.device, split: object = None) -> Transport | None:
-    """As `transport_for`, for functions that users call; see `check_given` for the errors."""
+    """Return `transport_for` a group that a user passed; see `check_given` for the errors."""
     check_given(group, split)
     return transport_for(group, device)
 
 
 def check_given(group: Group, split: object = None) -> None:
-    """Raises `ConfigError` for None in a job of several ranks: torch's own functions take all of
-    them where no group is given.
+    """Raise `ConfigError` for None in a job of several ranks: torch's own functions take it for all
+    ranks.
 
-    `split` may be a layout or a plan; one for a single rank says that None is meant.
+    `split` may be a layout or a plan; one for a single rank shows that None is meant.
     """
     alone = isinstance(split, Layout | Plan | RankPlan) and split.cp == 1
     if group is None and not alone and dist.is_available() and dist.is_initialized():
@@ -280,8 +279,8 @@ def _not_a_group(group: object) -> str:
 
 
 def check_local(name: str, x: Any) -> None:
-    """Raises `ConfigError` for what is no plain tensor, as a DTensor: its local part may be split
-    in another way than the layout says.
+    """Raise `ConfigError` unless x is a plain tensor. The local part of a DTensor may be split in
+    another way than the layout says.
     """
     expect(name, x, torch.Tensor)
     plain = x.layout is torch.strided and not x.is_meta
@@ -294,7 +293,7 @@ def check_local(name: str, x: Any) -> None:
 
 
 def rank_in_job(transport: Transport | None) -> int:
-    """This process's rank in the whole job, under which the watchdog knows it."""
+    """Return this process's rank in the whole job, by which the watchdog knows it."""
     if transport is None:
         return dist.get_rank() if dist.is_initialized() else 0
     ranks = getattr(transport, "ranks", None)
@@ -335,7 +334,9 @@ class _Staged:
 
 
 def _on_host(x: Tensor, transfer: Transfer) -> Tensor:
-    """Pinned memory for the tokens of x that the transfer moves, one range after the other."""
+    """Return pinned memory for the tokens of x that the transfer moves, one range after the
+    other.
+    """
     return torch.empty(
         (transfer.tokens, *x.shape[1:]), dtype=x.dtype, device="cpu", pin_memory=True
     )
@@ -352,7 +353,7 @@ _Messages = list[tuple[int, Tensor]]
 
 
 def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> _Messages:
-    """(peer, part) of each message; the part [tokens, ...] is a view of a buffer.
+    """Return (peer, part) of each message; the part [tokens, ...] is a view of a buffer.
 
     Both sides use this order: by transfer, then by range, then keys before values.
     """
@@ -369,7 +370,7 @@ def _size(transfer: Transfer, buffers: Buffers) -> int:
 
 
 def count(batch: MessageBatch) -> None:
-    """Adds a batch to the counters that are recording."""
+    """Add a batch to the counters that are recording."""
     for counters in recording():
         counters.add(
             batch.kind,

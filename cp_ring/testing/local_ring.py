@@ -138,7 +138,6 @@ class LocalGroup:
         self._calls += 1
 
     def post(self, batch: MessageBatch) -> Pending:
-        """Follows `Transport.post`."""
         for peer, buffer in messages(batch.sends):
             self._ring.put((self.rank, peer, self._sent[peer]), buffer.clone())
             self._sent[peer] += 1
