@@ -40,17 +40,16 @@ REGISTRY = {
     "cpu": "cp_ring.kernels.cpu",
     "reference": "cp_ring.kernels.reference",
 }
-"""Name to module, in the order in which `auto` asks. A module holds its kernel as `KERNEL` and is
-imported when the kernel is first asked whether it takes some tensors.
+"""Kernel names and their modules, in the order in which `auto` asks them. A module holds its kernel
+as `KERNEL`, and is imported when the kernel is first asked whether it supports some tensors.
 
-One assignment adds a kernel of another package:
-`cp_ring.kernels.REGISTRY["mine"] = "my_package.my_kernel"`. From then on
-`ring_attention(..., kernel="mine")` and `Options(kernel="mine")` accept the name;
-`kernel="auto"` tries it last.
+One assignment adds a kernel of another package: `cp_ring.kernels.REGISTRY["mine"] =
+"my_package.my_kernel"`. From then on `ring_attention(..., kernel="mine")` and
+`Options(kernel="mine")` accept the name; `kernel="auto"` tries it last.
 """
 
 OF_CUDA = frozenset(("transformer_engine", "flash", "flash_aten", "efficient"))
-"""Kernels that take tensors on CUDA devices alone: "auto" asks them last about others."""
+"""Kernels that only support tensors on CUDA devices: for other tensors "auto" asks them last."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +58,10 @@ def choose(
     name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int,
     packed: bool = False, max_logit: bool = False
 ) -> AttentionKernel:  # fmt: skip
-    """The named kernel, or for "auto" the first in the registry that supports these tensors. The
-    choice is logged once.
+    """Return the named kernel, or for "auto" the first in the registry that supports these tensors.
+    The choice is logged once.
 
-    `d` is the head size of queries and keys, `e` that of values. `packed` says that the plan has
+    `d` is the head size of queries and keys, `e` that of values. `packed` is True if the plan has
     many tiles of many sizes (packed documents). Then kernels that take many tiles in one call come
     first, because the others pay for each tile. With `max_logit` the kernel is a `MaxLogitKernel`.
 
@@ -90,8 +89,10 @@ def _chosen(
     exact: tuple[bool, bool],
     max_logit: bool,
 ) -> AttentionKernel:
-    """`choose` with all that it depends on as arguments, cached for the next call of attention.
-    exact: whether determinism is asked for, and whether torch's own switch is on.
+    """`choose` with everything that it depends on as arguments, cached for the next call of
+    attention.
+
+    exact: whether the call asks for determinism, and whether torch's own switch is on.
     """
     reasons = []
     for kernel in _in_order((home for _, home in candidates), packed):
@@ -115,7 +116,9 @@ def _chosen(
 
 
 def _in_order(homes: Iterator[str], packed: bool) -> Iterator[AttentionKernel]:
-    """The kernels of these modules; of packed tiles, first those that take many in one call."""
+    """Yield the kernels of these modules; for packed tiles, first those that take many tiles in one
+    call.
+    """
     later = []
     for home in homes:
         kernel: AttentionKernel = importlib.import_module(home).KERNEL

@@ -1,19 +1,19 @@
-"""The interface of a kernel: one tile in, (out, lse) out; and the tile's gradients from the merged
-out and lse.
+"""The interface of a kernel: it computes (out, lse) of one tile, and the tile's gradients from the
+merged out and lse.
 
 To add a kernel:
 1. Write a module with an object `KERNEL` that follows `AttentionKernel`, and `VarlenKernel` if its
-   `capabilities.varlen` is true. `capabilities` says what the kernel can do beyond full and causal
-   tiles; the plan's tiles are lowered to that.
-2. Add its name and module to `cp_ring.kernels.REGISTRY` (whose docstring tells how a package of its
-   own does it). The flag `--cp-ring-kernel`, the YAML key, `ring_attention(kernel=...)` and the
-   help text take the names from there.
-3. Test it: `tests.conformance.check(kernel, device, dtype)` checks every property that
-   the ring relies on.
+   `capabilities.varlen` is true. `capabilities` lists the kernel's abilities beyond full and causal
+   tiles; the plan's tiles are lowered to these.
+2. Add its name and module to `cp_ring.kernels.REGISTRY` (whose docstring shows how another package
+   does it). The flag `--cp-ring-kernel`, the YAML key, `ring_attention(kernel=...)` and the help
+   text take the names from there.
+3. Test it: `tests.conformance.check(kernel, device, dtype)` checks every property that the ring
+   relies on.
 
 Shapes: b batch, q queries of the tile, k keys of the tile, h query heads, g key/value heads (g
-divides h), d head size of
-queries and keys, e head size of values, t and u packed queries and keys of many tiles.
+divides h), d head size of queries and keys, e head size of values, t and u packed queries and keys
+of many tiles.
 
 `ring_attention(deterministic=True)` and torch's switch, `torch.use_deterministic_algorithms(True)`,
 ask for determinism (`warn_only` does not, as in torch). Then kernels whose
@@ -53,7 +53,7 @@ _asked: ContextVar[bool | None] = ContextVar("deterministic", default=None)
 
 
 class determinism:
-    """A context that sets, and returns, what `deterministic()` returns in the block. None follows
+    """A context that sets the value of `deterministic()` in its block, and returns it. None follows
     torch's switch.
     """
 
@@ -69,14 +69,14 @@ class determinism:
 
 
 def deterministic() -> bool:
-    """Whether kernels must give the same bits in every run."""
+    """Return True if kernels must give the same bits in every run."""
     asked = _asked.get()
     return switched() if asked is None else asked
 
 
 def switched() -> bool:
-    """Whether torch's switch asks for the same bits, that of the whole process. `warn_only` does
-    not.
+    """Return True if torch's switch, which is that of the whole process, asks for the same bits.
+    `warn_only` does not.
     """
     return (
         torch.are_deterministic_algorithms_enabled()
@@ -86,7 +86,9 @@ def switched() -> bool:
 
 @RUNTIME.cache(maxsize=64)
 def no_random_state(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A random state for operators that want one although dropout is off: zeros, made once."""
+    """Return a random state for operators that want one although dropout is off: zeros, made
+    once.
+    """
     return torch.zeros(shape, dtype=torch.int64, device=device)
 
 
@@ -102,14 +104,14 @@ class AttentionKernel(Protocol):
     capabilities: Capabilities
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
-        """Why the kernel does not support such tensors, in one line; None if it does."""
+        """Return in one line why the kernel does not support such tensors; None if it does."""
         ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """q [b, q, h, d], k [b, k, g, d], v [b, k, g, e] to out [b, q, h, e] and lse [b, h, q]
-        (natural log, float32 or 64).
+        """Compute out [b, q, h, e] and lse [b, h, q] (natural log, float32 or 64) from q [b, q, h,
+        d], k [b, k, g, d] and v [b, k, g, e].
 
         A query that sees no key has out 0 and lse -inf.
         """
@@ -128,24 +130,24 @@ class AttentionKernel(Protocol):
         hi: int,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tile's share of dq, dk, dv, from the merged out [b, q, h, e] and lse [b, h, q] of all
-        tiles of its queries.
+        """Return the tile's share of dq, dk, dv, from the merged out [b, q, h, e] and lse [b, h, q]
+        of all tiles of its queries.
         """
         ...
 
 
 @runtime_checkable
 class MaxLogitKernel(Protocol):
-    """Extra method of kernels that know the largest logit of each head."""
+    """The extra method of kernels that know the largest logit of each head."""
 
     def with_max_logit(self) -> CountingKernel:
-        """The kernel of one call."""
+        """Return a kernel for one call that keeps its largest logits."""
         ...
 
 
 class CountingKernel(AttentionKernel, Protocol):
-    """A kernel that keeps the largest logit of each query head that it saw, float32 [h]: of the
-    pairs that its tiles allow, times the scale; None before its first tile.
+    """A kernel that keeps the largest logit of each query head in its tiles, float32 [h]: over the
+    pairs that the tiles allow, times the scale. It is None before the first tile.
     """
 
     max_logit: Tensor | None
@@ -178,23 +180,25 @@ class Packing:
 
 @runtime_checkable
 class LimitedVarlen(Protocol):
-    """Extra method of kernels with `capabilities.varlen` that do not support it everywhere."""
+    """The extra method of kernels that support packed tiles only for some tensors."""
 
     def varlen_rejection(self, dtype: torch.dtype, d: int, e: int) -> str | None:
-        """Why the kernel does not support packed tiles of tensors that it supports else, in one
-        line; None if it does.
+        """Return in one line why the kernel does not support packed tiles of tensors that it
+        supports one by one; None if it does.
         """
         ...
 
 
 @runtime_checkable
 class VarlenKernel(Protocol):
-    """Extra methods required when `capabilities.varlen` is true."""
+    """The extra methods of kernels whose `capabilities.varlen` is true."""
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """q [t, h, d], k [u, g, d], v [u, g, e] to out [t, h, e] and lse [h, t] (natural log)."""
+        """Compute out [t, h, e] and lse [h, t] (natural log) from q [t, h, d], k [u, g, d] and v
+        [u, g, e].
+        """
         ...
 
     def backward_varlen(
@@ -208,7 +212,7 @@ class VarlenKernel(Protocol):
         packing: Packing,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tiles' shares of dq, dk, dv, from the merged out [t, h, e] and lse [h, t] of their
-        queries.
+        """Return the tiles' shares of dq, dk, dv, from the merged out [t, h, e] and lse [h, t] of
+        their queries.
         """
         ...

@@ -1,9 +1,9 @@
-"""The work of a rank: the kernel calls of each hop, and the updates of the totals that their
-results are added to.
+"""The work of a rank: the kernel calls of each hop, and the updates that add their results to
+totals.
 
-Tiles are lowered to what a kernel can do, and small tiles are packed into one call. `_make_calls`
-alone decides whether tiles go to a kernel one by one or packed. All of it is done once for a plan,
-a kernel and a device.
+Tiles are lowered to tiles that the kernel supports, and small tiles are packed into one call.
+`_make_calls` alone decides whether tiles go to a kernel one by one or packed. All of it is done
+once for a plan, a kernel and a device.
 
 Tensors have tokens first: q [s, b, h, d] is a rank's shard, k [u, b, g, d] and v [u, b, g, e] are a
 hop's key buffer.
@@ -46,7 +46,7 @@ class Statistics:
         self._part: tuple[slice, Tensor] | None = None
 
     def of(self, queries: slice) -> Tensor:
-        """The lse of these queries, [b, h, queries], contiguous."""
+        """Return the lse of these queries, [b, h, queries], contiguous."""
         if self._part is None or self._part[0] != queries:
             self._part = queries, self.whole[..., queries].contiguous()
         return self._part[1]
@@ -55,7 +55,7 @@ class Statistics:
 class KernelCall(Protocol):
     """One kernel call of a hop: a single tile, or many packed tiles.
 
-    Results have the call's own order of tokens. `queries` tells to which tokens of out and dq they
+    Results have the call's own order of tokens. `queries` says to which tokens of out and dq they
     belong, and `keys` to which tokens of the hop's gradient buffer.
     """
 
@@ -66,14 +66,14 @@ class KernelCall(Protocol):
     def keys(self) -> Partial: ...
 
     def prepare(self, device: torch.device) -> None:
-        """Copies the index tensors of the call to `device` once, before the first hop."""
+        """Copy the index tensors of the call to `device` once, before the first hop."""
         ...
 
     def attend(
         self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Out [t, b, h, e] and lse [b, h, t] of the call's queries, from q of the shard and k, v of
-        the key buffer.
+        """Return out [t, b, h, e] and lse [b, h, t] of the call's queries, from q of the shard and
+        k, v of the key buffer.
         """
         ...
 
@@ -88,19 +88,19 @@ class KernelCall(Protocol):
         lse: Statistics,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The call's share of dq [t, b, h, d], dk [u, b, g, d] and dv [u, b, g, e], from the merged
-        out and lse.
+        """Return the call's share of dq [t, b, h, d], dk [u, b, g, d] and dv [u, b, g, e], from the
+        merged out and lse.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What a rank computes in forward or in backward.
+    """The kernel calls and updates of a rank in forward or in backward.
 
     calls: the kernel calls of each hop.
     queries: the updates of out in forward, of dq in backward.
-    keys: the updates of dk and dv of each hop, by its index, in backward; 0 has those of the rank's
+    keys: in backward the updates of dk and dv by the index of the hop; 0 has those of the rank's
     own keys.
     """
 
@@ -116,8 +116,8 @@ class Work:
 
     @cached_property
     def own_keys(self) -> Mapping[int, Sequence[Segments]]:
-        """As `keys`, for sums of the kernel calls alone: what arrives from other ranks is added
-        elsewhere.
+        """Like `keys`, but for the sums of the kernel calls alone: gradients from other ranks are
+        added elsewhere.
         """
         alone = [replace(hop, grad_receives=()) for hop in self.hops]
         updates = gradient_updates(
@@ -134,8 +134,8 @@ _made: weakref.WeakKeyDictionary[RankPlan, dict[tuple[object, ...], Work]] = RUN
 def work_of(
     rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool = False
 ) -> Work:
-    """A rank's work for a kernel of these capabilities. It is made once, and lives as long as the
-    plan.
+    """Return a rank's work for a kernel of these capabilities. It is made once, and lives as long
+    as the plan.
     """
     made = _made.setdefault(rank_plan, {})
     key = capabilities, device, backward
@@ -182,8 +182,8 @@ def _segments(updates: Sequence[Update]) -> tuple[Segments, ...]:
 def kernel_calls(
     hop: Hop, capabilities: Capabilities, rank_plan: RankPlan | None = None
 ) -> tuple[KernelCall, ...]:
-    """A hop's kernel calls. `rank_plan`, the plan of the hop, is needed for kernels with
-    `capabilities.block`.
+    """Return a hop's kernel calls. Kernels with `capabilities.block` also need `rank_plan`, the
+    plan of the hop.
     """
     lowered = lower(hop.tiles, capabilities)
     shard, packed = (
@@ -200,11 +200,11 @@ def kernel_calls(
 def _make_calls(
     lowered: Lowered, grad_shift: Ints, varlen: bool, filled: list[bool], shard: int
 ) -> Iterator[KernelCall]:
-    """A group of one tile is a single call, a group of several tiles a packed call. So is a tile
-    that is to be `filled`.
+    """Make a single call of each group of one tile, and a packed call of each other group and of
+    each tile that is to be `filled`.
 
     Only kernels with `capabilities.varlen` get packed calls. With `shard`, the number of the rank's
-    tokens, they have few sizes.
+    tokens, these calls have few sizes.
     """
     tiles = list(lowered.tiles)
     reverse = lowered.reverse.tolist()
@@ -219,8 +219,8 @@ def _make_calls(
 
 
 def _window(tile: Tile) -> tuple[int, int]:
-    """The tile's band as a window aligned bottom right, as flash-attn defines it; -1 for an open
-    side.
+    """Return the tile's band as a window aligned bottom right, as flash-attn defines it; -1 for an
+    open side.
     """
     corner = tile.k1 - tile.q1
     return -1 if tile.lo == -OPEN else corner - tile.lo, -1 if tile.hi == OPEN else tile.hi - corner
@@ -286,13 +286,15 @@ class _Single:
         return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
     def _view(self, x: Tensor, tokens: slice) -> Tensor:
-        """[s, b, ...] to the tile's [b, tokens, ...]."""
+        """View the tile's tokens of x [s, b, ...] as [b, tokens, ...]."""
         x = (x if tokens.stop - tokens.start == x.shape[0] else x[tokens]).transpose(0, 1)
         return x.flip(1) if self.reverse else x
 
 
 def _packed(sequences: list[list[tuple[Tile, int]]], reverse: bool, shard: int) -> _Packed:
-    """The call of sequences of tiles, each with what leads from its keys to their gradients."""
+    """Make the call of sequences of tiles. Each tile comes with the shift from its keys to their
+    gradients.
+    """
     tiles = [tile for sequence in sequences for tile in sequence]
     first = [sequence[0][0] for sequence in sequences]
     q, k = [(t.q0, t.q1) for t in first], [(t.k0, t.k1) for t, _ in tiles]
@@ -319,9 +321,10 @@ def _count(spans: list[tuple[int, int]]) -> int:
 class _Side:
     """The queries of a packed call, or its keys.
 
-    tokens: those of the buffer, in the order of the call. ends: where each sequence ends, int32
-    [sequences + 1]. longest: tokens of the longest sequence, or more. count: tokens of all
-    sequences, after which the call may have tokens of none.
+    tokens: the tokens of the buffer, in the order of the call.
+    ends: where each sequence ends, int32 [sequences + 1].
+    longest: the tokens of the longest sequence, or more.
+    count: the tokens of all sequences, after which the call may have tokens of none.
     """
 
     tokens: _Tokens
@@ -333,8 +336,8 @@ class _Side:
     def of(
         cls, spans: list[tuple[int, int]], lengths: list[int], reverse: bool, size: int
     ) -> _Side:
-        """The tokens of `spans`, as sequences of these lengths. With a size, they are filled up to
-        its class (`cp_ring.kernels.sizes`).
+        """Take the tokens of `spans` as sequences of these lengths. With a size, they are filled up
+        to its class (`cp_ring.kernels.sizes`).
         """
         ends = np.cumsum([0, *lengths], dtype=np.int32)
         if not size:
@@ -355,7 +358,7 @@ class _Tokens:
 
     @classmethod
     def of(cls, spans: list[tuple[int, int]], reverse: bool, filled: int = 0) -> _Tokens:
-        """The tokens of `spans`, then token 0 until there are at least `filled`."""
+        """Take the tokens of `spans`, then token 0 until there are at least `filled`."""
         missing = filled - _count(spans)
         if not reverse and missing <= 0 and all(a[1] == b[0] for a, b in pairwise(spans)):
             return cls(slice(spans[0][0], spans[-1][1]), None)
@@ -367,7 +370,7 @@ class _Tokens:
             self._tensors[device] = _copied(self.index, device)
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The tokens of x: a view of a slice, or a copy by index."""
+        """Return the tokens of x: a view of a slice, or a copy by index."""
         if self.index is None:
             return x.narrow(dim, self.span.start, self.span.stop - self.span.start)
         return x.index_select(dim, self._on(x.device))
@@ -443,7 +446,7 @@ class _Packed:
 
 
 def _copied(values: np.ndarray, device: torch.device) -> Tensor:
-    """The values on `device`. On CUDA the copy does not block the host."""
+    """Copy the values to `device`. On CUDA the copy does not block the host."""
     host = torch.from_numpy(values)
     return (
         host.pin_memory().to(device, non_blocking=True)

@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class CpuKernel:
-    """Follows `AttentionKernel`; computes and returns float32 (float64 for float64)."""
+    """An `AttentionKernel` that computes and returns float32 (float64 for float64)."""
 
     name = "cpu"
     capabilities = KERNELS["cpu"]
@@ -36,7 +36,9 @@ class CpuKernel:
         return None if dtype in _DTYPES else f"does not know {dtype}"
 
     def with_max_logit(self) -> _CountingKernel:
-        """Follows `MaxLogitKernel`: logits are computed a second time, in blocks, for tests."""
+        """Return a `CountingKernel` for tests, which computes the logits a second time, in
+        blocks.
+        """
         return _CountingKernel()
 
     def forward(
@@ -68,15 +70,15 @@ class CpuKernel:
 
 
 def _prepared(x: Tensor, width: int) -> Tensor:
-    """x in float32 or 64, with zeros added up to head size `width`. They change neither scores nor
-    the kept outputs.
+    """Return x in float32 or 64, padded with zeros up to head size `width`. They change neither
+    scores nor the kept outputs.
     """
     x = x.to(sum_dtype(x.dtype))
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 class _CountingKernel(CpuKernel):
-    """Follows `CountingKernel`."""
+    """A `CountingKernel` for tests."""
 
     max_logit: Tensor | None = None
 

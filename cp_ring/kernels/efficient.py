@@ -18,7 +18,7 @@ _ROWS = 32  # the operator's lse has a multiple of so many queries
 
 
 class EfficientKernel:
-    """Follows `AttentionKernel`; out and gradients have the input's dtype, lse has float32.
+    """An `AttentionKernel`; out and gradients have the input's dtype, lse has float32.
 
     The operator wants as many key/value heads as query heads, so it gets copies of them.
     """
@@ -71,7 +71,7 @@ class EfficientKernel:
 
 
 def _alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """With the heads of `q`, whose sizes are padded to multiples of 8."""
+    """Repeat key/value heads up to the heads of `q`, and pad head sizes to multiples of 8."""
     repeats = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeats, 2) if repeats > 1 else x for x in (k, v))
     return tuple(pad(x, -(-x.shape[-1] // 8) * 8) for x in (q, k, v))

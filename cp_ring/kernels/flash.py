@@ -1,7 +1,7 @@
-"""flash-attn where it is installed: version 4 (flash_attn.cute) or 3 (flash_attn_interface), the
-newest first. The kernels of version 2 are those of PyTorch (`cp_ring.kernels.flash_aten`).
+"""The adapter of flash-attn: version 4 (flash_attn.cute) or 3 (flash_attn_interface), the newest
+that is installed. Version 2's kernels come with PyTorch (`cp_ring.kernels.flash_aten`).
 
-Their inner functions have other parameters in every version, so values are bound by name to the
+The parameters of their inner functions differ between versions, so values are bound by name to the
 parameters of the installed version.
 """
 
@@ -27,7 +27,7 @@ _HOMES = (
     ("3", "flash_attn_interface", ("_flash_attn_forward", "_flash_attn_backward")),
 )
 _GENERATIONS = {"4": range(9, 13), "3": range(8, 10)}
-"""Compute capabilities, major, that a version has kernels for."""
+"""Major compute capabilities for which a version has kernels."""
 _NOT_EXACT_IN_4 = 12
 _FORWARD = ("q", "k", "v", "return_lse")
 _BACKWARD = ("dout", "q", "k", "v", "out", "softmax_lse", "lse", "deterministic", "dq", "dk", "dv")
@@ -56,11 +56,11 @@ class Functions:
 
 
 def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The part of `values` that `function` has parameters for. Open sides of a window are written
-    as its version wants them.
+    """Return the part of `values` that `function` has parameters for. Open sides of a window are
+    written as its version wants them.
 
-    Raises `KernelError` if it needs a value that is unknown here, or has no parameter for one that
-    attention depends on.
+    Raises `KernelError` if the function needs a value that is unknown here, or has no parameter for
+    one that attention depends on.
     """
     bound = bind("flash", function, values, _ABSENT)
     for wanted in (
@@ -81,8 +81,8 @@ def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str,
 
 @RUNTIME.cache(maxsize=8)
 def _mismatch(functions: Functions) -> str | None:
-    """Why the parameters of the installed functions do not fit the adapter's calls; None if they
-    do.
+    """Return why the parameters of the installed functions do not fit the adapter's calls; None if
+    they do.
     """
     packing = Packing(torch.empty(0), torch.empty(0), 0, 0)
     try:
@@ -97,8 +97,8 @@ def _mismatch(functions: Functions) -> str | None:
 
 @RUNTIME.cache()
 def _installed() -> Functions | str:
-    """The newest version that is installed and runs on this GPU, or why there is none, in one
-    line.
+    """Return the newest version that is installed and runs on this GPU, or in one line why there is
+    none.
     """
     reasons = []
     for version, home, names in _HOMES:
@@ -106,7 +106,7 @@ def _installed() -> Functions | str:
             module = importlib.import_module(home)
             functions = Functions(version, *(getattr(module, name) for name in names))
         except ModuleNotFoundError as error:
-            # something else than this package
+            # another package is missing
             if not error.name or not f"{home}.".startswith(f"{error.name}."):
                 reasons.append(
                     f"cannot load flash-attn {version}: it needs {error.name}, which is not "
@@ -128,8 +128,8 @@ def _generation() -> int:
 
 
 class FlashKernel(WindowKernel):
-    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse
-    has float32.
+    """An `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse has
+    float32.
     """
 
     name = "flash"
@@ -137,7 +137,7 @@ class FlashKernel(WindowKernel):
 
     @property
     def functions(self) -> Functions | str:
-        """Those of the installed flash-attn, or why it cannot be used."""
+        """The functions of the installed flash-attn, or why it cannot be used."""
         return _installed()
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:

@@ -20,8 +20,8 @@ _ONLY_BY_SWITCH = "is deterministic under torch.use_deterministic_algorithms(Tru
 
 
 class FlashAtenKernel(WindowKernel):
-    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse
-    has float32.
+    """An `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse has
+    float32.
     """
 
     name = "flash_aten"
@@ -62,9 +62,9 @@ class FlashAtenKernel(WindowKernel):
 
 
 def _lacks_switch() -> bool:
-    """Whether determinism is asked of the call, and not of torch. The operator reads torch's switch
-    alone, which is that of the whole process: turning it on for one backward would reach whatever
-    other threads run meanwhile.
+    """Return True if the call asks for determinism, but torch's switch is off. The operator reads
+    only torch's switch, which holds for the whole process: turning it on for one backward would
+    affect other threads.
     """
     return deterministic() and not switched()
 
@@ -77,7 +77,7 @@ def _named(window: Window) -> dict[str, Any]:
 def _lengths(
     q: Tensor, k: Tensor, packing: Packing | None
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """cum_seq_q, cum_seq_k, max_q, max_k."""
+    """Return cum_seq_q, cum_seq_k, max_q and max_k."""
     if packing is None:
         return None, None, q.shape[1], k.shape[1]
     return packing.cu_q, packing.cu_k, packing.max_q, packing.max_k

@@ -1,7 +1,5 @@
 """The oracle: attention of any tile in float64 by plain matrix products, on any device and for any
-head sizes.
-
-Takes O(queries * keys) memory.
+head sizes. It takes O(queries * keys) memory.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from cp_ring.plan.lower import KERNELS
 
 
 class ReferenceKernel:
-    """Follows `AttentionKernel`; everything is computed and returned in float64."""
+    """An `AttentionKernel` that computes and returns everything in float64."""
 
     name = "reference"
     capabilities = KERNELS["reference"]
@@ -88,7 +86,7 @@ class ReferenceKernel:
 
 
 def _tiles(packing: Packing) -> Iterator[tuple[slice, slice, int, int]]:
-    """Queries, keys and top-left band of each packed tile. Waits for the device."""
+    """Yield queries, keys and top-left band of each packed tile. This waits for the device."""
     ends_q, ends_k = packing.cu_q.tolist(), packing.cu_k.tolist()
     for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         corner = (k1 - k0) - (q1 - q0)
@@ -102,13 +100,15 @@ def _tiles(packing: Packing) -> Iterator[tuple[slice, slice, int, int]]:
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """[b, s, g, d] to float64 [b, heads, s, d]: each key/value head once for each query head."""
+    """Expand [b, s, g, d] to float64 [b, heads, s, d]: each key/value head once for each query
+    head.
+    """
     x = x.double().transpose(1, 2)
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _sum_groups(x: Tensor, groups: int) -> Tensor:
-    """[b, h, s, d] to [b, s, groups, d]: sums over the query heads of each key/value head."""
+    """Sum [b, h, s, d] over the query heads of each key/value head: [b, s, groups, d]."""
     return x.unflatten(1, (groups, -1)).sum(2).transpose(1, 2)
 
 

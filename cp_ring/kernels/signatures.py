@@ -1,4 +1,4 @@
-"""Calls of library functions whose parameters differ from version to version."""
+"""Calls of library functions whose parameters differ between versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 @RUNTIME.cache(maxsize=256)
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of `function`, read once.
+    """Return the parameters of `function`, read once.
 
     A `torch.library.custom_op` is an object that takes `(*args, **kwargs)`. Its parameters are
     those of the Python function that it was made from.
@@ -28,10 +28,10 @@ def bind(
     values: Mapping[str, Any],
     defaults: Mapping[str, Any] = _NOTHING,
 ) -> dict[str, Any]:
-    """The keyword arguments of `values` that `function` has parameters for.
+    """Return the keyword arguments among `values` that `function` has parameters for.
 
     A parameter without a default that is missing in `values` is taken from `defaults`. Raises
-    `KernelError` if it is missing there too: the installed version needs something that the adapter
+    `KernelError` if it is missing there too: the installed version needs a value that the adapter
     of `kernel` does not know.
     """
     passed, absent = _names(kernel, function, tuple(values), tuple(defaults))
@@ -42,8 +42,8 @@ def bind(
 def _names(
     kernel: str, function: Callable[..., Any], known: tuple[str, ...], defaults: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names to take from the values and from the defaults; worked out once for each function
-    and set of names.
+    """Return the names to take from the values and from the defaults, worked out once for each
+    function and set of names.
     """
     parameters = parameters_of(function)
     passed = tuple(name for name in parameters if name in known)
@@ -60,5 +60,5 @@ def _names(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The function's name in error messages."""
+    """Return the function's name for error messages."""
     return getattr(getattr(function, "_init_fn", function), "__name__", str(function))

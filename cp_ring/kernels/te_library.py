@@ -1,4 +1,4 @@
-"""The installed TransformerEngine: its functions, whether its versions can be used, and the backend
+"""The installed TransformerEngine: its functions, whether its version can be used, and the backend
 that it names for a call.
 """
 
@@ -22,18 +22,21 @@ from cp_ring.runtime import RUNTIME
 
 _OLDEST = "2.14"
 _CUDNN_PACKED = 90600
-"""Before, the lse of packed tiles was padded to the longest one."""
+"""The first cuDNN whose lse of packed tiles is not padded to the longest tile."""
 
 _CUDNN_THD = 91800
-"""On Hopper, gradients of packed tiles can be NaN in older versions of cuDNN
-(https://github.com/NVIDIA/TransformerEngine/issues/2186)."""
+"""The first cuDNN without a fault on Hopper that can make gradients of packed tiles NaN
+(https://github.com/NVIDIA/TransformerEngine/issues/2186).
+"""
 
 _CUDNN_EXACT = 92500
 LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"
-"""On Hopper, cuDNN's deterministic backward wants a workspace of batch * heads * queries * keys * 2
-bytes, and for packed tiles the batch counts tokens: 128 GiB for 8,192 tokens and 32 heads. These
-versions need 1 MiB where this variable of the environment is a number, from which bytes on they
-must (https://github.com/NVIDIA/cudnn-frontend/pull/398)."""
+"""The environment variable that bounds a workspace of cuDNN. On Hopper, cuDNN's deterministic
+backward wants batch * heads * queries * keys * 2 bytes, and for packed tiles the batch counts
+tokens: 128 GiB for 8,192 tokens and 32 heads. With a number of bytes in this variable, newer
+versions avoid workspaces above it and need 1 MiB
+(https://github.com/NVIDIA/cudnn-frontend/pull/398).
+"""
 
 # Names of the values that calls pass: in both passes, in forward only, in backward only.
 SHARED = (
@@ -69,7 +72,7 @@ class Library(NamedTuple):
 
 @RUNTIME.cache()
 def installed() -> Library | str:
-    """TransformerEngine's functions, or why they cannot be used, in one line."""
+    """Return TransformerEngine's functions, or in one line why they cannot be used."""
     try:
         # The package comes first, because it loads the extension.
         fused = importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
@@ -104,8 +107,8 @@ def installed() -> Library | str:
 
 
 def _mismatch(library: Library) -> str | None:
-    """Why the parameters of the installed functions do not fit the adapter's calls; None if they
-    do.
+    """Return why the parameters of the installed functions do not fit the adapter's calls; None if
+    they do.
     """
     try:
         bind("transformer_engine", library.forward, dict.fromkeys((*SHARED, *FORWARD)))
@@ -116,7 +119,7 @@ def _mismatch(library: Library) -> str | None:
 
 
 class Call(NamedTuple):
-    """Everything about a call except its tensors; the cache key for TransformerEngine's choice of
+    """All facts about a call except its tensors; the cache key for TransformerEngine's choice of
     backend.
     """
 
@@ -131,7 +134,7 @@ class Call(NamedTuple):
     e: int
     deterministic: bool
     batch: int = 1
-    # Of all packed tiles together; 0 in a dense call.
+    # tokens of all packed tiles together; 0 in a dense call
     tokens_q: int = 0
     tokens_k: int = 0
     max_logit: bool = False
@@ -147,7 +150,7 @@ class Call(NamedTuple):
 
 
 def fault_of(library: Library, generation: int) -> str | None:
-    """Why these versions cannot be used on GPUs of this compute capability, or not for
+    """Return why these versions cannot be used on GPUs of this compute capability, or not for
     deterministic gradients; 0 is an unknown version of cuDNN.
     """
     cudnn, version = library.cudnn or sys.maxsize, TorchVersion(library.version)
@@ -182,7 +185,7 @@ def loaded() -> Library:
 
 
 def ask(library: Library, call: Call) -> Any:
-    """TransformerEngine's own value for the fused backend of a call."""
+    """Return TransformerEngine's own value for the fused backend of a call."""
     dtype, enums = library.dtypes[call.dtype], library.enums
     layout, bias = enums.QKVLayout["_".join([call.layout] * 3)], enums.AttnBiasType["no_bias"]
     mask, softmax = enums.AttnMaskType[call.mask], enums.SoftmaxType["vanilla"]
@@ -217,7 +220,7 @@ def ask(library: Library, call: Call) -> Any:
 def partial_of(
     function: Callable[..., Any], values: dict[str, Any], tensors: tuple[str, ...]
 ) -> Callable[..., Any]:
-    """`function` with all arguments but the named tensors, worked out once."""
+    """Bind all arguments of `function` but the named tensors, once."""
     bound = bind("transformer_engine", function, values | dict.fromkeys(tensors))
     return partial(
         function, **{name: value for name, value in bound.items() if name not in tensors}

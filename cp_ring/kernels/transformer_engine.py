@@ -1,8 +1,8 @@
-"""TransformerEngine's fused attention (cuDNN) for tiles: float16 and bfloat16, full or causal,
-single or packed. Head sizes of keys and values may differ.
+"""The adapter of TransformerEngine's fused attention (cuDNN): float16 and bfloat16, full or causal
+tiles, single or packed. Head sizes of keys and values may differ.
 
-Its functions have other parameters in every version, so values are bound by name to the parameters
-of the installed version. TransformerEngine itself says which backend supports a call.
+The parameters of its functions differ between versions, so values are bound by name to the
+parameters of the installed version. TransformerEngine itself says which backend supports a call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BLOCK = 128
 one tile. cuDNN builds a plan for every size of a dense call, which takes long. kernels/calls.py
 packs such tiles already, in calls of few sizes."""
 
-# Of these, what is new in every call.
+# The values that are new in every call.
 _TENSORS = (
     "q",
     "k",
@@ -46,12 +46,12 @@ _TENSORS = (
 _MORE_TENSORS = ("o", "d_o", "aux_ctx_tensors")
 _IN_BACKWARD = ("q", "k", "v", "o", "d_o")
 _MAX_CALLS = 4096
-"""Kinds of calls that are remembered: packed documents keep bringing new ones."""
+"""The most kinds of calls that are remembered: packed documents keep bringing new ones."""
 
 
 class _Bound(NamedTuple):
-    """TransformerEngine's functions with all arguments but the tensors; those of `_dense` have the
-    ends of sequences too.
+    """TransformerEngine's functions with all arguments but the tensors; in `_dense`, the ends of
+    sequences are bound too.
 
     `backward` is None if another kernel computes it.
     """
@@ -61,8 +61,8 @@ class _Bound(NamedTuple):
 
 
 class TransformerEngineKernel:
-    """Follows `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse
-    has float32.
+    """An `AttentionKernel` and `VarlenKernel`; out and gradients have the input's dtype, lse has
+    float32.
     """
 
     name = "transformer_engine"
@@ -73,8 +73,8 @@ class TransformerEngineKernel:
     _heads = 0
 
     def with_max_logit(self) -> TransformerEngineKernel:
-        """Follows `MaxLogitKernel`. Tiles go one by one: of packed ones that are filled up, the
-        logits of tokens behind the last tile would count.
+        """Return a kernel for one call that keeps its largest logits. Its tiles go one by one: in
+        packed calls that are filled up, the logits of tokens behind the last tile would count.
         """
         counting = copy(self)  # which shares what is known of calls
         counting.counts = True
@@ -106,7 +106,9 @@ class TransformerEngineKernel:
         )
 
     def varlen_rejection(self, dtype: torch.dtype, d: int, e: int) -> str | None:
-        """Follows `LimitedVarlen`: before Hopper, cuDNN has no packed tiles."""
+        """Return why packed tiles are not supported, if they are not: before Hopper, cuDNN has
+        none.
+        """
         return (
             None
             if self._has_packed(dtype, d, e)
@@ -224,7 +226,7 @@ class TransformerEngineKernel:
         return out, aux[0]
 
     def _count(self, more: list[Tensor]) -> None:
-        """Keeps the largest logits [h] that a call returns beside out and lse, if it does."""
+        """Keep the largest logits [h] that a call returns beside out and lse, if it does."""
         if self.counts:
             # batch rows of a tile that goes as a packing are further heads
             found = more[0].float().unflatten(0, (-1, self._heads)).amax(0)
@@ -234,7 +236,7 @@ class TransformerEngineKernel:
     def _gradients(
         self, call: Call, tensors: tuple[Tensor, ...], stats: Tensor, ends: _Ends, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv. tensors: q, k, v, out and dout."""
+        """Return dq, dk and dv. tensors: q, k, v, out and dout."""
         widths = call.d, call.d, call.e, call.e, call.e
         padded = dict(zip(_IN_BACKWARD, map(pad, tensors, widths), strict=True))
         backward = self._functions(call, scale, stats.device).backward
@@ -245,7 +247,7 @@ class TransformerEngineKernel:
         return dq, dk, dv
 
     def _functions(self, call: Call, scale: float, device: torch.device) -> _Bound:
-        """TransformerEngine's functions with all arguments of a call but the tensors, worked out
+        """Return TransformerEngine's functions with all arguments of a call but the tensors, bound
         once.
         """
         key = call, scale, device, capturing(device)
@@ -284,14 +286,14 @@ class TransformerEngineKernel:
         return self._bound[key]
 
     def _key(self, q: Tensor, k: Tensor, v: Tensor, hi: int, scale: float) -> tuple[Any, ...]:
-        """All that a dense call of tensors [s, b, h, d] depends on, except the values of the
-        tensors.
+        """Return everything that a dense call of tensors [s, b, h, d] depends on, except the
+        tensors' values.
         """
         kind = q.dtype, q.device, hi == 0, deterministic(), capturing(q.device), self.counts
         return scale, q.shape, k.shape, v.shape, *kind
 
     def _bind(self, key: tuple[Any, ...], call: Call, ends: _Ends, device: torch.device) -> None:
-        """Keeps the functions with all arguments but the tensors, for the next dense call of this
+        """Keep the functions with all arguments but the tensors for the next dense call of this
         key.
         """
         if len(self._dense) > _MAX_CALLS:
@@ -312,7 +314,7 @@ class TransformerEngineKernel:
         causal: bool,
         packing: Packing | None = None,
     ) -> Call:
-        """The call for tensors [s, b, h, d], or with a packing [t, h, d]."""
+        """Return the call for tensors [s, b, h, d], or [t, h, d] with a packing."""
         d, e = self._sizes(q.dtype, q.shape[-1], v.shape[-1]) or (q.shape[-1], v.shape[-1])
         if packing:
             # The largest sizes may be rounded up, which makes fewer kinds of calls.
@@ -346,8 +348,8 @@ class TransformerEngineKernel:
         )
 
     def _sizes(self, dtype: torch.dtype, d: int, e: int) -> tuple[int, int] | None:
-        """Head sizes of the call: multiples of 8, or one size for both if two sizes have no
-        backend; None if neither has one.
+        """Return the head sizes of the call: multiples of 8, or one size for both if two sizes have
+        no backend; None if neither has one.
         """
         key = (dtype, d, e, deterministic())
         if key not in self._widths:
@@ -375,7 +377,9 @@ class TransformerEngineKernel:
         return None
 
     def _backend(self, call: Call) -> Any:
-        """The fused backend that TransformerEngine names for the call; None if there is none."""
+        """Return the fused backend that TransformerEngine names for the call; None if there is
+        none.
+        """
         if call not in self._backends:
             if len(self._backends) > _MAX_CALLS:
                 self._backends.clear()
@@ -388,12 +392,12 @@ class TransformerEngineKernel:
 
 @RUNTIME.cache(maxsize=16)
 def _generator(device: torch.device, in_graph: bool) -> torch.Generator | None:
-    """A generator of its own for TransformerEngine, which advances one in every forward call even
-    if dropout is 0.
+    """Return a separate generator for TransformerEngine, which advances one in every forward call
+    even if dropout is 0.
 
-    The default generator would then give other numbers to hidden dropout when a recomputation skips
-    attention. A CUDA graph takes only generators that were registered with it, of which None, the
-    default one, is the only one known here.
+    With the default generator, hidden dropout would get other numbers when a recomputation skips
+    attention. A CUDA graph takes only generators that were registered with it, and only the default
+    one (None) is known to be.
     """
     return None if in_graph else torch.Generator(device)
 
@@ -406,12 +410,12 @@ _Ends = dict[str, Tensor | None]
 
 
 def _even_ends(call: Call, count: int, device: torch.device) -> _Ends:
-    """Those of `count` sequences of a dense call."""
+    """Return the ends of `count` sequences of a dense call."""
     return _ends(call, _even(call.queries, count, device), _even(call.keys, count, device))
 
 
 def _ends(call: Call, cu_q: Tensor, cu_k: Tensor) -> _Ends:
-    """The ends of sequences, or of packed tiles, which lie end to end."""
+    """Return the ends of sequences, or of packed tiles, which lie end to end."""
     padded_q, padded_k = (cu_q, cu_k) if call.layout == "thd" else (None, None)
     return {
         "cu_seqlens_q": cu_q,
@@ -423,13 +427,13 @@ def _ends(call: Call, cu_q: Tensor, cu_k: Tensor) -> _Ends:
 
 @RUNTIME.cache(maxsize=4096)
 def _even(size: int, count: int, device: torch.device) -> Tensor:
-    """The ends of `count` sequences of one size, int32 [count + 1]; made once."""
+    """Return the ends of `count` sequences of one size, int32 [count + 1]; made once."""
     return torch.arange(0, (count + 1) * size, size, dtype=torch.int32, device=device)
 
 
 @RUNTIME.cache(maxsize=4096)
 def _single(queries: int, keys: int, causal: bool, device: torch.device) -> Packing:
-    """One tile as a packing; batch rows become heads."""
+    """Return one tile as a packing; batch rows become heads."""
     return Packing(
         _even(queries, 1, device), _even(keys, 1, device), queries, keys, -1, 0 if causal else -1
     )

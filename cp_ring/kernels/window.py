@@ -1,5 +1,5 @@
-"""What the flash-attn kernels share: bands as windows aligned bottom right, padded head sizes,
-queries that see no key.
+"""The parts that the flash-attn kernels share: bands as windows aligned bottom right, padded head
+sizes, and queries that see no key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class LivePart(NamedTuple):
 
 
 def live_part(queries: int, keys: int, lo: int, hi: int) -> LivePart | None:
-    """The part of a tile with band [lo, hi] that is computed; None if no query sees a key."""
+    """Return the part of a tile with band [lo, hi] that is computed; None if no query sees a
+    key.
+    """
     q0, q1 = max(0, -hi), min(queries, keys - lo)
     k0, k1 = max(0, q0 + lo), min(keys, q1 + hi)
     if q0 >= q1 or k0 >= k1 or lo > hi:
@@ -44,8 +46,8 @@ def live_part(queries: int, keys: int, lo: int, hi: int) -> LivePart | None:
 
 
 class Window(NamedTuple):
-    """How a library is called: the window, aligned bottom right, with -1 for an open side; many
-    tiles at once, with a packing; and the scale of scores.
+    """The arguments of a library's call beside tensors: the window, aligned bottom right, with -1
+    for an open side; the packing of many tiles; and the scale of scores.
     """
 
     left: int
@@ -55,7 +57,7 @@ class Window(NamedTuple):
 
 
 class WindowKernel(ABC):
-    """Follows `AttentionKernel` and `VarlenKernel`, for libraries whose windows are aligned bottom
+    """Base of kernels (`AttentionKernel` and `VarlenKernel`) whose libraries align windows bottom
     right.
 
     A subclass calls its library in `attend` and `gradients`. They get tensors [b, s, h, d], or [t,
@@ -65,15 +67,15 @@ class WindowKernel(ABC):
     capabilities = KERNELS["flash"]
 
     def sizes(self, d: int, e: int) -> tuple[int, int]:
-        """The head sizes of the library's calls, padded with zeros: here one size for both, a
-        multiple of 8.
+        """Return the head sizes of the library's calls, which are padded with zeros: here one size
+        for both, a multiple of 8.
         """
         width = -(-max(d, e) // 8) * 8
         return width, width
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-        """Out, and lse [b, h, s] or [h, t]."""
+        """Return out, and lse [b, h, s] or [h, t]."""
 
     @abstractmethod
     def gradients(
@@ -86,7 +88,7 @@ class WindowKernel(ABC):
         lse: Tensor,
         window: Window,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv from the merged out and lse."""
+        """Return dq, dk and dv from the merged out and lse."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
@@ -173,5 +175,5 @@ class WindowKernel(ABC):
 
 
 def pad(x: Tensor, width: int) -> Tensor:
-    """x with zeros up to head size `width`, which change neither scores nor kept outputs."""
+    """Pad x with zeros up to head size `width`; they change neither scores nor kept outputs."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
