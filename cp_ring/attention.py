@@ -1,8 +1,8 @@
-"""Attention: what does not change between calls is resolved and checked once; a call only runs it.
+"""Attention: everything that does not change between calls is resolved and checked once; a call
+only runs it.
 
 Shapes: s tokens of this rank's shard, b batch, h query heads, g key/value heads, d head size of
-queries and keys, e head size of
-values.
+queries and keys, e head size of values.
 
 The way of a key from the caller to the kernel, one Python frame a line:
 
@@ -65,8 +65,8 @@ _made: weakref.WeakKeyDictionary[RankPlan, dict[object, Attention]] = RUNTIME.ke
 def attention_of(
     plan: AnyPlan, group: Group, options: AttentionOptions, inputs: Inputs
 ) -> Attention:
-    """The attention of a plan for such inputs, which are `alike`; made once, it lives as long as
-    this rank's part of the plan.
+    """Return the `Attention` of a plan for inputs of this kind, which are `alike`. It is made once,
+    and lives as long as this rank's part of the plan.
     """
     transport = transport_for(group, inputs.q.device)
     rank_plan = rank_plan_of(plan, transport)
@@ -83,7 +83,7 @@ def attention_of(
 
 
 def codec_of(wire: str) -> type[Codec]:
-    """The class of the codec of that name."""
+    """Return the class of the codec of that name."""
     if wire in CODECS:
         return CODECS[wire]
     from cp_ring.comm.latent import LatentCodec
@@ -92,8 +92,8 @@ def codec_of(wire: str) -> type[Codec]:
 
 
 def rank_plan_of(plan: AnyPlan, transport: Transport | None) -> RankPlan:
-    """The part of a plan that this rank of the transport runs. Raises `PlanError` where the two do
-    not fit together.
+    """Return the part of a plan that this rank of the transport runs. Raises `PlanError` if plan
+    and transport do not fit together.
     """
     if not isinstance(plan, AnyPlan):
         hint = (
@@ -118,8 +118,8 @@ def rank_plan_of(plan: AnyPlan, transport: Transport | None) -> RankPlan:
 
 
 class Attention:
-    """Attention of one rank under one plan, for inputs of one kind: what does not change between
-    calls is settled here.
+    """Attention of one rank under one plan, for inputs of one kind. Its constructor settles
+    everything that does not change between calls.
 
     It keeps neither its plan nor its transport alive. Raises `ConfigError`, `PlanError` or
     `KernelError` for inputs that do not fit.
@@ -187,7 +187,9 @@ class Attention:
         self._key = rank_plan.digest, *self._facts.values()
 
     def __call__(self, inputs: Inputs, kept: KeptOutput | None = None) -> Output:
-        """Attention of this rank's queries to all keys; with `kept`, that of the call kept."""
+        """Return attention of this rank's queries to all keys. With `kept`, the result is that of
+        the kept call, and nothing is computed in forward.
+        """
         q, k, v, sink, latents = inputs
         more = list(latents) if latents and self._latents else []
         if self._bshd:
@@ -227,7 +229,9 @@ class Attention:
         return Output(out.transpose(0, 1) if self._bshd else out, lse, max_logit, parts)
 
     def kept(self, out: Tensor, lse: Tensor) -> KeptOutput | None:
-        """What was kept of a call with these results; None where that takes more than these."""
+        """Return a `KeptOutput` of a call with these results; None if the call needs more than
+        these.
+        """
         plan = self._plan()
         if plan is None or plan.exchange is not None or self._batch_rows:
             return None
@@ -242,8 +246,8 @@ class Attention:
         v: Tensor,
         sink: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, list[tuple[Tensor, Tensor]]]:
-        """Attention over the ring for this rank's heads, one group of them after another, with
-        their exchange around it.
+        """Run attention over the ring for this rank's heads, one group after another, with the
+        exchange of heads around it.
         """
         from cp_ring.comm.heads import over_heads, sub_transports
         from cp_ring.comm.mover import Mover
@@ -272,7 +276,9 @@ class Attention:
         return out, lse, max_logit, parts
 
     def _counting(self) -> CountingKernel | None:
-        """The kernel of one call that keeps its largest logits, where they are wanted."""
+        """Return a kernel for one call that keeps its largest logits, or None if they are not
+        wanted.
+        """
         if not self._options.max_logit:
             return None
         assert isinstance(self._kernel, MaxLogitKernel), "a kernel was chosen for what it lacks"
@@ -286,7 +292,9 @@ class Attention:
 
 
 def _codec_for(wire: str, rank_plan: RankPlan, inputs: Inputs) -> type[Codec]:
-    """The codec of a call. Raises `ConfigError` where it cannot carry what the call has."""
+    """Return the codec of a call. Raises `ConfigError` if it does not support the call's inputs or
+    plan.
+    """
     codec = codec_of(wire)
     if codec.needs_latents and inputs.latents is None:
         raise ConfigError(f"wire={wire!r} needs LatentKeys in place of k")
@@ -299,8 +307,8 @@ def _codec_for(wire: str, rank_plan: RankPlan, inputs: Inputs) -> type[Codec]:
 
 
 def _check_tokens(rank_plan: RankPlan, tokens: int) -> None:
-    """Raises `PlanError` where a rank has another number of tokens, of all batch rows that have
-    masks of their own, than its plan.
+    """Raise `PlanError` if a rank has another number of tokens than its plan. Batch rows with masks
+    of their own count together.
     """
     wanted, count = rank_plan.shard_tokens, rank_plan.batch
     if tokens != wanted:

@@ -1,8 +1,8 @@
-"""How the sequences of a group were cut: attention on parts of another layout gives wrong numbers,
-which nothing in the parts themselves shows.
+"""Notes how the sequences of a group were cut. Attention on parts of another layout gives wrong
+numbers, and the parts themselves do not show it.
 
-`shard` notes its layouts here, and calls that name a layout, or leave it to the default, ask. Calls
-with a `Layout` or a plan of their own do not.
+`shard` notes its layouts here, and calls that name a layout, or leave it to the default, check
+them. Calls with a `Layout` or a plan of their own do not.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def _key(transport: Any) -> Any:
 
 
 def note_cut(transport: Any, layout: Layout) -> None:
-    """Notes that a whole tensor of the ranks of a transport was cut by this layout."""
+    """Note that a whole tensor of the ranks of a transport was cut by this layout."""
     cuts = _cuts.setdefault(_key(transport), defaultdict(dict))
     if len(cuts) < _MANY or layout.n in cuts:
         cuts[layout.n][layout.digest] = repr(layout)
 
 
 def check_cut(transport: Any, layout: Layout, call: str, named: bool) -> None:
-    """Looks whether `shard` cut all sequences of this length by other layouts than that of a call.
-    If so, raises `ConfigError` where the call left its layout to the default, and warns where it
-    named one: its parts may be of another source than `shard`.
+    """Compare the layout of a call with those by which `shard` cut sequences of this length. If
+    none of them is the same, raise `ConfigError` if the call left its layout to the default, and
+    warn if it named one: its parts may not come from `shard`.
     """
     cuts = _cuts.get(_key(transport))
     of_length = cuts.get(layout.n) if cuts else None
@@ -55,8 +55,8 @@ def check_cut(transport: Any, layout: Layout, call: str, named: bool) -> None:
 
 
 def check_slices(tensors: tuple[Tensor, ...], dim: int, layout: Layout, rank: int) -> None:
-    """Raises `ConfigError` where q, k and v are the slice of this rank of whole tensors, in the
-    order of tokens, and the layout gives it other tokens.
+    """Raise `ConfigError` if q, k and v are contiguous slices of whole tensors for this rank, and
+    the layout gives the rank other tokens.
     """
     for x in tensors:
         base = x._base

@@ -2,8 +2,8 @@
 around both.
 
 Shapes: s tokens of this rank's shard, b batch, h query heads, g key/value heads, d head size of
-queries and keys, e head size of
-values. Tokens come first (sbhd): any token range of keys is then contiguous and travels uncopied.
+queries and keys, e head size of values. Tokens come first (sbhd): any token range of keys is then
+contiguous and travels uncopied.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from cp_ring.plan.tables import RankPlan
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """What all calls around one ring share.
+    """The settings that all calls around one ring share.
 
-    `codec` is a class of codecs; `exact` asks for determinism; `rank` is that in the whole job.
+    `codec` is a class of codecs; `exact` asks for determinism; `rank` is the rank in the whole job.
     `works` has the work of forward and of backward, each from its first call on.
     """
 
@@ -46,8 +46,8 @@ class Ring:
 
 
 class RingCall(NamedTuple):
-    """What forward and backward of one call share. It keeps plan and transport alive, which the
-    ring does not.
+    """The objects that forward and backward of one call share. It keeps plan and transport alive,
+    which the ring does not.
     """
 
     ring: Ring
@@ -57,7 +57,7 @@ class RingCall(NamedTuple):
     place: Place
 
     def work(self, device: torch.device, backward: bool) -> Work:
-        """The kernel calls and updates of a pass."""
+        """Return the kernel calls and updates of a pass."""
         works = self.ring.works
         if backward not in works:
             works[backward] = work_of(self.rank_plan, self.kernel.capabilities, device, backward)
@@ -65,11 +65,11 @@ class RingCall(NamedTuple):
 
 
 class RingAttention(torch.autograd.Function):
-    """From q [s, b, h, d], k [s, b, g, d] and v [s, b, g, e] to out [s, b, h, e] in the dtype of q,
-    and lse [b, h, s].
+    """Computes out [s, b, h, e] in the dtype of q, and lse [b, h, s], from q [s, b, h, d], k [s, b,
+    g, d] and v [s, b, g, e].
 
-    `inputs` are those of the codec beside k and v. `taken` is out and lse of an earlier call with
-    the same inputs on every rank: then nothing is computed or sent in forward.
+    `inputs` are the codec's inputs beside k and v. `taken` is out and lse of an earlier call with
+    the same inputs on every rank: then forward computes and sends nothing.
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ class RingAttention(torch.autograd.Function):
         if taken is None:
             with without_autocast(q.device):
                 with determinism(call.ring.exact), on_device(q):
-                    # A sink changes out once more: it is not rounded before.
+                    # A sink changes out once more, so out is not rounded before.
                     dtype = q.dtype if sink is None else sum_dtype(q.dtype)
                     out, lse = _run_forward(call, q, k, v, inputs, dtype)
                 if sink is not None:
@@ -103,9 +103,9 @@ class RingAttention(torch.autograd.Function):
         ctx, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse, *inputs = ctx.saved_tensors
-        # Other ranks wait for this rank's messages, also where nothing depends on its out.
+        # Other ranks wait for this rank's messages even if nothing depends on its out.
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        # That of queries that see no key, which may be NaN, does not count.
+        # dlse of queries that see no key may be NaN, and does not count.
         dlse = None if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
         call = ctx.call
         WATCH.place, WATCH.backward = call.place, True
@@ -120,8 +120,8 @@ class RingAttention(torch.autograd.Function):
 def _run_forward(
     call: RingCall, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The hop loop: while a hop is computed, the keys of the next hop travel. Out [s, b, h, e] in
-    `dtype`, lse [b, h, s].
+    """Run the hop loop: while a hop is computed, the keys of the next hop travel. Returns out [s,
+    b, h, e] in `dtype` and lse [b, h, s].
     """
     ring, work = call.ring, call.work(q.device, backward=False)
     total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
@@ -142,8 +142,8 @@ def _run_backward(
     inputs: Sequence[Tensor],
     merged: tuple[Tensor, Tensor, Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """The hop loop of backward: partial gradients of the last hop's keys travel home while the next
-    hop is computed. `merged` is out, lse, and the gradient of lse.
+    """Run the hop loop of backward: partial gradients of the last hop's keys travel to their owners
+    while the next hop is computed. `merged` is out, lse, and the gradient of lse.
     """
     (out, lse, dlse), ring, work = merged, call.ring, call.work(q.device, backward=True)
     codec = ring.codec(k, v, *inputs)
@@ -175,7 +175,7 @@ def _run_backward(
 
 
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Counts exp(sink) into the denominators: scales out [s, b, h, e] in place, returns the new lse
+    """Add exp(sink) to the denominators: scale out [s, b, h, e] in place, and return the new lse
     [b, h, s].
     """
     with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
@@ -186,7 +186,9 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 def _sink_gradient(
     dout: Tensor, merged: tuple[Tensor, Tensor, Tensor | None], sink: Tensor
 ) -> Tensor:
-    """Of softmax with a sink: -sum over queries of exp(sink - lse) * (dout . out - dlse), [h]."""
+    """Return the gradient of the sink: -sum over queries of exp(sink - lse) * (dout . out - dlse),
+    [h].
+    """
     out, lse, dlse = merged
     share = _weight(sink.to(lse.dtype)[:, None], lse)
     # Queries that see no key have out 0: their dout, which may be NaN in padding, does not count.
@@ -195,5 +197,5 @@ def _sink_gradient(
 
 
 def _weight(part: Tensor, whole: Tensor) -> Tensor:
-    """exp(part - whole), and 0 where both are -inf."""
+    """Return exp(part - whole), and 0 where both are -inf."""
     return torch.where(whole == -math.inf, 0.0, (part - whole).exp())

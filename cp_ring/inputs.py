@@ -1,5 +1,5 @@
-"""What a call of attention gets and gives back: its options, its tensors and their checks, and what
-is kept of it for a recomputation.
+"""The inputs and outputs of a call of attention: its options, its tensors and their checks, and the
+results that are kept for a recomputation.
 
 Shapes: s tokens of this rank's shard, b batch, h query heads, g key/value heads, d head size of
 queries and keys, e head size of values.
@@ -32,10 +32,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What calls have in common beside their plan and group; see `ring_attention` for those that it
-    has too.
+    """The options of calls other than plan and group; `ring_attention` describes those that it
+    shares.
 
-    lse: `Output.lse` is wanted. max_logit: `Output.max_logit` is.
+    lse, max_logit: True if `Output.lse` or `Output.max_logit` is wanted.
     compare_every: `every` of `Agreement.check`.
 
     Raises `ConfigError` for a value that no call can have.
@@ -74,10 +74,10 @@ class AttentionOptions:
 
 
 class Inputs(NamedTuple):
-    """What a call gets: q [b, s, h, d], k [b, s, g, d] and v [b, s, g, e], or tokens first as
+    """The tensors of a call: q [b, s, h, d], k [b, s, g, d] and v [b, s, g, e], or tokens first as
     `qkv_format` says; sink [h].
 
-    latents: what k and v were made from, and what travels with `wire="latent"`.
+    latents: the latents that k and v were made from, which travel with `wire="latent"`.
     """
 
     q: Tensor
@@ -87,18 +87,20 @@ class Inputs(NamedTuple):
     latents: Latents | None = None
 
     def alike(self) -> Inputs:
-        """Under `torch.autocast`, tensors of different dtypes in one."""
+        """Return the inputs in one dtype if `torch.autocast` is in force."""
         q, k, v, *more = in_one_dtype(self.q, self.k, self.v, *(self.latents or ()))
         latents = None if self.latents is None else type(self.latents)(*more)
         return Inputs(q, k, v, self.sink, latents)
 
     def kinds(self) -> tuple[object, ...]:
-        """All that an `Attention` depends on, without the values of the tensors."""
+        """Return everything that an `Attention` depends on, without the values of the tensors."""
         tensors = (self.q, self.k, self.v, self.sink, *(self.latents or ()))
         return tuple(x is not None and (type(x), x.shape, x.dtype, x.device) for x in tensors)
 
     def check(self, tokens: int) -> None:
-        """Raises `PlanError` for tensors that do not fit together. tokens: their dimension."""
+        """Raise `PlanError` for tensors that do not fit together. tokens: the dimension of
+        tokens.
+        """
         q, k, v = self[:3]
         sink = self.sink
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -139,14 +141,13 @@ class Inputs(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Out [b, s, h, e] in the dtype of q and in its format; lse [b, h, s], None where it was to be
-    sent and is not wanted.
+    """The results of a call: out [b, s, h, e] in the dtype of q and in its format; lse [b, h, s],
+    None if heads were exchanged and lse is not wanted.
 
-    max_logit: the largest logit of each query head in the tiles of this rank, float32 [h], where
-        they were computed; with the exchange of heads, -inf for the heads of other ranks. None if
-        it is not wanted.
-    parts: out and lse of the rings of each group of heads, before their exchange: what a
-    recomputation needs.
+    max_logit: the largest logit of each query head in the tiles of this rank, float32 [h]; with the
+    exchange of heads, -inf for the heads of other ranks. None if it is not wanted.
+    parts: out and lse of the rings of each group of heads, before their exchange, for a
+    recomputation.
     """
 
     out: Tensor
@@ -156,8 +157,8 @@ class Output(NamedTuple):
 
 
 class KeptOutput(NamedTuple):
-    """`Output.parts` of a call, kept for its recomputation, and the place of that call, which is
-    also that of the second one.
+    """`Output.parts` of a call, kept for its recomputation, and the place of that call, which the
+    second call takes too.
 
     A later call with the same inputs on every rank takes out and lse from it instead of computing
     and sending; its backward is the usual one.
@@ -168,12 +169,12 @@ class KeptOutput(NamedTuple):
 
     @classmethod
     def of(cls, output: Output) -> KeptOutput:
-        """What is kept of an output."""
+        """Keep copies of an output."""
         # Copies: the caller owns the tensors of the first run and may change them in place.
         parts = [tuple(x.detach().clone() for x in part) for part in output.parts]
         return cls(parts, WATCH.place)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """The bytes that are held."""
         return sum(x.nbytes for part in self.parts for x in part)

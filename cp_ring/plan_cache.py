@@ -1,4 +1,4 @@
-"""From the keywords of `ring_attention` to a proven plan, which is kept for later calls."""
+"""Makes a proven plan from the keywords of `ring_attention`, and keeps it for later calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Offsets = Sequence[int] | np.ndarray | Tensor
 
 @dataclass(frozen=True, eq=False)
 class PlanOptions:
-    """The keywords of `ring_attention` that say which plan a call has; see there.
+    """The keywords of `ring_attention` that decide the plan of a call; see there.
 
     Raises `ConfigError` for keywords that say the same thing twice, or are of the wrong type.
     """
@@ -77,7 +77,7 @@ class PlanOptions:
         expect("layout", layout, Layout, str)
 
     def _asks(self, name: str) -> bool:
-        """Whether a keyword has another value than its default."""
+        """Return True if a keyword has another value than its default."""
         value, default = getattr(self, name), getattr(PlanOptions, name)
         if default is None:
             return value is not None
@@ -90,8 +90,8 @@ class PlanOptions:
         tokens_first: bool,
         latent: bool = False,
     ) -> Plan:
-        """The plan of a call in which the rank of the transport passes q, k and v, [batch, tokens,
-        ...], or tokens first. Latents, which have no heads, are not exchanged by default.
+        """Return the plan of a call in which the rank of the transport passes q, k and v, [batch,
+        tokens, ...], or tokens first. Latents have no heads, and are not exchanged by default.
 
         Raises `ConfigError` or `PlanError` with a line that names the argument.
         """
@@ -132,7 +132,9 @@ class PlanOptions:
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes:
-    """Sizes for predicted times; any for tensors that are about to be rejected."""
+    """Return the sizes for predicted times; for tensors that are about to be rejected, default
+    sizes.
+    """
     if (
         k.dim() != 4
         or v.dim() != 4
@@ -145,7 +147,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes:
 
 
 def _maker(mask: object) -> str:
-    """How to make a `Mask` of what was given in place of one; "" where there is no way."""
+    """Return how to make a `Mask` of an object that was given as one; "" if there is no way."""
     if hasattr(mask, "mask_mod"):  # a BlockMask
         return ": make one by Mask.from_mask_mod(mask.mask_mod, n)"
     if callable(mask):
@@ -161,9 +163,9 @@ def _maker(mask: object) -> str:
 
 
 def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:
-    """Tokens of the whole sequence, where each of `cp` ranks holds `tokens` of them.
+    """Return the length of the whole sequence if each of `cp` ranks holds `tokens` of its tokens.
 
-    Raises `ConfigError` where a zigzag layout gives ranks different numbers of tokens.
+    Raises `ConfigError` if a zigzag layout would give ranks different numbers of tokens.
     """
     chunks = NamedLayout.named(layout).chunks if layout in LAYOUTS else 1
     if cp > 1 and tokens % chunks:
@@ -177,13 +179,13 @@ def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:
 
 @RUNTIME.cache(maxsize=64)
 def zigzag(n: int, cp: int) -> Layout:
-    """`Layout.zigzag`, made once."""
+    """Return `Layout.zigzag`, made once."""
     return Layout.zigzag(n, cp)
 
 
 def _edges(ends: Offsets | None, layout: Layout | str, tokens: int, cp: int) -> tuple[int, ...]:
-    """The offsets of documents, of which a rank holds so many tokens; of one document where none
-    are given.
+    """Return the offsets of documents if a rank holds so many tokens; without `ends`, those of one
+    document.
     """
     end = layout.n if isinstance(layout, Layout) else None
     if ends is not None:

@@ -22,7 +22,7 @@ _FLAGS = ("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloade
 
 
 def main() -> None:
-    """Train the model of the command line; exit with code 2 and one line if the job cannot run."""
+    """Train as the command line says. If that is impossible, exit with code 2 and one line."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         with rejecting():
             argument_parser.build_parser().print_help()

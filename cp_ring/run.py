@@ -26,8 +26,8 @@ _HELP = {"-h", "--help"}
 
 
 def main() -> None:
-    """Run the script that the first argument names; exit with code 2 and one line if it
-    cannot run.
+    """Run the script that the first argument names. If it cannot run, exit with code 2 and one
+    line.
     """
     if len(sys.argv) < 2 or sys.argv[1] in _HELP:
         print(_USAGE)

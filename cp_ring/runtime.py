@@ -21,31 +21,31 @@ class Cell[T]:
 
 
 class Runtime:
-    """The registered state, and how each part of it becomes new again."""
+    """The registered state, with a function that resets each part of it."""
 
     def __init__(self) -> None:
         self._resets: list[Callable[[], object]] = []
 
     def keep[T](self, state: T, reset: Callable[[], object] | None = None) -> T:
-        """Registers `state` and returns it. `reset` is its method `clear` by default, or its
+        """Register `state` and return it. `reset` is by default its method `clear`, or its
         `__init__` without arguments.
         """
         self._resets.append(reset or getattr(state, "clear", None) or state.__init__)  # type: ignore[misc]
         return state
 
     def cell[T](self, first: T) -> Cell[T]:
-        """A registered value, `first` until it is set."""
+        """Return a registered value, which is `first` until it is set."""
         cell = Cell(first)
         return self.keep(cell, lambda: setattr(cell, "value", first))
 
     def of_process[T](self, state: T) -> T:
-        """`state`, which a reset leaves as it is: threads, locks of files, signals."""
+        """Return `state`, which a reset does not change: threads, locks of files, signals."""
         return state
 
     def cache[T](
         self, maxsize: int | None = None
     ) -> Callable[[Callable[..., T]], functools._lru_cache_wrapper[T]]:
-        """`functools.lru_cache` that a reset empties."""
+        """A `functools.lru_cache` that a reset empties."""
 
         def decorate(function: Callable[..., T]) -> functools._lru_cache_wrapper[T]:
             cached = functools.lru_cache(maxsize)(function)
@@ -55,8 +55,8 @@ class Runtime:
         return decorate
 
     def reset(self) -> None:
-        """Makes all registered state as it was when its module was imported. No call of attention
-        may run meanwhile.
+        """Return all registered state to that of the import of its module. No call of attention may
+        run meanwhile.
         """
         for reset in self._resets:
             reset()
