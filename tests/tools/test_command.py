@@ -92,21 +92,6 @@ def test_quickstart_is_what_megatron_reads(tmp_path, data, parser):
     assert built.ranks == 4
 
 
-def test_own_datasets_need_no_corpus(tmp_path, data, parser):
-    job = job_of(
-        tmp_path,
-        data,
-        "megatron.mock_data=true",
-        "megatron.tokenizer_type=NullTokenizer",
-        "megatron.vocab_size=255",
-    )
-    assert jobs.find_corpus(job) is None
-    args = parser.parse_args(jobs.build_command(job).flags)
-    assert (
-        args.mock_data and args.train_data_path is None and args.tokenizer_type == "NullTokenizer"
-    )
-
-
 def test_packed_data_sets_mask_documents(tmp_path, data, parser):
     talks = tmp_path / "talks.jsonl"
     talks.write_text(

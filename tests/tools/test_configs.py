@@ -112,40 +112,6 @@ def test_tiny_trains_as_without_context_parallelism(traces, name):
         assert ours[step]["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), step
 
 
-@pytest.mark.parametrize("name", FULL_SIZE)
-def test_tiny_is_the_same_kind_of_model(name):
-    """What makes the model what it is stays: sizes change, and what needs CUDA."""
-    full, small = config.load(name).megatron, config.load(name, tiny(name)).megatron
-    assert full.keys() == small.keys()
-    sizes = {
-        "global_batch_size",
-        "train_iters",
-        "lr",
-        "lr_warmup_iters",
-        "eval_iters",
-        "vocab_size",
-        "moe_layer_freq",
-        "context_parallel_size",
-        "tensor_model_parallel_size",
-    }
-    cuda = {
-        "bf16",
-        "transformer_impl",
-        "sequence_parallel",
-        "moe_grouped_gemm",
-        "moe_permute_fusion",
-        "apply_layernorm_1p",
-    }
-    local = {"q_lora_rank", "disable_bias_linear"}  # what local layers cannot do without, or with
-    changed = {key for key in full if full[key] != small[key]} - cuda - sizes - local
-    assert all(
-        isinstance(full[key], int | float)
-        and not isinstance(full[key], bool)
-        and small[key] < full[key]
-        for key in changed - {"window_size"}
-    ), changed
-
-
 @pytest.fixture
 def megatron(monkeypatch):
     """Makes Megatron's settings of a job; TransformerEngine counts as installed where they ask."""
@@ -238,20 +204,6 @@ def test_windows_are_on_the_right_layers(megatron, name, layers, windowed, tmp_p
 
     _, model = megatron(flags(name, "cuda", f"launch.run_dir={tmp_path}")[1], ranks=8)
     assert {layer for layer in range(1, layers + 1) if compat.has_window(model, layer)} == windowed
-
-
-def test_a_million_tokens_on_the_cpu_need_the_loss_in_chunks():
-    job = config.load("million-cpu")
-    flags, ranks = job.megatron, job.ranks
-    assert (flags["seq_length"], ranks, flags["train_iters"]) == (1 << 20, 4, 3)
-    assert (
-        job.cp_ring.document_mask and flags["window_size"] == "1023,0" and flags["num_layers"] == 2
-    )
-    logit_bytes = 4 * (flags["vocab_size"] + 1)
-    assert 2 * flags["seq_length"] * logit_bytes > 20e9, "logits and their gradients"
-    assert job.cp_ring.loss_chunk * logit_bytes > 32 << 20, (
-        "the C library does not return smaller blocks"
-    )
 
 
 @pytest.mark.slow

@@ -86,14 +86,6 @@ def test_a_rank_that_fails_is_one_line_and_the_exit_code(tmp_path, capfd, code, 
     assert "[rank 1] Traceback ..." in log
 
 
-def test_a_rejection_by_the_ranks_is_their_line_alone(tmp_path, capfd):
-    write = (
-        'write(1, "", "cp_ring: error: --x: wrong\\n"); write(0, "cp_ring: error: --x: wrong\\n")'
-    )
-    ended, _ = run(tmp_path, write + FAILED.format(code=2))
-    assert ended == 2 and capfd.readouterr() == ("", "cp_ring: error: --x: wrong\n")
-
-
 def test_a_launcher_that_fails_is_one_line(tmp_path, capfd):
     ended, _ = run(tmp_path, "sys.exit(3)")
     assert ended == 3
