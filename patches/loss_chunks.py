@@ -107,7 +107,7 @@ def _in_chunks(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     if known.get("output_processor") is not None:
         raise ConfigError(
             "--cp-ring-loss-chunk: the script gives the model an output processor of its own, "
-            "which needs all logits at once: leave out either"
+            "which needs all logits at once: leave out one of the two"
         )
     # set in the dictionary, because torch keeps attributes for modules
     own, before = vars(self), dict(vars(self))

@@ -28,8 +28,9 @@ def _with_whole_embeddings(preprocess: Function, self: Any, *args: Any, **kwargs
         return preprocess(self, *args, **kwargs)
     if self.config.apply_rope_fusion:
         raise ConfigError(
-            "packed documents with --position-embedding-type mrope need --no-rope-fusion "
-            "(apply_rope_fusion=False): the fused kernel gives each the positions of the first"
+            "packed documents with --position-embedding-type mrope: the fused kernel would give "
+            "every document the positions of the first one: give --no-rope-fusion "
+            "(apply_rope_fusion=False)"
         )
     with replaced((packed, "cp_group", ALONE)):
         return preprocess(self, *args, **kwargs)

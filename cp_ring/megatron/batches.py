@@ -71,7 +71,7 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
     if batch.get(OFFSETS) is not None:
         return _split_packed(batch, group)
     if batch.get(SIZE) is not None:
-        raise ConfigError(f"{SIZE} needs {OFFSETS}: only packed documents can be split so")
+        raise ConfigError(f"{SIZE} needs packed documents: give their offsets as {OFFSETS}")
     whole = {
         name: value
         for name, value in batch.items()
@@ -116,8 +116,8 @@ def group_of_size(size: int, cp_group: Any) -> Any:
         return parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
     except (AssertionError, KeyError):
         raise ConfigError(
-            f"{SIZE} {size}: there is no such group; give initialize_model_parallel "
-            "hybrid_context_parallel=True, and a power of two"
+            f"{SIZE} {size}: there is no such group: give a power of two, and "
+            "initialize_model_parallel(hybrid_context_parallel=True)"
         ) from None
 
 
@@ -199,7 +199,9 @@ def _offsets(tensor: torch.Tensor, name: str) -> torch.Tensor:
         flat = flat[: int(used[-1]) + 1]
     checked = offsets(flat, name)
     if len(checked) < 2:
-        raise ConfigError(f"{name} is {checked.tolist()}: it must hold a document")
+        raise ConfigError(
+            f"{name} is {checked.tolist()}: give the offsets of at least one document"
+        )
     return torch.from_numpy(checked).to(tensor.device, torch.int32)
 
 
@@ -209,8 +211,8 @@ def _documents(batch: Mapping[str, Any], n: int, cp: int) -> Documents:
     """
     if "position_ids" not in batch:
         raise ConfigError(
-            "--cp-ring-document-mask: the batch has no position_ids, which begin at 0 in each "
-            "document"
+            "--cp-ring-document-mask: the batch has no position_ids: give position_ids that begin "
+            "at 0 in each document"
         )
     check_length(n, cp)
     ids = batch["position_ids"]

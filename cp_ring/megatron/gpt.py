@@ -182,9 +182,7 @@ def _mrope_positions(batch: Microbatch) -> Microbatch:
     if "position_ids" in batch and get_args().position_embedding_type == "mrope":
         return {"position_ids": batch.pop("position_ids").expand(3, -1, -1)}
     if "position_ids" in batch and batch["position_ids"].dim() == 3:
-        raise ConfigError(
-            "position_ids have three sections, which need --position-embedding-type mrope"
-        )
+        raise ConfigError("position_ids have three sections: give --position-embedding-type mrope")
     return {}
 
 

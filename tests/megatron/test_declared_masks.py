@@ -133,7 +133,7 @@ def test_a_data_loader_makes_batches_of_samples_with_masks():
     ("kinds", "given", "message"),
     [
         ("", GROUP,
-            "the batch carries cp_ring_mask, of which the job knows nothing: give "
+            "the batch carries cp_ring_mask, but the job declares no kinds of masks: give "
             "--cp-ring-mask-kinds"),
         ("images", GROUP,
             "a mask of the kind shared-prefix, which the certificate has not probed: add "

@@ -209,9 +209,9 @@ def test_what_cannot_run_on_a_group_of_its_own_ends_in_one_line(pool):
         "needs --calculate-per-token-loss",
         "does not support --moe-aux-loss-coeff 0.1: give 0",
         "which models with recurrent or sparse layers do not support",
-        "local_cp_size 3: there is no such group; give initialize_model_parallel",
-        "local_cp_size needs cu_seqlens: only packed documents",
-        "only packed documents (thd) can be split so",
+        "local_cp_size 3: there is no such group: give a power of two",
+        "local_cp_size needs packed documents: give their offsets as cu_seqlens",
+        "give packed documents (thd), or leave it out",
         "documents that are split one by one are split by zigzag, not balanced: give document_mask",
         "packed_seq_params.local_cp_size is 2, but its cp_group, by default",
     )

@@ -124,7 +124,8 @@ class RingDotProductAttention(PlannedAttention):
         self.register_load_state_dict_pre_hook(_without_extra_state)
         if any(value is not None for value in unknown.values()):
             raise ConfigError(
-                f"ring attention does not know these core attention arguments: {', '.join(unknown)}"
+                "ring attention does not know these core attention arguments: "
+                f"{', '.join(unknown)}: leave them out"
             )
 
     @_disable_dynamo  # see `ring_attention`
@@ -301,9 +302,11 @@ def _without_extra_state(layer: Any, state: dict[str, Any], prefix: str, *_: Any
 
 def _check_inputs(attention_bias: Any, unknown: dict[str, Any]) -> None:
     if attention_bias is not None:
-        raise ConfigError("--cp-ring does not support an attention bias")
+        raise ConfigError("--cp-ring does not support an attention bias: leave attention_bias out")
     if any(value is not None for value in unknown.values()):
-        raise ConfigError(f"ring attention does not know these inputs: {', '.join(unknown)}")
+        raise ConfigError(
+            f"ring attention does not know these inputs: {', '.join(unknown)}: leave them out"
+        )
 
 
 @contextmanager

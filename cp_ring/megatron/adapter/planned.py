@@ -85,14 +85,14 @@ class PlannedAttention(MegatronModule):
             return group, packed_seq_params
         if group is not self.cp_group:
             raise ConfigError(
-                "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's: "
-                "only packed documents (thd) can be split so"
+                "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, "
+                "and the batch is not packed: give packed documents (thd), or leave it out"
             )
         if group.size() > 1 and query.shape[0] == tokens_of_a_row():
             raise ConfigError(
-                f"this rank attends to all {query.shape[0]} tokens of a batch row, of which it "
-                f"should hold one part of {group.size()}: cp_ring.megatron.split_batch(batch) "
-                "gives each rank its part (enable was told seq_length)"
+                f"this rank has all {query.shape[0]} tokens of a batch row (seq_length of enable), "
+                f"but should have 1/{group.size()} of them: give the model "
+                "cp_ring.megatron.split_batch(batch)"
             )
         return group, without_whole_rows(packed_seq_params, query.shape[0] * group.size())
 
@@ -202,7 +202,7 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
     if isinstance(frequency, list) and layer_number > len(frequency):
         raise ConfigError(
             f"--window-attn-skip-freq has {len(frequency)} entries, but there is a layer "
-            f"{layer_number}"
+            f"{layer_number}: give one entry for each layer"
         )
     if not compat.has_window(config, layer_number):
         return -1, -1

@@ -163,8 +163,7 @@ def gated_delta_net_with_documents(
         return forward(self, hidden_states, *args, **named)
     if self.config.deterministic_mode:
         raise ConfigError(
-            "--deterministic-mode: gated delta net layers then have no kernel that knows "
-            "documents: leave it out, or these"
+            "--deterministic-mode: gated delta net layers would ignore documents: leave it out"
         )
     n, batch = hidden_states.shape[:2]
     carried = _carried(packed_seq_params, n * self.sp_size * self.cp_size, batch, self.cp_size)

@@ -79,7 +79,8 @@ class Documents(MicrobatchMask):
         """
         if packed.qkv_format != "thd":
             raise ConfigError(
-                f"packed_seq_params.qkv_format {packed.qkv_format!r}: --cp-ring supports thd"
+                f"packed_seq_params.qkv_format {packed.qkv_format!r}: --cp-ring supports thd only: "
+                "give thd"
             )
         if getattr(packed, "local_cp_size", None) not in (None, cp):
             raise ConfigError(
@@ -92,7 +93,9 @@ class Documents(MicrobatchMask):
         real = padded if real is None else real
         padded = real if padded is None else padded
         if real is None or padded is None:
-            raise ConfigError("packed_seq_params has no cu_seqlens_q")
+            raise ConfigError(
+                "packed_seq_params has no cu_seqlens_q: give the offsets of its documents"
+            )
         length, room = np.diff(real), np.diff(padded)
         if len(length) != len(room) or (length > room).any():
             raise ConfigError(
@@ -260,7 +263,7 @@ def _common_offsets(packed: Any, *names: str) -> Ints | None:
         return None
     if queries is None or keys is None:
         raise ConfigError(
-            f"packed_seq_params has only {names[0] if keys is None else names[1]}: it needs both "
+            f"packed_seq_params has only {names[0] if keys is None else names[1]}: give both "
             f"{names[0]} and {names[1]}"
         )
     offsets = _on_cpu(queries)

@@ -190,8 +190,8 @@ class DeclaredMask(MicrobatchMask):
         if (at := segments[:, segments[1] > 0]).size:
             raise ConfigError(
                 f"the mask {self.whole.name} has a branch at token {at[0, 0]}, which begins at "
-                f"position {at[1, 0]}: the state of recurrent layers runs along the sequence and "
-                "has no branches; make sequences of their own of them, as Mask.documents has them"
+                f"position {at[1, 0]}, but the state of recurrent layers has no branches: give "
+                "each branch as a sequence of its own, as Mask.documents does"
             )
         return segments[0]
 

@@ -46,7 +46,8 @@ def declare(entry: Any, batch: int, n: int, cp: int) -> DeclaredMask:
     check_length(n, cp)
     if entry is not None and not current().kinds:
         raise ConfigError(
-            f"the batch carries {KEY}, of which the job knows nothing: give --cp-ring-mask-kinds"
+            f"the batch carries {KEY}, but the job declares no kinds of masks: give "
+            "--cp-ring-mask-kinds"
         )
     return DeclaredMask.of_rows(read(entry, batch, n, current().kinds), current().layout, cp)
 
