@@ -261,8 +261,8 @@ def _megatron_replacements() -> Iterator[Replacement]:
         yield utils, "tex", split
         # the last norm of a hybrid model ignores its specification
         yield hybrid_block, "TENorm", WrappedTorchNorm
-        # which wants TransformerEngine's class in layers of a language model that is split;
-        # Megatron's own one takes no split without --cp-ring
+        # Megatron's multimodal model requires TransformerEngine's class in the layers of a split
+        # language model, because Megatron's own class takes no split without --cp-ring.
         stand_ins = {
             "HAVE_TE": True,
             "HAVE_TEX": True,

@@ -67,7 +67,7 @@ def average(outputs: tuple[Any, ...], group: Any, divide: bool) -> tuple[Any, ..
     elif divide:
         first = all(
             compat.group_of(None, name).rank() == 0 for name in ("tp", "cp", "dp")
-        )  # of the last pipeline stage
+        )  # only the last pipeline stage gets here
         note(
             "the loss function returns a mean, so that all context-parallel ranks weigh the same, "
             "however many of their tokens count: return the sum, the number of tokens and a report",

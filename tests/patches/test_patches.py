@@ -327,7 +327,9 @@ def test_rotary_multimodal_keeps_the_positions_of_each_document(applied, one_ran
     assert torch.equal(embedded(packed)[[2, 3, 4, 5]], part) and packed.cp_group is None
     assert torch.equal(embedded(None), part)
     config.apply_rope_fusion = True
-    with pytest.raises(ConfigError, match="mrope: the fused kernel would .* give --no-rope-fusion"):
+    with pytest.raises(
+        ConfigError, match=r"mrope: the fused kernel would .* give --no-rope-fusion"
+    ):
         embedded(packed)
 
 

@@ -26,8 +26,8 @@ _FRESH: dict[tuple[str, str], Any] = {
     ("training", "_seqlen_stats_in_iteration"): type(None),
     ("training", "_seqlen_stats_active"): bool,
 }
-"""Where Megatron collects values: classes and modules by name, with an attribute and the function
-that makes its first value.
+"""The places where Megatron collects values: classes and modules by name, with an attribute and the
+function that makes its first value.
 """
 _SCALERS = ("MTPLossAutoScaler", "DSAIndexerLossAutoScaler", "MoEAuxLossAutoScaler")
 _SCALE = "main_loss_backward_scale"
