@@ -218,7 +218,7 @@ def _resolved(
     if isinstance(k, LatentKeys):
         latents, (k, v) = k.latents(), k.expand()
     elif v is None:
-        raise PlanError("v is missing: only LatentKeys in place of k need none")
+        raise PlanError("v is missing: leave it out only with LatentKeys in place of k")
     for name, x in {"q": q, "k": k, "v": v, "sink": sink}.items():
         if x is not None or name != "sink":
             check_local(name, x)

@@ -107,8 +107,8 @@ class LatentKeys:
             )
         if not 1 <= self.key_dim < width // self.heads:
             raise PlanError(
-                f"key_dim={self.key_dim} leaves no value of the {width // self.heads} numbers of a "
-                "head in weight"
+                f"key_dim={self.key_dim} leaves no value: weight has {width // self.heads} rows a "
+                "head, for its key and its value"
             )
         if len({x.dtype for x in in_one_dtype(self.latent, self.rope, self.weight)}) > 1:
             dtypes = f"{self.latent.dtype}, {self.rope.dtype}, {self.weight.dtype}"

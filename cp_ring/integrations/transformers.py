@@ -307,9 +307,9 @@ def _attend(
     offsets, transport = named.get(OFFSETS), transport_for(group, q.device)
     if offsets is None or offsets[-1] != q.shape[1] * (transport.size if transport else 1):
         raise ConfigError(
-            "attention did not get what shard_batch returns: call the model with it; if it was, "
-            f"the layers around {type(module).__name__} do not hand keywords on, as ring attention "
-            "needs it"
+            "attention did not get the keywords of shard_batch: call model(**shard_batch(batch)); "
+            f"if you did, the layers around {type(module).__name__} do not pass keywords on, which "
+            "ring attention needs"
         )
     causal = named.get("is_causal")
     if not (module.is_causal if causal is None else causal) or named.get("dropout"):
@@ -319,7 +319,8 @@ def _attend(
         )
     if named.get("softcap"):
         raise ConfigError(
-            f"{type(module).__name__} caps its scores (softcap), which ring attention does not"
+            f"{type(module).__name__} caps its scores (softcap), which ring attention does not "
+            "support"
         )
     window = named.get("sliding_window")
     out = ring_attention(

@@ -53,8 +53,8 @@ def _names(
     unknown = [name for name in absent if name not in defaults]
     if unknown:
         raise KernelError(
-            f"kernel={kernel!r}: {name_of(function)} of the installed version wants "
-            f"{', '.join(unknown)}, unknown here"
+            f"kernel={kernel!r}: {name_of(function)} of the installed version needs "
+            f"{', '.join(unknown)}, which cp_ring does not know"
         )
     return passed, absent
 

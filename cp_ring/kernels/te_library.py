@@ -165,7 +165,7 @@ def fault_of(library: Library, generation: int) -> str | None:
         (hopper and cudnn < _CUDNN_THD,
          f"needs cuDNN {cudnn_name(_CUDNN_THD)} or later on Hopper, where gradients of packed "
          "tiles could be NaN before"),
-        (exact and generation < 9, "has deterministic gradients on Hopper and later"),
+        (exact and generation < 9, "has deterministic gradients only on Hopper and later"),
         (exact and hopper and cudnn < _CUDNN_EXACT,
          f"needs cuDNN {cudnn_name(_CUDNN_EXACT)} or later {huge}"),
         (exact and hopper and version < "2.18",

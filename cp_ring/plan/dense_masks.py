@@ -85,7 +85,7 @@ class _NoValue:
         self.new_full, self.new_tensor = like.new_full, like.new_tensor
 
     def __eq__(self, _: object) -> bool:
-        raise TypeError("it is compared with b or h")
+        raise TypeError("it depends on b or h")
 
 
 def _booleans(values: Any) -> np.ndarray:

@@ -287,14 +287,14 @@ def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
     )
     for layer in layers:
         if not (isinstance(layer, Sequence) and len(layer) == 2 and isinstance(layer[0], Mask)):
-            raise PlanError(f"{layer!r} is no pair (mask, number of layers)")
+            raise PlanError(f"{layer!r} is not a pair (mask, number of layers)")
     if not layers:
         raise PlanError("a balanced layout needs at least one mask")
     lengths = {mask.n for mask, _ in layers}
     if len(lengths) > 1:
         raise PlanError(
             f"the masks of the layers are for {', '.join(map(str, sorted(lengths)))} tokens: they "
-            "must be as long"
+            "must have one length"
         )
     for mask, count in layers:
         if integer(count, "number of layers") < 1:

@@ -258,7 +258,7 @@ class Mask(MaskTable):
         end = np.cumsum(length)
         start, n = end - length, stream_length(int(end[-1]) if n is None else n)
         if end[-1] > n:
-            raise PlanError(f"the branches have {end[-1]} tokens, the stream {n}")
+            raise PlanError(f"the branches have {end[-1]} tokens, but the stream has {n}")
         depth = [0] * len(parent)
         for branch, above in enumerate(parent.tolist()):
             if above >= 0:

@@ -111,7 +111,7 @@ class MaskTable:
         n = first.n
         if any(mask.n != n for mask in masks):
             sizes = ", ".join(f"{mask.n} tokens" for mask in masks)
-            raise PlanError(f"a union of masks of {sizes}: they must be as long")
+            raise PlanError(f"a union of masks of {sizes}: they must have one length")
         pieces = Tiles.concatenate(*(mask.pieces for mask in masks)).trimmed()
         if first_overlap(n, pieces) is not None:
             pieces = joined(n, pieces)
@@ -218,7 +218,7 @@ class MaskTable:
         missing = [name for name in ("n", "pieces") if name not in values]
         if unknown or missing:
             raise PlanError(
-                f"a mask in plain numbers has {', '.join(_FIELDS)}; here "
+                f"a mask as a dict has the keys {', '.join(_FIELDS)}; here "
                 f"{unknown or missing} is {'unknown' if unknown else 'missing'}")  # fmt: skip
         words = (str(values.get("name", "mask")), str(values.get("details", "")))
         mask = cls.from_pieces(values["n"], values["pieces"], *words)
@@ -264,8 +264,8 @@ def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints | None:
     values = integers(positions, "positions")
     if values.shape != (n,) or ((values < 0) | (values >= MAX_TOKENS)).any():
         raise PlanError(
-            f"positions of shape {list(values.shape)}, {values.min(initial=0)} to "
-            f"{values.max(initial=0)}: it must be [{n}], from 0 to below {MAX_TOKENS}"
+            f"positions of shape {list(values.shape)} hold {values.min(initial=0)} to "
+            f"{values.max(initial=0)}: give [{n}] numbers from 0 to below {MAX_TOKENS}"
         )
     start, _ = runs(np.diff(values) != 1, n)
     return _plain(np.stack([start, values[start]]))

@@ -193,7 +193,7 @@ def test_auto_skips_functions_that_cannot_be_called(monkeypatch):
     kernel.__class__.functions = replace(functions, backward=backward)
     assert (
         kernel.rejection(CPU, torch.float16, 64, 64)
-        == "backward of the installed version wants mood, unknown here"
+        == "backward of the installed version needs mood, which cp_ring does not know"
     )
     _chosen.cache_clear()
     assert choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64).name == "cpu"
@@ -301,7 +301,7 @@ def test_a_parameter_of_the_future_is_named():
     values = {"q": 1, "softmax_scale": 1.0, "causal": False, "window_size": (-1, -1)}
     with pytest.raises(
         KernelError,
-        match="kernel='flash': forward of the installed version wants mood, unknown here",
+        match="kernel='flash': forward of the installed version needs mood, which cp_ring",
     ):
         arguments(forward, values)
 

@@ -173,7 +173,7 @@ def test_a_graph_gets_the_generator_that_it_knows(monkeypatch):
         (9, "2.20.2", 92500, True, "", "needs CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=268435456 in"),
         (9, "2.20.2", 92500, True, "-1", "needs CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT="),
         (9, "2.18", 92500, True, "0", None),
-        (8, "2.20.2", 92801, True, "0", "has deterministic gradients on Hopper and later"),
+        (8, "2.20.2", 92801, True, "0", "has deterministic gradients only on Hopper and later"),
         (8, "2.14", 92000, False, "", None),
         (8, "2.14", 90501, False, "", "needs cuDNN 9.6.0 or later"),
         (10, "2.14", 91701, True, "", None),
@@ -243,7 +243,10 @@ def test_library_whose_parameters_do_not_fit_is_rejected(monkeypatch):
         )
         te_library.installed.cache_clear()
         said = KERNEL.rejection(CPU, torch.bfloat16, 64, 64)
-        assert said == "fused_attn_bwd of the installed version wants temperature, unknown here"
+        assert (
+            said == "fused_attn_bwd of the installed version needs temperature, which cp_ring does "
+            "not know"
+        )
 
 
 def test_without_packed_tiles_documents_take_the_next_kernel(monkeypatch):

@@ -119,7 +119,7 @@ def test_the_way_out_for_functions_that_read_b_and_h_works() -> None:
         (lambda: Mask.from_dense(np.eye(9) > 0, max_pieces=0), ConfigError, "has 1 pieces, more"),
         (lambda: Mask.from_mask_mod(lambda b, h, q, k: q - k, 4), PlanError, "not int64"),
         (lambda: Mask.from_mask_mod(lambda b, h, q, k: h == 0, 4), ConfigError,
-            "mask_mod failed with TypeError: it is compared with b or h; .*b and h have no value"),
+            "mask_mod failed with TypeError: it depends on b or h; .*b and h have no value"),
         (lambda: Mask.from_mask_mod(lambda b, h, q, k: q < torch.ones(2)[b], 4), ConfigError,
             r"mask_mod failed with .*h, q, k: mask_mod\(0 \* q"),
         (lambda: Mask.from_mask_mod(lambda b, h, q, k: q >= torch.stack([k, k]), 4), PlanError,
