@@ -309,7 +309,7 @@ def _setup(job: JobConfig, args: argparse.Namespace, request: Request) -> Traini
 def _vocabulary(job: JobConfig, args: argparse.Namespace) -> int | None:
     if jobs.uses_corpus(job):
         return job.data.vocab_size
-    return getattr(args, "padded_vocab_size", None) or args.vocab_size  # type: ignore[no-any-return]
+    return getattr(args, "padded_vocab_size", None) or args.vocab_size
 
 
 def _notes(
