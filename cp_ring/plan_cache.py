@@ -15,7 +15,7 @@ from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.options import CallSettings
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import HeadsChoice, Plan, PlanSpec, plan
+from cp_ring.plan.plan import Plan, PlanSpec, plan
 from cp_ring.plan.ranges import offsets, window_of
 from cp_ring.plan.routes import AUTO
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
@@ -117,7 +117,9 @@ class PlanOptions:
         elif not latent and isinstance(self.schedule, str) and transport is not None:
             near = node_size(getattr(transport, "ranks", ()), ranks_per_node())
             if 1 < near < cp:
-                spec = replace(spec, choice=HeadsChoice(_sizes(*tensors, batch), near))
+                from cp_ring.plan.cost import FastestHeads
+
+                spec = replace(spec, choice=FastestHeads(_sizes(*tensors, batch), near))
         proven = plan(mask, cp, spec)
         held = int(proven.layout.tokens_per_rank[rank])
         if proven.layout.rows == 1 and held != tokens:

@@ -18,9 +18,9 @@ from cp_ring.comm.same_batch import check_same_batch
 from cp_ring.comm.transport import ALONE, Group, Transport, check_local, transport_of_call
 from cp_ring.cuts import check_cut, note_cut
 from cp_ring.errors import ConfigError, PlanError, expect
-from cp_ring.plan.exchange.moves import Moves
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout, dimension
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.moves import Moves
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints, integer, offsets
 from cp_ring.plan_cache import length_of, zigzag

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_ring
 from cp_ring import ConfigError, Layout, Mask, Plan, PlanError
-from cp_ring.plan.exchange.moves import Moves
+from cp_ring.plan.moves import Moves
 from cp_ring.testing.local_ring import LocalRing
 
 N = 48

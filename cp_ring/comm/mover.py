@@ -1,4 +1,4 @@
-"""Sends token ranges of tensors to the ranks in a table (`cp_ring.plan.exchange.moves`), and
+"""Sends token ranges of tensors to the ranks in a table (`cp_ring.plan.moves`), and
 back.
 """
 
@@ -13,7 +13,7 @@ from cp_ring.comm.flight import Landing
 from cp_ring.comm.transport import Buffers, MessageBatch, Transport
 from cp_ring.observe.spans import named, waiting
 from cp_ring.ops.dtypes import sum_dtype
-from cp_ring.plan.exchange.moves import Moves, Ranges
+from cp_ring.plan.moves import Moves, Ranges
 from cp_ring.plan.tables import Transfer
 
 MAX_RANGES = 4

@@ -15,8 +15,6 @@ from megatron.training import get_args
 from megatron.training.argument_utils import hybrid_config_from_args
 from megatron.training.arguments import core_transformer_config_from_args
 
-from cp_ring.megatron.flags.layer_pattern import pattern_of
-
 
 def build(
     pre_process: bool = True,
@@ -30,7 +28,9 @@ def build(
     """
     args = get_args()
     config = config or core_transformer_config_from_args(args)
-    if pattern_of(args):
+    if getattr(args, "hybrid_layer_pattern", None) or getattr(
+        args, "hybrid_override_pattern", None
+    ):
         model = hybrid_config_from_args(args, config)
         return model.get_builder_cls()(model).build_model(
             pg_collection or ProcessGroupCollection.use_mpu_process_groups(),

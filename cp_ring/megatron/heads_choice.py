@@ -10,8 +10,8 @@ import torch.distributed as dist
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.megatron.attention_sizes import attention_sizes
 from cp_ring.megatron.options import Options
-from cp_ring.plan.cost import heads_to_try
-from cp_ring.plan.plan import HeadsChoice, PlanSpec
+from cp_ring.plan.cost import FastestHeads, heads_to_try
+from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.schedule import parse
 
 
@@ -39,12 +39,12 @@ def with_choice(
     # a configuration always has key/value heads; arguments have them only with grouped queries
     values = {"group_query_attention": True, **vars(model)}
     sizes = replace(attention_sizes(values, tp), batch=1)
-    return replace(spec, choice=HeadsChoice(sizes, near))
+    return replace(spec, choice=FastestHeads(sizes, near))
 
 
 def every_choice(spec: PlanSpec, cp: int) -> list[PlanSpec]:
     """Return every plan specification that `spec` may become over `cp` ranks, for any mask."""
-    if spec.choice is None:
+    if not isinstance(spec.choice, FastestHeads):
         return [spec]
     numbers = heads_to_try(cp, spec.choice.sizes, spec.choice.ranks_per_node)
     return [replace(spec, ulysses=heads, choice=None) for heads in numbers]

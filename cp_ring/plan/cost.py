@@ -311,3 +311,16 @@ def fastest_heads(
         )
     least = min(seconds.values())
     return next(heads for heads, time in seconds.items() if time <= 1.01 * least), seconds
+
+
+@dataclass(frozen=True)
+class FastestHeads:
+    """The choice, for each mask, of how many ranks exchange heads. It is made for these sizes of
+    attention and this number of neighboring ranks that share a node.
+    """
+
+    sizes: AttentionSizes
+    ranks_per_node: int
+
+    def heads_of(self, mask: Mask, cp: int, spec: PlanSpec) -> int:
+        return fastest_heads([(mask, 1)], cp, spec, self.sizes, self.ranks_per_node)[0]

@@ -1,7 +1,7 @@
 """Plan: for each rank and hop, the tiles to compute and the token ranges to move, as data.
 
 A member of the ring is one rank, or `ulysses` neighboring ranks, which exchange tokens for heads
-(see `cp_ring.plan.exchange.members`). At hop 0 member r computes on its own keys, later on those of
+(see `cp_ring.plan.members`). At hop 0 member r computes on its own keys, later on those of
 one or several other members: on those at distance d at hop `schedule[d]` (see
 `cp_ring.plan.schedule`). The plan is three tables over all members: tiles (which member computes
 which pairs, on whose keys, at which hop), transfers (which tokens' keys and values move between
@@ -15,29 +15,24 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from cp_ring.errors import PlanError, expect
-from cp_ring.plan.exchange.members import check_members, with_exchange
 from cp_ring.plan.layout import LAYOUTS, Layout, check_rank
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.members import check_members, with_exchange
 from cp_ring.plan.proof.verify import Report, verify
 from cp_ring.plan.rank_plan import rank_plan
 from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
 from cp_ring.plan.schedule import Schedule, text
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.tables import PlanTables, RankPlan
 from cp_ring.runtime import RUNTIME
 
 
-@dataclass(frozen=True)
-class HeadsChoice:
-    """The choice, for each mask, of how many ranks exchange heads. It is made for these sizes of
-    attention and this number of neighboring ranks that share a node.
-    """
+class HeadsChoice(Protocol):
+    """Chooses for each mask how many ranks exchange heads (`cost.FastestHeads`)."""
 
-    sizes: AttentionSizes
-    ranks_per_node: int
+    def heads_of(self, mask: Mask, cp: int, spec: PlanSpec) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -80,10 +75,7 @@ class PlanSpec:
         spec = replace(self, layout=self.layout_of(mask, cp), choice=None)
         if self.choice is None:
             return spec
-        from cp_ring.plan.cost import fastest_heads  # which imports this module
-
-        sizes, near = self.choice.sizes, self.choice.ranks_per_node
-        return replace(spec, ulysses=fastest_heads([(mask, 1)], cp, spec, sizes, near)[0])
+        return replace(spec, ulysses=self.choice.heads_of(mask, cp, spec))
 
     def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
         """The plan of `mask` over `cp` ranks, neither proven nor kept. With `rank` it holds what

@@ -15,9 +15,9 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.exchange.moves import Moves
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.moves import Moves
 from cp_ring.plan.ranges import Ints, sort_index
 from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.tiles import Tiles, split_in_half
@@ -99,7 +99,7 @@ class Transfers:
 @dataclass(frozen=True, eq=False)
 class PlanTables:
     """Tiles and transfers of all ranks. The members of a ring count as ranks here (see
-    `cp_ring.plan.exchange.members`).
+    `cp_ring.plan.members`).
 
     layout: which rank holds which tokens.
     schedule: the hop of each distance: rank r works on keys of rank (r - d) mod cp at hop

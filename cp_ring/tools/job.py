@@ -323,7 +323,7 @@ def build_command(job: JobConfig, elsewhere: bool = False, slurm: bool = False) 
     """
     from cp_ring.megatron.flags.asked import reject_where
     from cp_ring.megatron.flags.checks_job import layers
-    from cp_ring.tools.megatron_flags import rejection
+    from cp_ring.megatron.validation import rejection
 
     reasons = Reasons()
     with _keys_of(job):

@@ -213,14 +213,14 @@ def _accepted(
     job: JobConfig, request: Request, ways: Sequence[Way], parser: argparse.ArgumentParser
 ) -> tuple[list[tuple[Way, JobConfig]], list[tuple[str, str]]]:
     """The fastest ways that Megatron accepts, and those that it rejects, with the reasons."""
-    from cp_ring.tools import megatron_flags
+    from cp_ring.megatron.validation import rejection
 
     accepted: list[tuple[Way, JobConfig]] = []
     rejected: list[tuple[str, str]] = []
     for way in ways[:MOST_ASKED]:
         try:
             chosen = configured(job, way)
-            problem = megatron_flags.rejection(_arguments(chosen, parser), request.gpus)
+            problem = rejection(_arguments(chosen, parser), request.gpus)
         except ConfigError as error:
             problem = "; ".join(error.args)
         if problem:

@@ -10,7 +10,7 @@ import pytest
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan, split_heads
-from cp_ring.plan.exchange.moves import Moves
+from cp_ring.plan.moves import Moves
 from cp_ring.plan.sizes.head_split import check_heads
 
 

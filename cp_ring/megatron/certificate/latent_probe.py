@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.latent import Latents
-from cp_ring.megatron.certificate.tested_layer import CHANNELS
+from cp_ring.megatron.certificate.probe_batch import CHANNELS
 
 Drawn = Callable[..., Tensor]
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cp_ring.megatron.certificate.probe_batch import CHANNELS
 from cp_ring.megatron.certificate.report import Probe
-from cp_ring.megatron.certificate.tested_layer import CHANNELS, TestedLayer
+from cp_ring.megatron.certificate.tested_layer import TestedLayer
 
 
 def mask_probes(tested: TestedLayer, rounds: int) -> list[Probe]:

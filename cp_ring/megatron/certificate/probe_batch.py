@@ -19,6 +19,11 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 
+CHANNELS = 512
+"""Maximum number of value channels in a mask probe; the weight of a probe with latents grows with
+it.
+"""
+
 
 @dataclass(frozen=True)
 class BatchRows:

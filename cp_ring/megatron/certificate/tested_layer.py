@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from cp_ring.comm.latent import Latents
 
 
-CHANNELS = 512
-"""Maximum number of value channels in a mask probe; the weight of a probe with latents grows with
-it.
-"""
-
-
 @dataclass(frozen=True)
 class TestedLayer:
     """The job's core attention of one kind, with its context-parallel group, dtype and device, the

@@ -1,4 +1,4 @@
-"""The heads that each rank of a member computes; see `cp_ring.plan.exchange.members`."""
+"""The heads that each rank of a member computes; see `cp_ring.plan.members`."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.exchange.moves import Moves
 from cp_ring.plan.layout import Layout
+from cp_ring.plan.moves import Moves
 from cp_ring.plan.proof.verify import check_layout
 from cp_ring.plan.rank_plan import Part
 from cp_ring.plan.tables import RankPlan
