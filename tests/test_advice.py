@@ -250,6 +250,21 @@ def what_is_no_group() -> str:
     return line
 
 
+def values_that_are_missing() -> str:
+    line = said(lambda: ring_attention(X, X))
+    latents = cp_ring.LatentKeys(
+        torch.ones(1, 16, 4), torch.ones(1, 16, 2), torch.ones(2 * 14, 4), 2, key_dim=6
+    )
+    ring_attention(X, latents)
+    return line
+
+
+def positions_of_other_tokens() -> str:
+    line = said(lambda: Mask.from_pieces(8, [], positions=[0, 1]))
+    Mask.from_pieces(8, [], positions=range(8))
+    return line
+
+
 def what_is_no_plain_tensor() -> str:
     sparse = X.to_sparse()
     line = said(lambda: roll(sparse, 1))
@@ -291,6 +306,8 @@ CASES = {
     ": give its mask_mod": a_block_mask_as_a_function,
     "; pass it as {}=": what_is_no_group,
     "pass the part of this rank that the layout says": what_is_no_plain_tensor,
+    "leave it out only with LatentKeys": values_that_are_missing,
+    "positions of shape {} hold {} to {}: give": positions_of_other_tokens,
 }
 ON_FOUR_RANKS = {
     "group is not given, but this job has": 0,
@@ -298,6 +315,7 @@ ON_FOUR_RANKS = {
 }
 # What others follow: tests of transformers, of CUDA graphs, and `rows_with_masks_of_their_own` below
 OF_OTHERS = (
+    "attention did not get the keywords of shard_batch",
     "has a head that may pool a row",
     "shard_batch shifts labels",
     "give a dict with input_ids",

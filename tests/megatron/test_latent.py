@@ -141,7 +141,7 @@ def test_another_projection_is_rejected_by_name():
         (
             {"recompute_granularity": "selective"},
             1,
-            "--cp-ring-wire latent does not support --recompute-granularity selective",
+            "--cp-ring-wire latent does not support recomputation of core_attn alone",
         ),
     ],
 )

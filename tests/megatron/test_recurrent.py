@@ -146,7 +146,9 @@ def test_a_mask_with_branches_is_rejected_by_name(monkeypatch):
 
     for mask in (Mask.tree([-1, 0, 0], [20, 30, 14], 64), Mask.shared_prefix([(20, [30, 14])])):
         carried = DeclaredMask.of_rows([mask], "zigzag", 1)
-        with pytest.raises(ConfigError, match=r"branch at token 20, .* position 20: the state of"):
+        with pytest.raises(
+            ConfigError, match=r"branch at token 20, .* position 20, but the state of"
+        ):
             recurrent.order_of(carried, torch.device("cpu"))
 
 
