@@ -72,7 +72,7 @@ ROOMS = (
     room("ring 2: Megatron", 72_000, 71_600, _ADAPTER),
     room("ring 3: tools", 23_000, 26_100, "cp_ring/tools"),
     room("all", 200_000, 200_200, "cp_ring patches"),
-    room("tests", 200_000, 263_900, "tests"),
+    room("tests", 200_000, 264_000, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 
