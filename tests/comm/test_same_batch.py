@@ -15,6 +15,7 @@ from cp_ring import PlanError
 from cp_ring.comm import same_batch
 from cp_ring.comm.agreement import FIRST
 from cp_ring.comm.same_batch import BatchComparison, contents, difference
+from cp_ring.observe.debug import debugging
 from cp_ring.testing.local_ring import LocalRing
 from tests.rank_pool import LIMIT_S
 from tests.rings import rank_of
@@ -65,17 +66,26 @@ WAYS = {way.__name__[5:]: way for way in (
 
 def split(group: Any, way: str, equal: bool) -> str:
     """What a split of rows says on this rank, "" for nothing. A loader that deals rows by the rank
-    in the whole job gives each rank other ones.
+    in the whole job gives each rank other ones. Every batch is compared: ranks of the pool have
+    split others before.
     """
     try:
-        WAYS[way](rows(0 if equal else rank_of(group)), group)
+        with debugging():
+            WAYS[way](rows(0 if equal else rank_of(group)), group)
     except PlanError as error:
         return str(error)
     return ""
 
 
+def split_before(group: Any) -> None:
+    """As many batches as a group compares one by one: of later ones it compares one in 16."""
+    for _ in range(FIRST + 1):
+        with_shard(rows(0), group)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_other_rows_on_each_rank_are_one_line_on_all(pool, way):
+    pool.run(split_before, CP)
     assert pool.run(split, CP, way, True) == ["", ""]
     first, second = pool.run(split, CP, way, False)
     assert first == second and "\n" not in first

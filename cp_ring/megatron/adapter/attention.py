@@ -100,25 +100,7 @@ class RingDotProductAttention(PlannedAttention):
                 f"--cp-ring does not support attention dropout {dropout}, which no GPU kernel has "
                 "for tiles: give --attention-dropout 0 (attention_dropout=0.0)"
             )
-        # Without Megatron's command line, nothing has chosen a codec for `auto`.
-        self.wire = (
-            "plain"
-            if self.settings.wire == "auto" or self.cp_group.size() == 1
-            else self.settings.wire
-        )
-        self.options = AttentionOptions(
-            softmax_scale=self.softmax_scale,
-            kernel=self.settings.kernel,
-            num_slots=self.settings.num_slots,
-            wire=self.wire,
-            wire_dtype=self.settings.wire_dtype,
-            qkv_format="sbhd",
-            compare_every=self.settings.compare_every,
-            max_logit=bool(
-                getattr(config, "qk_clip", False)
-                or getattr(config, "log_max_attention_logit", False)
-            ),
-        )
+        self.options = self._make_options()
         self.tap = self._make_tap()
         self._make_softmax_offset()
         self.register_load_state_dict_pre_hook(_without_extra_state)
@@ -127,6 +109,28 @@ class RingDotProductAttention(PlannedAttention):
                 "ring attention does not know these core attention arguments: "
                 f"{', '.join(unknown)}: leave them out"
             )
+
+    def _make_options(self) -> AttentionOptions:
+        """Return the options that all calls of this layer have in common, and set `wire`."""
+        # Without Megatron's command line, nothing has chosen a codec for `auto`.
+        self.wire = (
+            "plain"
+            if self.settings.wire == "auto" or self.cp_group.size() == 1
+            else self.settings.wire
+        )
+        return AttentionOptions(
+            softmax_scale=self.softmax_scale,
+            kernel=self.settings.kernel,
+            num_slots=self.settings.num_slots,
+            wire=self.wire,
+            wire_dtype=self.settings.wire_dtype,
+            qkv_format="sbhd",
+            compare_every=self.settings.compare_every,
+            max_logit=bool(
+                getattr(self.config, "qk_clip", False)
+                or getattr(self.config, "log_max_attention_logit", False)
+            ),
+        )
 
     @_disable_dynamo  # see `ring_attention`
     def forward(

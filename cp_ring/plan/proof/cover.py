@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from cp_ring.errors import PlanError
@@ -36,16 +38,8 @@ def check_cover(plan: PlanTables) -> None:
     Cost: sorting of the pairs (tile, strip), of the triples (piece, strip, owner), and one byte for
     each token, which marks the cuts.
     """
-    pieces = plan.mask.pieces
-    inside = (pieces.data[[0, 2]] >= 0) & (pieces.data[[1, 3]] <= plan.n)
-    check_all(
-        inside.all(0),
-        lambda i: (
-            f"the mask is for {plan.n} tokens, but its piece {_numbers(plan.mask.pieces, i)} lies "
-            "outside of them"
-        ),
-    )
-    pieces = pieces.trimmed()
+    _check_inside(plan)
+    pieces = plan.mask.pieces.trimmed()
     shards = _Shards(plan.layout)
     tiles = plan.tiles.shifted(shards.first[plan.tile_rank], 0)
     parts, piece, slide = _parts(pieces, shards)
@@ -53,32 +47,40 @@ def check_cover(plan: PlanTables) -> None:
     computed = intervals(tiles, cuts)
     computed = _by_owner(computed, plan.tile_source[computed.tile], plan.cp)
     allowed = _allowed(parts, piece, slide, cuts, shards)
+    names = _Names(plan, shards, cuts)
+    _check_disjoint(computed, allowed, pieces, names)
+    _check_equal(computed.joined(), allowed.joined(), names)
 
-    def where(i: int) -> str:
-        return place_of(plan, computed.tile[i])
 
-    def queries(of: Intervals, i: int) -> str:
-        start, end = shards.in_stream(
-            cuts[of.strip[i] // plan.cp], cuts[of.strip[i] // plan.cp + 1]
-        )
-        return f"queries {start}..{end}"
+def _check_inside(plan: PlanTables) -> None:
+    """Prove that the pieces of the mask lie inside the stream."""
+    pieces = plan.mask.pieces
+    inside = (pieces.data[[0, 2]] >= 0) & (pieces.data[[1, 3]] <= plan.n)
+    check_all(
+        inside.all(0),
+        lambda i: (
+            f"the mask is for {plan.n} tokens, but its piece {_numbers(pieces, i)} lies outside of "
+            "them"
+        ),
+    )
 
-    def keys(of: Intervals, i: int) -> str:
-        first = shards.first[of.strip[i] % plan.cp]
-        start, end = shards.in_stream(*(first + of.sides[:2, i]))
-        return f"{start}..{end}"
 
+def _check_disjoint(computed: Intervals, allowed: Intervals, pieces: Tiles, names: _Names) -> None:
+    """Check that in no strip two tiles, or two pieces, have a pair in common."""
     twice = computed.overlap()
     if twice is not None:
         raise PlanError(
-            f"{where(twice)}: {queries(computed, twice)} see a key that another tile computes for "
-            "them too"
+            f"{names.tile(computed, twice)}: {names.queries(computed, twice)} see a key that "
+            "another tile computes for them too"
         )
     doubled = allowed.overlap()
     if doubled is not None:
         one, other = (_numbers(pieces, i) for i in allowed.tile[[doubled - 1, doubled]])
         raise PlanError(f"the mask has pairs twice: its pieces {one} and {other} overlap")
-    computed, allowed = computed.joined(), allowed.joined()
+
+
+def _check_equal(computed: Intervals, allowed: Intervals, names: _Names) -> None:
+    """Check that the joined intervals of the tiles are those of the mask."""
     count = min(len(computed.strip), len(allowed.strip))
     differs = (computed.strip[:count] != allowed.strip[:count]) | (
         computed.sides[:, :count] != allowed.sides[:, :count]
@@ -88,18 +90,52 @@ def check_cover(plan: PlanTables) -> None:
         i == len(computed.strip) or allowed.strip[i] < computed.strip[i]
     )
     if missing:
-        rank = np.searchsorted(shards.first, cuts[allowed.strip[i] // plan.cp], "right") - 1
         raise PlanError(
-            f"rank {rank}: {queries(allowed, i)} see keys {keys(allowed, i)}, the first of them of "
-            f"rank {allowed.strip[i] % plan.cp}, but no hop computes them"
+            f"rank {names.rank(allowed, i)}: {names.queries(allowed, i)} see keys "
+            f"{names.keys(allowed, i)}, the first of them of rank {names.owner(allowed, i)}, but "
+            "no hop computes them"
         )
     if i < len(computed.strip):
         known = i < len(allowed.strip) and allowed.strip[i] == computed.strip[i]
-        wanted = keys(allowed, i) if known else "no more"
+        wanted = names.keys(allowed, i) if known else "no more"
         raise PlanError(
-            f"{where(i)}: {queries(computed, i)} see keys {keys(computed, i)} at the first of "
-            f"them, but the mask allows {wanted}"
+            f"{names.tile(computed, i)}: {names.queries(computed, i)} see keys "
+            f"{names.keys(computed, i)} at the first of them, but the mask allows {wanted}"
         )
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names the rank, the hop and the tokens of an interval in error lines."""
+
+    plan: PlanTables
+    shards: _Shards
+    cuts: Ints
+
+    def _strip(self, of: Intervals, i: int) -> int:
+        return int(of.strip[i] // self.plan.cp)
+
+    def owner(self, of: Intervals, i: int) -> int:
+        """The rank that holds the keys."""
+        return int(of.strip[i] % self.plan.cp)
+
+    def rank(self, of: Intervals, i: int) -> int:
+        """The rank that holds the queries."""
+        first = self.cuts[self._strip(of, i)]
+        return int(np.searchsorted(self.shards.first, first, "right")) - 1
+
+    def tile(self, of: Intervals, i: int) -> str:
+        return place_of(self.plan, of.tile[i])
+
+    def queries(self, of: Intervals, i: int) -> str:
+        strip = self._strip(of, i)
+        start, end = self.shards.in_stream(self.cuts[strip], self.cuts[strip + 1])
+        return f"queries {start}..{end}"
+
+    def keys(self, of: Intervals, i: int) -> str:
+        first = self.shards.first[self.owner(of, i)]
+        start, end = self.shards.in_stream(*(first + of.sides[:2, i]))
+        return f"{start}..{end}"
 
 
 class _Shards:
