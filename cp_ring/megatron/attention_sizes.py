@@ -13,9 +13,6 @@ def attention_sizes(source: Any, tp: int = 1, wire: str = "plain") -> AttentionS
 
     `source` is Megatron's arguments, or a mapping of settings by name. A missing setting has
     Megatron's default.
-
-    `source` are Megatron's arguments, or settings by their names; what they lack has Megatron's
-    default.
     """
     settings: Mapping[str, Any] = source if isinstance(source, Mapping) else vars(source)
 

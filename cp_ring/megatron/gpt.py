@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -26,21 +24,15 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.data.masks import KEY, MicrobatchMask, read
-from cp_ring.megatron.data.prefetch import begin, following, wait_for
 from cp_ring.megatron.data.rows import check_rows, declare, on_this_cp_rank, with_positions
-from cp_ring.megatron.flags.comm_types import specs
-from cp_ring.megatron.heads_choice import with_choice
-from cp_ring.megatron.settings import current, layer_windows
-from cp_ring.plan.ranges import Ints
+from cp_ring.megatron.settings import current
 
 Microbatch = dict[str, Any]
 """Tensors of a microbatch by name, and `packed_seq_params`."""
 
 _INTEGERS = ("tokens", "labels", "position_ids")
 _FLOATS = ("loss_mask",)
-_NEXT = "next_cu_seqlens"
 _WEIGHT = "weight"
-_NONE = np.zeros(1, np.int64)
 
 
 def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> Microbatch:
@@ -48,8 +40,7 @@ def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> Micr
     reads it and sends it to the others.
 
     With --cp-ring-document-mask it also holds `cu_seqlens`, int64 [documents + 1] on the CPU: the
-    offsets of the documents in the stream of all its batch rows; and `next_cu_seqlens`, those of
-    the next microbatch, [0] if they are not known. With --cp-ring-mask-kinds it holds
+    offsets of the documents in the stream of all its batch rows. With --cp-ring-mask-kinds it holds
     `cp_ring_mask`, the `Mask` of each batch row.
     """
     return _read_and_broadcast(data_iterator, _INTEGERS, _FLOATS)
@@ -76,7 +67,7 @@ def _read_and_broadcast(
         data = {name: sample[name].to(torch.int64) for name in integers} | {
             name: sample[name].to(torch.float32) for name in floats
         }
-        carried = _carried_by(sample, data_iterator, extra)
+        carried = _carried_by(sample, extra)
         if "position_ids" in integers:
             data["position_ids"] = _positions(data)
     if group.size() == 1:
@@ -91,13 +82,10 @@ def _read_and_broadcast(
     return moved | carried
 
 
-def _carried_by(sample: Any, data_iterator: Any, extra: str) -> Microbatch:
+def _carried_by(sample: Any, extra: str) -> Microbatch:
     """Return the entries of a data set sample that every pipeline stage needs, on the CPU."""
     if extra == "cu_seqlens":
-        coming = following(data_iterator)
-        after = _NONE if coming is None else boundaries(_positions(coming))
-        now = boundaries(_positions(sample))
-        return {extra: torch.from_numpy(now), _NEXT: torch.from_numpy(after)}
+        return {extra: torch.from_numpy(boundaries(_positions(sample)))}
     batch, n = sample["tokens"].shape
     if extra:
         return {extra: read(sample.get(KEY), batch, n, current().kinds)}
@@ -148,14 +136,11 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     check_rows(batch, parallel_state.get_context_parallel_group())
     entry = batch.pop(extra)
     if extra == "cu_seqlens":
-        coming = batch.pop(_NEXT).numpy()
-        carried: MicrobatchMask = wait_for(_begin_documents(entry.numpy(), rank, cp))
-        if len(coming) > 1:
-            _begin_documents(coming, rank, cp)
+        rows = int(entry[-1]) // get_args().seq_length
+        carried: MicrobatchMask = Documents.in_rows(entry.numpy(), rows, current().layout, cp)
     else:
         declared = declare(entry, len(entry), entry[0].n, cp)
         batch, carried = with_positions(batch, declared), declared
-        _plan_maker(rank)(carried)
     whole = _mrope_positions(batch)
     parts = {name: carried.shard(tensor, rank) for name, tensor in batch.items()} | whole
     return nothing | parts | {"packed_seq_params": DocumentParams.carry(carried)} | weight
@@ -184,40 +169,6 @@ def _mrope_positions(batch: Microbatch) -> Microbatch:
     if "position_ids" in batch and batch["position_ids"].dim() == 3:
         raise ConfigError("position_ids have three sections: give --position-embedding-type mrope")
     return {}
-
-
-def _begin_documents(cu_seqlens: Ints, rank: int, cp: int) -> Future[Documents]:
-    """Start to make a microbatch's documents, layout and plan on another thread; equal offsets
-    share the result.
-    """
-    layout, batch, prepare = (
-        current().layout,
-        int(cu_seqlens[-1]) // get_args().seq_length,
-        _plan_maker(rank),
-    )
-
-    def make() -> Documents:
-        documents = Documents.in_rows(cu_seqlens, batch, layout, cp)
-        prepare(documents)
-        return documents
-
-    return begin((cu_seqlens.tobytes(), batch, layout, layer_windows(), rank, cp), make)
-
-
-def _plan_maker(rank: int) -> Callable[[MicrobatchMask], None]:
-    """Return a function that starts to make a mask's plans, for the windows of all layers, on
-    another thread.
-    """
-    args, windows = get_args(), layer_windows()
-    kind, spec = specs(args, current())[0]
-    group = parallel_state.get_context_parallel_group()
-    spec = with_choice(spec, kind, current(), args, args.tensor_model_parallel_size, group)
-
-    def prepare(carried: MicrobatchMask) -> None:
-        for window, _ in windows:
-            carried.prepare(rank, window, True, spec)
-
-    return prepare
 
 
 def loss_function(
@@ -277,9 +228,6 @@ def forward_step(
 
     With `return_schedule_plan`, the schedule runs the layers itself
     (--overlap-moe-expert-parallel-comm), and this function returns a plan in place of the output.
-
-    With `return_schedule_plan` the schedule runs the layers itself
-    (--overlap-moe-expert-parallel-comm), by the plan in place of the output.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()

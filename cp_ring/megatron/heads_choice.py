@@ -16,19 +16,19 @@ from cp_ring.plan.schedule import parse
 
 
 def with_choice(
-    spec: PlanSpec, kind: str | None, settings: Options, model: Any, tp: int, group: Any
+    spec: PlanSpec, kind: str | None, settings: Options, config: Any, tp: int, group: Any
 ) -> PlanSpec:
     """Return the plan specification of a layer over the ranks of `group`. With `--cp-ring-heads
     auto` and a group that spans nodes, a formula chooses the number of ranks that exchange heads
     for each mask.
 
     kind: the layer's `cp_comm_type`. Types other than p2p set the exchange themselves.
-    model: Megatron's arguments, or the configuration of a layer.
+    config: Megatron's configuration of the layer.
 
     Nothing is chosen with latents, which have no heads to exchange, or with a schedule of hops,
     which fits one ring size only.
     """
-    latent = getattr(model, "multi_latent_attention", False) and settings.wire != "plain"
+    latent = getattr(config, "multi_latent_attention", False) and settings.wire != "plain"
     named = isinstance(parse(settings.schedule), str)
     if settings.heads != "auto" or kind not in (None, "p2p") or latent or not named:
         return spec
@@ -36,8 +36,8 @@ def with_choice(
     near = node_size(dist.get_process_group_ranks(group), ranks_per_node()) if cp > 1 else 1
     if not 1 < near < cp:
         return spec
-    # a configuration always has key/value heads; arguments have them only with grouped queries
-    values = {"group_query_attention": True, **vars(model)}
+    # a configuration always has numbers of key/value heads, and has no name for that
+    values = {"group_query_attention": True, **vars(config)}
     sizes = replace(attention_sizes(values, tp), batch=1)
     return replace(spec, choice=FastestHeads(sizes, near))
 

@@ -116,9 +116,6 @@ def accept_model(config: Any) -> argparse.Namespace:
 
     Raises `ConfigError` for features that ring attention does not support. Errors name the flag
     `--x-y` for the field `x_y` of the configuration.
-
-    Raises `ConfigError` for what ring attention does not support. A flag `--x-y` in it is the field
-    `x_y` of the configuration.
     """
     args, used = arguments_of(config), settings.current()
     check_settings(used, args.seq_length, args.context_parallel_size)

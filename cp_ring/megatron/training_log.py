@@ -13,12 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_ring.megatron.data.prefetch import take_waited
 from cp_ring.megatron.step_timing import StepTiming
 from cp_ring.observe.timing import Findings
-
-LONG_WAIT_S = 1e-3
-"""Seconds that a step may wait for the plans of its microbatches before it reports the wait."""
 
 
 class StepLine:
@@ -53,14 +49,11 @@ class StepLine:
         samples = args.consumed_train_samples - before
         seconds = self.megatron.get_timers()("interval-time").active_time()
         rate = samples * args.seq_length / max(seconds - self.seconds, 1e-9)
-        steps = max(1, samples // args.global_batch_size)
-        memory, waited = worst_of_ranks(peak_memory(), take_waited() * 1e6 / steps)
+        memory = peak_memory_of_ranks()
         self.samples, self.seconds = args.consumed_train_samples, seconds
         if writer := self.megatron.get_tensorboard_writer():
             writer.add_scalar("tokens per second", rate, step)
             writer.add_scalar("peak memory of a rank (bytes)", memory, step)
-            if waited / 1e6 > LONG_WAIT_S:
-                writer.add_scalar("waited for plans (s)", waited / 1e6, step)
         return result
 
     def _report_times(self, findings: Findings, now: int) -> None:
@@ -74,21 +67,13 @@ class StepLine:
             wandb.log(scalars, now)  # wandb drops entries of an earlier step
 
 
-def peak_memory() -> int:
-    """Return the peak memory of this rank in bytes: reserved by CUDA's allocator or, without CUDA,
-    resident.
+def peak_memory_of_ranks() -> int:
+    """Return the largest peak memory of a rank in bytes: reserved by CUDA's allocator or, without
+    CUDA, resident. A collective of all ranks.
     """
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_reserved()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def worst_of_ranks(*values: float) -> list[int]:
-    """Return the largest of each value over all ranks, rounded down. A collective of all ranks."""
-    largest = torch.tensor(
-        [int(x) for x in values],
-        dtype=torch.int64,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-    )
+        largest = torch.tensor(torch.cuda.max_memory_reserved(), device="cuda")
+    else:
+        largest = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return [int(x) for x in largest.tolist()]
+    return int(largest)

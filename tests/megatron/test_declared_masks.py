@@ -94,8 +94,8 @@ def test_layers_see_the_mask_within_their_window():
     images = DeclaredMask.of_rows([Mask.images(16, [(2, 9)])], "zigzag", 2)
     assert images.mask((3, 0)).allowed(2, 8) and not images.mask((3, 0), causal=False).allowed(2, 8)
     assert declared.last().tolist() == GROUP.last.tolist()
-    rank_plan = declared.prepare(0, (3, 0)).result()
-    assert rank_plan is declared.prepare(0, (3, 0)).result() and rank_plan.cp == 2
+    rank_plan = declared.rank_plan(0, (3, 0))
+    assert rank_plan is declared.rank_plan(0, (3, 0)) and rank_plan.cp == 2
 
 
 def test_a_balanced_layout_weighs_the_windows_of_all_layers(configured):

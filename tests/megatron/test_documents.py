@@ -183,7 +183,7 @@ def _fill_a_deep_copy(params):
 def test_packed_parameters_that_are_reused_describe_what_they_hold_now(change):
     params = packed()
     before = documents_of(params, 16, 2, whole_row=False)
-    before.prepare(0).result()
+    before.rank_plan(0)
     after = documents_of(change(params), 16, 2, whole_row=False)
     assert before.end.tolist() == [5, 9, 25] and after.end.tolist() == [5, 9, 19]
     assert documents_of(packed(), 16, 2, whole_row=False) is before

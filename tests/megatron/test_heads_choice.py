@@ -40,8 +40,6 @@ def test_a_group_of_two_nodes_has_a_choice():
     assert [each.ulysses for each in every_choice(spec, 4)] == [1, 2]
     assert [each.choice for each in every_choice(spec, 4)] == [None, None]
     assert choice(None).choice == spec.choice  # a configuration that names no type
-    flags = SimpleNamespace(**vars(MODEL), group_query_attention=True, micro_batch_size=4)
-    assert choice(model=flags) == spec, "plans that are made ahead are those of the layers"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,7 @@ def test_each_microbatch_has_its_own(monkeypatch):
     found = []
     for offsets in ([0, 4096], [0, 1024, 2048, 3072, 4096]):
         documents = Documents.in_rows(np.array(offsets), 1, "contiguous", 4)
-        plans = [documents.prepare(rank, spec=choice()).result() for rank in range(4)]
+        plans = [documents.rank_plan(rank, spec=choice()) for rank in range(4)]
         assert len({each.ulysses for each in plans}) == 1
         assert len({each.digest for each in plans}) == 1
         found.append(plans[0].ulysses)

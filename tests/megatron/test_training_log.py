@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_ring.megatron import training_log
 from cp_ring.megatron.training_log import StepLine
 
 
@@ -68,16 +67,6 @@ def test_each_step_has_its_own_rate(one_rank, capsys):
     assert megatron.scalars["peak memory of a rank (bytes)"][2] > 10 << 20
     assert megatron.logged == [(1e-3, 0.5)] * 2
     assert not capsys.readouterr().out, "Megatron has printed the step"
-
-
-def test_a_step_that_waited_for_plans_says_so(one_rank, monkeypatch):
-    waited = iter([2e-3, 0.9e-3])
-    monkeypatch.setattr(training_log, "take_waited", lambda: next(waited))
-    megatron = Megatron()
-    line = megatron.line()
-    megatron.step(line, 1.0, 3.0)
-    megatron.step(line, 1.0, 3.0)
-    assert megatron.scalars["waited for plans (s)"] == {1: 0.002}
 
 
 def test_log_interval_and_resumption(one_rank):

@@ -171,8 +171,7 @@ def _packed_batch(data_iterator: Any, vp_stage: Any, tail: bool = False) -> dict
 
     # with --cp-ring-document-mask every pipeline stage reads its microbatch
     batch = gpt._next_batch(data_iterator)
-    for documents in ("cu_seqlens", gpt._NEXT):
-        batch.pop(documents, None)
+    batch.pop("cu_seqlens", None)
     real, padded = cut(batch["tokens"].shape[1], int(batch["tokens"].sum()))
     if tail:
         real[-1] = real[-2] + 3

@@ -22,7 +22,6 @@ from cp_ring.megatron.data.documents import (
     group_of_microbatch,
     without_whole_rows,
 )
-from cp_ring.megatron.data.prefetch import wait_for
 from cp_ring.megatron.flags.checks_attention import layer_problem, window_problem
 from cp_ring.megatron.flags.comm_types import check_members, spec_of_layer
 from cp_ring.megatron.heads_choice import with_choice
@@ -106,8 +105,8 @@ class PlannedAttention(MegatronModule):
             return make_plan(mask, tokens * cp, cp, self.window, self.spec)
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
         with timing.waiting_for_plan():
-            return wait_for(
-                documents.prepare(group.rank(), self.window, mask == "causal", self._spec_of(group))
+            return documents.rank_plan(
+                group.rank(), self.window, mask == "causal", self._spec_of(group)
             )
 
     def _spec_of(self, group: Any) -> PlanSpec:

@@ -1,1 +1,1 @@
-"""The data of a job: documents and masks of its microbatches, their order, and work done ahead."""
+"""The data of a job: documents and masks of its microbatches, and their order."""

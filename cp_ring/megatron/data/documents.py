@@ -8,7 +8,6 @@ stage, in any order of microbatches, and when activations are recomputed.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,26 +45,16 @@ class Documents(MicrobatchMask):
     end: Ints
     layout: Layout
     batch: int = 1
-    _plans: dict[tuple[Any, ...], Future[RankPlan]] = field(default_factory=dict, repr=False)
+    _plans: dict[tuple[Any, ...], RankPlan] = field(default_factory=dict, repr=False)
 
     @classmethod
     def in_rows(cls, cu_seqlens: Ints, batch: int, layout: str, cp: int) -> Documents:
         """Return documents without padding, each inside one batch row. The layout named `layout`
-        splits each batch row separately.
+        splits each batch row separately. Equal offsets give the same `Documents`.
 
         cu_seqlens: offsets in the stream, int64 [documents + 1], from `boundaries`.
         """
-        n = int(cu_seqlens[-1]) // batch
-        offsets = (_offsets_in_row(cu_seqlens, start, n) for start in range(0, n * batch, n))
-        layouts = [
-            layout_of_row(layout, n, cp, partial(Mask.documents, each, True)) for each in offsets
-        ]
-        return cls(
-            cu_seqlens[:-1],
-            cu_seqlens[1:],
-            layouts[0] if batch == 1 else Layout.batch(layouts),
-            batch,
-        )
+        return _in_rows(cu_seqlens.tobytes(), batch, layout, cp, layer_windows())
 
     @classmethod
     def in_thd(cls, packed: Any, tokens: int, cp: int, whole_row: bool) -> Documents:
@@ -221,12 +210,23 @@ def without_documents(batch: int, n: int, cp: int) -> Documents:
     """Return the `Documents` of batch rows of `n` tokens that are one document each, split by the
     layout in force.
     """
-    return _whole_rows(batch, n, cp, current().layout, layer_windows())
+    return Documents.in_rows(np.arange(batch + 1) * n, batch, current().layout, cp)
 
 
 @RUNTIME.cache(maxsize=16)
-def _whole_rows(batch: int, n: int, cp: int, layout: str, windows: LayerWindows) -> Documents:
-    return Documents.in_rows(np.arange(batch + 1) * n, batch, layout, cp)
+def _in_rows(real: bytes, batch: int, layout: str, cp: int, windows: LayerWindows) -> Documents:
+    """Return the documents of int64 offsets. The cache holds more entries than two microbatches of
+    every virtual pipeline stage.
+    """
+    offsets = np.frombuffer(real, np.int64)
+    n = int(offsets[-1]) // batch
+    of_rows = (_offsets_in_row(offsets, start, n) for start in range(0, n * batch, n))
+    layouts = [
+        layout_of_row(layout, n, cp, partial(Mask.documents, each, True)) for each in of_rows
+    ]
+    return Documents(
+        offsets[:-1], offsets[1:], layouts[0] if batch == 1 else Layout.batch(layouts), batch
+    )
 
 
 def boundaries(position_ids: torch.Tensor) -> Ints:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.data.prefetch import worker
 from cp_ring.megatron.options import MASK_KINDS
 from cp_ring.megatron.plans import layout_of_row
 from cp_ring.plan.layout import Layout
@@ -60,7 +58,7 @@ class MicrobatchMask(ABC):
     origin = "--cp-ring-document-mask"  # the flag that messages name
     layout: Layout
     batch: int
-    _plans: dict[tuple[Any, ...], Future[RankPlan]]
+    _plans: dict[tuple[Any, ...], RankPlan]
 
     @abstractmethod
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
@@ -92,15 +90,14 @@ class MicrobatchMask(ABC):
         """Return a name that masks with similar plans share."""
         return type(self).__name__
 
-    def prepare(
+    def rank_plan(
         self,
         rank: int,
         window: tuple[int, int] = (-1, -1),
         causal: bool = True,
         spec: PlanSpec = PlanSpec(),
-    ) -> Future[RankPlan]:
-        """Start to make the rank plan of `rank` on a worker thread; all layers with this window
-        share it.
+    ) -> RankPlan:
+        """Return the plan of `rank`; all layers with this window share it.
 
         `self.layout` splits the tokens, whatever the layout in `spec`. The plan of all ranks is
         made and proven for the first mask of each kind, and then for one mask in `PROVE_EVERY`.
@@ -109,8 +106,8 @@ class MicrobatchMask(ABC):
         if key not in self._plans:
             kind = self.layout.name, self.layout.cp, self.kind(), *key[1:]
             spec = replace(spec, layout=self.layout)
-            self._plans[key] = worker().submit(
-                _make_plan, self.mask(window, causal), spec, self.layout.cp, rank, kind
+            self._plans[key] = _make_plan(
+                self.mask(window, causal), spec, self.layout.cp, rank, kind
             )
         return self._plans[key]
 
@@ -143,7 +140,7 @@ class DeclaredMask(MicrobatchMask):
     whole: Mask
     layout: Layout
     batch: int = 1
-    _plans: dict[tuple[Any, ...], Future[RankPlan]] = field(default_factory=dict, repr=False)
+    _plans: dict[tuple[Any, ...], RankPlan] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_rows(cls, masks: Sequence[Mask], layout: str, cp: int) -> DeclaredMask:

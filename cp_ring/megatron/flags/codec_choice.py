@@ -62,9 +62,6 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
 
     Prints the bytes of a token's keys and values if the job could use more than one codec. Raises
     `ConfigError` if latents were asked for and cannot travel.
-
-    Prints the bytes of a token's keys and values, where they may travel in another form than their
-    own. Raises `ConfigError` if latents were asked for and cannot travel.
     """
     cp, latent = args.context_parallel_size, getattr(args, "multi_latent_attention", False)
     if cp == 1 or (config.wire == "auto" and not latent):

@@ -35,9 +35,6 @@ def spec_of_layer(
 
     `sizes` are the hierarchical context-parallel sizes. Here `auto` heads mean the ring: see
     `cp_ring.megatron.heads_choice`. Raises `ConfigError` with a line that names the flag.
-
-    `sizes` are the hierarchical context-parallel sizes. Heads `auto` are the ring here: see
-    `cp_ring.megatron.heads_choice`. Raises `ConfigError` with a line that names the flag.
     """
     heads, schedule = int(settings.without_auto().heads), settings.schedule
     kind = _known(kind or "p2p")
@@ -123,8 +120,6 @@ def check_members(
     the schedule has a hop for each member.
 
     `model` is Megatron's arguments or the configuration of a layer.
-
-    `model` are Megatron's arguments, or a configuration of a layer.
     """
     sizes = Asked(model)
     heads, key_heads = sizes.num_attention_heads, sizes.num_query_groups

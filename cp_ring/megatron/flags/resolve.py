@@ -1,9 +1,6 @@
 """Rejects jobs that cannot run, and puts the settings of the others in force, before any process
 group exists.
 
-The ranks call `accept` after Megatron has parsed its flags, and `accept_complete` after Megatron
-has validated them. There is no check here for flags that Megatron rejects itself.
-
 The ranks call `accept` after Megatron has parsed its flags, and `accept_complete` after it has
 validated them: what Megatron rejects itself has no check here.
 """
