@@ -64,7 +64,7 @@ def test_readme_and_docs_are_short():
         return sum(len(page.read_text().split()) for page in pages)
 
     assert words(ROOT / "README.md") <= 900
-    assert words(*(ROOT / "docs").glob("*.md")) <= 26_000
+    assert words(*(ROOT / "docs").glob("*.md")) <= 25_000
 
 
 def sentences():
@@ -124,4 +124,4 @@ def test_every_flag_is_documented():
     assert all(f"| `{name}` |" in every for name in SETTINGS)
     page = (ROOT / "docs" / "megatron.md").read_text()
     used = set(re.findall(r"^\| `(--cp-ring[a-z-]*)` \|", page, re.MULTILINE))
-    assert len(used) > 15 and used <= {Options.flag(name) for name in SETTINGS}
+    assert len(used) >= 10 and used <= {Options.flag(name) for name in SETTINGS}

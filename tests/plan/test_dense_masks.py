@@ -43,7 +43,7 @@ def test_any_array_becomes_disjoint_pieces(data: st.DataObject, n: int) -> None:
 
 def test_the_documented_functions_have_as_many_pieces_as_documented(monkeypatch) -> None:
     monkeypatch.setattr(dense_masks, "_queries_at_once", lambda n: 100)
-    assert len(TABLE) > 10
+    assert len(TABLE) >= 7
     for words, pieces in TABLE:
         rule = eval("lambda q, k: " + words.replace("\\|", "|"))
         made = Mask.from_mask_mod(lambda b, h, q, k, rule=rule: rule(q, k), N, max_pieces=10**6)
