@@ -60,7 +60,7 @@ class RingCall(NamedTuple):
         """Return the kernel calls and updates of a pass."""
         works = self.ring.works
         if backward not in works:
-            works[backward] = work_of(self.rank_plan, self.kernel.capabilities, device, backward)
+            works[backward] = work_of(self.rank_plan, self.kernel, device, backward)
         return works[backward]
 
 

@@ -25,13 +25,15 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_ring.plan.lower import Capabilities
-from cp_ring.plan.tiles import OPEN
+from cp_ring.plan.tiles import OPEN, Tiles
 from cp_ring.runtime import RUNTIME
 
 __all__ = [
@@ -42,6 +44,9 @@ __all__ = [
     "LimitedVarlen",
     "MaxLogitKernel",
     "Packing",
+    "Room",
+    "SizedVarlen",
+    "Sizes",
     "VarlenKernel",
     "determinism",
     "deterministic",
@@ -158,8 +163,8 @@ class Packing:
     """Many tiles in one call: tile i has queries cu_q[i] to cu_q[i + 1] and keys cu_k[i] to cu_k[i
     + 1]; no tile is empty.
 
-    With `capabilities.block`, the last tiles may be empty, and tensors may have tokens after those
-    of the last tile. Their results are not read. max_q and max_k may then exceed the largest tile.
+    For a `SizedVarlen` the last tiles may be empty, and tensors may have tokens after those of the
+    last tile. Their results are not read. max_q and max_k may then exceed the largest tile.
 
     cu_q, cu_k: int32 [tiles + 1] on the tensors' device. max_q, max_k: queries and keys of the
     largest tile.
@@ -186,6 +191,39 @@ class LimitedVarlen(Protocol):
         """Return in one line why the kernel does not support packed tiles of tensors that it
         supports one by one; None if it does.
         """
+        ...
+
+
+class Room(NamedTuple):
+    """The least sizes of one side of a packed call: its tokens, those that its longest sequence is
+    said to have, and its sequences.
+    """
+
+    tokens: int = 0
+    longest: int = 0
+    sequences: int = 0
+
+
+class Sizes(Protocol):
+    """The sizes of a rank's packed calls. Equal objects give equal sizes."""
+
+    def packs(self, tiles: Tiles) -> NDArray[np.bool_]:
+        """Return the tiles that are packed even if they are alone in their call, bool [tiles]."""
+        ...
+
+    def rooms(self, queries: int, keys: int, sequences: int) -> tuple[Room, Room]:
+        """Return to what the queries and the keys of a call are filled up."""
+        ...
+
+
+@runtime_checkable
+class SizedVarlen(Protocol):
+    """The extra method of kernels for which packed calls of a new size are slow at first: their
+    calls are filled up to a few sizes.
+    """
+
+    def sizes(self, shard: int, packed: bool) -> Sizes:
+        """Return the sizes for a rank with `shard` tokens; `packed` as for `choose`."""
         ...
 
 

@@ -24,8 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_ring.errors import PlanError
-from cp_ring.kernels import sizes
-from cp_ring.kernels.base import OPEN, AttentionKernel, Capabilities, Packing, VarlenKernel
+from cp_ring.kernels.base import (
+    OPEN,
+    AttentionKernel,
+    Capabilities,
+    Packing,
+    Room,
+    SizedVarlen,
+    Sizes,
+    VarlenKernel,
+)
 from cp_ring.ops.capture import capturing
 from cp_ring.ops.segments import Segments
 from cp_ring.plan.lower import Lowered, call_groups, lower
@@ -132,20 +140,27 @@ _made: weakref.WeakKeyDictionary[RankPlan, dict[tuple[object, ...], Work]] = RUN
 
 
 def work_of(
-    rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool = False
+    rank_plan: RankPlan, kernel: AttentionKernel, device: torch.device, backward: bool = False
 ) -> Work:
-    """Return a rank's work for a kernel of these capabilities. It is made once, and lives as long
-    as the plan.
+    """Return a rank's work for a kernel. It is made once for kernels of the same abilities, and
+    lives as long as the plan.
     """
+    sizes = None
+    if isinstance(kernel, SizedVarlen):
+        sizes = kernel.sizes(rank_plan.num_tokens, rank_plan.packed)
     made = _made.setdefault(rank_plan, {})
-    key = capabilities, device, backward
+    key = kernel.capabilities, sizes, device, backward
     if key not in made:
-        made.setdefault(key, _make_work(rank_plan, capabilities, device, backward))
+        made.setdefault(key, _make_work(rank_plan, kernel.capabilities, sizes, device, backward))
     return made[key]
 
 
 def _make_work(
-    rank_plan: RankPlan, capabilities: Capabilities, device: torch.device, backward: bool
+    rank_plan: RankPlan,
+    capabilities: Capabilities,
+    sizes: Sizes | None,
+    device: torch.device,
+    backward: bool,
 ) -> Work:
     if capturing(device):  # tables would have to be copied from the host
         raise PlanError(
@@ -153,7 +168,7 @@ def _make_work(
             "once, with its backward, before the capture"
         )
     hops = tuple(rank_plan.backward if backward else rank_plan.hops)
-    calls = {hop: kernel_calls(hop, capabilities, rank_plan) for hop in hops}
+    calls = {hop: kernel_calls(hop, capabilities, sizes) for hop in hops}
     queries = query_updates(
         ([call.queries for call in calls[hop]] for hop in hops), rank_plan.num_tokens
     )
@@ -180,42 +195,29 @@ def _segments(updates: Sequence[Update]) -> tuple[Segments, ...]:
 
 
 def kernel_calls(
-    hop: Hop, capabilities: Capabilities, rank_plan: RankPlan | None = None
+    hop: Hop, capabilities: Capabilities, sizes: Sizes | None = None
 ) -> tuple[KernelCall, ...]:
-    """Return a hop's kernel calls. Kernels with `capabilities.block` also need `rank_plan`, the
-    plan of the hop.
-    """
-    lowered = lower(hop.tiles, capabilities)
-    shard, packed = (
-        (rank_plan.num_tokens, rank_plan.packed) if rank_plan and capabilities.block else (0, False)
-    )
-    filled = (
-        lowered.tiles.uneven(capabilities.block) | packed
-        if shard
-        else np.zeros(len(lowered.tiles), bool)
-    )
-    return tuple(_make_calls(lowered, hop.grad_shift, capabilities.varlen, filled.tolist(), shard))
+    """Return a hop's kernel calls. Packed ones are filled up to `sizes`."""
+    return tuple(_make_calls(lower(hop.tiles, capabilities), hop.grad_shift, capabilities, sizes))
 
 
 def _make_calls(
-    lowered: Lowered, grad_shift: Ints, varlen: bool, filled: list[bool], shard: int
+    lowered: Lowered, grad_shift: Ints, capabilities: Capabilities, sizes: Sizes | None
 ) -> Iterator[KernelCall]:
-    """Make a single call of each group of one tile, and a packed call of each other group and of
-    each tile that is to be `filled`.
-
-    Only kernels with `capabilities.varlen` get packed calls. With `shard`, the number of the rank's
-    tokens, these calls have few sizes.
+    """Make a single call of each group of one tile, unless `sizes` packs it, and a packed call of
+    each other group. Only kernels with `capabilities.varlen` have such groups.
     """
     tiles = list(lowered.tiles)
     reverse = lowered.reverse.tolist()
     shift = grad_shift[lowered.parent].tolist()
-    for group in call_groups(lowered, varlen):
+    packs = [False] * len(tiles) if sizes is None else sizes.packs(lowered.tiles).tolist()
+    for group in call_groups(lowered, capabilities.varlen):
         first = group[0][0]
-        if group == [[first]] and not filled[first]:
+        if group == [[first]] and not packs[first]:
             yield _single(tiles[first], shift[first], reverse[first])
         else:
             sequences = [[(tiles[i], shift[i]) for i in sequence] for sequence in group]
-            yield _packed(sequences, reverse[first], shard)
+            yield _packed(sequences, reverse[first], sizes)
 
 
 def _window(tile: Tile) -> tuple[int, int]:
@@ -291,7 +293,7 @@ class _Single:
         return x.flip(1) if self.reverse else x
 
 
-def _packed(sequences: list[list[tuple[Tile, int]]], reverse: bool, shard: int) -> _Packed:
+def _packed(sequences: list[list[tuple[Tile, int]]], reverse: bool, sizes: Sizes | None) -> _Packed:
     """Make the call of sequences of tiles. Each tile comes with the shift from its keys to their
     gradients.
     """
@@ -301,7 +303,7 @@ def _packed(sequences: list[list[tuple[Tile, int]]], reverse: bool, shard: int) 
     grads = [(t.k0 + shift, t.k1 + shift) for t, shift in tiles]
     left, right = (-1, 0) if reverse else _window(first[0])
     queries, keys = Partial.of(q, reverse=reverse), Partial.of(grads, reverse=reverse)
-    of_q, of_k = sizes.sizes_of(_count(q), _count(k), shard) if shard else (0, 0)
+    of_q, of_k = sizes.rooms(_count(q), _count(k), len(sequences)) if sizes else (Room(), Room())
     lengths = [sum(t.k1 - t.k0 for t, _ in sequence) for sequence in sequences]
     return _Packed(
         _Side.of(q, [q1 - q0 for q0, q1 in q], reverse, of_q),
@@ -334,16 +336,17 @@ class _Side:
 
     @classmethod
     def of(
-        cls, spans: list[tuple[int, int]], lengths: list[int], reverse: bool, size: int
+        cls, spans: list[tuple[int, int]], lengths: list[int], reverse: bool, room: Room
     ) -> _Side:
-        """Take the tokens of `spans` as sequences of these lengths. With a size, they are filled up
-        to its class (`cp_ring.kernels.sizes`).
-        """
+        """Take the tokens of `spans` as sequences of these lengths, and fill them up to `room`."""
         ends = np.cumsum([0, *lengths], dtype=np.int32)
-        if not size:
-            return cls(_Tokens.of(spans, reverse), ends, max(lengths), int(ends[-1]))
-        ends = np.pad(ends, (0, sizes.tiles_of(len(lengths)) - len(lengths)), mode="edge")
-        return cls(_Tokens.of(spans, reverse, sizes.tokens_of(size)), ends, size, int(ends[-1]))
+        empty = max(room.sequences - len(lengths), 0)
+        return cls(
+            _Tokens.of(spans, reverse, room.tokens),
+            np.pad(ends, (0, empty), mode="edge"),
+            max(*lengths, room.longest),
+            int(ends[-1]),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -357,9 +360,9 @@ class _Tokens:
     _tensors: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, spans: list[tuple[int, int]], reverse: bool, filled: int = 0) -> _Tokens:
-        """Take the tokens of `spans`, then token 0 until there are at least `filled`."""
-        missing = filled - _count(spans)
+    def of(cls, spans: list[tuple[int, int]], reverse: bool, least: int) -> _Tokens:
+        """Take the tokens of `spans`, then token 0 until there are at least `least`."""
+        missing = least - _count(spans)
         if not reverse and missing <= 0 and all(a[1] == b[0] for a, b in pairwise(spans)):
             return cls(slice(spans[0][0], spans[-1][1]), None)
         parts = [np.arange(start, end)[:: -1 if reverse else 1] for start, end in spans]

@@ -22,6 +22,7 @@ from cp_ring.kernels.base import Packing, deterministic, no_random_state
 from cp_ring.kernels.flash_aten import KERNEL as FLASH
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.te_library import Call
+from cp_ring.kernels.te_sizes import FewSizes
 from cp_ring.kernels.versions import compute_capability, cudnn_name, dense_backward_may_be_nan
 from cp_ring.kernels.window import pad
 from cp_ring.ops.capture import capturing
@@ -30,8 +31,8 @@ from cp_ring.runtime import RUNTIME
 
 _BLOCK = 128
 """Tiles whose sizes are not multiples of this go to the function for packed tiles, as a packing of
-one tile. cuDNN builds a plan for every size of a dense call, which takes long. kernels/calls.py
-packs such tiles already, in calls of few sizes."""
+one tile. cuDNN builds a plan for every size of a dense call, which takes long. `FewSizes` packs
+such tiles of a ring already, in calls of few sizes."""
 
 # The values that are new in every call.
 _TENSORS = (
@@ -80,6 +81,9 @@ class TransformerEngineKernel:
         counting.counts = True
         counting.capabilities = replace(self.capabilities, varlen=False)
         return counting
+
+    def sizes(self, shard: int, packed: bool) -> FewSizes:
+        return FewSizes(shard, packed)
 
     def __init__(self) -> None:
         self._backends: dict[Call, Any] = {}

@@ -35,9 +35,6 @@ class Capabilities:
     dense mask; 0 for none.
     varlen: it takes many tiles of one kind in one call, as sequences of queries, each with keys of
     its own.
-    block: tiles whose sides are not multiples of this number are packed, and so are all tiles of
-    packed documents. Packed calls of a new size are slow at first, so they are filled up to a few
-    sizes. 0 means that all sizes are equally good.
     deterministic: it computes the same bits in every run if the caller asks for that; tiles do not
     depend on this.
     slow: it exists for comparisons; `auto` takes it last.
@@ -46,7 +43,6 @@ class Capabilities:
     bands: bool = False
     narrow_bands: int = 0
     varlen: bool = False
-    block: int = 0
     deterministic: bool = False
     slow: bool = False
 
@@ -54,7 +50,7 @@ class Capabilities:
 _FLASH = Capabilities(bands=True, varlen=True, deterministic=True)
 
 KERNELS = {
-    "transformer_engine": replace(_FLASH, bands=False, block=BLOCK),
+    "transformer_engine": replace(_FLASH, bands=False),
     "flash": _FLASH,
     "flash_aten": _FLASH,
     "efficient": Capabilities(deterministic=True),

@@ -182,12 +182,6 @@ class Tiles:
         fitted = self.fitted()
         return fitted[fitted.live()]
 
-    def uneven(self, block: int) -> NDArray[np.bool_]:
-        """Return bool [tiles]: True if the number of queries or of keys is not a multiple of
-        `block`.
-        """
-        return ((self.q1 - self.q0) % block != 0) | ((self.k1 - self.k0) % block != 0)
-
     def live(self) -> Ints | slice:
         """Return the index of the tiles that are not empty. The tiles must be fitted."""
         live = self.q0 < self.q1

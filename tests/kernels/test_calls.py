@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, Plan
-from cp_ring.kernels.base import Capabilities
+from cp_ring.kernels.base import AttentionKernel, Capabilities
 from cp_ring.kernels.calls import Statistics, _Packed, kernel_calls, work_of
 from cp_ring.kernels.reference import KERNEL
 from cp_ring.ops.totals import Merge, Sum
@@ -34,6 +35,11 @@ def alone(tiles: Tiles, shift=0) -> RankPlan:
     return RankPlan(0, 1, tokens, (hop,))
 
 
+def able(capabilities: Capabilities) -> AttentionKernel:
+    """A kernel of these capabilities, which is never called."""
+    return types.SimpleNamespace(capabilities=capabilities)
+
+
 def run(plan: RankPlan, case: Case, capabilities: Capabilities, shift: int = 0) -> Grads:
     q, k, v, dout = (x.transpose(0, 1).double() for x in case)
     # The shard has more tokens than some tiles read: what no tile sees is NaN.
@@ -42,7 +48,8 @@ def run(plan: RankPlan, case: Case, capabilities: Capabilities, shift: int = 0) 
     ]
     q, k, v, dout = (torch.cat([x, more]) for x, more in zip((q, k, v, dout), padding, strict=True))
     forward, backward = (
-        work_of(plan, capabilities, q.device, backward=direction) for direction in (False, True)
+        work_of(plan, able(capabilities), q.device, backward=direction)
+        for direction in (False, True)
     )
     merged = Merge(forward.queries, dout.shape, q, q.dtype)
     for hop in forward.hops:
@@ -157,10 +164,12 @@ def test_work_is_made_once_and_dies_with_its_plan():
 
     plan = alone(Tiles.of([Tile(0, 8, 0, 8)]))
     made = [
-        work_of(plan, Capabilities(), torch.device("cpu"), backward) for backward in (False, True)
+        work_of(plan, able(Capabilities()), torch.device("cpu"), backward)
+        for backward in (False, True)
     ]
     assert made == [
-        work_of(plan, Capabilities(), torch.device("cpu"), backward) for backward in (False, True)
+        work_of(plan, able(Capabilities()), torch.device("cpu"), backward)
+        for backward in (False, True)
     ]
     assert made[0] is not made[1]
     gone = weakref.ref(plan)

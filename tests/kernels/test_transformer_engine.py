@@ -14,7 +14,7 @@ import torch
 import cp_ring.kernels.transformer_engine as adapter
 from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import KernelError
-from cp_ring.kernels import _chosen, choose, determinism, sizes, te_library, versions
+from cp_ring.kernels import _chosen, choose, determinism, te_library, te_sizes, versions
 from cp_ring.kernels.base import OPEN, Packing
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.testing.oracle import Case, brute_force, error, on_rank, whole
@@ -90,7 +90,7 @@ def test_nothing_is_kept_between_calls_but_what_is_known_of_kinds_of_calls():
 
 def _through_adapter(group, version, case, plan, **options):
     # Shards of a few tokens have the sizes that a real one has.
-    with installed(version) as calls, mock.patch.object(sizes, "_SMALLEST", 16):
+    with installed(version) as calls, mock.patch.object(te_sizes, "_SMALLEST", 16):
         result = on_rank(group, case, plan, kernel="transformer_engine", **options)
         return result, [
             len(call["cu_seqlens_q"]) - 1 if "thd" in call["qkv_layout"] else 0 for call in calls

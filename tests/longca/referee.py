@@ -116,7 +116,7 @@ def _calls(rank: RankPlan):
                 for call in call_groups(one, FLASH.varlen)
             ]
         )
-        made.append([kernel_calls(hop, FLASH, rank) for hop in hops])
+        made.append([kernel_calls(hop, FLASH) for hop in hops])
     queries = [
         query_updates([[call.queries for call in hop] for hop in of], rank.num_tokens)
         for of in made

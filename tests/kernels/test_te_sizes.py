@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_ring import Layout, Mask, Plan
-from cp_ring.kernels import sizes
-from cp_ring.kernels.calls import _Packed, kernel_calls
+from cp_ring.kernels import te_sizes as sizes
+from cp_ring.kernels.calls import KernelCall, _Packed, kernel_calls
 from cp_ring.kernels.transformer_engine import KERNEL
+from cp_ring.plan.tables import RankPlan
 
 TOKENS = st.integers(1, 1 << 20)
 
@@ -37,6 +38,11 @@ def test_tiles(count):
     assert count <= sizes.tiles_of(count) <= max(4 * count, 16)
 
 
+def calls_of(plan: RankPlan) -> list[KernelCall]:
+    sizes = KERNEL.sizes(plan.num_tokens, plan.packed)
+    return [call for hop in plan.hops for call in kernel_calls(hop, KERNEL.capabilities, sizes)]
+
+
 def lengths(generator: np.random.Generator, n: int) -> list[int]:
     """Documents of a long-tailed distribution that fill a row of n tokens."""
     ends = [0]
@@ -54,9 +60,7 @@ def test_a_hundred_microbatches_have_at_most_ten_graphs(layout):
         plan = Plan.build_rank_plan(
             mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(n, cp), rank
         )
-        for call in (
-            call for hop in plan.hops for call in kernel_calls(hop, KERNEL.capabilities, plan)
-        ):
+        for call in calls_of(plan):
             if isinstance(call, _Packed):
                 counts = [
                     max(side.count, sizes.tokens_of(side.longest)) for side in (call.q, call.k)
@@ -78,5 +82,5 @@ def test_a_hundred_microbatches_have_at_most_ten_graphs(layout):
 @pytest.mark.parametrize(("n", "packed"), [(4096, False), (4000, True)])
 def test_uneven_tiles_are_packed_and_even_ones_are_not(n, packed):
     plan = Plan.build_rank_plan(Mask.causal(n), Layout.zigzag(n, 2), 1)
-    calls = [call for hop in plan.hops for call in kernel_calls(hop, KERNEL.capabilities, plan)]
+    calls = calls_of(plan)
     assert len(calls) >= 2 and all(isinstance(call, _Packed) == packed for call in calls)

@@ -1,6 +1,6 @@
-"""Keeps the sizes of packed calls few, for libraries that build a graph for each size.
+"""Keeps the sizes of TransformerEngine's packed calls few.
 
-TransformerEngine builds a cuDNN graph, in a tenth of a second or more, for each number of tiles and
+It builds a cuDNN graph, in a tenth of a second or more, for each number of tiles and
 for each class of numbers of queries and of keys. A class ends at a power of two, and above
 `_LARGEST` at a multiple of it. Each microbatch of packed documents has other numbers. So calls get
 extra tokens, which belong to no tile, and extra tiles, which are empty. A size is a number of
@@ -9,8 +9,36 @@ tokens at which a class ends.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_ring.kernels.base import Room
+from cp_ring.plan.lower import BLOCK
+from cp_ring.plan.tiles import Tiles
+
 _SMALLEST, _LARGEST = 1024, 32768
 _FEWEST_TILES, _FACTOR = 16, 4
+
+
+@dataclass(frozen=True)
+class FewSizes:
+    """The `Sizes` of a rank with `shard` tokens. If its mask is `packed`, all its tiles are, else
+    those of sizes that are not multiples of a block.
+    """
+
+    shard: int
+    packed: bool
+
+    def packs(self, tiles: Tiles) -> NDArray[np.bool_]:
+        q, k = tiles.q1 - tiles.q0, tiles.k1 - tiles.k0
+        return (q % BLOCK != 0) | (k % BLOCK != 0) | self.packed
+
+    def rooms(self, queries: int, keys: int, sequences: int) -> tuple[Room, Room]:
+        of_q, of_k = sizes_of(queries, keys, self.shard)
+        tiles = tiles_of(sequences)
+        return Room(tokens_of(of_q), of_q, tiles), Room(tokens_of(of_k), of_k, tiles)
 
 
 def sizes_of(queries: int, keys: int, shard: int) -> tuple[int, int]:
