@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +49,16 @@ class FakeGpus:
     libraries cannot be built.
 
     transformer_engine: the version of TransformerEngine that ranks can import; None is none. cudnn:
-    that of cuDNN; None is torch's. more: other folders for PYTHONPATH.
+    that of cuDNN; None is torch's.
     """
 
     def __init__(
         self,
         transformer_engine: str | None = None,
         cudnn: str | None = None,
-        more: Iterable[Path] = (),
     ) -> None:
         self.transformer_engine = transformer_engine
-        paths = [ROOT, *sys.path, *more]
+        paths = [ROOT, *sys.path]
         if transformer_engine is not None:
             paths.append(te_build.build(transformer_engine))
         self._environment = (

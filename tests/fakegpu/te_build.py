@@ -66,23 +66,17 @@ def build(version: str) -> Path:
 
 
 def cudnn(version: str) -> Path:
-    """The folder of cuDNN's libraries of a version. Raises `Missing`."""
-    site = packages(f"cudnn-{version}", f"nvidia-cudnn-cu13=={version}")
-    return site / "nvidia" / "cudnn" / "lib"
-
-
-def packages(name: str, *requirements: str) -> Path:
-    """A folder with packages of the index, got once. Raises `Missing` where they cannot be had."""
-    place = CACHE / name
+    """The folder of cuDNN's libraries of a version, got once. Raises `Missing`."""
+    place = CACHE / f"cudnn-{version}"
     if not place.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             try:
-                _pip("install", "--target", f"{folder}/site", *requirements)
+                _pip("install", "--target", f"{folder}/site", f"nvidia-cudnn-cu13=={version}")
             except RuntimeError as error:
-                raise Missing(f"pip has no {name}: {error}"[:300]) from None
+                raise Missing(f"pip has no cuDNN {version}: {error}"[:300]) from None
             Path(folder, "site").rename(place)
-    return place
+    return place / "nvidia" / "cudnn" / "lib"
 
 
 def _pip(command: str, *arguments: str) -> None:

@@ -24,7 +24,7 @@ from cp_ring import kernels
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, _chosen, choose, flash
 from cp_ring.kernels.base import OPEN, Packing, determinism, deterministic
-from cp_ring.kernels.flash import FlashKernel, Functions, arguments
+from cp_ring.kernels.flash import FlashKernel, Functions
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.window import live_part
 from tests import conformance
@@ -246,15 +246,6 @@ def test_no_deterministic_backward_no_determinism():
         assert "no deterministic backward" in kernel.rejection(CPU, torch.float16, 64, 64)
 
 
-def test_whole_conformance():
-    conformance.check(
-        stand_in("3: flash-attn August 2026"),
-        CPU,
-        torch.bfloat16,
-        heads=[(8, 1, 32, 32), (6, 2, 24, 40)],
-    )
-
-
 def test_window_of_every_small_band():
     """The live part of a tile, and its window, against counting cells."""
     for queries, keys in ((1, 1), (3, 5), (5, 3), (4, 4)):
@@ -292,27 +283,6 @@ def test_rejections_are_one_line():
         KernelError, match="kernel='flash': flash needs flash-attn 3 or 4, which is not installed"
     ):
         choose("flash", device=torch.device("cuda"), dtype=torch.bfloat16, d=64, e=64)
-
-
-def test_a_parameter_of_the_future_is_named():
-    def forward(q, mood, softmax_scale, causal, window_size):
-        return q, mood, softmax_scale, causal, window_size
-
-    values = {"q": 1, "softmax_scale": 1.0, "causal": False, "window_size": (-1, -1)}
-    with pytest.raises(
-        KernelError,
-        match="kernel='flash': forward of the installed version needs mood, which cp_ring",
-    ):
-        arguments(forward, values)
-
-    def windowless(q, softmax_scale, causal):
-        return q, softmax_scale, causal
-
-    with pytest.raises(
-        KernelError,
-        match="windowless of the installed version has no window_size or window_size_left",
-    ):
-        arguments(windowless, values)
 
 
 @pytest.fixture

@@ -71,23 +71,6 @@ def test_the_largest_logits_are_those_of_the_library(version):
         assert {call["return_max_logit"] for call in calls} == {True, False}
 
 
-def test_nothing_is_kept_between_calls_but_what_is_known_of_kinds_of_calls():
-    """A backward needs no forward before it on the same object."""
-    q, k, v, dout = Case.draw(256, dtype=torch.bfloat16)
-    ends = torch.tensor([0, 100, 256], dtype=torch.int32)
-    packing, kernel = Packing(ends, ends, 156, 156, -1, 0), type(KERNEL)()
-    with installed("2.20.2"):
-        before = dict(vars(kernel))
-        q, k, v, dout = (x[0] for x in (q, k, v, dout))
-        out, lse = kernel.forward_varlen(q, k, v, packing, 0.25)
-        kernel.forward(q[None], k[None], v[None], lo=-OPEN, hi=0, scale=0.25)
-        grads = kernel.backward_varlen(dout, q, k, v, out, lse, packing, 0.25)
-        # the same dictionaries, which have kinds of calls as keys
-        assert vars(kernel) == before and all(isinstance(x, dict) for x in before.values())
-        alone = emulated_te.CpuKernel().backward_varlen(dout, q, k, v, out, lse, packing, 0.25)
-    assert all(torch.equal(x, y) for x, y in zip(alone, grads, strict=True))
-
-
 def _through_adapter(group, version, case, plan, **options):
     # Shards of a few tokens have the sizes that a real one has.
     with installed(version) as calls, mock.patch.object(te_sizes, "_SMALLEST", 16):
@@ -137,16 +120,6 @@ def test_rejections_are_one_line():
         "installed",
     ):
         choose("transformer_engine", device=torch.device("cuda"), dtype=torch.bfloat16, d=64, e=64)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_default_generator_stays(version):
-    """The library advances the generator of every forward call; it gets one of its own."""
-    q, k, v, _ = Case.draw(128, dtype=torch.bfloat16)
-    with installed(version):
-        before = torch.get_rng_state()
-        KERNEL.forward(q, k, v, lo=-OPEN, hi=0, scale=0.25)
-        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_graph_gets_the_generator_that_it_knows(monkeypatch):

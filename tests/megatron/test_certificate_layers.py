@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cp_ring.megatron.certificate import tiny_layers, tiny_model
+from cp_ring.megatron.certificate import tiny_layers
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.flags.layer_pattern import (
     attention_layers,
@@ -39,12 +39,6 @@ def configuration(**more):
     return SimpleNamespace(**values | more)
 
 
-def test_the_letters_of_a_pattern():
-    assert main_layers("M*|M-/*-/*-") == "M*M-"
-    assert attention_layers(flags("M*|M*E")) == [2, 4]
-    assert attention_layers(flags("MM-")) == []
-
-
 @pytest.mark.parametrize(
     ("pattern", "tiny"), [("*-*-*-", "*-"), ("E*-E|*-/*-*", "E*-/*-"), ("--E*", "-E*"), ("*", "*")]
 )
@@ -65,22 +59,6 @@ def test_windows_follow_the_numbers_of_layers():
     changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
     assert changes["window_attn_skip_freq"] == [1, 1, 0, 1]
     assert tiny_layers.chosen_layers(args, config, kinds) == [1, 2, 4, 7]
-
-
-@pytest.mark.parametrize(
-    ("experts", "every", "tiny"),
-    [(8, 1, 1), (8, [0, 0, 1, 1], [0, 1]), (8, 2, [1, 0]), (None, [0, 0, 1, 1], 1)],
-)
-def test_dense_layers_beside_those_with_experts(experts, every, tiny):
-    args, config = (
-        flags("", num_layers=4, num_experts=experts, moe_layer_freq=every),
-        configuration(),
-    )
-    kinds = find_layer_kinds(args, config, ("causal",))
-    changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
-    assert changes["moe_layer_freq"] == tiny and changes["num_layers"] == (
-        len(tiny) if isinstance(tiny, list) else 1
-    )
 
 
 @pytest.mark.parametrize(
@@ -113,35 +91,3 @@ def test_routing_by_the_tokens_of_a_rank_is_named():
     assert tiny_layers.uncovered_layers(args, configuration()) == [f"the capacity of experts {why}"]
     args = flags("", num_experts=4, moe_router_load_balancing_type="sinkhorn")
     assert tiny_layers.uncovered_layers(args, configuration()) == [f"Sinkhorn routing {why}"]
-
-
-def test_heterogeneous_blocks_are_named():
-    config = configuration(per_block_parameters=[])
-    assert tiny_layers.uncovered_layers(flags(""), config) == ["the kinds of heterogeneous blocks"]
-
-
-def test_recurrent_heads_are_shared_as_the_ranks_need_it():
-    args = flags("M*", mamba_num_groups=4, context_parallel_size=8)
-    kinds = find_layer_kinds(args, configuration(), ("causal",))
-    assert tiny_layers.changes_of_layers(args, configuration(), kinds, 2)["mamba_num_heads"] == 16
-
-
-def test_a_tiny_model_keeps_what_is_listed_and_nothing_else():
-    import torch
-    from megatron.core.transformer import TransformerConfig
-
-    sizes = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 8, "num_query_groups": 2}
-    kept = {"softmax_scale": 0.3, "context_parallel_size": 2}
-    left = {"layernorm_epsilon": 1e-3, "bf16": True, "params_dtype": torch.bfloat16, "recompute_granularity": "full",
-            "recompute_method": "uniform", "recompute_num_layers": 1}  # fmt: skip
-    config = TransformerConfig(**sizes, **kept, **left)
-    args = flags("", num_layers=4, seq_length=64, num_attention_heads=8)
-    args.transformer_config = config
-    kinds = find_layer_kinds(args, config, ("causal",))
-    tiny = tiny_model.tiny_args(args, kinds, 1).tiny_config
-    assert {name: getattr(tiny, name) for name in kept} == kept
-    assert tiny.params_dtype == torch.float32 and not tiny.bf16
-    assert tiny.layernorm_epsilon == TransformerConfig.layernorm_epsilon
-    assert tiny.recompute_granularity is None and tiny.num_layers == 1
-    assert (tiny.num_attention_heads, tiny.num_query_groups) == (8, 2)
-    assert config.num_layers == 4 and config.bf16

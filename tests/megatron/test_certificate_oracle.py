@@ -5,49 +5,8 @@ layers that flags describe.
 import argparse
 from types import SimpleNamespace
 
-import pytest
-import torch
-
-from cp_ring.megatron.certificate.dense_oracle import attend
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.certificate.report import Certificate, Probe
-from cp_ring.megatron.certificate.user_masks import document_rule
-
-
-@pytest.mark.parametrize("window", [(-1, -1), (0, 0), (3, 0)])
-def test_the_rule_of_documents(window):
-    spans = [(0, 5), (6, 9)]  # token 5 and those behind 8 are padding
-    queries = torch.tensor([8, 0, 5, 3, 6, 10])
-    found = document_rule(11, spans).allowed(queries, torch.arange(11), window)
-    for row, i in enumerate(queries.tolist()):
-        for j in range(11):
-            together = any(start <= i < end and start <= j < end for start, end in spans)
-            assert bool(found[row, j]) == (
-                together and j <= i and (window[0] < 0 or i - j <= window[0])
-            ), (i, j)
-
-
-def test_attention_row_by_row():
-    draw = torch.Generator().manual_seed(1)
-    q, k, v = (
-        torch.randn(shape, generator=draw, dtype=torch.float64)
-        for shape in ((4, 4, 3), (5, 2, 3), (5, 2, 2))
-    )
-    allowed = torch.rand(4, 5, generator=draw) < 0.5
-    allowed[2] = False
-    sink = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
-    out = attend(q, k, v, allowed, 0.7, sink)
-    for i in range(4):
-        for h in range(4):
-            weight = {
-                j: float((0.7 * (q[i, h] @ k[j, h // 2])).exp()) for j in range(5) if allowed[i, j]
-            }
-            total = sum(weight.values()) + float(sink[h].exp())
-            wanted = sum(
-                (w / total * v[j, h // 2] for j, w in weight.items()),
-                torch.zeros(2, dtype=torch.float64),
-            )
-            assert torch.allclose(out[i, h], wanted, rtol=1e-12, atol=1e-15)
 
 
 def job(**config):
@@ -94,13 +53,3 @@ def test_the_worst_rank_counts_and_nan_is_worst():
     certificate.merge([of(2.0), of(float("nan")), of(0.5)])
     (failure,) = certificate.failures
     assert failure.error != failure.error
-
-
-def test_pairs_are_named_before_errors():
-    probes = [
-        Probe("out", "layer 1", "causal", 1.0, 0.1, "rank 0"),
-        Probe("mask", "layer 2", "causal", 3.0, 0.0, "rank 1: query 4"),
-    ]
-    assert Certificate(probes).failures[0].rejection() == (
-        "--cp-ring-certify: layer 2, causal: mask wrong in 3 pairs, rank 1: query 4"
-    )

@@ -6,23 +6,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from cp_ring.errors import ConfigError
-from cp_ring.megatron import rejection
 from cp_ring.megatron.certificate import certify as module
-from cp_ring.megatron.certificate import layer_probe
-from cp_ring.megatron.certificate.attention_probe import longest_in_time
-from cp_ring.megatron.certificate.record import versions
 from cp_ring.megatron.certificate.report import Certificate, Probe
-from tests.megatron.launch import attempt, fork
+from tests.megatron.launch import fork
 from tests.parity.models import COMMON, UNTIED
 
-ENCODER_DECODER = str(Path(__file__).with_name("encoder_decoder_script.py"))
 FLAGS = f"{UNTIED} --num-layers 1 --seq-length 64 --cp-ring --context-parallel-size 2"
 LONG = f"{FLAGS} --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --bf16"
 RIGHT_STEPS = ("writes_into_its_batch", "writes_into_its_tensors")
@@ -132,32 +124,6 @@ def test_faults_at_the_jobs_own_length_and_batch(tmp_path):
     assert any("gradients off by" in line for line in sums["rejections"])
 
 
-def test_length_grows_as_far_as_time_allows(monkeypatch):
-    from cp_ring.megatron.certificate import attention_probe
-
-    monkeypatch.setattr(
-        attention_probe, "_forward_seconds", lambda tested: (tested.tokens / 1000) ** 2
-    )
-    monkeypatch.setattr(attention_probe, "at_length", lambda tested, n: SimpleNamespace(tokens=n))
-    monkeypatch.setattr(attention_probe, "_memory", lambda device: 1 << 30)
-    kind = SimpleNamespace(tokens=64, mask="causal", d=1, e=1, heads=1, groups=1, batch_size=1)
-    tested = SimpleNamespace(
-        kind=kind, group=SimpleNamespace(size=lambda: 2), device=None, summed=bool
-    )
-    assert longest_in_time(tested, 1000, 10.0) == 1000
-    assert longest_in_time(tested, 100_000, 10.0) == 512  # 1024 would take 10 * 1.024 ** 2 seconds
-
-
-def test_what_a_job_has_beyond_the_probes_is_said():
-    args = SimpleNamespace(seq_length=4096, micro_batch_size=40, context_parallel_size=2)
-    kind = SimpleNamespace(mask="causal", batch_size=32)
-    assert layer_probe._reach(args, kind, 512) == "512 of 4096 tokens and 32 of 40 batch rows"
-    kind.batch_size = 40
-    assert layer_probe._reach(args, kind, 4095) == "4095 of 4096 tokens"
-    kind.mask = "packed"  # of whole chunks
-    assert layer_probe._reach(args, kind, 4095) == layer_probe._reach(args, kind, 4096) == ""
-
-
 @pytest.fixture
 def ended(monkeypatch):
     """`certify` with a certificate of ours: returns how the job ends, or what it says."""
@@ -205,57 +171,3 @@ def test_a_line_begins_with_what_is_not_covered(ended):
     )
     (summary,) = ended(of_loss)
     assert summary.startswith("certificate: not covered: Mamba layers; 2 probes passed in ")
-
-
-def test_a_script_of_another_model_ends_in_one_line(tmp_path):
-    """Its forward step cannot be called, which the certificate says first; then its layers are
-    rejected, once groups exist.
-    """
-    flags = shlex.split(
-        "--num-layers 1 --seq-length 64 --cp-ring --cp-ring-certify --context-parallel-size 2"
-    )
-    done = attempt(2, "other", [ENCODER_DECODER, *flags], tmp_path, COMMON)
-    assert done.code == 2 and len(done.rejected.splitlines()) == 1
-    assert (
-        "cp_ring: certificate: not covered: the loss (KeyError: 'text_enc' "
-        "(encoder_decoder_script.py, line " in done.output
-    )
-    assert "layer 1 is cross attention" in done.rejected and "Traceback" not in done.output
-
-
-def test_errors_are_one_line_also_once_process_groups_exist(monkeypatch, capsys):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(SystemExit) as end, rejection.rejecting():
-        raise ConfigError("layer 1 is cross attention")
-    assert (
-        end.value.code == 2
-        and capsys.readouterr().err == "cp_ring: error: layer 1 is cross attention\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("flags", "choice"),
-    [
-        ([], "on"),
-        (["--cp-ring-certify"], "on"),
-        (["--no-cp-ring-certify"], "off"),
-        (["--cp-ring-certify", "strict"], "strict"),
-    ],
-)
-def test_choices(flags, choice):
-    from cp_ring.megatron.options import Options
-    from cp_ring.megatron.settings import flags as read
-
-    config = read(flags)
-    assert config.certify == choice and read(config.to_args()).certify == choice
-    assert Options.make(certify=choice != "off").certify == ("off" if choice == "off" else "on")
-    with pytest.raises(ConfigError, match="--cp-ring-certify 'maybe'"):
-        read(["--cp-ring-certify", "maybe"])
-
-
-def test_versions_are_those_of_packages():
-    """Without the git revision of the folder that Megatron happens to lie in."""
-    found = versions()
-    assert set(found) == {"cp_ring", "megatron-core", "torch"} and all(found.values())
-    assert "+" not in found["megatron-core"]

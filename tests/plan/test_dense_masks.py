@@ -91,24 +91,6 @@ def test_functions_are_mapped_as_flex_attention_maps_them(rules, join, n, at_onc
     assert np.array_equal(made.dense(), wanted.numpy())
 
 
-def test_a_function_that_reduces_over_a_row_of_its_query_sees_one_query() -> None:
-    selected = torch.randint(0, 4, (64, 1), generator=torch.Generator().manual_seed(0))
-    made = Mask.from_mask_mod(lambda b, h, q, k: (selected[q] == k // 16).any(), 64)
-    assert made.dense().sum() == 1024
-
-
-def test_the_way_out_for_functions_that_read_b_and_h_works() -> None:
-    table = torch.arange(8)[None, None]
-
-    def mask_mod(b, h, q, k):
-        return table[b, h, q] >= k
-
-    with pytest.raises(ConfigError, match=r"mask_mod\(0 \* q, 0 \* q, q, k\)"):
-        Mask.from_mask_mod(mask_mod, 8)
-    made = Mask.from_mask_mod(lambda b, h, q, k: mask_mod(0 * q, 0 * q, q, k), 8)
-    assert np.array_equal(made.dense(), Mask.causal(8).dense())
-
-
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [

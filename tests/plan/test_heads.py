@@ -44,11 +44,6 @@ def test_members_hold_the_tokens_of_their_ranks(cp, heads):
             )
 
 
-def test_neighbors_in_a_zigzag_are_a_zigzag():
-    merged, zigzag = Layout.zigzag(64, 8).merged(2), Layout.zigzag(64, 4)
-    assert all(np.array_equal(merged.positions(rank), zigzag.positions(rank)) for rank in range(4))
-
-
 @pytest.mark.parametrize("column", ["sender", "receiver", "source", "target", "tokens"])
 def test_a_spoiled_exchange_is_rejected(column):
     layout = Layout.balanced(Mask.documents([0, 30, 64]), 4)
@@ -123,23 +118,3 @@ def test_a_spoiled_split_is_rejected(change, says):
     check_heads(split)
     with pytest.raises(PlanError, match=says):
         check_heads(replace(split, **change))
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (
-            lambda: Layout.zigzag(64, 4).merged(3),
-            "heads=3: it must divide the 4 context-parallel ranks",
-        ),
-        (lambda: Layout.zigzag(64, 4).merged(0), "heads=0: it must divide"),
-        (lambda: split_heads(6, 2, 4), "heads=4: it must divide the 6 query heads"),
-        (
-            lambda: split_heads(12, 3, 2),
-            "heads=2: it must divide the 3 key/value heads, or be a multiple of them",
-        ),
-    ],
-)
-def test_bad_sizes(make, says):
-    with pytest.raises(PlanError, match=says):
-        make()

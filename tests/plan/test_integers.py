@@ -48,55 +48,6 @@ def pairs(allowed: Callable[[int, int], bool], n: int = N) -> np.ndarray:
     return np.array([[allowed(i, j) for j in range(n)] for i in range(n)])
 
 
-def within(i: int, j: int, window: tuple[int, int]) -> bool:
-    left, right = window
-    return (left < 0 or i - j <= left) and (right < 0 or j - i <= right)
-
-
-WINDOWS: dict[
-    str, tuple[Callable[[tuple[int, int]], Mask], Callable[[int, int, tuple[int, int]], bool]]
-] = {
-    "full": (lambda window: Mask.full(N, window), within),
-    "documents": (
-        lambda window: Mask.documents([0, 3, N], window=window),
-        lambda i, j, w: (i < 3) == (j < 3) and j <= i and within(i, j, w),
-    ),
-    "global": (
-        lambda window: Mask.with_global(N, [(2, 3)], window),
-        lambda i, j, w: j <= i and (within(i, j, w) or i == 2 or j == 2),
-    ),
-    "and with positions": (
-        lambda window: (
-            Mask.from_pieces(N, [(0, N, 0, N)], positions=[2**30 - 1 - i for i in range(N)])
-            & window
-        ),
-        lambda i, j, w: within(-i, -j, w),
-    ),
-    "shared prefix": (
-        lambda window: Mask.shared_prefix([(2, [3, 3])], window=window),
-        lambda i, j, w: (
-            j <= i
-            and (j < 2 or (i < 5) == (j < 5))
-            and within(i - 3 * (i >= 5), j - 3 * (j >= 5), w)
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", WINDOWS)
-@example((MAX, 0))
-@example((MAX, MAX))
-@example((-1, MAX))
-@example((1 << 60, (1 << 60) - 1))
-@given(st.tuples(NUMBERS, NUMBERS))
-def test_windows(kind, window):
-    make, allowed = WINDOWS[kind]
-    dense = dense_or_none(lambda: make(window))
-    assert (dense is None) == (min(window) < -1)
-    if dense is not None:
-        assert np.array_equal(dense, pairs(lambda i, j: allowed(i, j, window)))
-
-
 @example((-MAX - 1, MAX))
 @example((-MAX, 0))
 @example((MAX, MAX))

@@ -62,21 +62,6 @@ def test_a_plan_that_is_not_proven_is_not_kept(monkeypatch):
     assert not maker._plans
 
 
-@pytest.mark.parametrize("ulysses", [1, 2, 4])
-@pytest.mark.parametrize("route", ["direct", "ring"])
-def test_one_rank_plans_its_part_alone(route, ulysses):
-    chosen = PlanSpec("balanced", route, ulysses=ulysses)
-    whole = plan(MASK, 4, chosen)
-    for rank in range(4):
-        alone = chosen.build_rank_plan(MASK, 4, rank)
-        assert (
-            repr(alone) == repr(whole.rank_plan(rank))
-            and alone.digest == whole.rank_plan(rank).digest
-        )
-        assert (alone.ulysses, alone.member, alone.shard_tokens) == (ulysses, rank // ulysses, 16)
-        assert alone.num_tokens == 16 * ulysses
-
-
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
