@@ -32,26 +32,6 @@ def test_dtypes_and_kernels(pool, dtype, kernel):
     assert off(results, brute_force(case, plan.mask.dense())) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"softmax_scale": 0.5}, {"num_slots": 3}, {"wire_dtype": "float32"}],
-    ids=lambda o: next(iter(o)),
-)
-def test_options(pool, options):
-    case, plan = Case.draw(128, b=2), causal(128, 4)
-    wanted = brute_force(case, plan.mask.dense(), options.get("softmax_scale"))
-    assert off(attend(case, plan, pool, **options), wanted) <= FLOAT32
-
-
-def test_gradcheck():
-    plan = causal(12, 1)
-    case = Case.draw(12, h=2, g=1, d=4, dtype=torch.float64)
-    inputs = tuple(x.requires_grad_() for x in case[:3])
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: ring_attention(q, k, v, plan=plan, kernel="reference"), inputs
-    )
-
-
 def _kept(group, case, plan):
     """How many numbers autograd keeps for backward, without q, k and v, which a caller holds."""
     q, k, v = (plan.layout.shard(x, group.rank(), 1).requires_grad_() for x in case[:3])
@@ -177,13 +157,3 @@ def test_batch_rows_are_a_stream_only_where_the_layout_says_so():
         match="batch rows must be split over the same ranks, as many tokens each; here 10; 22",
     ):
         Layout.batch([Layout.zigzag(10, 1), Layout.zigzag(22, 1)])
-
-
-def test_a_sink_of_nothing():
-    """exp(-inf) is no sink at all, for rows without keys too."""
-    plan = Plan.build(Mask.documents([0, 20], n=24), Layout.zigzag(24, 1))
-    case = Case.draw(24)
-    sink = torch.full((4,), -math.inf, requires_grad=True)
-    out = ring_attention(*case[:3], plan=plan, sink=sink)
-    assert torch.equal(out, ring_attention(*case[:3], plan=plan))
-    assert (torch.autograd.grad(out.sum(), sink)[0] == 0).all()

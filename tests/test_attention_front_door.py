@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 import weakref
-from dataclasses import fields
 
 import pytest
 import torch
@@ -23,16 +22,13 @@ from cp_ring import (
     PlanError,
     ring_attention,
 )
-from cp_ring.api import CallOptions
 from cp_ring.attention import Attention
-from cp_ring.inputs import AttentionOptions
 from cp_ring.kernels import calls
 from cp_ring.plan import plan as maker
-from cp_ring.plan_cache import PlanOptions
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, logits
 from tests.loopback import LoopbackTransport
-from tests.rings import attend, same_bits
+from tests.rings import same_bits
 
 N = 64
 CU_SEQLENS = [0, 7, 7, 40, N]
@@ -92,34 +88,6 @@ def test_same_bits_as_with_a_plan(pool, cp, qkv_format, name):
     options, plan = options | {"qkv_format": qkv_format}, plan_of(cp)
     for without, planned in pool.run(_both, cp, Case.draw(N, b=2), plan, options):
         assert same_bits(without, planned)
-
-
-def test_a_schedule_of_hops_and_a_layout_as_they_are():
-    layout, hops = Layout.balanced(UNEVEN, 4), (0, 1, 2, 2)
-    plan, case = Plan.build(UNEVEN, layout, schedule=hops), Case.draw(N)
-
-    def without_plan(group):
-        q, k, v = cp_ring.shard(case[:3], layout, group)
-        return ring_attention(q, k, v, group, mask=UNEVEN, layout=layout, schedule=hops)
-
-    outs = LocalRing(4).run(without_plan)
-    assert torch.equal(layout.unshard(outs, 1), attend(case, plan)[0])
-
-
-def test_keywords_are_those_of_the_options():
-    of_plan, of_call = (
-        {field.name for field in fields(kind)} for kind in (PlanOptions, AttentionOptions)
-    )
-    own = {"sink", "timeout"}
-    assert set(CallOptions.__annotations__) == of_plan | own | of_call - {
-        "lse",
-        "max_logit",
-        "compare_every",
-    }
-    with pytest.raises(
-        TypeError, match=r"ring_attention\(\) got an unexpected keyword argument 'lse'"
-    ):
-        ring_attention(*Case.draw(8)[:3], lse=True)
 
 
 def test_what_calls_share_is_resolved_once(monkeypatch):
@@ -317,16 +285,6 @@ def test_contradictions_are_one_line_that_names_the_argument(options, kind, says
         ring_attention(q, k, v, **options)
     assert isinstance(raised.value, ValueError)
     assert says in str(raised.value) and "\n" not in str(raised.value)
-
-
-def test_the_length_of_an_uneven_sequence_is_not_guessed():
-    q, k, v, _ = Case.draw(7)
-    with pytest.raises(
-        ConfigError,
-        match=r"a rank holds 7 tokens, not a multiple of 2, so the length .* pad it to a multiple "
-        r"of 4",
-    ):
-        ring_attention(q, k, v, LoopbackTransport(0, 2), causal=True)
 
 
 def test_a_part_of_another_rank():

@@ -179,33 +179,6 @@ def test_dimensions_shifts_and_offsets_that_are_wrong_are_one_line():
             assert "\n" not in str(caught.value)
 
 
-class Distributed(torch.Tensor):
-    """Stands for a DTensor."""
-
-    def to_local(self):
-        raise AssertionError("not called")
-
-
-def test_tensors_of_many_ranks_are_rejected_in_one_line():
-    x = torch.zeros(1, 8, 2, 4)
-    whole = x.as_subclass(Distributed)
-    for call in (
-        cp_ring.shard,
-        cp_ring.unshard,
-        lambda x: cp_ring.roll(x, 1),
-    ):
-        with pytest.raises(
-            ConfigError, match="the tensor is a Distributed: pass the part of this rank"
-        ):
-            call(whole)
-    for name in "qkv":
-        tensors = {"q": x, "k": x, "v": x} | {name: whole}
-        with pytest.raises(
-            ConfigError, match=f"{name} is a Distributed: pass the part of this rank"
-        ):
-            cp_ring.ring_attention(**tensors)
-
-
 @pytest.mark.parametrize("shift", [0, 1, -1, 7, -(N // 2), N - 1])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_moves_of_a_roll_are_proven(cp, shift):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,11 @@ def test_rejected_in_one_line_that_names_the_range(monkeypatch, version):
     ) as rejection:
         compat.check_version()
     assert "\n" not in str(rejection.value)
+
+
+def test_the_supported_versions_are_those_of_the_package():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"megatron-core[training]{compat.SUPPORTED}"' in text
 
 
 def test_a_job_is_rejected_before_anything_of_megatron_is_imported(tmp_path):

@@ -6,7 +6,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import pickle
 
 import numpy as np
 import pytest
@@ -86,32 +85,6 @@ def test_a_batch_is_split_with_its_mask(configured, layout, given):
         assert np.array_equal(declared.mask().dense(), Mask.batch([GROUP, Mask.causal(16)]).dense())
         assert torch.equal(declared.positions(rank).T, part["position_ids"])
         assert torch.equal(declared.places(rank).T + torch.tensor([[0], [16]]), part["tokens"])
-
-
-def test_layers_see_the_mask_within_their_window():
-    declared = DeclaredMask.of_rows([GROUP], "zigzag", 2)
-    assert np.array_equal(declared.mask((3, 0)).dense(), (GROUP & (3, -1)).dense())
-    images = DeclaredMask.of_rows([Mask.images(16, [(2, 9)])], "zigzag", 2)
-    assert images.mask((3, 0)).allowed(2, 8) and not images.mask((3, 0), causal=False).allowed(2, 8)
-    assert declared.last().tolist() == GROUP.last.tolist()
-    rank_plan = declared.rank_plan(0, (3, 0))
-    assert rank_plan is declared.rank_plan(0, (3, 0)) and rank_plan.cp == 2
-
-
-def test_a_balanced_layout_weighs_the_windows_of_all_layers(configured):
-    windows = (((20, 0), 5), ((-1, -1), 1))
-    configured(layers=windows, layout="balanced", mask_kinds="shared-prefix")
-    mask = Mask.shared_prefix([(200, [40] * 10)], n=640)
-    declared = DeclaredMask.of_rows([mask], "balanced", 4)
-    expected = Layout.balanced([(mask & (20, -1), 5), (mask, 1)], 4)
-    assert np.array_equal(declared.layout.owner, expected.owner)
-
-
-def test_masks_travel_between_ranks_as_objects():
-    several = [GROUP, Mask.images(16, [(3, 7)])]
-    for sent, came in zip(several, pickle.loads(pickle.dumps(several)), strict=True):
-        assert sent.pieces == came.pieces and sent.describe() == came.describe()
-        assert np.array_equal(sent.positions, came.positions)
 
 
 @pytest.fixture
@@ -222,12 +195,6 @@ def test_what_holds_no_values_of_each_token_stays_with_documents_and_without(off
             continue  # another line, as all tensors of two dimensions are batch rows
         with pytest.raises(ValueError, match=f"{name} is .*: only tensors .* are split"):
             batches.split_batch(whole | {name: x}, Group(0, 2))
-
-
-def test_minus_one_between_offsets_is_no_end():
-    whole = {"tokens": torch.arange(24)[None], "cu_seqlens": torch.tensor([0, -1, 24])}
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        batches.split_batch(whole, Group(0, 2))
 
 
 def test_packed_documents_are_split_one_by_one():

@@ -65,14 +65,6 @@ def test_the_hook_finds_latent_and_weight_of_each_call():
     assert not layer._forward_pre_hooks
 
 
-def test_a_projection_that_is_computed_again_alone_is_not_seen():
-    layer = linked(Layer)(ColumnParallelLinear())
-    layer(torch.randn(5, 2, C))
-    layer.linear_kv_up_proj(torch.randn(5, 2, C, requires_grad=True))
-    with pytest.raises(ConfigError, match="keys of this layer do not come from linear_kv_up_proj"):
-        layer.core_attention.tap.take(KEY, VALUE)
-
-
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 def test_a_norm_that_is_fused_into_the_projection_is_applied(normalization):
     projection = TELayerNormColumnParallelLinear(normalization)
@@ -218,9 +210,3 @@ def test_what_travels_is_chosen_and_said(monkeypatch, changes, settings, chosen,
     args = SimpleNamespace(**DEEPSEEK | {"group_query_attention": False} | changes)
     assert choose_wire(args, Options.make(**settings)) == chosen
     assert [printed in line for line in said] == [True] * bool(printed)
-
-
-def test_latents_that_cannot_travel_are_rejected_by_name():
-    args = SimpleNamespace(**DEEPSEEK | {"fp8": "hybrid"})
-    with pytest.raises(ConfigError, match="--cp-ring-wire latent does not support --fp8-format"):
-        choose_wire(args, Options.make(wire="latent"))

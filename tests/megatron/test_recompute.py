@@ -2,15 +2,11 @@
 for longer than needed.
 """
 
-import functools
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from cp_ring.megatron.adapter import recomputation
 from cp_ring.observe.counters import record
-from tests.kernels.emulated_te import installed
 
 no_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
@@ -124,41 +120,6 @@ def test_a_failed_step_leaves_nothing_behind(ring):
     assert all(torch.equal(again[1][name], grad) for name, grad in right[1].items())
 
 
-@no_cuda
-def test_megatron_may_rerun_a_step(ring):
-    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
-
-    machine, model, runs = (
-        RerunStateMachine(mode=RerunMode.REPORT_DETERMINISM_STATS),
-        build(**KINDS["uniform"]),
-        [],
-    )
-    while machine.should_run_forward_backward(None):
-        runs.append(step(model))
-        assert recomputation.kept_bytes() == 0
-        machine.validate_result(
-            result=runs[-1][0].sum(), rejection_func=torch.isnan, message="the loss"
-        )
-    first, second = runs
-    assert first[2:] == second[2:] and torch.equal(first[0], second[0])
-    assert all(torch.equal(first[1][name], grad) for name, grad in second[1].items())
-
-
-@no_cuda
-def test_a_second_backward_pass_replays_the_ring(ring):
-    model = build(**KINDS["uniform"])
-    with record() as ledger:
-        logits = model(batches()[0], torch.arange(TOKENS).expand(ROWS, -1), None)
-        loss = logits.square().mean()
-        loss.backward(retain_graph=True)
-        once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        assert ledger.hops == 2 * LAYERS
-        loss.backward()
-    assert ledger.hops == 2 * LAYERS + 2 * LAYERS  # the second time nothing is left to take
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, 2 * once[name])
-
-
 def attention():
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -194,106 +155,6 @@ def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):
         out.square().sum().backward()
     assert ledger.hops == hops and recomputation.kept_bytes() == 0
     assert torch.equal(q.grad, wanted)
-
-
-@no_cuda
-def test_hidden_dropout_after_a_kernel_that_draws(one_rank):
-    """TransformerEngine advances a random generator in forward; skipping that in the second run
-    must not change dropout.
-    """
-    layer, q = (
-        attention(),
-        torch.randn(TOKENS, ROWS, HEADS, HIDDEN // HEADS, dtype=torch.bfloat16, requires_grad=True),
-    )
-    grads = []
-    for keep, runs in ((False, 2), (True, 1)):
-        plain = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
-        checkpoint = recomputation.keeping(plain) if keep else plain
-        torch.manual_seed(7)
-        with installed("2.20.2") as calls:
-            checkpoint(
-                lambda q: torch.nn.functional.dropout(layer(q, q, q), 0.1), q
-            ).square().sum().backward()
-            assert sum("is_training" in call for call in calls) == runs
-        grads.append(q.grad)
-        q.grad = None
-    assert torch.equal(*grads)
-
-
-@no_cuda
-def test_packed_documents_and_windows(one_rank):
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    layer, q = attention(), torch.randn(TOKENS, HEADS, HIDDEN // HEADS, requires_grad=True)
-    layer.window = (3, 0)
-    edges = torch.tensor([0, 5, TOKENS], dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges, max_seqlen_q=11, max_seqlen_kv=11
-    )
-
-    def call(q):
-        return layer(q, q, q, packed_seq_params=packed)
-
-    (wanted,) = torch.autograd.grad(call(q).square().sum(), q)
-    checkpoint = recomputation.keeping(
-        lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=True)
-    )
-    with record() as ledger:
-        checkpoint(call, q).square().sum().backward()
-    assert ledger.hops == 2 and torch.equal(q.grad, wanted)
-
-
-@pytest.fixture
-def copied_storage(monkeypatch):
-    """Megatron compiles a C++ extension that lets one tensor share the storage of another; a copy
-    needs no compiler.
-    """
-    from megatron.core.tensor_parallel import random
-
-    def share_storage(target, source):
-        target.untyped_storage().resize_(source.untyped_storage().nbytes())
-        target.untyped_storage().copy_(source.untyped_storage())
-
-    monkeypatch.setattr(
-        random, "_share_storage_ext", SimpleNamespace(share_storage=share_storage), raising=False
-    )
-
-
-@no_cuda
-def test_recomputed_up_projections_of_latent_attention(ring, copied_storage):
-    """Megatron frees the storage of queries, keys and values after forward, and fills it again
-    before backward.
-    """
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    def model(**values):
-        sizes = {
-            "num_layers": 2,
-            "hidden_size": HIDDEN,
-            "num_attention_heads": HEADS,
-            "kv_lora_rank": 8,
-            "q_lora_rank": 16,
-        }
-        sizes |= {"qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 12}
-        plain = {
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-            "use_cpu_initialization": True,
-            "apply_rope_fusion": False,
-        }
-        config = MLATransformerConfig(**sizes, **plain, multi_latent_attention=True, **values)
-        torch.manual_seed(3)
-        spec = get_gpt_layer_local_spec(multi_latent_attention=True)
-        return GPTModel(
-            config, spec, vocab_size=64, max_sequence_length=TOKENS, position_embedding_type="rope"
-        )
-
-    losses, grads, hops, _ = step(model())
-    found = step(model(recompute_granularity="selective", recompute_modules=["mla_up_proj"]))
-    assert found[2:] == (hops, 0) and torch.equal(found[0], losses)
-    assert all(torch.equal(found[1][name], grad) for name, grad in grads.items())
 
 
 def test_the_patch_finds_every_checkpoint(applied, monkeypatch):

@@ -12,8 +12,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cp_ring import Mask
 from cp_ring.errors import ConfigError
@@ -150,40 +148,6 @@ def test_a_mask_with_branches_is_rejected_by_name(monkeypatch):
             ConfigError, match=r"branch at token 20, .* position 20, but the state of"
         ):
             recurrent.order_of(carried, torch.device("cpu"))
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.data())
-def test_tokens_come_in_order_and_go_back(data):
-    from cp_ring.megatron.adapter import recurrent
-    from cp_ring.megatron.data.documents import DocumentParams, Documents
-
-    cp, batch, name = (
-        data.draw(st.sampled_from([1, 2, 4])),
-        data.draw(st.integers(1, 3)),
-        data.draw(st.sampled_from(NAMES)),
-    )
-    n = 2 * cp * data.draw(st.integers(1, 6))
-    inner = data.draw(st.sets(st.integers(1, n * batch - 1), max_size=6)) | {
-        n * i for i in range(1, batch)
-    }
-    documents = Documents.in_rows(np.array([0, *sorted(inner), n * batch]), batch, name, cp)
-    packed = DocumentParams.carry(documents)
-    stream = torch.arange(n * batch).view(batch, n)
-    # [n, batch, 1]
-    by_rank = torch.cat([documents.shard(stream, rank).T for rank in range(cp)])[..., None]
-    ordered = recurrent.in_sequence(by_rank, cp, packed)
-    assert torch.equal(ordered[..., 0].T, stream)
-    assert torch.equal(recurrent.by_rank(ordered, cp, packed), by_rank)
-    order = recurrent.order_of(documents, torch.device("cpu"))
-    assert order.cu_seqlens.tolist() == [0, *sorted(inner), n * batch]
-    first = torch.zeros(n * batch, dtype=torch.int32)
-    first[[*inner]] = 1
-    numbers = first.cumsum(0).view(batch, n)
-    assert torch.equal(order.documents, (numbers - numbers[:, :1]).int())
-
-
-NAMES = ["zigzag", "contiguous", "balanced"]
 
 
 def test_padding_and_declared_documents_begin_anew_too():

@@ -3,7 +3,6 @@ exit code 2.
 """
 
 import ast
-import importlib
 import json
 import os
 import sys
@@ -194,11 +193,6 @@ def test_such_scripts_of_checkouts_end_in_one_line(megatron_lm, tmp_path, name):
         assert done.stdout.index(lines[0]) < done.stdout.index("Traceback")  # torch's launcher's
 
 
-def test_the_supported_versions_are_those_of_the_package():
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert f'"megatron-core[training]{compat.SUPPORTED}"' in text
-
-
 def test_all_reasons_at_once(parse, capsys):
     """Each in a line, whatever else is wrong."""
     wrong = [
@@ -332,18 +326,6 @@ def test_layers_of_a_package_that_is_not_there(parse, capsys, monkeypatch, flags
     assert parse(*line).transformer_impl == "transformer_engine"
 
 
-def test_whether_transformer_engine_is_there(monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert not compat.has_transformer_engine()
-    (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text(
-        "raise OSError('it must not be imported')"
-    )
-    importlib.invalidate_caches()
-    assert compat.has_transformer_engine()
-
-
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="--cp-ring-cpu is inert where CUDA is present"
 )
@@ -385,25 +367,6 @@ def test_another_choice_of_kernel_is_not_dropped_in_silence(parse, capsys, monke
         "cp_ring: --attention-backend flash has no effect on ring attention: --cp-ring-kernel"
         in capsys.readouterr().out
     )
-
-
-def test_good_flags_pass_and_come_into_force(parse):
-    args = parse(*BASE, "--context-parallel-size", "4", "--cp-ring-num-slots", "3")
-    assert args.cp_ring_num_slots == "3" and settings.current().num_slots == 3
-    assert not args.create_attention_mask_in_dataloader
-
-
-@pytest.mark.parametrize("version", ["0.18.1", "0.21.0", "0.21.0rc1", None])
-def test_megatron_versions_outside_the_range(monkeypatch, version):
-    monkeypatch.setattr(compat, "megatron_version", lambda: version)
-    with pytest.raises(ConfigError, match=r"--cp-ring needs megatron-core>=0\.18\.2,<0\.21"):
-        compat.check_version()
-
-
-@pytest.mark.parametrize("version", ["0.18.2", "0.19.2"])
-def test_megatron_versions_inside_the_range(monkeypatch, version):
-    monkeypatch.setattr(compat, "megatron_version", lambda: version)
-    assert compat.check_version() == version
 
 
 LATE = """

@@ -82,14 +82,6 @@ def test_a_mistyped_flag_is_one_line(flags, reason):
 
 
 @pytest.mark.ci
-def test_the_reason_of_argparse_is_on_the_console():
-    done = launch(2, ["-m", "cp_ring.run", SCRIPT, *FLAGS, *RING, "--micro-batch-sise", "1"])
-    line = "cp_ring: error: unrecognized arguments: --micro-batch-sise 1; did you mean "
-    assert done.returncode == 1 and done.stdout.count(line) == 1
-    assert re.search(r"exitcode +: 2 ", done.stdout) and "usage" not in done.stdout
-
-
-@pytest.mark.ci
 def test_without_its_flags_nothing_is_changed(tmp_path):
     flags = ["--some-flag", "3", "--cp-ring-timing", "5"]
     script = tmp_path / "probe.py"
@@ -139,36 +131,3 @@ def test_rejects_before_the_script_starts(monkeypatch, capsys, arguments, messag
     error = capsys.readouterr().err
     assert stop.value.code == 2
     assert error.startswith("cp_ring: error: ") and message in error and error.count("\n") == 1
-
-
-@pytest.mark.ci
-def test_help_of_the_gpt_entry_lists_cp_ring_first():
-    done = launch_alone("cp_ring.pretrain_gpt", "--help")
-    shown = done.stdout
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert shown.startswith("usage: python -m cp_ring.pretrain_gpt [flags]")
-    assert (
-        0
-        < shown.index("--cp-ring-kernel KERNEL")
-        < shown.index("--num-layers")
-        < shown.index("--lr ")
-    )
-
-
-@pytest.mark.ci
-def test_help_of_a_script_without_megatron(tmp_path):
-    script = tmp_path / "other.py"
-    script.write_text(
-        "import argparse\nparser = "
-        "argparse.ArgumentParser()\nparser.add_argument('--own')\nparser.parse_args()\n"
-    )
-    done = launch_alone("cp_ring.run", str(script), "--help")
-    assert done.returncode == 0 and "--own OWN" in done.stdout
-    assert done.stdout.startswith("usage: python -m cp_ring.run SCRIPT.py")
-
-
-def launch_alone(module, *arguments):
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
-    )

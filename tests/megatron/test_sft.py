@@ -3,7 +3,6 @@ padding.
 """
 
 import json
-import shlex
 import shutil
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.data import sft
 from tests.megatron import conversations
-from tests.megatron.launch import HERE, MODEL, TRAIN, attempt
 
 N = 256
 
@@ -105,18 +103,6 @@ def test_every_conversation_is_in_the_rows_with_its_own_positions_and_labels(
         else counted <= possible
     )
     assert 0 < counted < int(rows.packing.length.sum()), "prompts do not count in the loss"
-
-
-def test_boundaries_of_a_packed_row_are_those_of_its_documents(files, settings_of):
-    from cp_ring.megatron.data.documents import boundaries
-
-    settings_of(pack="first-fit", cut_long=True)
-    rows = make(files)
-    for index in range(rows.packing.rows):
-        assert (
-            boundaries(rows[index]["position_ids"][None]).tolist()
-            == rows.packing.cu_seqlens(index).tolist()
-        )
 
 
 def test_tokens_are_kept_and_samples_repeat(files, settings_of, monkeypatch):
@@ -212,41 +198,3 @@ def test_a_split_without_conversations_is_none(files, settings_of, monkeypatch, 
 
 
 # Training at every split is in tests/parity; here is what the certificate makes of it.
-
-SFT = shlex.split("--cp-ring-cpu --cp-ring --cp-ring-layout balanced --cp-ring-cut-long")
-FILL = ["--cp-ring-pack", "fill"]
-SCRIPT = str(HERE / "packing_script.py")
-
-
-def common(folder):
-    model = [*MODEL, "--seq-length", str(N), "--max-position-embeddings", str(N)]
-    run = shlex.split(
-        "--train-iters 4 --dataloader-type single --num-workers 0 --calculate-per-token-loss "
-        "--init-method-std 0.1"
-    )
-    return [*model, *conversations.data(folder), *TRAIN, *run]
-
-
-CERTIFIED = [*SFT, *FILL, "--context-parallel-size", "2", "--cp-ring-certify", "on"]
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("door", "fault"), [("entry", "boundary missed"), ("script", "rotary positions of zigzag")]
-)
-def test_the_certificate_finds_what_packed_rows_alone_have(tmp_path, door, fault):
-    """tests/certificate has the other faults of boundaries."""
-    flags = [SCRIPT, *CERTIFIED] if door == "script" else CERTIFIED
-    found = attempt(2, "fault", flags, tmp_path, common(tmp_path), fault)
-    assert found.code == 2 and not found.losses and "certif" in found.rejected, found
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("door", ["entry", "script"])
-def test_the_certificate_of_a_right_job_covers_the_packed_loss(tmp_path, door):
-    flags = [SCRIPT, *CERTIFIED] if door == "script" else CERTIFIED
-    right = attempt(2, "certified", flags, tmp_path, common(tmp_path))
-    log = (tmp_path / "certified.log").read_text()
-    line = next(line for line in log.splitlines() if line.startswith("cp_ring: certificate"))
-    assert right.code == 0 and len(right.losses) == 4 and "not covered" not in line, line
-    assert ("tiny model under packed" if door == "script" else "under documents") in line, line

@@ -136,15 +136,6 @@ def hybrid(pattern="*-*E*", **changes):
     return HybridModel(settings, specs.hybrid, 32, 16, hybrid_layer_pattern=pattern)
 
 
-def modelopt(monkeypatch, **values):
-    """ModelOpt's norm is TransformerEngine's; torch's stands for it."""
-    from megatron.core.post_training.modelopt.gpt import model_specs
-
-    monkeypatch.setattr(model_specs, "Norm", WrappedTorchNorm)
-    settings = config(**values)
-    return gpt(settings, model_specs.get_gpt_modelopt_spec(settings, local_core_attention=True))
-
-
 def count(model):
     kinds = [type(module) for module in model.modules()]
     assert DotProductAttention not in kinds
@@ -157,19 +148,6 @@ def count(model):
 )
 def test_every_attention_layer_is_replaced(build, layers):
     assert count(build()) == layers
-
-
-@pytest.mark.parametrize(
-    "values", [{}, {"num_moe_experts": 4, "moe_grouped_gemm": False, "moe_layer_freq": 2}]
-)
-def test_every_attention_layer_of_modelopts_models_is_replaced(monkeypatch, values):
-    assert count(modelopt(monkeypatch, **values)) == 2
-
-
-def test_without_the_patch_they_are_stock(monkeypatch):
-    patches.get("core_attention").revert()
-    kinds = [type(module) for module in plain().modules()]
-    assert kinds.count(DotProductAttention) == 2 and RingDotProductAttention not in kinds
 
 
 def test_a_spec_by_hand_needs_no_patch():
@@ -260,16 +238,6 @@ def test_a_class_that_differs_by_its_constructor_is_asked():
 def test_a_class_that_differs_by_more_is_rejected_by_name(more):
     with pytest.raises(ConfigError, match="not ByLayer"):
         of_layers(derived(**more))
-
-
-def test_conversions_of_weights_find_how_sinks_are_split():
-    """By the rule of Megatron Bridge's `AutoMapping` for classes that it does not know."""
-    layer = gpt(
-        config(softmax_type="learnable"), get_gpt_layer_local_spec(normalization="RMSNorm")
-    ).decoder.layers[0]
-    core = layer.self_attention.core_attention
-    assert core.tensor_model_parallel and core.partition_dim == core.softmax_offset.partition_dim
-    assert list(core.state_dict()) == ["softmax_offset"]
 
 
 def test_sparse_attention_in_a_hybrid_model_is_rejected_by_name():

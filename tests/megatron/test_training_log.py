@@ -77,24 +77,6 @@ def test_log_interval_and_resumption(one_rank):
     assert megatron.scalars["tokens per second"] == {6: 200.0, 8: 200.0}
 
 
-def test_patch_wraps_and_restores_megatrons_function():
-    from megatron.training import training
-
-    from cp_ring import patches
-
-    original = training.training_log
-    patch = patches.get("step_line")
-    patch.apply()
-    try:
-        assert (
-            isinstance(training.training_log, StepLine)
-            and training.training_log.training_log is original
-        )
-    finally:
-        patch.revert()
-    assert training.training_log is original
-
-
 def test_the_times_of_a_sampled_step_are_in_the_log(one_rank):
     from cp_ring.observe.timing import Findings
 

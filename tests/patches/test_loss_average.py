@@ -97,17 +97,3 @@ def test_a_mean_stays_as_it_is_and_a_line_says_so(pool):
         ((line, here),) = said
         assert (float(mean), report) == (3.0, {})
         assert line.startswith("the loss function returns a mean") and here is (rank == 0)
-
-
-def validated(group, by_token):
-    with torch.no_grad():
-        return calc_loss(group, MASKS["uneven"], by_token=by_token)[2]
-
-
-@pytest.mark.parametrize("by_token", [False, True])
-def test_validation_reports_sum_and_number_of_the_group(pool, by_token):
-    mask = torch.tensor(MASKS["uneven"], dtype=torch.float32)
-    total = (torch.linspace(1.0, 3.0, 32) * mask).sum()
-    for report in pool.run(validated, 4, by_token):
-        assert torch.allclose(report["lm loss"], torch.stack([total, mask.sum()]))
-        assert report["other"].numel() == 1 and report["other"] < total  # no pair

@@ -1,9 +1,6 @@
 """Each patch does what it says, fails to be there without it, and is undone without a trace."""
 
 import argparse
-import multiprocessing as mp
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,11 +28,6 @@ def test_the_table_lists_every_patch():
     assert [entry["name"] for entry in entries] == list(patches.NAMES)
     for entry in entries:
         assert all(entry[key] for key in ("name", "what", "why", "versions", "state")), entry
-
-
-def test_a_patch_is_for_every_supported_version_unless_it_says_otherwise():
-    assert patches.get("arguments").versions == compat.SUPPORTED
-    assert patches.get("arguments").describe()["versions"] == f"megatron-core {compat.SUPPORTED}"
 
 
 def test_an_unknown_patch_is_rejected():
@@ -93,23 +85,6 @@ def test_another_version_is_rejected():
     assert Owner.first == 1 and patch.state().startswith("rejected: patch p: megatron-core")
 
 
-def spawned_device(queue):
-    try:
-        queue.put(str(torch.zeros(1, device="cuda").device))
-    except (AssertionError, RuntimeError) as error:
-        queue.put(type(error).__name__)
-
-
-def ask_spawned():
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
-    process = context.Process(target=spawned_device, args=(queue,))
-    process.start()
-    answer = queue.get()
-    process.join()
-    return answer
-
-
 @no_cuda
 def test_cpu_runtime_answers_for_cuda(applied):
     with pytest.raises((AssertionError, RuntimeError)):
@@ -135,19 +110,6 @@ def test_cpu_runtime_answers_for_cuda(applied):
     assert torch.cuda.memory_allocated() > 2**20
 
 
-@no_cuda
-def test_experts_get_the_sizes_of_what_they_exchange_from_the_host(applied):
-    """Process groups take numbers; Megatron makes them of CUDA tensors only."""
-    from megatron.core.transformer.moe import token_dispatcher
-
-    counts = torch.tensor([3, 4])
-    assert token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True) is counts
-    applied("cpu_runtime")
-    assert token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True).tolist() == [3, 4]
-    assert token_dispatcher.maybe_move_tensor_to_cpu(counts) is counts
-    assert token_dispatcher.maybe_move_tensor_to_cpu([1], as_numpy=True) == [1]
-
-
 def test_functions_are_not_compiled_while_cpu_runtime_imports_megatron(monkeypatch):
     def double(x):
         return 2 * x
@@ -166,14 +128,6 @@ def test_functions_are_not_compiled_while_cpu_runtime_imports_megatron(monkeypat
         )
         torch.compile(layer := torch.nn.Linear(2, 2), dynamic=True)
     assert asked == [(layer, {"dynamic": True})] and torch.compile is compile_with_torch
-
-
-@no_cuda
-@pytest.mark.ci
-def test_cpu_runtime_reaches_spawned_processes(applied):
-    assert ask_spawned() != "cpu"
-    applied("cpu_runtime")
-    assert ask_spawned() == "cpu"
 
 
 def test_cpu_runtime_is_inert_where_cuda_is_present(monkeypatch):
@@ -218,89 +172,12 @@ def test_dataset_helpers_runs_make_where_it_can(applied, monkeypatch, tmp_path):
     assert len(made) == 2
 
 
-def test_arguments_adds_the_flags(applied, monkeypatch, capsys):
-    import megatron.training.arguments as arguments
-
-    words = "train --cp-ring --attention-dropout 0 --cp-ring-num-slots 3 --transformer-impl local"
-    monkeypatch.setattr(sys, "argv", words.split())
-    with pytest.raises(SystemExit):
-        arguments.parse_args()
-    assert "unrecognized arguments: --cp-ring" in capsys.readouterr().err
-    applied("arguments")
-    args = arguments.parse_args()
-    assert args.cp_ring and args.cp_ring_num_slots == "3"
-
-
-@no_cuda
-def test_core_attention_is_ring_attention(applied, one_rank):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.spec_utils import build_module
-
-    from cp_ring.megatron.adapter.attention import RingDotProductAttention
-
-    def build():
-        spec = get_gpt_layer_local_spec()
-        layer = build_module(
-            spec.submodules.self_attention, config=transformer_config(), layer_number=1
-        )
-        return type(layer.core_attention), spec.submodules.self_attention.submodules.core_attention
-
-    assert build() == (DotProductAttention, DotProductAttention)
-    applied("core_attention")
-    # the specification itself is left as it is
-    assert build() == (RingDotProductAttention, DotProductAttention)
-
-
 @pytest.mark.compat
 def test_gated_delta_product_layers_are_rejected(applied):
     module = pytest.importorskip("megatron.core.ssm.gated_delta_product")  # since 0.20
     applied("core_attention")
     with pytest.raises(ConfigError, match="gated delta product layers: give another --spec"):
         module.GatedDeltaProductMixer()
-
-
-def test_layers_that_know_no_type_of_communication_get_none():
-    """Before 0.19, gated delta net layers: a GPT model gives them that of its attention."""
-    from cp_ring.patches.recurrent_layers import _with_one_norm
-
-    def constructor(layer, pg_collection):
-        layer.pg_collection = pg_collection
-
-    layer, one = SimpleNamespace(), SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
-    _with_one_norm(constructor)(layer, pg_collection=one, cp_comm_type="p2p")
-    assert layer.pg_collection is one
-    with pytest.raises(TypeError, match="'name'"):
-        _with_one_norm(constructor)(layer, pg_collection=one, name="p2p")
-
-
-def test_rotary_layout_follows_the_layout(applied):
-    import megatron.core.models.common.embeddings.rotary_pos_embedding as rotary
-
-    from cp_ring import Options
-    from cp_ring.megatron import settings
-
-    class Group:
-        size, rank = staticmethod(lambda: 2), staticmethod(lambda: 1)
-
-    def positions():
-        return (
-            rotary.get_pos_emb_on_this_cp_rank(torch.arange(8.0).view(8, 1), 0, Group)
-            .flatten()
-            .tolist()
-        )
-
-    if not torch.cuda.is_available():
-        applied("cpu_runtime")
-    before = settings.current()
-    assert positions() == [2, 3, 4, 5]
-    applied("rotary_layout")
-    try:
-        assert positions() == [2, 3, 4, 5]
-        settings.configure(Options.make(enabled=True, layout="contiguous"))
-        assert positions() == [4, 5, 6, 7]
-    finally:
-        settings.configure(before)
 
 
 @no_cuda
@@ -395,21 +272,6 @@ def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers
     done.clear()
     check(argparse.Namespace(**off | layers, cp_ring=False))
     assert not done
-
-
-def test_rotary_embeddings_that_follow_the_layout_can_clear_their_cache(applied):
-    """As Megatron's yarn does when it is made."""
-    from megatron.core.models.common.embeddings import (
-        rotary_pos_embedding,
-        yarn_rotary_pos_embedding,
-    )
-
-    owners = (rotary_pos_embedding.RotaryEmbedding, yarn_rotary_pos_embedding.YarnRotaryEmbedding)
-    before = [hasattr(owner.forward, "cache_clear") for owner in owners]
-    applied("rotary_layout")
-    assert [hasattr(owner.forward, "cache_clear") for owner in owners] == before
-    assert before[1]
-    owners[1].forward.cache_clear()
 
 
 @no_cuda

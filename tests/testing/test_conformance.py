@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -141,14 +140,3 @@ def own_lse_backward(self, dout, q, k, v, out, lse, *, lo, hi, scale):
 def test_planted_fault_is_caught(kernel, prop, says):
     with pytest.raises(AssertionError, match=rf"faulty, {prop}: .*({says})"):
         conformance.check(kernel, "cpu", torch.float64, only=prop, heads=[(4, 2, 16, 24)])
-
-
-def test_missing_methods_and_sizes():
-    claims = replace(CPU.capabilities, varlen=True)
-    kernel = type(
-        "Half", (), {"name": "half", "capabilities": claims, "rejection": CPU.rejection}
-    )()
-    with pytest.raises(AssertionError, match=r"half, varlen: .*no varlen methods"):
-        conformance.check(kernel, only="varlen")
-    with pytest.raises(AssertionError, match="cpu supports none of the head sizes"):
-        conformance.check(CPU, "cpu", torch.int64)
