@@ -11,16 +11,18 @@ def _replacements() -> Iterator[Replacement]:
     from megatron.training import global_vars, training
 
     from cp_ring.megatron.settings import current
-    from cp_ring.megatron.step_timing import step_timing
     from cp_ring.megatron.training_log import StepLine
 
-    line = StepLine(training.training_log, global_vars, step_timing(current()))
-    yield training, "training_log", line
+    timing = None
+    if every := current().timing:
+        from cp_ring.megatron.step_timing import step_timing
+
+        timing = step_timing(every)
+    yield training, "training_log", StepLine(training.training_log, global_vars, timing)
 
 
 PATCH = Patch(
-    what="records tokens per second and the peak memory of a rank: in TensorBoard, and with the "
-    "losses in the run directory",
+    what="records tokens per second and the peak memory of a rank in TensorBoard",
     why="Megatron logs neither tokens per second nor, after the first step, memory, and its log "
     "function has no hook",
     replacements=_replacements,

@@ -101,7 +101,7 @@ def rejecting() -> Iterator[None]:
 
 def first_line(error: object) -> str:
     """Return the first line of an error's text, or ""."""
-    return next(iter(str(error).strip().splitlines()), "")
+    return str(error).strip().partition("\n")[0]
 
 
 def _record(message: str) -> None:

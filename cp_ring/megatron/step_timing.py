@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_ring.megatron import compat
-from cp_ring.megatron.options import Options
 from cp_ring.observe import timing
 from cp_ring.observe.timing import Findings, RankTimes
 
@@ -65,9 +64,9 @@ class StepTiming:
         return [findings]
 
 
-def step_timing(config: Options) -> StepTiming | None:
-    """Return the `StepTiming` of a job with these settings; None if no step is measured. Attention
-    calls tell it the step.
+def step_timing(every: int) -> StepTiming:
+    """Return the `StepTiming` of a job that measures every so many steps. Attention calls tell it
+    the step.
     """
-    timing.SAMPLER.value = sampler = timing.Sampler(config.timing) if config.timing else None
-    return None if sampler is None else StepTiming(sampler, lambda: compat.group_of(None, "cp"))
+    timing.SAMPLER.value = sampler = timing.Sampler(every)
+    return StepTiming(sampler, lambda: compat.group_of(None, "cp"))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from cp_ring.megatron.step_timing import StepTiming
-from cp_ring.observe.timing import Findings
+if TYPE_CHECKING:
+    from cp_ring.megatron.step_timing import StepTiming
+    from cp_ring.observe.timing import Findings
 
 
 class StepLine:

@@ -9,7 +9,6 @@ import torch
 
 import cp_ring
 from cp_ring.megatron import step_timing
-from cp_ring.megatron.options import Options
 from cp_ring.observe import spans, timing
 from cp_ring.observe.timing import RankTimes
 from cp_ring.testing.local_ring import LocalRing
@@ -124,7 +123,7 @@ def test_a_rank_alone_is_not_slow():
 def test_the_last_rank_says_a_line_a_step_later(one_rank, monkeypatch):
     monkeypatch.setattr(step_timing.compat, "group_of", lambda *_: torch.distributed.group.WORLD)
     said = []
-    followed = step_timing.step_timing(Options.make(timing=2))
+    followed = step_timing.step_timing(2)
     followed.say = said.append
     findings = []
     for step in range(1, 7):
@@ -134,4 +133,3 @@ def test_the_last_rank_says_a_line_a_step_later(one_rank, monkeypatch):
         findings.append([each.step for each in followed.end_of_step(step, last=step == 6)])
     assert findings == [[], [], [2], [], [4], [6]] and len(said) == 3
     assert said[0].startswith("cp_ring: timing of step 2: attention computes ")
-    assert step_timing.step_timing(Options.make()) is None

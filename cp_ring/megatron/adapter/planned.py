@@ -15,7 +15,6 @@ from megatron.core.transformer.module import MegatronModule
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.data.batch_mask import accept_causal
 from cp_ring.megatron.data.documents import (
     ALONE,
     documents_of,
@@ -167,6 +166,8 @@ class PlannedAttention(MegatronModule):
                 f"the batch holds an attention mask beside {declared}, which ring attention "
                 "computes itself: give --no-create-attention-mask-in-dataloader"
             )
+        from cp_ring.megatron.data.batch_mask import accept_causal  # few batches hold a mask
+
         cp = self.cp_group.size()
         layout = make_layout(self.settings.layout, tokens * cp, cp)
         accept_causal(attention_mask, layout, self.cp_group.rank(), queries)

@@ -98,16 +98,12 @@ def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
         for name, x in ("embedded", hidden_states), ("rotary", kwargs.get("rotary_pos_emb")):
             x = x[0] if isinstance(x, tuple) else x  # yarn's embeddings come with a scale
             if isinstance(x, Tensor):
-                seen[name] = _by_row(x)
+                # Megatron's [s, b or 1, ...] as [b or 1, s, x]
+                seen[name] = x.detach().transpose(0, 1).flatten(2)
         raise _LayersBegin
 
     with suppress(_LayersBegin), torch.no_grad(), replaced((layers, "forward", begin)):
         forward()
-
-
-def _by_row(x: Tensor) -> Tensor:
-    """Turn Megatron's [s, b or 1, ...] into [b or 1, s, x]."""
-    return x.detach().transpose(0, 1).flatten(2)
 
 
 def _next_labels(labels: Tensor, packed: Any) -> Tensor:

@@ -7,6 +7,7 @@ and values.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,33 @@ class MaskRule:
         place = torch.arange(len(self.part) - 1)
         continued = (self.part[1:] == self.part[:-1]) & self.sees(place + 1, place)
         return torch.cat([~continued, torch.ones(1, dtype=torch.bool)])
+
+
+def document_rule(
+    n: int, spans: Sequence[tuple[int, int]], prefixes: Sequence[int] = ()
+) -> MaskRule:
+    """Return the rule in which tokens see the earlier tokens of their own document [start, end),
+    and of its prefix, whose length is in `prefixes`. Tokens outside all documents are padding,
+    which neither sees nor is seen.
+    """
+    document = numbered(n, spans)
+    # padding has the document -1, which is the last entry: 0
+    start = torch.tensor([*(first for first, _ in spans), 0])[document]
+    border = start + torch.tensor([*(prefixes or [0] * len(spans)), 0])[document]
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        together = (document[query] >= 0) & (document[query] == document[key])
+        return together & ((key <= query) | (key < border[query]))
+
+    return MaskRule(sees, torch.arange(n) - start, document, tuple(itertools.chain(*spans)))
+
+
+def numbered(n: int, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the number of the span [start, end) that holds each token, or -1."""
+    numbers = torch.full((n,), -1)
+    for number, (start, end) in enumerate(spans):
+        numbers[start:end] = number
+    return numbers
 
 
 def attend(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cp_ring.megatron import settings
-from cp_ring.megatron.certificate.user_masks import PREFIX
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import (
     attention_layers,
@@ -21,6 +20,7 @@ from cp_ring.megatron.flags.layer_pattern import (
 # scores that a rank computes for one batch row; a probe that needs more uses a smaller window
 MAX_SCORES = 1 << 24
 MAX_ROWS = 32  # maximum of batch rows in a probe
+PREFIX = "declared "  # of the kinds of `mask_kinds` in the certificate, as in `declared tree`
 GRAIN = 16  # chunks are multiples of this many tokens, as packed kernels need
 
 
@@ -104,25 +104,13 @@ def find_layer_kinds(
         groups = (
             heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
         )
-        kind = LayerKind(
-            numbers[0],
-            tuple(numbers),
-            "",
-            window,
-            probed,
-            scale,
-            sink,
-            heads,
-            groups,
-            d,
-            e,
-            tokens,
-            comm_type=comm_type,
-        )
         kinds += [
-            replace(kind, mask=mask, batch_size=1 if mask == "packed" else batch_size)
+            LayerKind(
+                numbers[0], tuple(numbers), mask, window, probed, scale, sink, heads, groups, d, e,
+                tokens, 1 if mask == "packed" else batch_size, comm_type,
+            )
             for mask in masks
-        ]
+        ]  # fmt: skip
     return kinds
 
 

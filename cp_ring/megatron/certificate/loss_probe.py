@@ -72,8 +72,7 @@ def probe_losses(
     """Probe the loss and the gradients of a tiny model with the forward step of the job. Every rank
     of the job calls it.
     """
-    reason = uncovered(args)
-    if reason:
+    if reason := uncovered(args):
         results.not_covered.append(f"the loss of {reason}")
         return
     config = transformer_config(args)
@@ -82,8 +81,7 @@ def probe_losses(
     used = settings.current()
     try:
         for mask in _masks_of_loss(args, step):
-            reason = uncovered_states(args, mask)
-            if reason:
+            if reason := uncovered_states(args, mask):
                 results.not_covered.append(reason)
                 continue
             kinds = find_layer_kinds(args, config, (mask,), whole_rows=True)

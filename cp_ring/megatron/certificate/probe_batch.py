@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring.megatron.certificate.dense_oracle import MaskRule
-from cp_ring.megatron.certificate.layer_kinds import LayerKind
-from cp_ring.megatron.certificate.user_masks import PREFIX, document_rule, sample
+from cp_ring.megatron.certificate.dense_oracle import MaskRule, document_rule
+from cp_ring.megatron.certificate.layer_kinds import PREFIX, LayerKind
 from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -51,7 +50,9 @@ class BatchRows:
         n, seeds = kind.tokens, range(1, kind.batch_size + 1)
         nothing = np.zeros(0, np.int64)
         if kind.mask.startswith(PREFIX):
-            samples = [sample(kind.mask, n, seed) for seed in seeds]
+            from cp_ring.megatron.certificate.user_masks import sample  # few jobs declare masks
+
+            samples = [sample(kind.mask.removeprefix(PREFIX), n, seed) for seed in seeds]
             masks, rules = map(list, zip(*samples, strict=True))
             return cls(kind, rules, masks, nothing, nothing)
         cuts, unit = 0 if kind.mask == "causal" else 3, 1

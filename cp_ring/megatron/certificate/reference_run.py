@@ -81,9 +81,7 @@ def whole_rows_in_force(args: argparse.Namespace, alone: Any, batch: Microbatch)
     """
     last = batch.last()
 
-    def roll(
-        tensor: Tensor | None, shifts: int = -1, dims: int = -1, *rest: Any, **named: Any
-    ) -> Any:
+    def roll(tensor: Tensor | None, *rest: Any, **named: Any) -> Any:
         if tensor is None:
             return None, None
         rolled = torch.roll(tensor, -1, -1).masked_fill(

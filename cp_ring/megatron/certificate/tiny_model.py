@@ -98,7 +98,8 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
     latent = getattr(config, "multi_latent_attention", False)
     made = MLATransformerConfig if latent else TransformerConfig
     fields = {field.name for field in dataclasses.fields(made)}
-    tp, sharing = config.tensor_model_parallel_size, _queries_of_a_key_head(config)
+    tp = config.tensor_model_parallel_size
+    sharing = config.num_attention_heads // config.num_query_groups
     groups = _key_heads(args, sharing)
     values = {name: getattr(config, name) for name in KEPT.split() if hasattr(config, name)} | {
         "hidden_size": HIDDEN * tp,
@@ -149,10 +150,6 @@ def _experts(config: Any) -> dict[str, Any]:
         # Megatron defines it by the tokens of a rank, so another cp size makes another model.
         "moe_router_load_balancing_type": "none" if "sinkhorn" in balance else balance,
     }
-
-
-def _queries_of_a_key_head(config: Any) -> int:
-    return int(config.num_attention_heads // config.num_query_groups)
 
 
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:

@@ -6,46 +6,24 @@ The rules are made from first principles, token by token. They share no code wit
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring.megatron.certificate.dense_oracle import MaskRule
+from cp_ring.megatron.certificate.dense_oracle import MaskRule, document_rule, numbered
 from cp_ring.plan.mask import Mask
-
-PREFIX = "declared "
-"""Prefix of the names of such masks in the certificate, as in `declared shared-prefix`."""
 
 Sample = tuple[Mask, MaskRule]
 
 
-def sample(name: str, n: int, seed: int) -> Sample:
-    """Return a mask of `n` tokens of the kind that `name` ends with, and the rule that it must
-    follow. Each seed gives another mask.
+def sample(kind: str, n: int, seed: int) -> Sample:
+    """Return a mask of `n` tokens of a kind of `mask_kinds`, and the rule that it must follow. Each
+    seed gives another mask.
     """
-    return _SAMPLES[name.removeprefix(PREFIX)](n, np.random.default_rng(seed))
-
-
-def document_rule(
-    n: int, spans: Sequence[tuple[int, int]], prefixes: Sequence[int] = ()
-) -> MaskRule:
-    """Return the rule in which tokens see the earlier tokens of their own document [start, end),
-    and of its prefix, whose length is in `prefixes`. Tokens outside all documents are padding,
-    which neither sees nor is seen.
-    """
-    document = _numbered(n, spans)
-    # padding has the document -1, which is the last entry: 0
-    start = torch.tensor([*(first for first, _ in spans), 0])[document]
-    border = start + torch.tensor([*(prefixes or [0] * len(spans)), 0])[document]
-
-    def sees(query: Tensor, key: Tensor) -> Tensor:
-        together = (document[query] >= 0) & (document[query] == document[key])
-        return together & ((key <= query) | (key < border[query]))
-
-    return MaskRule(sees, torch.arange(n) - start, document, tuple(itertools.chain(*spans)))
+    return _SAMPLES[kind](n, np.random.default_rng(seed))
 
 
 def _documents(n: int, random: np.random.Generator, prefixes: bool = False) -> Sample:
@@ -61,7 +39,7 @@ def _tree(n: int, random: np.random.Generator, parents: list[int]) -> tuple[list
     branches.
     """
     edges = [0, *_cuts(n, len(parents), random)]
-    branch, lengths = _numbered(n, [*pairwise(edges)]), np.diff(edges).tolist()
+    branch, lengths = numbered(n, [*pairwise(edges)]), np.diff(edges).tolist()
     position, ends = torch.arange(n) - edges[-1], [0] * (len(parents) + 1)  # a root begins at 0
     ancestors = torch.eye(len(parents), dtype=torch.bool)
     for number, parent in enumerate(parents):
@@ -95,7 +73,7 @@ def _images(n: int, random: np.random.Generator) -> Sample:
     """
     half = [int(size) for size in random.integers(max(n // 16, 1), max(n // 9, 2), 3)]
     spans = [(n * i // 4 - size, n * i // 4 + size // 2 + 1) for i, size in enumerate(half, 1)]
-    image = _numbered(n, spans)
+    image = numbered(n, spans)
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) | ((image[query] == image[key]) & (image[query] >= 0))
@@ -106,7 +84,7 @@ def _images(n: int, random: np.random.Generator) -> Sample:
 def _global(n: int, random: np.random.Generator) -> Sample:
     start, window = int(random.integers(n // 3, n // 2)), n // 8
     spans = [(0, 1), (start, start + 2)]
-    everywhere = _numbered(n, spans) >= 0
+    everywhere = numbered(n, spans) >= 0
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
         near = query - key <= window
@@ -132,14 +110,6 @@ def _diffusion(n: int, random: np.random.Generator) -> Sample:
     edges = tuple(start + side for side in (0, half) for start in range(0, half, block))
     rule = MaskRule(sees, torch.arange(n) % half, torch.arange(n) // half, edges)
     return Mask.block_diffusion(n, block), rule
-
-
-def _numbered(n: int, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the number of the span [start, end) that holds each token, or -1."""
-    numbers = torch.full((n,), -1)
-    for number, (start, end) in enumerate(spans):
-        numbers[start:end] = number
-    return numbers
 
 
 def _cuts(n: int, count: int, random: np.random.Generator) -> list[int]:

@@ -73,12 +73,10 @@ def other_attention(args: Asked, options: Options) -> str | None:
     if args.experimental_attention_variant not in (None, *VARIANTS):
         asked = args.shown("experimental_attention_variant")
         return f"--cp-ring does not support {asked}: leave it out"
-    if args.mtp_hsm:
-        return "--cp-ring does not support --mtp-hsm: leave it out"
     if args.use_megatron_fsdp and (args.megatron_fsdp_version or 1) > 1:
         return f"--cp-ring does not support {args.shown('megatron_fsdp_version')}: give 1"
-    if args.batch_invariant_mode:
-        return "--cp-ring does not support --batch-invariant-mode: leave it out"
+    if flag := args.first("mtp_hsm", "batch_invariant_mode"):
+        return f"--cp-ring does not support {flag}: leave it out"
     return None
 
 

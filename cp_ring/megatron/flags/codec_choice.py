@@ -64,7 +64,7 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
     `ConfigError` if latents were asked for and cannot travel.
     """
     cp, latent = args.context_parallel_size, getattr(args, "multi_latent_attention", False)
-    if cp == 1 or (config.wire == "auto" and not latent):
+    if cp == 1:
         return "plain"
     if latent and SPARSE in letters_of(args):
         note("sparse attention: Megatron gathers the keys of all tokens")

@@ -19,7 +19,6 @@ from cp_ring.megatron.flags.asked import Asked, Check, reject_where
 from cp_ring.megatron.flags.checks_attention import ATTENTION, recomputes_attention
 from cp_ring.megatron.flags.checks_documents import DOCUMENTS, masks_documents
 from cp_ring.megatron.flags.checks_job import HERE, JOB
-from cp_ring.megatron.flags.codec_choice import choose_wire
 from cp_ring.megatron.flags.layer_pattern import attention_layers, pattern_of
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import note, rejecting
@@ -68,7 +67,11 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
     options = Options.from_args(args)
     if options.enabled:
         with rejecting():
-            wire = choose_wire(args, options)
+            wire = "plain"
+            if options.wire != "auto" or Asked(args).multi_latent_attention:
+                from cp_ring.megatron.flags.codec_choice import choose_wire  # others have one codec
+
+                wire = choose_wire(args, options)
             if options.wire == "auto":
                 _chosen[tuple(sys.argv)] = wire
             options = _with_chosen_wire(args, options)
@@ -145,11 +148,11 @@ def windows_of(args: argparse.Namespace) -> LayerWindows | None:
     window, every = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
     if window is None:
         return (((-1, -1), len(layers)),)
-    if every is None:
-        return (((int(window[0]), int(window[1])), len(layers)),)
-    narrow = sum(
-        bool(every[layer - 1] if isinstance(every, list) else layer % every) for layer in layers
-    )
+    narrow = len(layers)
+    if every is not None:
+        narrow = sum(
+            bool(every[layer - 1] if isinstance(every, list) else layer % every) for layer in layers
+        )
     windows = (((int(window[0]), int(window[1])), narrow), ((-1, -1), len(layers) - narrow))
     return tuple((its, count) for its, count in windows if count)
 
