@@ -144,10 +144,6 @@ def test_frequencies_that_follow_the_length_do_so_on_each_number_of_ranks(pool):
         assert (length[0] - length[1]).abs().max() > 0.1
 
 
-def test_on_four_ranks(pool):
-    assert largest_error(pool.run(on_rank, 4, "GptOss", True)[0], whole("GptOss", True)) < 1e-6
-
-
 @pytest.mark.parametrize("fault", ["documents", "position_ids", "shift_labels"])
 def test_a_planted_fault_shows(pool, fault):
     assert largest_error(pool.run(on_rank, 2, "Qwen3", True, fault)[0], whole("Qwen3", True)) > 1e-3
@@ -230,54 +226,6 @@ def test_options_that_the_integration_cannot_follow_are_rejected():
     assert "known here are route, schedule" in rejected(use_ring_attention, model, rout="ring")
     assert "dropout_p left cp_ring" in rejected(use_ring_attention, model, dropout_p=0.1)
     use_ring_attention(model, layout="zigzag", route="ring", kernel="cpu")
-
-
-def pooled(group):
-    """Scores of a row by the way out that the line of a pooling head names."""
-    from cp_ring import unshard
-    from cp_ring.integrations.transformers import shard_batch, use_ring_attention
-
-    model, tokens = model_of("Llama", "ForSequenceClassification"), batch_of(False)["input_ids"]
-    tokens = tokens[:, :40]  # which 2 * cp divides
-    with torch.no_grad():
-        wanted = model(tokens[:1], attention_mask=torch.ones_like(tokens[:1])).logits
-        use_ring_attention(model.model, group)
-        hidden = model.model(**shard_batch({"input_ids": tokens[:1]}, group)).last_hidden_state
-        found = model.score(unshard(hidden, group=group)[:, -1])
-    return (found - wanted).abs().max().item()
-
-
-def test_the_way_out_of_a_head_that_pools_a_row_is_right(pool):
-    assert max(pool.run(pooled, 2)) < 1e-6
-
-
-def of_tokens(group):
-    from cp_ring import shard, unshard
-    from cp_ring.integrations.transformers import shard_batch, use_ring_attention
-
-    model = model_of("Llama", "ForTokenClassification").eval()
-    tokens = batch_of(False)["input_ids"][:, :40]
-    wanted = model(tokens).logits
-    use_ring_attention(model, group)
-    with pytest.raises(ConfigError, match="leave labels out of the batch"):
-        model(**shard_batch({"input_ids": tokens, "labels": tokens % 2}, group))
-    logits = model(**shard_batch({"input_ids": tokens}, group)).logits
-    labels = shard(tokens % 2, group=group)
-    loss = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="sum"
-    )
-    loss = loss.detach()
-    dist.all_reduce(loss, group=group)
-    whole = torch.nn.functional.cross_entropy(
-        wanted.flatten(0, 1), tokens.flatten() % 2, reduction="sum"
-    )
-    off = (unshard(logits, group=group) - wanted).abs().max()
-    return off.item(), abs(loss.item() - whole.item())
-
-
-def test_classes_of_tokens_are_those_of_the_whole_row(pool):
-    for off in pool.run(of_tokens, 2):
-        assert max(off) < 1e-6, off
 
 
 def with_positions_of_a_mask(group):

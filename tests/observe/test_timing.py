@@ -38,57 +38,6 @@ def test_a_step_in_so_many_is_recorded_and_no_other():
     assert recorded == [None, None, (2, 1), None, (4, 1), None]
 
 
-def test_blocks_are_added_up(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(timing, "clock", lambda: now[0])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    timing.ACTIVE.value = recording = timing.Recording(1)
-    for computing, waiting, plan in ((3.0, 1.0, 0.5), (5.0, 2.0, 0.0)):
-        with spans.span("forward", SimpleNamespace(index=1)):
-            now[0] += computing
-        with spans.waiting():
-            now[0] += waiting
-        with timing.waiting_for_plan():
-            now[0] += plan
-        now[0] += 7.0
-    assert recording.seconds() == (8.0, 3.0, 0.5)
-
-
-def test_events_of_a_device_are_read_when_it_has_passed_them(monkeypatch):
-    log = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            self.number = 0
-
-        def record(self):
-            log.append(self)
-            self.number = len(log)
-
-        def synchronize(self):
-            assert self is log[-1]
-
-        def elapsed_time(self, end):
-            return 1000.0 * (end.number - self.number)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    timing.ACTIVE.value = recording = timing.Recording(1)
-    for _ in range(3):
-        with spans.waiting():
-            pass
-    assert recording.seconds() == (0.0, 3.0, 0.0)
-
-
-def test_a_step_is_not_recorded_without_end(monkeypatch):
-    monkeypatch.setattr(timing, "MAX_BLOCKS", 2)
-    timing.ACTIVE.value = recording = timing.Recording(1)
-    for _ in range(5):
-        with spans.waiting():
-            pass
-    assert len(recording.waiting) == 2 and not recording.computing
-
-
 def test_attention_marks_its_hops_and_waits():
     timing.ACTIVE.value = recording = timing.Recording(1)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-import threading
 import types
 
 import pytest
@@ -52,36 +51,6 @@ def test_without_compiler_torch_operations_run_and_it_is_said_once(function, cap
     ]
 
 
-def test_one_thread_compiles(function):
-    """The ranks of a `LocalRing` launch at the same time; a fault of that would switch Triton off."""
-    first, module = function
-    inside, most, another = [], [], threading.Event()
-
-    def run(*args):
-        inside.append(1)
-        most.append(len(inside))
-        if len(inside) > 1:
-            another.set()
-        another.wait(0.2)
-        inside.pop()
-
-    module.run = run
-    threads = [threading.Thread(target=first.run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == [1, 1]
-
-
-def test_errors_after_a_launch_are_errors(function):
-    first, module = function
-    assert first.run()
-    module.raises = RuntimeError("an illegal memory access was encountered")
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        first.run()
-
-
 def test_faults_of_the_device_are_errors(function):
     first, module = function
     module.raises = torch.OutOfMemoryError("out of memory")
@@ -99,24 +68,6 @@ def test_memory_that_is_short_is_an_error_and_does_not_turn_triton_off(function,
         first.run()
     module.raises = None
     assert first.run()
-
-
-def test_errors_of_files_are_tried_again_later(function, monkeypatch, caplog):
-    first, module = function
-    now = [1000.0]
-    monkeypatch.setattr(fused.time, "monotonic", lambda: now[0])
-    module.raises = OSError(28, "No space left on device")
-    with caplog.at_level(logging.WARNING, "cp_ring.ops"):
-        assert [first.run(), first.run()] == [False, False]
-    assert module.launches == 1 and "it is tried again 60 s later" in caplog.text
-    module.raises = None
-    now[0] += fused.RETRY_S
-    assert first.run() and module.launches == 2
-
-
-def test_without_triton_nothing_is_said(caplog):
-    assert not FusedFunction("tests_no_such_module", "run").run()
-    assert not caplog.records
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
