@@ -426,43 +426,25 @@ def test_one_line_for_each_job(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags",
     [
-        (
-            ["--cp-ring-mask-kinds", "images", "--multi-latent-attention"],
-            "with --multi-latent-attention has different positions",
-        ),
-        (
-            ["--cp-ring-mask-kinds", "images", "--micro-batch-size", "2"],
-            "--cp-ring-mask-kinds with --micro-batch-size 2 has",
-        ),
-        (
-            ["--cp-ring-layout", "balanced", "--cp-ring-document-mask", "--micro-batch-size", "2"],
-            "--cp-ring-layout balanced with --micro-batch-size 2 has different positions in each "
-            "microbatch and batch row",
-        ),
-        (
-            ["--dataloader-inter-document-masking", "--context-parallel-size", "2"],
-            "--dataloader-inter-document-masking splits documents all together",
-        ),
-        (
-            ["--sft", "--position-embedding-type", "mrope", "--mrope-section", "2", "3", "3"],
-            "mrope_section with packed documents",
-        ),
+        "--cp-ring-mask-kinds images --multi-latent-attention",
+        "--cp-ring-mask-kinds images --micro-batch-size 2",
+        "--cp-ring-layout balanced --cp-ring-document-mask --micro-batch-size 2",
+        "--dataloader-inter-document-masking --context-parallel-size 2",
+        "--sft --position-embedding-type mrope --mrope-section 2 3 3",
     ],
 )
 def test_the_fused_rotary_embedding_is_off_where_a_token_has_several_positions(
-    parse, capsys, flags, message
+    parse, capsys, flags
 ):
-    args = parse(*BASE, "--global-batch-size", "8", *flags)  # the CPU has no fused one
+    args = parse(*BASE, "--global-batch-size", "8", *flags.split())  # the CPU has no fused one
     rejection._noted.clear()
     for _ in range(2):  # Megatron parses a command line more than once
         args.apply_rope_fusion = True
         resolve.check_attention(args, Options.from_args(args))
         assert args.apply_rope_fusion is False
-    printed = capsys.readouterr().out
-    assert printed.count("is switched off (--no-rope-fusion)") == 1
-    assert message in printed
+    assert capsys.readouterr().out.count("is switched off (--no-rope-fusion)") == 1
 
 
 def test_the_fused_rotary_embedding_stays_where_tokens_have_one_position(parse):

@@ -105,22 +105,6 @@ def graphs(args: Asked, options: Options) -> str | None:
     """Reject CUDA graphs of attention: each microbatch has its own plan, and a graph
     repeats one.
     """
-    asked, modules = graphs_asked(args)
-    alone = _GRAPHED_ALONE | (_GRAPHED_BY_TE if "transformer_engine" in asked else set())
-    if not asked or (modules and modules <= alone):
-        return None
-    name = "scope" if args.cuda_graph_modules is None else "modules"
-    shown = f" --cuda-graph-{name} {' '.join(sorted(modules))}" if modules else ""
-    return (
-        f"--cp-ring does not support {asked}{shown}, which puts attention into a CUDA graph: give "
-        f"--cuda-graph-impl transformer_engine --cuda-graph-{name} mlp"
-    )
-
-
-def graphs_asked(args: Asked) -> tuple[str, set[str]]:
-    """Return the flag that asks for CUDA graphs ("" if none does), and the modules in the
-    graphs.
-    """
     modules: set[str] = set()
     for name in ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated"):
         value = getattr(args, name) or ()
@@ -131,7 +115,15 @@ def graphs_asked(args: Asked) -> tuple[str, set[str]]:
         asked = args.shown("cuda_graph_impl")
     if not asked and "full_iteration" in modules:
         asked = "--cuda-graph-impl none"
-    return asked, modules
+    alone = _GRAPHED_ALONE | (_GRAPHED_BY_TE if "transformer_engine" in asked else set())
+    if not asked or (modules and modules <= alone):
+        return None
+    name = "scope" if args.cuda_graph_modules is None else "modules"
+    shown = f" --cuda-graph-{name} {' '.join(sorted(modules))}" if modules else ""
+    return (
+        f"--cp-ring does not support {asked}{shown}, which puts attention into a CUDA graph: give "
+        f"--cuda-graph-impl transformer_engine --cuda-graph-{name} mlp"
+    )
 
 
 def offloaded_gate(args: Asked, options: Options) -> str | None:

@@ -124,11 +124,11 @@ def check_attention(args: Any, options: Options) -> None:
             f"--attention-backend {backend} has no effect on ring attention: --cp-ring-kernel "
             "chooses its kernel"
         )
-    if asked.apply_rope_fusion and (reason := _why_unfused(asked, options)):
+    if asked.apply_rope_fusion and _own_positions(asked, options):
         args.apply_rope_fusion = False
         note(
-            f"{reason}, which the fused rotary embedding does not support: it is switched off "
-            "(--no-rope-fusion)"
+            "the tokens have positions of their own microbatch, batch row or document, which the "
+            "fused rotary embedding does not support: it is switched off (--no-rope-fusion)"
         )
     if masks_documents(asked, options):
         # Megatron's data set then restarts position ids at 0 after each end-of-document token, and
@@ -180,8 +180,8 @@ def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
         return
     for name in ("distributed_backend", "transformer_impl"):
         flag, value = "--" + name.replace("_", "-"), _CPU_SETTINGS[name]
-        given = any(word == flag or word.startswith(flag + "=") for word in argv)
-        if given and getattr(args, name) != value:
+        given = {word.partition("=")[0] for word in argv}
+        if flag in given and getattr(args, name) != value:
             raise ConfigError(
                 f"{flag} {getattr(args, name)} needs CUDA, and --cp-ring-cpu runs without it: give "
                 f"{value}"
@@ -211,27 +211,16 @@ def note_loss(args: argparse.Namespace, options: Options) -> None:
         )
 
 
-def _why_unfused(args: Asked, options: Options) -> str:
-    """Return why the fused rotary embedding cannot use the positions of the tokens, or ""."""
+def _own_positions(args: Asked, options: Options) -> bool:
+    """Return True if tokens may have positions that the fused rotary embedding does not take: those
+    of a microbatch or of a batch row, of sections, or of documents that are split all together.
+    """
     if args.position_embedding_type in ("learned_absolute", "none"):
-        return ""
+        return False
     weighs = options.named_layout.weighs
-    layout = f"--cp-ring-layout {options.layout}"
     if options.kinds or (weighs and options.document_mask):
-        asked = "--cp-ring-mask-kinds" if options.kinds else layout
-        other = args.first("multi_latent_attention")
-        if (args.micro_batch_size or 1) > 1:
-            other = other or args.shown("micro_batch_size")
-        return (
-            f"{asked} with {other} has different positions in each microbatch and batch row"
-            if other
-            else ""
-        )
+        return bool(args.multi_latent_attention or (args.micro_batch_size or 1) > 1)
     if args.mrope_section and args.sft:
-        return "mrope_section with packed documents gives each token positions of its own"
-    together = args.first("dataloader_inter_document_masking")
-    if weighs and args.sft:
-        together = together or f"--sft with {layout}"
-    if together and not options.document_mask and args.cp > 1:
-        return f"{together} splits documents all together"
-    return ""
+        return True
+    together = args.dataloader_inter_document_masking or (weighs and args.sft)
+    return bool(together and not options.document_mask and args.cp > 1)
