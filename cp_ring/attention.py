@@ -107,7 +107,10 @@ def rank_plan_of(plan: AnyPlan, transport: Transport | None) -> RankPlan:
     if transport is None and plan.cp > 1:
         raise PlanError(f"the plan is for {plan.cp} ranks: pass their process group as group=")
     if transport is not None and transport.size != plan.cp:
-        raise PlanError(f"the plan is for {plan.cp} ranks, the group has {transport.size}")
+        raise PlanError(
+            f"the plan is for {plan.cp} ranks, the group has {transport.size}: its layout must be "
+            f"for {transport.size} ranks"
+        )
     rank = transport.rank if transport else 0
     rank_plan = plan if isinstance(plan, RankPlan) else plan.rank_plan(rank)
     if rank_plan.rank != rank:

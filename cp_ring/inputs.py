@@ -157,8 +157,8 @@ class Output(NamedTuple):
 
 
 class KeptOutput(NamedTuple):
-    """`Output.parts` of a call, kept for its recomputation, and the place of that call, which the
-    second call takes too.
+    """`Output.parts` of a call, kept for its recomputation, and the place by which the watchdog
+    names that call and the second one.
 
     A later call with the same inputs on every rank takes out and lse from it instead of computing
     and sending; its backward is the usual one.

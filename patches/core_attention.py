@@ -152,14 +152,13 @@ def _leave() -> None:
 
 
 PATCH = Patch(
-    what="builds RingDotProductAttention in place of DotProductAttention and "
-    "TEDotProductAttention in every attention layer; these reject caches of keys at cp 2 and more; "
-    "gated delta product layers, and encoders of images that are not split, are rejected; a "
-    "microbatch on ranks of its own has their "
-    "positions",
-    why="one flag gives every kind of model ring attention, without a layer specification for "
-    "each; Megatron's rotary embeddings of packed documents are those of all context-parallel "
-    "ranks",
+    what="builds RingDotProductAttention where an attention layer would build DotProductAttention "
+    "or TEDotProductAttention; rejects caches of keys at context parallel size 2 and more, "
+    "gated delta product layers, and image encoders that have a context parallel size; a "
+    "microbatch on a group of ranks of its own has the rotary positions of that group",
+    why="one flag gives ring attention to every kind of model, without a layer specification for "
+    "each; Megatron splits the rotary embeddings of packed documents over all "
+    "context-parallel ranks",
     replacements=_replacements,
     enter=_enter,
     leave=_leave,

@@ -326,7 +326,7 @@ PATCH = Patch(
     leave=_leave,
 )
 _WORKER = Patch(
-    what="the part of cpu_runtime that a spawned process needs",
+    what="applies the part of cpu_runtime that a spawned process needs",
     why=PATCH.why,
     replacements=_torch_replacements,
     unneeded=_unneeded,

@@ -34,7 +34,7 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    what="runs `make` for the data set index only where there are a makefile and pybind11",
+    what="runs `make` for the index of data sets only if there are a makefile and pybind11",
     why="the wheel has the built module but no makefile, a checkout needs pybind11, and Megatron "
     "exits at start-up when `make` fails",
     replacements=_replacements,

@@ -39,8 +39,9 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    what="multi-latent attention makes its queries and keys in sbhd under --cp-ring-document-mask "
-    "and --cp-ring-mask-kinds",
-    why="it drops the batch dimension if there are packed_seq_params, whatever their format",
+    what="lets multi-latent attention make its queries and keys in sbhd with "
+    "--cp-ring-document-mask and --cp-ring-mask-kinds",
+    why="multi-latent attention drops the batch dimension whenever it gets packed_seq_params, "
+    "whatever their format",
     replacements=_replacements,
 )

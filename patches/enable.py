@@ -26,31 +26,32 @@ def enable(
     packed: bool = False,
     **settings: Any,
 ) -> Options:
-    """Ring attention in every attention layer of the models that this process builds from now on.
+    """Turn on ring attention in every attention layer of the models that this process builds from
+    now on.
+
+        cp_ring.megatron.enable(layout="balanced", packed=True)
 
     Call it once on every rank, before the first model is built. It is for programs on megatron.core
-    that have no command line of
-    Megatron: a training loop of your own, Megatron Bridge, NeMo, verl. Afterwards `GPTModel`,
-    `HybridModel` and layer
-    specifications build ring attention where they would build Megatron's or TransformerEngine's;
-    recomputed layers run the ring once; each configuration is checked before its model is built;
-    and the certificate is made before the first model is.
+    that have no command line of Megatron: a training loop of your own, Megatron Bridge, NeMo RL,
+    verl. Afterwards `GPTModel`, `HybridModel` and layer specifications build ring attention where
+    they would build Megatron's or TransformerEngine's; recomputed layers run the ring once; each
+    configuration is checked before its model is built; and the certificate is made before the first
+    model is.
 
     Args:
-        config: the settings; or give them as keywords, with the names of `Options`:
-        `layout="balanced"`.
+        config: the settings; or give them as keywords, with the names of `Options`.
         seq_length: tokens of a batch row, for checks and for the certificate's probes at this
             length; 0 if unknown.
         micro_batch_size: batch rows of a microbatch, for the certificate.
-        packed: whether microbatches hold packed documents (`PackedSeqParams` with thd), which the
-        certificate then probes.
+        packed: True if microbatches hold packed documents (`PackedSeqParams` with thd), which the
+            certificate then probes.
 
     Returns:
         The settings in force.
 
     Raises:
         ConfigError: for a bad setting, one that needs Megatron's own training loop, or a Megatron
-        that is not supported.
+            that is not supported.
     """
     if config is not None and settings:
         raise ConfigError("cp_ring.megatron.enable takes Options or settings by name, not both")

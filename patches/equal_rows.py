@@ -41,9 +41,9 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    what="context-parallel ranks compare the rows that a script's batches hold before they split "
+    what="lets context-parallel ranks compare the rows of a script's batches before they split "
     "them",
-    why="a loader that deals other rows to each rank trains on mixed halves, and nothing after the "
-    "split can tell",
+    why="a loader that gives other rows to each rank trains on mixed halves, and nothing after "
+    "the split can notice it",
     replacements=_replacements,
 )

@@ -86,14 +86,14 @@ def _started_apart(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def _serve_apart(initializer: Callable[..., object] | None, arguments: tuple[Any, ...]) -> None:
-    """Start the server in the new process, protected from signals."""
+    """Start the server of the queue in the new process, where the signals do not end it."""
     signals.outlive_all_but_the_parent()
     if initializer is not None:
         initializer(*arguments)
 
 
 def _write_apart(*arguments: Any) -> None:
-    """Run the loop of a persistent writer in its process, protected from signals."""
+    """Run the loop of a persistent writer in its process, where the signals do not end it."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     signals.outlive_all_but_the_parent()
@@ -113,18 +113,18 @@ def _scheduled_apart(schedule: Callable[..., None]) -> Callable[..., None]:
 
 
 def _run_apart(write: Callable[..., object], *arguments: Any, **named: Any) -> None:
-    """Run a writer in the new process, protected from signals."""
+    """Run a writer in the new process, where the signals do not end it."""
     signals.outlive_all_but_the_parent()
     write(*arguments, **named)
 
 
 PATCH = Patch(
-    what="--exit-signal-handler obeys SIGUSR1, SIGTERM, SIGINT and --exit-signal once a step is "
-    "done; workers that load data, writers of checkpoints and the server of their queue end when "
-    "their rank does and not before",
-    why="Megatron listens to one signal, from the start, where nothing can obey it; its workers "
-    "outlive the SIGTERM of their rank, so that a rank that fails waits for them for ever; the "
-    "writers of --async-save and their queue end at a SIGTERM to all processes, and the last save "
-    "with them",
+    what="--exit-signal-handler obeys SIGUSR1, SIGTERM, SIGINT and --exit-signal after each step; "
+    "data loader workers, checkpoint writers and the server of their queue end with their "
+    "rank, and not before",
+    why="Megatron listens to one signal, also before the first step, when it cannot save; its "
+    "workers ignore the SIGTERM of their rank, so a rank that fails waits for them for ever; "
+    "a SIGTERM to all processes ends the writers of --async-save and their queue, and the "
+    "last save with them",
     replacements=_replacements,
 )

@@ -99,10 +99,10 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    what="the mean loss, without --calculate-per-token-loss and in validation with --sft, is that "
-    "of the tokens of all context-parallel ranks",
-    why="Megatron averages the mean losses of these ranks, in which a token weighs more the fewer "
-    "others count on its rank",
+    what="takes the mean loss over the tokens of all context-parallel ranks, without "
+    "--calculate-per-token-loss and in validation with --sft",
+    why="Megatron averages the mean losses of these ranks, so a token weighs more if fewer tokens "
+    "count on its rank",
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/7513",
 )

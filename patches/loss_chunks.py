@@ -133,9 +133,9 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    what="models compute logits and losses of --cp-ring-loss-chunk tokens at a time",
-    why="the logits of all tokens of a rank are larger than everything else that a long sequence "
-    "needs",
+    what="computes logits and losses for --cp-ring-loss-chunk tokens at a time",
+    why="the logits of all tokens of a rank need more memory than everything else that a long "
+    "sequence needs",
     versions=">=0.19,<0.21",
     replacements=_replacements,
 )

@@ -24,6 +24,7 @@ def _replacements() -> Iterator[Replacement]:
 PATCH = Patch(
     what="splits learned sinks of --use-megatron-fsdp over tensor-parallel ranks",
     versions=">=0.19,<0.21",
-    why="Megatron does not know ring attention by name",
+    why="Megatron's wrapper knows by class name how weights are split, and does not know the "
+    "class of ring attention",
     replacements=_replacements,
 )

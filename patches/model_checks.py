@@ -66,9 +66,9 @@ def _ranks_of(collection: Any) -> list[int]:
 
 
 PATCH = Patch(
-    what="cp_ring.megatron.enable: checks the configuration of each model before it is built, and "
-    "probes attention once",
-    why="programs that build models themselves have no command line to check, and no other place "
-    "that all of them pass",
+    what="checks the configuration of each model before it is built, and probes attention once "
+    "(cp_ring.megatron.enable)",
+    why="programs that build their models themselves have no command line to check, and only the "
+    "constructors of models are common to all of them",
     replacements=_replacements,
 )

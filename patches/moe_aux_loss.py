@@ -46,8 +46,8 @@ def _unneeded() -> str:
 PATCH = Patch(
     what="weighs the load-balancing loss of experts by the tokens of all tensor- and "
     "context-parallel ranks",
-    why="Megatron before 0.19 counts one rank's tokens, so that the loss loses weight as the "
-    "context-parallel size grows",
+    why="Megatron before 0.19 counts the tokens of one rank, so the weight of this loss shrinks "
+    "as the context parallel size grows",
     replacements=_replacements,
     unneeded=_unneeded,
 )

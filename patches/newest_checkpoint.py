@@ -17,7 +17,7 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     what="passes over a checkpoint that is not whole, in one line, when a job resumes",
-    why="a kill in a save can leave a tracker that names nothing or a shard that is cut short, "
-    "which no restart can load",
+    why="a kill during a save can leave an empty tracker, or a shard that is cut short, which no "
+    "restart can load",
     replacements=_replacements,
 )

@@ -61,9 +61,9 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    what="packed batches of a script are split by --cp-ring-layout balanced; --sft packs "
-    "conversations without padding",
-    why="Megatron's splits pad each document or leave ranks with unequal work, and its batches "
-    "have no hook for another one",
+    what="splits the packed batches of a script by --cp-ring-layout balanced, and packs the "
+    "conversations of --sft without padding",
+    why="Megatron pads each document or leaves ranks with unequal work, and its batches have no "
+    "hook for another split",
     replacements=_replacements,
 )

@@ -28,7 +28,7 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    what="keeps attention's results while activations are recomputed (--cp-ring-recompute keep)",
+    what="keeps the results of attention for recomputed layers (--cp-ring-recompute keep)",
     why="recomputing attention would send every key around the ring a second time",
     replacements=_replacements,
 )

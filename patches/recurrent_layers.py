@@ -95,10 +95,11 @@ def _with_one_norm(constructor: Any, layer: Any, *args: Any, **kwargs: Any) -> N
 
 
 PATCH = Patch(
-    what="Mamba and gated delta net layers put tokens in order by --cp-ring-layout, and begin "
-    "anew with each document; tensor-parallel ranks have one norm in gated delta net layers, whose "
-    "models can predict further tokens",
-    why="Megatron's layers know the order of its zigzag split alone, and documents only in thd; it "
-    "sums the gradients of that norm with --sequence-parallel only; its builder knows no variants",
+    what="Mamba and gated delta net layers take the order of tokens from --cp-ring-layout and "
+    "restart their state at each document; tensor-parallel ranks keep one norm in gated "
+    "delta net layers; models of such layers can predict further tokens",
+    why="Megatron's layers know only the order of the zigzag split, and documents only in thd; "
+    "without --sequence-parallel Megatron does not sum the gradients of that norm; its "
+    "package does not build such models with further predictions",
     replacements=_replacements,
 )

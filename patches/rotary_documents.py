@@ -49,8 +49,8 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    what="rotary embeddings of packed documents that are split as one sequence, as "
-    "--dataloader-inter-document-masking does",
+    what="corrects the rotary embeddings of packed documents that are split together as one "
+    "sequence, as with --dataloader-inter-document-masking",
     why="Megatron assumes that each document is split separately: the positions are wrong without "
     "a warning, or it crashes",
     replacements=_replacements,

@@ -68,7 +68,7 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     what=f"{_NAME} and rotary embeddings follow --cp-ring-layout and the masks of microbatches",
-    why="Megatron's rotary embedding assumes the zigzag split, and positions that are places in "
-    "the sequence",
+    why="Megatron's rotary embedding assumes the zigzag split, and that each position is the "
+    "token's place in the sequence",
     replacements=_replacements,
 )

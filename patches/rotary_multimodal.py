@@ -43,8 +43,8 @@ def _replacements() -> Iterator[Replacement]:
 
 
 PATCH = Patch(
-    what="rotary embeddings of packed documents under --position-embedding-type mrope",
-    why="Megatron splits them over ranks before it looks for those of each document: the positions "
-    "are wrong without a warning",
+    what="corrects the rotary embeddings of packed documents with --position-embedding-type mrope",
+    why="Megatron splits the embeddings over ranks before it selects those of each document, so "
+    "the positions are wrong without a warning",
     replacements=_replacements,
 )

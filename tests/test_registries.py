@@ -62,7 +62,7 @@ def registries(monkeypatch):
 def test_selected_by_setting_and_by_call(registries):
     names = {"kernel": "probe", "route": "express", "layout": "striped", "wire": "same"}
     for values in ({name: value} for name, value in names.items()):
-        with pytest.raises(ConfigError, match="input should be"):
+        with pytest.raises(ConfigError, match="it must be"):
             Options.make(**values)
     register()
     made = Options.make(**names)
@@ -83,7 +83,7 @@ def test_selected_by_setting_and_by_call(registries):
     [
         (
             {"kernel": "magic"},
-            "--cp-ring-kernel 'magic': input should be 'auto', 'transformer_engine', 'flash', ",
+            "--cp-ring-kernel 'magic': it must be 'auto', 'transformer_engine', 'flash', ",
         ),
         (
             {"kernel": "cudnn"},
@@ -96,15 +96,15 @@ def test_selected_by_setting_and_by_call(registries):
         ),
         (
             {"layout": "diagonal"},
-            "--cp-ring-layout 'diagonal': input should be 'zigzag', 'contiguous' or 'balanced'",
+            "--cp-ring-layout 'diagonal': it must be 'zigzag', 'contiguous' or 'balanced'",
         ),
         (
             {"route": "pigeon"},
-            "--cp-ring-route 'pigeon': input should be 'direct' or 'ring'",
+            "--cp-ring-route 'pigeon': it must be 'direct' or 'ring'",
         ),
         (
             {"wire_dtype": "int8"},
-            "--cp-ring-wire-dtype 'int8': input should be 'input', 'float32' or 'bfloat16'",
+            "--cp-ring-wire-dtype 'int8': it must be 'input', 'float32' or 'bfloat16'",
         ),
     ],
 )

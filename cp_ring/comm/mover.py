@@ -69,8 +69,9 @@ class Mover:
         return self.there([[x]] * len(self._ranks), kind)
 
     def back(self, parts: Sequence[Buffers], kind: str) -> Landing:
-        """Send to rank p the tokens of `parts[p]` in the places of those that came from it. The
-        landing returns tensors for each rank: the tokens that went there, end to end.
+        """Return tokens to the ranks from which they came: `parts[p]` has them in the places of the
+        tokens that rank p sent. The landing returns a tensor for each rank: the tokens that went
+        there, end to end.
         """
         return self._apart(parts, self._coming, self._leaving, kind)
 

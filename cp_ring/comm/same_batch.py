@@ -26,8 +26,8 @@ _FACTORS = -7046029254386353131, -4658895280553007687  # odd, of 64 bits
 
 
 class BatchComparison:
-    """The comparisons of one rank with the other ranks of its group. Only these ranks share
-    `store`.
+    """Compares the batches of one rank with those of the other ranks of its group. Only these ranks
+    share `store`.
     """
 
     def __init__(self, store: Any, rank: int, size: int):

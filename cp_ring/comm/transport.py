@@ -52,8 +52,8 @@ class MessageBatch:
 
 
 class Pending(Protocol):
-    """A batch that was posted. After `wait`, its buffers may be read and reused (on CUDA by the
-    current stream).
+    """A batch of messages that was posted. After `wait`, its buffers may be read and reused (on
+    CUDA by the current stream).
     """
 
     def wait(self) -> None: ...

@@ -125,8 +125,8 @@ def _check_head(model: PreTrainedModel) -> None:
     names = [kind.__name__ for kind in type(model).__mro__]
     if not isinstance(model, tuple(known)) and not any(name.endswith(_HEADS) for name in names):
         raise ConfigError(
-            f"{names[0]} has a head that may pool a row, of which a rank holds a part: give the "
-            f"model inside of it, as model.{model.base_model_prefix}, and pool "
+            f"{names[0]} has a head that may pool a row, but each rank holds a part of the row: give "
+            f"the model inside of it, model.{model.base_model_prefix}, and pool "
             "cp_ring.unshard(hidden_states, group=group)"
         )
     if any(name.endswith(_HEADS[1]) for name in names):
@@ -188,7 +188,9 @@ def _follows_length(part: nn.Module) -> bool:
 
 def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
     """Return this rank's tokens of a batch that all ranks of `group` hold, for a model after
-    `use_ring_attention`: `model(**shard_batch(batch, group)).loss`.
+    `use_ring_attention`.
+
+        loss = model(**shard_batch(batch, group)).loss
 
     batch: `input_ids` [b, n] and optionally `labels`, `position_ids` and `attention_mask` [b, n],
     as transformers' collators make them. Labels are shifted here, before the split. If positions of

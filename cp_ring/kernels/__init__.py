@@ -61,6 +61,8 @@ def choose(
     """Return the named kernel, or for "auto" the first in the registry that supports these tensors.
     The choice is logged once.
 
+        kernel = choose("auto", device=q.device, dtype=q.dtype, d=64, e=64)
+
     `d` is the head size of queries and keys, `e` that of values. `packed` is True if the plan has
     many tiles of many sizes (packed documents). Then kernels that take many tiles in one call come
     first, because the others pay for each tile. With `max_logit` the kernel is a `MaxLogitKernel`.

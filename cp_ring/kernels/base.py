@@ -60,6 +60,9 @@ _asked: ContextVar[bool | None] = ContextVar("deterministic", default=None)
 class determinism:
     """A context that sets the value of `deterministic()` in its block, and returns it. None follows
     torch's switch.
+
+        with determinism(True):
+            out = ring_attention(q, k, v)
     """
 
     def __init__(self, asked: bool | None):

@@ -30,7 +30,7 @@ class EfficientKernel:
         if device.type != "cuda":
             return f"runs on CUDA, the tensors are on {device}"
         if dtype not in (torch.float16, torch.bfloat16):
-            return f"knows float16 and bfloat16, not {dtype}"
+            return f"supports float16 and bfloat16, not {dtype}"
         return None
 
     def forward(

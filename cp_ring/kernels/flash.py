@@ -146,7 +146,7 @@ class FlashKernel(WindowKernel):
         if isinstance(self.functions, str):
             return self.functions
         if dtype not in (torch.float16, torch.bfloat16):
-            return f"knows float16 and bfloat16, not {dtype}"
+            return f"supports float16 and bfloat16, not {dtype}"
         if deterministic() and "deterministic" not in parameters_of(self.functions.backward):
             return f"{self.functions.version} as installed has no deterministic backward"
         if deterministic() and self.functions.version == "4" and _generation() == _NOT_EXACT_IN_4:
@@ -159,7 +159,7 @@ class FlashKernel(WindowKernel):
         limit = {"4": 128, "3": 256}[self.functions.version]
         if max(d, e) <= limit or (self.functions.version == "4" and (d, e) == (192, 128)):
             return None
-        return f"{self.functions.version} knows head sizes up to {limit}, not {d} and {e}"
+        return f"{self.functions.version} supports head sizes up to {limit}, not {d} and {e}"
 
     def sizes(self, d: int, e: int) -> tuple[int, int]:
         assert isinstance(self.functions, Functions)

@@ -30,9 +30,9 @@ class FlashAtenKernel(WindowKernel):
         if device.type != "cuda":
             return f"runs on CUDA, the tensors are on {device}"
         if dtype not in (torch.float16, torch.bfloat16):
-            return f"knows float16 and bfloat16, not {dtype}"
+            return f"supports float16 and bfloat16, not {dtype}"
         if max(d, e) > _MAX_HEAD_SIZE:
-            return f"knows head sizes up to {_MAX_HEAD_SIZE}, not {max(d, e)}"
+            return f"supports head sizes up to {_MAX_HEAD_SIZE}, not {max(d, e)}"
         return _ONLY_BY_SWITCH if _lacks_switch() else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,9 @@ def tokens_of(size: int) -> int:
 
 
 def tiles_of(count: int) -> int:
-    """Return the number of tiles, with empty ones, of a call that has `count`: 16, 64, 256, ..."""
+    """Return the number of tiles, 16, 64, 256, ..., to which empty tiles fill a call of `count`
+    tiles.
+    """
     rounded = _FEWEST_TILES
     while rounded < count:
         rounded *= _FACTOR

@@ -98,7 +98,7 @@ class TransformerEngineKernel:
         if isinstance(library, str):
             return library
         if dtype not in (torch.float16, torch.bfloat16):
-            return f"knows float16 and bfloat16, not {dtype}"
+            return f"supports float16 and bfloat16, not {dtype}"
         fault = te_library.fault_of(library, compute_capability(device)[0])
         if fault:
             return f"{fault}; {library.version} and cuDNN {cudnn_name(library.cudnn)} are installed"

@@ -37,6 +37,10 @@ _OF_PACKED = (OFFSETS, PADDED, SIZE, "max_seqlen")
 def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any]:
     """Return this rank's part of a microbatch, with the microbatch's mask as `packed_seq_params`.
 
+        mine = cp_ring.megatron.split_batch(batch)
+        loss = model(mine["tokens"], mine["position_ids"], None, labels=mine["labels"],
+                     packed_seq_params=mine["packed_seq_params"])
+
     Args:
         batch: tensors [b, n] of whole batch rows by name. Other entries are left as they are,
             such as position ids [3, b, n] of images, which the model splits itself (mrope).

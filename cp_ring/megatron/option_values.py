@@ -35,27 +35,24 @@ _ON, _OFF = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off
 
 def _switch(value: Any) -> bool:
     word = str(value).lower()
-    if not isinstance(value, bool | int | str):
-        raise ConfigError("input should be a valid boolean")
-    if word not in (*_ON, *_OFF):
-        raise ConfigError("input should be a valid boolean, unable to interpret input")
+    if not isinstance(value, bool | int | str) or word not in (*_ON, *_OFF):
+        raise ConfigError("it must be true or false")
     return word in _ON
 
 
-def _number(kind: type[int] | type[float], article: str, noun: str, value: Any) -> float:
+def _number(kind: type[int] | type[float], noun: str, value: Any) -> float:
     try:
         number = kind(str(value) if isinstance(value, bool) else value)
+        if kind is int and isinstance(value, float) and number != value:
+            raise ValueError("it has a fraction")
     except (TypeError, ValueError, OverflowError):
-        reason = f", unable to parse string as {article} {noun}" if isinstance(value, str) else ""
-        raise ConfigError(f"input should be a valid {noun}{reason}") from None
-    if kind is int and isinstance(value, float) and number != value:
-        raise ConfigError("input should be a valid integer, got a number with a fractional part")
+        raise ConfigError(f"it must be {noun}") from None
     return number
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ConfigError("input should be a valid string")
+        raise ConfigError("it must be text")
     return value
 
 
@@ -63,9 +60,9 @@ def _text(value: Any) -> str:
 # flags
 KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "bool": (_switch, "switch"),
-    "int": (partial(_number, int, "an", "integer"), "whole number"),
-    "float": (partial(_number, float, "a", "number"), "number"),
-    "int | str": (partial(_number, int, "an", "integer"), "text"),
+    "int": (partial(_number, int, "a whole number"), "whole number"),
+    "float": (partial(_number, float, "a number"), "number"),
+    "int | str": (partial(_number, int, "a whole number"), "text"),
     "str": (_text, "text"),
 }
 
@@ -84,14 +81,14 @@ def read(setting: Field[Any], value: Any) -> Any:
     if "convert" in limits:
         value = limits["convert"](value)
     if limits.get("choices") and value not in choices_of(setting):
-        raise ConfigError(f"input should be {either(choices_of(setting))}")
+        raise ConfigError(f"it must be {either(choices_of(setting))}")
     if value in limits.get("words", ()):
         return value
     value = KINDS[str(setting.type)][0](value)
     if not value >= limits.get("least", value):
-        raise ConfigError(f"input should be greater than or equal to {limits['least']}")
+        raise ConfigError(f"it must be at least {limits['least']}")
     if not value <= limits.get("most", value):
-        raise ConfigError(f"input should be less than or equal to {limits['most']}")
+        raise ConfigError(f"it must be at most {limits['most']}")
     if "check" in limits:
         limits["check"](value)
     return value

@@ -39,6 +39,8 @@ class OptionError(ConfigError):
 class Options(CallSettings):
     """Settings of ring attention; immutable, and checked when made.
 
+        options = Options(layout="balanced", certify="strict")
+
     Raises `OptionError`, a `ConfigError`, with one line that names the flag and what it accepts.
     """
 

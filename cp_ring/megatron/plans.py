@@ -19,8 +19,8 @@ _MASKS = {"causal": Mask.causal, "no_mask": Mask.full}
 
 
 def make_layout(name: str, n: int, cp: int) -> Layout:
-    """Return the layout called `name` of `n` tokens over `cp` ranks. A layout that weighs masks
-    balances the sum of the windows of all layers.
+    """Return the layout called `name` of `n` tokens over `cp` ranks. A layout that weighs masks, as
+    `balanced` does, balances the work of the windows of all layers together.
     """
     split = NamedLayout.named(name)
     return _layout(split, n, cp, layer_windows() if split.weighs else ())

@@ -179,6 +179,8 @@ def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep)
     """Probe attention, and the loss and gradients of a tiny model that the program itself builds.
     All ranks call it together.
 
+        cp_ring.megatron.certify(config, build_model, forward_step)
+
     Call it after `cp_ring.megatron.enable` and after Megatron has made its parallel groups. Without
     this call the certificate is made when the first model is built, and does not cover the loss.
 

@@ -140,6 +140,8 @@ def with_ring_attention(spec: Any) -> Any:
     """Return a copy of a layer or block specification with ring attention as the core attention of
     every attention layer.
 
+        spec = with_ring_attention(get_gpt_layer_local_spec())
+
     It copies `ModuleSpec`s, dataclasses of submodules, and lists of them, and shares everything
     else with the argument. A core attention that ring attention cannot replace raises `ConfigError`
     only when a layer with it is built, because specifications of hybrid models have layers that a

@@ -52,6 +52,9 @@ _lock = Lock()
 def record() -> Iterator[Counters]:
     """Record this process until the block ends. Recordings may nest, and threads may record at the
     same time.
+
+        with record() as counters:
+            out = ring_attention(q, k, v)
     """
     counters = Counters()
     with _lock:

@@ -19,6 +19,9 @@ def debugging(active: bool = True) -> Iterator[None]:
     """Look for faults in forward and backward of ring attention while the block runs; all ranks
     must be in such a block.
 
+        with debugging():
+            out = ring_attention(q, k, v, group)
+
     Receive buffers are filled with NaN before each message, so that a token that was not received
     makes out NaN instead of slightly wrong. The ranks of a group compare every call, not only new
     ones. Both cost time. The block holds for the whole process, because autograd runs backward in

@@ -19,7 +19,10 @@ and not read.
 
 @triton.jit
 def tokens_in_part(position, count, BLOCK_Q: tl.constexpr):
-    """Return the tokens [BLOCK_Q] that a block has in a part at this position, and their number."""
+    """Return the indices [BLOCK_Q] of a block's tokens in a part, and how many of them exist.
+    `position` is that of the table of blocks: -1 for none, -2 - p for tokens in reverse order from
+    p.
+    """
     i = tl.arange(0, BLOCK_Q).to(tl.int64)
     reverse = position < -1
     start = tl.where(reverse, -2 - position, position)

@@ -37,8 +37,8 @@ class PartTokens(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Tokens of a total, and the parts that are added to them. Without parts, the tokens are filled
-    with zeros.
+    """One segment of a total's tokens, and the parts that are added to it. Without parts, it is
+    filled with zeros.
 
     first: nothing has been stored there yet.
     last: the total is complete, and goes to the result.
@@ -56,8 +56,8 @@ class Segment(NamedTuple):
     def begin(
         self, parts: Sequence[Tensor], running: Tensor | None, target: Tensor
     ) -> tuple[Tensor, list[PartTokens]]:
-        """Return the total before the other places are added, and these places: the stored total,
-        or else the first part. The total may be `target` itself.
+        """Return the total to start from, and the places that are still to be added. The start is
+        the stored total or, if nothing is stored yet, the first part; it may be `target` itself.
         """
         if not self.first:
             assert running is not None

@@ -88,8 +88,8 @@ class Sum:
 
 
 class Merge(Sum):
-    """Out [s, b, h, e] with lse [b, h, s], merged from partial results (out [t, b, h, e], lse [b,
-    h, t]) in the way of `Sum`.
+    """The total out [s, b, h, e] with lse [b, h, s], merged from partial results (out [t, b, h, e],
+    lse [b, h, t]). It keeps and adds them as `Sum` does.
     """
 
     def __init__(self, updates: Sequence[Segments], shape: Shape, like: Tensor, dtype: torch.dtype):

@@ -72,6 +72,8 @@ class Layout:
         """2 * cp chunks; rank r holds chunks r and 2 * cp - 1 - r, so that causal work is equal
         (Megatron's split).
 
+            layout = Layout.zigzag(n=8192, cp=4)
+
         A causal mask of 8 chunks on 4 ranks, one line for each chunk of queries: `#` is a chunk of
         keys that all of them see, `+` the chunk on the diagonal, of which they see half. Work is in
         chunk pairs.
@@ -98,12 +100,16 @@ class Layout:
     def contiguous(cls, n: int, cp: int) -> Layout:
         """One chunk for each rank, in order. Raises `PlanError` if there are fewer tokens than
         ranks.
+
+            layout = Layout.contiguous(n=8192, cp=4)
         """
         return cls._even(n, cp, np.arange(_size(cp)), "contiguous")
 
     @classmethod
     def batch(cls, rows: Sequence[Layout]) -> Layout:
         """Batch rows, each split by its own layout, as one stream: row after row.
+
+            layout = Layout.batch([Layout.zigzag(4096, 4), Layout.zigzag(4096, 4)])
 
         Tensors are [b, s, ...], so each rank must hold equally many tokens of every row. Raises
         `PlanError` if not.
@@ -130,6 +136,8 @@ class Layout:
     def per_document_zigzag(cls, cu_seqlens_padded: Sequence[int] | np.ndarray, cp: int) -> Layout:
         """Zigzag within every document, as TransformerEngine splits packed (thd) sequences.
 
+            layout = Layout.per_document_zigzag([0, 16, 40], cp=2)
+
         `cu_seqlens_padded` are offsets of documents, from 0 to the number of tokens. Raises
         `PlanError` if a document is not a multiple of 2 * cp tokens long.
         """
@@ -153,6 +161,8 @@ class Layout:
     def balanced(cls, masks: Mask | Sequence[tuple[Mask, int]], cp: int) -> Layout:
         """Equal tokens and nearly equal work for `masks` on all ranks, with the least predicted
         time.
+
+            layout = Layout.balanced(Mask.documents([0, 3000, 8192]), cp=4)
 
         `masks` is the mask of all layers, or a list of (mask, number of layers that have it):
         tokens stay where they are from layer to layer, so the sum of the work of all layers is
@@ -188,6 +198,8 @@ class Layout:
     def merged(self, size: int) -> Layout:
         """The layout of `cp / size` members, each of which holds the tokens of `size` neighboring
         ranks in ascending order.
+
+            members = Layout.zigzag(8192, 8).merged(2)  # 4 members of 2 ranks
 
         Neighboring chunks of a member are joined, so a zigzag layout gives a zigzag layout. Raises
         `PlanError` if `size` does not divide the ranks.
@@ -232,7 +244,12 @@ class Layout:
         return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
     def positions(self, rank: int) -> Ints:
-        """The stream positions of the rank's tokens, ascending, int64 [tokens of the rank]."""
+        """The stream positions of the rank's tokens, ascending, int64 [tokens of the rank].
+
+            positions = layout.positions(rank=0)
+
+        Raises `PlanError` if there is no such rank.
+        """
         return np.concatenate(
             [np.arange(start, end) for start, end in self.ranges(rank)] or [np.empty(0, np.int64)]
         )
@@ -240,6 +257,8 @@ class Layout:
     def shard(self, x: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
         """The rank's part of a whole tensor along `dim`. Raises `PlanError` if `dim` does not hold
         `n` tokens.
+
+            part = layout.shard(x, rank=0, dim=1)
         """
         dim = dimension(dim, x)
         if x.shape[dim] != self.n:
@@ -255,6 +274,8 @@ class Layout:
 
     def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """The whole tensor from the parts of all ranks in their order: the inverse of `shard`.
+
+            whole = layout.unshard([layout.shard(x, rank, 1) for rank in range(layout.cp)], dim=1)
 
         Raises `PlanError` if the parts differ in size from `tokens_per_rank` along `dim`.
         """

@@ -29,6 +29,8 @@ FULL, CAUSAL, REVERSED, BAND = range(4)
 class Capabilities:
     """The abilities of a kernel beyond FULL and CAUSAL squares.
 
+        Capabilities(bands=True, varlen=True)  # a kernel like flash-attn
+
     bands: it supports any band on any rectangle in which every query sees a key, as flash-attn's
     bottom-right aligned windows.
     narrow_bands: it supports bands of up to this many diagonals on a rectangle small enough for a
@@ -91,6 +93,8 @@ class Lowered:
 def lower(tiles: Tiles, capabilities: Capabilities, apart: Ints | None = None) -> Lowered:
     """Rewrite `tiles` into disjoint tiles that allow the same pairs and that a kernel of these
     capabilities supports.
+
+        tiles = lower(Tiles.of([Tile(0, 512, 0, 512, lo=-200, hi=0)]), Capabilities()).tiles
 
     apart: int64 [tiles], such as the tiles' hops: tiles with different numbers share no call.
     """

@@ -54,6 +54,8 @@ class Mask(MaskTable):
     def from_dense(cls, allowed: Any, max_pieces: int = MAX_PIECES) -> Mask:
         """The mask of booleans [n, n], queries by keys: True where a query sees a key.
 
+            mask = Mask.from_dense(np.tril(np.ones((8, 8), bool)))  # causal
+
         The pieces allow exactly these pairs. Raises `PlanError` if `allowed` is not such a table,
         `ConfigError` if it needs more than `max_pieces` pieces.
         """
@@ -71,6 +73,8 @@ class Mask(MaskTable):
         device: str = "cpu",
     ) -> Mask:
         """The mask of a FlexAttention function `mask_mod(b, h, q, k)` over `n` tokens.
+
+            mask = Mask.from_mask_mod(lambda b, h, q, k: q - k >= 4, n=64)
 
         Torch's `create_mask` maps the function over queries and keys: it gets one of each, as
         tensors without dimensions on `device`, and returns one boolean. Torch's `and_masks`,
@@ -93,6 +97,8 @@ class Mask(MaskTable):
     ) -> Mask:
         """The mask of MagiAttention's slices: queries in `q_ranges[i]` see keys in `k_ranges[i]`,
         within `types[i]`.
+
+            mask = Mask.from_ranges([(0, 4), (4, 8)], [(0, 4), (0, 8)], "causal")
 
         Ranges are pairs (start, end). A type is "full" or 0; "causal" or 1, in which the last query
         sees up to the last key; "inv_causal" or 2, in which the first query sees from the first key
@@ -118,13 +124,20 @@ class Mask(MaskTable):
     def full(cls, n: int, window: tuple[int, int] = (-1, -1)) -> Mask:
         """Every query sees every key; with a window, the keys from i - left to i + right, where -1
         leaves a side open.
+
+            mask = Mask.full(8192, window=(128, 128))
         """
         mask = cls.documents([0, stream_length(n)], False, window)
         return replace(mask, name="full", details=window_in_words(window_of(window), causal=False))
 
     @classmethod
     def causal(cls, n: int, window: tuple[int, int] = (-1, 0)) -> Mask:
-        """Query i sees keys up to i; with a window, from i - left on."""
+        """Query i sees keys up to i; with a window, from i - left on.
+
+            mask = Mask.causal(8192, window=(4096, 0))
+
+        Raises `PlanError` for a window that is not a pair, or below -1.
+        """
         mask = cls.documents([0, stream_length(n)], True, window)
         return replace(mask, name="causal", details=window_in_words(window_of(window), causal=True))
 
@@ -138,6 +151,8 @@ class Mask(MaskTable):
     ) -> Mask:
         """Packed documents `[cu_seqlens[i], cu_seqlens[i + 1])`; a query sees only its own
         document.
+
+            mask = Mask.documents([0, 300, 420, 512])  # of 300, 120 and 92 tokens
 
         `n` is the length of the stream, by default the end of the last document. Tokens behind the
         last document are padding: they see nothing, and nothing sees them. Empty documents are
@@ -167,6 +182,8 @@ class Mask(MaskTable):
         """Packed documents in which the last one that holds a token also sees all documents before
         it.
 
+            mask = Mask.blockwise([0, 1000, 2000, 2100])  # two passages and a question
+
         So retrieved passages or examples are read apart, and a question behind them reads all:
         block attention (Ma et al., arXiv:2409.15355). Positions are places in the stream. Raises
         `PlanError` as `documents` does.
@@ -187,6 +204,8 @@ class Mask(MaskTable):
         """Packed documents in which every query also sees the prefix of its document, within the
         window's left side.
 
+            mask = Mask.prefix(8192, 1024)  # a prefix-LM
+
         Query i sees keys from i - left to max(i + right, last token of the prefix). `lengths` are
         the lengths of the prefixes, one for each document or one for all; `cu_seqlens` is by
         default one document of `n` tokens. Raises `PlanError` as `documents` does, and for a prefix
@@ -197,7 +216,10 @@ class Mask(MaskTable):
         lo, hi = band_of(window)
         prefix = integers(lengths, "prefix lengths")
         if prefix.ndim and prefix.shape != start.shape:
-            raise PlanError(f"{prefix.size} prefix lengths for {len(start)} documents")
+            raise PlanError(
+                f"{prefix.size} prefix lengths for {len(start)} documents: it must be one for all, "
+                "or one for each"
+            )
         check_all(
             (prefix >= 0) & (prefix <= end - start),
             lambda i: (
@@ -225,6 +247,8 @@ class Mask(MaskTable):
         n: int | None = None,
     ) -> Mask:
         """Branches of a tree, one after another: each sees itself and its ancestors, causally.
+
+            mask = Mask.tree([-1, 0, 0], [1024, 256, 300])  # a trunk and two branches
 
         `parents` has for each branch the number of the branch that it continues, -1 for a root; a
         parent comes before its children. `lengths` has the tokens of each branch. The positions of
@@ -283,6 +307,8 @@ class Mask(MaskTable):
     ) -> Mask:
         """Groups of one prompt and its responses: a response sees its prompt and itself, causally.
 
+            mask = Mask.shared_prefix([(1024, [256, 300])])  # a prompt and two responses
+
         `groups` are pairs (tokens of the prompt, [tokens of each response]). The prompt is stored
         once, before its responses. The positions of each response continue from its prompt.
         `window` and `n` are those of `documents`; tokens behind the last group are padding. Raises
@@ -332,6 +358,8 @@ class Mask(MaskTable):
         """Causal text in which the tokens of each span [start, end), as an image, see one another
         both ways.
 
+            mask = Mask.images(8192, [(1000, 2600), (5000, 6600)])
+
         `cu_seqlens` are packed documents, by default one of `n` tokens. Raises `PlanError` for
         spans that overlap, are empty, or are not inside one document.
         """
@@ -365,6 +393,8 @@ class Mask(MaskTable):
         """A window, and spans [start, end) of tokens that see every token and that every token
         sees.
 
+            mask = Mask.with_global(8192, [(0, 256)], window=(1024, 0))
+
         Query i sees key j if j is within `window` of i, or if one of the two is in a span; causal
         masks hide later keys. This is the global attention of Longformer (Beltagy et al.,
         arXiv:2004.05150). Raises `PlanError` for spans that overlap, are empty or lie outside of
@@ -394,6 +424,8 @@ class Mask(MaskTable):
     ) -> Mask:
         """Query i sees the keys of its document up to the end of its own block of `block` tokens.
 
+            mask = Mask.block_causal(8192, block=64)
+
         `cu_seqlens` are packed documents, by default one of `n` tokens; blocks are counted from the
         first token of each. Raises `PlanError` for blocks below 1 and as `documents` does.
         """
@@ -412,6 +444,8 @@ class Mask(MaskTable):
         """A clean half and a noised half of one sequence in one stream of `n` tokens, for block
         diffusion.
 
+            mask = Mask.block_diffusion(16384, block=1024)
+
         The clean half is block causal. A noised block sees itself and the clean blocks before it.
         Both halves have the positions 0 to n / 2 - 1. The mask is that of BD3-LM (Arriola et al.,
         arXiv:2503.09573), the clean half first. Raises `PlanError` if `n` is odd.
@@ -419,7 +453,9 @@ class Mask(MaskTable):
         n = stream_length(n)
         block = _block(block, n)
         if n % 2:
-            raise PlanError(f"a stream of {n} tokens has no two equal halves, clean and noised")
+            raise PlanError(
+                f"{n} tokens have no two equal halves, clean and noised: n must be even"
+            )
         half = n // 2
         start = np.arange(0, half, block)
         end = np.minimum(start + block, half)

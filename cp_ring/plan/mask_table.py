@@ -70,6 +70,8 @@ class MaskTable:
         """A mask of `n` tokens from pieces (q0, q1, k0, k1) or (q0, q1, k0, k1, lo, hi), which must
         not overlap.
 
+            mask = Mask.from_pieces(10, [(0, 10, 0, 4), (4, 10, 4, 10)])
+
         Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi. Without lo and
         hi they see all these keys; with lo > hi they see none. `positions`, int64 [n], are those of
         `Mask.positions`. Raises `PlanError` for a piece that is outside of the stream or ends
@@ -103,6 +105,8 @@ class MaskTable:
         """The mask of the pairs that at least one of the `masks` allows; they may overlap.
         Positions are those of the first mask.
 
+            mask = Mask.union(Mask.causal(64), Mask.from_pieces(64, [(8, 24, 8, 24)]))
+
         Raises `PlanError` if there is no mask, or if masks differ in length.
         """
         if not masks:
@@ -121,6 +125,8 @@ class MaskTable:
     def __and__(self, window: tuple[int, int]) -> Self:
         """The mask of the pairs that this mask allows and whose positions are within `window`
         (left, right); -1 leaves a side open.
+
+            mask = Mask.documents([0, 4096, 8192]) & (1024, 0)
 
         Distances are between `positions`: a response sees the last tokens of its prompt, however
         many responses lie between them in the stream.
@@ -149,7 +155,12 @@ class MaskTable:
 
     @classmethod
     def batch(cls, rows: Sequence[Self]) -> Self:
-        """Batch rows, each with its own mask, as one stream: row after row."""
+        """Batch rows, each with its own mask, as one stream: row after row.
+
+            mask = Mask.batch([Mask.causal(4096), Mask.full(4096)])
+
+        Raises `PlanError` if there is no batch row.
+        """
         if not _all_masks(rows):
             raise PlanError("a batch must have at least one row")
         starts = np.cumsum([0, *(row.n for row in rows)]).tolist()
@@ -213,6 +224,8 @@ class MaskTable:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The mask that `to_dict` has written. Raises `PlanError` for other values and for
         overlapping pieces.
+
+            same = Mask.from_dict(mask.to_dict())
         """
         unknown = [name for name in values if name not in _FIELDS]
         missing = [name for name in ("n", "pieces") if name not in values]

@@ -47,7 +47,7 @@ def check_members(layout: Layout, members: Layout, ulysses: int) -> None:
     check_layout(layout)
     if layout.merged(ulysses).digest != members.digest:
         raise PlanError(
-            f"the plan of the ring is not that of members of {ulysses} ranks of the layout"
+            f"the ring of the plan has other members than {ulysses} neighboring ranks of the layout"
         )
     for member in range(members.cp):
         Moves.gathered(layout, members, member).verify(layout, members, member=member)

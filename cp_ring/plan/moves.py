@@ -130,7 +130,7 @@ class Moves:
         start = starts_of(size)[shards[0]]
         ends = np.append(target[order][1:], start + size[shards].sum())
         if target[order][:1].tolist() != [start] or ((target + self.tokens)[order] != ends).any():
-            raise PlanError("moves: a token is filled twice, or not at all")
+            raise PlanError("moves: a place is filled twice, or not at all")
         cells, stream = _cells(before)
         where, cell = overlaps(source, source + self.tokens, cells[:-1], cells[1:])
         begin = np.maximum(source[where], cells[cell])

@@ -40,6 +40,8 @@ class PlanSpec:
     """How attention is split over ranks; `cp_ring.plan.plan.plan` makes and proves the plan of a
     mask.
 
+        plan = PlanSpec("balanced", schedule="ring").build(Mask.causal(8192), cp=4)
+
     layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`.
     route, schedule, ulysses, slot_shards: as in `Plan.build`.
     choice: chooses the `ulysses` of least predicted time (`cost.fastest_heads`).
@@ -135,6 +137,8 @@ class Plan:
     ) -> Plan:
         """The plan of all ranks, not yet proven.
 
+            plan = Plan.build(mask, layout, schedule="ring")
+
         Args:
             mask: which keys each query sees.
             layout: which rank holds which tokens.
@@ -156,7 +160,12 @@ class Plan:
     def build_rank_plan(
         cls, mask: Mask, layout: Layout | str, rank: int, **options: Any
     ) -> RankPlan:
-        """One rank's part of `build`, without planning for other ranks if the route is `local`."""
+        """One rank's part of `build`, without planning for other ranks if the route is `local`.
+
+            rank_plan = Plan.build_rank_plan(mask, layout, rank=0)
+
+        Raises `PlanError` as `build` does, and if there is no such rank.
+        """
         spec = PlanSpec(layout, **options)
         return spec.build_rank_plan(mask, _ranks_of(spec), rank)
 
@@ -200,6 +209,8 @@ class Plan:
     ) -> Report:
         """Prove the plan for all ranks with `num_slots` receive buffers; see
         `cp_ring.plan.proof.verify`.
+
+            report = plan.verify(rank_plans=True)
 
         The report is about the members of the ring. Each rank of a member runs the ring for its own
         heads, and `split_heads` proves that every head has one rank. So each (query, key, head)

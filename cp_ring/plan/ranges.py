@@ -71,7 +71,10 @@ def offsets(values: object, what: str, end: int | None = None) -> Ints:
             f"{what} must be one list of offsets, not an array of shape {list(edges.shape)}"
         )
     if not len(edges) or edges[0] != 0 or (edges[1:] < edges[:-1]).any():
-        raise PlanError(f"{what} must start at 0 and not decrease, not {short(edges)}")
+        raise PlanError(
+            f"{what} must start at 0 and not decrease, not {short(edges)}; [0, 300, 420] are "
+            "documents of 300 and 120 tokens"
+        )
     if edges[-1] > MAX_TOKENS:
         raise PlanError(f"{what} ends at {edges[-1]}: a stream holds at most {MAX_TOKENS} tokens")
     if end is not None and edges[-1] != end:
@@ -102,7 +105,7 @@ def range_pairs(ranges: object, what: str) -> Ints:
     pairs = integers(ranges, what)
     pairs = pairs.reshape(0, 2) if not pairs.size else pairs
     if pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise PlanError(f"{what} are pairs (start, end), not an array of {list(pairs.shape)}")
+        raise PlanError(f"{what} must be pairs (start, end), not an array of {list(pairs.shape)}")
     return pairs
 
 
@@ -133,7 +136,9 @@ def window_of(window: tuple[int, int]) -> tuple[int, int]:
         raise (
             error
             if isinstance(error, PlanError)
-            else PlanError(f"window {window!r}: it is a pair (left, right)")
+            else PlanError(
+                f"window {window!r}: it must be a pair (left, right), -1 for an open side"
+            )
         ) from None
     if left < -1 or right < -1:
         raise PlanError(f"window ({left}, {right}): each side must be -1 (open) or at least 0")

@@ -34,7 +34,12 @@ OPEN = 1 << 60
 
 
 class Tile(NamedTuple):
-    """One tile, for people and kernels. `lo` = -OPEN or `hi` = OPEN leaves that side unbounded."""
+    """One tile, for people and kernels. `lo` = -OPEN or `hi` = OPEN leaves that side unbounded.
+
+        causal = Tile(q0=0, q1=512, k0=0, k1=512, hi=0)
+
+    Its queries are q0 <= q < q1, its keys k0 <= k < k1, and its band is lo <= k - q <= hi.
+    """
 
     q0: int
     q1: int
@@ -54,7 +59,12 @@ class Tile(NamedTuple):
 
 
 class Tiles:
-    """Tiles as one int64 array `data` [6, count]: q0, q1, k0, k1, lo, hi. Iterates over `Tile`s."""
+    """Tiles as one int64 array `data` [6, count]: q0, q1, k0, k1, lo, hi. Iterates over `Tile`s.
+
+        tiles = Tiles.of([Tile(0, 512, 0, 256), Tile(0, 512, 256, 512, hi=0)])
+
+    `of` makes them from rows of six numbers, `columns` from six columns.
+    """
 
     __slots__ = ("data",)
 

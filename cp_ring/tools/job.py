@@ -48,6 +48,9 @@ _PLAIN = {
     "dict_type": _SECTION,
     "dataclass_type": _SECTION,
     "path_type": "must be a path",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "string_type": "must be text",
 }  # plain text for pydantic's types of errors
 _LAUNCHER = dict.fromkeys(
     ("nnodes", "node_rank", "master_addr", "master_port", "max_restarts"),

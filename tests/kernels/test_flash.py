@@ -273,11 +273,11 @@ def test_rejections_are_one_line():
     assert kernel.rejection(CPU, torch.bfloat16, 192, 128) is None
     assert (
         kernel.rejection(CPU, torch.bfloat16, 256, 256)
-        == "4 knows head sizes up to 128, not 256 and 256"
+        == "4 supports head sizes up to 128, not 256 and 256"
     )
     assert (
         kernel.rejection(CPU, torch.float32, 64, 64)
-        == "knows float16 and bfloat16, not torch.float32"
+        == "supports float16 and bfloat16, not torch.float32"
     )
     with pytest.raises(
         KernelError, match="kernel='flash': flash needs flash-attn 3 or 4, which is not installed"

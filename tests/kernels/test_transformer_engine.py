@@ -108,7 +108,7 @@ def test_rejections_are_one_line():
     with installed("2.20.2"):
         assert (
             KERNEL.rejection(CPU, torch.float32, 64, 64)
-            == "knows float16 and bfloat16, not torch.float32"
+            == "supports float16 and bfloat16, not torch.float32"
         )
         assert KERNEL.rejection(CPU, torch.float16, 264, 264).startswith(
             "has no fused backend for head sizes 264 and 264"

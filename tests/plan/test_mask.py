@@ -183,7 +183,7 @@ def test_area_of_a_long_mask_is_exact() -> None:
             lambda: Mask.causal(8, (-2, 0)),
             r"window \(-2, 0\): each side must be -1 \(open\) or at least 0",
         ),
-        (lambda: Mask.causal(8, 1), r"window 1: it is a pair \(left, right\)"),
+        (lambda: Mask.causal(8, 1), r"window 1: it must be a pair \(left, right\)"),
         (lambda: Mask.prefix(8, [1, 2]), "2 prefix lengths for 1 documents"),
         (lambda: Mask.prefix(8, 9), "document 0 of 8 tokens has a prefix of 9"),
         (lambda: Mask.causal(8).allowed(0, 8), r"pair \(0, 8\) is outside the 8 tokens"),

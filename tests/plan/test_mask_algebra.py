@@ -264,7 +264,7 @@ def test_overlaps_are_found_and_named(data: st.DataObject, n: int) -> None:
         (lambda: Mask.from_ranges([(0, 4)], [(0, 4)], "bicausal"), "type 'bicausal' of a slice"),
         (lambda: Mask.from_ranges([(0, 4), (2, 6)], [(0, 4)] * 2),
             "overlap: query 2 sees key 0 in both"),
-        (lambda: Mask.block_diffusion(7, 2), "a stream of 7 tokens has no two equal halves"),
+        (lambda: Mask.block_diffusion(7, 2), "7 tokens have no two equal halves"),
         (lambda: Mask.from_dict({"n": 8}), r"here \['pieces'\] is missing"),
         (lambda: Mask.from_dict({"n": 8, "pieces": [], "window": 3}),
             r"here \['window'\] is unknown"),

@@ -172,8 +172,8 @@ def group_of_microbatch(packed: Any, group: Any) -> Any:
 
 
 def without_whole_rows(packed: Any, n: int) -> Any:
-    """Return `packed` (packed_seq_params), or None if it says in sbhd that each batch row of `n`
-    tokens is one document.
+    """Return None if `packed` (packed_seq_params) only says, in sbhd, that each batch row of `n`
+    tokens is one document; else return `packed`.
     """
     if packed is None or isinstance(packed, DocumentParams) or packed.qkv_format != "sbhd":
         return packed

@@ -81,6 +81,8 @@ def pack(
 ) -> PackedRows:
     """Pack documents of these `lengths` (tokens) into rows of `capacity` tokens.
 
+        packing = pack([900, 3000, 500, 2500, 196], capacity=4096)
+
     how: `first-fit` or `fill`.
     cut_long: cut a document that is longer than a row into row-sized pieces and a rest, instead of
         raising; `fill` always cuts.

@@ -159,7 +159,7 @@ def layer_problem(config: Any, layer_number: int, attention_type: str) -> str | 
             "switch them off"
         )
     if layer.attn_logit_softcapping:  # an option of Megatron after 0.20
-        return "--cp-ring does not support attn_logit_softcapping"
+        return "--cp-ring does not support attn_logit_softcapping: leave it out"
     return None
 
 

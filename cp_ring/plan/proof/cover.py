@@ -92,15 +92,15 @@ def _check_equal(computed: Intervals, allowed: Intervals, names: _Names) -> None
     if missing:
         raise PlanError(
             f"rank {names.rank(allowed, i)}: {names.queries(allowed, i)} see keys "
-            f"{names.keys(allowed, i)}, the first of them of rank {names.owner(allowed, i)}, but "
-            "no hop computes them"
+            f"{names.keys(allowed, i)} of rank {names.owner(allowed, i)} (those of the first "
+            "query), but no hop computes them"
         )
     if i < len(computed.strip):
         known = i < len(allowed.strip) and allowed.strip[i] == computed.strip[i]
         wanted = names.keys(allowed, i) if known else "no more"
         raise PlanError(
             f"{names.tile(computed, i)}: {names.queries(computed, i)} see keys "
-            f"{names.keys(computed, i)} at the first of them, but the mask allows {wanted}"
+            f"{names.keys(computed, i)} (those of the first query), but the mask allows {wanted}"
         )
 
 
@@ -183,11 +183,12 @@ class _Shards:
 
 
 def _parts(pieces: Tiles, shards: _Shards) -> tuple[Tiles, Ints, Ints]:
-    """Return fitted pieces cut by the chunks of their queries, in positions of the stream; the
-    piece of each part; and the number to add to its queries for their place on the axis.
+    """Return the fitted pieces cut by the chunks of their queries, as parts in positions of the
+    stream; the piece of each part; and the number that turns the queries of each part into places
+    on the axis of all shards.
 
     Parts without a band that follow one another in a shard and see the same keys are joined; their
-    queries are already those of the axis.
+    queries are places on the axis already.
     """
     piece, chunk = overlaps(pieces.q0, pieces.q1, shards.edges[:-1], shards.edges[1:])
     parts = pieces[piece].within(shards.edges[chunk], shards.edges[chunk + 1])

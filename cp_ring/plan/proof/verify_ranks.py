@@ -107,7 +107,8 @@ class _Contents:
             at = last
         if at != size or at != max((piece[1] for piece in self.pieces), default=0):
             raise PlanError(
-                f"{self.name}: {size} tokens, filled by {[piece[:2] for piece in self.pieces]}"
+                f"{self.name} has {size} tokens, each to be filled once, but messages fill "
+                f"{[piece[:2] for piece in self.pieces]}"
             )
 
 
@@ -122,11 +123,14 @@ def _check_rank_plan(part: RankPlan, plan: PlanTables) -> None:
         )
     for before, after in pairwise(part.hops):
         if before.index >= after.index:
-            raise PlanError(f"rank {part.member}: hop {after.index} follows hop {before.index}")
+            raise PlanError(
+                f"rank {part.member}: hops must ascend, but hop {after.index} follows hop "
+                f"{before.index}"
+            )
     for hop in part.hops:
         if hop.index == 0 and (hop.receives or hop.sends or hop.grad_sends):
             raise PlanError(
-                f"rank {part.member}, hop 0: messages at the hop of the rank's own keys"
+                f"rank {part.member}, hop 0: it works on the rank's own keys, but it has messages"
             )
 
 
@@ -228,7 +232,7 @@ def _of_owners(
     read = list(held.tokens(tile.k0, tile.k1))
     if list(summed.tokens(tile.k0 + shift, tile.k1 + shift)) != read:
         raise PlanError(
-            f"{summed.name}: the gradients of keys {tile.k0}..{tile.k1} are at other tokens"
+            f"{summed.name}: the gradients of keys {tile.k0}..{tile.k1} go to other tokens"
         )
     at = tile.k0
     for owner, start, end in read:

@@ -134,7 +134,9 @@ class AttentionSizes:
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise PlanError(f"{self.kv_heads} key/value heads do not divide {self.heads} heads")
+            raise PlanError(
+                f"{self.kv_heads} key/value heads do not divide {self.heads} query heads"
+            )
         if self.head_dim < 1 or (self.value_dim or 1) < 1 or self.batch < 1:
             raise PlanError(
                 f"head_dim {self.head_dim}, value_dim {self.value_dim}, batch {self.batch}: each "

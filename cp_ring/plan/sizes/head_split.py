@@ -69,6 +69,8 @@ def split_heads(heads: int, kv_heads: int, size: int) -> HeadSplit:
     """Return the proven split (`check_heads`) of `heads` query heads and `kv_heads` key/value heads
     over the `size` ranks of a member.
 
+        split = split_heads(heads=32, kv_heads=8, size=4)
+
     A rank with several key/value heads of its own gets them in 2 or 3 groups, if these are equal.
 
     Raises `PlanError` with the line of `unsplit`.
