@@ -85,8 +85,8 @@ def prefix_pack(
     for name, tokens_of_prompt in (("prompts", prompt), ("weights", weight)):
         if tokens_of_prompt.ndim and tokens_of_prompt.shape != lengths.shape:
             raise PlanError(
-                f"{name} of shape {list(tokens_of_prompt.shape)} for {len(arrays)} sequences: it must "
-                "be one number for all, or one for each"
+                f"{name} of shape {list(tokens_of_prompt.shape)} for {len(arrays)} sequences: it "
+                "must be one number for all, or one for each"
             )
     check_all(
         (prompt >= 0) & (prompt <= lengths),

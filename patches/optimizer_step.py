@@ -11,9 +11,9 @@ expect this in three places:
 - It gives one shared step tensor to all parameters; Adam then adds 1 for every parameter in each
   training step.
 
-With TransformerEngine or Apex these three are not changed. In all cases, Megatron's optimizer copies
-values into float32 parameters while gradients are enabled, which torch rejects for leaves of the
-graph; this patch disables gradients for the copy.
+With TransformerEngine or Apex these three are not changed. In all cases, Megatron's optimizer
+copies values into float32 parameters while gradients are enabled, which torch rejects for leaves of
+the graph; this patch disables gradients for the copy.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class LatentKeys:
             or self.latent.shape[:2] != self.rope.shape[:2]
         ):
             raise PlanError(
-                "latent and rope must be [batch, tokens, size], or [tokens, batch, size] with sbhd, "
-                f"for the same tokens; here {shapes}"
+                "latent and rope must be [batch, tokens, size], or [tokens, batch, size] with "
+                f"sbhd, for the same tokens; here {shapes}"
             )
         width = self.weight.shape[0] if self.weight.dim() == 2 else 0
         if (

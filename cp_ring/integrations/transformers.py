@@ -125,8 +125,8 @@ def _check_head(model: PreTrainedModel) -> None:
     names = [kind.__name__ for kind in type(model).__mro__]
     if not isinstance(model, tuple(known)) and not any(name.endswith(_HEADS) for name in names):
         raise ConfigError(
-            f"{names[0]} has a head that may pool a row, but each rank holds a part of the row: give "
-            f"the model inside of it, model.{model.base_model_prefix}, and pool "
+            f"{names[0]} has a head that may pool a row, but each rank holds a part of the row: "
+            f"give the model inside of it, model.{model.base_model_prefix}, and pool "
             "cp_ring.unshard(hidden_states, group=group)"
         )
     if any(name.endswith(_HEADS[1]) for name in names):
