@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cp_ring.comm.codecs import Codec
+from cp_ring.comm.streams import MessageOrder
 from cp_ring.comm.transport import Transport
 from cp_ring.kernels import AttentionKernel, determinism
 from cp_ring.kernels.calls import Statistics, Work, work_of
@@ -33,7 +34,8 @@ class Ring:
     """The settings that all calls around one ring share.
 
     `codec` is a class of codecs; `exact` asks for determinism; `rank` is the rank in the whole job.
-    `works` has the work of forward and of backward, each from its first call on.
+    `passes` has the work and the order of messages of forward and of backward, each from its first
+    call on.
     """
 
     codec: type[Codec]
@@ -42,7 +44,7 @@ class Ring:
     wire_dtype: torch.dtype
     exact: bool
     rank: int
-    works: dict[bool, Work] = field(default_factory=dict)
+    passes: dict[bool, tuple[Work, MessageOrder]] = field(default_factory=dict)
 
 
 class RingCall(NamedTuple):
@@ -56,12 +58,14 @@ class RingCall(NamedTuple):
     kernel: AttentionKernel
     place: Place
 
-    def work(self, device: torch.device, backward: bool) -> Work:
-        """Return the kernel calls and updates of a pass."""
-        works = self.ring.works
-        if backward not in works:
-            works[backward] = work_of(self.rank_plan, self.kernel, device, backward)
-        return works[backward]
+    def of_pass(self, device: torch.device, backward: bool) -> tuple[Work, MessageOrder]:
+        """Return the kernel calls and updates of a pass, and the order of its messages."""
+        passes = self.ring.passes
+        if backward not in passes:
+            work = work_of(self.rank_plan, self.kernel, device, backward)
+            order = MessageOrder.of(self.rank_plan, self.ring.num_slots, backward)
+            passes[backward] = work, order
+        return passes[backward]
 
 
 class RingAttention(torch.autograd.Function):
@@ -123,10 +127,9 @@ def _run_forward(
     """Run the hop loop: while a hop is computed, the keys of the next hop travel. Returns out [s,
     b, h, e] in `dtype` and lse [b, h, s].
     """
-    ring, work = call.ring, call.work(q.device, backward=False)
+    ring, (work, order) = call.ring, call.of_pass(q.device, backward=False)
     total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
-    keys = ring.codec(k, v, *inputs).keys(call.rank_plan, work.hops, call.transport, ring.num_slots)
-    for hop, k_hop, v_hop in keys:
+    for hop, k_hop, v_hop in ring.codec(k, v, *inputs).keys(order, call.transport):
         with span("forward", hop):
             for kernel_call in work.calls[hop]:
                 total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, ring.scale))
@@ -145,9 +148,9 @@ def _run_backward(
     """Run the hop loop of backward: partial gradients of the last hop's keys travel to their owners
     while the next hop is computed. `merged` is out, lse, and the gradient of lse.
     """
-    (out, lse, dlse), ring, work = merged, call.ring, call.work(q.device, backward=True)
+    (out, lse, dlse), ring = merged, call.ring
+    work, order = call.of_pass(q.device, backward=True)
     codec = ring.codec(k, v, *inputs)
-    keys = codec.keys(call.rank_plan, work.hops, call.transport, ring.num_slots, backward=True)
     grads = codec.gradients(call.rank_plan, work, call.transport, ring.wire_dtype)
     statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, q.dtype)
     if dlse is not None:
@@ -155,7 +158,7 @@ def _run_backward(
         # channel, values of 0, and -dlse as out, it is weight * dlse, from any kernel.
         one, minus = torch.zeros_like(dout), torch.zeros_like(out)
         one[..., 0], minus[..., 0] = 1.0, -dlse.permute(2, 0, 1)
-    for hop, k_hop, v_hop in keys:
+    for hop, k_hop, v_hop in codec.keys(order, call.transport):
         grads.start(hop)
         with span("backward", hop):
             for kernel_call in work.calls[hop]:

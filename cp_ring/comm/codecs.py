@@ -21,8 +21,9 @@ from typing import Protocol, override
 import torch
 from torch import Tensor
 
+from cp_ring.comm.gradients import GradStream
 from cp_ring.comm.slots import Buffer
-from cp_ring.comm.streams import GradStream, KeyStream
+from cp_ring.comm.streams import KeyStream, MessageOrder
 from cp_ring.comm.transport import Transport
 from cp_ring.ops.segments import Segments
 from cp_ring.plan.sizes.attention_sizes import WIRES, Wire
@@ -80,15 +81,8 @@ class Codec(Protocol):
         """Return this rank's own tokens in the form that travels: tensors [s, ...]."""
         ...
 
-    def keys(
-        self,
-        rank_plan: RankPlan,
-        hops: Sequence[Hop],
-        transport: Transport | None,
-        num_slots: int,
-        backward: bool = False,
-    ) -> Keys:
-        """Yield the keys and values of each of `hops`."""
+    def keys(self, order: MessageOrder, transport: Transport | None) -> Keys:
+        """Yield the keys and values of each hop."""
         ...
 
     def gradients(
@@ -114,16 +108,8 @@ class Plain:
     def encode(self) -> Buffer:
         return self._k, self._v
 
-    def keys(
-        self,
-        rank_plan: RankPlan,
-        hops: Sequence[Hop],
-        transport: Transport | None,
-        num_slots: int,
-        backward: bool = False,
-    ) -> Keys:
-        own = self.encode()
-        return KeyStream(rank_plan, hops, transport, own, num_slots, backward)
+    def keys(self, order: MessageOrder, transport: Transport | None) -> Keys:
+        return KeyStream(order, transport, self.encode())
 
     def gradients(
         self,
@@ -147,17 +133,10 @@ class Decoding(Plain, ABC):
 
     @override
     def keys(
-        self,
-        rank_plan: RankPlan,
-        hops: Sequence[Hop],
-        transport: Transport | None,
-        num_slots: int,
-        backward: bool = False,
+        self, order: MessageOrder, transport: Transport | None
     ) -> Iterator[tuple[Hop, Tensor, Tensor]]:
-        own = self.encode()
-        stream = KeyStream(rank_plan, hops, transport, own, num_slots, backward)
-        scratch = [x.new_empty((rank_plan.max_keys, *x.shape[1:])) for x in (self._k, self._v)]
-        for hop, *coded in stream:
+        scratch = [x.new_empty((order.tokens, *x.shape[1:])) for x in (self._k, self._v)]
+        for hop, *coded in KeyStream(order, transport, self.encode()):
             # A hop without tiles passes keys on without decoding them.
             if hop.receives and len(hop.tiles):
                 k, v = (x[: hop.num_keys] for x in scratch)

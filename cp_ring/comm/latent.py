@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.codecs import Decoding, KeyUpdates
+from cp_ring.comm.gradients import GradMessages
 from cp_ring.comm.slots import Buffer
-from cp_ring.comm.streams import GradMessages
 from cp_ring.comm.transport import Transport
 from cp_ring.errors import PlanError
 from cp_ring.ops.dtypes import in_one_dtype, sum_dtype, without_autocast

@@ -198,6 +198,17 @@ class Hop:
         """The number of allowed pairs of queries and keys in the tiles: the work of the hop."""
         return int(self.tiles.area().sum())
 
+    @cached_property
+    def arrivals(self) -> tuple[tuple[Transfer, Transfer], ...]:
+        """`grad_receives`, each with its messages in a buffer where all that arrive lie end to
+        end.
+        """
+        starts = accumulate((each.tokens for each in self.grad_receives), initial=0)
+        return tuple(
+            (each, each.packed(start))
+            for each, start in zip(self.grad_receives, starts, strict=False)
+        )
+
 
 class Hops(Sequence[Hop]):
     """A sequence of hops that makes each hop when it is first read: one rank of 1,024 has 1,024

@@ -563,7 +563,7 @@ ATTENTION: dict[str, Any] = {
     "boundary shifted by one": _parity("boundary shifted by one"),
     "rotary positions contiguous": _rotary,
     "stale slot": _at("cp_ring.comm.streams.KeyStream.__iter__", _stale),
-    "gradients of one hop lost": _at("cp_ring.comm.streams.GradStream.start", _hop_lost),
+    "gradients of one hop lost": _at("cp_ring.comm.gradients.GradStream.start", _hop_lost),
     "sink ignored": _parity("sink dropped"),
     "sink gradient dropped": _parity("sink gradient dropped"),
     "softmax scale": _at("cp_ring.megatron.adapter.attention.attention_of", _scaled),
@@ -582,7 +582,7 @@ ATTENTION: dict[str, Any] = {
         "cp_ring.megatron.adapter.attention.Inputs", _second_row_like_the_first
     ),
     "gradients of keys summed in bf16": _at(
-        "cp_ring.comm.streams.GradStream.finish", _key_gradients_in_bf16
+        "cp_ring.comm.gradients.GradStream.finish", _key_gradients_in_bf16
     ),
     "weight gradient twice": _parity("weight gradient twice"),
     "rotated part not returned": _parity("rotated part not returned"),
@@ -605,7 +605,7 @@ ATTENTION: dict[str, Any] = {
         "cp_ring.megatron.adapter.attention.attention_of", _one_rank_scaled
     ),
     "last key of a hop lost": _at("cp_ring.comm.streams.KeyStream.__iter__", _last_key_lost),
-    "gradients of one hop twice": _at("cp_ring.comm.streams.GradStream.start", _gradients_twice),
+    "gradients of one hop twice": _at("cp_ring.comm.gradients.GradStream.start", _gradients_twice),
     "rotary positions of one rank shifted": _pos_emb(_positions_shifted),
     **OF_ONE_LAYER,
     **OF_LENGTH,

@@ -1,0 +1,109 @@
+"""The messages of gradients of keys and values, which leave after their hop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from cp_ring.comm.slots import Buffer
+from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
+from cp_ring.observe import debug
+from cp_ring.observe.spans import waiting
+from cp_ring.ops.dtypes import sum_dtype
+from cp_ring.ops.segments import Segments
+from cp_ring.ops.totals import Sum
+from cp_ring.plan.tables import Hop, RankPlan, Transfer
+
+
+class GradMessages:
+    """The messages of gradients, which arrive in the tensors of `buffer`.
+
+    A hop's messages travel while the next hop is computed, and are complete before the messages of
+    the next hop leave. So at most three sets of gradients exist at a time, for any number of ranks:
+    those of a hop, those that leave, and those that arrive.
+    """
+
+    def __init__(self, transport: Transport | None, buffer: Buffer):
+        self._transport, self._in = transport, buffer
+        self._pending: Pending = Done()
+        self._arriving: Sequence[tuple[Transfer, Transfer]] = ()
+
+    def _post(self, hop: Hop, leaving: Buffer) -> None:
+        """Post the messages of a hop, once those of the previous hop have been collected."""
+        assert self._transport is not None, "one rank sends no gradients"
+        self._arriving = hop.arrivals
+        debug.fill(*self._in)
+        sends = [(transfer, leaving) for transfer in hop.grad_sends]
+        receives = [(packed, self._in) for _, packed in self._arriving]
+        self._pending = self._transport.post(MessageBatch(sends, receives, "gradients", hop.index))
+
+    def _arrived(self) -> Sequence[tuple[Transfer, Transfer]]:
+        """Wait for the messages that were posted last. Return the transfers that have arrived, and
+        their places in `buffer`.
+        """
+        with waiting():
+            self._pending.wait()
+        arrived, self._arriving = self._arriving, ()
+        return arrived
+
+
+class GradStream(GradMessages):
+    """Gradients of keys and values: summed for each hop, sent to other ranks, and added to the sums
+    of the receiver. `updates` are the updates of each hop's sums, by the index of the hop.
+    """
+
+    def __init__(
+        self, rank_plan: RankPlan, updates: Mapping[int, Sequence[Segments]],
+        transport: Transport | None, own: Buffer,
+        wire_dtype: torch.dtype,
+    ):  # fmt: skip
+        self._updates, self._like, self._wire_dtype = updates, own, wire_dtype
+        super().__init__(transport, self._buffer(rank_plan.max_grad_receives, wire_dtype))
+        self._home = self._now = Sum(updates[0], [x.shape for x in own], own[0], own[0].dtype)
+        # Only hops of many kernel calls need sums in a wider dtype than the one that travels.
+        several = any(
+            segments.stays for index, of_hop in updates.items() if index for segments in of_hop
+        )
+        self._running = self._buffer(rank_plan.max_grads, sum_dtype(wire_dtype)) if several else ()
+
+    def start(self, hop: Hop) -> None:
+        """Begin the sums of a hop: gradients that are added from now on belong to the keys of
+        `hop`.
+        """
+        shapes = [(hop.num_grads, *x.shape[1:]) for x in self._like]
+        self._now = (
+            Sum(self._updates[hop.index], shapes, self._in[0], self._wire_dtype, self._running)
+            if hop.index
+            else self._home
+        )
+
+    def add(self, *grads: Tensor) -> None:
+        """Add the gradients of the hop's next kernel call, [u, b, g, d] for each tensor of
+        `own`.
+        """
+        self._now.add(*grads)
+
+    def send(self, hop: Hop) -> None:
+        """Add the gradients that arrived during this hop, then post the messages of this hop."""
+        self._collect()
+        if self._transport is not None:
+            self._post(hop, tuple(self._now.finish()) if hop.grad_sends else ())
+
+    def finish(self) -> Sequence[Tensor]:
+        """Return the gradients of this rank's own keys and values, summed over all ranks: [s, b, g,
+        d] and [s, b, g, e].
+        """
+        self._collect()
+        return self._home.finish()
+
+    def _collect(self) -> None:
+        """Add the gradients that have arrived as parts of one transfer each, in the order that
+        `gradient_updates` of the plan expects.
+        """
+        for transfer, _ in self._arrived():
+            (self._now if transfer.buffer else self._home).add(*self._in)
+
+    def _buffer(self, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty((num_tokens, *x.shape[1:]), dtype=dtype) for x in self._like)
