@@ -186,8 +186,8 @@ def zigzag(n: int, cp: int) -> Layout:
 
 
 def _edges(ends: Offsets | None, layout: Layout | str, tokens: int, cp: int) -> tuple[int, ...]:
-    """Return the offsets of documents if a rank holds so many tokens; without `ends`, those of one
-    document.
+    """Return the offsets of documents in a sequence of which this rank holds `tokens` tokens;
+    without `ends`, the offsets of one document.
     """
     end = layout.n if isinstance(layout, Layout) else None
     if ends is not None:

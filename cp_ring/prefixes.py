@@ -1,4 +1,4 @@
-"""Packing of sequences by their common prefixes, as those of rollouts of one prompt."""
+"""Packs sequences by their common prefixes, such as the rollouts of one prompt."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class Runtime:
         return decorate
 
     def reset(self) -> None:
-        """Return all registered state to that of the import of its module. No call of attention may
-        run meanwhile.
+        """Give all registered state the value that it had when its module was imported. No call of
+        attention may run meanwhile.
         """
         for reset in self._resets:
             reset()

@@ -21,8 +21,8 @@ from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
 class MaskOfAllRanks(torch.Tensor):
-    """A rank's part of a loss mask. Its `sum()` is the mean over ranks, because Megatron averages
-    over ranks what it divides by the sum.
+    """A rank's part of a loss mask. Its `sum()` is the mean over ranks, because Megatron divides by
+    this sum and averages the quotients over ranks.
     """
 
     mean_sum: torch.Tensor
@@ -53,9 +53,9 @@ def roll_in_documents(
     """Return the value of the next token in the document for each token (zero for the last token),
     and the sum of the result.
 
-    For a loss mask the sum is the mean over ranks, because Megatron averages over ranks what it
-    divides by the sum. tensor: [batch, n / cp], of any dtype. The signature is that of Megatron's
-    `roll_tensor`.
+    For a loss mask the sum is the mean over ranks, because Megatron divides by this sum and
+    averages the quotients over ranks. tensor: [batch, n / cp], of any dtype. The signature is that
+    of Megatron's `roll_tensor`.
     """
     if tensor is None:
         return None, None

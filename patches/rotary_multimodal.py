@@ -18,8 +18,8 @@ from cp_ring.patches.patch import Patch, Replacement
 
 @around
 def _with_whole_embeddings(preprocess: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the method of a model that asks for rotary embeddings: those of packed positions with
-    sections stay whole instead of being split over ranks.
+    """Wrap the method of a model that asks for rotary embeddings: embeddings of packed
+    positions with sections stay whole instead of being split over ranks.
     """
     from cp_ring.megatron.data.documents import ALONE
 

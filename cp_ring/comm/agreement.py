@@ -183,7 +183,9 @@ def begin_anew() -> None:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """Return a copy of the store of a process group: a wait blocks a store for other threads."""
+    """Return a copy of the store of a process group, because a wait on a store blocks it for other
+    threads.
+    """
     c10d: Any = dist.distributed_c10d
     return c10d._get_process_group_store(group).clone()
 

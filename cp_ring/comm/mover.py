@@ -69,15 +69,15 @@ class Mover:
         return self.there([[x]] * len(self._ranks), kind)
 
     def back(self, parts: Sequence[Buffers], kind: str) -> Landing:
-        """Return tokens to the ranks from which they came: `parts[p]` has them in the places of the
-        tokens that rank p sent. The landing returns a tensor for each rank: the tokens that went
-        there, end to end.
+        """Return tokens to the ranks from which they came: the tensors of `parts[p]` have them in
+        the places of the tokens that rank p sent. The landing returns tensors for each rank: the
+        tokens that went there, end to end.
         """
         return self._apart(parts, self._coming, self._leaving, kind)
 
     def summed_back(self, gradient: Tensor, tokens: int, kind: str) -> Landing:
-        """Run `back` with the gradient of a tensor of so many tokens that every rank got. The
-        landing returns the sum of the gradients, in float32.
+        """Run `back` with the gradient of a tensor of `tokens` tokens that every rank got. The
+        landing returns the sum of the ranks' gradients, in float32.
         """
         land = self.back([[gradient]] * len(self._ranks), kind)
 

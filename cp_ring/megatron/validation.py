@@ -33,11 +33,11 @@ _FUSED = {
 
 
 def rejection(args: argparse.Namespace, ranks: int) -> str:
-    """Why Megatron's own validation rejects these parsed arguments for so many ranks, in one line;
-    "" where it accepts them.
+    """Return in one line why Megatron's own validation rejects these parsed arguments for a job of
+    `ranks` ranks; "" if it accepts them.
 
-    It is asked as on an H100 with TransformerEngine, whether there is one here or not. `args` stay
-    as they are.
+    The validation finds an H100 with TransformerEngine, whatever is on this machine. `args` do not
+    change.
     """
     from megatron.training import arguments
 
@@ -63,8 +63,8 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
 
 @contextlib.contextmanager
 def _as_on_a_gpu(connections: str) -> Iterator[None]:
-    """Megatron's validation finds what a rank with an H100 and TransformerEngine has, where it is
-    not there already.
+    """Let Megatron's validation find an H100 with TransformerEngine within the block, if there is
+    none here.
     """
     import importlib
 

@@ -231,8 +231,8 @@ def _deal(work: Work, segments: Ints, sizes: list[int], share: float) -> Split:
 
 
 def _part_of(ranks: int) -> int:
-    """Return how many ranks each part has into which so many ranks are split: a node, then
-    halves.
+    """Return how many ranks each part gets when `ranks` ranks are split into parts: the ranks of a
+    node, then halves.
     """
     if ranks > NODE and ranks % NODE == 0:
         return NODE
@@ -240,7 +240,7 @@ def _part_of(ranks: int) -> int:
 
 
 def _parts(work: Work, pieces: Pieces, rooms: list[int], share: float) -> list[Pieces]:
-    """Deal the pieces to parts of so many tokens."""
+    """Deal the pieces to parts of `rooms` tokens each."""
     if len(rooms) == 1:
         return [pieces]
     mean = float(pieces.work(work).sum()) / len(rooms)

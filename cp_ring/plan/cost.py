@@ -148,8 +148,8 @@ class AttentionTime:
         return forward, backward
 
     def _slowest(self, passes: int) -> tuple[float, float]:
-        """Return the seconds of the slowest rank in so many passes, and the part of them that it
-        waits.
+        """Return the seconds of the slowest rank in the first `passes` of forward and backward, and
+        the part of them in which it waits.
         """
         total = np.sum([stages.sum(1) for stages in self.stages[:passes]], axis=0)
         busy = np.sum([compute.sum(1) for compute in self.compute[:passes]], axis=0)

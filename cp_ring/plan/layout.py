@@ -324,8 +324,8 @@ def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
             )
     if sum(int(count) * mask.area() for mask, count in layers) >= _MOST_WORK:
         raise PlanError(
-            f"{', '.join(str(count) for _, count in layers)} layers of {layers[0][0].n} tokens: "
-            "too much work to count"
+            f"{', '.join(str(count) for _, count in layers)} layers of {layers[0][0].n} tokens "
+            "have more pairs of a query and a key than 64 bits can count"
         )
     return layers
 

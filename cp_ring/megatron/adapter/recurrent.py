@@ -85,8 +85,8 @@ def _starts(carried: MicrobatchMask) -> np.ndarray:
 
 
 def _order(x: torch.Tensor, cp: int, packed: Any) -> TokenOrder:
-    """Return the token order of `x` [n, b, ...]: that of the documents `packed` if given, else the
-    order in force, else that of the layout.
+    """Return the token order of `x` [n, b, ...]: the order of the documents `packed` if given, else
+    the order in force, else the order of the layout.
     """
     order = _in_force.get()
     if packed is None and order is not None:

@@ -116,8 +116,8 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
 
 
 def with_changes(args: argparse.Namespace, changes: dict[str, Any]) -> argparse.Namespace:
-    """Return a copy of a tiny model's arguments with those of `changes` that it has; its
-    configuration changes too.
+    """Return a copy of a tiny model's arguments with new values for the names in `changes` that
+    they have; the copy's configuration changes too.
     """
     changed, config = copy.copy(args), copy.copy(args.tiny_config)
     for owner, kept in ((changed, ""), (config, "cp_comm_type")):  # a list in the arguments only
