@@ -5,9 +5,10 @@ import argparse
 import pytest
 
 import cp_ring
-from cp_ring import ConfigError, ring_attention
+from cp_ring import ConfigError, PlanError, ring_attention
 from cp_ring.megatron.options import SETTINGS, Options
 from cp_ring.options import LEFT, LEFT_VALUES
+from cp_ring.plan import Layout, Mask, layout
 from tests.rings import Case
 
 
@@ -50,3 +51,11 @@ def test_functions_of_megatron_that_left_say_what_to_do():
     for name in cp_ring.megatron.LEFT:
         with pytest.raises(ConfigError, match=rf"^cp_ring\.megatron\.{name} left cp_ring: "):
             getattr(cp_ring.megatron, name)
+
+
+def test_keywords_of_the_balanced_layout_that_left_say_what_to_do():
+    for name in layout.LEFT:
+        with pytest.raises(PlanError, match=f"^{name} left cp_ring: "):
+            Layout.balanced(Mask.causal(8), 2, **{name: 1})
+    with pytest.raises(TypeError, match="no keyword other"):
+        Layout.balanced(Mask.causal(8), 2, other=1)

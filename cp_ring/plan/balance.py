@@ -16,8 +16,7 @@ parts are balanced as a whole where neighboring ranks exchange heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from operator import itemgetter
+from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -26,14 +25,14 @@ from numpy.typing import NDArray
 from cp_ring.errors import PlanError
 from cp_ring.plan.hops import NODE, SIZES, Traffic, exchange_seconds
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, overlaps
+from cp_ring.plan.ranges import Ints, overlaps, starts_of, union
 from cp_ring.plan.schedule import SLOT_SHARDS, ring_distance
 from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.tiles import split_at_edges
 
 Floats = NDArray[np.float64]
 
-GOOD_BALANCE, ENOUGH = 1.05, 1.02
+GOOD_BALANCE, ENOUGH = 1.05, 1.005
 """Maximum over mean work. Of the layouts that reach the first number, the fastest is taken.
 Exchanges end at the second one, which is smaller because parts of parts are uneven too.
 """
@@ -52,6 +51,9 @@ measured. ALIKE: rows are alike if none sees more than this many times the keys 
 
 Layers = Sequence[tuple[Mask, int]]
 """Masks of one length, and the number of layers that have each mask."""
+
+
+Range = tuple[int, int]
 
 
 class Chunks(Protocol):
@@ -116,7 +118,9 @@ def balanced_split(layers: Layers, cp: int, others: Sequence[Chunks]) -> Chunks:
     rows, work = _measured(layers, cp)
     sizes = [n // cp + (rank < n % cp) for rank in range(cp)]
     found: list[tuple[float, float, Chunks]] = []
-    for split in chain(others, (_deal(work, rows, sizes, share) for share in SHARES)):
+    good = [split for split in others if balance(layers, split) <= GOOD_BALANCE]
+    deals = (_deal(work, rows, sizes, share) for share in SHARES)
+    for split in chain(good, deals, (split for split in others if split not in good)):
         even = max(GOOD_BALANCE, balance(layers, split))
         least = min((reached for reached, *_ in found), default=even)
         if even > least:
@@ -132,34 +136,56 @@ def balanced_split(layers: Layers, cp: int, others: Sequence[Chunks]) -> Chunks:
 
 def _seconds(layers: Layers, split: Chunks) -> tuple[float, float]:
     """Return the seconds of forward and backward of all layers, each with its fastest number of
-    ranks that exchange heads; and the seconds of one kernel call on everything, divided evenly
-    among the ranks.
+    ranks that exchange heads; and the seconds in which all ranks would compute the same if their
+    work were even and nobody waited.
     """
-    total, one_call = 0.0, 0.0
+    total, computing = 0.0, 0.0
     for mask, count in layers:
-        tiles, *chunks = split_at_edges(mask.pieces, split.edges)
-        rank, source = (split.owner[chunk] for chunk in chunks)
-        shard, pairs = -(-mask.n // split.cp), tiles.area()
-        # blocks at the edges of a tile are computed whole
-        pairs += BLOCK // 2 * (tiles.q1 - tiles.q0 + tiles.k1 - tiles.k0)
-        ideal = float(pairs.sum()) / split.cp * sum(SIZES.pair_flops) / RATES.flops
-        traffics = []
-        for heads in heads_of(split.cp):
-            cp = split.cp // heads
-            far = ring_distance(rank // heads, source // heads, cp)
-            one = Traffic.of(tiles, pairs, rank // heads, far, cp, heads * shard, heads)
-            traffics.append(
-                (one.bound + 2 * exchange_seconds(shard, SIZES, heads, NODE, RATES), one)
-            )
-            if traffics[0][0] <= NEAR * ideal:
-                break
-        best = float("inf")
-        for least, one in sorted(traffics, key=itemgetter(0)):
-            if least < best:
-                best = min(best, one.fastest(SLOT_SHARDS)[1] + least - one.bound)
+        best, pairs = float("inf"), 0
+        for heads in reversed(heads_of(split.cp)):
+            members = _merged(split, heads)
+            exchange = exchange_seconds(-(-mask.n // split.cp), SIZES, heads, NODE, RATES)
+            if _least(mask, members, heads) + 2 * exchange < best:
+                traffic = _traffic(mask, members, heads)
+                if traffic.bound + 2 * exchange < best:
+                    best = min(best, traffic.fastest(SLOT_SHARDS)[1] + 2 * exchange)
+                pairs = int(traffic.pairs.sum())
         total += count * best
-        one_call += count * ideal
-    return total, one_call
+        computing += count * pairs / split.cp * sum(SIZES.pair_flops) / RATES.flops
+    return total, computing
+
+
+def _least(mask: Mask, members: Chunks, heads: int) -> float:
+    """Return a lower bound of the seconds without the exchange of heads: the work if it is even, or
+    the keys that reach the node of a member, whichever takes longer.
+    """
+    sizes = SIZES.of_rank(heads)
+    rows, chunk, _ = split_at_edges(mask.pieces, members.edges, key_edges=np.array([0, mask.n]))
+    member, start, end = union(members.owner[chunk], rows.k0, rows.k1)
+    seen = np.bincount(member, end - start).max(initial=0)
+    near = max(1, NODE // heads)
+    arriving = max(0, float(seen) - mask.n * near / members.cp) if members.cp > near else 0.0
+    keys, gradients = (arriving * width / RATES.between for width in sizes.on_wire())
+    pairs = mask.area() / members.cp / RATES.flops
+    there, back = (pairs * flops for flops in sizes.pair_flops)
+    return max(there, keys) + max(back, keys + gradients)
+
+
+def _traffic(mask: Mask, members: Chunks, heads: int) -> Traffic:
+    tiles, *chunks = split_at_edges(mask.pieces, members.edges)
+    rank, source = (members.owner[chunk] for chunk in chunks)
+    # blocks at the edges of a tile are computed whole
+    pairs = tiles.area() + BLOCK // 2 * (tiles.q1 - tiles.q0 + tiles.k1 - tiles.k0)
+    far = ring_distance(rank, source, members.cp)
+    shard = -(-mask.n // members.cp)
+    return Traffic.of(tiles, pairs, rank, far, members.cp, shard, heads)
+
+
+def _merged(split: Chunks, heads: int) -> Chunks:
+    """Return the chunks of the members, each of so many neighboring ranks, as `Layout.merged`."""
+    member = split.owner // heads
+    first = np.flatnonzero(np.append(True, member[1:] != member[:-1]))
+    return Split(np.append(split.edges[first], split.edges[-1]), member[first], split.cp // heads)
 
 
 def heads_of(cp: int) -> list[int]:
@@ -244,32 +270,44 @@ def _parts(work: Work, pieces: Pieces, rooms: list[int], share: float) -> list[P
     if len(rooms) == 1:
         return [pieces]
     mean = float(pieces.work(work).sum()) / len(rooms)
-    pieces = _cut(work, _runs(work, pieces, max(rooms) // RUN, mean / RUN), share * mean)
+    units = _units(work, _runs(work, pieces, max(rooms) // RUN, mean / RUN), share * mean)
+    flat = Pieces(*np.array([piece for unit in units for piece in unit], np.int64).T)
+    amounts = np.add.reduceat(flat.work(work), starts_of(np.array([len(unit) for unit in units])))
     load, room = [0.0] * len(rooms), list(rooms)
-    parts: list[list[tuple[int, int]]] = [[] for _ in rooms]
-    amounts = pieces.work(work)
-    order = np.argsort(-amounts, kind="stable")
-    for start, end, amount in zip(*(x[order].tolist() for x in (*pieces, amounts)), strict=True):
-        whole = end - start
-        while start < end:
-            fits = [part for part, left in enumerate(room) if left >= end - start]
+    parts: list[list[Range]] = [[] for _ in rooms]
+    for index in np.argsort(-amounts, kind="stable").tolist():
+        todo = [units[index]]
+        while todo:
+            unit = todo.pop()
+            size = sum(end - start for start, end in unit)
+            fits = [part for part, left in enumerate(room) if left >= size]
             part = min(fits or (x for x, left in enumerate(room) if left), key=load.__getitem__)
-            stop = min(end, start + room[part])
-            parts[part].append((start, stop))
-            load[part] += amount if stop - start == whole else work.between(start, stop)
-            room[part] -= stop - start
-            start = stop
+            if not fits and len(unit) > 1:
+                todo += [[piece] for piece in unit]
+                continue
+            if not fits:
+                [(start, end)], size = unit, room[part]
+                unit = [(start, start + size)]
+                todo.append([(start + size, end)])
+            parts[part] += unit
+            whole = unit is units[index]
+            load[part] += amounts[index] if whole else sum(work.between(*piece) for piece in unit)
+            room[part] -= size
     _even(work, parts, np.array(load), mean)
     return [Pieces(*np.array(sorted(part), np.int64).reshape(-1, 2).T) for part in parts]
 
 
 def _split(pieces: Pieces, segments: Ints) -> Pieces:
-    """Cut the pieces, which ascend, where segments begin."""
+    """Cut the pieces, which ascend, where segments begin, and long pieces of a segment that other
+    parts have pieces of too in the middle. So both halves of a node send the keys that others need.
+    """
     which, segment = overlaps(pieces.start, pieces.end, segments[:-1], segments[1:])
-    return Pieces(
-        np.maximum(pieces.start[which], segments[segment]),
-        np.minimum(pieces.end[which], segments[segment + 1]),
-    )
+    start = np.maximum(pieces.start[which], segments[segment])
+    end = np.minimum(pieces.end[which], segments[segment + 1])
+    size = end - start
+    shared = np.bincount(segment, size, len(segments) - 1) < np.diff(segments)
+    middle = (start + size // 2 // BLOCK * BLOCK)[shared[segment] & (size >= 8 * BLOCK)]
+    return Pieces(np.sort(np.append(start, middle)), np.sort(np.append(end, middle)))
 
 
 def _runs(work: Work, pieces: Pieces, size: int, most: float) -> Pieces:
@@ -282,28 +320,32 @@ def _runs(work: Work, pieces: Pieces, size: int, most: float) -> Pieces:
     return Pieces(start[first], end[np.append(first[1:], len(start)) - 1])
 
 
-def _cut(work: Work, pieces: Pieces, most: float) -> Pieces:
-    """Cut each piece of more than `most` work into as few equal pieces as needed."""
+def _units(work: Work, pieces: Pieces, most: float) -> list[list[Range]]:
+    """Return what is dealt as a whole: the pieces, and parts of each piece of more than `most`
+    work. It is cut into as few equal parts as needed, of which the first and the last are a unit,
+    then the second and the last but one, and so on: as in zigzag, units of a causal document have
+    equal work.
+    """
     amounts = pieces.work(work)
-    starts, ends = [pieces.start[amounts <= most]], [pieces.end[amounts <= most]]
+    units = [[(start, end)] for start, end in zip(*(x.tolist() for x in pieces), strict=True)]
     for index in np.flatnonzero(amounts > most).tolist():
-        first, last = int(pieces.start[index]), int(pieces.end[index])
-        finest = max((last - first) // FINEST, 1)
+        [(first, last)] = units[index]
+        finest = max((last - first) // FINEST // 2, 1)
         count, largest, edges = 1, float(amounts[index]), np.array([first, last])
         while largest > 1.001 * most and count < finest:
             count = min(max(count + 1, int(count * largest / most)), finest)
-            edges = np.linspace(first, last, count + 1).astype(np.int64)
-            if (last - first) // count >= 4 * BLOCK:
+            edges = np.linspace(first, last, 2 * count + 1).astype(np.int64)
+            if (last - first) // count >= 8 * BLOCK:
                 edges[1:-1] = first + (edges[1:-1] - first) // BLOCK * BLOCK
-            largest = float(work.of(edges).max())
-        starts.append(edges[:-1])
-        ends.append(edges[1:])
-    start = np.concatenate(starts)
-    order = np.argsort(start)
-    return Pieces(start[order], np.concatenate(ends)[order])
+            of = work.of(edges)
+            largest = float((of + of[::-1]).max())
+        cuts = list(pairwise(edges.tolist()))
+        units[index] = cuts[count - 1 : count + 1]
+        units += [[cuts[place], cuts[-1 - place]] for place in range(count - 1)]
+    return units
 
 
-def _even(work: Work, parts: list[list[tuple[int, int]]], load: Floats, mean: float) -> None:
+def _even(work: Work, parts: list[list[Range]], load: Floats, mean: float) -> None:
     """Exchange the ends of pieces of the busiest part for the beginnings of equally long pieces of
     the idlest part, until loads are even: most masks show a query the keys before it, so ends hold
     more work.
