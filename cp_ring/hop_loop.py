@@ -173,6 +173,7 @@ def _run_backward(
                     dq, dk = dq + more[0], dk + more[1]
                 total.add(dq)
                 grads.add(dk, dv)
+                del dq, dk, dv  # else they would live through the next call
         grads.send(hop)
     return *total.finish(), *grads.finish()
 

@@ -30,9 +30,9 @@ def merge(
     stored total, and store the new one.
 
     `running` [s, b, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running lse
-    in `lse_dtype`. Complete tokens go to `result` [s, b, h, e], which may be `running`. Without
-    `running`, everything is complete after this update. Tokens that no part has get 0 and -inf. On
-    CUDA, with Triton, it is one kernel.
+    in `lse_dtype`. Complete tokens go to `result` [s, b, h, e], which may be `running`, and is
+    empty if there are none. Without `running`, everything is complete after this update. Tokens
+    that no part has get 0 and -inf. On CUDA, with Triton, it is one kernel.
     """
     fits = result.is_cuda and lse.dtype == torch.float32 and segments.parts > 0
     if not (fits and _fused.run(segments.blocks(result.device), outs, lses, running, lse, result)):

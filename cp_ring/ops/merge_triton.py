@@ -107,14 +107,14 @@ def merge(
     """Run `cp_ring.ops.merge.merge` with the blocks of its segments. `running`, `lse` and `result`
     are contiguous.
     """
-    (_, b, heads, size), parts = result.shape, len(outs)
     running = result if running is None else running
+    (_, b, heads, size), parts = running.shape, len(outs)
     outs, lses = padded(outs), [*lses] + [lses[-1]] * (MAX_PARTS - len(lses))
     pairs = [x for pair in zip(outs, lses, strict=True) for x in pair]
     strides = [stride for out in outs for stride in out.stride()[:3]]
     _merge[(len(table), heads, b)](
         table, running, lse, result, *pairs,
-        *result.stride()[:3], size, *lse.stride()[:2], *strides,
+        *running.stride()[:3], size, *lse.stride()[:2], *strides,
         *(stride for x in lses for stride in x.stride()),
         PARTS=parts, BLOCK_Q=BLOCK_Q, BLOCK_E=triton.next_power_of_2(size),
     )  # fmt: skip

@@ -84,6 +84,8 @@ class Segments:
         self.parts, self.whole = len(table) - 4, whole
         # Some of the total has the dtype of sums before this update, or after it.
         self.stays = not table[2:4].all()
+        # Some of the total is complete after this update.
+        self.ends = bool(table[3].any())
         self._table = table
         self._segments: list[Segment] | None = None
         self._blocks: dict[torch.device, Tensor] = {}

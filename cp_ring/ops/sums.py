@@ -21,8 +21,9 @@ def add(
     one.
 
     `running` [s, b, h, d] holds the total in `sum_dtype` between updates. Complete tokens go to
-    `result` [s, b, h, d], which may be `running`. Without `running`, everything is complete after
-    this update. Tokens that no part has get 0. On CUDA, with Triton, it is one kernel.
+    `result` [s, b, h, d], which may be `running`, and is empty if there are none. Without
+    `running`, everything is complete after this update. Tokens that no part has get 0. On CUDA,
+    with Triton, it is one kernel.
     """
     fits = result.is_cuda and result.dtype != torch.float64 and segments.parts > 0
     if not (fits and _fused.run(segments.blocks(result.device), parts, running, result)):

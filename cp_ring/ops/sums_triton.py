@@ -72,11 +72,11 @@ def add(table: Tensor, parts: Sequence[Tensor], running: Tensor | None, result: 
     """Run `cp_ring.ops.sums.add` with the blocks of its segments. `running` and `result` are
     contiguous.
     """
-    _, b, heads, size = result.shape
     running, count, parts = result if running is None else running, len(parts), padded(parts)
+    _, b, heads, size = running.shape
     strides = [stride for x in parts for stride in x.stride()[:3]]
     # On sm_100 ptxas would spill three parts to have 48 registers; a limit of all leaves it 64.
     _add[(len(table), heads, b)](
-        table, running, result, *parts, *result.stride()[:3], size, *strides,
+        table, running, result, *parts, *running.stride()[:3], size, *strides,
         PARTS=count, BLOCK_Q=BLOCK_Q, BLOCK_D=triton.next_power_of_2(size), maxnreg=255,
     )  # fmt: skip

@@ -62,8 +62,8 @@ class Sum:
         if segments.whole and all(self._is_result(part) for (part,) in columns):
             self._result = [part for (part,) in columns]
             return
-        self._allocate(segments)
-        for index, result in enumerate(self._result):
+        results = self._allocate(segments)
+        for index, result in enumerate(results):
             add(
                 segments,
                 columns[index] if columns else (),
@@ -75,13 +75,18 @@ class Sum:
         """Return True if a part that is the whole total can be the result as it is."""
         return part.dtype == self._dtype and part.is_contiguous()
 
-    def _allocate(self, segments: Segments) -> None:
-        """Make the tensors that an update stores to."""
-        self._result = self._result or self._allocated(self._dtype)
-        if self._dtype == sum_dtype(self._dtype):
+    def _allocate(self, segments: Segments) -> Sequence[Tensor]:
+        """Make the tensors that an update stores to, and return those of the result: empty ones
+        until an update completes some tokens, because kernel calls before that need the memory.
+        """
+        same = self._dtype == sum_dtype(self._dtype)
+        if not self._result and (same or segments.ends):
+            self._result = self._allocated(self._dtype)
+        if same:
             self._running = self._result
         elif segments.stays and not self._running:
             self._running = self._allocated(sum_dtype(self._dtype))
+        return self._result or [self._like.new_empty(0, dtype=self._dtype)] * len(self._shapes)
 
     def _allocated(self, dtype: torch.dtype) -> list[Tensor]:
         return [self._like.new_empty(shape, dtype=dtype) for shape in self._shapes]
@@ -109,7 +114,7 @@ class Merge(Sum):
             # for some views.
             self._result, self._lse = [outs[0].new_empty(0).set_(outs[0])], lses[0]  # type: ignore[call-overload]
             return
-        self._allocate(segments)
+        (result,) = self._allocate(segments)
         self._lse = self._empty_lse() if self._lse is None else self._lse
         merge(
             segments,
@@ -117,7 +122,7 @@ class Merge(Sum):
             lses,
             self._running[0] if self._running else None,
             self._lse,
-            self._result[0],
+            result,
         )
 
     def _empty_lse(self) -> Tensor:

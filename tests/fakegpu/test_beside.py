@@ -15,7 +15,7 @@ from tests.gpu.beside import CONTESTANTS
 
 FILE = HERE.parents[1] / "docs" / "benchmarks" / "beside.json"
 COUNTS = ("launches", "kinds", "memcpys", "waits", "allocations", "events", "groups", "messages",
-          "received")  # fmt: skip
+          "received", "allocated")  # fmt: skip
 
 
 def counted(rows: list[dict], case: str, ranks: int) -> dict[str, dict]:
