@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
@@ -17,6 +16,7 @@ from cp_ring.megatron.data.documents import (
     DocumentParams,
     Documents,
     boundaries,
+    thd_params,
 )
 from cp_ring.megatron.data.masks import KEY, MicrobatchMask
 from cp_ring.megatron.data.rows import (
@@ -130,17 +130,7 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
     rank, cp = group.rank(), group.size()
     real = _offsets(batch[OFFSETS], OFFSETS)
     padded = real if batch.get(PADDED) is None else _offsets(batch[PADDED], PADDED)
-    longest = int(padded.diff().max())
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=real,
-        cu_seqlens_kv=real,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        cp_group=None if batch.get(SIZE) is None else group,
-    )
+    packed = thd_params(real, padded, None if batch.get(SIZE) is None else group)
     n = int(padded[-1])
     tensors = {
         name: value

@@ -14,7 +14,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cp_ring.megatron.data.packing import pack
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.ranges import offsets
 
@@ -107,7 +106,6 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
     "heads": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), ulysses=a),
     "plan, schedule": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), schedule=(a, b)),
     "plan, rank": lambda a, b: Plan.build_rank_plan(Mask.causal(N), Layout.zigzag(N, 2), a),
-    "pack": lambda a, b: pack([a, 3], b, cut_long=a == b or a == 2),
 }
 
 

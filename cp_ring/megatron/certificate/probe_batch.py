@@ -109,24 +109,12 @@ class BatchRows:
 
     def params(self, cp: int) -> Any:
         """Return the `packed_seq_params` of a layer."""
-        # slow to import, and installed with Megatron only
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        from cp_ring.megatron.data.documents import DocumentParams
+        # imports Megatron
+        from cp_ring.megatron.data.documents import DocumentParams, thd_params
 
         if self.kind.mask == "packed":
             ends = np.append(0, np.cumsum(self.lengths)), self.offsets
-            real, padded = (torch.from_numpy(edges).to(torch.int32) for edges in ends)
-            longest = int(np.diff(self.offsets).max())
-            return PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=real,
-                cu_seqlens_kv=real,
-                cu_seqlens_q_padded=padded,
-                cu_seqlens_kv_padded=padded,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
-            )
+            return thd_params(*(torch.from_numpy(edges).to(torch.int32) for edges in ends))
         carried = self.carried(cp)
         return None if carried is None else DocumentParams.carry(carried)
 

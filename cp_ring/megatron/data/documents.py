@@ -139,6 +139,23 @@ class DocumentParams(PackedSeqParams):
         return cls(qkv_format="sbhd", max_seqlen_q=n, max_seqlen_kv=n, documents=documents)
 
 
+def thd_params(real: torch.Tensor, padded: torch.Tensor, cp_group: Any = None) -> PackedSeqParams:
+    """Return Megatron's parameters of packed documents from their offsets, int32 [documents + 1],
+    without and with padding.
+    """
+    longest = int(padded.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        cp_group=cp_group,
+    )
+
+
 class _OneRank:
     """Stands for the process group of this rank alone."""
 
@@ -220,10 +237,10 @@ def _in_rows(real: bytes, batch: int, layout: str, cp: int, windows: LayerWindow
     """
     offsets = np.frombuffer(real, np.int64)
     n = int(offsets[-1]) // batch
-    of_rows = (_offsets_in_row(offsets, start, n) for start in range(0, n * batch, n))
-    layouts = [
-        layout_of_row(layout, n, cp, partial(Mask.documents, each, True)) for each in of_rows
-    ]
+    layouts = []
+    for start in range(0, n * batch, n):
+        of_row = offsets[(offsets >= start) & (offsets <= start + n)] - start
+        layouts.append(layout_of_row(layout, n, cp, partial(Mask.documents, of_row, True)))
     return Documents(
         offsets[:-1], offsets[1:], layouts[0] if batch == 1 else Layout.batch(layouts), batch
     )
@@ -244,14 +261,6 @@ def boundaries(position_ids: torch.Tensor) -> Ints:
             "must come from a GPT data set"
         )
     return np.append(np.flatnonzero(first.reshape(-1).numpy()), first.numel()).astype(np.int64)
-
-
-def _offsets_in_row(cu_seqlens: Ints, start: int, n: int) -> Ints:
-    """Return the offsets of the documents of the batch row `[start, start + n)` of the stream,
-    counted from `start`.
-    """
-    inside: Ints = cu_seqlens[(cu_seqlens >= start) & (cu_seqlens <= start + n)] - start
-    return inside
 
 
 def _common_offsets(packed: Any, *names: str) -> Ints | None:
