@@ -22,10 +22,11 @@ from cp_ring.cuts import check_cut, check_slices
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.observe import watchdog
-from cp_ring.options import LEFT, LEFT_VALUES
+from cp_ring.options import LEFT
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan_cache import PlanOptions
+from cp_ring.runtime import RUNTIME
 
 
 class CallOptions(TypedDict, total=False):
@@ -200,18 +201,8 @@ def _resolved(
     of_plan = {name: of_call.pop(name) for name in options if name in _OF_PLAN}
     if of_plan.get("layout", "") is None:  # the default, as for `shard`
         del of_plan["layout"]
-    for name in sorted(of_call.keys() - _OF_CALL):
-        if name in LEFT:
-            raise ConfigError(f"{name} left cp_ring: {LEFT[name]}")
-        near = difflib.get_close_matches(name, _OF_CALL | _OF_PLAN, 1, 0.4)
-        raise TypeError(
-            f"ring_attention() got an unexpected keyword argument {name!r}"
-            + f"; did you mean {''.join(near)}?" * bool(near)
-        )
-    for name in LEFT_VALUES.keys() & options.keys():
-        value: Any = options.get(name)
-        if isinstance(value, str) and value in LEFT_VALUES[name]:
-            raise ConfigError(f"{name}={value!r} left cp_ring: {LEFT_VALUES[name][value]}")
+    for name in of_call.keys() - _OF_CALL:
+        raise _unknown(name)
     if (timeout := of_call.pop("timeout", None)) is not None:
         _watch(timeout)
     latents, sink = None, of_call.pop("sink", None)
@@ -236,7 +227,30 @@ def _resolved(
     inputs = Inputs(q, k, v, sink, latents).alike()
     plain = latents is None or plan.ulysses > 1
     of_call["wire"] = of_call.get("wire") or ("plain" if plain else "latent")
-    return attention_of(plan, group, AttentionOptions(**of_call, lse=return_lse), inputs), inputs
+    return attention_of(plan, transport, _made_once(of_call, return_lse), inputs), inputs
+
+
+def _unknown(name: str) -> Exception:
+    """Return the error of a keyword that there is not, or no longer."""
+    if name in LEFT:
+        return ConfigError(f"{name} left cp_ring: {LEFT[name]}")
+    near = difflib.get_close_matches(name, _OF_CALL | _OF_PLAN, 1, 0.4)
+    return TypeError(
+        f"ring_attention() got an unexpected keyword argument {name!r}"
+        + f"; did you mean {''.join(near)}?" * bool(near)
+    )
+
+
+@RUNTIME.cache(maxsize=64, typed=True)
+def _options(**values: Any) -> AttentionOptions:
+    return AttentionOptions(**values)
+
+
+def _made_once(values: dict[str, Any], lse: bool) -> AttentionOptions:
+    try:
+        return _options(**values, lse=lse)
+    except TypeError:  # a list or the like, which no option can be, and no cache can hold
+        return AttentionOptions(**values, lse=lse)
 
 
 def _watch(timeout: float) -> None:

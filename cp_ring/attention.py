@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cp_ring.comm.agreement import Fact, some_of
 from cp_ring.comm.codecs import CODECS, Codec, Plain
-from cp_ring.comm.transport import Group, Transport, rank_in_job, transport_for
+from cp_ring.comm.transport import Transport, rank_in_job
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.hop_loop import Ring, RingAttention, RingCall
 from cp_ring.inputs import AttentionOptions, Inputs, KeptOutput, Output
@@ -63,12 +63,11 @@ _made: weakref.WeakKeyDictionary[RankPlan, dict[object, Attention]] = RUNTIME.ke
 
 
 def attention_of(
-    plan: AnyPlan, group: Group, options: AttentionOptions, inputs: Inputs
+    plan: AnyPlan, transport: Transport | None, options: AttentionOptions, inputs: Inputs
 ) -> Attention:
     """Return the `Attention` of a plan for inputs of this kind, which are `alike`. It is made once,
     and lives as long as this rank's part of the plan.
     """
-    transport = transport_for(group, inputs.q.device)
     rank_plan = rank_plan_of(plan, transport)
     of_plan = _made.setdefault(rank_plan, {})
     exact = deterministic() if options.deterministic is None else options.deterministic
@@ -144,7 +143,8 @@ class Attention:
         )
         alone, codec = rank_plan.cp == 1, _codec_for(options.wire, rank_plan, inputs)
         self._latents = codec.needs_latents and not alone
-        with determinism(options.deterministic) as exact:
+        with determinism(options.deterministic):
+            exact = deterministic()
             self._kernel: AttentionKernel = choose(
                 options.kernel,
                 device=q.device,

@@ -21,7 +21,7 @@ from cp_ring.comm.agreement import EVERY
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import in_one_dtype
-from cp_ring.options import NUM_SLOTS, WIRE_DTYPES, CallSettings, either
+from cp_ring.options import NUM_SLOTS, WIRE_DTYPES, CallSettings, check_left, either
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class AttentionOptions:
     compare_every: int = EVERY
 
     def __post_init__(self) -> None:
+        check_left("kernel", self.kernel)
         expect("softmax_scale", self.softmax_scale, Real, NoneType)
         expect("deterministic", self.deterministic, bool, NoneType)
         expect("return_lse", self.lse, bool)
@@ -88,6 +89,8 @@ class Inputs(NamedTuple):
 
     def alike(self) -> Inputs:
         """Return the inputs in one dtype if `torch.autocast` is in force."""
+        if not torch.is_autocast_enabled(self.q.device.type):
+            return self
         q, k, v, *more = in_one_dtype(self.q, self.k, self.v, *(self.latents or ()))
         latents = None if self.latents is None else type(self.latents)(*more)
         return Inputs(q, k, v, self.sink, latents)

@@ -52,6 +52,12 @@ LEFT_VALUES = {
 """Values of settings of the version before, and what to give in their place."""
 
 
+def check_left(name: str, value: object) -> None:
+    """Raise `ConfigError` for a value of the version before."""
+    if isinstance(value, str) and value in LEFT_VALUES[name]:
+        raise ConfigError(f"{name}={value!r} left cp_ring: {LEFT_VALUES[name][value]}")
+
+
 def _kernels() -> tuple[str, ...]:
     # loads torch, which a command line that names no kernel does without
     from cp_ring.kernels import REGISTRY

@@ -43,12 +43,12 @@ class Runtime:
         return state
 
     def cache[T](
-        self, maxsize: int | None = None
+        self, maxsize: int | None = None, typed: bool = False
     ) -> Callable[[Callable[..., T]], functools._lru_cache_wrapper[T]]:
         """A `functools.lru_cache` that a reset empties."""
 
         def decorate(function: Callable[..., T]) -> functools._lru_cache_wrapper[T]:
-            cached = functools.lru_cache(maxsize)(function)
+            cached = functools.lru_cache(maxsize, typed)(function)
             self._resets.append(cached.cache_clear)
             return cached
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from cp_ring.comm.slots import Buffer
 from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
 from cp_ring.observe import debug
-from cp_ring.observe.spans import waiting
+from cp_ring.observe.spans import wait_for
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.segments import Segments
 from cp_ring.ops.totals import Sum
@@ -43,8 +43,7 @@ class GradMessages:
         """Wait for the messages that were posted last. Return the transfers that have arrived, and
         their places in `buffer`.
         """
-        with waiting():
-            self._pending.wait()
+        wait_for(self._pending)
         arrived, self._arriving = self._arriving, ()
         return arrived
 

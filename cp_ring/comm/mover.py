@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cp_ring.comm.flight import Landing
 from cp_ring.comm.transport import Buffers, MessageBatch, Transport
-from cp_ring.observe.spans import named, waiting
+from cp_ring.observe.spans import named, wait_for
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.moves import Moves, Ranges
 from cp_ring.plan.tables import Transfer
@@ -130,8 +130,8 @@ class Mover:
         pending = self._transport.post(MessageBatch(leave, come, kind))
 
         def landed() -> Sequence[object]:
-            with named(f"wait for {kind}"), waiting():
-                pending.wait()
+            with named(f"wait for {kind}"):
+                wait_for(pending)
             return came
 
         return landed

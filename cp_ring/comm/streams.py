@@ -10,7 +10,7 @@ from cp_ring.comm.slots import Buffer, Slots
 from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
 from cp_ring.observe import debug
 from cp_ring.observe.counters import recording
-from cp_ring.observe.spans import waiting
+from cp_ring.observe.spans import wait_for
 from cp_ring.plan.tables import Hop, RankPlan, Transfer
 
 
@@ -84,8 +84,7 @@ class KeyStream:
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         for place, (hop, slot, _, ahead) in enumerate(self._order.turns):
             self._post_up_to(place + 1)
-            with waiting():
-                self._pending[place].wait()
+            wait_for(self._pending[place])
             self._post_up_to(ahead)
             for counters in self._recording:
                 counters.hops += bool(len(hop.tiles))

@@ -200,10 +200,12 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
         ConfigError: `group` is not a group, does not contain this rank, or has a backend that
             cannot move tensors of `device`.
     """
-    if isinstance(group, DeviceMesh):
-        group = _group_of_mesh(group)
+    if group is None:
+        return None
     if not isinstance(group, dist.ProcessGroup):
-        if group is None or all(hasattr(group, name) for name in ("rank", "size", "post")):
+        if isinstance(group, DeviceMesh):
+            return transport_for(_group_of_mesh(group), device)
+        if all(hasattr(group, name) for name in ("rank", "size", "post")):
             return group
         raise ConfigError(_not_a_group(group))
     of_group = _transports.setdefault(group, {})
@@ -282,7 +284,8 @@ def check_local(name: str, x: Any) -> None:
     """Raise `ConfigError` unless x is a plain tensor. The local part of a DTensor may be split in
     another way than the layout says.
     """
-    expect(name, x, torch.Tensor)
+    if type(x) is not Tensor:
+        expect(name, x, Tensor)
     plain = x.layout is torch.strided and not x.is_meta
     if not plain or hasattr(x, "to_local"):
         kind = type(x).__name__ if plain else f"Tensor ({x.layout}, {x.device})"

@@ -58,19 +58,17 @@ _asked: ContextVar[bool | None] = ContextVar("deterministic", default=None)
 
 
 class determinism:
-    """A context that sets the value of `deterministic()` in its block, and returns it. None follows
-    torch's switch.
+    """A context that sets the value of `deterministic()` in its block. None follows torch's switch.
 
-        with determinism(True):
-            out = ring_attention(q, k, v)
+    with determinism(True):
+        out = ring_attention(q, k, v)
     """
 
     def __init__(self, asked: bool | None):
         self._value = asked
 
-    def __enter__(self) -> bool:
+    def __enter__(self) -> None:
         self._token = _asked.set(self._value)
-        return deterministic()
 
     def __exit__(self, *_: object) -> None:
         _asked.reset(self._token)

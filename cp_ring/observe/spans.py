@@ -34,7 +34,10 @@ def named(name: str) -> AbstractContextManager[object]:
     return record_function(f"cp_ring: {name}") if torch.autograd._profiler_enabled() else _NOTHING
 
 
-def waiting() -> AbstractContextManager[object]:
-    """Mark a wait for messages, in which this rank computes nothing."""
-    recording = timing.ACTIVE.value
-    return _NOTHING if recording is None else recording.block(recording.waiting)
+def wait_for(pending: Any) -> None:
+    """Wait for messages, and mark the time in which this rank computes nothing."""
+    if (recording := timing.ACTIVE.value) is None:
+        pending.wait()
+    else:
+        with recording.block(recording.waiting):
+            pending.wait()

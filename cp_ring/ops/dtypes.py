@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cp_ring.errors import ConfigError, one_line
 
+_NOTHING = nullcontext()
+
 
 def finite(values: Any, what: str) -> Tensor:
     """Return numbers as a float64 tensor on the CPU. Raises `ConfigError` for values that are not
@@ -31,13 +33,13 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return (
         torch.autocast(device.type, enabled=False)
         if torch.is_autocast_enabled(device.type)
-        else nullcontext()
+        else _NOTHING
     )
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which the device of x is the current one."""
-    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
+    return torch.cuda.device_of(x) if x.is_cuda else _NOTHING
 
 
 def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

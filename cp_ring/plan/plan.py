@@ -196,8 +196,8 @@ class Plan:
 
         Raises `PlanError` if there is no such rank.
         """
-        check_rank(rank, self.cp)
         if rank not in self._rank_plans:
+            check_rank(rank, self.cp)
             own = rank_plan(self.ring, rank // self.ulysses)
             if self.ulysses > 1:
                 own = with_exchange(own, self.layout, self.ring.layout, rank)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cp_ring
+from cp_ring.comm.transport import Done
 from cp_ring.megatron import step_timing
 from cp_ring.observe import spans, timing
 from cp_ring.observe.timing import RankTimes
@@ -29,8 +30,8 @@ def test_a_step_in_so_many_is_recorded_and_no_other():
     recorded = []
     for step in range(6):
         sampler.at(step)
-        with spans.span("forward", SimpleNamespace(index=1)), spans.waiting():
-            pass
+        with spans.span("forward", SimpleNamespace(index=1)):
+            spans.wait_for(Done())
         recording = sampler.close(step)
         recorded.append(recording and (recording.step, len(recording.computing)))
         sampler.at(step)  # evaluation after a step is no part of it

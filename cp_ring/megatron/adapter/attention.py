@@ -15,6 +15,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from cp_ring.attention import attention_of
+from cp_ring.comm.transport import transport_for
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.megatron import compat
@@ -197,7 +198,8 @@ class RingDotProductAttention(PlannedAttention):
             _flag_in_errors(self.options.kernel),
             saving([self.softmax_offset, *(inputs.latents or ())], self.config),
         ):
-            attend = attention_of(plan, group if plan.cp > 1 else None, self.options, inputs)
+            transport = transport_for(group, query.device) if plan.cp > 1 else None
+            attend = attention_of(plan, transport, self.options, inputs)
             output = attend(inputs, kept)
         recomputation.keep(self, output)
         self._keep_largest(output.max_logit)
