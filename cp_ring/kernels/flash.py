@@ -161,12 +161,12 @@ class FlashKernel(WindowKernel):
             return None
         return f"{self.functions.version} supports head sizes up to {limit}, not {d} and {e}"
 
-    def sizes(self, d: int, e: int) -> tuple[int, int]:
+    def head_sizes(self, d: int, e: int) -> tuple[int, int]:
         assert isinstance(self.functions, Functions)
         return (
             (d, e)
             if self.functions.version == "4" and (d, e) == (192, 128)
-            else super().sizes(d, e)
+            else super().head_sizes(d, e)
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:

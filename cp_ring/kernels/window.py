@@ -61,12 +61,12 @@ class WindowKernel(ABC):
     right.
 
     A subclass calls its library in `attend` and `gradients`. They get tensors [b, s, h, d], or [t,
-    h, d] with a packing, whose head sizes are those that `sizes` returns.
+    h, d] with a packing, whose head sizes are those that `head_sizes` returns.
     """
 
     capabilities = KERNELS["flash"]
 
-    def sizes(self, d: int, e: int) -> tuple[int, int]:
+    def head_sizes(self, d: int, e: int) -> tuple[int, int]:
         """Return the head sizes of the library's calls, which are padded with zeros: here one size
         for both, a multiple of 8.
         """
@@ -152,7 +152,7 @@ class WindowKernel(ABC):
         self, q: Tensor, k: Tensor, v: Tensor, window: Window
     ) -> tuple[Tensor, Tensor]:
         e = v.shape[-1]
-        width, value_width = self.sizes(q.shape[-1], e)
+        width, value_width = self.head_sizes(q.shape[-1], e)
         out, lse = self.attend(pad(q, width), pad(k, width), pad(v, value_width), window)
         return out[..., :e], lse
 
@@ -167,7 +167,7 @@ class WindowKernel(ABC):
         window: Window,
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, e = q.shape[-1], v.shape[-1]
-        width, value_width = self.sizes(d, e)
+        width, value_width = self.head_sizes(d, e)
         q, k = (pad(x, width) for x in (q, k))
         dout, v, out = (pad(x, value_width) for x in (dout, v, out))
         dq, dk, dv = self.gradients(dout, q, k, v, out, lse.contiguous(), window)

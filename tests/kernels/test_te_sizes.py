@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_ring import Layout, Mask, Plan
+from cp_ring.kernels import flash, flash_aten, reference
 from cp_ring.kernels import te_sizes as sizes
+from cp_ring.kernels.base import SizedVarlen
 from cp_ring.kernels.calls import KernelCall, _Packed, kernel_calls
 from cp_ring.kernels.transformer_engine import KERNEL
 from cp_ring.plan.tables import RankPlan
@@ -36,6 +38,12 @@ def test_a_call_that_is_filled_up_has_the_class_of_its_size(queries, keys, shard
 @given(st.integers(1, 5000))
 def test_tiles(count):
     assert count <= sizes.tiles_of(count) <= max(4 * count, 16)
+
+
+def test_packed_calls_of_no_other_kernel_are_filled():
+    assert isinstance(KERNEL, SizedVarlen)
+    for other in (flash.KERNEL, flash_aten.KERNEL, reference.KERNEL):
+        assert not isinstance(other, SizedVarlen), other.name
 
 
 def calls_of(plan: RankPlan) -> list[KernelCall]:
