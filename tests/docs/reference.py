@@ -36,10 +36,10 @@ def keys() -> str:
             default = "none" if field.default is None else field.default
             parts.append(f"| `{name}` | {cell(default)} | {cell(field.description or '')} |")
         parts.append("")
-    parts += ["### `cp_ring`", "", "| key | default | values | what it does |", "|---|---|---|---|"]
+    parts += ["### `cp_ring`", "", "| key | default (values) | what it does |", "|---|---|---|"]
     for row in Options.table():
         key = row["flag"].removeprefix("--cp-ring").removeprefix("-").replace("-", "_") or "enabled"
-        cells = [f"`{key}`", row["default"], row["values"], row["what it does"]]
+        cells = [f"`{key}`", f"{row['default']} ({row['values']})", row["what it does"]]
         parts.append(f"| {' | '.join(map(cell, cells))} |")
     return "\n".join([*parts, ""])
 
@@ -48,7 +48,28 @@ def function() -> str:
     """The arguments of `ring_attention`."""
     text = inspect.getdoc(cp_ring.ring_attention) or ""
     call = f"ring_attention{signature(cp_ring.ring_attention)}"
-    return "\n".join(["## `ring_attention`", "", "```text", call, "", text, "```"])
+    parts = ["## `ring_attention`", "", "```text", call, "```", ""]
+    for paragraph in text.split("\n\n"):
+        parts += [*section(paragraph.split("\n")), ""]
+    return "\n".join(parts)
+
+
+def section(lines: list[str]) -> list[str]:
+    """A paragraph of a docstring as Markdown; `Args:` and the like become a list."""
+    if lines[0].startswith("    "):
+        return ["```text", *(line.strip() for line in lines), "```"]
+    if not lines[0].endswith(":"):
+        return [" ".join(lines)]
+    parts: list[str] = []
+    for line in inspect.cleandoc("\n".join(lines[1:])).split("\n"):
+        name, colon, rest = line.partition(": ")
+        if colon and name.isidentifier():
+            parts.append(f"- `{name}`: {rest}")
+        elif parts and (line.startswith(" ") or not parts[-1].startswith("- ")):
+            parts[-1] += f" {line.strip()}"
+        else:
+            parts += ["", line.strip()] if parts else [line.strip()]
+    return [f"**{lines[0].removesuffix(':')}**", "", *parts]
 
 
 def signature(it: object) -> str:
