@@ -20,14 +20,16 @@ from typing import Optional
 import pytest
 import torch
 
-from cp_ring import kernels
+from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, _chosen, choose, flash
 from cp_ring.kernels.base import OPEN, Packing, determinism, deterministic
 from cp_ring.kernels.flash import FlashKernel, Functions
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.window import live_part
+from cp_ring.testing.oracle import Case, brute_force
 from tests import conformance
+from tests.rings import attend, off
 
 CUSTOM_OPS = {  # label: outputs of forward
     "3: flash-attn August 2026": 4,
@@ -163,43 +165,6 @@ def backward(label: str, a: dict):
     return torch.empty(0)
 
 
-def test_auto_skips_functions_that_cannot_be_called(monkeypatch):
-    kernel = stand_in("3: flash-attn August 2026")
-    functions = kernel.functions
-    monkeypatch.setitem(sys.modules, "tests_flash_stand_in", SimpleNamespace(KERNEL=kernel))
-    monkeypatch.setitem(REGISTRY, "flash", "tests_flash_stand_in")
-    monkeypatch.setattr(kernels, "OF_CUDA", frozenset())
-    assert choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64) is kernel
-
-    def backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        softmax_scale,
-        causal,
-        window_size,
-        cu_seqlens_q,
-        deterministic,
-        mood,
-    ):
-        raise AssertionError("not called")
-
-    kernel.__class__.functions = replace(functions, backward=backward)
-    assert (
-        kernel.rejection(CPU, torch.float16, 64, 64)
-        == "backward of the installed version needs mood, which cp_ring does not know"
-    )
-    _chosen.cache_clear()
-    assert choose("auto", device=CPU, dtype=torch.bfloat16, d=64, e=64).name == "cpu"
-    _chosen.cache_clear()
-
-
 @pytest.mark.parametrize("label", [x for x in SIGNATURES if x != UNPACKED])
 def test_conformance(label):
     kernel = stand_in(label)
@@ -244,6 +209,18 @@ def test_no_deterministic_backward_no_determinism():
     assert kernel.rejection(CPU, torch.float16, 64, 64) is None
     with determinism(True):
         assert "no deterministic backward" in kernel.rejection(CPU, torch.float16, 64, 64)
+
+
+def test_whole_ring(monkeypatch):
+    kernel = stand_in("3: flash-attn August 2026")
+    monkeypatch.setitem(sys.modules, "tests_flash_stand_in", SimpleNamespace(KERNEL=kernel))
+    monkeypatch.setitem(REGISTRY, "flash", "tests_flash_stand_in")
+    case = Case.draw(96, b=2, h=4, g=2, d=16, e=12, dtype=torch.bfloat16)
+    for mask in (Mask.causal(96, (20, 0)), Mask.documents([0, 7, 50, 51, 96])):
+        plan = Plan.build(mask, Layout.zigzag(96, 3))
+        results = attend(case, plan, kernel="flash")
+        assert off(results, brute_force(case, mask.dense())) < 1.2e-2
+    _chosen.cache_clear()
 
 
 def test_window_of_every_small_band():
