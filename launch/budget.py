@@ -72,7 +72,7 @@ ROOMS = (
     room("ring 2: Megatron", 72_000, 70_100, _ADAPTER),
     room("ring 3: tools", 23_000, 26_200, "cp_ring/tools"),
     room("all", 200_000, 200_100, "cp_ring patches"),
-    room("tests", 200_000, 232_100, "tests"),
+    room("tests", 200_000, 223_300, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 

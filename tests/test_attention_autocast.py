@@ -57,27 +57,6 @@ def test_same_bits_as_without(name, dtype, forward, backward):
     assert LocalRing(2).run(one_rank) == [True, True]
 
 
-@pytest.mark.parametrize("wire", ["plain", "latent"])
-def test_latents(wire):
-    draw = torch.Generator().manual_seed(0)
-    q, latent, rope, dout = (
-        torch.randn(1, N, *size, generator=draw) for size in ((H, 12), (16,), (4,), (H, 8))
-    )
-    weight = torch.randn(H * 16, 16, generator=draw)
-
-    def one_rank(group):
-        mine = shard((q, latent, rope), None, group)
-        tensors = (*mine, weight, shard(dout, None, group))
-        # Backward of the own keys is torch's, which follows an autocast around it.
-        with_it, without = (
-            gradients(group, tensors, {"wire": wire}, on, False, latent=True)
-            for on in (True, False)
-        )
-        return all(torch.equal(x, y) for x, y in zip(with_it, without, strict=True))
-
-    assert LocalRing(2).run(one_rank) == [True, True]
-
-
 def test_different_dtypes_are_cast_to_that_of_autocast():
     """As scaled_dot_product_attention casts them; gradients have the dtypes of the inputs."""
     q, k, v, dout = Case.draw(N, h=H, g=H)

@@ -22,7 +22,6 @@ from cp_ring import (
     PlanError,
     ring_attention,
 )
-from cp_ring.attention import Attention
 from cp_ring.kernels import calls
 from cp_ring.plan import plan as maker
 from cp_ring.testing.local_ring import LocalRing
@@ -88,24 +87,6 @@ def test_same_bits_as_with_a_plan(pool, cp, qkv_format, name):
     options, plan = options | {"qkv_format": qkv_format}, plan_of(cp)
     for without, planned in pool.run(_both, cp, Case.draw(N, b=2), plan, options):
         assert same_bits(without, planned)
-
-
-def test_what_calls_share_is_resolved_once(monkeypatch):
-    made, q, k, v = [], *Case.draw(24)[:3]
-    plain = Attention.__init__
-    monkeypatch.setattr(
-        Attention, "__init__", lambda self, *args: made.append(self) or plain(self, *args)
-    )
-    plan = Plan.build(Mask.causal(24), Layout.zigzag(24, 1))
-    for options in (
-        {},
-        {},
-        {"softmax_scale": 0.5},
-        {"sink": torch.zeros(q.shape[2])},
-        {"deterministic": True},
-    ):
-        ring_attention(q, k, v, plan=plan, **options)
-    assert len(made) == 4
 
 
 def test_a_plan_is_made_and_proven_once(monkeypatch):

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_ring
 from cp_ring import ConfigError, Layout, Mask, Plan, PlanError
@@ -136,17 +135,6 @@ def test_errors_are_one_line():
         cp_ring.roll(x, -1, cu_seqlens=[0, 40])
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int32, torch.float16, torch.float64]
-)
-def test_roll_keeps_the_dtype(dtype):
-    x = (torch.arange(8) % 3).to(dtype)[None]
-    rolled = cp_ring.roll(x, -1, cu_seqlens=torch.tensor([0, 3, 8]))
-    expected = x.roll(-1, 1)
-    expected[0, [2, 7]] = 0
-    assert rolled.dtype == dtype and torch.equal(rolled, expected)
-
-
 def test_a_fill_that_the_dtype_does_not_have():
     for x, fill in ((torch.ones(1, 4, dtype=torch.bool), -100), (torch.ones(1, 4, dtype=torch.uint8), -100),
                     (torch.ones(1, 4, dtype=torch.int64), 0.5), (torch.ones(1, 4, dtype=torch.int64),
@@ -191,30 +179,3 @@ def test_moves_of_a_roll_are_proven(cp, shift):
             wrong[-1] += 1
             with pytest.raises(PlanError, match=r"^moves: "):
                 replace(moves, **{column: wrong}).verify(layout, layout, shift)
-
-
-def test_a_roll_takes_slices_and_no_index(monkeypatch):
-    """On a device, each index would be a copy from the host and each choice by booleans a wait."""
-    names = set()
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.add(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    def rolled(group):
-        mine = cp_ring.shard(torch.arange(64.0)[None], None, group).requires_grad_()
-        with Names():
-            y = cp_ring.roll(mine, -1, None, group)
-            torch.autograd.grad(y.sum(), mine)
-        return y.detach()
-
-    parts = LocalRing(2).run(rolled)
-    assert torch.equal(Layout.zigzag(64, 2).unshard(parts, 1), torch.arange(64.0)[None].roll(-1, 1))
-    assert "copy_" in names and not names & {
-        "index",
-        "index_put_",
-        "index_select",
-        "nonzero",
-        "_to_copy",
-    }

@@ -176,20 +176,6 @@ def test_a_rank_that_makes_no_new_call_is_reported_after_the_timeout_of_the_stor
         Agreement(store, 1, 2).check(7, lambda: [Fact.of("plan", 7)])
 
 
-def known_but_different(group, active):
-    """Two known plans; then each rank runs another one of the two."""
-    for calls in ([{}, {}], [{"causal": True}, {"causal": True}]):
-        assert attend(group, calls) == ""
-    with debugging(active):
-        return attend(group, [{}, {"causal": True}])
-
-
-def test_under_debugging_known_calls_are_compared(pool):
-    assert all(
-        "mask is <Mask of 64 tokens" in line for line in pool.run(known_but_different, CP, True)
-    )
-
-
 @pytest.mark.parametrize("kind", ["keys", "gradients"])
 @pytest.mark.parametrize("active", [True, False])
 def test_under_debugging_what_is_not_received_is_nan(monkeypatch, kind, active):

@@ -161,18 +161,3 @@ def test_gradients_in_bfloat16(shape, dtype):
     results, plain = attend(case, plan, wire_dtype="bfloat16"), attend(case, plan)
     assert torch.equal(results[0], plain[0]) and results[2].dtype == dtype
     assert off(results[2:], truth[2:]) < 1e-2
-
-
-def test_nan_of_one_token_reaches_only_queries_that_see_it():
-    case = Case.draw(64)
-    case.k[:, 40, 1, 3] = math.nan
-    plan = Plan.build(Mask.documents([0, 32, 64]), Layout.zigzag(64, 4))
-    for name in OF_KEYS:
-        out = attend(case, plan, wire=name)[0]
-        # Query 40 itself is left out: the CPU kernel gives finite numbers where the only new score
-        # of a query is NaN.
-        assert (
-            out[:, :40].isfinite().all()
-            and out[:, :, :2].isfinite().all()
-            and out[:, 41:, 2:].isnan().any(-1).all()
-        )

@@ -48,31 +48,6 @@ def writes_into_its_tensors(data_iterator, model):
     return writes_into_its_batch(iter([batch]), model)
 
 
-def wrong_label(data_iterator, model):
-    batch = get_batch(data_iterator)
-    if parallel_state.get_context_parallel_world_size() > 1:
-        batch["labels"] = batch["labels"].roll(1, 1)
-    return run_model(model, batch), functools.partial(loss_function, batch["loss_mask"])
-
-
-def whole_loss_mask(data_iterator, model):
-    """The loss mask is not split: its first tokens serve on every rank."""
-    whole = next(data_iterator)
-    mask = whole["loss_mask"].clone()
-    batch = get_batch(iter([whole]))
-    return run_model(model, batch), functools.partial(
-        loss_function, mask[:, : batch["tokens"].shape[1]]
-    )
-
-
-def loss_mask_of_ones(data_iterator, model):
-    batch = get_batch(data_iterator)
-    mask = batch["loss_mask"]
-    if parallel_state.get_context_parallel_world_size() > 1:
-        mask = torch.ones_like(mask)
-    return run_model(model, batch), functools.partial(loss_function, mask)
-
-
 def mean_over_all_ranks(data_iterator, model):
     """As in older scripts: the loss function returns a mean over the tokens of all ranks, and no
     number of tokens.

@@ -69,18 +69,3 @@ def test_a_mask_that_changes_in_place_is_compared_again():
     mask[0, 0, 5, 0] = True
     with pytest.raises(ConfigError):
         accept_causal(mask, LAYOUT, 2)
-
-
-@pytest.mark.parametrize(("layout", "rank"), [(Layout.contiguous(N, CP), 0), (LAYOUT, 1)])
-def test_a_mask_accepted_for_one_layout_and_rank_is_compared_for_another(layout, rank):
-    mask = causal(0)
-    accept_causal(mask, LAYOUT, 0)
-    with pytest.raises(ConfigError, match="not the declared one"):
-        accept_causal(mask, layout, rank)
-
-
-def test_layers_of_a_microbatch_compare_once(monkeypatch):
-    mask = causal(0)
-    accept_causal(mask, LAYOUT, 0)
-    monkeypatch.setattr(torch, "arange", lambda *args, **kwargs: pytest.fail("compared again"))
-    accept_causal(mask, LAYOUT, 0)

@@ -27,17 +27,6 @@ def test_the_group_of_a_rank_is_made_by_itself(monkeypatch):
     assert job.bound_device_id == device
 
 
-def test_losses_of_indexers_are_those_of_the_job():
-    """Megatron has a value for each layer of the first model that runs, which may be a tiny one."""
-    from megatron.core.transformer.experimental_attention_variant import dsa
-
-    tracker = dsa.DSAIndexerLossLoggingHelper.tracker
-    before = dict(tracker)
-    with states.states_restored():
-        dsa.DSAIndexerLossLoggingHelper.tracker["values"] = torch.ones(1)
-    assert dsa.DSAIndexerLossLoggingHelper.tracker is tracker and tracker == before
-
-
 def test_generators_of_the_tracker_are_restored():
     """With CUDA graphs, Megatron's tracker holds generators, which go on in place, and no tensors."""
     from megatron.core import tensor_parallel

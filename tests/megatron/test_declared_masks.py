@@ -146,22 +146,6 @@ def test_batches_that_cannot_be_split_are_rejected_in_one_line(configured):
         batches.split_batch({"tokens": torch.zeros(1, 8), "labels": torch.zeros(2, 8)}, Group(0, 2))
 
 
-def test_positions_with_sections_stay_whole_and_tell_documents(configured):
-    configured(layout="balanced", document_mask=True)
-    ids = torch.arange(8).repeat(3, 2, 2)
-    ids[1:, :, 8] += 1  # an image's first patch is at (0, 1, 1), which begins no document
-    whole = microbatch(position_ids=ids)
-    parts = [batches.split_batch(whole, Group(rank, 2)) for rank in range(2)]
-    assert all(part["position_ids"] is ids for part in parts)
-    assert documents_of(parts[0]["packed_seq_params"], 16, 2, False).starts().tolist() == [0, 16]
-    ids[1:, :, 8] = 0
-    found = batches.split_batch(whole, Group(0, 2))["packed_seq_params"]
-    assert documents_of(found, 16, 2, False).starts().tolist() == [0, 8, 16, 24]
-    configured(layout="zigzag", mask_kinds="shared-prefix")
-    part = batches.split_batch(whole | {"cp_ring_mask": GROUP}, Group(0, 2))
-    assert part["position_ids"] is ids
-
-
 STAY = {
     "position_ids": torch.arange(24).repeat(3, 1, 1),  # with sections, which the model splits
     "cu_seqlens_argmin": torch.tensor([[2]]),

@@ -75,17 +75,6 @@ def test_position_ids_that_do_not_begin_anew_are_rejected():
         boundaries(torch.tensor([[3, 4, 0, 1]]))
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
-def test_rows_are_split_alike_over_ranks_whatever_their_documents(layout):
-    split = Documents.in_rows(np.array([0, 3, 32, 50, 51, 64]), 2, layout, 4)
-    whole = torch.arange(64).view(2, 32)
-    parts = [split.shard(whole, rank) for rank in range(4)]
-    assert all(part.shape == (2, 8) for part in parts)
-    assert torch.equal(torch.cat(parts, 1).sort(1).values, whole)
-    for rank, part in enumerate(parts):
-        assert torch.equal(split.positions(rank).transpose(0, 1), part - torch.tensor([[0], [32]]))
-
-
 def test_padding_sees_nothing_and_is_seen_by_nobody():
     split = Documents.in_thd(packed(), 16, 2, whole_row=False)
     assert (split.mask().dense() == dense(REAL, PADDED)).all()

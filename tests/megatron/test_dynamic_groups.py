@@ -140,21 +140,6 @@ def test_groups_of_every_size_in_one_step_are_one_rank(pool, kind, settings):
     assert all(difference(each, wanted) < 1e-5 for each in found)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("window", "balanced"),
-        pytest.param("predictions", "balanced", marks=pytest.mark.ci),
-        pytest.param("latent", "contiguous", marks=pytest.mark.ci),
-        pytest.param("window", "zigzag", marks=pytest.mark.ci),
-    ],
-)
-def test_documents_of_any_length_by_every_layout_are_one_rank(pool, kind, layout):
-    wanted = pool.run(gradients, 4, kind, 1, together=True)[0]
-    found = pool.run(gradients, 4, kind, 4, together=True, document_mask=True, layout=layout)
-    assert all(difference(each, wanted) < 1e-5 for each in found)
-
-
 @pytest.mark.ci
 def test_positions_of_another_rank_are_seen(pool):
     wanted = pool.run(gradients, 4, "window", 1)[0]

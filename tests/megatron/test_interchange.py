@@ -136,22 +136,3 @@ def test_transformer_engine_and_back(one_rank):
     # which TransformerEngine does without
     assert loaded.missing_keys == ["_extra_state"] and not loaded.unexpected_keys
     assert torch.equal(ours.softmax_offset, theirs.softmax_offset)
-
-
-@no_cuda
-@pytest.mark.parametrize("saved_by_us", [True, False])
-def test_distributed_checkpoints_of_transformer_engine_and_back(one_rank, tmp_path, saved_by_us):
-    from megatron.core import dist_checkpointing
-
-    pair = (
-        layer(RingDotProductAttention, implementation="transformer_engine"),
-        layer(LikeTransformerEngine),
-    )
-    source, target = pair if saved_by_us else reversed(pair)
-    torch.nn.init.normal_(source.softmax_offset)
-    dist_checkpointing.save(sharded(source), str(tmp_path))
-    loaded = dist_checkpointing.load(sharded(target), str(tmp_path))
-    target.load_state_dict(
-        {name.removeprefix("core_attention."): value for name, value in loaded.items()}, strict=True
-    )
-    assert torch.equal(target.softmax_offset, source.softmax_offset)

@@ -89,11 +89,6 @@ def test_a_resumed_job_goes_on_with_the_same_steps():
     assert [sorted(step.flat) for step in whole] == [sorted(step.flat) for step in other]
 
 
-def test_a_last_step_that_is_not_whole_is_dealt_out_as_read():
-    few = list(BalancedSampler(single(1, total=40), 3, lambda row: WORK[row]))
-    assert len(few) == 10 and few[9:] == list(single(1, total=40))[9:]
-
-
 @pytest.fixture
 def args(monkeypatch):
     monkeypatch.setattr(data_samplers.mpu, "get_data_parallel_rank", lambda: 0)

@@ -20,12 +20,3 @@ def test_every_row_stays_in_the_step_and_nothing_becomes_longer(work):
     assert order.shape == work.shape and sorted(order.flat) == list(range(work.size))
     found, before = imbalance(work.reshape(-1)[order]), imbalance(work)
     assert found[0] <= before[0] * (1 + 1e-9) and found[1] <= before[1] * (1 + 1e-9)
-
-
-def test_microbatches_and_ranks_become_equal():
-    work = np.array([[[9, 8], [7, 6]], [[1, 2], [3, 4]]], np.float64)
-    assert imbalance(work) == (1.7, 1.5)
-    assert imbalance(work.reshape(-1)[balanced_order(work)]) == (1.0, 1.0)
-    # One row a microbatch: the microbatches stay as long as they are, the ranks become equal.
-    single = np.array([[[8], [4]], [[5], [1]]], np.float64)
-    assert imbalance(single.reshape(-1)[balanced_order(single)])[1] == 1.0

@@ -3,8 +3,6 @@ exit code 2.
 """
 
 import ast
-import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, Options, patches
+from cp_ring import Options, patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, rejection, settings
 from cp_ring.megatron.flags import (
@@ -25,7 +23,7 @@ from cp_ring.megatron.flags import (
     resolve,
 )
 from tests.docs.troubleshooting import PAGE, line_of
-from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, fork, launch
+from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, launch
 
 CP4 = ["--context-parallel-size", "4"]
 DSA = "--experimental-attention-variant dsa"
@@ -405,26 +403,6 @@ def test_rejected_once_by_a_launched_job(tmp_path, late):
     assert done.stdout.count("give 16,0") == 2, done.stdout  # the line, and the summary
 
 
-def rejected_rank(rank, ranks, port, log):
-    """A rank of a job that every rank rejects with a line of its own."""
-    place = {"RANK": rank, "TORCHELASTIC_ERROR_FILE": log.parent / f"{rank}.json"}
-    os.environ |= {name: str(value) for name, value in place.items()}
-    for stream in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    with rejection.rejecting():
-        raise ConfigError(f"rank {rank} cannot run this")
-
-
-def test_one_line_for_each_job(tmp_path):
-    """The launcher kills all ranks as soon as one has ended."""
-    log = tmp_path / "log"
-    assert fork(6, (log,), target=rejected_rank) == 2
-    line = "rank 0 cannot run this"
-    assert log.read_text() == f"cp_ring: error: {line}\n"
-    (told,) = tmp_path.glob("*.json")
-    assert json.loads(told.read_text())["message"]["message"] == line
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -445,38 +423,6 @@ def test_the_fused_rotary_embedding_is_off_where_a_token_has_several_positions(
         resolve.check_attention(args, Options.from_args(args))
         assert args.apply_rope_fusion is False
     assert capsys.readouterr().out.count("is switched off (--no-rope-fusion)") == 1
-
-
-def test_the_fused_rotary_embedding_stays_where_tokens_have_one_position(parse):
-    args = parse(*BASE, "--cp-ring-layout", "balanced", "--cp-ring-document-mask")
-    args.apply_rope_fusion = True
-    resolve.check_attention(args, Options.from_args(args))
-    assert args.apply_rope_fusion is True
-
-
-@pytest.mark.parametrize(
-    ("flags", "windows"),
-    [
-        ([], (((-1, -1), 2),)),
-        (["--window-size", "11,0"], (((11, 0), 2),)),
-        (["--window-size", "11,0", "--window-attn-skip-freq", "2"], (((11, 0), 1), ((-1, -1), 1))),
-        (
-            ["--window-size", "11,0", "--window-attn-skip-freq", "[0,1]"],
-            (((11, 0), 1), ((-1, -1), 1)),
-        ),
-        (["--hybrid-layer-pattern", "*-*-*"], (((-1, -1), 3),)),
-    ],
-)
-def test_a_balanced_layout_knows_the_windows_of_all_layers(parse, flags, windows):
-    from cp_ring.megatron.plans import make_layout
-
-    parse(*BASE, "--cp-ring-layout", "balanced", *flags)
-    assert settings.layer_windows() == windows
-    layout = make_layout("balanced", 128, 4)
-    expected = Layout.balanced(
-        [(Mask.causal(128, window), layers) for window, layers in windows], 4
-    )
-    assert (layout.owner == expected.owner).all() and (layout.edges == expected.edges).all()
 
 
 def test_megatrons_own_objections_are_one_line_and_ours_stay_as_they_are():

@@ -9,7 +9,6 @@ import json
 import pytest
 import torch
 
-from cp_ring import patches
 from cp_ring.errors import ConfigError
 
 
@@ -150,30 +149,6 @@ def test_every_attention_layer_is_replaced(build, layers):
     assert count(build()) == layers
 
 
-def test_a_spec_by_hand_needs_no_patch():
-    patches.get("core_attention").revert()
-    assert (
-        count(gpt(config(), with_ring_attention(get_gpt_layer_local_spec(normalization="RMSNorm"))))
-        == 2
-    )
-
-
-def test_a_hybrid_spec_by_hand_rejects_only_what_is_built():
-    from tests.parity import specs
-
-    made = with_ring_attention(specs.hybrid).submodules
-    assert (
-        made.attention_layer.submodules.self_attention.submodules.core_attention
-        is RingDotProductAttention
-    )
-    rejected = made.dsa_layer.submodules.self_attention.submodules.core_attention
-    with pytest.raises(
-        ConfigError,
-        match=r"^--cp-ring replaces DotProductAttention and TEDotProductAttention, not DSAttention",
-    ):
-        build_module(rejected, config=config(), layer_number=1)
-
-
 class OtherAttention(torch.nn.Module):
     """A core attention that cp_ring does not know."""
 
@@ -240,9 +215,20 @@ def test_a_class_that_differs_by_more_is_rejected_by_name(more):
         of_layers(derived(**more))
 
 
-def test_sparse_attention_in_a_hybrid_model_is_rejected_by_name():
-    with pytest.raises(ConfigError, match="not DSAttention"):
-        hybrid("D-", kind=MLATransformerConfig, multi_latent_attention=True, kv_lora_rank=8)
+def test_a_cache_of_keys_has_stock_attention():
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    model = gpt(
+        config(window_size=(2, 0)), get_gpt_layer_local_spec(normalization="RMSNorm")
+    ).eval()
+    tokens, places = torch.arange(8)[None], torch.arange(8)[None]
+    context = StaticInferenceContext(1, 8)
+    with torch.no_grad():
+        whole = model(tokens, places, None)
+        for part in (slice(0, 6), slice(6, 7), slice(7, 8)):
+            found = model(tokens[:, part], places[:, part], None, inference_context=context)
+            context.increment_sequence_len_offset(part.stop - part.start)
+            torch.testing.assert_close(found[:, -1], whole[:, part.stop - 1])
 
 
 def test_a_cache_of_keys_is_rejected_where_the_ranks_share_the_tokens():

@@ -69,14 +69,6 @@ def test_each_step_has_its_own_rate(one_rank, capsys):
     assert not capsys.readouterr().out, "Megatron has printed the step"
 
 
-def test_log_interval_and_resumption(one_rank):
-    megatron = Megatron(log_interval=4, consumed=10)
-    line = megatron.line()
-    for _ in range(5):  # steps 6 to 10: the first one is always recorded, then every fourth
-        megatron.step(line, 1.0, 3.0)
-    assert megatron.scalars["tokens per second"] == {6: 200.0, 8: 200.0}
-
-
 def test_the_times_of_a_sampled_step_are_in_the_log(one_rank):
     from cp_ring.observe.timing import Findings
 

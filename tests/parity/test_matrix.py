@@ -8,7 +8,6 @@ import dataclasses
 
 import pytest
 
-from tests.parity import __main__ as command
 from tests.parity import matrix
 from tests.parity.matrix import Cell, Verdict
 from tests.parity.models import MODELS, SPLITS, Model
@@ -69,47 +68,6 @@ def verdict(model: Model, split: str = "tp2cp2", planted: bool = False, **found)
     return Verdict(
         Cell(model, next(each for each in SPLITS if each.name == split), planted), **found
     )
-
-
-PLAIN = Model("plain", "", "")
-REJECTED = Model("rejected", "", "", rejected={"tp2cp2": "needs --sequence-parallel"})
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (verdict(PLAIN, loss_error=1e-6, grad_norm_error=9e-6), True),
-        (verdict(PLAIN, loss_error=1e-6, grad_norm_error=2e-5), False),
-        (verdict(PLAIN, loss_error=float("nan"), grad_norm_error=0.0), False),
-        (verdict(PLAIN, planted=True, loss_error=1e-6, grad_norm_error=9e-6), False),
-        (verdict(PLAIN, planted=True, loss_error=1e-1, grad_norm_error=0.0), True),
-        (verdict(PLAIN, rejected="give --something"), False),
-        (verdict(PLAIN, failed="crashed"), False),
-        (verdict(PLAIN, planted=True, failed="crashed"), False),
-        (verdict(REJECTED, rejected="--experts needs --sequence-parallel"), True),
-        (verdict(REJECTED, rejected="--experts cannot be"), False),
-        (verdict(REJECTED, loss_error=0.0, grad_norm_error=0.0), False),
-        (verdict(REJECTED, "cp2", loss_error=0.0, grad_norm_error=0.0), True),
-    ],
-)
-def test_a_cell_is_wrong_unless_it_is_what_its_model_says(given, expected):
-    assert given.expected is expected
-
-
-def test_the_table_shows_errors_rejections_and_what_is_wrong():
-    verdicts = [
-        verdict(PLAIN, "cp2", loss_error=1e-7, grad_norm_error=3e-7),
-        verdict(PLAIN, loss_error=1e-3, grad_norm_error=0.0),
-        verdict(REJECTED, rejected="needs --sequence-parallel"),
-    ]
-    lines = command.markdown_table(verdicts).splitlines()
-    assert lines[0] == "| model | cp2 | tp2cp2 |"
-    assert lines[2:] == [
-        "| plain | 3.0e-07 | 1.0e-03 WRONG |",
-        "| rejected |  | rejected (1) |",
-        "",
-        "(1) needs --sequence-parallel",
-    ]
 
 
 def test_every_model_has_another_name_and_a_fault():

@@ -100,19 +100,6 @@ def test_losses_and_gradients_are_those_of_all_logits(
     assert max(seen) <= most
 
 
-def test_zero_leaves_the_model_as_it_is(applied, chunk, model, monkeypatch):
-    applied("loss_chunks")
-    chunk(0)
-    seen, whole = [], type(model).compute_language_model_loss
-    monkeypatch.setattr(
-        type(model),
-        "compute_language_model_loss",
-        lambda *args: seen.append(args[1].numel()) or whole(*args),
-    )
-    losses_of(model)
-    assert set(seen) == {BATCH * TOKENS}
-
-
 def test_a_script_with_an_output_processor_of_its_own_is_rejected(applied, chunk, model):
     applied("loss_chunks")
     if "output_processor" not in inspect.signature(model.forward).parameters:

@@ -8,7 +8,6 @@ import torch
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.patches import cpu_runtime
 from cp_ring.patches.patch import Patch
 
 no_cuda = pytest.mark.skipif(
@@ -110,26 +109,6 @@ def test_cpu_runtime_answers_for_cuda(applied):
     assert torch.cuda.memory_allocated() > 2**20
 
 
-def test_functions_are_not_compiled_while_cpu_runtime_imports_megatron(monkeypatch):
-    def double(x):
-        return 2 * x
-
-    asked = []
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        compile_with_torch := lambda model, **options: asked.append((model, options)),
-    )
-    with cpu_runtime.functions_uncompiled():
-        assert (
-            torch.compile(double) is double
-            and torch.compile(dynamic=True)(double) is double
-            and not asked
-        )
-        torch.compile(layer := torch.nn.Linear(2, 2), dynamic=True)
-    assert asked == [(layer, {"dynamic": True})] and torch.compile is compile_with_torch
-
-
 def test_cpu_runtime_is_inert_where_cuda_is_present(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     patch, synchronize = patches.get("cpu_runtime"), torch.cuda.synchronize
@@ -178,36 +157,6 @@ def test_gated_delta_product_layers_are_rejected(applied):
     applied("core_attention")
     with pytest.raises(ConfigError, match="gated delta product layers: give another --spec"):
         module.GatedDeltaProductMixer()
-
-
-@no_cuda
-def test_rotary_multimodal_keeps_the_positions_of_each_document(applied, one_rank):
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    class Group:
-        size, rank = staticmethod(lambda: 2), staticmethod(lambda: 1)
-
-    config = transformer_config(mrope_section=[2, 1, 1])
-    model = GPTModel(config, get_gpt_layer_local_spec(), 32, 8, position_embedding_type="mrope")
-    model.rotary_pos_emb.cp_group = Group
-    ids, positions = torch.zeros(1, 4, dtype=torch.int64), torch.randint(8, (3, 1, 8))
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 4, 8]))
-
-    def embedded(packed):
-        return model._preprocess(ids, positions, packed_seq_params=packed)[1]
-
-    part = embedded(None)
-    assert torch.equal(embedded(packed), part) and len(part) == 4
-    applied("rotary_multimodal")
-    assert torch.equal(embedded(packed)[[2, 3, 4, 5]], part) and packed.cp_group is None
-    assert torch.equal(embedded(None), part)
-    config.apply_rope_fusion = True
-    with pytest.raises(
-        ConfigError, match=r"mrope: the fused kernel would .* give --no-rope-fusion"
-    ):
-        embedded(packed)
 
 
 @no_cuda

@@ -140,18 +140,3 @@ def test_offsets_are_rejected(wrong, as_tensor):
     with pytest.raises(ValueError, match="cu_seqlens") as caught:
         offsets(wrong, "cu_seqlens", 8)
     rejected(caught.value)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_offsets_of_every_integer_dtype(dtype):
-    assert offsets(torch.tensor([0, 3, 3, 8], dtype=dtype), "cu_seqlens", 8).tolist() == [
-        0,
-        3,
-        3,
-        8,
-    ]
-    for other in (torch.bool, torch.float16, torch.bfloat16, torch.float64):
-        with pytest.raises(ValueError, match="cu_seqlens"):
-            offsets(torch.tensor([0, 1]).to(other), "cu_seqlens")
-    with pytest.raises(ValueError, match="cu_seqlens cannot be read as whole numbers"):
-        offsets(torch.empty(2, dtype=torch.int64, device="meta"), "cu_seqlens")

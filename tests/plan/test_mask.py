@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,20 +100,6 @@ def test_slices(case: tuple[int, list[tuple[int, ...]]], named: bool) -> None:
     mask = Mask.from_ranges(table[:, :2], table[:, 2:4].tolist(), types, n)
     assert np.array_equal(mask.dense(), wanted)
     assert mask.area() == wanted.sum()
-
-
-class _Type(Enum):
-    """As MagiAttention has them."""
-
-    CAUSAL = "causal"
-
-
-def test_types_of_slices_come_as_peers_write_them() -> None:
-    ranges = [(0, 4), (4, 9)]
-    for types in ("causal", 1, _Type.CAUSAL, [_Type.CAUSAL] * 2, torch.tensor([1, 1])):
-        mask = Mask.from_ranges(torch.tensor(ranges), ranges, types)
-        assert mask.pieces == Mask.documents([0, 4, 9]).pieces
-    assert Mask.from_ranges([], [], n=4).area() == 0
 
 
 @settings(max_examples=100, deadline=None)

@@ -17,10 +17,9 @@ from cp_ring.plan.dense_masks import paint
 from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED, Lowered, call_groups
 from cp_ring.plan.proof.verify import check_sources, verify
 from cp_ring.plan.proof.verify_ranks import verify_rank_plans
-from cp_ring.plan.shard_tiles import shard_tiles, tiles_in_stream
-from cp_ring.plan.tiles import coalesce, split_at_edges
+from cp_ring.plan.shard_tiles import tiles_in_stream
 from tests.plan.mutations import PLAN_MUTATIONS, RANK_PLAN_MUTATIONS
-from tests.plan.strategies import CAPABILITIES, masks, plans
+from tests.plan.strategies import CAPABILITIES, plans
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 
@@ -110,32 +109,6 @@ def test_random_plans_are_right(plan: Plan) -> None:
 @given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
 def test_spoiled_random_plans_are_rejected(plan: Plan, pick: int, seed: int) -> None:
     check_mutation(plan, pick, seed)
-
-
-@settings(max_examples=100, **QUIET)
-@given(data=st.data(), cp=st.integers(1, 4), n=st.integers(10, 50))
-def test_tiles_are_as_few_as_those_joined_from_all_pairs_of_chunks(
-    data: st.DataObject, cp: int, n: int
-) -> None:
-    """Also where ranks hold many chunks, of which several go into one tile at once."""
-    mask = data.draw(masks(n))
-    cuts = sorted(data.draw(st.sets(st.integers(1, n - 1), min_size=2, max_size=40)))
-    owner = data.draw(
-        st.lists(st.integers(0, cp - 1), min_size=len(cuts) + 1, max_size=len(cuts) + 1)
-    )
-    layout = Layout(n, cp, np.array([0, *cuts, n]), np.array(owner), "any")
-    tiles, query, key = split_at_edges(mask.pieces, layout.edges)
-    slide = layout.starts - layout.edges[:-1]
-    tiles = tiles.shifted(slide[query], slide[key])
-    apart, _ = coalesce(tiles, layout.owner[query] * cp + layout.owner[key])
-    tiles, rank, source = shard_tiles(mask.pieces, layout)
-    made, group = coalesce(tiles, rank * cp + source)
-    assert len(made) <= len(apart)
-    for member in range(cp):
-        tiles, rank, source = shard_tiles(mask.pieces, layout, member)
-        own, own_group = coalesce(tiles, rank * cp + source)
-        near = (group // cp == member) | (group % cp == member)
-        assert own == made[near] and np.array_equal(own_group, group[near])
 
 
 def test_a_document_of_thousands_of_chunks_takes_memory_for_its_tiles_alone() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -14,17 +13,6 @@ from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan
 
 N = 65536
-
-
-def test_a_mask_with_nothing_allowed_is_a_plan_with_nothing_to_do() -> None:
-    plan = Plan.build(Mask.documents([0], n=8), Layout.zigzag(8, 2))
-    report = plan.verify(rank_plans=True)
-    assert report.work.sum() == 0 and report.balance == 1.0 and len(plan.rank_plan(0).hops) == 0
-
-
-def test_plans_travel_to_other_processes_with_their_rank_plans() -> None:
-    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4))
-    assert repr(plan.rank_plan(1)) == repr(pickle.loads(pickle.dumps(plan)).rank_plan(1))
 
 
 def effort(make: Callable[[], object]) -> tuple[int, int]:
