@@ -55,7 +55,7 @@ ROOMS = (
     room("one call of attention", 10_000, 9_000, """cp_ring/__init__.py cp_ring/errors.py
         cp_ring/runtime.py cp_ring/api.py cp_ring/plan_cache.py cp_ring/attention.py
         cp_ring/inputs.py cp_ring/hop_loop.py"""),
-    room("shards, prefixes, settings", 5_000, 3_900, """cp_ring/sharding.py cp_ring/prefixes.py
+    room("shards, prefixes, settings", 5_000, 4_000, """cp_ring/sharding.py cp_ring/prefixes.py
         cp_ring/options.py"""),
     room("plans and proofs", 38_000, 46_900, "cp_ring/plan"),
     room("kernels", 17_000, 16_700, "cp_ring/kernels"),
@@ -63,7 +63,7 @@ ROOMS = (
     room("merges and sums", 6_000, 5_700, "cp_ring/ops"),
     room("observation", 6_000, 4_600, "cp_ring/observe"),
     room("other libraries, testing", 4_000, 4_700, "cp_ring/integrations cp_ring/testing"),
-    room("ring 1: the library", 105_000, 103_500, _LIBRARY),
+    room("ring 1: the library", 105_000, 103_600, _LIBRARY),
     room("adapter", 14_000, 7_600, "cp_ring/megatron/adapter cp_ring/megatron/specs.py"),
     room("certificate", 20_000, 20_000, "cp_ring/megatron/certificate"),
     room("data", 10_000, 10_600, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
@@ -71,8 +71,8 @@ ROOMS = (
     room("patches", 10_500, 12_300, "patches"),
     room("ring 2: Megatron", 72_000, 70_100, _ADAPTER),
     room("ring 3: tools", 23_000, 26_200, "cp_ring/tools"),
-    room("all", 200_000, 200_100, "cp_ring patches"),
-    room("tests", 200_000, 223_300, "tests"),
+    room("all", 200_000, 200_200, "cp_ring patches"),
+    room("tests", 200_000, 221_500, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 

@@ -21,6 +21,8 @@ SAMPLE = ("label at a chunk's border", "loss divided by cp twice", "fractional w
 KINDS = {
     "mask": ("oss", "mask dropped to plain causal"),
     "window": ("oss", "window off by one"),
+    "length": ("long", "window beyond 256 tokens"),
+    "batch row": ("long", "second batch row like the first"),
     "sink": ("oss", "sink gradient dropped"),
     "scale": ("oss", "softmax scale"),
     "positions": ("oss", "rotary positions of one rank shifted"),

@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
     found["wrong split"] = rejection(
         lambda: cp_ring.megatron.certify(config, example.build, wrong_split(example))
     )
-    found |= other_kinds(example)
+    found |= packed_documents(example)
     found["wrong settings"] = rejection(lambda: example.build(configuration(2, window_size=(5, 3))))
     model = example.build(config)
     found["whole rows"] = rejection(lambda: whole_rows(model))
@@ -52,21 +52,11 @@ def main(folder: Path) -> None:
         (folder / "found.json").write_text(json.dumps(found))
 
 
-def other_kinds(example: Any) -> dict[str, Any]:
-    """Certificates of a hybrid and of a heterogeneous model, and of packed documents; each with a
-    wrong split too.
-    """
+def packed_documents(example: Any) -> dict[str, Any]:
+    """Certificates of packed documents; with a wrong split too."""
     import cp_ring.megatron
 
     found: dict[str, Any] = {}
-    kinds = {"hybrid": hybrid(), "heterogeneous": heterogeneous()}
-    for name, (config, build) in kinds.items():
-        found[name] = covered(cp_ring.megatron.certify(config, build, example.forward_step))
-        found[f"wrong {name}"] = rejection(
-            lambda config=config, build=build: cp_ring.megatron.certify(
-                config, build, wrong_split(example)
-            )
-        )
     cp_ring.megatron.enable(cpu=True, seq_length=128, packed=True)
     initialized = []
 
@@ -99,77 +89,6 @@ def covered(certificate: Any) -> list[Any]:
     return [*models, *certificate.not_covered]
 
 
-def hybrid() -> tuple[Any, Callable[[Any], Any]]:
-    """A model of Mamba, attention and MLP layers, with torch in place of Mamba's kernels."""
-    from cp_ring.megatron.compat import known_arguments
-    from tests.parity import recurrent
-
-    try:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
-    except ImportError:  # before 0.18
-        from megatron.core.models.mamba.mamba_model import MambaModel as Model
-
-    def build(config: Any) -> Any:
-        spec = recurrent.hybrid
-        words = {
-            "hybrid_stack_spec": spec,
-            "mamba_stack_spec": spec,
-            "position_embedding_type": "rope",
-        }
-        words |= {"hybrid_layer_pattern": "M*-*"}
-        words |= (
-            {}
-            if "hybrid_layer_pattern" in known_arguments(Model, words)
-            else {"hybrid_override_pattern": "M*-*"}
-        )
-        return Model(
-            config,
-            vocab_size=example_vocabulary(),
-            max_sequence_length=128,
-            **known_arguments(Model, words),
-        )
-
-    return configuration(2, num_layers=4, is_hybrid_model=True, mamba_num_groups=4), build
-
-
-def example_vocabulary() -> int:
-    from docs.examples import megatron_core as example
-
-    return int(example.VOCAB)
-
-
-def heterogeneous() -> tuple[Any, Callable[[Any], Any]]:
-    """Four layers with 2 and 4 key/value heads, without attention, and with a linear layer in its
-    place.
-    """
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
-        get_gpt_heterogeneous_layer_spec,
-    )
-    from megatron.core.transformer.heterogeneous.heterogeneous_config import (
-        HeterogeneousTransformerConfig,
-    )
-
-    kinds = (
-        {"num_query_groups": 2},
-        {"no_op": True},
-        {"replace_with_linear": True},
-        {"num_query_groups": 4},
-    )
-    common = {"no_op": False, "replace_with_linear": False, "num_query_groups": None}
-    mlp = {"no_op": False, "replace_with_linear": False, "ffn_hidden_size": 64}
-    encoded = json.dumps(
-        {"block_configs": [{"attention": common | kind, "mlp": mlp} for kind in kinds]}
-    )
-
-    def build(config: Any) -> Any:
-        layers = get_gpt_heterogeneous_layer_spec(config, use_te=False)
-        return GPTModel(config, layers, example_vocabulary(), 128, position_embedding_type="rope")
-
-    more = {"num_layers": 4, "heterogeneous_layers_config_encoded_json": encoded}
-    return configuration(2, HeterogeneousTransformerConfig, **more), build
-
-
 def without_documents(example: Any) -> Callable[..., Any]:
     """The forward step of the example, whose microbatches lose their documents with context
     parallelism.
@@ -184,12 +103,11 @@ def without_documents(example: Any) -> Callable[..., Any]:
     return step
 
 
-def configuration(cp: int, kind: Any = None, **more: Any) -> Any:
+def configuration(cp: int, **more: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    more = {"num_layers": 2} | more
-    return (kind or TransformerConfig)(
-        hidden_size=64, num_attention_heads=4, attention_dropout=0.0, hidden_dropout=0.0, context_parallel_size=cp,
+    return TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, attention_dropout=0.0, hidden_dropout=0.0, context_parallel_size=cp,
         calculate_per_token_loss=True, use_cpu_initialization=True, masked_softmax_fusion=False, **more,
     )  # fmt: skip
 

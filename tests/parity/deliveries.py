@@ -25,8 +25,6 @@ def delivered(how: str) -> Iterator[None]:
     """Within the context Megatron's mock data consist of short documents ("documents"), which "thd"
     packs.
 
-    "thd_tail" packs them with much padding behind the last one.
-
     With "sections" their tokens have other positions in each section of mrope, as images have;
     "sections_documents" and "sections_thd" are both.
 
@@ -70,12 +68,9 @@ def delivered(how: str) -> Iterator[None]:
             yield
         return
 
-    batches = {"thd": _packed_batch, "thd_tail": functools.partial(_packed_batch, tail=True)}.get(
-        how, gpt.get_batch
-    )
     with (
         patch.object(MockGPTLowLevelDataset, "max_sequence_length", 24),
-        patch.object(gpt, "get_batch", batches),
+        patch.object(gpt, "get_batch", _packed_batch if how == "thd" else gpt.get_batch),
     ):
         yield
 
@@ -97,15 +92,7 @@ def _global(n: int, random: np.random.Generator) -> Mask:
     return Mask.with_global(n, [(0, 2), (start, start + 3)], (7, 0))
 
 
-def _tree(n: int, random: np.random.Generator) -> dict[str, Any]:
-    """Turns of two agents, of which the second one forks again."""
-    lengths = random.integers(1, n // 6, 6)
-    return Mask.tree([-1, 0, 0, 2, 2, 1], lengths, n).to_dict()
-
-
-MASKS = {
-    "shared_prefix": _shared_prefix, "images": _images, "global": _global, "tree": _tree
-}  # fmt: skip
+MASKS = {"shared_prefix": _shared_prefix, "images": _images, "global": _global}
 """Masks that batches carry; those of shared prefixes come as plain numbers."""
 
 
@@ -156,12 +143,9 @@ def _uneven(next_batch: Callable[..., Any], data_iterator: Any) -> dict[str, tor
     return batch
 
 
-def _packed_batch(data_iterator: Any, vp_stage: Any, tail: bool = False) -> dict[str, Any]:
+def _packed_batch(data_iterator: Any, vp_stage: Any) -> dict[str, Any]:
     """A batch row of the data set, cut into padded sequences of odd lengths, and this rank's part
     in Megatron's thd split.
-
-    tail: the last sequence has 3 tokens, so that the end of the pack is padding, and chunks of some
-    ranks hold nothing else.
     """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -173,8 +157,6 @@ def _packed_batch(data_iterator: Any, vp_stage: Any, tail: bool = False) -> dict
     batch = gpt._next_batch(data_iterator)
     batch.pop("cu_seqlens", None)
     real, padded = cut(batch["tokens"].shape[1], int(batch["tokens"].sum()))
-    if tail:
-        real[-1] = real[-2] + 3
     is_padding = np.ones(padded[-1], bool)
     for start, length in zip(padded[:-1], np.diff(real), strict=True):
         is_padding[start : start + length] = False

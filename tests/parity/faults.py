@@ -113,12 +113,6 @@ def _in_order(by_document: Any, padded: Any, cp: int) -> Any:
     return Layout.contiguous(int(padded[-1]), cp)
 
 
-def _boundary_missed(boundaries: Any, position_ids: Any) -> Any:
-    """The second document of a microbatch is taken for a part of the first."""
-    edges = boundaries(position_ids)
-    return edges if len(edges) < 3 else edges[[0, *range(2, len(edges))]]
-
-
 def _siblings_seen(mask: Any, declared: Any, *args: Any, **kwargs: Any) -> Any:
     """A response sees the responses before it."""
     from cp_ring import Mask
@@ -169,15 +163,6 @@ def _anew_too_late(starts: Any, carried: Any) -> Any:
     """The first token of each document but the first counts as one of the document before it."""
     found = starts(carried)
     return found + (found % (carried.layout.n // carried.batch) != 0)
-
-
-def _rotary_by_zigzag(positions: Any, cu_seqlens: Any, rank: int, cp: int) -> Any:
-    """The rotary embeddings of a packed batch are those of another layout than its tokens."""
-    from cp_ring import Layout
-
-    in_sequence = torch.from_numpy(Layout.zigzag(int(cu_seqlens[-1]), cp).positions(rank))
-    document = torch.searchsorted(cu_seqlens.long(), in_sequence, right=True) - 1
-    return in_sequence, in_sequence - cu_seqlens.long()[document]
 
 
 def _averaged_by_rank(loss_function: Any, loss_mask: Any, losses: Any, **more: Any) -> Any:
@@ -237,16 +222,12 @@ FAULTS = {
     ),
     "tokens counted by rank": at("cp_ring.patches.mtp_roll.MaskOfAllRanks.of", _counted_by_rank),
     "boundary shifted by one": at("cp_ring.megatron.data.documents.Documents.mask", _shifted),
-    "boundary missed": at("cp_ring.megatron.gpt.boundaries", _boundary_missed),
     "documents merged": at("cp_ring.megatron.data.documents.Documents.mask", _merged),
     "state in the order of another layout": at(
         "cp_ring.megatron.adapter.recurrent.without_documents", _in_another_layout
     ),
     "state across documents": at("cp_ring.megatron.adapter.recurrent._starts", _across_documents),
     "state begins anew too late": at("cp_ring.megatron.adapter.recurrent._starts", _anew_too_late),
-    "rotary positions of zigzag": at(
-        "cp_ring.patches.rotary_documents._positions", _rotary_by_zigzag
-    ),
     "positions of zigzag": at(
         "cp_ring.megatron.data.documents.Documents.positions", _positions_of_zigzag
     ),
