@@ -22,7 +22,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from cp_ring.errors import ConfigError
 from cp_ring.megatron.compat import has_training_loop
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
@@ -102,6 +101,16 @@ def _on_cpu(value: Any) -> Any:
     return CPU if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
 
 
+def _without(option: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function without the option that names a device."""
+
+    def without(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop(option, None)
+        return function(*args, **kwargs)
+
+    return without
+
+
 def _counts_of_experts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Return the sizes that experts exchange as numbers on the host, because gloo does not take
     tensors.
@@ -155,8 +164,6 @@ def _partitioned_indices(cu_seqlens: torch.Tensor, tokens: int, cp: int, rank: i
     from cp_ring.plan.layout import Layout
 
     edges = np.unique(cu_seqlens.numpy())
-    if edges[-1] != tokens:
-        raise ConfigError(f"cu_seqlens end at {edges[-1]}, but there are {tokens} tokens")
     return torch.from_numpy(Layout.per_document_zigzag(edges, cp).positions(rank))
 
 
@@ -229,24 +236,13 @@ def _megatron_replacements() -> Iterator[Replacement]:
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    init_process_group, barrier = torch.distributed.init_process_group, torch.distributed.barrier
     preparation_data = multiprocessing.spawn.get_preparation_data
-
-    def init_without_device(*args: Any, **kwargs: Any) -> Any:
-        return init_process_group(
-            *args, **{name: value for name, value in kwargs.items() if name != "device_id"}
-        )
-
-    def barrier_without_devices(*args: Any, **kwargs: Any) -> Any:
-        return barrier(
-            *args, **{name: value for name, value in kwargs.items() if name != "device_ids"}
-        )
 
     def preparation_data_with_patch(name: str) -> dict[str, Any]:
         return {"cp_ring": ApplyWhenUnpickled(), **preparation_data(name)}
 
-    yield torch.distributed, "init_process_group", init_without_device
-    yield torch.distributed, "barrier", barrier_without_devices
+    for name, option in (("init_process_group", "device_id"), ("barrier", "device_ids")):
+        yield torch.distributed, name, _without(option, getattr(torch.distributed, name))
     yield multiprocessing.spawn, "get_preparation_data", preparation_data_with_patch
     yield random, "_set_cuda_rng_state", _set_rng_state
     yield from replace_everywhere(

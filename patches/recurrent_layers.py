@@ -5,10 +5,6 @@ These layers exchange tokens for heads, so that each rank holds whole batch rows
 Megatron then puts the tokens in sequence order, and back, for its zigzag split. This patch uses the
 order of the layout, and the state restarts at each document.
 
-All heads of a gated delta net layer share one norm, `out_norm`. Each tensor-parallel rank computes
-its gradient from its own heads, and Megatron sums these gradients with --sequence-parallel only:
-without it the norms of the ranks drift apart. This patch sums the gradients when they are computed.
-
 GPT models of gated delta net layers can predict further tokens. Megatron's scripts build such
 models; its package does not. Before 0.19 a GPT model with gated delta net layers cannot be built
 under context parallelism, because these layers get attention's type of communication.
@@ -20,8 +16,6 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
-
-from torch import Tensor, distributed
 
 from cp_ring.megatron.wrapping import around, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
@@ -47,7 +41,7 @@ def _of_gated_delta_net() -> Iterator[Replacement]:
 
     package: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
     wrappers = {
-        "__init__": _with_one_norm,
+        "__init__": _without_type,
         "forward": recurrent.gated_delta_net_with_documents,
         "_gated_norm_and_a2a": recurrent.norm_with_documents,
     }
@@ -77,29 +71,17 @@ def _of_variant(specs: Any, config: Any, **kwargs: Any) -> list[Any]:
 
 
 @around
-def _with_one_norm(constructor: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+def _without_type(constructor: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     if "cp_comm_type" not in inspect.signature(constructor).parameters:  # before 0.19
         kwargs.pop("cp_comm_type", None)
     constructor(layer, *args, **kwargs)
-    group = layer.pg_collection.tp
-    if group.size() == 1 or layer.config.sequence_parallel:
-        return
-
-    def summed(grad: Tensor) -> Tensor:
-        total = grad.clone()
-        distributed.all_reduce(total, group=group)
-        return total
-
-    for weight in layer.out_norm.parameters():
-        weight.register_hook(summed)
 
 
 PATCH = Patch(
     what="Mamba and gated delta net layers take the order of tokens from --cp-ring-layout and "
-    "restart their state at each document; tensor-parallel ranks keep one norm in gated "
-    "delta net layers; models of such layers can predict further tokens",
+    "restart their state at each document; models of gated delta net layers can predict further "
+    "tokens",
     why="Megatron's layers know only the order of the zigzag split, and documents only in thd; "
-    "without --sequence-parallel Megatron does not sum the gradients of that norm; its "
-    "package does not build such models with further predictions",
+    "its package does not build models of gated delta net layers with further predictions",
     replacements=_replacements,
 )
