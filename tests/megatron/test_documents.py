@@ -11,8 +11,8 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
+from cp_ring.megatron.adapter.next_tokens import roll_in_documents
 from cp_ring.megatron.data import documents as documents_module
-from cp_ring.patches import mtp_roll
 
 
 def import_megatron():
@@ -205,7 +205,7 @@ def roll(group, dtype, how):
         params = DocumentParams.carry(split)
     whole = torch.arange(1, 33).to(dtype)
     mine = split.shard(whole.view(split.batch, -1), rank)
-    rolled, total = mtp_roll.roll_in_documents(
+    rolled, total = roll_in_documents(
         mine, shifts=-1, dims=-1, cp_group=group, packed_seq_params=params
     )
     assert rolled.shape == mine.shape and rolled.dtype == dtype
@@ -218,7 +218,7 @@ def roll_one(group):
     """The rolled loss mask of one token, divided by what Megatron divides it by."""
     split = Documents.in_rows(np.array([0, 16]), 1, "zigzag", group.size())
     mine = split.shard((torch.arange(16) == 9).float()[None], group.rank())
-    rolled, total = mtp_roll.roll_in_documents(mine, cp_group=group)
+    rolled, total = roll_in_documents(mine, cp_group=group)
     return rolled.sum() / total.clamp(min=1)
 
 

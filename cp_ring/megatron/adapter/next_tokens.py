@@ -1,0 +1,104 @@
+"""Finds the next token of the same document for multi-token prediction, whichever rank holds it.
+
+Megatron's own roll knows two layouts: the zigzag of a batch row, and the zigzag of each document,
+whose offsets it takes without padding. It also weighs each rank's prediction loss by that rank's
+numbers of tokens before and after the roll. Here the numbers are those of all ranks together. So
+the weight is the same at any context-parallel size, and a rank whose own tokens do not count in the
+loss still trains the prediction of the first token after its chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cp_ring.megatron.data.documents import (
+    documents_of,
+    group_of_microbatch,
+    without_documents,
+)
+from cp_ring.megatron.settings import packed_in_whole_rows
+from cp_ring.megatron.wrapping import Function, around
+from cp_ring.sharding import unshard
+
+
+class MaskOfAllRanks(torch.Tensor):
+    """A rank's part of a loss mask. Its `sum()` is the mean over ranks, because Megatron averages
+    over ranks what it divides by the sum.
+    """
+
+    mean_sum: torch.Tensor
+
+    @classmethod
+    def of(cls, part: torch.Tensor, mean_sum: torch.Tensor) -> MaskOfAllRanks:
+        mask = part.as_subclass(cls)
+        mask.mean_sum = mean_sum
+        return mask
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make the results of operations on the mask plain tensors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def sum(self) -> torch.Tensor:  # type: ignore[override]
+        return self.mean_sum
+
+
+def roll_in_documents(
+    tensor: torch.Tensor | None,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: Any = None,
+    packed_seq_params: Any = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the value of the next token in the document for each token (zero for the last token),
+    and the sum of the result. A collective of `cp_group`.
+
+    For a loss mask the sum is the mean over ranks, because Megatron averages over ranks what it
+    divides by the sum. tensor: [batch, n / cp], of any dtype. The signature is that of Megatron's
+    `roll_tensor`.
+    """
+    if tensor is None:
+        return None, None
+    if shifts != -1 or dims not in (-1, tensor.dim() - 1):
+        raise ValueError(
+            f"tokens roll by -1 in the last dimension, not by {shifts} in dimension {dims}"
+        )
+    group = group_of_microbatch(packed_seq_params, cp_group)
+    cp, n = group.size(), tensor.shape[-1]
+    if packed_seq_params is None:
+        documents: Any = without_documents(tensor.numel() // n, n * cp, cp)
+    else:
+        documents = documents_of(packed_seq_params, tensor.numel(), cp, packed_in_whole_rows())
+    whole = tensor.reshape(-1)
+    if cp > 1:
+        whole = unshard(whole, documents.layout, group, 0)
+    rolled = torch.roll(whole, -1).masked_fill(documents.last().to(whole.device), 0)
+    mine = documents.shard(rolled, group.rank()).view(tensor.shape)
+    if not tensor.is_floating_point():
+        return mine, mine.sum()
+    total = rolled.sum() / cp  # mean over ranks, for a loss mask
+    # Megatron divides by 1 at least; where the right divisor is smaller, the mask grows by the
+    # ratio
+    least = torch.where((total > 0) & (total < 1), total, 1.0)
+    mine, total = mine / least, total / least
+    return (MaskOfAllRanks.of(mine, total) if isinstance(tensor, MaskOfAllRanks) else mine), total
+
+
+@around
+def with_all_tokens(process: Function, *args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
+    """Wrap `process_mtp_loss`: its two token counts, before and after the roll, become the counts
+    of all ranks together.
+    """
+    labels = kwargs.get("labels")
+    group = group_of_microbatch(kwargs.get("packed_seq_params"), cp_group)
+    if labels is not None and group.size() > 1:
+        mask = kwargs.get("loss_mask")
+        mask = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask.clone()
+        total = mask.sum()
+        dist.all_reduce(total, group=group)
+        kwargs["loss_mask"] = MaskOfAllRanks.of(mask, total / group.size())
+    return process(*args, cp_group=cp_group, **kwargs)
