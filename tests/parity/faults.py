@@ -242,7 +242,7 @@ FAULTS = {
     "roll in one sequence": at("cp_ring.megatron.data.masks.DeclaredMask.last", _roll_across),
     "roll across documents": at("cp_ring.megatron.data.documents.Documents.last", _roll_across),
     "labels of another chunk": at(
-        "cp_ring.patches.loss_chunks.Logits.chunks", _labels_of_another_chunk
+        "cp_ring.megatron.loss_chunks.Logits.chunks", _labels_of_another_chunk
     ),
     "packed documents in order": at("cp_ring.Layout.per_document_zigzag", _in_order),
     "one position in all sections": at("cp_ring.megatron.gpt._mrope_positions", _one_section),

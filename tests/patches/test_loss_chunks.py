@@ -10,7 +10,7 @@ import torch
 from cp_ring import Options
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
-from cp_ring.patches.loss_chunks import Logits, losses_in_chunks
+from cp_ring.megatron.loss_chunks import Logits, losses_in_chunks
 from cp_ring.testing.oracle import error
 
 TOKENS, BATCH, VOCABULARY = 24, 2, 32
