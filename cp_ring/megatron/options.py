@@ -88,7 +88,7 @@ class Options(CallSettings):
     )
     loss_chunk: int = setting(
         0,
-        "Compute logits and loss for so many tokens at a time, and again in backward, to save "
+        "Compute logits and loss for this many tokens at a time, and again in backward, to save "
         "memory; 0 computes all at once.",
         least=0,
     )
@@ -105,13 +105,13 @@ class Options(CallSettings):
     )
     compare_every: int = setting(
         16,
-        "Check that ranks agree for one in so many new plans, after the first 32 of a group; 0 "
+        "Compare one new plan in this many among the ranks, after the first 32 of a group; 0 "
         "disables it.",
         least=0,
     )
     timing: int = setting(
         0,
-        "Measure computing, waiting and the slowest rank in every so many steps; 0 disables it.",
+        "Measure computing, waiting and the slowest rank once in this many steps; 0 disables it.",
         least=0,
     )
     debug: bool = setting(

@@ -65,7 +65,7 @@ class StepTiming:
 
 
 def step_timing(every: int) -> StepTiming:
-    """Return the `StepTiming` of a job that measures every so many steps. Attention calls tell it
+    """Return the `StepTiming` of a job that measures one step in `every`. Attention calls tell it
     the step.
     """
     timing.SAMPLER.value = sampler = timing.Sampler(every)

@@ -49,8 +49,8 @@ class RandomTensors:
 
 
 def value_probes(tested: TestedLayer, samples: int | None = None) -> list[Probe]:
-    """Compare outputs and gradients for random tensors with float64; with `samples`, for so many
-    queries of this rank only.
+    """Compare outputs and gradients for random tensors with float64; with `samples`, for that
+    number of queries of this rank only.
     """
     inputs = draw(tested, samples)
     return compare(tested, inputs, reference(tested, inputs))
