@@ -106,7 +106,7 @@ def accuracy(
     seq_length: Tokens = 2048,
     cp: Annotated[
         list[int] | None,
-        typer.Option(help="Ranks; repeatable. Default: 1, 2, 4, 8.", min=1, metavar="N"),
+        typer.Option(help="Ranks; repeatable. Default: 2, 4, 8.", min=1, metavar="N"),
     ] = None,
     kernel: Annotated[str, typer.Option(help="As --cp-ring-kernel.", metavar="NAME")] = "auto",
     dtype: Annotated[
@@ -114,15 +114,14 @@ def accuracy(
     ] = "float32",
     as_json: AsJson = False,
 ) -> None:
-    """Compare errors with those of one kernel call. Both against float64, on the whole sequence;
+    """Compare errors of a ring with those of one rank. Both against float64, on the whole sequence;
     2 query heads of 64 elements, 1 key/value head.
     """
     from cp_ring.megatron.options import Options
-    from cp_ring.tools.bench_accuracy import AccuracyCases, run
+    from cp_ring.tools.bench_accuracy import run
 
     Options(kernel=kernel)
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"--dtype {dtype}: give float32, bfloat16 or float16")
-    sizes = seq_length, 2, 1, 64
-    results = run(AccuracyCases(*sizes, kernel, dtype, cp or (1, 2, 4, 8), device=_device()))
-    _report(f"error of the ring / of one call, {kernel}, {dtype}", results, as_json)
+    results = run(seq_length, cp or (2, 4, 8), kernel, dtype, _device())
+    _report(f"error of the ring / of one rank, {kernel}, {dtype}", results, as_json)

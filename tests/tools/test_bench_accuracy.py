@@ -1,4 +1,4 @@
-"""The ring is as accurate as one kernel call on the whole sequence."""
+"""The ring is as accurate as one rank on the whole sequence."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from cp_ring.errors import ConfigError, KernelError
 from cp_ring.ops import totals
 from cp_ring.testing.oracle import Case
 from cp_ring.tools import bench_accuracy as accuracy
-from cp_ring.tools.bench_accuracy import AccuracyCases
 from cp_ring.tools.cli import app
 
-# Of out and of gradients. The worst case, float32, full mask and cp 8, measured 1.08 and 0.96 on an
-# Intel Xeon with AVX-512.
-LIMITS = {"float32": (1.15, 1.05), "bfloat16": (1.15, 1.10)}
+# Of out and of gradients. The worst cases, full mask and cp 8, measured 1.07 and 1.04, and 1.00 and
+# 1.37: one rank computes in float32 and rounds once, the ring rounds partial gradients on the wire.
+LIMITS = {"float32": (1.15, 1.08), "bfloat16": (1.05, 1.45)}
 KINDS = list(accuracy.masks(64))
 
 
@@ -34,11 +33,11 @@ KINDS = list(accuracy.masks(64))
         pytest.param("bfloat16", [2, 4, 8], KINDS, marks=pytest.mark.slow),
     ],
 )
-def test_error_over_that_of_one_call(monkeypatch, dtype, sizes, names):
+def test_error_over_that_of_one_rank(monkeypatch, dtype, sizes, names):
     """N(0, 1) inputs, mean of 5 draws; most partial results are merged at the largest cp."""
     masks = accuracy.masks(2048)
     monkeypatch.setattr(accuracy, "masks", lambda n: {name: masks[name] for name in names})
-    results = accuracy.run(AccuracyCases(2048, 2, 1, 64, dtype=dtype, cp=sizes))
+    results = accuracy.run(2048, sizes, dtype=dtype)
     cases = {(name, cp) for name in names for cp in sizes}
     assert {(result["mask"], result["cp"]) for result in results} == cases
     out, grads = LIMITS[dtype]
@@ -58,7 +57,7 @@ def test_sharp_softmax(monkeypatch):
 
     monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
     monkeypatch.setattr(Case, "draw", sharp)
-    (result,) = accuracy.run(AccuracyCases(2048, 2, 1, 64, cp=[4]))
+    (result,) = accuracy.run(2048, [4])
     assert max(result[part] for part in accuracy.PARTS) <= 1.5
 
 
@@ -89,7 +88,7 @@ def test_a_lossy_sum_is_seen(monkeypatch, what):
         totals, "add", lossy(totals.add, lambda total: "dq" if total.shape[2] == 2 else "dk and dv")
     )
     monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
-    (result,) = accuracy.run(AccuracyCases(256, 2, 1, 16, cp=[2], seeds=1))
+    (result,) = accuracy.run(256, [2], sizes=(2, 1, 16), seeds=1)
     assert all(result[part] > 100 for part in LOSSY[what]), result
     if what != "out":  # backward reads out
         assert all(result[part] < 10 for part in accuracy.PARTS if part not in LOSSY[what]), result
