@@ -147,13 +147,13 @@ import cp_ring, cp_ring.patches
 from cp_ring import ConfigError, Options
 from cp_ring.megatron.flags import resolve
 from cp_ring.megatron.flags.asked import Asked
-from cp_ring.tools.job import JobConfig
+from cp_ring.tools.job import SECTIONS
 
 assert cp_ring.__file__.startswith(ROOT)
 parser = Options.add_arguments(argparse.ArgumentParser())
 assert "How much it shines." in parser.format_help()
 assert Options.from_args(parser.parse_args(["--cp-ring-shiny", "4"])).shiny == 4
-assert JobConfig.model_fields["cp_ring"].annotation is Options and Options.make(shiny="5").shiny == 5
+assert SECTIONS["cp_ring"] is Options and Options.make(shiny="5").shiny == 5
 try:
     Options.make(shiny=0)
 except ConfigError as error:

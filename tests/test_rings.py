@@ -47,7 +47,7 @@ class Finder:
         return None if absent else self.finder.find_spec(name, path, target)
 
 sys.meta_path[:] = [Finder(finder) for finder in sys.meta_path if hasattr(finder, "find_spec")]
-assert {"pydantic", "typer", "psutil", "packaging", "yaml", "megatron"} <= others, others
+assert {"typer", "psutil", "packaging", "yaml", "megatron"} <= others, others
 
 import torch
 import cp_ring

@@ -7,9 +7,10 @@ made from this one dataclass. It extends the settings of attention calls.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron import option_values
@@ -36,13 +37,46 @@ class OptionError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Options(CallSettings):
+class Settings:
+    """Settings that are checked when made. Raises `OptionError` for the first wrong one."""
+
+    LEFT: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def make(cls, **values: Any) -> Self:
+        """Construct the settings; an unknown name is a `ConfigError` too."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name in cls.LEFT:
+                raise ConfigError(f"{name} left cp_ring: {cls.LEFT[name]}")
+            if name not in known:
+                raise ConfigError(f"there is no setting {name!r}; known are {', '.join(known)}")
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, default = getattr(self, field.name), field.default
+            if type(value) is type(default) and value == default:
+                continue  # this also avoids asking for the names of kernels, which needs torch
+            try:
+                left = LEFT_VALUES.get(field.name, {}).get(str(value))
+                if left:
+                    raise ConfigError(f"it left cp_ring: {left}")
+                object.__setattr__(self, field.name, option_values.read(field, value))
+            except ConfigError as error:
+                raise OptionError(field.name, value, str(error)) from None
+
+
+@dataclass(frozen=True)
+class Options(Settings, CallSettings):
     """Settings of ring attention; immutable, and checked when made.
 
         options = Options(layout="balanced", certify="strict")
 
     Raises `OptionError`, a `ConfigError`, with one line that names the flag and what it accepts.
     """
+
+    LEFT = LEFT
 
     enabled: bool = setting(
         False,
@@ -126,29 +160,6 @@ class Options(CallSettings):
         choices=("on", "off", "strict", "only"),
         convert=option_values.on_or_off,
     )
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value, default = getattr(self, field.name), field.default
-            if type(value) is type(default) and value == default:
-                continue  # this also avoids asking for the names of kernels, which needs torch
-            try:
-                left = LEFT_VALUES.get(field.name, {}).get(str(value))
-                if left:
-                    raise ConfigError(f"it left cp_ring: {left}")
-                object.__setattr__(self, field.name, option_values.read(field, value))
-            except ConfigError as error:
-                raise OptionError(field.name, value, str(error)) from None
-
-    @classmethod
-    def make(cls, **values: Any) -> Options:
-        """Construct the settings; an unknown name is a `ConfigError` too."""
-        for name in values:
-            if name in LEFT:
-                raise ConfigError(f"{name} left cp_ring: {LEFT[name]}")
-            if name not in SETTINGS:
-                raise ConfigError(f"cp_ring has no setting {name!r}; it has {', '.join(SETTINGS)}")
-        return cls(**values)
 
     @property
     def named_layout(self) -> NamedLayout:

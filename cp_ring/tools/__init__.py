@@ -34,6 +34,7 @@ LEFT = {
     "bench wire": _BENCH,
     "certify": "give --cp-ring-certify only to the command that trains; docs/certificate.md",
     "compare": "train with cp_ring.enabled=true and =false, and look at both in TensorBoard",
+    "patches": "cp-ring doctor names them, and whether they fit; patches/*.py say why",
     "plan --dtype": _OF_JOB,
     "plan --kernel": "calls are counted of the kernel that predictions assume",
     "plan --mask": "draw(Plan.build(mask, layout), path); docs/masks-and-layouts.md, Pictures",
@@ -65,6 +66,7 @@ LEFT = {
     "tune --seed": _SEED,
     "tune --seq-length": "give --set megatron.seq_length=N",
     "trace": "torch.profiler and Nsight show the marks of hops; docs/timing.md",
+    "--version": "cp-ring doctor prints it",
     "watch": "tail -f the log of the job, or TensorBoard; docs/slurm.md",
 }
 """The commands and options that left, by their words, and what does their work now."""

@@ -11,8 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -109,7 +107,13 @@ def build(corpus: Corpus) -> None:
     """
     if corpus.ready:
         return
-    _import_tokenizers()
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"data.path: to build a corpus, cp_ring needs the package tokenizers ({error}): pip "
+            "install tokenizers transformers, or give datasets of Megatron (megatron.data_path)"
+        ) from None
     try:
         corpus.folder.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".building-", dir=corpus.folder.parent))
@@ -117,8 +121,6 @@ def build(corpus: Corpus) -> None:
         raise ConfigError(
             f"data.cache {corpus.folder.parent}: the folder cannot be made: {error.strerror}"
         ) from None
-    # a signal that ends the process ends it by the block that cleans up
-    handled = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         work.chmod(0o755)
         _build_in(work, corpus)
@@ -129,18 +131,6 @@ def build(corpus: Corpus) -> None:
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        signal.signal(signal.SIGTERM, handled)
-
-
-def _import_tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ConfigError(
-            f"data.path: to build a corpus, cp_ring needs the package tokenizers ({error}): pip "
-            "install tokenizers transformers, or give datasets of Megatron (megatron.data_path)"
-        ) from None
-    return tokenizers
 
 
 def _build_in(work: Path, corpus: Corpus) -> None:

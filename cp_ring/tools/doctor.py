@@ -100,18 +100,6 @@ def _megatron() -> Lines:
     yield "megatron-core", f"{version} ({state})"
 
 
-def _cuda() -> Lines:
-    import torch
-
-    if torch.cuda.is_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        yield "CUDA", f"{torch.version.cuda}, NCCL {nccl}"
-    elif torch.version.cuda is None:
-        yield "CUDA", "absent: this torch is a build for the CPU"
-    else:
-        yield "CUDA", f"absent: {torch.version.cuda}: torch finds no GPU"
-
-
 _OPTIONAL = (
     ("TransformerEngine", "transformer_engine.pytorch", "transformer-engine"),
     ("flash-attn", "flash_attn", "flash-attn"),
@@ -144,12 +132,11 @@ def _optional_packages() -> Lines:
 
 
 def _machine() -> Lines:
-    if srun := shutil.which("srun"):
-        yield "Slurm", srun
-    else:
-        yield "Slurm", "absent: no srun on PATH"
+    yield "Slurm", shutil.which("srun") or "absent: no srun on PATH"
     import torch
 
+    built = torch.version.cuda or "this torch is a build for the CPU"
+    yield "CUDA", built if torch.cuda.is_available() else f"absent: {built}: torch finds no GPU"
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
         about = f"{card.name}, {card.total_memory >> 30} GiB, sm_{card.major}{card.minor}"
@@ -192,7 +179,7 @@ def _known_errors() -> Lines:
 
 
 SECTIONS = {
-    "versions": (_requirements, _megatron, _optional_packages, _cuda),
+    "versions": (_requirements, _megatron, _optional_packages),
     "machine": (_machine,),
     "kernels": (_kernels,),
     "patches": (_patches,),
@@ -210,5 +197,4 @@ def version_of(distribution: str) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    text = one_line(error)[:300].rstrip(".")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{type(error).__name__}: {one_line(error)[:300]}"

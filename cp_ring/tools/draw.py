@@ -6,26 +6,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import matplotlib
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from cp_ring.errors import ConfigError, PlanError
+from cp_ring.errors import PlanError
 from cp_ring.plan.cost import AttentionTime, attention_time
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.shard_tiles import tiles_in_stream
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.tiles import Tile
-
-try:
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.collections import PolyCollection
-    from matplotlib.colors import to_rgb
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import FuncFormatter, MultipleLocator
-except ModuleNotFoundError:
-    raise ConfigError("drawing a plan needs matplotlib: pip install 'cp-ring[draw]'") from None
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,12 +38,6 @@ INK, FAINT, _IDLE = "#22272e", "#6b7280", "#e5e7eb"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")
 
 
-def check_ending(path: str) -> None:
-    """Raises `PlanError` unless `path` ends in .png, .svg or .pdf."""
-    if not path.lower().endswith((".png", ".svg", ".pdf")):
-        raise PlanError(f"--draw {path}: the file must end in .png, .svg or .pdf")
-
-
 def draw(
     whole: Plan,
     path: str,
@@ -58,9 +48,8 @@ def draw(
     """Writes the picture of a plan to `path`: PNG, SVG or PDF by its ending. Text stays text in SVG
     and PDF. sizes, rates, ranks_per_node: for the predicted time.
 
-    Raises `PlanError` where the ending is another one, or the file cannot be written.
+    Raises `PlanError` where matplotlib does not know the ending, or the file cannot be written.
     """
-    check_ending(path)
     plan, report = whole.ring, whole.verify()
     time = attention_time(whole, report, sizes, rates, ranks_per_node)
     assumed = (
@@ -91,8 +80,8 @@ def draw(
             figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
         try:
             figure.savefig(path, dpi=140)
-        except OSError as error:
-            raise PlanError(f"--draw {path}: cannot write: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            raise PlanError(f"--draw {path}: cannot write: {error}") from None
 
 
 def color(rank: int, hop: int, cp: int, hops: int) -> Color:

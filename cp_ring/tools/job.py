@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import io
+import itertools
 import math
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from cp_ring.errors import ConfigError, Reasons, one_line
-from cp_ring.megatron.options import SETTINGS, OptionError, Options
-from cp_ring.options import LEFT as LEFT_SETTINGS
+from cp_ring.megatron.options import OptionError, Options, Settings
+from cp_ring.options import setting
 
 if TYPE_CHECKING:
     from cp_ring.tools.corpus import Corpus
@@ -42,113 +40,79 @@ OWN_DATA = (
     "mock_data",
 )
 """Arguments of Megatron that name data sets."""
-_SECTION = "must be a section with keys"
-_PLAIN = {
-    "model_type": _SECTION,
-    "dict_type": _SECTION,
-    "dataclass_type": _SECTION,
-    "path_type": "must be a path",
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "string_type": "must be text",
-}  # plain text for pydantic's types of errors
-_LAUNCHER = dict.fromkeys(
+_LAUNCHERS = dict.fromkeys(
     ("nnodes", "node_rank", "master_addr", "master_port", "max_restarts"),
     "several nodes and restarts are those of launch/slurm/train.sbatch, or of torchrun with the "
     "flags of cp-ring train --print-flags",
 )
-_DATA = {"validation_fraction": "one of 20 documents is for validation; drop it"}
 _PRESETS = "a variant is a file of its own, or --set of each key"
-_SECTIONS = {
+LEFT = {
     "parallel": "its sizes are keys of section megatron; in place of data_parallel_size give "
     "launch.ranks, the number of all ranks",
     "presets": _PRESETS,
     "preset": _PRESETS,
 }
-LEFT = {"": _SECTIONS, "launch": _LAUNCHER, "cp_ring": LEFT_SETTINGS, "data": _DATA}
-"""Sections and their keys that left, and what to use instead."""
+"""Sections that left, and what to use instead."""
 SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Arguments of Megatron whose product is the ranks that hold the model once."""
 
 
-UserPath = Annotated[
-    Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))
-]  # ~ is the home directory, as in a shell
+def _at_home(path: Any) -> Any:
+    """~ is the home directory, as in a shell."""
+    return os.path.expanduser(path) if isinstance(path, str) else path
 
 
-def _read_options(section: Any, as_pydantic: Callable[[Any], Options]) -> Options:
-    """The section cp_ring, which `Options` checks itself; its errors get pydantic's form."""
-    if not isinstance(section, dict):
-        return as_pydantic(section)
-    known = {key: value for key, value in section.items() if key in SETTINGS}
-    errors = [
-        InitErrorDetails(type="extra_forbidden", loc=(key,), input=section[key])
-        for key in section.keys() - known
-    ]
-    try:
-        options = Options(**known)
-    except OptionError as error:
-        kind = PydanticCustomError("option", "{problem}", {"problem": error.problem})
-        errors.append(InitErrorDetails(type=kind, loc=(error.name,), input=error.value))
-    if errors:
-        raise ValidationError.from_exception_data("cp_ring", errors)
-    return options
-
-
-class Section(BaseModel):
-    """A section of the file; unknown keys are rejected."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class DataConfig(Section):
+@dataclass(frozen=True)
+class DataConfig(Settings):
     """What to train on. Unused where `megatron` names datasets of its own (data_path,
     train_data_path, mock_data, ...).
     """
 
-    path: UserPath | None = Field(
-        None, description="A folder of texts or a .jsonl file; default: Python's standard library."
+    LEFT: ClassVar = {"validation_fraction": "one of 20 documents is for validation; drop it"}
+
+    path: str = setting(
+        "", "A folder of texts or a .jsonl file; default: Python's standard library.",
+        convert=_at_home,
+    )  # fmt: skip
+    vocab_size: int = setting(
+        4096, "Vocabulary size of the BPE tokenizer that is trained on the data.", least=300
     )
-    vocab_size: int = Field(
-        4096,
-        ge=300,
-        description="Vocabulary size of the BPE tokenizer that is trained on the data.",
-    )
-    cache: UserPath = Field(Path("runs/corpora"), description="Where tokenized corpora are kept.")
+    cache: str = setting("runs/corpora", "Where tokenized corpora are kept.", convert=_at_home)
 
 
-class LaunchConfig(Section):
+@dataclass(frozen=True)
+class LaunchConfig(Settings):
     """Where the ranks run and where their output goes."""
 
-    run_dir: UserPath = Field(
-        Path("runs/job"), description="Checkpoints and logs; default: runs/<name of the file>."
+    LEFT = _LAUNCHERS
+
+    run_dir: str = setting(
+        "runs/job", "Checkpoints and logs; default: runs/<name of the file>.", convert=_at_home
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: GPUs with NCCL where there are any, else gloo."
+    device: str = setting(
+        "auto",
+        "auto: GPUs with NCCL where there are any, else gloo.",
+        choices=("auto", "cpu", "cuda"),
     )
-    ranks: int | None = Field(
-        None,
-        ge=1,
-        strict=True,
-        description="Ranks of all nodes; default: tensor x pipeline x context parallel size.",
+    ranks: int = setting(
+        0, "Ranks of all nodes; default: tensor x pipeline x context parallel size.", least=1
     )
 
 
-class JobConfig(Section):
+@dataclass(frozen=True)
+class JobConfig:
     """A whole job. `megatron` maps one to one to Megatron's arguments (snake_case for
     --snake-case).
+
+    source: the file or the packaged name, for messages. settings: all sections, as they were given.
     """
 
-    megatron: dict[str, Any] = Field(default_factory=dict)
-    data: DataConfig = DataConfig()  # type: ignore[call-arg]
-    cp_ring: Annotated[Options, WrapValidator(_read_options)] = Options()
-    launch: LaunchConfig = LaunchConfig()  # type: ignore[call-arg]
-    _source: str = ""
-
-    @property
-    def source(self) -> str:
-        """The file or the packaged name, for messages."""
-        return self._source
+    source: str
+    settings: dict[str, dict[str, Any]]
+    megatron: dict[str, Any]
+    data: DataConfig
+    cp_ring: Options
+    launch: LaunchConfig
 
     @property
     def ranks(self) -> int:
@@ -159,7 +123,16 @@ class JobConfig(Section):
     @property
     def checkpoints(self) -> Path:
         """Where checkpoints are saved: megatron.save if it is given."""
-        return Path(self.megatron.get("save") or self.launch.run_dir / "checkpoints").absolute()
+        return Path(self.megatron.get("save") or f"{self.launch.run_dir}/checkpoints").absolute()
+
+
+SECTIONS: dict[str, type[Settings] | None] = {
+    "megatron": None,
+    "data": DataConfig,
+    "cp_ring": Options,
+    "launch": LaunchConfig,
+}
+"""The sections of a file, and what reads their keys; those of `megatron` are Megatron's."""
 
 
 def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
@@ -182,7 +155,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{source}: needs the sections {', '.join(JobConfig.model_fields)}")
+        raise ConfigError(f"{source}: needs the sections {', '.join(SECTIONS)}")
     for override in overrides:
         _apply_override(settings, override)
     launch = settings.setdefault("launch", {})
@@ -215,56 +188,49 @@ def _apply_override(settings: dict[str, Any], override: str) -> None:
     text.
     """
     name, equals, text = override.partition("=")
-    section, dot, key = name.partition(".")
-    if not (equals and section and bool(dot) == bool(key)):
+    section, _, key = name.partition(".")
+    keys = settings.setdefault(section, {})
+    if not (equals and section and key and isinstance(keys, dict)):
         raise ConfigError(f"--set {override}: expected section.key=value")
-    value = _parsed(text, f"--set {override[:200]}")
-    if not dot:
-        settings[section] = value
-    elif isinstance(keys := settings.get(section) or {}, dict):
-        settings[section] = {**keys, key: value}
-    else:
-        raise ConfigError(f"--set {override}: {section} is not a section")
+    keys[key] = _parsed(text, f"--set {override[:200]}")
 
 
 def validate(settings: dict[str, Any], source: str) -> JobConfig:
-    """Makes the job. Raises `ConfigError` that names each wrong key, with similar known ones."""
-    try:
-        job = JobConfig.model_validate(settings)
-    except ValidationError as error:
-        lines = [_describe(each) for each in error.errors()]
-        raise ConfigError(*(f"{source}: {line}" for line in lines)) from None
-    lines = [
-        f"megatron.{key} belongs in the section cp_ring"
-        for key in job.megatron
-        if key.startswith("cp_ring")
-    ]
-    lines += ["cp_ring.cpu follows from launch.device: set that"] * job.cp_ring.cpu
-    if lines:
-        raise ConfigError(*(f"{source}: {line}" for line in lines))
-    job._source = source
-    return job
-
-
-def _describe(error: Any) -> str:
-    """One of pydantic's errors in one line."""
-    location = [str(part) for part in error["loc"]]
-    key, last = ".".join(location), location[-1]
-    if error["type"] != "extra_forbidden":
-        message = error["msg"] if error["type"] == "option" else error["msg"].lower()
-        return f"{key}: {_PLAIN.get(error['type'], message)}, not {error['input']!r}"
-    section = ".".join(location[:-1])
-    if last in LEFT.get(section, ()):
-        return f"{key} left cp_ring: {LEFT[section][last]}"
-    sections = {
-        name: getattr(field.annotation, "model_fields", SETTINGS)
-        for name, field in JobConfig.model_fields.items()
+    """Makes the job. Raises `ConfigError` that names each wrong key."""
+    reasons = Reasons()
+    for section, given in settings.items():
+        with reasons.of():
+            if section not in SECTIONS:
+                instead = LEFT.get(section, f"the file has {', '.join(SECTIONS)}")
+                raise ConfigError(f"{source}: there is no section {section}: {instead}")
+            if not isinstance(given, dict):
+                raise ConfigError(
+                    f"{source}: {section}: must be a section with keys, not {given!r}"
+                )
+            for key, value in given.items():
+                with reasons.of():
+                    _check(source, section, key, value)
+    reasons.end()
+    read = {
+        section: kind(**settings.get(section, {})) if kind else settings.get(section, {})
+        for section, kind in SECTIONS.items()
     }
-    names = [*(sections[section] if section else sections)]
-    near = difflib.get_close_matches(last, names, n=1, cutoff=0.5)
-    if near:
-        return f"{key}: unknown key; did you mean {'.'.join([*location[:-1], near[0]])}?"
-    return f"{key}: unknown key; {section or 'the file'} has {', '.join(names)}"
+    return JobConfig(source, settings, **read)  # type: ignore[arg-type]
+
+
+def _check(source: str, section: str, key: str, value: Any) -> None:
+    """Raises `ConfigError` unless the section can have this value of this key."""
+    kind = SECTIONS[section]
+    try:
+        if kind is not None:
+            kind.make(**{str(key): value})
+        elif str(key).startswith("cp_ring"):
+            raise ConfigError("it belongs in the section cp_ring")
+        if (section, key, value) == ("cp_ring", "cpu", True):
+            raise ConfigError("it follows from launch.device: set that")
+    except ConfigError as error:
+        problem = f"{error.problem}, not {value!r}" if isinstance(error, OptionError) else error
+        raise ConfigError(f"{source}: {section}.{key}: {problem}") from None
 
 
 @dataclass(frozen=True)
@@ -278,22 +244,17 @@ class Command:
     flags: list[str]
     corpus: Corpus | None
 
-    def words(self, *torchrun: str) -> list[str]:
-        """The whole command, with more options of torchrun."""
+    def torchrun(self, *more: str) -> list[str]:
+        """What torchrun is given: `more` of its own options, and the command of a rank."""
         here = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(self.ranks)]
-        launcher = ["-m", "torch.distributed.run", *here, *torchrun]
-        return [sys.executable, *launcher, "-m", ENTRY, *self.flags]
+        return [*here, *more, "-m", ENTRY, *self.flags]
 
-    def as_shell_lines(self, of_one_rank: bool = False) -> str:
-        """What a shell can run unchanged, with each of Megatron's flags in a line of its own. That
-        of one rank, which Slurm starts, has no torchrun.
-        """
+    def as_shell_lines(self) -> str:
+        """What a shell can run unchanged, with each flag in a line of its own."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
-        whole = ["env", *variables, *replace(self, flags=[]).words()]
-        words = map(shlex.quote, self.flags)
-        flags = (f"\\\n    {word}" if word.startswith("--") else word for word in words)
-        start = [sys.executable, "-m", ENTRY] if of_one_rank else whole
-        return " ".join([shlex.join(start), *flags])
+        launcher = [sys.executable, "-m", "torch.distributed.run"]
+        words = map(shlex.quote, ["env", *variables, *launcher, *self.torchrun()])
+        return " ".join(f"\\\n    {word}" if word.startswith("--") else word for word in words)
 
 
 def uses_corpus(job: JobConfig) -> bool:
@@ -314,13 +275,13 @@ def find_corpus(job: JobConfig) -> Corpus | None:
     from cp_ring.tools import corpus
 
     data = job.data
-    return corpus.find(data.path, data.cache, data.vocab_size)
+    path = Path(data.path) if data.path else None
+    return corpus.find(path, Path(data.cache), data.vocab_size)
 
 
-def build_command(job: JobConfig, elsewhere: bool = False, slurm: bool = False) -> Command:
+def build_command(job: JobConfig, here: bool = True) -> Command:
     """The command of `job`, checked by cp_ring's rules and by Megatron's parser and validation.
-    With `elsewhere`, another machine runs it; its GPUs and packages are unknown here. With `slurm`,
-    this machine has some of the ranks.
+    here: whether this machine runs it; another one's GPUs and packages are unknown.
 
     Raises `ConfigError` with all reasons, each with its key.
     """
@@ -332,13 +293,13 @@ def build_command(job: JobConfig, elsewhere: bool = False, slurm: bool = False) 
     with _keys_of(job):
         device, corpus = "cpu", None
         with reasons.of():
-            device, variables = choose_device(job, elsewhere, slurm)
+            device, variables = choose_device(job, here)
         with reasons.of():
             corpus = find_corpus(job)
         with reasons.of():
             flags, args = megatron_flags(job, corpus, device)
             with reasons.of():
-                reject_where([] if elsewhere else [layers], args, job.cp_ring)
+                reject_where([layers] if here else [], args, job.cp_ring)
             in_a_file = args.use_checkpoint_args or args.yaml_cfg  # the sizes
             if line := "" if in_a_file else rejection(args, job.ranks):
                 raise ConfigError(f"Megatron rejects it: {line}")
@@ -371,9 +332,9 @@ def megatron_flags(
     parser = parser or megatron_flags.build_parser()
     with _keys_of(job):
         settings = _defaults(job, corpus) | job.megatron
-        line = megatron_flags.to_flags(parser, settings)
-        line += options.to_args()
-        args = megatron_flags.check(parser, line)
+        words = (megatron_flags.words_of(parser, *setting) for setting in settings.items())
+        line = [*itertools.chain(*words), *options.to_args()]
+        args = parser.parse_args(line)
         if options.cpu:
             with contextlib.redirect_stdout(io.StringIO()):  # the ranks print what it sets
                 resolve.run_on_cpu(args, line)
@@ -394,7 +355,7 @@ def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "save": str(job.checkpoints),
         "load": str(job.checkpoints),
-        "tensorboard_dir": str((job.launch.run_dir / "tensorboard").absolute()),
+        "tensorboard_dir": str(Path(job.launch.run_dir, "tensorboard").absolute()),
         "exit_signal_handler": True,  # on SIGUSR1 and SIGTERM: save, then exit
     }
     if corpus is not None:
@@ -432,41 +393,32 @@ def _keys_of(job: JobConfig) -> Iterator[None]:
         ) from None
 
 
-def choose_device(
-    job: JobConfig, elsewhere: bool = False, slurm: bool = False
-) -> tuple[str, dict[str, str]]:
+def choose_device(job: JobConfig, here: bool = True) -> tuple[str, dict[str, str]]:
     """`cuda` or `cpu`, and the variables of torchrun and its ranks. A variable that is already set
     keeps its value, but GPUs that the job must not use are hidden.
 
     Each rank on the CPU gets one thread, because ranks on one machine share its cores. Gloo needs
     the loopback interface by name, because a host name can resolve to an address that no other rank
     listens on. Megatron requires one CUDA connection, and rejects one where parameters are sharded.
-    Raises `ConfigError` where the machine has too few GPUs for launch.device cuda.
+    Raises `ConfigError` where this machine runs the job and has too few GPUs.
     """
     import torch
 
-    asked, gpus = job.launch.device, torch.cuda.device_count()
-    needed = 1 if slurm else job.ranks
-    if asked == "cuda" and gpus < needed and not (elsewhere or slurm):
+    device, gpus = job.launch.device, torch.cuda.device_count()
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    if device == "cuda" and here and gpus < job.ranks:
         raise ConfigError(
-            f"launch.device cuda: this machine has {gpus} GPUs for {needed} ranks; lower "
-            "megatron.context_parallel_size or launch.ranks, or set launch.device=cpu"
+            f"launch.device {job.launch.device}: this machine has {gpus} GPUs for {job.ranks} "
+            "ranks; lower megatron.context_parallel_size or launch.ranks, or set launch.device=cpu"
         )
     variables = {
         "PET_SHUTDOWN_TIMEOUT": "600",  # seconds to save
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     }
-    device = "cuda" if asked == "cuda" or (asked == "auto" and gpus >= needed) else "cpu"
     if device == "cpu":
         variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     elif not any(job.megatron.get(name) for name in ("use_torch_fsdp2", "use_megatron_fsdp")):
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     variables = {name: os.environ.get(name, value) for name, value in variables.items()}
-    if device == "cpu" and gpus:
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-        if asked == "auto":
-            print(
-                f"cp_ring: {gpus} GPUs are too few for {needed} ranks: running on the CPU",
-                file=sys.stderr,
-            )
-    return device, variables
+    return device, variables | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" and gpus else {})

@@ -26,7 +26,6 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.tools import lengths as documents
 from cp_ring.tools.terminal import (
     DEFAULT_RATES,
-    WRITTEN,
     AsJson,
     Overrides,
     Rates,
@@ -78,15 +77,12 @@ def plan_command(
     head_dim: Annotated[int | None, _number("Size of a head. Default: 128.")] = None,
     rates: Rates = DEFAULT_RATES,
     draw: Annotated[
-        str | None, typer.Option(help="Write the picture: a .png, .svg or .pdf file.", **WRITTEN)
+        str | None,
+        typer.Option(metavar="PATH", help="Write the picture: a .png, .svg or .pdf file."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan the attention of one layer. Prove the plan, show its cost, draw it; needs no GPU."""
-    if draw:
-        from cp_ring.tools.draw import check_ending
-
-        check_ending(draw)
     assumed = named_rates(rates)
     asked = _of_job(job, overrides) if job else Asked()
     if overrides and not job:

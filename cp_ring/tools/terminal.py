@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_ring.errors import ConfigError, PlanError
+from cp_ring.errors import PlanError
 from cp_ring.plan.sizes import device_rates
 from cp_ring.plan.sizes.device_rates import NAMED
 
@@ -40,23 +39,6 @@ def named_rates(name: str) -> device_rates.Rates:
     if name not in NAMED:
         raise PlanError(f"--rates {name}: known are {', '.join(NAMED)}")
     return NAMED[name]
-
-
-def _writable(param: typer.CallbackParam, path: Any) -> Any:
-    """Callback: a file can be written there, which is asked before any work."""
-    if path is not None:
-        existed = Path(path).exists()
-        try:
-            Path(path).open("ab").close()
-        except OSError as error:
-            raise ConfigError(f"{param.opts[0]} {path}: cannot write: {error.strerror}") from None
-        if not existed:
-            Path(path).unlink()
-    return path
-
-
-WRITTEN: dict[str, Any] = {"metavar": "PATH", "callback": _writable}
-"""Of options that name a file to write."""
 
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

@@ -31,7 +31,6 @@ from cp_ring.tools.job import JobConfig
 from cp_ring.tools.terminal import (
     DEFAULT_RATES,
     JOB,
-    WRITTEN,
     AsJson,
     Overrides,
     emit,
@@ -144,7 +143,7 @@ def tune_command(
     cp: Annotated[int | None, typer.Option(help="Context parallel size; searched.")] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline parallel size; searched.")] = None,
     write: Annotated[
-        str | None, typer.Option(help="Write the best configuration.", **WRITTEN)
+        str | None, typer.Option(metavar="PATH", help="Write the best configuration.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -158,11 +157,14 @@ def tune_command(
     emit(facts(result), as_json, lambda: _print(result, title))
     if write:
         way, chosen = result.best[0]
-        settings = chosen.model_dump(mode="json", exclude_defaults=True)
-        Path(write).write_text(
+        text = (
             f"# Made by cp-ring tune from {job}. The times that chose it are predicted, not "
-            f"measured.\n{yaml.safe_dump(settings, sort_keys=False)}"
+            f"measured.\n{yaml.safe_dump(chosen.settings, sort_keys=False)}"
         )
+        try:
+            Path(write).write_text(text)
+        except OSError as error:
+            raise ConfigError(f"--write {write}: cannot write: {error.strerror}") from None
         typer.echo(f"wrote {write}: {way.sizes.name}", err=as_json)
 
 
@@ -240,12 +242,11 @@ def _arguments(job: JobConfig, parser: argparse.ArgumentParser) -> argparse.Name
 
 def _changed(job: JobConfig, **sections: Any) -> JobConfig:
     """The job with other values of some keys; None removes a key of section megatron."""
-    settings = job.model_dump(exclude_defaults=True)
-    for name, changes in sections.items():
-        settings[name] = {**settings.get(name, {}), **changes}
-    settings["megatron"] = {
-        key: value for key, value in settings["megatron"].items() if value is not None
+    settings = job.settings | {
+        name: job.settings.get(name, {}) | changes for name, changes in sections.items()
     }
+    given = settings.get("megatron", {})
+    settings["megatron"] = {key: value for key, value in given.items() if value is not None}
     return jobs.validate(settings, "cp-ring tune")
 
 

@@ -3,11 +3,12 @@ python -m tests.docs.reference writes it.
 """
 
 import inspect
+from dataclasses import fields
 from pathlib import Path
 
 import cp_ring
 from cp_ring.megatron.options import Options
-from cp_ring.tools.job import JobConfig
+from cp_ring.tools.job import SECTIONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
 TOP = """# Reference
@@ -28,13 +29,11 @@ def cell(text: object) -> str:
 
 def keys() -> str:
     parts = []
-    for section, of_job in JobConfig.model_fields.items():
-        if section in ("megatron", "cp_ring"):
-            continue
+    for section in ("data", "launch"):
         parts += [f"### `{section}`", "", "| key | default | what it does |", "|---|---|---|"]
-        for name, field in type(of_job.default).model_fields.items():
-            default = "none" if field.default is None else field.default
-            parts.append(f"| `{name}` | {cell(default)} | {cell(field.description or '')} |")
+        for field in fields(SECTIONS[section]):
+            default = cell(field.default or "none")
+            parts.append(f"| `{field.name}` | {default} | {cell(field.metadata['text'])} |")
         parts.append("")
     parts += ["### `cp_ring`", "", "| key | default (values) | what it does |", "|---|---|---|"]
     for row in Options.table():

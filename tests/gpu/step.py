@@ -22,7 +22,7 @@ from tests.gpu.job import Job
 STEPS = {
     "facts": ("step:facts",),  # the machine and the software
     "a": ("rings:suite",),  # the conformance suite for each kernel
-    "b": ("rings:accuracy",),  # rings of 2, 4 and 8 ranks against float64, over one call
+    "b": ("rings:accuracy",),  # rings of 2, 4 and 8 ranks against float64, over one rank
     # merges and sums by Triton against torch operations; quantized keys
     "c": ("rings:merging", "rings:wires"),
     "d": ("graphs:captured",),  # ring attention in CUDA graphs: bits, time a hop

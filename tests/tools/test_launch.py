@@ -1,17 +1,18 @@
-"""What `cp-ring train` makes of the ranks' output, their endings, and of signals, with a stand-in
-for torchrun.
+"""What `cp-ring train` makes of the ranks' output, their endings, and of signals, with a small
+program in place of a rank.
 """
 
 import contextlib
+import logging
 import os
 import signal
-import sys
 import threading
 import time
 
 import pytest
 
-from cp_ring.tools.train import KILLED, TERMINATED, Launch, for_people, new_log
+from cp_ring.tools import train
+from cp_ring.tools.train import for_people
 from tests.rank_pool import LIMIT_S
 
 STEP = (
@@ -19,90 +20,98 @@ STEP = (
     "time per iteration (ms): 96.9 | learning rate: 1.000000E-03 | global batch size:     2 | lm "
     "loss: 4.114914E+00 | loss scale: 1.0 | grad norm: 1.234 | number of skipped iterations:   0 |"
 )
-TORCHRUN = """
-import pathlib, signal, sys, time
-folder = pathlib.Path(sys.argv[sys.argv.index("--log-dir") + 1])
-def write(rank, stdout="", stderr=""):
-    place = folder / "none" / "attempt_0" / str(rank)
-    place.mkdir(parents=True, exist_ok=True)
-    for name, text in (("stdout", stdout), ("stderr", stderr)):
-        with (place / f"{name}.log").open("a") as file:
-            file.write(text)
-"""
-FAILED = """
-print("Root Cause (first observed failure):\\n[0]:\\n  time      : now\\n  rank      : 1 (local_rank: 1)"
-      "\\n  exitcode  : {code} (pid: 1)\\n  error_file: <N/A>")
-sys.exit(1)
-"""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Command:
-    """A command of `cp-ring train` that runs `code` in place of torchrun."""
+    """A command of `cp-ring train` whose ranks run `code`."""
 
-    environment = {"A": "b"}  # noqa: RUF012
+    environment = {"OMP_NUM_THREADS": "1", "PET_SHUTDOWN_TIMEOUT": "600"}  # noqa: RUF012
 
-    def __init__(self, code):
-        self.code = TORCHRUN + code
+    def __init__(self, folder, code, ranks):
+        self.ranks, self.script = ranks, folder / "rank.py"
+        self.script.write_text(
+            f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{code}"
+        )
 
-    def words(self, *more):
-        return [sys.executable, "-c", self.code, *more]
+    def torchrun(self, *more):
+        here = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(self.ranks)]
+        return [*here, *more, str(self.script)]
 
 
-def run(folder, code, **settings):
-    launch = Launch(new_log(folder), **settings)
-    return launch.run(Command(code)), launch.log.read_text().splitlines()
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs ranks of a code; returns the exit code and the lines of the log."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    launcher = logging.getLogger("torch.distributed")
+    before = launcher.handlers, launcher.propagate
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def run(code, ranks=1, log=tmp_path / "train.log"):
+        ended = train.run(Command(tmp_path, code, ranks), log)
+        return ended, log.read_text().splitlines() if log.is_file() else []
+
+    yield run
+    launcher.handlers, launcher.propagate = before
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
-def test_the_console_has_what_a_person_needs_and_the_log_has_all(tmp_path, capfd):
+@pytest.mark.ci
+def test_the_console_has_what_a_person_needs_and_the_log_has_all(run, capfd):
     code = f"""
-write(0, "hidden_size ... 32\\ncp_ring: certificate: passed\\nhalf a ", "WARNING:cp_ring.kernels:slow\\nnoise\\n")
-time.sleep(0.3)
-write(0, "line\\n")
-write(1, {STEP + chr(10)!r} + " validation loss at iteration 8 on validation set | lm loss value: 1.5 | \\nno end")
-print("a line of torch's launcher")
+print("hidden_size ... 32\\ncp_ring: certificate: passed")
+print("WARNING:cp_ring.kernels:slow\\nnoise", file=sys.stderr)
+if rank:
+    print({STEP!r} + "\\n validation loss at iteration 8 on validation set | lm loss value: 1.5 | ")
+    sys.stdout.write("no end")
 """
-    ended, log = run(tmp_path, code, tokens=4096)
+    ended, log = run(code, ranks=2)
     out, err = capfd.readouterr()
     assert ended == 0
     assert sorted(out.splitlines()) == sorted([
         "cp_ring: certificate: passed",
-        "step 22/60 | 42,270 tokens/s | lm loss 4.1149 | grad norm 1.2340",
+        "step 22/60 | ms 96.9 | lm loss 4.1149 | grad norm 1.234",
         "validation loss at iteration 8 on validation set | lm loss value: 1.5",
     ])  # fmt: skip
     assert err.splitlines() == ["WARNING:cp_ring.kernels:slow"]
-    for line in ("[rank 0] hidden_size ... 32", "[rank 0] half a line", "[rank 0] noise",
-                 f"[rank 1] {STEP}", "[rank 1] no end", "a line of torch's launcher"):  # fmt: skip
+    for line in ("[rank 0] hidden_size ... 32", "[rank 1] hidden_size ... 32", "[rank 0] noise",
+                 f"[rank 1] {STEP}", "[rank 1] no end"):  # fmt: skip
         assert line in log, line
 
 
-@pytest.mark.parametrize(("code", "ending"), [(1, "exit code 1"), (-9, "signal 9")])
-def test_a_rank_that_fails_is_one_line_and_the_exit_code(tmp_path, capfd, code, ending):
-    write = 'write(1, "", "Traceback ...\\n[rank1]: ValueError: my own bug\\n")'
-    ended, log = run(tmp_path, write + FAILED.format(code=code))
-    (line,) = capfd.readouterr().err.splitlines()
-    assert ended == (code if code > 0 else 128 - code)
-    assert line.startswith(f"cp_ring: error: rank 1 ended with {ending} (ValueError: my own bug); ")
-    assert f"the output of all ranks is in {tmp_path}/logs/train-" in line
-    assert "[rank 1] Traceback ..." in log
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("end", "code", "ending"),
+    [
+        ("raise ValueError('my own bug')", 1, "exit code 1"),
+        ("os.kill(os.getpid(), 9)", 137, "signal 9"),
+    ],
+)
+def test_a_rank_that_fails_is_one_line_and_the_exit_code(run, tmp_path, capfd, end, code, ending):
+    ended, log = run(f"if rank: {end}\ntime.sleep({LIMIT_S})", ranks=2)
+    *said, line = capfd.readouterr().err.splitlines()
+    assert ended == code and said == ["ValueError: my own bug"] * (code == 1)
+    assert line.startswith(f"cp_ring: error: rank 1 ended with {ending}; the output of all ranks ")
+    assert line.endswith(f"{tmp_path}/train.log")
+    assert ("[rank 1] Traceback (most recent call last):" in log) == (code == 1)
 
 
-def test_a_launcher_that_fails_is_one_line(tmp_path, capfd):
-    ended, _ = run(tmp_path, "sys.exit(3)")
-    assert ended == 3
-    assert (
-        "cp_ring: error: torchrun ended with exit code 3; its output is in"
-        in capfd.readouterr().err
-    )
+def test_a_rejection_by_all_ranks_is_their_line_alone(run, capfd):
+    ended, _ = run("sys.exit(print('cp_ring: error: no', file=sys.stderr) or 2)", ranks=2)
+    assert ended == 2 and capfd.readouterr().err == "cp_ring: error: no\n"
 
 
 def signals(log, *numbers):
-    """Sends the signals to this process, each when the stand-in has written the next line."""
+    """Sends the signals to this process, each when the rank has written the next line."""
 
     def send():
         for count, number in enumerate(numbers, start=1):
             end = time.monotonic() + LIMIT_S
-            while log.read_text().count("ready") < count and time.monotonic() < end:
+            while time.monotonic() < end:
                 time.sleep(0.05)
+                if log.is_file() and log.read_text().count("ready") >= count:
+                    break
             os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()
@@ -110,63 +119,46 @@ def signals(log, *numbers):
 
 SAVES = """
 def save(*_):
-    write(0, "saved\\n")
+    print("saved")
     sys.exit(1)
-signal.signal(signal.SIGTERM, {handler})
-write(0, "ready\\n")
+signal.signal({number}, save)
+print("ready")
 for _ in range(6000): time.sleep(0.1)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_ranks_save_and_end(tmp_path, capfd, number):
-    launch = Launch(new_log(tmp_path))
-    signals(launch.log, number)
-    before = signal.getsignal(number)
-    assert launch.run(Command(SAVES.format(handler="save"))) == TERMINATED
-    assert "[rank 0] saved" in launch.log.read_text() and signal.getsignal(number) is before
-    out, err = capfd.readouterr()
-    assert ("Ctrl-C: the job saves and then ends; Ctrl-C again" in out) == (number == signal.SIGINT)
-    assert not err
+def test_a_signal_lets_the_ranks_save_and_end(run, tmp_path, capfd, number):
+    signals(tmp_path / "train.log", number)
+    ended, log = run(SAVES.format(number=int(number)))
+    assert ended == 128 + number and "[rank 0] saved" in log
+    assert capfd.readouterr() == ("", "")
 
 
-def test_a_second_ctrl_c_kills_the_ranks(tmp_path, capfd):
-    """A rank that does not react to SIGTERM, below the launcher."""
+def test_a_second_ctrl_c_ends_the_ranks(run, tmp_path):
+    """A rank that goes on after the first one, and a process below it."""
     pid = tmp_path / "pid"
-    below = (
-        "import signal, sys, os, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    )
     code = f"""
-import os, subprocess
-def told(*_): write(0, "ready again\\n")
-signal.signal(signal.SIGTERM, told)
-subprocess.Popen([sys.executable, "-c", {below!r}], start_new_session=True)
-while not os.path.exists({str(pid)!r}) or not open({str(pid)!r}).read(): time.sleep(0.05)
-write(0, "ready\\n")
+import subprocess
+signal.signal(signal.SIGINT, lambda *_: print("ready again"))
+below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(pid)!r}, "w").write(str(below.pid))
+print("ready")
 for _ in range(6000): time.sleep(0.1)
 """
-    launch = Launch(new_log(tmp_path))
-    signals(launch.log, signal.SIGINT, signal.SIGINT)
-    assert launch.run(Command(code)) == KILLED
-    assert "Ctrl-C again: the ranks are killed" in capfd.readouterr().out
-    with contextlib.suppress(ProcessLookupError):
+    signals(tmp_path / "train.log", signal.SIGINT, signal.SIGINT)
+    assert run(code)[0] == 128 + signal.SIGINT
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         os.kill(int(pid.read_text()), 0)
         with open(f"/proc/{pid.read_text()}/stat") as stat:  # nobody may have waited for it
             assert stat.read().split()[2] == "Z"
 
 
-def test_a_log_on_a_full_disk_warns_once_and_the_console_goes_on(tmp_path, capfd):
-    log = tmp_path / "train.log"
+def test_a_full_disk_does_not_end_the_job(run, tmp_path, capfd):
+    log = tmp_path / "full.log"
     log.symlink_to("/dev/full")
-    launch = Launch(log)
-    launch._ending = lambda code: (code, "")  # which reads the log
-    assert launch.run(Command('write(0, "cp_ring: one\\nnoise\\ncp_ring: two\\n")')) == 0
-    assert capfd.readouterr().out.splitlines() == [
-        f"cp_ring: {log} cannot be written; the job goes on: No space left on device",
-        "cp_ring: one",
-        "cp_ring: two",
-    ]
+    assert run('print("cp_ring: one\\nnoise\\ncp_ring: two")', log=log)[0] == 0
+    assert capfd.readouterr().out.splitlines() == ["cp_ring: one", "cp_ring: two"]
 
 
 def test_lines_that_are_no_numbers_stay_readable():

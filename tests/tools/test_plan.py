@@ -102,7 +102,7 @@ def test_a_job_has_the_sizes_of_its_layer() -> None:
         (f"{USUAL} --rates warp", "--rates warp: known are h100"),
         (f"{USUAL} --lengths preset:sft", "--lengths preset:sft: neither lognormal:MEAN nor a"),
         (f"{USUAL} --lengths lognormal:x", "--lengths lognormal:x: give lognormal:MEAN"),
-        (f"{USUAL} --draw plan.txt", "--draw plan.txt: the file must end in .png, .svg or .pdf"),
+        (f"{USUAL} --draw plan.txt", "--draw plan.txt: cannot write: Format 'txt' is not"),
     ],
 )
 def test_bad_options_are_one_line(options: str, line: str) -> None:
