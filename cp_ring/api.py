@@ -107,7 +107,8 @@ def ring_attention(
         heads: how many neighboring ranks exchange tokens for heads by an all-to-all: 1 is the ring
             alone, the number of all ranks is DeepSpeed-Ulysses. It divides the ranks and the query
             heads, and divides the key/value heads or is a multiple of them. `auto` (the default) is
-            1 in one node; across nodes, 1 or a divisor of the ranks of a node, by predicted time.
+            1 in one node; across nodes, 1, a divisor of the ranks of a node, or the ranks of small
+            nodes, by predicted time.
         softmax_scale: the factor of the scores; by default d ** -0.5.
         sink: [h], a learned softmax offset: exp(sink) is added to each softmax denominator. Sum its
             gradient over `group`.

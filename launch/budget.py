@@ -82,8 +82,8 @@ ROOMS = (
     room("glue", 1_000, 1_400, """cp_ring/tools/__init__.py cp_ring/tools/__main__.py
         cp_ring/tools/cli.py cp_ring/tools/terminal.py"""),
     room("ring 3: tools", 23_000, 23_600, "cp_ring/tools"),
-    room("all", 200_000, 197_500, "cp_ring patches"),
-    room("tests", 200_000, 221_400, "tests"),
+    room("all", 200_000, 197_600, "cp_ring patches"),
+    room("tests", 200_000, 223_900, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 

@@ -107,7 +107,7 @@ def _by_default(group: Any, case: Case, between: float) -> tuple[list[Tensor], l
     n = case.q.shape[1]
     told, rates = os.environ.get("LOCAL_WORLD_SIZE"), cost.RATES
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    cost.RATES = replace(rates, between=between, call=1e-12)
+    cost.RATES = replace(rates, between=between, flops=1e9, call=1e-12)
     try:
         q, k, v, dout = (Layout.zigzag(n, 4).shard(x, group.rank(), 1) for x in case)
         q, k, v = (x.requires_grad_() for x in (q, k, v))

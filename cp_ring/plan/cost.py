@@ -271,17 +271,18 @@ def _count_depth(depth: Ints, call: Ints, group: Ints, start: Ints, end: Ints) -
 
 def heads_to_try(cp: int, sizes: AttentionSizes, ranks_per_node: int) -> list[int]:
     """Return how many of `cp` ranks may exchange heads: 1, and in a group of several nodes the
-    three largest numbers that divide the ranks of a node and the heads. Each `ranks_per_node`
-    neighboring ranks share a node.
+    three largest numbers that divide the ranks of a node and the heads, or, if there are fewer, the
+    ranks of several nodes too. Each `ranks_per_node` neighboring ranks share a node.
     """
-    inside = range(2, ranks_per_node + 1) if ranks_per_node < cp else ()
+    near = ranks_per_node
     fitting = [
         heads
-        for heads in inside
-        if not (ranks_per_node % heads or cp % heads)
+        for heads in (range(2, cp + 1) if 1 < near < cp else ())
+        if not (cp % heads or (near % heads and heads % near))
         and not unsplit(sizes.heads, sizes.kv_heads, heads)
     ]
-    return [1, *fitting[-3:]]
+    inside = [heads for heads in fitting if heads <= near]
+    return [1, *inside[-3:], *fitting[len(inside) :]][:4]
 
 
 def fastest_heads(

@@ -37,8 +37,8 @@ def test_a_group_of_two_nodes_has_a_choice():
     spec = choice()
     assert spec.choice is not None and spec.choice.ranks_per_node == 2
     assert (spec.choice.sizes.heads, spec.choice.sizes.kv_heads) == (8, 4)
-    assert [each.ulysses for each in every_choice(spec, 4)] == [1, 2]
-    assert [each.choice for each in every_choice(spec, 4)] == [None, None]
+    assert [each.ulysses for each in every_choice(spec, 4)] == [1, 2, 4]
+    assert [each.choice for each in every_choice(spec, 4)] == [None] * 3
     assert choice(None).choice == spec.choice  # a configuration that names no type
 
 
@@ -64,7 +64,7 @@ def test_inside_a_node_there_is_no_choice(monkeypatch):
 
 
 def test_each_microbatch_has_its_own(monkeypatch):
-    """A document that spans all ranks wants the ring of two nodes; documents of a rank each send
+    """A document that spans all ranks wants all to exchange heads; documents of a rank each send
     nothing.
     """
     monkeypatch.setattr(cost, "RATES", Rates(flops=1e15, inside=1e10, between=1e9, call=1e-9))
@@ -75,7 +75,7 @@ def test_each_microbatch_has_its_own(monkeypatch):
         assert len({each.ulysses for each in plans}) == 1
         assert len({each.digest for each in plans}) == 1
         found.append(plans[0].ulysses)
-    assert found == [2, 1]
+    assert found == [4, 1]
 
 
 @pytest.mark.parametrize(

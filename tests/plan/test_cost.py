@@ -91,6 +91,8 @@ def test_heads_are_chosen_where_links_between_nodes_are_slow() -> None:
         (32, 32, 8, 16, [1, 4, 8, 16]),  # at most four
         (12, 12, 12, 6, [1, 2, 3, 6]),
         (16, 9, 3, 8, [1]),
+        (4, 8, 8, 2, [1, 2, 4]),  # and all ranks of two small nodes
+        (16, 32, 8, 4, [1, 2, 4, 8]),
         (16, 4, 4, 8, [1, 2, 4]),
         (16, 32, 8, 1, [1]),  # of which nothing is known
     ],

@@ -1,0 +1,274 @@
+"""Two "nodes" of two CPU ranks each, in network namespaces whose links are limited inside a node
+and between nodes: the default of `ring_attention` against every shape, and against another
+checkout.
+
+    python -m tests.comm.two_nodes --against /path/to/another/checkout
+
+It needs root, `ip` and `tc`. For each mask it times forward and backward of every shape in turn,
+five times, and prints medians. Plans are made before. Layouts, hops and heads are chosen for these
+heads, for nodes of two ranks, for the limits of the links, and for the speed of a kernel call that
+the ranks measure together at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS, NODE = 4, 2
+HEADS, KV_HEADS, SIZE = 8, 8, 64
+SHAPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "heads 1": {"heads": 1},
+    "heads 2": {"heads": 2},
+    "heads 4": {"heads": 4},
+    "heads 1, gather": {"heads": 1, "schedule": "gather"},
+    "heads 1, ring": {"heads": 1, "schedule": "ring"},
+    "heads 1, zigzag": {"heads": 1, "layout": "zigzag"},
+    "heads 2, zigzag": {"heads": 2, "layout": "zigzag"},
+}
+
+
+def masks(n: int) -> dict[str, dict[str, Any]]:
+    """The masks by name, as what a rank makes them of."""
+    drawn = {}
+    for seed in range(3):
+        lengths = np.random.default_rng(seed).lognormal(np.log(n / 12), 1.2, 200).astype(int) + 1
+        ends = np.cumsum(lengths)
+        drawn[f"documents {seed}"] = {"documents": [0, *ends[ends < n].tolist(), n]}
+    prompt, response = n // 4, n // 8
+    return {
+        "causal": {"causal": n},
+        "window": {"causal": n, "window": n // 8},
+        **drawn,
+        "shared prefix": {"prefix": [prompt, [response] * 6]},
+    }
+
+
+def run(tool: str, *words: str) -> None:
+    subprocess.run([tool, *words], check=True, capture_output=True, text=True)
+
+
+@contextmanager
+def namespaces(inside: float, between: float) -> Iterator[list[str]]:
+    """A namespace for each rank, all on one bridge; what a rank sends is limited to so many bytes a
+    second to the ranks of its own node, and to all others together.
+    """
+    name = f"cpr{os.getpid() % 10_000}"
+    made = [f"{name}n{rank}" for rank in range(RANKS)]
+    try:
+        run("ip", "link", "add", name, "type", "bridge")
+        run("ip", "link", "set", name, "up")
+        for rank, each in enumerate(made):
+            run("ip", "netns", "add", each)
+            port = f"{name}p{rank}"
+            run("ip", "link", "add", port, "type", "veth", "peer", "name", "cp0", "netns", each)
+            run("ip", "link", "set", port, "master", name, "up")
+            here = ("ip", "netns", "exec", each)
+            run(*here, "ip", "address", "add", f"10.0.0.{rank + 1}/24", "dev", "cp0")
+            for device in ("lo", "cp0"):
+                run(*here, "ip", "link", "set", device, "up")
+            tc = (*here, "tc")
+            run(*tc, "qdisc", "add", "dev", "cp0", "root", "handle", "1:", "htb", "default", "20")
+            for number, rate in (("10", inside), ("20", between)):
+                limit = f"{int(8 * rate)}bit burst 64k cburst 64k quantum 9000"
+                run(
+                    *tc, *f"class add dev cp0 parent 1: classid 1:{number} htb rate {limit}".split()
+                )
+            mates = range(rank - rank % NODE, rank - rank % NODE + NODE)
+            for mate in mates:
+                match = f"u32 match ip dst 10.0.0.{mate + 1}/32 flowid 1:10"
+                run(*tc, *f"filter add dev cp0 parent 1: protocol ip {match}".split())
+        yield made
+    finally:
+        for each in made:
+            with suppress(subprocess.CalledProcessError):
+                run("ip", "netns", "del", each)
+        with suppress(subprocess.CalledProcessError):
+            run("ip", "link", "del", name)
+
+
+class Ranks:
+    """Processes of one checkout, one in each namespace, that time what they are told."""
+
+    def __init__(self, tree: Path, made: list[str], port: int, told: dict[str, Any]) -> None:
+        self.processes = []
+        for rank, each in enumerate(made):
+            environment = os.environ | {
+                "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(NODE),
+                "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "cp0",
+                "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree),
+            }  # fmt: skip
+            words = ["ip", "netns", "exec", each, sys.executable, __file__, json.dumps(told)]
+            self.processes.append(
+                subprocess.Popen(
+                    words, env=environment, cwd=tree, text=True,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                )
+            )  # fmt: skip
+
+    def ask(self, **case: Any) -> list[dict[str, Any]]:
+        for process in self.processes:
+            print(json.dumps(case), file=process.stdin, flush=True)
+        return [json.loads(process.stdout.readline()) for process in self.processes]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            process.wait(60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--against", type=Path, help="another checkout")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--inside", type=float, default=2e8, help="bytes a second")
+    parser.add_argument("--between", type=float, default=2e7, help="bytes a second")
+    asked = parser.parse_args()
+    told = {"tokens": asked.tokens, "inside": asked.inside, "between": asked.between}
+    with namespaces(asked.inside, asked.between) as made:
+        ours = Ranks(ROOT, made, 29_501, told)
+        theirs = Ranks(asked.against, made, 29_502, told) if asked.against else None
+        flops = ours.ask(rates=True)[0]["flops"]
+        print(f"{asked.tokens} tokens, {HEADS}:{KV_HEADS} heads of {SIZE}, float32; {told}, "
+              f"{flops / 1e9:.1f} GFLOP/s a rank")  # fmt: skip
+        print("mask: median seconds of each shape; the default over the fastest; the other "
+              "checkout's default over this one's")  # fmt: skip
+        for name, mask in masks(asked.tokens).items():
+            contest = {shape: (ours, keywords) for shape, keywords in SHAPES.items()}
+            if theirs:
+                contest["other"] = theirs, {}
+            chosen = {
+                shape: ranks.ask(mask=mask, keywords=keywords)[0].get("heads")
+                for shape, (ranks, keywords) in contest.items()
+            }
+            found: dict[str, list[float]] = {shape: [] for shape in contest}
+            for _ in range(asked.rounds):
+                for shape, (ranks, keywords) in contest.items():
+                    answers = ranks.ask(mask=mask, keywords=keywords)
+                    found[shape].append(max(answer["seconds"] for answer in answers))
+            medians = {shape: statistics.median(times) for shape, times in found.items()}
+            least = min(medians[shape] for shape in SHAPES)
+            words = [f"{shape} {seconds:.3f}" for shape, seconds in medians.items()]
+            words += [f"default is heads {chosen['default']}"]
+            words += [f"default / fastest {medians['default'] / least:.2f}"]
+            if theirs:
+                words += [f"other / default {medians['other'] / medians['default']:.2f}"]
+            print(f"{name}: {'; '.join(words)}", flush=True)
+        for group in filter(None, (ours, theirs)):
+            group.end()
+
+
+def rank(told: dict[str, Any]) -> None:
+    """One rank: it answers each line of its input by a line."""
+    import torch
+    import torch.distributed as dist
+
+    import cp_ring
+    from cp_ring.plan import Layout, Mask
+    from cp_ring.plan.sizes.device_rates import RATES
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    number, n = dist.get_rank(), told["tokens"]
+    for link in ("inside", "between"):
+        object.__setattr__(RATES, link, told[link])
+    with suppress(ImportError):  # another checkout may have none of them
+        from cp_ring.plan import balance, hops
+
+        layer = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": SIZE, "dtype": "fp32"}
+        for name, value in layer.items():
+            object.__setattr__(hops.SIZES, name, value)
+        hops.NODE = balance.NODE = NODE
+
+    def mask_of(words: dict[str, Any]) -> Mask:
+        if "documents" in words:
+            return Mask.documents(words["documents"])
+        if "prefix" in words:
+            return Mask.shared_prefix([words["prefix"]])
+        return Mask.causal(words["causal"], (words.get("window", -1), 0))
+
+    kept: dict[str, Any] = {}
+
+    def prepared(mask: dict[str, Any], keywords: dict[str, Any]) -> Any:
+        """A function that attends and differentiates, and how many ranks exchange heads."""
+        key = json.dumps([mask, keywords])
+        if key not in kept:
+            more, made = dict(keywords), mask_of(mask)
+            name = more.pop("layout", "balanced")
+            layout = getattr(Layout, name)(made if name == "balanced" else made.n, RANKS)
+            shape = 1, int(layout.tokens_per_rank[number])
+            drawn = torch.Generator().manual_seed(number)
+            q, k, v, dout = (
+                torch.randn(*shape, heads, SIZE, generator=drawn, requires_grad=grad)
+                for heads, grad in (
+                    (HEADS, True),
+                    (KV_HEADS, True),
+                    (KV_HEADS, True),
+                    (HEADS, False),
+                )
+            )
+
+            def call() -> None:
+                out = cp_ring.ring_attention(
+                    q, k, v, dist.group.WORLD, mask=made, layout=layout, **more
+                )
+                torch.autograd.grad(out, (q, k, v), dout)
+
+            kept[key] = call
+        return kept[key]
+
+    def heads_of(mask: dict[str, Any]) -> int | None:
+        plans = sys.modules["cp_ring.plan.plan"]._plans.values()
+        made = [each for each in plans if each.mask.digest == mask_of(mask).digest]
+        return made[-1].ulysses if made else None
+
+    for line in sys.stdin:
+        case = json.loads(line)
+        dist.barrier()
+        if "rates" in case:
+            q = torch.randn(1, n // RANKS, HEADS, SIZE)
+            cp_ring.ring_attention(q, q, q, cp_ring.ALONE)
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(4):
+                cp_ring.ring_attention(q, q, q, cp_ring.ALONE)
+            flops = 16 * HEADS * (n // RANKS) ** 2 * SIZE / (time.perf_counter() - start)
+            least = torch.tensor(flops, dtype=torch.float64)
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+            object.__setattr__(RATES, "flops", float(least))
+            object.__setattr__(RATES, "call", 1e-3)
+            print(json.dumps({"flops": float(least)}), flush=True)
+            continue
+        call = prepared(case["mask"], case["keywords"])
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        dist.barrier()
+        answer = {"seconds": time.perf_counter() - start}
+        with suppress(Exception):
+            answer["heads"] = heads_of(case["mask"])
+        print(json.dumps(answer), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
+        sys.path.pop(0)  # this folder
+        rank(json.loads(sys.argv[1]))
+    else:
+        main()
