@@ -7,8 +7,8 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import rejection
-from cp_ring.megatron.data import batch_mask
-from cp_ring.megatron.data.batch_mask import accept_causal
+from cp_ring.megatron.adapter import batch_mask
+from cp_ring.megatron.adapter.batch_mask import accept_causal
 from cp_ring.plan.layout import Layout
 
 N, CP = 24, 3

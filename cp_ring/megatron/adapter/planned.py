@@ -166,7 +166,7 @@ class PlannedAttention(MegatronModule):
                 f"the batch holds an attention mask beside {declared}, which ring attention "
                 "computes itself: give --no-create-attention-mask-in-dataloader"
             )
-        from cp_ring.megatron.data.batch_mask import accept_causal  # few batches hold a mask
+        from cp_ring.megatron.adapter.batch_mask import accept_causal  # few batches hold a mask
 
         cp = self.cp_group.size()
         layout = make_layout(self.settings.layout, tokens * cp, cp)

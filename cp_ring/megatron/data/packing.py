@@ -39,16 +39,6 @@ class PackedRows:
         """Return the number of rows."""
         return len(self.first) - 1
 
-    @property
-    def padding(self) -> int:
-        """Return how many tokens of all rows hold no document."""
-        return self.rows * self.capacity - int(self.length.sum())
-
-    @property
-    def fill(self) -> float:
-        """Return the share of the tokens of all rows that hold documents."""
-        return 1 - self.padding / (self.rows * self.capacity)
-
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
         """Return (document, first token, tokens) for each piece of a row, in order."""
         columns = np.stack([self.document, self.start, self.length])
@@ -66,9 +56,10 @@ class PackedRows:
     def describe(self) -> str:
         """Return one line, such as `1,000 documents in 40 rows of 4,096 tokens: 99.90 % filled`."""
         documents = len(np.unique(self.document))
+        filled = self.length.sum() / (self.rows * self.capacity)
         return (
             f"{documents:,} documents in {self.rows:,} rows of {self.capacity:,} tokens: "
-            f"{100 * self.fill:.2f} % filled"
+            f"{100 * filled:.2f} % filled"
         )
 
 
@@ -145,9 +136,6 @@ def _first_fit(length: Ints, capacity: int) -> Ints:
     return rank[np.searchsorted(used, row)]
 
 
-MAX_SWAPS = 256
-"""Maximum number of swaps between the microbatches of one step."""
-
 Work = NDArray[np.float64]
 
 
@@ -162,7 +150,7 @@ def balanced_order(work: Work) -> Ints:
     """
     ranks, microbatches = work.shape[:2]
     flat = work.reshape(-1)
-    filled = _swapped(_longest_first(flat, ranks * microbatches), flat)
+    filled = _longest_first(flat, ranks * microbatches)
     load = flat[filled].sum(1)
     order = filled[np.sort(_longest_first(load, ranks), 1)]
     before, after = _longest(work), _longest(flat[order])
@@ -196,24 +184,4 @@ def _longest_first(work: Work, groups: int) -> Ints:
         members[group, count[group]] = item
         count[group] += 1
         load[group] += work[item]
-    return members
-
-
-def _swapped(members: Ints, work: Work) -> Ints:
-    """Return the groups after swaps between the fullest group and another one, as long as a swap
-    lowers the largest load.
-    """
-    members = members.copy()
-    for _ in range(MAX_SWAPS):
-        held = work[members]
-        load = held.sum(1)
-        fullest = int(load.argmax())
-        gain = held[fullest][:, None, None] - held[None]  # [rows of the fullest, groups, rows]
-        after = np.maximum(load[fullest] - gain, load[None, :, None] + gain)
-        after[:, fullest] = np.inf
-        best = int(after.argmin())
-        if after.flat[best] >= load[fullest] * (1 - 1e-9):
-            break
-        row, group, other = np.unravel_index(best, after.shape)
-        members[fullest, row], members[group, other] = members[group, other], members[fullest, row]
     return members

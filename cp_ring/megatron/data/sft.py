@@ -20,7 +20,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,11 +65,9 @@ class ConversationFile:
         with open(self.path, "rb") as file:
             file.seek(self._starts[index])
             line = file.read(self._starts[index + 1] - self._starts[index])
-        return (
-            conversations_of(line, f"--data-path {self.path}: line {index + 1}")
-            if line.strip()
-            else []
-        )
+        if not line.strip():
+            return []
+        return conversations_of(line, f"--data-path {self.path}: line {index + 1}")
 
 
 def conversations_of(line: bytes, where: str) -> list[Conversation]:
@@ -105,13 +103,14 @@ def conversations_of(line: bytes, where: str) -> list[Conversation]:
     return conversations
 
 
-class Tokens:
+class Tokens(NamedTuple):
     """The tokens and the targets of all conversations, end to end: int32 [tokens] each, and int64
     offsets [conversations + 1].
     """
 
-    def __init__(self, tokens: np.ndarray, targets: np.ndarray, offsets: Ints):
-        self.tokens, self.targets, self.offsets = tokens, targets, offsets
+    tokens: np.ndarray
+    targets: np.ndarray
+    offsets: Ints
 
     @classmethod
     def make(cls, lines: ConversationFile, indices: Ints, tokenizer: Any) -> Tokens:
@@ -145,15 +144,14 @@ class Tokens:
         """Return the tokens in the file, mapped into memory. If there is no file, call `make` and
         write its result there, if the folder allows it.
         """
-        arrays = ("tokens", "targets", "offsets")
         with contextlib.suppress(OSError, ValueError):
-            return cls(*(np.load(path / f"{name}.npy", mmap_mode="r") for name in arrays))
+            return cls(*(np.load(path / f"{name}.npy", mmap_mode="r") for name in cls._fields))
         tokens = make()
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             work = Path(tempfile.mkdtemp(prefix=".tokens-", dir=path.parent))
-            for name in arrays:
-                np.save(work / f"{name}.npy", getattr(tokens, name))
+            for name, array in tokens._asdict().items():
+                np.save(work / f"{name}.npy", array)
             work.chmod(0o755)
             # fails if another process was faster; its tokens are the same
             os.rename(work, path)
