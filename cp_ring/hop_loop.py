@@ -21,7 +21,7 @@ from cp_ring.comm.codecs import Codec
 from cp_ring.comm.streams import MessageOrder
 from cp_ring.comm.transport import Transport
 from cp_ring.kernels import AttentionKernel, determinism
-from cp_ring.kernels.calls import Statistics, Work, work_of
+from cp_ring.kernels.calls import Queries, Work, work_of
 from cp_ring.observe.spans import span
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import on_device, sum_dtype, without_autocast
@@ -152,24 +152,22 @@ def _run_backward(
     work, order = call.of_pass(q.device, backward=True)
     codec = ring.codec(k, v, *inputs)
     grads = codec.gradients(call.rank_plan, work, call.transport, ring.wire_dtype)
-    statistics, total = Statistics(lse), Sum(work.queries, [q.shape], q, q.dtype)
+    queries, total = Queries(dout, q, out, lse), Sum(work.queries, [q.shape], q, q.dtype)
     if dlse is not None:
         # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first
         # channel, values of 0, and -dlse as out, it is weight * dlse, from any kernel.
         one, minus = torch.zeros_like(dout), torch.zeros_like(out)
         one[..., 0], minus[..., 0] = 1.0, -dlse.permute(2, 0, 1)
+        of_lse = Queries(one, q, minus, lse)
     for hop, k_hop, v_hop in codec.keys(order, call.transport):
         grads.start(hop)
         with span("backward", hop):
             for kernel_call in work.calls[hop]:
-                dq, dk, dv = kernel_call.gradients(
-                    call.kernel, dout, q, k_hop, v_hop, out, statistics, ring.scale
-                )
+                dq, dk, dv = kernel_call.gradients(call.kernel, queries, k_hop, v_hop, ring.scale)
                 if dlse is not None:
                     more = kernel_call.gradients(
-                        call.kernel, one, q, k_hop, torch.zeros_like(v_hop), minus, statistics,
-                        ring.scale,
-                    )  # fmt: skip
+                        call.kernel, of_lse, k_hop, torch.zeros_like(v_hop), ring.scale
+                    )
                     dq, dk = dq + more[0], dk + more[1]
                 total.add(dq)
                 grads.add(dk, dv)

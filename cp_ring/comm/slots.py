@@ -10,19 +10,17 @@ form.
 """
 
 
-class Slots:
+class Slots(dict[int, Buffer]):
     """The buffers of one call by number: 0 is `own`, this rank's own tokens. The others have
     `num_tokens` tokens, and are made when they are first used.
     """
 
     def __init__(self, num_tokens: int, own: Buffer):
-        self._num_tokens, self._buffers = num_tokens, {0: own}
+        super().__init__({0: own})
+        self._num_tokens = num_tokens
 
-    def __getitem__(self, slot: int) -> Buffer:
-        if slot not in self._buffers:
-            self._buffers[slot] = self._allocated()
-        return self._buffers[slot]
+    def __missing__(self, slot: int) -> Buffer:
+        return self.setdefault(slot, self._allocated())
 
     def _allocated(self) -> Buffer:
-        own = self._buffers[0]
-        return tuple(x.new_empty((self._num_tokens, *x.shape[1:])) for x in own)
+        return tuple(x.new_empty((self._num_tokens, *x.shape[1:])) for x in self[0])

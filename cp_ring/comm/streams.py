@@ -78,14 +78,17 @@ class KeyStream:
     def __init__(self, order: MessageOrder, transport: Transport | None, own: Buffer):
         self._order, self._transport = order, transport
         self._slots = Slots(order.tokens, own)
-        self._pending: list[Pending] = []
         self._recording = recording()
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        for place, (hop, slot, _, ahead) in enumerate(self._order.turns):
-            self._post_up_to(place + 1)
-            wait_for(self._pending[place])
-            self._post_up_to(ahead)
+        turns, pending = self._order.turns, list[Pending]()
+        for place, turn in enumerate(turns):
+            hop, slot = turn.hop, turn.slot
+            if place == len(pending):
+                pending.append(self._posted(turn))
+            wait_for(pending[place])
+            while len(pending) < turn.ahead:
+                pending.append(self._posted(turns[len(pending)]))
             for counters in self._recording:
                 counters.hops += bool(len(hop.tiles))
             keys = self._slots[slot]
@@ -95,19 +98,16 @@ class KeyStream:
             for counters in self._recording:
                 counters.slot(-bool(slot))
 
-    def _post_up_to(self, count: int) -> None:
-        for turn in self._order.turns[len(self._pending) : count]:
-            self._pending.append(self._posted(turn))
-
     def _posted(self, turn: Turn) -> Pending:
         """Post the messages of a hop."""
         hop, slots = turn.hop, self._slots
         if self._transport is None or not (turn.slot or turn.sends):
             return Done()
+        buffer = slots[turn.slot]
         if turn.slot:
-            debug.fill(*slots[turn.slot])
+            debug.fill(*buffer)
             for counters in self._recording:
                 counters.slot(+1)
-        receives = [(receive, slots[turn.slot]) for receive in hop.receives]
+        receives = [(receive, buffer) for receive in hop.receives]
         sends = [(send, slots[slot]) for send, slot in turn.sends]
         return self._transport.post(MessageBatch(sends, receives, "keys", hop.index))

@@ -223,7 +223,7 @@ class SizedVarlen(Protocol):
     calls are filled up to a few sizes.
     """
 
-    def sizes(self, shard: int, packed: bool) -> Sizes:
+    def call_sizes(self, shard: int, packed: bool) -> Sizes:
         """Return the sizes for a rank with `shard` tokens; `packed` as for `choose`."""
         ...
 

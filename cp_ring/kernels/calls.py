@@ -44,20 +44,23 @@ from cp_ring.plan.updates import Partial, Update, gradient_updates, query_update
 from cp_ring.runtime import RUNTIME
 
 
-class Statistics:
-    """The lse [b, h, s] of all queries in backward. Consecutive calls with the same queries share
-    one contiguous copy.
+class Queries:
+    """What backward knows of all queries: dout [s, b, h, e], q, the merged out and lse [b, h, s].
+    Consecutive calls with the same queries share their views, and one contiguous copy of lse.
     """
 
-    def __init__(self, lse: Tensor):
-        self.whole = lse
-        self._part: tuple[slice, Tensor] | None = None
+    def __init__(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor):
+        self.dout, self.q, self.out, self.lse = dout, q, out, lse
+        self._tokens: slice | None = None
+        self._part: tuple[Tensor, Tensor, Tensor, Tensor]
 
-    def of(self, queries: slice) -> Tensor:
-        """Return the lse of these queries, [b, h, queries], contiguous."""
-        if self._part is None or self._part[0] != queries:
-            self._part = queries, self.whole[..., queries].contiguous()
-        return self._part[1]
+    def part(self, tokens: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return dout, q and out [b, tokens, ...] and lse [b, h, tokens] of these queries."""
+        if self._tokens != tokens:
+            dout, q, out = (x[tokens].transpose(0, 1) for x in (self.dout, self.q, self.out))
+            self._tokens = tokens
+            self._part = dout, q, out, self.lse[..., tokens].contiguous()
+        return self._part
 
 
 class KernelCall(Protocol):
@@ -86,19 +89,9 @@ class KernelCall(Protocol):
         ...
 
     def gradients(
-        self,
-        kernel: AttentionKernel,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Statistics,
-        scale: float,
+        self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the call's share of dq [t, b, h, d], dk [u, b, g, d] and dv [u, b, g, e], from the
-        merged out and lse.
-        """
+        """Return the call's share of dq [t, b, h, d], dk [u, b, g, d] and dv [u, b, g, e]."""
         ...
 
 
@@ -147,7 +140,7 @@ def work_of(
     """
     sizes = None
     if isinstance(kernel, SizedVarlen):
-        sizes = kernel.sizes(rank_plan.num_tokens, rank_plan.packed)
+        sizes = kernel.call_sizes(rank_plan.num_tokens, rank_plan.packed)
     made = _made.setdefault(rank_plan, {})
     key = kernel.capabilities, sizes, device, backward
     if key not in made:
@@ -269,22 +262,13 @@ class _Single:
         return out.transpose(0, 1), lse
 
     def gradients(
-        self,
-        kernel: AttentionKernel,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Statistics,
-        scale: float,
+        self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, out = self._view(dout, self.q), self._view(q, self.q), self._view(out, self.q)
-        k, v, lse_tile = self._view(k, self.k), self._view(v, self.k), lse.of(self.q)
-        lse_tile = lse_tile.flip(2) if self.reverse else lse_tile
-        dq, dk, dv = kernel.backward(
-            dout, q, k, v, out, lse_tile, lo=self.lo, hi=self.hi, scale=scale
-        )
+        dout, q, out, lse = queries.part(self.q)
+        if self.reverse:
+            dout, q, out, lse = dout.flip(1), q.flip(1), out.flip(1), lse.flip(2)
+        k, v = self._view(k, self.k), self._view(v, self.k)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, lo=self.lo, hi=self.hi, scale=scale)
         return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
     def _view(self, x: Tensor, tokens: slice) -> Tensor:
@@ -419,23 +403,14 @@ class _Packed:
         return out[:count].unflatten(1, heads), lse[:, :count].unflatten(0, heads)
 
     def gradients(
-        self,
-        kernel: AttentionKernel,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Statistics,
-        scale: float,
+        self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        b, mine = q.shape[1], self.q.tokens
-        dout, q, out = (mine.take(x).flatten(1, 2) for x in (dout, q, out))
+        b, mine = k.shape[1], self.q.tokens
+        dout, q, out = (mine.take(x).flatten(1, 2) for x in (queries.dout, queries.q, queries.out))
         k, v = (self.k.tokens.take(x).flatten(1, 2) for x in (k, v))
-        lse_part = lse.of(mine.span) if mine.index is None else mine.take(lse.whole, 2)
-        packing = self._packing(q.device)
+        lse = mine.take(queries.lse, 2).contiguous().flatten(0, 1)
         grads = cast(VarlenKernel, kernel).backward_varlen(
-            dout, q, k, v, out, lse_part.flatten(0, 1), packing, scale
+            dout, q, k, v, out, lse, self._packing(k.device), scale
         )
         counts = self.q.count, self.k.count, self.k.count
         dq, dk, dv = (

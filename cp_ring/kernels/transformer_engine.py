@@ -82,7 +82,7 @@ class TransformerEngineKernel:
         counting.capabilities = replace(self.capabilities, varlen=False)
         return counting
 
-    def sizes(self, shard: int, packed: bool) -> FewSizes:
+    def call_sizes(self, shard: int, packed: bool) -> FewSizes:
         return FewSizes(shard, packed)
 
     def __init__(self) -> None:

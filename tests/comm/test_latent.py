@@ -162,7 +162,7 @@ def test_bad_input_is_one_line():
     q, latent, rope, weight, _ = LatentCase.draw()
     keys = LatentKeys(latent, rope, weight, H, SIZES.nope)
     for make, says in (
-        (lambda: LatentKeys(latent, rope[:, 1:], weight, H, SIZES.nope), "of the same tokens"),
+        (lambda: LatentKeys(latent, rope[:, 1:], weight, H, SIZES.nope), "the same tokens"),
         (lambda: LatentKeys(latent, rope, weight[1:], H, SIZES.nope), "weight must be"),
         (lambda: LatentKeys(latent, rope, weight, H, 28), "key_dim=28 leaves no value"),
         (lambda: LatentKeys(latent, rope.double(), weight, H, SIZES.nope), "must share one dtype"),

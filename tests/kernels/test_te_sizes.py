@@ -47,7 +47,7 @@ def test_packed_calls_of_no_other_kernel_are_filled():
 
 
 def calls_of(plan: RankPlan) -> list[KernelCall]:
-    sizes = KERNEL.sizes(plan.num_tokens, plan.packed)
+    sizes = KERNEL.call_sizes(plan.num_tokens, plan.packed)
     return [call for hop in plan.hops for call in kernel_calls(hop, KERNEL.capabilities, sizes)]
 
 
