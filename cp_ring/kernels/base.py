@@ -58,10 +58,12 @@ _asked: ContextVar[bool | None] = ContextVar("deterministic", default=None)
 
 
 class determinism:
-    """A context that sets the value of `deterministic()` in its block. None follows torch's switch.
+    """A context that sets the value of `deterministic()` in its block.
 
-    with determinism(True):
-        out = ring_attention(q, k, v)
+        with determinism(True):
+            out = ring_attention(q, k, v)
+
+    The value None follows torch's switch.
     """
 
     def __init__(self, asked: bool | None):

@@ -73,8 +73,8 @@ LEFT = {
 
 
 def main() -> None:
-    """The console script `cp-ring`: without a package that a command needs it ends with one line,
-    and `doctor` says what is missing.
+    """Run the command `cp-ring`. If a package that the command needs is missing, end with one line;
+    `doctor` says what is missing.
     """
     given = [word.partition("=")[0] for word in sys.argv[1:]]
     for words, instead in LEFT.items():

@@ -23,7 +23,7 @@ _PACKAGES = ("cp-ring", "torch", "transformer-engine", "ring-attention-pytorch")
 
 
 def facts() -> dict[str, Any]:
-    """Date, machine, load, and the versions of the installed packages that are measured."""
+    """Return date, machine, load, and the versions of the installed packages that are measured."""
     installed = {each.name.lower(): each.version for each in metadata.distributions()}
     return {
         "date": datetime.date.today().isoformat(),
@@ -35,7 +35,7 @@ def facts() -> dict[str, Any]:
 
 
 def _report(title: str, results: list[dict[str, Any]], as_json: bool) -> None:
-    """Prints results, and where and when they were measured."""
+    """Print results, and where and when they were measured."""
     about = facts()
 
     def show() -> None:
@@ -72,8 +72,9 @@ def attention(
     repeats: Annotated[int, _positive("Rounds; each contestant runs once per round.")] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Time causal attention, forward and backward. Beside one kernel call on one rank, and beside
-    packages that are installed: ring-attention-pytorch on the CPU, TransformerEngine on GPUs.
+    """Time causal attention, forward and backward. One kernel call on one rank is timed beside it,
+    and the packages that are installed: ring-attention-pytorch on the CPU, TransformerEngine on
+    GPUs.
     """
     import torch
 
@@ -85,7 +86,7 @@ def attention(
             f"--cp {cp}: there are {gpus} GPUs; CUDA_VISIBLE_DEVICES= measures on the CPU"
         )
     if seq_length % (2 * cp):
-        raise ConfigError(f"--seq-length {seq_length} does not divide by 2 * --cp {cp}")
+        raise ConfigError(f"--seq-length {seq_length}: give a multiple of 2 * --cp = {2 * cp}")
     results = run(Contest(seq_length, cp, heads, head_dim, device, repeats))
     _report(f"causal, {seq_length} x {heads} x {head_dim}, {cp} ranks, {device}", results, as_json)
 
@@ -95,7 +96,7 @@ def host(
     repeats: Annotated[int, _positive("Calls of each measurement; the least time counts.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """Time what the host does in a hop. Beyond the attention library and the messages."""
+    """Time what the host does in a hop. The attention library and the messages do not count."""
     from cp_ring.tools.bench_host import measure
 
     _report("causal, one source a hop, 4 heads, CPU", measure(repeats), as_json)
@@ -114,8 +115,8 @@ def accuracy(
     ] = "float32",
     as_json: AsJson = False,
 ) -> None:
-    """Compare errors of a ring with those of one rank. Both against float64, on the whole sequence;
-    2 query heads of 64 elements, 1 key/value head.
+    """Compare errors of a ring with those of one rank. Both are errors against float64, on the
+    whole sequence; there are 2 query heads of 64 elements and 1 key/value head.
     """
     from cp_ring.megatron.options import Options
     from cp_ring.tools.bench_accuracy import run

@@ -19,7 +19,7 @@ PARTS = ("out", "dq", "dk", "dv")
 
 
 def masks(n: int) -> dict[str, Mask]:
-    """One mask of each kind, for `n` tokens."""
+    """Return one mask of each kind, for `n` tokens."""
     return {
         "causal": Mask.causal(n),
         "full": Mask.full(n),
@@ -30,8 +30,8 @@ def masks(n: int) -> dict[str, Mask]:
 
 
 def attend_to_shard(group: Any, plan: Plan, case: Case, kernel: str) -> list[Tensor]:
-    """out, dq, dk, dv of this rank's shard; `case` has the whole sequence. group: None for one
-    rank.
+    """Return out, dq, dk and dv of this rank's shard of `case`, which has the whole sequence.
+    group: None for one rank.
     """
     q, k, v, dout = (plan.layout.shard(x, group.rank if group else 0, 1) for x in case)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -40,7 +40,7 @@ def attend_to_shard(group: Any, plan: Plan, case: Case, kernel: str) -> list[Ten
 
 
 def errors(got: Sequence[Tensor], truth: Sequence[Tensor]) -> Tensor:
-    """The relative errors of out, dq, dk and dv."""
+    """Return the relative errors of out, dq, dk and dv."""
     return torch.tensor([error(x.cpu(), y.cpu()) for x, y in zip(got, truth, strict=True)])
 
 

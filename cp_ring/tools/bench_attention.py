@@ -47,7 +47,7 @@ class Contest:
 
 
 def contestants(contest: Contest) -> dict[str, tuple[Attend, Layout]]:
-    """What takes part, on a rank: its attention, and which rank holds which tokens."""
+    """Return what takes part, on a rank: its attention, and which rank holds which tokens."""
     world, alone = dist.group.WORLD, dist.new_group([0])
     zigzag = Layout.zigzag(contest.n, contest.cp)
     found: dict[str, tuple[Attend, Layout]] = {
@@ -68,7 +68,7 @@ def contestants(contest: Contest) -> dict[str, tuple[Attend, Layout]]:
 
 
 def _transformer_engine(contest: Contest, group: Any) -> Attend:
-    """TransformerEngine's own context parallelism, which stock Megatron uses: type p2p."""
+    """Return TransformerEngine's own context parallelism of type p2p, which stock Megatron uses."""
     from transformer_engine.pytorch import DotProductAttention
 
     sizes = contest.heads, contest.head_dim
@@ -97,7 +97,7 @@ def run(contest: Contest) -> list[dict[str, Any]]:
 
 
 def _run_rank(rank: int, contest: Contest, folder: str) -> None:
-    """On a rank: runs all contestants in turn. Rank 0 writes the results."""
+    """Run all contestants in turn on a rank. Rank 0 writes the results."""
     cuda = contest.device == "cuda"
     torch.set_num_threads(1)
     if cuda:
@@ -130,7 +130,7 @@ def _run_rank(rank: int, contest: Contest, folder: str) -> None:
 
 
 def _round(contest: Contest, rank: int, attend: Attend, layout: Layout) -> Callable[[], object]:
-    """One forward and backward of this rank; nothing on the ranks that the layout leaves out."""
+    """Run one forward and backward of this rank; do nothing on ranks that the layout leaves out."""
     if rank >= layout.cp:
         return lambda: None
     dtype = torch.bfloat16 if contest.device == "cuda" else torch.float32

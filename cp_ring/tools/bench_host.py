@@ -30,8 +30,8 @@ _TOKENS, _HEADS, _SIZE = 256, 4, 8
 
 
 def measure(repeats: int) -> list[dict[str, Any]]:
-    """Results {pass, cp, hop_us}: microseconds of the host a hop, the least of `repeats` calls; as
-    many before them do not count.
+    """Return results {pass, cp, hop_us}: the microseconds of the host in a hop, the least of
+    `repeats` calls after as many that do not count.
     """
     torch.set_num_threads(1)
     module = types.ModuleType("cp_ring_kernel_nothing")
@@ -59,7 +59,7 @@ def measure(repeats: int) -> list[dict[str, Any]]:
 
 
 def _timed(work: Callable[[], Any], times: list[float]) -> Any:
-    """What `work` returns; appends the seconds that this thread computes for it."""
+    """Return what `work` returns, and append the seconds that this thread computes for it."""
     start = time.thread_time()
     result = work()
     times.append(time.thread_time() - start)

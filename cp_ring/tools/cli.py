@@ -39,8 +39,8 @@ def train(
         ),
     ] = False,
 ) -> None:
-    """Train or resume the job of a YAML file. On this machine: on GPUs, or on the CPU if there are
-    none.
+    """Train or resume the job of a YAML file. It runs on the GPUs of this machine, or on its CPU if
+    there are none.
     """
     from cp_ring.tools import train
 
@@ -54,9 +54,7 @@ app.add_typer(bench.app, name="bench")
 
 @app.command()
 def doctor() -> None:
-    """Show what is installed and what is wrong. Versions, devices, kernels, patches; the exit code
-    is 1 for a problem.
-    """
+    """Show what is installed and what is wrong. The exit code is 1 if something is wrong."""
     from cp_ring.tools import doctor
 
     raise typer.Exit(doctor.main())
@@ -71,7 +69,7 @@ def flags() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script: bad input is one line on stderr and exit code 2, never a
+    """Run the console script: bad input gives one line on stderr and exit code 2, never a
     traceback.
     """
     # without a GPU it warns when it is imported

@@ -58,19 +58,18 @@ class Corpus:
 
     @property
     def ready(self) -> bool:
-        """Whether the corpus is built. The folder gets its name only when it is complete."""
+        """True if the corpus is built. The folder gets its name only when it is complete."""
         return self.folder.is_dir()
 
     def summary(self) -> dict[str, Any]:
-        """Documents, tokens, vocabulary size and a hash of the contents, as written when the corpus
-        was built.
+        """The numbers of documents and tokens, the vocabulary size and a hash of the contents, as
+        written when the corpus was built.
         """
         return json.loads((self.folder / "corpus.json").read_text())
 
 
 def find(path: Path | None, cache: Path, vocab_size: int = 4096) -> Corpus:
-    """Finds the sources and chooses the folder of their corpus. It reads no text and builds
-    nothing.
+    """Find the sources and choose the folder of their corpus. It reads no text and builds nothing.
 
     path: a folder, a .jsonl file, or None for the standard library.
 
@@ -98,7 +97,7 @@ def find(path: Path | None, cache: Path, vocab_size: int = 4096) -> Corpus:
 
 
 def build(corpus: Corpus) -> None:
-    """Builds the corpus in a temporary folder and renames that at the end, so that a half-built
+    """Build the corpus in a temporary folder and rename that at the end, so that a half-built
     corpus is never used.
 
     Raises `ConfigError` where the sources hold fewer than two documents (one to train on, one to
@@ -161,7 +160,7 @@ def _build_in(work: Path, corpus: Corpus) -> None:
 
 
 def _tokenize(work: Path, tokenizer: Any, documents: Iterable[str], stride: int) -> dict[str, int]:
-    """Writes every `stride`-th document to `valid` and the others to `train`. Returns the number of
+    """Write every `stride`-th document to `valid` and the others to `train`. Return the number of
     tokens in each.
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
@@ -188,8 +187,8 @@ def _tokenize(work: Path, tokenizer: Any, documents: Iterable[str], stride: int)
 
 
 def _digest(folder: Path) -> str:
-    """A hash of the tokenizer and of both splits. The same texts in another folder have the same
-    hash.
+    """Return a hash of the tokenizer and of both splits. The same texts in another folder have the
+    same hash.
     """
     whole = hashlib.sha256()
     for name in ("tokenizer/tokenizer.json", "train.bin", "valid.bin"):
@@ -215,7 +214,7 @@ def _train_tokenizer(documents: list[str], vocab_size: int) -> Any:
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes the two files from which `transformers.AutoTokenizer` loads a tokenizer without a
+    """Write the two files from which `transformers.AutoTokenizer` loads a tokenizer without a
     network.
     """
     folder.mkdir()
@@ -240,8 +239,8 @@ def _source_files(root: Path, only_python: bool) -> Iterator[Path]:
 
 
 def _read_documents(files: Iterable[Path]) -> Iterator[str]:
-    """The documents: one per text file, one per line of a .jsonl file. Files that are not UTF-8
-    text are left out.
+    """Yield the documents: one for each text file, one for each line of a .jsonl file. Files that
+    are not UTF-8 text are left out.
     """
     for file in files:
         if file.suffix == ".jsonl":

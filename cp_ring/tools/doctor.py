@@ -26,7 +26,7 @@ used, without a fault; that of a `problem: ` says what to do.
 
 
 def main() -> int:
-    """Prints all findings. Returns 1 if one is a problem."""
+    """Print all findings. Return 1 if one of them is a problem."""
     # what packages print when they are imported would be in between
     with (
         open(os.devnull, "w") as nowhere,
@@ -55,7 +55,7 @@ def _lines(parts: tuple[Callable[[], Lines], ...]) -> Lines:
 
 
 def _requirements() -> Lines:
-    """Python and the required packages: installed or not, and in a supported version or not."""
+    """Say for Python and each required package whether it is installed, in a supported version."""
     yield "python", platform.python_version()
     own = version_of("cp-ring")
     yield "cp-ring", own or "not installed: run from its source"
@@ -73,7 +73,7 @@ def _requirements() -> Lines:
 
 
 def _needed(text: str) -> bool:
-    """Whether jobs and commands need it. Megatron has checks of its own."""
+    """Return True if jobs and commands need the package. Megatron has checks of its own."""
     extra = re.search(r"extra == ['\"](\w+)", text)
     wanted = extra is None or extra[1] in ("megatron", "tools")
     return wanted and not text.startswith("megatron-core")
@@ -110,7 +110,7 @@ _OPTIONAL = (
 
 
 def _optional_packages() -> Lines:
-    """Whether packages that Megatron or a kernel may use can be imported."""
+    """Say whether packages that Megatron or a kernel may use can be imported."""
     from cp_ring.megatron import compat
 
     for name, module, package in _OPTIONAL:
@@ -171,7 +171,7 @@ def _patches() -> Lines:
 
 
 def _known_errors() -> Lines:
-    """What the installed Megatron does not have, or does wrong."""
+    """Say what the installed Megatron lacks or does wrong."""
     from cp_ring.megatron import compat
 
     for what, advice in compat.missing_features():
@@ -189,7 +189,7 @@ SECTIONS = {
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version."""
+    """Return the installed version of a package."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -45,8 +45,8 @@ def draw(
     rates: Rates = RATES,
     ranks_per_node: int = 8,
 ) -> None:
-    """Writes the picture of a plan to `path`: PNG, SVG or PDF by its ending. Text stays text in SVG
-    and PDF. sizes, rates, ranks_per_node: for the predicted time.
+    """Write the picture of a plan to `path`: PNG, SVG or PDF by its ending. Text stays text in SVG
+    and PDF. sizes, rates and ranks_per_node give the predicted time.
 
     Raises `PlanError` where matplotlib does not know the ending, or the file cannot be written.
     """
@@ -85,7 +85,7 @@ def draw(
 
 
 def color(rank: int, hop: int, cp: int, hops: int) -> Color:
-    """The color of a rank at a hop, paler at later hops of up to `MAX_LEGEND` ranks.
+    """Return the color of a rank at a hop, paler at later hops of up to `MAX_LEGEND` ranks.
 
     Up to 8 ranks have colors that readers with a color vision deficiency tell apart (after Okabe
     and Ito, https://jfly.uni-koeln.de/color, and Tol, https://sronpersonalpages.nl/~pault); more
@@ -99,14 +99,14 @@ def color(rank: int, hop: int, cp: int, hops: int) -> Color:
 
 
 def _ink(background: Color) -> str:
-    """A color for text that can be read on the background."""
+    """Return a color for text that can be read on the background."""
     red, green, blue = background
     return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else INK
 
 
 def _draw_scores(axes: Axes, plan: PlanTables) -> None:
-    """The score matrix: queries from top to bottom, keys from left to right. A tile has the color
-    of its rank and hop.
+    """Draw the score matrix: queries from top to bottom, keys from left to right. A tile has the
+    color of its rank and hop.
     """
     tiles, parent = tiles_in_stream(plan)
     places = zip(plan.tile_rank[parent].tolist(), plan.tile_hop[parent].tolist(), strict=True)
@@ -136,7 +136,7 @@ def _draw_scores(axes: Axes, plan: PlanTables) -> None:
 
 
 def _outline(tile: Tile) -> list[tuple[int, int]]:
-    """Corners (key, query) of the area that a tile allows."""
+    """Return the corners (key, query) of the area that a tile allows."""
     q0, q1, k0, k1, lo, hi = tile
     corners = sorted({q0, q1, *(query for query in (k0 - lo, k1 - hi) if q0 < query < q1)})
     left = [(max(k0, query + lo), query) for query in corners]
@@ -145,8 +145,8 @@ def _outline(tile: Tile) -> list[tuple[int, int]]:
 
 
 def _draw_timeline(axes: Axes, plan: PlanTables, time: AttentionTime) -> None:
-    """One lane per rank: above, the computation of its hops, and its idle time; below, the keys and
-    values that move meanwhile.
+    """Draw one lane for each rank: above, the computation of its hops and its idle time; below, the
+    keys and values that move meanwhile.
     """
     few, hops = plan.cp <= MAX_LEGEND, plan.schedule[-1] + 1
     stages, compute, moving = (
@@ -183,7 +183,7 @@ def _draw_timeline(axes: Axes, plan: PlanTables, time: AttentionTime) -> None:
 def _add_bars(
     axes: Axes, bars: list[tuple[float, float, float, Any]], height: float, **look: Any
 ) -> None:
-    """Draws bars (begin, end, top, color); `look` has further arguments of the collection."""
+    """Draw bars (begin, end, top, color); `look` has further arguments of the collection."""
     shapes = [
         [(begin, top), (end, top), (end, top + height), (begin, top + height)]
         for begin, end, top, _ in bars
@@ -203,7 +203,7 @@ def _set_frame(axes: Axes, title: str) -> None:
 
 
 def tokens_of(value: float, _: int | None = None) -> str:
-    """The label of a tick."""
+    """Return the label of a tick."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
         if value >= size and value % (size / 4) == 0:
             return f"{value / size:g}{unit}"

@@ -58,13 +58,13 @@ SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context
 
 
 def _at_home(path: Any) -> Any:
-    """~ is the home directory, as in a shell."""
+    """Replace ~ by the home directory, as a shell does."""
     return os.path.expanduser(path) if isinstance(path, str) else path
 
 
 @dataclass(frozen=True)
 class DataConfig(Settings):
-    """What to train on. Unused where `megatron` names datasets of its own (data_path,
+    """The data to train on. It is unused if `megatron` names data sets of its own (data_path,
     train_data_path, mock_data, ...).
     """
 
@@ -82,7 +82,7 @@ class DataConfig(Settings):
 
 @dataclass(frozen=True)
 class LaunchConfig(Settings):
-    """Where the ranks run and where their output goes."""
+    """The place where the ranks run and where their output goes."""
 
     LEFT = _LAUNCHERS
 
@@ -101,7 +101,7 @@ class LaunchConfig(Settings):
 
 @dataclass(frozen=True)
 class JobConfig:
-    """A whole job. `megatron` maps one to one to Megatron's arguments (snake_case for
+    """A whole job. Each key of `megatron` is one of Megatron's arguments (snake_case for
     --snake-case).
 
     source: the file or the packaged name, for messages. settings: all sections, as they were given.
@@ -116,13 +116,13 @@ class JobConfig:
 
     @property
     def ranks(self) -> int:
-        """Ranks of all nodes together."""
+        """The number of ranks of all nodes together."""
         sizes = (self.megatron.get(name) for name in SPLITS)
         return self.launch.ranks or math.prod(size for size in sizes if isinstance(size, int))
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are saved: megatron.save if it is given."""
+        """The folder of the checkpoints: megatron.save if it is given."""
         return Path(self.megatron.get("save") or f"{self.launch.run_dir}/checkpoints").absolute()
 
 
@@ -136,8 +136,8 @@ SECTIONS: dict[str, type[Settings] | None] = {
 
 
 def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
-    """Reads a job from a file, or by name from the configurations that come with cp_ring, and
-    applies `a.b=c` overrides.
+    """Read a job from a file, or by name from the configurations that come with cp_ring, and apply
+    `a.b=c` overrides.
 
     Raises `ConfigError` with one line that names the file or key.
     """
@@ -165,7 +165,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def packaged() -> dict[str, Path]:
-    """The configurations that come with cp_ring, by name."""
+    """Return the configurations that come with cp_ring, by name."""
     import cp_ring.configs
 
     return {
@@ -176,7 +176,7 @@ def packaged() -> dict[str, Path]:
 
 
 def _parsed(text: str, what: str) -> Any:
-    """The value of a YAML text. Raises `ConfigError` that begins with `what`."""
+    """Return the value of a YAML text. Raises `ConfigError` that begins with `what`."""
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
@@ -184,7 +184,7 @@ def _parsed(text: str, what: str) -> Any:
 
 
 def _apply_override(settings: dict[str, Any], override: str) -> None:
-    """Sets `a.b=c` in place. The value is read as YAML: numbers, true, null and [lists] are not
+    """Set `a.b=c` in place. The value is read as YAML: numbers, true, null and [lists] are not
     text.
     """
     name, equals, text = override.partition("=")
@@ -219,7 +219,7 @@ def validate(settings: dict[str, Any], source: str) -> JobConfig:
 
 
 def _check(source: str, section: str, key: str, value: Any) -> None:
-    """Raises `ConfigError` unless the section can have this value of this key."""
+    """Raise `ConfigError` unless the section can have this value of this key."""
     kind = SECTIONS[section]
     try:
         if kind is not None:
@@ -235,8 +235,8 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """What to run: environment variables, ranks, Megatron's flags. corpus: what it trains on, which
-    may not be built yet.
+    """A command to run: environment variables, ranks, Megatron's flags. corpus: the texts that it
+    trains on, which may not be built yet.
     """
 
     environment: dict[str, str]
@@ -245,7 +245,7 @@ class Command:
     corpus: Corpus | None
 
     def torchrun(self, *more: str) -> list[str]:
-        """What torchrun is given: `more` of its own options, and the command of a rank."""
+        """Return the arguments of torchrun: `more` of its own, and the command of a rank."""
         here = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(self.ranks)]
         return [*here, *more, "-m", ENTRY, *self.flags]
 
@@ -258,15 +258,14 @@ class Command:
 
 
 def uses_corpus(job: JobConfig) -> bool:
-    """Whether the job trains on a corpus that cp_ring builds, not on datasets that `megatron`
-    names.
+    """Return True if the job trains on a corpus that cp_ring builds, not on data sets that
+    `megatron` names.
     """
     return not any(job.megatron.get(key) for key in OWN_DATA)
 
 
 def find_corpus(job: JobConfig) -> Corpus | None:
-    """The job's corpus, which this finds but does not build; None where the job names Megatron
-    datasets of its own.
+    """Find the job's corpus without building it; None if the job names data sets of Megatron.
 
     Raises `ConfigError` for a data path that does not exist or is empty.
     """
@@ -313,8 +312,8 @@ def megatron_flags(
     device: str,
     parser: argparse.ArgumentParser | None = None,
 ) -> tuple[list[str], argparse.Namespace]:
-    """The flags of `cp_ring.pretrain_gpt` on `device` (cuda or cpu), and what Megatron's parser
-    reads from them. They are checked as the ranks do it.
+    """Return the flags of `cp_ring.pretrain_gpt` on `device` (cuda or cpu), and what Megatron's
+    parser reads from them. They are checked as the ranks check them.
 
     parser: made by `build_parser` before, for several jobs. Raises as `build_command` does.
     """
@@ -349,8 +348,8 @@ def megatron_flags(
 
 
 def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
-    """Megatron arguments that follow from the other sections. The section `megatron` may override
-    them.
+    """Return the arguments of Megatron that follow from the other sections. The section `megatron`
+    may override them.
     """
     settings: dict[str, Any] = {
         "save": str(job.checkpoints),
@@ -369,7 +368,7 @@ def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
 
 
 def _with_keys(line: str) -> str:
-    """A line about flags, with the keys of a YAML file in their place."""
+    """Return a line about flags with the keys of a YAML file in their place."""
 
     def key(flag: re.Match[str]) -> str:
         name = flag[1].replace("-", "_")
@@ -383,7 +382,7 @@ def _with_keys(line: str) -> str:
 
 @contextlib.contextmanager
 def _keys_of(job: JobConfig) -> Iterator[None]:
-    """Errors name the file, and its keys in place of flags."""
+    """Let errors name the file, and its keys in place of flags."""
     try:
         yield
     except ConfigError as error:
@@ -394,8 +393,8 @@ def _keys_of(job: JobConfig) -> Iterator[None]:
 
 
 def choose_device(job: JobConfig, here: bool = True) -> tuple[str, dict[str, str]]:
-    """`cuda` or `cpu`, and the variables of torchrun and its ranks. A variable that is already set
-    keeps its value, but GPUs that the job must not use are hidden.
+    """Return `cuda` or `cpu`, and the variables of torchrun and its ranks. A variable that is
+    already set keeps its value, but GPUs that the job must not use are hidden.
 
     Each rank on the CPU gets one thread, because ranks on one machine share its cores. Gloo needs
     the loopback interface by name, because a host name can resolve to an address that no other rank

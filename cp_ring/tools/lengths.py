@@ -1,4 +1,4 @@
-"""Lengths of packed documents, of a file or drawn."""
+"""Lengths of packed documents, read from a file or drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ SIGMA = 1.2
 
 
 def lengths(text: str, n: int | None, seed: int = 0) -> Ints:
-    """Lengths of documents, int64 [documents], that `text` describes: `lognormal:MEAN`, or a file.
+    """Return the lengths of documents, int64 [documents], that `text` describes: `lognormal:MEAN`,
+    or a file.
 
     Drawn lengths sum to exactly `n`; the last document is cut there, and the same seed gives the
     same ones. A file has one number a document, separated by white space, and `n` is None or at

@@ -14,7 +14,7 @@ from cp_ring.megatron.flags import argument_parser
 
 @contextlib.contextmanager
 def _quick_import() -> Iterator[None]:
-    """Imports of Megatron take half the time: it asks for torch's compiler and for wandb when it is
+    """Import Megatron in half the time: it asks for torch's compiler and for wandb when it is
     imported, and a process that only reads flags uses neither.
     """
     import torch
@@ -33,14 +33,14 @@ def _quick_import() -> Iterator[None]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """As `argument_parser.build_parser`, in half the time."""
+    """Do what `argument_parser.build_parser` does, in half the time."""
     with _quick_import():
         return argument_parser.build_parser()
 
 
 def words_of(parser: argparse.ArgumentParser, key: str, value: Any) -> list[str]:
-    """The words of the command line for a setting whose key is Megatron's flag in snake_case. The
-    parser says what is wrong with them.
+    """Return the words of the command line for a setting whose key is Megatron's flag in
+    snake_case. The parser says what is wrong with them.
 
     A list becomes several values, true a flag without a value, and None nothing. False becomes
     nothing or, if Megatron has a negative flag (`--no-rope-fusion` for apply_rope_fusion), that

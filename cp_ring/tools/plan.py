@@ -82,7 +82,9 @@ def plan_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan the attention of one layer. Prove the plan, show its cost, draw it; needs no GPU."""
+    """Plan the attention of one layer. It proves the plan, shows its cost and draws it; it needs no
+    GPU.
+    """
     assumed = named_rates(rates)
     asked = _of_job(job, overrides) if job else Asked()
     if overrides and not job:
@@ -128,8 +130,8 @@ def plan_command(
 
 @dataclass(frozen=True)
 class Asked:
-    """What is planned: ranks, tokens, keys that a query sees before it (-1 for all), how attention
-    is split, its sizes, and the ranks of a node.
+    """The plan that is asked for: ranks, tokens, keys that a query sees before it (-1 for all), how
+    attention is split, its sizes, and the ranks of a node.
     """
 
     cp: int | None = None
@@ -141,14 +143,14 @@ class Asked:
 
 
 def _changed[T](values: T, **changes: Any) -> T:
-    """The dataclass with the values that are not None."""
+    """Return the dataclass with the values that are not None."""
     given = {name: value for name, value in changes.items() if value is not None}
     changed: T = replace(values, **given)  # type: ignore[type-var]
     return changed
 
 
 def _of_job(job: str, overrides: list[str] | None) -> Asked:
-    """What a job plans in its first attention layer."""
+    """Return what a job plans in its first attention layer."""
     from cp_ring.comm.nodes import node_size
     from cp_ring.megatron.flags.comm_types import spec_of_layer
     from cp_ring.tools.job import load
@@ -159,7 +161,7 @@ def _of_job(job: str, overrides: list[str] | None) -> Asked:
     ranks = megatron.get("context_parallel_size") or 1
     n, windows = megatron.get("seq_length"), megatron.get("window_size") or (-1, 0)
     if not isinstance(n, int):
-        raise ConfigError(f"{loaded.source}: megatron.seq_length {n!r} is no number of tokens")
+        raise ConfigError(f"{loaded.source}: megatron.seq_length {n!r}: give a number of tokens")
     if isinstance(windows, str):
         windows = [int(number) for number in windows.strip("()[] ").split(",")]
     kinds = megatron.get("cp_comm_type") or "p2p"
@@ -173,7 +175,7 @@ def _of_job(job: str, overrides: list[str] | None) -> Asked:
 
 
 def make_mask(n: int | None, window: int, full: bool, offsets: Ints | None) -> Mask:
-    """The mask that the options describe, for `n` tokens; offsets: of packed documents."""
+    """Return the mask of `n` tokens that the options describe. offsets: of packed documents."""
     if n is None:
         raise PlanError("--seq-length: give the tokens of the sequence")
     ends = (window, window if full else 0)
@@ -183,8 +185,8 @@ def make_mask(n: int | None, window: int, full: bool, offsets: Ints | None) -> M
 
 
 def kernel_calls(plan: Plan) -> list[int] | None:
-    """Kernel calls of each member of the ring in forward, by the kernel that predictions assume;
-    None for many ranks.
+    """Return the kernel calls of each member of the ring in forward, by the kernel that predictions
+    assume; None for many ranks.
     """
     if plan.ring.cp > MAX_RANKS_COUNTED:
         return None
@@ -194,7 +196,7 @@ def kernel_calls(plan: Plan) -> list[int] | None:
 
 
 def predicted(times: AttentionTime) -> dict[str, float]:
-    """The predicted times, as JSON has them."""
+    """Return the predicted times as JSON has them."""
     waits, waits_both = times.waits
     return {
         "forward_s": times.forward,
@@ -208,8 +210,8 @@ def predicted(times: AttentionTime) -> dict[str, float]:
 def summary(
     plan: Plan, report: Report, sizes: AttentionSizes, ranks_per_node: int
 ) -> dict[str, Any]:
-    """The numbers of a plan, ready for JSON. Bytes are those of one layer: of keys and values in
-    forward, and of gradients in backward.
+    """Return the numbers of a plan, ready for JSON. Bytes are those of one layer: of keys and
+    values in forward, and of gradients in backward.
     """
     ring, own = plan.ring, sizes.of_rank(plan.ulysses)
     costs = cost(report, own)

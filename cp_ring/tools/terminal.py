@@ -1,4 +1,4 @@
-"""What commands share: options, numbers of tokens, tables."""
+"""The parts that commands share: options, numbers of tokens, tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Rates = Annotated[
 
 
 def named_rates(name: str) -> device_rates.Rates:
-    """The rates of that name. Raises `PlanError`."""
+    """Return the rates of that name. Raises `PlanError` for an unknown name."""
     if name not in NAMED:
         raise PlanError(f"--rates {name}: known are {', '.join(NAMED)}")
     return NAMED[name]
@@ -46,7 +46,8 @@ _NUMBER = re.compile(r"([+-]?\d+)([kmg]?)", re.IGNORECASE)
 
 
 def parse_tokens(text: str | int) -> int:
-    """A number of tokens: 65536, 64K, 128k or 1M, where K is 1,024, M is 1,024 K and G is 1,024 M.
+    """Read a number of tokens: 65536, 64K, 128k or 1M, where K is 1,024, M is 1,024 K and G is
+    1,024 M.
 
     Raises `typer.BadParameter`. Typer turns it into one line that names the option.
     """
@@ -57,7 +58,7 @@ def parse_tokens(text: str | int) -> int:
 
 
 def emit(facts: Any, as_json: bool, show: Callable[[], object]) -> None:
-    """Prints the facts as JSON, or calls `show`, which prints them for people."""
+    """Print the facts as JSON, or call `show`, which prints them for people."""
     if as_json:
         typer.echo(json.dumps(facts))
     else:
@@ -70,7 +71,9 @@ def show_table(
     numbers: Sequence[str],
     lines: Iterable[Sequence[str]],
 ) -> None:
-    """Prints a table: `words` names a first column of words, if any, before those of numbers."""
+    """Print a table. `words` names a first column of words, if there is one, and `numbers` the
+    columns of numbers.
+    """
     table = Table(title=title)
     if words:
         table.add_column(words, no_wrap=True)
@@ -82,5 +85,5 @@ def show_table(
 
 
 def mib(size: float) -> str:
-    """Bytes as MiB, with one digit behind the point."""
+    """Return bytes as MiB, with one digit behind the point."""
     return f"{size / 2**20:,.1f}"

@@ -1,5 +1,5 @@
-"""`cp-ring train`: prepares the corpus, runs the ranks with torchrun, and shows of their output
-what a person needs. A log file gets all of it.
+"""`cp-ring train`: prepares the corpus, runs the ranks with torchrun, and shows the lines that a
+person needs. A log file gets all output.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def train(
 
 
 def _prepare(job: jobs.JobConfig, corpus: Corpus | None) -> Path:
-    """Makes the run directory and builds the corpus, unless they exist. Returns the log file of a
-    new start.
+    """Make the run directory and build the corpus, unless they exist. Return the log file of a new
+    start.
 
     Raises `ConfigError` if the run has checkpoints that were trained on another corpus.
     """
@@ -103,8 +103,8 @@ def _prepare(job: jobs.JobConfig, corpus: Corpus | None) -> Path:
 
 
 def _last_step(job: jobs.JobConfig) -> int:
-    """The step of the newest finished checkpoint, from Megatron's own tracker file; 0 if there is
-    none.
+    """Return the step of the newest finished checkpoint, from Megatron's own tracker file; 0 if
+    there is none.
     """
     try:
         return int((job.checkpoints / "latest_checkpointed_iteration.txt").read_text())
@@ -167,7 +167,7 @@ def run(command: jobs.Command, log: Path) -> int:
 
 
 def for_people(line: str) -> str | None:
-    """A line of a rank as a person needs it, None for all others."""
+    """Return a line of a rank as a person needs it, None for a line that nobody needs."""
     step = _STEP.search(line)
     if step is None:
         return line.strip(" |") if _IMPORTANT.match(line) else None
@@ -176,6 +176,6 @@ def for_people(line: str) -> str | None:
 
 
 def say(line: str, prefix: str = "cp_ring: ", file: TextIO | None = None) -> None:
-    """Prints a line at once; a console that nobody reads any more does not end the job."""
+    """Print a line at once; a console that nobody reads any more does not end the job."""
     with contextlib.suppress(OSError):
         print(prefix + line, file=file, flush=True)

@@ -1,5 +1,5 @@
-"""`cp-ring tune`: the fastest sizes of all parallel dimensions for a job on so many GPUs, by the
-model in `cp_ring.tools.tune_model`, of those that Megatron accepts.
+"""`cp-ring tune`: finds the fastest sizes of all parallel dimensions for a job on a number of GPUs,
+by the model in `cp_ring.tools.tune_model`, among those that Megatron accepts.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ _RECOMPUTE = (
 
 @dataclass(frozen=True)
 class Request:
-    """What to search for. lengths: of the documents of a batch row, as `--lengths` describes them;
-    None for the job's own. tp, cp, pp: sizes that are given; None is searched.
+    """The search that is asked for. lengths: the documents of a batch row, as `--lengths` describes
+    them; None for the job's own. tp, cp, pp: sizes that are given; None is searched.
     """
 
     gpus: int
@@ -89,7 +89,7 @@ class Request:
 
 
 class Way(NamedTuple):
-    """One way to run the job. seconds, memory: by item, of a step and of a rank."""
+    """One way to run the job. seconds: of a step, by item. memory: bytes of a rank, by item."""
 
     sizes: ParallelSizes
     recompute: str
@@ -147,7 +147,7 @@ def tune_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest ways to run a job on so many GPUs. All times are predicted. Needs no GPU."""
+    """Find the fastest ways to run a job on these GPUs. All times are predicted, without a GPU."""
     if gpus > ranks_per_node and gpus % ranks_per_node:
         raise PlanError(f"--gpus {gpus} is not a multiple of --ranks-per-node {ranks_per_node}")
     node = min(ranks_per_node, gpus)
@@ -169,7 +169,8 @@ def tune_command(
 
 
 def tune(job: JobConfig, request: Request) -> TuneResult:
-    """Predicts all ways, and asks Megatron about the fastest until it has accepted five.
+    """Predict all ways to run the job, and ask Megatron about the fastest until it has accepted
+    five.
 
     Raises `ConfigError` or `PlanError` with one line where there is no way: it names the option or
     the key.
@@ -200,7 +201,7 @@ def tune(job: JobConfig, request: Request) -> TuneResult:
 
 
 def _nothing_fits(setup: TrainingSetup, sizes: Sequence[ParallelSizes]) -> str:
-    """The line about the sizes that need least memory, and what for."""
+    """Return the line that names the sizes that need least memory, and what needs it."""
     least = min(sizes, key=lambda one: sum(least_memory(setup, one).values()))
     items = least_memory(setup, least)
     parts = sorted(items.items(), key=lambda item: -item[1])[:3]
@@ -214,7 +215,7 @@ def _nothing_fits(setup: TrainingSetup, sizes: Sequence[ParallelSizes]) -> str:
 def _accepted(
     job: JobConfig, request: Request, ways: Sequence[Way], parser: argparse.ArgumentParser
 ) -> tuple[list[tuple[Way, JobConfig]], list[tuple[str, str]]]:
-    """The fastest ways that Megatron accepts, and those that it rejects, with the reasons."""
+    """Return the fastest ways that Megatron accepts, and the reasons why it rejects others."""
     from cp_ring.megatron.validation import rejection
 
     accepted: list[tuple[Way, JobConfig]] = []
@@ -235,13 +236,13 @@ def _accepted(
 
 
 def _arguments(job: JobConfig, parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """What Megatron's parser reads from the flags of a job, checked by cp_ring."""
+    """Return what Megatron's parser reads from the flags of a job, checked by cp_ring."""
     device = "cpu" if job.launch.device == "cpu" else "cuda"
     return jobs.megatron_flags(job, jobs.find_corpus(job), device, parser)[1]
 
 
 def _changed(job: JobConfig, **sections: Any) -> JobConfig:
-    """The job with other values of some keys; None removes a key of section megatron."""
+    """Return the job with other values of some keys; None removes a key of section megatron."""
     settings = job.settings | {
         name: job.settings.get(name, {}) | changes for name, changes in sections.items()
     }
@@ -251,7 +252,7 @@ def _changed(job: JobConfig, **sections: Any) -> JobConfig:
 
 
 def _alone(job: JobConfig) -> JobConfig:
-    """The job on one rank, whose arguments have the sizes of the model."""
+    """Return the job on one rank, whose arguments have the sizes of the model."""
     one = dict.fromkeys(jobs.SPLITS, 1)
     simple = {"heads": 1, "route": "direct", "schedule": "auto", "wire": "auto"}
     absent = dict.fromkeys((*_SAYS_THE_SAME, "sequence_parallel"))
@@ -259,7 +260,7 @@ def _alone(job: JobConfig) -> JobConfig:
 
 
 def configured(job: JobConfig, way: Way) -> JobConfig:
-    """The job that runs this way."""
+    """Return the job that runs this way."""
     sizes, attention = way.sizes, way.attention
     again = way.recompute != "none"
     megatron: dict[str, Any] = dict.fromkeys((*_SAYS_THE_SAME, *_RECOMPUTE))
@@ -284,7 +285,7 @@ def configured(job: JobConfig, way: Way) -> JobConfig:
 
 
 def _setup(job: JobConfig, args: argparse.Namespace, request: Request) -> TrainingSetup:
-    """What is searched."""
+    """Return the setup that is searched."""
     from cp_ring.megatron.flags.resolve import windows_of
 
     if not args.seq_length or not args.global_batch_size:
@@ -316,7 +317,7 @@ def _vocabulary(job: JobConfig, args: argparse.Namespace) -> int | None:
 def _notes(
     setup: TrainingSetup, job: JobConfig, args: argparse.Namespace, lengths: str | None
 ) -> Iterator[str]:
-    """What the predictions assume, a line each."""
+    """Return the assumptions of the predictions, a line each."""
     rates, experts = setup.rates, setup.model.experts
     yield (
         f"a rank computes {rates.flops / 1e12:.3g} TFLOP/s in attention and "
@@ -348,7 +349,7 @@ LayerMasks = Sequence[tuple[Mask, int]]
 
 
 def layer_masks(setup: TrainingSetup, lengths: str | None = None) -> LayerMasks:
-    """The masks of the layers for a batch row: causal, or with documents of these lengths."""
+    """Return the masks of the layers for a batch row: causal, or documents of these lengths."""
     n = setup.seq_length
     ends = np.cumsum([0, *(documents.lengths(lengths, n) if lengths else [n])])
     return [(Mask.documents(ends, window=w, n=n), count) for w, count in setup.model.windows]
@@ -357,8 +358,8 @@ def layer_masks(setup: TrainingSetup, lengths: str | None = None) -> LayerMasks:
 def search(
     setup: TrainingSetup, masks: LayerMasks, sizes: Sequence[ParallelSizes], layout: str
 ) -> list[Way]:
-    """The ways that fit into memory, the fastest first: each of these sizes with its best
-    attention, and with as little recomputation as memory allows.
+    """Return the ways to run the job that fit into memory, the fastest first: each of these sizes
+    with its best attention, and with as little recomputation as memory allows.
     """
     costs: dict[tuple[int, int], list[AttentionCost]] = {}
     plans: dict[tuple[int, int], list[tuple[Plan, Report, int]]] = {}
@@ -381,7 +382,7 @@ def search(
 
 
 def least_memory(setup: TrainingSetup, sizes: ParallelSizes) -> dict[str, float]:
-    """Bytes by item that these sizes need at least, without attention's buffers."""
+    """Return the bytes by item that these sizes need at least, without attention's buffers."""
     ways = (step_memory(setup, sizes, recompute, None) for recompute in RECOMPUTE)
     return min(ways, key=lambda items: sum(items.values()))
 
@@ -394,8 +395,8 @@ def attention_costs(
     layout: str,
     plans: dict[tuple[int, int], list[tuple[Plan, Report, int]]],
 ) -> list[AttentionCost]:
-    """What attention costs in each way that these sizes allow, the fastest first: the ring, its
-    latents, or heads over the ranks of a node. plans: those made so far, by ranks and heads.
+    """Return the costs of attention in each way that these sizes allow, the fastest first: the
+    ring, latents, or heads over the ranks of a node. plans: those made so far, by ranks and heads.
     """
     model = setup.model
     near = gcd(cp, max(1, setup.ranks_per_node // tp))
@@ -421,8 +422,8 @@ def attention_costs(
 
 
 def _amounts(buffers: dict[str, int]) -> tuple[int, int, int, int]:
-    """Bytes that are kept, of these out and lse, of receive buffers, and of the other buffers at
-    the time they are most.
+    """Return four numbers of bytes: all that is kept, out and lse among it, receive buffers, and
+    the other buffers at the time they are most.
     """
 
     def together(begin: str) -> int:
@@ -435,8 +436,8 @@ def _amounts(buffers: dict[str, int]) -> tuple[int, int, int, int]:
 
 
 def possible_sizes(setup: TrainingSetup, request: Request) -> list[ParallelSizes]:
-    """The sizes whose product is the number of GPUs, and that divide heads, layers, sequence and
-    global batch.
+    """Return the sizes whose product is the number of GPUs, and that divide heads, layers, sequence
+    and global batch.
 
     Tensor-parallel ranks share a node. Raises `PlanError` where there are none.
     """
@@ -475,8 +476,8 @@ def possible_sizes(setup: TrainingSetup, request: Request) -> list[ParallelSizes
 
 
 def reasons(result: TuneResult) -> list[str]:
-    """Why the best one won, a line each: against the next one, and against half and twice its
-    context-parallel size.
+    """Return why the best way won, a line each: against the next one, and against half and twice
+    its context-parallel size.
     """
     best, *others = [way for way, _ in result.best]
     cp = best.sizes.cp
@@ -504,7 +505,7 @@ def reasons(result: TuneResult) -> list[str]:
 
 
 def _difference(best: Way, other: Way) -> str:
-    """By how much the other is slower, and the items in which they differ most."""
+    """Return how much slower the other way is, and the items in which they differ most."""
     names = dict.fromkeys([*other.seconds, *best.seconds])
     changes = {name: other.seconds.get(name, 0.0) - best.seconds.get(name, 0.0) for name in names}
     shown = [
@@ -516,7 +517,7 @@ def _difference(best: Way, other: Way) -> str:
 
 
 def facts(result: TuneResult) -> dict[str, Any]:
-    """The result, ready for JSON. Times are predicted seconds, sizes are bytes."""
+    """Return the result, ready for JSON. Times are predicted seconds, sizes are bytes."""
     return {
         "best": [_way(result, way) for way, _ in result.best],
         "by_cp": {cp: _way(result, way) for cp, way in result.by_cp.items()},

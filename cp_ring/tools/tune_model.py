@@ -34,8 +34,8 @@ attention, whose ring runs again.
 
 
 class Experts(NamedTuple):
-    """Experts of a model: so many in each of `layers` layers, of which a token takes `top_k`;
-    widths; parallel size.
+    """The experts of a model: how many each of `layers` layers has, the `top_k` that a token takes,
+    their widths, and their parallel size.
     """
 
     number: int
@@ -178,7 +178,7 @@ class ModelSizes:
 def model_sizes(
     args: argparse.Namespace, windows: tuple[tuple[tuple[int, int], int], ...], vocabulary: int
 ) -> ModelSizes:
-    """The model of parsed arguments, which Megatron has not completed yet.
+    """Return the sizes of the model of parsed arguments, which Megatron has not completed yet.
 
     Raises `ConfigError` for a model of which times are not known.
     """
@@ -235,7 +235,7 @@ class ParallelSizes(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As texts show it."""
+        """The sizes as texts show them."""
         return f"tp {self.tp} x cp {self.cp} x pp {self.pp} x dp {self.dp}"
 
 
@@ -261,15 +261,15 @@ class TrainingSetup:
     shared_norms: bool = True
 
     def link(self, ranks: int) -> float:
-        """Bytes per second of a rank in a group of so many consecutive ranks."""
+        """Return the bytes per second of a rank in a group of `ranks` consecutive ranks."""
         return self.rates.inside if ranks <= self.ranks_per_node else self.rates.between
 
     def microbatches(self, sizes: ParallelSizes) -> int:
-        """Microbatches of a pipeline in a step."""
+        """Return the number of microbatches of a pipeline in a step."""
         return self.global_batch // (sizes.dp * self.micro_batch)
 
     def tokens(self, sizes: ParallelSizes) -> int:
-        """Tokens of a rank in a microbatch."""
+        """Return the tokens of a rank in a microbatch."""
         return self.seq_length * self.micro_batch // sizes.cp
 
 
@@ -297,7 +297,7 @@ def step_seconds(
     recompute: str,
     attention: tuple[float, ...],
 ) -> dict[str, float]:
-    """Seconds of a step by item; their sum is the step.
+    """Return the seconds of a step by item; their sum is the step.
 
     attention: of one microbatch in all layers: forward, forward with backward, and what waits of
     each.
@@ -352,13 +352,13 @@ EXPOSED = (
 
 
 def _tensor_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
-    """Seconds of one gather, or one sum, of activations, twice in each layer."""
+    """Return the seconds of one gather, or one sum, of activations, twice in each layer."""
     volume = (sizes.tp - 1) / sizes.tp * tokens * setup.model.hidden * setup.model.element
     return 2 * setup.model.layers * volume / setup.link(sizes.tp)
 
 
 def _expert_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
-    """Seconds in which the experts' inputs go to them, in all layers with experts."""
+    """Return the seconds in which the experts' inputs go to them, in all layers with experts."""
     experts = setup.model.experts
     if experts is None or experts.parallel == 1:
         return 0.0
@@ -370,7 +370,7 @@ def _expert_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) ->
 
 
 def _pipeline(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
-    """Seconds of one message from stage to stage."""
+    """Return the seconds of one message from stage to stage."""
     if sizes.pp == 1:
         return 0.0
     held = sizes.tp if setup.shared_norms else 1
@@ -384,7 +384,7 @@ def _pipeline(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
 
 
 def parameters(setup: TrainingSetup, sizes: ParallelSizes) -> tuple[float, float]:
-    """Parameters of a rank: experts' own, and all others."""
+    """Return the parameters of a rank: those of experts, and all others."""
     model, experts = setup.model, setup.model.experts
     embedding = model.embedding_parameters(sizes.pp)
     others = (model.other_parameters / sizes.pp + embedding) / sizes.tp
@@ -396,7 +396,7 @@ def _optimizer(setup: TrainingSetup, sizes: ParallelSizes) -> float:
 
 
 def _optimized(setup: TrainingSetup, sizes: ParallelSizes) -> float:
-    """Parameters whose optimizer states a rank holds."""
+    """Return the number of parameters whose optimizer states a rank holds."""
     of_experts, others = parameters(setup, sizes)
     if not setup.distributed:
         return of_experts + others
@@ -404,7 +404,9 @@ def _optimized(setup: TrainingSetup, sizes: ParallelSizes) -> float:
 
 
 def weight_bytes(setup: TrainingSetup, sizes: ParallelSizes) -> float:
-    """Bytes of a rank's weights in 16 bits, gradients, and the optimizer's states in float32."""
+    """Return the bytes of a rank's weights in 16 bits, gradients, and the optimizer's states in
+    float32.
+    """
     return 6 * sum(parameters(setup, sizes)) + 12 * _optimized(setup, sizes)
 
 
@@ -414,8 +416,8 @@ def _expert_replicas(setup: TrainingSetup, sizes: ParallelSizes) -> float:
 
 
 def _gradients(setup: TrainingSetup, sizes: ParallelSizes, of_last: float) -> float:
-    """Seconds for gradients (float32) and weights between replicas that are not hidden. of_last:
-    backward of a microbatch.
+    """Return the seconds of messages of gradients (float32) and weights between replicas that are
+    not hidden. of_last: the backward of a microbatch, which hides them.
     """
     of_experts, others = parameters(setup, sizes)
     near = max(1, setup.ranks_per_node // sizes.tp)
@@ -442,8 +444,9 @@ def step_memory(
     recompute: str,
     attention: AttentionCost | None,
 ) -> dict[str, float]:
-    """Bytes of a rank by item, of the first stage or the last, whichever needs more. attention:
-    None leaves its buffers and what it keeps out, so that the sum is the least that is needed.
+    """Return the bytes of a rank by item, of the first stage or the last, whichever needs more.
+    Without `attention` its buffers and what it keeps are left out, so that the sum is the least
+    that is needed.
     """
     model = setup.model
     tokens = setup.tokens(sizes)

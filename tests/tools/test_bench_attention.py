@@ -22,7 +22,7 @@ def test_a_small_round():
 def test_a_length_that_does_not_divide():
     error = CliRunner().invoke(app, [*LINE, "--cp", "3"]).exception
     assert isinstance(error, ConfigError)
-    assert str(error) == "--seq-length 256 does not divide by 2 * --cp 3"
+    assert str(error) == "--seq-length 256: give a multiple of 2 * --cp = 6"
 
 
 @pytest.mark.slow

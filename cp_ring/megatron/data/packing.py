@@ -67,7 +67,7 @@ def pack(size: Ints, capacity: int, how: str = "first-fit", cut_long: bool = Fal
     """Pack documents of these sizes (int64 [documents], each at least 1 token) into rows of
     `capacity` tokens.
 
-        packing = pack([900, 3000, 500, 2500, 196], capacity=4096)
+        packing = pack(np.array([900, 3000, 500, 2500, 196]), capacity=4096)
 
     how: `first-fit` or `fill`.
     cut_long: cut a document that is longer than a row into row-sized pieces and a rest, instead of
