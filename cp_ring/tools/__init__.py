@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import sys
 
-_SBATCH = "sbatch launch/slurm/train.sbatch; docs/slurm.md"
-_BENCH = "cp-ring bench attention, host and accuracy are what is measured"
 _DEVICE = "GPUs are measured where there are any; CUDA_VISIBLE_DEVICES= hides them"
-_HEADS = "2 query heads and 1 key/value head of 64 elements are measured"
-_OF_JOB = "cp-ring plan JOB has what the job says; --set changes it"
-_RATES = "give --rates NAME"
 _SEED = "the same documents are drawn each time; a file of lengths has others"
 LEFT = {
     "bench accuracy --inputs": "inputs are N(0, 1); docs/wire.md has errors of codecs on others",
-    "bench accuracy --head-dim": _HEADS,
-    "bench accuracy --heads": _HEADS,
-    "bench accuracy --kv-heads": _HEADS,
+    "bench accuracy --head-dim|--heads|--kv-heads": "2 query heads and 1 key/value head of 64 "
+    "elements are measured",
     "bench accuracy --seeds": "the result is the mean of 5 draws",
     "bench accuracy --wire": "docs/wire.md has errors of codecs; the certificate measures them",
     "bench accuracy --device": _DEVICE,
@@ -23,28 +17,17 @@ LEFT = {
     "bench attention --only": "all that are installed take part",
     "bench host --against": "run it in each checkout, in turn",
     "bench attention --dtype": "float32 on the CPU and bfloat16 on CUDA are measured",
-    "bench lengths": _BENCH,
-    "bench nodes": _BENCH,
-    "bench overlap": _BENCH,
-    "bench plan": _BENCH,
-    "bench rates": _BENCH,
-    "bench recurrent": _BENCH,
-    "bench replay": _BENCH,
-    "bench timing-cost": _BENCH,
-    "bench wire": _BENCH,
+    "bench lengths|nodes|overlap|plan|rates|recurrent|replay|timing-cost|wire": "cp-ring bench "
+    "attention, host and accuracy are what is measured",
     "certify": "give --cp-ring-certify only to the command that trains; docs/certificate.md",
     "compare": "train with cp_ring.enabled=true and =false, and look at both in TensorBoard",
     "patches": "cp-ring doctor names them, and whether they fit; patches/*.py say why",
-    "plan --dtype": _OF_JOB,
+    "plan --dtype|--mla|--schedule|--slot-shards": "cp-ring plan JOB has what the job says; --set "
+    "changes it",
     "plan --kernel": "calls are counted of the kernel that predictions assume",
     "plan --mask": "draw(Plan.build(mask, layout), path); docs/masks-and-layouts.md, Pictures",
-    "plan --mla": _OF_JOB,
-    "plan --node-bandwidth": _RATES,
-    "plan --network-bandwidth": _RATES,
-    "plan --schedule": _OF_JOB,
+    "plan --node-bandwidth|--network-bandwidth|--tflops": "give --rates NAME",
     "plan --seed": _SEED,
-    "plan --slot-shards": _OF_JOB,
-    "plan --tflops": _RATES,
     "plan --wire": "cp-ring plan JOB --set cp_ring.wire=int8 has it",
     "plan --compare": "cp-ring plan of each layout predicts its time",
     "plan --convert": "shard what unshard returns; docs/masks-and-layouts.md",
@@ -53,15 +36,13 @@ LEFT = {
     "plan --recurrent": "recurrent layers exchange heads; docs/models.md",
     "plan --sparse": "sparse attention is Megatron's own; docs/models.md",
     "preflight": "Megatron's gpu_sniff_test, nccl-tests and dcgmi check nodes; docs/slurm.md",
-    "slurm": _SBATCH,
     "status": "squeue, and the log of the job; docs/slurm.md",
-    "submit": _SBATCH,
+    "slurm|submit": "sbatch launch/slurm/train.sbatch; docs/slurm.md",
     "tune --check": "the prediction has no check; train a few steps of the best ones",
     "tune --draw": "--json has the times of each context parallel size, by_cp",
     "tune --lossy": "train with cp_ring.wire=int8 or fp8 yourself; docs/wire.md",
     "train --list": "docs/configurations.md names them; a wrong name does too",
-    "train --verbose": "tail -f the log whose name is printed first",
-    "train -v": "tail -f the log whose name is printed first",
+    "train --verbose|-v": "tail -f the log whose name is printed first",
     "tune --micro-batch": "it is the job's own: --set megatron.micro_batch_size=N",
     "tune --seed": _SEED,
     "tune --seq-length": "give --set megatron.seq_length=N",
@@ -69,7 +50,9 @@ LEFT = {
     "--version": "cp-ring doctor prints it",
     "watch": "tail -f the log of the job, or TensorBoard; docs/slurm.md",
 }
-"""The commands and options that left, by their words, and what does their work now."""
+"""The commands and options that left, by their words, and what does their work now. | is between
+words with one answer.
+"""
 
 
 def main() -> None:
@@ -80,9 +63,10 @@ def main() -> None:
     for words, instead in LEFT.items():
         *command, last = words.split()
         rest = given[len(command) :]
-        asked = last in (rest if last.startswith("--") else rest[:1])
+        asked = [*{*last.split("|")}.intersection(rest if last.startswith("-") else rest[:1])]
         if asked and given[: len(command)] == command:
-            print(f"cp_ring: error: cp-ring {words} has left: {instead}", file=sys.stderr)
+            left = " ".join(["cp-ring", *command, *asked])
+            print(f"cp_ring: error: {left} has left: {instead}", file=sys.stderr)
             sys.exit(2)
     try:
         from cp_ring.tools.cli import main as run
@@ -96,8 +80,7 @@ def main() -> None:
             from cp_ring.tools import doctor
 
             sys.exit(doctor.main())
-        package = {"yaml": "PyYAML", "megatron": "'megatron-core[training]'"}.get(missing, missing)
         sys.exit(
-            f"cp_ring: error: cp-ring needs the package {missing}: pip install {package}; "
-            "cp-ring doctor says what else is missing"
+            f"cp_ring: error: cp-ring needs the package {missing}: pip install "
+            "'cp-ring[megatron,tools,corpus,draw]'; cp-ring doctor says what else is missing"
         )

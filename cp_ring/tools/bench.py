@@ -10,7 +10,7 @@ import datetime
 import os
 import platform
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -29,7 +29,6 @@ def facts() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "load": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
         "versions": {name: installed[name] for name in _PACKAGES if name in installed},
     }
 
@@ -39,15 +38,15 @@ def _report(title: str, results: list[dict[str, Any]], as_json: bool) -> None:
     about = facts()
 
     def show() -> None:
-        show_table(title, "", [*results[0]], [[_cell(x) for x in row.values()] for row in results])
+        rows = [
+            [f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()]
+            for row in results
+        ]
+        show_table(title, "", [*results[0]], rows)
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         typer.echo(f"{about['date']}; {about['machine']}, load {about['load']}; {versions}")
 
     emit({**about, "rows": results}, as_json, show)
-
-
-def _cell(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _device() -> str:
@@ -111,7 +110,7 @@ def accuracy(
     ] = None,
     kernel: Annotated[str, typer.Option(help="As --cp-ring-kernel.", metavar="NAME")] = "auto",
     dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16.", metavar="NAME")
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the inputs.")
     ] = "float32",
     as_json: AsJson = False,
 ) -> None:
@@ -122,7 +121,5 @@ def accuracy(
     from cp_ring.tools.bench_accuracy import run
 
     Options(kernel=kernel)
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"--dtype {dtype}: give float32, bfloat16 or float16")
     results = run(seq_length, cp or (2, 4, 8), kernel, dtype, _device())
     _report(f"error of the ring / of one rank, {kernel}, {dtype}", results, as_json)

@@ -15,7 +15,6 @@ from cp_ring.tools import bench, plan, tune
 from cp_ring.tools.terminal import JOB, Overrides
 
 app = typer.Typer(
-    name="cp-ring",
     help="Context parallelism for Megatron-core: ring attention planned as data and proven before "
     "it runs.",
     no_args_is_help=True,
@@ -47,8 +46,8 @@ def train(
     raise typer.Exit(train.train(job, set_ or [], dry_run, print_flags))
 
 
-for _name, _run in (("plan", plan.plan_command), ("tune", tune.tune_command)):
-    app.command(_name, help=one_line(_run.__doc__))(_run)
+app.command("plan")(plan.plan_command)
+app.command("tune")(tune.tune_command)
 app.add_typer(bench.app, name="bench")
 
 

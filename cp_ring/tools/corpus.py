@@ -35,8 +35,8 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 class Corpus:
     """The sources of a corpus, and the folder of its tokens, which may not exist yet.
 
-    `train` and `valid` are IndexedDataset prefixes, `tokenizer` is a folder that Megatron's
-    HuggingFaceTokenizer loads.
+    Its parts `train` and `valid` are prefixes of an IndexedDataset, `tokenizer` is a folder that
+    Megatron's HuggingFaceTokenizer loads.
     """
 
     folder: Path
@@ -44,17 +44,9 @@ class Corpus:
     name: str
     vocab_size: int
 
-    @property
-    def train(self) -> str:
-        return str(self.folder / "train")
-
-    @property
-    def valid(self) -> str:
-        return str(self.folder / "valid")
-
-    @property
-    def tokenizer(self) -> str:
-        return str(self.folder / "tokenizer")
+    def path(self, name: str) -> str:
+        """Where a part of it is: train, valid or tokenizer."""
+        return str(self.folder / name)
 
     @property
     def ready(self) -> bool:
@@ -68,19 +60,19 @@ class Corpus:
         return json.loads((self.folder / "corpus.json").read_text())
 
 
-def find(path: Path | None, cache: Path, vocab_size: int = 4096) -> Corpus:
+def find(path: str, cache: str, vocab_size: int = 4096) -> Corpus:
     """Find the sources and choose the folder of their corpus. It reads no text and builds nothing.
 
-    path: a folder, a .jsonl file, or None for the standard library.
+    path: a folder, a .jsonl file, or "" for the standard library.
 
     The folder's name contains a hash of the settings and of the sources' names, sizes and times. So
     a change of any of them makes a new corpus.
     Raises `ConfigError` when the path does not exist or has no files.
     """
-    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
+    root = Path(path or sysconfig.get_paths()["stdlib"])
     if not root.exists():
         raise ConfigError(f"data.path {root}: no such file or folder")
-    files = tuple(sorted(_source_files(root, only_python=path is None)))
+    files = tuple(sorted(_source_files(root, only_python=not path)))
     if not any(file.stat().st_size for file in files):
         raise ConfigError(
             f'data.path {root}: is empty; it needs text files, or .jsonl files with a "text" key'
@@ -91,8 +83,8 @@ def find(path: Path | None, cache: Path, vocab_size: int = 4096) -> Corpus:
         identity.update(
             repr((str(file.relative_to(root)), stat.st_size, stat.st_mtime_ns)).encode()
         )
-    name = "standard-library" if path is None else root.stem
-    folder = (cache / f"{name}-{identity.hexdigest()[:16]}").absolute()
+    name = root.stem if path else "standard-library"
+    folder = Path(cache, f"{name}-{identity.hexdigest()[:16]}").absolute()
     return Corpus(folder, files, name, vocab_size)
 
 

@@ -42,7 +42,7 @@ def main() -> int:
             print(f"  {name:<24}{text}")
             problems += text.startswith("problem: ")
     print(f"cp_ring: {problems or 'no'} problem(s)")
-    return int(problems > 0)
+    return problems > 0
 
 
 def _lines(parts: tuple[Callable[[], Lines], ...]) -> Lines:
@@ -50,8 +50,7 @@ def _lines(parts: tuple[Callable[[], Lines], ...]) -> Lines:
         try:
             yield from part()
         except ImportError as error:
-            name = part.__name__.strip("_").replace("_", " ")
-            yield name, f"absent: not examined: {error}"
+            yield part.__name__.strip("_"), f"absent: not examined: {error}"
 
 
 def _requirements() -> Lines:

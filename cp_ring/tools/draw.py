@@ -204,7 +204,6 @@ def _set_frame(axes: Axes, title: str) -> None:
 
 def tokens_of(value: float, _: int | None = None) -> str:
     """Return the label of a tick."""
-    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
-        if value >= size and value % (size / 4) == 0:
-            return f"{value / size:g}{unit}"
+    if value >= 1024 and value % 256 == 0:
+        return f"{value / 1024:,g}K"
     return f"{value:,.0f}"

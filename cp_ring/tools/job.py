@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -274,35 +274,30 @@ def find_corpus(job: JobConfig) -> Corpus | None:
     from cp_ring.tools import corpus
 
     data = job.data
-    path = Path(data.path) if data.path else None
-    return corpus.find(path, Path(data.cache), data.vocab_size)
+    return corpus.find(data.path, data.cache, data.vocab_size)
 
 
 def build_command(job: JobConfig, here: bool = True) -> Command:
     """The command of `job`, checked by cp_ring's rules and by Megatron's parser and validation.
     here: whether this machine runs it; another one's GPUs and packages are unknown.
 
-    Raises `ConfigError` with all reasons, each with its key.
+    Raises `ConfigError` with the reasons, each with its key.
     """
     from cp_ring.megatron.flags.asked import reject_where
     from cp_ring.megatron.flags.checks_job import layers
     from cp_ring.megatron.validation import rejection
 
-    reasons = Reasons()
-    with _keys_of(job):
-        device, corpus = "cpu", None
-        with reasons.of():
-            device, variables = choose_device(job, here)
-        with reasons.of():
-            corpus = find_corpus(job)
-        with reasons.of():
-            flags, args = megatron_flags(job, corpus, device)
-            with reasons.of():
-                reject_where([layers] if here else [], args, job.cp_ring)
-            in_a_file = args.use_checkpoint_args or args.yaml_cfg  # the sizes
-            if line := "" if in_a_file else rejection(args, job.ranks):
-                raise ConfigError(f"Megatron rejects it: {line}")
-        reasons.end()
+    try:
+        device, variables = choose_device(job, here)
+        corpus = find_corpus(job)
+        flags, args = megatron_flags(job, corpus, device)
+        reject_where([layers] if here else [], args, job.cp_ring)
+        in_a_file = args.use_checkpoint_args or args.yaml_cfg  # the sizes
+        if line := "" if in_a_file else rejection(args, job.ranks):
+            raise ConfigError(f"Megatron rejects it: {line}")
+    except ConfigError as error:
+        lines = (_with_keys(str(line)) for line in error.args)
+        raise ConfigError(*(f"{job.source}: {line}" for line in lines)) from None
     return Command(variables, job.ranks, flags, corpus)
 
 
@@ -315,7 +310,7 @@ def megatron_flags(
     """Return the flags of `cp_ring.pretrain_gpt` on `device` (cuda or cpu), and what Megatron's
     parser reads from them. They are checked as the ranks check them.
 
-    parser: made by `build_parser` before, for several jobs. Raises as `build_command` does.
+    parser: made by `build_parser` before, for several jobs. Raises `ConfigError`.
     """
     from cp_ring.megatron.flags import resolve
     from cp_ring.megatron.flags.checks_job import JOB, data_files
@@ -329,21 +324,16 @@ def megatron_flags(
         document_mask=packed or job.cp_ring.document_mask,
     )
     parser = parser or megatron_flags.build_parser()
-    with _keys_of(job):
-        settings = _defaults(job, corpus) | job.megatron
-        words = (megatron_flags.words_of(parser, *setting) for setting in settings.items())
-        line = [*itertools.chain(*words), *options.to_args()]
-        args = parser.parse_args(line)
-        if options.cpu:
-            with contextlib.redirect_stdout(io.StringIO()):  # the ranks print what it sets
-                resolve.run_on_cpu(args, line)
-        reasons = Reasons()
-        with reasons.of():
-            resolve.check(args, options, JOB if uses_corpus(job) else (*JOB, data_files))
-        with reasons.of():
-            if options.enabled and args.context_parallel_size > 1:
-                check_latent(args, options.heads if isinstance(options.heads, int) else 1, options)
-        reasons.end()
+    settings = _defaults(job, corpus) | job.megatron
+    words = (megatron_flags.words_of(parser, *setting) for setting in settings.items())
+    line = [*itertools.chain(*words), *options.to_args()]
+    args = parser.parse_args(line)
+    if options.cpu:
+        with contextlib.redirect_stdout(io.StringIO()):  # the ranks print what it sets
+            resolve.run_on_cpu(args, line)
+    resolve.check(args, options, JOB if uses_corpus(job) else (*JOB, data_files))
+    if options.enabled and args.context_parallel_size > 1:
+        check_latent(args, options.heads if isinstance(options.heads, int) else 1, options)
     return line, args
 
 
@@ -359,10 +349,10 @@ def _defaults(job: JobConfig, corpus: Corpus | None) -> dict[str, Any]:
     }
     if corpus is not None:
         settings |= {
-            "train_data_path": corpus.train,
-            "valid_data_path": corpus.valid,
+            "train_data_path": corpus.path("train"),
+            "valid_data_path": corpus.path("valid"),
             "tokenizer_type": "HuggingFaceTokenizer",
-            "tokenizer_model": corpus.tokenizer,
+            "tokenizer_model": corpus.path("tokenizer"),
         }
     return settings
 
@@ -378,18 +368,6 @@ def _with_keys(line: str) -> str:
         return f"cp_ring.{own}" if own != name else f"megatron.{name}"
 
     return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]+)", key, line.removeprefix("argument "))
-
-
-@contextlib.contextmanager
-def _keys_of(job: JobConfig) -> Iterator[None]:
-    """Let errors name the file, and its keys in place of flags."""
-    try:
-        yield
-    except ConfigError as error:
-        named, lines = f"{job.source}: ", map(str, error.args)
-        raise ConfigError(
-            *(line if line.startswith(named) else named + _with_keys(line) for line in lines)
-        ) from None
 
 
 def choose_device(job: JobConfig, here: bool = True) -> tuple[str, dict[str, str]]:

@@ -22,7 +22,6 @@ from cp_ring.tools import job as jobs
 if TYPE_CHECKING:
     from cp_ring.tools.corpus import Corpus
 
-_ASKED_TO_END = (128 + 2, 128 + 15)  # by Ctrl-C, by SIGTERM
 _IMPORTANT = re.compile(
     r"cp_ring: |(WARNING|ERROR|CRITICAL):cp_ring\b|\s*validation loss at |"
     r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b"
@@ -52,17 +51,16 @@ def train(
     if dry_run or print_flags:
         print(command.as_shell_lines())
         return 0
-    before, steps = _last_step(job), job.megatron.get("train_iters")
-    if before:
-        say(f"resuming from step {before}" + (f" of {steps}" if steps else ""))
+    if before := _last_step(job):
+        say(f"resuming from step {before}")
     say(
         f"the output of all ranks goes to {log}; Ctrl-C saves and ends, a second one ends without "
         "saving"
     )
     code = run(command, log)
-    if code in (0, *_ASKED_TO_END) and _last_step(job):
+    if saved := _last_step(job):
         say(
-            f"step {_last_step(job)}: checkpoints and tensorboard are in "
+            f"step {saved}: checkpoints and tensorboard are in "
             f"{Path(job.launch.run_dir).absolute()}; the same command goes on from there"
         )
     return code
@@ -83,22 +81,19 @@ def _prepare(job: jobs.JobConfig, corpus: Corpus | None) -> Path:
         from cp_ring.tools import corpus as corpora
 
         corpora.build(corpus)
-        facts = corpus.summary()
+        digest = corpus.summary()["digest"]
         record = folder / _CORPUS
         earlier = record.read_text() if record.is_file() else ""
-        if _last_step(job) and earlier not in ("", facts["digest"]):
+        if _last_step(job) and earlier not in ("", digest):
             raise ConfigError(
                 f"data.path: the run in {folder} was trained on another corpus than "
                 f"{corpus.folder}: give another launch.run_dir, or delete {record} to go on with "
                 "the new corpus"
             )
-        record.write_text(facts["digest"])
+        record.write_text(digest)
     except OSError as error:
         raise ConfigError(f"launch.run_dir {folder}: {error.strerror}") from None
-    say(
-        f"corpus {corpus.folder}: {facts['documents']:,} documents, "
-        f"{sum(facts['tokens'].values()):,} tokens, vocabulary {facts['vocab_size']:,}"
-    )
+    say(f"corpus {corpus.folder}")
     return log
 
 
@@ -142,8 +137,8 @@ def run(command: jobs.Command, log: Path) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    header = "[rank ${rank}] "
-    os.environ.update(command.environment, TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=header)
+    os.environ |= command.environment
+    os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
     with (
         tempfile.TemporaryDirectory(prefix="cp_ring-") as folder,
         contextlib.redirect_stdout(Console(log, sys.stdout)),

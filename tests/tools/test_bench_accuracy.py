@@ -103,14 +103,6 @@ def test_command_gives_json_and_says_what_is_rejected():
     assert isinstance(error, KernelError) and "flash_aten" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        (["--kernel", "warp"], "--cp-ring-kernel 'warp'"),
-        (["--dtype", "int"], "--dtype int: give float32, bfloat16 or float16"),
-    ],
-)
-def test_bad_options(option, says):
-    error = CliRunner().invoke(app, ["bench", "accuracy", *option]).exception
-    assert isinstance(error, ConfigError)
-    assert says in str(error)
+def test_an_unknown_kernel():
+    error = CliRunner().invoke(app, ["bench", "accuracy", "--kernel", "warp"]).exception
+    assert isinstance(error, ConfigError) and "--cp-ring-kernel 'warp'" in str(error)

@@ -16,7 +16,7 @@ LINE = shlex.split("bench attention --seq-length 256 --heads 2 --head-dim 16 --r
 def test_a_small_round():
     rows = json.loads(CliRunner().invoke(app, [*LINE, "--json"]).stdout)["rows"]
     assert [row["name"] for row in rows][:2] == ["cp_ring", "one_call"]
-    assert all(0 < row["min_s"] <= row["median_s"] <= row["max_s"] for row in rows)
+    assert all(0 < row["min_s"] <= row["median_s"] for row in rows)
 
 
 def test_a_length_that_does_not_divide():

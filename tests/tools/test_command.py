@@ -90,7 +90,9 @@ def test_quickstart_is_what_megatron_reads(tmp_path, data, parser):
     }
     assert not wrong
     assert (args.context_parallel_size, args.tensor_model_parallel_size) == (2, 2)
-    assert args.train_data_path == [corpus.train] and args.tokenizer_model == corpus.tokenizer
+    assert args.train_data_path == [corpus.path("train")] and args.tokenizer_model == corpus.path(
+        "tokenizer"
+    )
     assert args.save == args.load == str(tmp_path / "run" / "checkpoints")
     assert args.cp_ring is True and args.cp_ring_num_slots == "3"
     assert built.ranks == 4
@@ -205,7 +207,10 @@ def test_help_fits_a_terminal(cp_ring, monkeypatch, command):
     assert len(out.splitlines()) <= 40 and max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("words", [*map(str.split, LEFT)])
+ALL_LEFT = [(*command, word) for *command, last in map(str.split, LEFT) for word in last.split("|")]
+
+
+@pytest.mark.parametrize("words", ALL_LEFT)
 def test_a_command_that_left_says_what_to_do(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "argv", ["cp-ring", *words, "--some", "option"])
     with pytest.raises(SystemExit) as ended:

@@ -27,9 +27,9 @@ def texts_of(corpus, split):
     """Documents of a split, decoded; checks that each one ends with the end-of-document token."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    tokenizer = Tokenizer.from_file(f"{corpus.tokenizer}/tokenizer.json")
+    tokenizer = Tokenizer.from_file(f"{corpus.path('tokenizer')}/tokenizer.json")
     end = tokenizer.token_to_id(corpora.END_OF_DOCUMENT)
-    data = IndexedDataset(getattr(corpus, split))
+    data = IndexedDataset(corpus.path(split))
     assert len(data.document_indices) == len(data) + 1
     texts = []
     for index in range(len(data)):
@@ -62,7 +62,7 @@ def test_folder_round_trip_and_split(folder, tmp_path):
     summary = corpus.summary()
     assert summary["documents"] == 7 and summary["vocab_size"] <= 300
     # 2 bytes a token
-    assert os.path.getsize(corpus.train + ".bin") == 2 * summary["tokens"]["train"]
+    assert os.path.getsize(corpus.path("train") + ".bin") == 2 * summary["tokens"]["train"]
 
 
 def test_json_lines(tmp_path):
@@ -80,7 +80,7 @@ def test_tokenizer_loads_in_megatron(folder, tmp_path):
     from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
 
     corpus = make(folder, tmp_path / "cache")
-    tokenizer = HuggingFaceTokenizer(corpus.tokenizer)
+    tokenizer = HuggingFaceTokenizer(corpus.path("tokenizer"))
     assert tokenizer.vocab_size == corpus.summary()["vocab_size"]
     assert tokenizer.eod == tokenizer.tokenizer.convert_tokens_to_ids(corpora.END_OF_DOCUMENT)
     assert tokenizer.ids_to_text(tokenizer.text_to_ids("document 3")) == "document 3"
@@ -89,9 +89,9 @@ def test_tokenizer_loads_in_megatron(folder, tmp_path):
 def test_built_once_and_again_when_the_source_changes(folder, tmp_path):
     cache = tmp_path / "cache"
     first = make(folder, cache)
-    made = os.stat(first.train + ".bin").st_mtime_ns
+    made = os.stat(first.path("train") + ".bin").st_mtime_ns
     assert make(folder, cache).folder == first.folder
-    assert os.stat(first.train + ".bin").st_mtime_ns == made
+    assert os.stat(first.path("train") + ".bin").st_mtime_ns == made
     (folder / "new.txt").write_text("one more document")
     second = make(folder, cache)
     assert second.folder != first.folder and second.summary()["documents"] == 8
@@ -130,7 +130,7 @@ def test_loser_of_a_race_uses_the_winner(folder, tmp_path, monkeypatch):
 
 
 def test_standard_library_is_the_default(tmp_path):
-    corpus = corpora.find(None, tmp_path)
+    corpus = corpora.find("", tmp_path)
     names = {file.name for file in corpus.files}
     assert {"argparse.py", "typing.py"} <= names and len(names) > 300
     assert not any({"test", "site-packages"} & set(file.parts) for file in corpus.files)

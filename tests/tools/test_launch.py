@@ -165,4 +165,3 @@ def test_lines_that_are_no_numbers_stay_readable():
     assert for_people(" iteration 3/ 9 | lm loss: nan | elapsed time per iteration (ms): x |") == (
         "step 3/9 | lm loss nan"
     )
-    assert for_people("number of layers 4") is None

@@ -98,7 +98,7 @@ def test_a_job_has_the_sizes_of_its_layer() -> None:
         ("--cp 2 --seq-length 2G", "--seq-length 2147483648: it must be at least 1 and at most"),
         (f"{USUAL} --layout spiral", "layout='spiral': unknown; known are zigzag"),
         (f"{USUAL} --route spiral", "route='spiral': unknown; known are direct"),
-        (f"{USUAL} --head-parallel 3", "--head-parallel 3: it must divide --cp 4"),
+        (f"{USUAL} --head-parallel 3", "heads=3: it must divide the 4 context-parallel ranks"),
         (f"{USUAL} --rates warp", "--rates warp: known are h100"),
         (f"{USUAL} --lengths preset:sft", "--lengths preset:sft: neither lognormal:MEAN nor a"),
         (f"{USUAL} --lengths lognormal:x", "--lengths lognormal:x: give lognormal:MEAN"),
@@ -123,4 +123,4 @@ def test_picture(tmp_path: Path, cp: int) -> None:
 def test_colors_are_told_apart() -> None:
     few = {draw.color(rank, hop, 8, 4) for rank in range(8) for hop in range(4)}
     assert len(few) == 32 and len({draw.color(rank, 0, 64, 1) for rank in range(64)}) == 64
-    assert [draw.tokens_of(n) for n in (0, 512, 8192, 1 << 20)] == ["0", "512", "8K", "1M"]
+    assert [draw.tokens_of(n) for n in (0, 512, 8192, 1 << 20)] == ["0", "512", "8K", "1,024K"]
