@@ -133,6 +133,7 @@ def _run_forward(
         with span("forward", hop):
             for kernel_call in work.calls[hop]:
                 total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, ring.scale))
+        del k_hop, v_hop  # else they would live while the next keys begin to arrive
     return total.finish()
 
 
@@ -172,6 +173,7 @@ def _run_backward(
                 total.add(dq)
                 grads.add(dk, dv)
                 del dq, dk, dv  # else they would live through the next call
+        del k_hop, v_hop
         grads.send(hop)
     return *total.finish(), *grads.finish()
 

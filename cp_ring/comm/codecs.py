@@ -123,8 +123,8 @@ class Plain:
 
 
 class Decoding(Plain, ABC):
-    """Base of codecs that decode the tensors of a hop into a buffer of their own, as large as a
-    slot of plain keys.
+    """Base of codecs that decode the tensors of a hop into a buffer of their own, as large as
+    plain keys would be.
     """
 
     @abstractmethod
@@ -135,13 +135,14 @@ class Decoding(Plain, ABC):
     def keys(
         self, order: MessageOrder, transport: Transport | None
     ) -> Iterator[tuple[Hop, Tensor, Tensor]]:
-        scratch = [x.new_empty((order.tokens, *x.shape[1:])) for x in (self._k, self._v)]
         for hop, *coded in KeyStream(order, transport, self.encode()):
             # A hop without tiles passes keys on without decoding them.
             if hop.receives and len(hop.tiles):
-                k, v = (x[: hop.num_keys] for x in scratch)
+                own = self._k, self._v
+                k, v = (x.new_empty((hop.num_keys, *x.shape[1:])) for x in own)
                 self.received(coded, k, v)
                 yield hop, k, v
+                del k, v
             else:
                 yield hop, self._k, self._v
 

@@ -18,15 +18,16 @@ from cp_ring.plan.tables import Hop, RankPlan, Transfer
 
 
 class GradMessages:
-    """The messages of gradients, which arrive in the tensors of `buffer`.
+    """The messages of gradients, which arrive in tensors like those of `like`, in `dtype`.
 
     A hop's messages travel while the next hop is computed, and are complete before the messages of
     the next hop leave. So at most three sets of gradients exist at a time, for any number of ranks:
     those of a hop, those that leave, and those that arrive.
     """
 
-    def __init__(self, transport: Transport | None, buffer: Buffer):
-        self._transport, self._in = transport, buffer
+    def __init__(self, transport: Transport | None, like: Buffer, dtype: torch.dtype):
+        self._transport, self._like, self._wire_dtype = transport, like, dtype
+        self._in: Buffer = ()
         self._pending: Pending = Done()
         self._arriving: Sequence[tuple[Transfer, Transfer]] = ()
 
@@ -34,6 +35,7 @@ class GradMessages:
         """Post the messages of a hop, once those of the previous hop have been collected."""
         assert self._transport is not None, "one rank sends no gradients"
         self._arriving = hop.arrivals
+        self._in = self._buffer(sum(transfer.tokens for transfer in hop.grad_receives))
         debug.fill(*self._in)
         sends = [(transfer, leaving) for transfer in hop.grad_sends]
         receives = [(packed, self._in) for _, packed in self._arriving]
@@ -41,11 +43,19 @@ class GradMessages:
 
     def _arrived(self) -> Sequence[tuple[Transfer, Transfer]]:
         """Wait for the messages that were posted last. Return the transfers that have arrived, and
-        their places in `buffer`.
+        their places in `_in`.
         """
         wait_for(self._pending)
+        self._pending = Done()  # which frees the tensors of its messages
         arrived, self._arriving = self._arriving, ()
         return arrived
+
+    def _buffer(self, num_tokens: int, dtype: torch.dtype | None = None) -> Buffer:
+        """Return new tensors of so many tokens."""
+        return tuple(
+            x.new_empty((num_tokens, *x.shape[1:]), dtype=dtype or self._wire_dtype)
+            for x in self._like
+        )
 
 
 class GradStream(GradMessages):
@@ -58,8 +68,8 @@ class GradStream(GradMessages):
         transport: Transport | None, own: Buffer,
         wire_dtype: torch.dtype,
     ):  # fmt: skip
-        self._updates, self._like, self._wire_dtype = updates, own, wire_dtype
-        super().__init__(transport, self._buffer(rank_plan.max_grad_receives, wire_dtype))
+        super().__init__(transport, own, wire_dtype)
+        self._updates = updates
         self._home = self._now = Sum(updates[0], [x.shape for x in own], own[0], own[0].dtype)
         # Only hops of many kernel calls need sums in a wider dtype than the one that travels.
         several = any(
@@ -73,7 +83,7 @@ class GradStream(GradMessages):
         """
         shapes = [(hop.num_grads, *x.shape[1:]) for x in self._like]
         self._now = (
-            Sum(self._updates[hop.index], shapes, self._in[0], self._wire_dtype, self._running)
+            Sum(self._updates[hop.index], shapes, self._like[0], self._wire_dtype, self._running)
             if hop.index
             else self._home
         )
@@ -103,6 +113,4 @@ class GradStream(GradMessages):
         """
         for transfer, _ in self._arrived():
             (self._now if transfer.buffer else self._home).add(*self._in)
-
-    def _buffer(self, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return tuple(x.new_empty((num_tokens, *x.shape[1:]), dtype=dtype) for x in self._like)
+        self._in = ()

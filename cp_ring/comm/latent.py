@@ -174,9 +174,7 @@ class LatentCodec(Decoding):
         transport: Transport | None,
         wire_dtype: torch.dtype,
     ) -> LatentGradients:
-        return LatentGradients(
-            self, self._k, self._v, rank_plan, updates.own_keys, transport, wire_dtype
-        )
+        return LatentGradients(self, self._k, self._v, updates.own_keys, transport, wire_dtype)
 
 
 class LatentGradients(GradMessages):
@@ -190,11 +188,11 @@ class LatentGradients(GradMessages):
 
     def __init__(
         self, codec: LatentCodec, k: Tensor, v: Tensor,
-        rank_plan: RankPlan, updates: Mapping[int, Sequence[Segments]],
+        updates: Mapping[int, Sequence[Segments]],
         transport: Transport | None, wire_dtype: torch.dtype,
     ):  # fmt: skip
         self._codec, self._updates = codec, updates
-        self._like, self._wire_dtype, self._sum_dtype = (k, v), wire_dtype, sum_dtype(k.dtype)
+        self._keys, self._sum_dtype = (k, v), sum_dtype(k.dtype)
         self._home = self._now = Sum(updates[0], (k.shape, v.shape), k, k.dtype)
         size = codec.latent.shape[-1]
         self._width = size + k.shape[-1] - codec.key_dim
@@ -202,15 +200,14 @@ class LatentGradients(GradMessages):
         self._weights = [
             torch.zeros_like(x, dtype=self._sum_dtype) for x in (codec.key_up, codec.value_up)
         ]
-        shape = rank_plan.max_grad_receives, k.shape[1], self._width
-        super().__init__(transport, (k.new_empty(shape, dtype=wire_dtype),))
+        super().__init__(transport, (self._owed,), wire_dtype)
         self._passed: Tensor | None = None
 
     def start(self, hop: Hop) -> None:
-        shapes = [(hop.num_grads, *x.shape[1:]) for x in self._like]
+        shapes = [(hop.num_grads, *x.shape[1:]) for x in self._keys]
         self._passed = None
         self._now = (
-            Sum(self._updates[hop.index], shapes, self._like[0], self._like[0].dtype)
+            Sum(self._updates[hop.index], shapes, self._keys[0], self._keys[0].dtype)
             if hop.index
             else self._home
         )
@@ -240,6 +237,7 @@ class LatentGradients(GradMessages):
             target = self._to_pass_on(hop) if transfer.buffer and hop else self._owed
             for (start, end), (first, last) in zip(transfer.ranges, packed.ranges, strict=True):
                 target[start:end] += self._in[0][first:last]
+        self._in = ()
 
     def _to_pass_on(self, hop: Hop) -> Tensor:
         if self._passed is None:

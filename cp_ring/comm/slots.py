@@ -11,16 +11,17 @@ form.
 
 
 class Slots(dict[int, Buffer]):
-    """The buffers of one call by number: 0 is `own`, this rank's own tokens. The others have
-    `num_tokens` tokens, and are made when they are first used.
+    """The buffers of one call by number: 0 is `own`, this rank's own tokens. The others exist from
+    the messages of a hop to its end, each with the tokens of its hop.
     """
 
-    def __init__(self, num_tokens: int, own: Buffer):
+    def __init__(self, own: Buffer):
         super().__init__({0: own})
-        self._num_tokens = num_tokens
 
-    def __missing__(self, slot: int) -> Buffer:
-        return self.setdefault(slot, self._allocated())
+    def make(self, slot: int, num_tokens: int) -> Buffer:
+        """Make the buffer of a slot; its contents are undefined."""
+        buffer = self[slot] = self._allocated(num_tokens)
+        return buffer
 
-    def _allocated(self) -> Buffer:
-        return tuple(x.new_empty((self._num_tokens, *x.shape[1:])) for x in self[0])
+    def _allocated(self, num_tokens: int) -> Buffer:
+        return tuple(x.new_empty((num_tokens, *x.shape[1:])) for x in self[0])

@@ -32,12 +32,9 @@ class Turn(NamedTuple):
 class MessageOrder:
     """When a rank posts the messages of keys in forward or in backward. It is the same for all
     calls under one plan.
-
-    tokens: the number of tokens of a slot.
     """
 
     turns: tuple[Turn, ...]
-    tokens: int
 
     @classmethod
     def of(cls, rank_plan: RankPlan, num_slots: int, backward: bool) -> MessageOrder:
@@ -63,7 +60,7 @@ class MessageOrder:
             turns.append(Turn(now, *posted[place], len(posted)))
             if now.index and now.index in slots:
                 free.append(slots.pop(now.index))
-        return cls(tuple(turns), rank_plan.max_keys)
+        return cls(tuple(turns))
 
 
 class KeyStream:
@@ -77,7 +74,7 @@ class KeyStream:
 
     def __init__(self, order: MessageOrder, transport: Transport | None, own: Buffer):
         self._order, self._transport = order, transport
-        self._slots = Slots(order.tokens, own)
+        self._slots = Slots(own)
         self._recording = recording()
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
@@ -87,24 +84,25 @@ class KeyStream:
             if place == len(pending):
                 pending.append(self._posted(turn))
             wait_for(pending[place])
+            pending[place] = Done()  # which frees the tensors of its messages
             while len(pending) < turn.ahead:
                 pending.append(self._posted(turns[len(pending)]))
             for counters in self._recording:
                 counters.hops += bool(len(hop.tiles))
-            keys = self._slots[slot]
-            if slot and hop.num_keys < self._order.tokens:
-                keys = tuple(x[: hop.num_keys] for x in keys)
-            yield hop, *keys
-            for counters in self._recording:
-                counters.slot(-bool(slot))
+            yield hop, *self._slots[slot]
+            if slot:
+                del self._slots[slot]
+                for counters in self._recording:
+                    counters.slot(-1)
 
     def _posted(self, turn: Turn) -> Pending:
         """Post the messages of a hop."""
         hop, slots = turn.hop, self._slots
         if self._transport is None or not (turn.slot or turn.sends):
             return Done()
-        buffer = slots[turn.slot]
+        buffer: Buffer = ()
         if turn.slot:
+            buffer = slots.make(turn.slot, hop.num_keys)
             debug.fill(*buffer)
             for counters in self._recording:
                 counters.slot(+1)

@@ -308,16 +308,6 @@ class RankPlan:
         return self.pieces > 4
 
     @cached_property
-    def max_keys(self) -> int:
-        """The number of tokens of the largest key buffer that a hop receives."""
-        return max((hop.num_keys for hop in self.hops if hop.receives), default=0)
-
-    @cached_property
     def max_grads(self) -> int:
         """The number of tokens of the largest gradient buffer of a hop after hop 0."""
         return max((hop.num_grads for hop in self.hops if hop.index), default=0)
-
-    @cached_property
-    def max_grad_receives(self) -> int:
-        """The largest number of tokens whose gradients arrive at one hop."""
-        return max((sum(t.tokens for t in hop.grad_receives) for hop in self.hops), default=0)
