@@ -37,7 +37,7 @@ def split_packed(
     if batch.get("cu_seqlens_padded") is not None:
         raise ConfigError(
             "--cp-ring-layout balanced needs no padding between documents, but the batch has "
-            "cu_seqlens_padded"
+            "cu_seqlens_padded: leave it out, or let the data set leave padding out"
         )
     group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
     layout = packed_layout(offsets.detach().cpu().reshape(-1).to(torch.int64).numpy(), group.size())

@@ -278,8 +278,8 @@ def find_corpus(job: JobConfig) -> Corpus | None:
 
 
 def build_command(job: JobConfig, here: bool = True) -> Command:
-    """The command of `job`, checked by cp_ring's rules and by Megatron's parser and validation.
-    here: whether this machine runs it; another one's GPUs and packages are unknown.
+    """Return the command of `job`, checked by cp_ring's rules and by Megatron's parser and
+    validation. here: True if this machine runs it; GPUs and packages of another one are unknown.
 
     Raises `ConfigError` with the reasons, each with its key.
     """

@@ -208,7 +208,8 @@ def _nothing_fits(setup: TrainingSetup, sizes: Sequence[ParallelSizes]) -> str:
     shown = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
     return (
         f"--memory {setup.memory / 1e9:g}: nothing fits; {least.name} needs least, "
-        f"{sum(items.values()) / 1e9:.1f} GB without attention's buffers ({shown})"
+        f"{sum(items.values()) / 1e9:.1f} GB without attention's buffers ({shown}): take more "
+        "--gpus, a shorter megatron.seq_length, or cp_ring.loss_chunk"
     )
 
 

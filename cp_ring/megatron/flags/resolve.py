@@ -212,8 +212,9 @@ def note_loss(args: argparse.Namespace, options: Options) -> None:
 
 
 def _own_positions(args: Asked, options: Options) -> bool:
-    """Return True if tokens may have positions that the fused rotary embedding does not take: those
-    of a microbatch or of a batch row, of sections, or of documents that are split all together.
+    """Return True if tokens may have positions that the fused rotary embedding does not take. They
+    differ between microbatches or batch rows, have sections (mrope), or belong to documents that
+    are split all together.
     """
     if args.position_embedding_type in ("learned_absolute", "none"):
         return False

@@ -342,8 +342,8 @@ def check_slots(plan: PlanTables, num_slots: int) -> int:
 
 
 def _buffer(rank: Ints, owner: Ints, plan: PlanTables) -> Ints:
-    """Return the number of the part of a rank's buffers that holds an owner's tokens, in the order
-    of the tables.
+    """Return a number for each pair (rank, owner), in the order of the tables: the part of the
+    rank's buffers that holds the owner's tokens.
     """
     return rank * plan.cp + ring_distance(rank, owner, plan.cp)
 

@@ -210,8 +210,8 @@ class AttentionSizes:
         ) * self.wire_element
 
     def exchanging(self, heads: int) -> AttentionSizes:
-        """Return the sizes if ranks exchange heads: latents have none, so keys travel as they
-        are.
+        """Return the sizes if `heads` ranks exchange heads. Latents have no heads to exchange, so
+        keys and values travel as they are.
         """
         return replace(self, wire="plain") if heads > 1 and self.codec.latent else self
 
