@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise
 
 import pytest
@@ -14,7 +13,6 @@ import cp_ring
 from cp_ring import Layout, Plan, PlanError
 
 VOCAB, SIZE, HEADS = 29, 12, 3
-DOCUMENTS = [0, 1, 20, 20, 37, 48]
 
 
 def draw(*shapes, dtype=torch.float64):
@@ -107,36 +105,6 @@ def test_packed_sequences_are_as_one_by_one(pool, name):
         for i, gradient in enumerate(truth):
             found = sum(rank[3][i] for rank in ranks)
             torch.testing.assert_close(found, gradient, rtol=0, atol=1e-10)
-
-
-def test_random_sequences_share_every_prefix():
-    """Every token that a sequence is given by the pack is its own, behind the same tokens; none is
-    stored twice but where sequences part.
-    """
-    draw = random.Random(0)
-    for _ in range(300):
-        rows = [
-            [draw.randrange(3) for _ in range(draw.randint(1, 7))]
-            for _ in range(draw.randint(1, 9))
-        ]
-        prompts = [draw.randint(0, len(row)) for row in rows]
-        factors = [draw.random() for _ in rows]
-        pack = cp_ring.prefix_pack(rows, prompts, factors)
-        allowed, total = pack.mask.dense(), torch.zeros(pack.mask.n)
-        for row, index, prompt, factor in zip(rows, pack.indices, prompts, factors, strict=True):
-            assert pack.tokens[index].tolist() == row
-            assert pack.labels[index[:-1]].tolist() == row[1:]
-            assert pack.positions[index].tolist() == list(range(len(row)))
-            for at, i in enumerate(index.tolist()):
-                assert set(allowed[i].nonzero()[0]) == set(index[: at + 1].tolist())
-                if max(prompt, 1) <= at + 1 < len(row):
-                    total[i] += factor
-        torch.testing.assert_close(pack.loss_mask, total)
-        prefixes = {tuple(row[:i]) for row in rows for i in range(1, len(row) + 1)}
-        following = {
-            prefix: len({p[-1] for p in prefixes if p[:-1] == prefix}) for prefix in prefixes
-        }
-        assert pack.mask.n == sum(max(1, count) for count in following.values())
 
 
 def test_savings_and_bad_input():

@@ -78,42 +78,6 @@ def test_selected_by_setting_and_by_call(registries):
     assert Probe.calls == 3  # two causal tiles, one full one
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        (
-            {"kernel": "magic"},
-            "--cp-ring-kernel 'magic': it must be 'auto', 'transformer_engine', 'flash', ",
-        ),
-        (
-            {"kernel": "cudnn"},
-            "--cp-ring-kernel 'cudnn': it left cp_ring: transformer_engine has cuDNN's kernels, "
-            "and flash_aten",
-        ),
-        (
-            {"route": "relay"},
-            "--cp-ring-route 'relay': it left cp_ring: give direct, and --cp-ring-",
-        ),
-        (
-            {"layout": "diagonal"},
-            "--cp-ring-layout 'diagonal': it must be 'zigzag', 'contiguous' or 'balanced'",
-        ),
-        (
-            {"route": "pigeon"},
-            "--cp-ring-route 'pigeon': it must be 'direct' or 'ring'",
-        ),
-        (
-            {"wire_dtype": "int8"},
-            "--cp-ring-wire-dtype 'int8': it must be 'input', 'float32' or 'bfloat16'",
-        ),
-    ],
-)
-def test_bad_names_are_one_line_that_names_the_flag(values, says):
-    with pytest.raises(ConfigError) as raised:
-        Options.make(**values)
-    assert says in str(raised.value) and "\n" not in str(raised.value)
-
-
 ADDED = {
     "cp_ring/megatron/options.py": (
         "    cpu: bool = setting(\n",

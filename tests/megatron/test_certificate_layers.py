@@ -51,16 +51,6 @@ def test_a_tiny_pattern_has_each_kind_of_layer_once(pattern, tiny):
     assert changes["num_layers"] == len(main_layers(tiny))
 
 
-def test_windows_follow_the_numbers_of_layers():
-    more = {"window_size": (5, 0), "window_attn_skip_freq": 4}  # every fourth layer has none
-    args, config = flags("-*-*-*E", **more), configuration(**more)
-    kinds = find_layer_kinds(args, config, ("causal",))
-    assert [(kind.layer, kind.window) for kind in kinds] == [(2, (5, 0)), (4, (-1, -1))]
-    changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
-    assert changes["window_attn_skip_freq"] == [1, 1, 0, 1]
-    assert tiny_layers.chosen_layers(args, config, kinds) == [1, 2, 4, 7]
-
-
 @pytest.mark.parametrize(
     ("every", "letters", "tiny", "experts"),
     [

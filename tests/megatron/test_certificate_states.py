@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from cp_ring.comm import agreement
 from cp_ring.megatron.certificate import loss_probe, states
 
 
@@ -41,22 +40,3 @@ def test_generators_of_the_tracker_are_restored():
         assert torch.equal(torch.rand(3, generator=tracker.get_states()["model"]), wanted)
     finally:
         tracker.set_states(before)
-
-
-def test_the_first_calls_of_the_training_are_compared_as_without_probes(monkeypatch):
-    """Ranks compare their first calls, and later ones now and then: those of probes do not count."""
-    compared = []
-    made = agreement.Agreement(None, 0, 2)
-    made._meetings = SimpleNamespace(meet=lambda mine, *_: compared.append(mine) or "", rank=0)
-    monkeypatch.setattr(agreement, "_agreements", {"group": made})
-
-    def calls(count):
-        compared.clear()
-        for number in range(count):
-            made.check(number, list, every=1000)
-        return len(compared)
-
-    assert calls(agreement.FIRST + 8) == agreement.FIRST
-    with states.states_restored():
-        assert calls(agreement.FIRST + 8) == agreement.FIRST
-    assert calls(4) == 4

@@ -206,26 +206,3 @@ def test_a_rank_ends_with_one_that_has_failed(monkeypatch, capsys):
     watchdog.Watchdog(600.0, 1, 4, store, ended.append).run(lambda: True)
     assert ended == [watchdog.EXIT_CODE]
     assert "another has failed: rank 3: ValueError: a bug" in capsys.readouterr().err
-
-
-def test_a_process_that_was_stopped_counts_its_waits_anew(monkeypatch):
-    """All ranks of a suspended job are stopped at once, and none of them is stuck."""
-    monkeypatch.setattr(watchdog, "WATCH", watchdog.Watch())
-    clock, slept = [1.0], []
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
-
-    def sleep(seconds):
-        slept.append(seconds)
-        clock[0] += 3600.0 if len(slept) == 2 else seconds
-        return True
-
-    monkeypatch.setattr(watchdog.threads, "sleep", sleep)
-    ended = []
-    dog = watchdog.Watchdog(600.0, 0, 1, Store(), ended.append)
-    monkeypatch.setattr(dog, "report", lambda: ended.append(clock[0]))
-    receive = (SimpleNamespace(peer=3, ranges=((0, 16),)), [SimpleNamespace(is_cuda=False)])
-    watchdog.WATCH.begin(
-        SimpleNamespace(receives=[receive], sends=[], kind="keys", hop=1, ranks=()), []
-    )
-    dog.run(lambda: True)
-    assert 3600.0 + 600.0 < ended[0] < 3600.0 + 620.0

@@ -71,41 +71,25 @@ def test_bands_of_pieces(band):
 CALLS: dict[str, Callable[[Any, Any], object]] = {
     "from_pieces": lambda a, b: Mask.from_pieces(N, [(0, a, b, N)]),
     "from_pieces, n": lambda a, b: Mask.from_pieces(a, [(0, 1, 0, b)]),
-    "from_pieces, positions": lambda a, b: (
-        Mask.from_pieces(2, [(0, 2, 0, 2)], positions=[a, b]).positions
-    ),
-    "from_dict": lambda a, b: Mask.from_dict(
-        {"n": N, "pieces": [[0, a, 0, b]], "segments": [[0, a], [0, b]]}
-    ),
     "from_dict, n": lambda a, b: Mask.from_dict({"n": a, "pieces": b}),
     "prefix": lambda a, b: Mask.prefix(N, [a, b], [0, 3, N]),
-    "prefix, n": lambda a, b: Mask.prefix(a, b).n if a != 1 << 30 else None,
     "tree": lambda a, b: Mask.tree([-1, a], [3, b]),
-    "tree, n": lambda a, b: Mask.tree([-1, 0], [a, b], n=N),
     "shared_prefix": lambda a, b: Mask.shared_prefix([(a, [b, b])]),
-    "shared_prefix, n": lambda a, b: Mask.shared_prefix([(1, [a])], n=b),
-    "images": lambda a, b: Mask.images(N, [(a, b)]),
     "with_global": lambda a, b: Mask.with_global(N, [(a, b)], (1, 0)),
     "block_causal": lambda a, b: Mask.block_causal(N, a),
-    "block_causal, documents": lambda a, b: Mask.block_causal(N, 2, [0, a, b]),
     "blockwise": lambda a, b: Mask.blockwise([0, a, b], n=N),
     "from_ranges": lambda a, b: Mask.from_ranges([(0, a)], [(0, b)], 1, N),
-    "from_ranges, types": lambda a, b: Mask.from_ranges([(0, 2)], [(0, 2)], [a], N),
     "block_diffusion": lambda a, b: Mask.block_diffusion(N, a),
-    "full": lambda a, b: Mask.full(a),
     "causal": lambda a, b: Mask.causal(a, (b, 0)),
-    "allowed": lambda a, b: Mask.causal(N).allowed(a, b),
     "zigzag": Layout.zigzag,
     "contiguous": Layout.contiguous,
     "per_document_zigzag": lambda a, b: Layout.per_document_zigzag([0, a], b),
     "balanced": lambda a, b: Layout.balanced([(Mask.causal(N), b)], a),
     "ranges": lambda a, b: Layout.zigzag(N, 2).ranges(a),
-    "merged": lambda a, b: Layout.zigzag(N, 2).merged(a),
     "shard": lambda a, b: Layout.zigzag(N, 2).shard(torch.zeros(N, 1), a, b),
     "plan, slots": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), slot_shards=a),
     "heads": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), ulysses=a),
     "plan, schedule": lambda a, b: Plan.build(Mask.causal(N), Layout.zigzag(N, 2), schedule=(a, b)),
-    "plan, rank": lambda a, b: Plan.build_rank_plan(Mask.causal(N), Layout.zigzag(N, 2), a),
 }
 
 
