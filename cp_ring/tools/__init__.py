@@ -82,5 +82,5 @@ def main() -> None:
             sys.exit(doctor.main())
         sys.exit(
             f"cp_ring: error: cp-ring needs the package {missing}: pip install "
-            "'cp-ring[megatron,tools,corpus,draw]'; cp-ring doctor says what else is missing"
+            "'CHECKOUT[megatron,tools,corpus,draw]'; cp-ring doctor names others"
         )

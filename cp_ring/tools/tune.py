@@ -209,7 +209,7 @@ def _nothing_fits(setup: TrainingSetup, sizes: Sequence[ParallelSizes]) -> str:
     return (
         f"--memory {setup.memory / 1e9:g}: nothing fits; {least.name} needs least, "
         f"{sum(items.values()) / 1e9:.1f} GB without attention's buffers ({shown}): take more "
-        "--gpus, a shorter megatron.seq_length, or cp_ring.loss_chunk"
+        "--gpus or a shorter megatron.seq_length"
     )
 
 
