@@ -105,6 +105,8 @@ def run(job: dict, folder: Path) -> None:
     from cp_ring.patches.install import install
 
     by_script = not job["argv"][0].startswith("-")
+    if by_script:  # whose folder replaces the first place of sys.path, also in processes of a save
+        sys.path.insert(0, "")
     if "--cp-ring" in job["argv"] and "--cp-ring-certify" not in job["argv"]:
         job["argv"].append("--no-cp-ring-certify")  # which tests of its own have
     sys.argv = ["cp_ring.run" if by_script else "pretrain_gpt", *job["argv"]]

@@ -176,13 +176,20 @@ class Verdict:
         }
 
 
+def verdict(cell: Cell, outcomes: dict[str, Outcome]) -> Verdict:
+    """The verdict over a cell from the outcomes of its jobs by name, all of which must succeed."""
+    job, baseline = cell.job().name, cell.baseline().name
+    for name in (job, *(each.name for each in cell.jobs() if each.name != job)):
+        outcome, prefix = outcomes[name], "" if name == job else f"{name}: "
+        if outcome.rejected:
+            return Verdict(cell, rejected=prefix + outcome.rejected)
+        if outcome.code:
+            return Verdict(cell, failed=f"{prefix}exit code {outcome.code}\n{outcome.output}")
+    return compare(cell, outcomes[job], outcomes[baseline])
+
+
 def compare(cell: Cell, ours: Outcome, theirs: Outcome) -> Verdict:
     """The errors of a job of a cell against its baseline."""
-    for what, prefix in ((ours, ""), (theirs, "baseline: ")):
-        if what.rejected:
-            return Verdict(cell, rejected=prefix + what.rejected)
-        if what.code:
-            return Verdict(cell, failed=f"{prefix}exit code {what.code}\n{what.output}")
     steps = 1 if cell.model.resumes else 3
     losses = [*ours.losses, *ours.validation]
     expected = [*theirs.losses[-steps:], *theirs.validation[-len(ours.validation) :]]
@@ -275,7 +282,4 @@ def run(
                 job.ranks, name, job.argv(where), where, flags, job.fault, mocked
             )
             tell(f"{len(outcomes)} of {len(jobs)}: {name}, {time.monotonic() - begun:.1f} s")
-    return {
-        cell: compare(cell, outcomes[cell.job().name], outcomes[cell.baseline().name])
-        for cell in wanted
-    }
+    return {cell: verdict(cell, outcomes) for cell in wanted}
