@@ -57,7 +57,7 @@ ROOMS = (
         cp_ring/inputs.py cp_ring/hop_loop.py"""),
     room("shards, prefixes, settings", 5_000, 4_000, """cp_ring/sharding.py cp_ring/prefixes.py
         cp_ring/options.py"""),
-    room("plans and proofs", 38_000, 46_800, "cp_ring/plan"),
+    room("plans and proofs", 38_000, 46_900, "cp_ring/plan"),
     room("kernels", 17_000, 16_700, "cp_ring/kernels"),
     room("messages", 13_000, 12_600, "cp_ring/comm"),
     room("merges and sums", 6_000, 5_700, "cp_ring/ops"),
@@ -83,7 +83,7 @@ ROOMS = (
         cp_ring/tools/cli.py cp_ring/tools/terminal.py"""),
     room("ring 3: tools", 23_000, 23_100, "cp_ring/tools"),
     room("all", 200_000, 196_700, "cp_ring patches"),
-    room("tests", 200_000, 216_800, "tests"),
+    room("tests", 200_000, 217_200, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 

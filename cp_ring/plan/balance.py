@@ -37,8 +37,10 @@ GOOD_BALANCE, ENOUGH = 1.05, 1.005
 Exchanges end at the second one, which is smaller because parts of parts are uneven too.
 """
 
-SHARES = (1.0, 0.5)
-"""The largest share of a part's work that a piece may hold, in the splits that are compared."""
+SHARES, COARSE = (1.0, 0.5), 2.0
+"""The largest share of a part's work that a piece may hold, in the splits that are compared. Up to
+two nodes, where a split takes little time to make, the second number is tried too.
+"""
 
 NEAR = 1.02
 """A split this many times as slow as one kernel call is fast enough to look no further."""
@@ -119,7 +121,8 @@ def balanced_split(layers: Layers, cp: int, others: Sequence[Chunks]) -> Chunks:
     sizes = [n // cp + (rank < n % cp) for rank in range(cp)]
     found: list[tuple[float, float, Chunks]] = []
     good = [split for split in others if balance(layers, split) <= GOOD_BALANCE]
-    deals = (_deal(work, rows, sizes, share) for share in SHARES)
+    shares = SHARES if cp > 2 * NODE else (COARSE, *SHARES)
+    deals = (_deal(work, rows, sizes, share) for share in shares)
     for split in chain(good, deals, (split for split in others if split not in good)):
         even = max(GOOD_BALANCE, balance(layers, split))
         least = min((reached for reached, *_ in found), default=even)

@@ -16,10 +16,12 @@ import numpy as np
 from cp_ring.plan import Layout, Plan
 from cp_ring.plan.balance import balance, heads_of
 from cp_ring.plan.cost import attention_time, kernel_calls
+from cp_ring.plan.hops import exchange_seconds
 from cp_ring.plan.proof.verify import report
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES
 from tests.longca import referee
-from tests.longca.masks import Cell, named
+from tests.longca.masks import TOKENS, Cell, named
 
 SIZES, NODE = AttentionSizes(64, 8, 128), 8
 FOLDER = Path(__file__).parent
@@ -83,6 +85,29 @@ def _by_formula(plan: Plan) -> tuple[float, float]:
 def _by_referee(plan: Plan) -> tuple[float, float]:
     forward, both, slowest, slowest_both = referee.seconds(plan, SIZES, NODE)
     return forward / slowest, both / slowest_both
+
+
+def bound(cell: Cell) -> float:
+    """What no layout, hops and heads of `heads_of` exceed, as a share in forward and backward: the
+    keys of the query that sees the most reach its node from others.
+    """
+    mask, best = cell.mask(), 0.0
+    pieces = mask.pieces
+    begins, ends = (
+        np.clip(x, pieces.q0, pieces.q1 - 1) for x in (pieces.k0 - pieces.lo, pieces.k1 - pieces.hi)
+    )
+    seen = 0
+    for query in np.unique(np.concatenate([pieces.q0, begins, ends, pieces.q1 - 1])):
+        row = pieces.within(query, query + 1)
+        seen = max(seen, int(row.area()[row.q0 < row.q1].sum()))
+    there, back = (mask.area() / cell.cp * flops / RATES.flops for flops in SIZES.pair_flops)
+    for heads in heads_of(cell.cp):
+        keys, gradients = SIZES.of_rank(heads).on_wire()
+        far = max(0, seen - NODE * TOKENS) / RATES.between
+        exchange = exchange_seconds(TOKENS, SIZES, heads, NODE, RATES)
+        least = max(there, far * keys) + max(back, far * (keys + gradients)) + 2 * exchange
+        best = max(best, (there + back) / least)
+    return best
 
 
 def before() -> dict[str, list[float]]:
