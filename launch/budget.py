@@ -69,7 +69,7 @@ ROOMS = (
     room("data", 10_000, 10_000, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
     room("flags", 7_500, 7_600, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
     room("patches", 10_500, 10_400, "patches"),
-    room("ring 2: Megatron", 72_000, 69_700, _ADAPTER),
+    room("ring 2: Megatron", 72_000, 69_800, _ADAPTER),
     room("train", 3_500, 3_900, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
     room("corpus", 1_500, 1_600, "cp_ring/tools/corpus.py"),
@@ -83,7 +83,7 @@ ROOMS = (
         cp_ring/tools/cli.py cp_ring/tools/terminal.py"""),
     room("ring 3: tools", 23_000, 23_000, "cp_ring/tools"),
     room("all", 200_000, 196_700, "cp_ring patches"),
-    room("tests", 200_000, 217_200, "tests"),
+    room("tests", 200_000, 221_600, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 

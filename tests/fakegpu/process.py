@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -97,3 +98,20 @@ class FakeGpus:
         if self._server is not None:
             self._server.communicate()
             self._server = None
+
+
+def main() -> None:
+    """Prints shell commands that set `environment()` for an H100, and FAKEGPU_SITE to the folder of
+    TransformerEngine if it was built.
+    """
+    site = [te_build.place(te_build.VERSION)]
+    more = {
+        "FAKEGPU_DEVICE": str(HERE / "devices" / "sm_90.json"),
+        "FAKEGPU_SITE": ":".join(str(each) for each in site[:1] if each.exists()),
+    }
+    for name, value in (environment() | more).items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,16 @@
 """One attention layer, forward and backward, by TransformerEngine's own context parallelism and by
 cp_ring, on the same ranks in the same processes.
 
-torchrun --nproc-per-node GPUS -m tests.gpu.beside      times, values, launches, memory
+torchrun --nproc-per-node GPUS -m tests.gpu.beside [RESULTS]     times, values, launches, memory
 
 `tests.fakegpu.beside` counts what the same contestants ask of fake GPUs.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -312,6 +314,9 @@ def main() -> None:
         rows = on_gpus(case, groups)
         if groups.rank == 0:
             print(table(rows, ON_GPUS), flush=True)
+            for file in sys.argv[1:]:
+                with open(file, "a") as results:
+                    results.writelines(json.dumps({"step": "h", **row}) + "\n" for row in rows)
     dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Collects the wheels that tests/gpu/run.sh installs on a machine without a network: Megatron and what it and cp_ring import.
 #   tests/gpu/wheels.sh [OUT, by default .whl] [MORE ...]
-# MORE are further files, or folders of them: wheels that were built elsewhere (TransformerEngine, flash-attn).
+# MORE are further files, or folders of them: wheels that were built elsewhere (TransformerEngine, flash-attn), libnccl.so.2.xz.
 # For x86-64 with Python 3.12 by default; PYTHON_VERSION and PLATFORM choose another. There, torch, numpy and einops must be
-# installed, and what the tests import: pytest, pytest-xdist, pytest-randomly, hypothesis, typer, rich.
+# installed, and pytest, whose emulations the dry run uses.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-.whl}
@@ -17,7 +17,7 @@ mkdir -p "$out"
     --platform "${PLATFORM:-manylinux2014_x86_64}" --dest "$out" pydantic
 for more in "${@:2}"; do
     if [[ -d $more ]]; then
-        find "$more" -maxdepth 1 -name '*.whl' -exec cp -t "$out" {} +
+        find "$more" -maxdepth 1 \( -name '*.whl' -o -name libnccl.so.2.xz \) -exec cp -t "$out" {} +
     else
         cp -t "$out" "$more"
     fi

@@ -1,0 +1,27 @@
+"""The script for a real GPU, step by step, with the real libraries of an H100 on a fake one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.fakegpu import te_build
+from tests.fakegpu.build import HERE
+
+
+@pytest.mark.slow
+def test_every_step_runs(gpus, tmp_path):
+    te_build.build(te_build.VERSION)
+    done = subprocess.run(
+        ["bash", str(HERE.parent / "gpu" / "run.sh"), "--device", "fake"],
+        env=os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + (tmp_path / "results.log").read_text()[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    kernels = {row.get("kernel") for row in rows if "rejected" not in row}
+    assert {"transformer_engine", "flash_aten"} <= kernels

@@ -1,0 +1,32 @@
+"""`cp_ring.pretrain_gpt` with several ranks on one GPU over gloo.
+
+Megatron binds process groups and barriers to a device, which gloo does not know: these parameters
+are left out. Nor does it bind the process to cores, for which fine-grained offloading would ask the
+driver.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from cp_ring import pretrain_gpt
+
+
+def without(function: Any, name: str) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{key: value for key, value in kwargs.items() if key != name})
+
+    return call
+
+
+if __name__ == "__main__":
+    dist.init_process_group = without(dist.init_process_group, "device_id")
+    dist.barrier = without(dist.barrier, "device_ids")
+    if "--fine-grained-activation-offloading" in sys.argv:
+        from megatron.core.pipeline_parallel import utils
+
+        utils.set_ideal_affinity_for_current_gpu = lambda: None
+    pretrain_gpt.main()
