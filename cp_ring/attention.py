@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.agreement import Fact, some_of
-from cp_ring.comm.codecs import CODECS, Codec, Plain
+from cp_ring.comm.codecs import CODECS
+from cp_ring.comm.plain import Codec, Plain
 from cp_ring.comm.transport import Transport, rank_in_job
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.hop_loop import Ring, RingAttention, RingCall

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from cp_ring import ConfigError, Options, ring_attention
-from cp_ring.comm.codecs import CODECS, Plain
+from cp_ring.comm.codecs import CODECS
 from cp_ring.comm.codecs import register as register_codec
+from cp_ring.comm.plain import Plain
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.reference import ReferenceKernel
 from cp_ring.plan.layout import LAYOUTS, Layout

@@ -28,8 +28,9 @@ from typing import NamedTuple, override
 import torch
 from torch import Tensor
 
-from cp_ring.comm.codecs import Decoding, KeyUpdates
+from cp_ring.comm.codecs import Decoding
 from cp_ring.comm.gradients import GradMessages
+from cp_ring.comm.plain import KeyUpdates
 from cp_ring.comm.slots import Buffer
 from cp_ring.comm.transport import Transport
 from cp_ring.errors import PlanError

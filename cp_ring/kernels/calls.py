@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Protocol, cast
+from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_ring.errors import PlanError
@@ -28,12 +25,11 @@ from cp_ring.kernels.base import (
     OPEN,
     AttentionKernel,
     Capabilities,
-    Packing,
-    Room,
     SizedVarlen,
     Sizes,
-    VarlenKernel,
 )
+from cp_ring.kernels.packed import PackedCall
+from cp_ring.kernels.queries import Queries
 from cp_ring.ops.capture import capturing
 from cp_ring.ops.segments import Segments
 from cp_ring.plan.lower import Lowered, call_groups, lower
@@ -42,25 +38,6 @@ from cp_ring.plan.tables import Hop, RankPlan
 from cp_ring.plan.tiles import Tile
 from cp_ring.plan.updates import Partial, Update, gradient_updates, query_updates
 from cp_ring.runtime import RUNTIME
-
-
-class Queries:
-    """What backward knows of all queries: dout [s, b, h, e], q, the merged out and lse [b, h, s].
-    Consecutive calls with the same queries share their views, and one contiguous copy of lse.
-    """
-
-    def __init__(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor):
-        self.dout, self.q, self.out, self.lse = dout, q, out, lse
-        self._tokens: slice | None = None
-        self._part: tuple[Tensor, Tensor, Tensor, Tensor]
-
-    def part(self, tokens: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return dout, q and out [b, tokens, ...] and lse [b, h, tokens] of these queries."""
-        if self._tokens != tokens:
-            dout, q, out = (x[tokens].transpose(0, 1) for x in (self.dout, self.q, self.out))
-            self._tokens = tokens
-            self._part = dout, q, out, self.lse[..., tokens].contiguous()
-        return self._part
 
 
 class KernelCall(Protocol):
@@ -210,15 +187,7 @@ def _make_calls(
             yield _single(tiles[first], shift[first], reverse[first])
         else:
             sequences = [[(tiles[i], shift[i]) for i in sequence] for sequence in group]
-            yield _packed(sequences, reverse[first], sizes)
-
-
-def _window(tile: Tile) -> tuple[int, int]:
-    """Return the tile's band as a window aligned bottom right, as flash-attn defines it; -1 for an
-    open side.
-    """
-    corner = tile.k1 - tile.q1
-    return -1 if tile.lo == -OPEN else corner - tile.lo, -1 if tile.hi == OPEN else tile.hi - corner
+            yield PackedCall.of(sequences, reverse[first], sizes)
 
 
 def _single(tile: Tile, shift: int, reverse: bool) -> _Single:
@@ -275,159 +244,3 @@ class _Single:
         """View the tile's tokens of x [s, b, ...] as [b, tokens, ...]."""
         x = (x if tokens.stop - tokens.start == x.shape[0] else x[tokens]).transpose(0, 1)
         return x.flip(1) if self.reverse else x
-
-
-def _packed(sequences: list[list[tuple[Tile, int]]], reverse: bool, sizes: Sizes | None) -> _Packed:
-    """Make the call of sequences of tiles. Each tile comes with the shift from its keys to their
-    gradients.
-    """
-    tiles = [tile for sequence in sequences for tile in sequence]
-    first = [sequence[0][0] for sequence in sequences]
-    q, k = [(t.q0, t.q1) for t in first], [(t.k0, t.k1) for t, _ in tiles]
-    grads = [(t.k0 + shift, t.k1 + shift) for t, shift in tiles]
-    left, right = (-1, 0) if reverse else _window(first[0])
-    queries, keys = Partial.of(q, reverse=reverse), Partial.of(grads, reverse=reverse)
-    of_q, of_k = sizes.rooms(_count(q), _count(k), len(sequences)) if sizes else (Room(), Room())
-    lengths = [sum(t.k1 - t.k0 for t, _ in sequence) for sequence in sequences]
-    return _Packed(
-        _Side.of(q, [q1 - q0 for q0, q1 in q], reverse, of_q),
-        _Side.of(k, lengths, reverse, of_k),
-        left,
-        right,
-        queries,
-        keys,
-    )
-
-
-def _count(spans: list[tuple[int, int]]) -> int:
-    return sum(end - start for start, end in spans)
-
-
-@dataclass(frozen=True, eq=False)
-class _Side:
-    """The queries of a packed call, or its keys.
-
-    tokens: the tokens of the buffer, in the order of the call.
-    ends: where each sequence ends, int32 [sequences + 1].
-    longest: the tokens of the longest sequence, or more.
-    count: the tokens of all sequences, after which the call may have tokens of none.
-    """
-
-    tokens: _Tokens
-    ends: NDArray[np.int32]
-    longest: int
-    count: int
-
-    @classmethod
-    def of(
-        cls, spans: list[tuple[int, int]], lengths: list[int], reverse: bool, room: Room
-    ) -> _Side:
-        """Take the tokens of `spans` as sequences of these lengths, and fill them up to `room`."""
-        ends = np.cumsum([0, *lengths], dtype=np.int32)
-        empty = max(room.sequences - len(lengths), 0)
-        return cls(
-            _Tokens.of(spans, reverse, room.tokens),
-            np.pad(ends, (0, empty), mode="edge"),
-            max(*lengths, room.longest),
-            int(ends[-1]),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class _Tokens:
-    """Tokens of a buffer in the order of a packed call: a slice if the buffer has this order, else
-    an index.
-    """
-
-    span: slice
-    index: Ints | None
-    _tensors: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, spans: list[tuple[int, int]], reverse: bool, least: int) -> _Tokens:
-        """Take the tokens of `spans`, then token 0 until there are at least `least`."""
-        missing = least - _count(spans)
-        if not reverse and missing <= 0 and all(a[1] == b[0] for a, b in pairwise(spans)):
-            return cls(slice(spans[0][0], spans[-1][1]), None)
-        parts = [np.arange(start, end)[:: -1 if reverse else 1] for start, end in spans]
-        return cls(slice(0, 0), np.concatenate([*parts, np.zeros(max(missing, 0), np.int64)]))
-
-    def prepare(self, device: torch.device) -> None:
-        if self.index is not None and device not in self._tensors:
-            self._tensors[device] = _copied(self.index, device)
-
-    def take(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Return the tokens of x: a view of a slice, or a copy by index."""
-        if self.index is None:
-            return x.narrow(dim, self.span.start, self.span.stop - self.span.start)
-        return x.index_select(dim, self._on(x.device))
-
-    def _on(self, device: torch.device) -> Tensor:
-        self.prepare(device)
-        return self._tensors[device]
-
-
-@dataclass(frozen=True, eq=False)
-class _Packed:
-    """Many sequences with one window in one call. Batch rows become heads: [t, b, h, d] is one
-    stream of b * h heads.
-    """
-
-    q: _Side
-    k: _Side
-    left: int
-    right: int
-    queries: Partial
-    keys: Partial
-    _packings: dict[torch.device, Packing] = field(default_factory=dict, repr=False)
-
-    def prepare(self, device: torch.device) -> None:
-        for side in (self.q, self.k):
-            side.tokens.prepare(device)
-        if device not in self._packings:
-            cu_q, cu_k = (_copied(side.ends, device) for side in (self.q, self.k))
-            self._packings[device] = Packing(
-                cu_q, cu_k, self.q.longest, self.k.longest, self.left, self.right
-            )
-
-    def attend(
-        self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        heads, count = q.shape[1:3], self.q.count
-        q, k, v = (
-            side.tokens.take(x).flatten(1, 2) for side, x in ((self.q, q), (self.k, k), (self.k, v))
-        )
-        out, lse = cast(VarlenKernel, kernel).forward_varlen(
-            q, k, v, self._packing(q.device), scale
-        )
-        return out[:count].unflatten(1, heads), lse[:, :count].unflatten(0, heads)
-
-    def gradients(
-        self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        b, mine = k.shape[1], self.q.tokens
-        dout, q, out = (mine.take(x).flatten(1, 2) for x in (queries.dout, queries.q, queries.out))
-        k, v = (self.k.tokens.take(x).flatten(1, 2) for x in (k, v))
-        lse = mine.take(queries.lse, 2).contiguous().flatten(0, 1)
-        grads = cast(VarlenKernel, kernel).backward_varlen(
-            dout, q, k, v, out, lse, self._packing(k.device), scale
-        )
-        counts = self.q.count, self.k.count, self.k.count
-        dq, dk, dv = (
-            x[:count].unflatten(1, (b, -1)) for x, count in zip(grads, counts, strict=True)
-        )
-        return dq, dk, dv
-
-    def _packing(self, device: torch.device) -> Packing:
-        self.prepare(device)
-        return self._packings[device]
-
-
-def _copied(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy the values to `device`. On CUDA the copy does not block the host."""
-    host = torch.from_numpy(values)
-    return (
-        host.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else host.to(device)
-    )

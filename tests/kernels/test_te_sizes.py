@@ -13,7 +13,8 @@ from cp_ring import Layout, Mask, Plan
 from cp_ring.kernels import flash, flash_aten, reference
 from cp_ring.kernels import te_sizes as sizes
 from cp_ring.kernels.base import SizedVarlen
-from cp_ring.kernels.calls import KernelCall, _Packed, kernel_calls
+from cp_ring.kernels.calls import KernelCall, kernel_calls
+from cp_ring.kernels.packed import PackedCall
 from cp_ring.kernels.transformer_engine import KERNEL
 from cp_ring.plan.tables import RankPlan
 
@@ -69,7 +70,7 @@ def test_a_hundred_microbatches_have_at_most_ten_graphs(layout):
             mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(n, cp), rank
         )
         for call in calls_of(plan):
-            if isinstance(call, _Packed):
+            if isinstance(call, PackedCall):
                 counts = [
                     max(side.count, sizes.tokens_of(side.longest)) for side in (call.q, call.k)
                 ]
@@ -91,4 +92,4 @@ def test_a_hundred_microbatches_have_at_most_ten_graphs(layout):
 def test_uneven_tiles_are_packed_and_even_ones_are_not(n, packed):
     plan = Plan.build_rank_plan(Mask.causal(n), Layout.zigzag(n, 2), 1)
     calls = calls_of(plan)
-    assert len(calls) >= 2 and all(isinstance(call, _Packed) == packed for call in calls)
+    assert len(calls) >= 2 and all(isinstance(call, PackedCall) == packed for call in calls)

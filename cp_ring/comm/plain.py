@@ -1,0 +1,120 @@
+"""Codecs: the form in which keys and values travel. The owner encodes once a call, the reader
+decodes once a hop.
+
+A codec is a class, and an object of it holds the keys and values of one call. The hop loop computes
+with the keys that `keys` yields, and gives its partial gradients to `gradients`. Slots, streams and
+transports move the tensors that `encode` returns, whatever their shapes and dtypes. Widths in
+bytes, for plans, are in `cp_ring.plan.sizes.attention_sizes`; the conformance test compares both.
+
+Hop 0 computes with this rank's own keys as they are. Every other rank computes with the decoded
+keys, in forward and in backward alike, so that the softmax weights of both agree.
+
+Tensors have tokens first: k [s, b, g, d], v [s, b, g, e].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cp_ring.comm.gradients import GradStream
+from cp_ring.comm.slots import Buffer
+from cp_ring.comm.streams import KeyStream, MessageOrder
+from cp_ring.comm.transport import Transport
+from cp_ring.ops.segments import Segments
+from cp_ring.plan.tables import Hop, RankPlan
+
+Keys = Iterable[tuple[Hop, Tensor, Tensor]]
+"""For each hop, the keys [num_keys, b, g, d] and values [num_keys, b, g, e] that its tiles read."""
+
+
+class KeyUpdates(Protocol):
+    """The updates of the sums of dk and dv, by the index of the hop; see
+    `cp_ring.kernels.calls.Work`.
+
+    `keys` covers the kernel calls of a hop and the gradients that arrive, `own_keys` only the
+    kernel calls.
+    """
+
+    @property
+    def keys(self) -> Mapping[int, Sequence[Segments]]: ...
+
+    @property
+    def own_keys(self) -> Mapping[int, Sequence[Segments]]: ...
+
+
+class Gradients(Protocol):
+    """Takes the partial gradients of each hop's keys and values, and sends them to the owners of
+    the keys.
+    """
+
+    def start(self, hop: Hop) -> None: ...
+
+    def add(self, dk: Tensor, dv: Tensor) -> None: ...
+
+    def send(self, hop: Hop) -> None: ...
+
+    def finish(self) -> Sequence[Tensor]:
+        """Return the gradients of the codec's inputs, in the order of its constructor."""
+        ...
+
+
+class Codec(Protocol):
+    """The keys and values of one call, and how they travel. The constructor takes k and v, then the
+    codec's other inputs.
+
+    needs_latents: True if the other inputs are those of `LatentKeys`, which have no heads to
+    exchange.
+    """
+
+    name: str
+    needs_latents: bool
+
+    def __init__(self, k: Tensor, v: Tensor, *inputs: Tensor): ...
+
+    def encode(self) -> Buffer:
+        """Return this rank's own tokens in the form that travels: tensors [s, ...]."""
+        ...
+
+    def keys(self, order: MessageOrder, transport: Transport | None) -> Keys:
+        """Yield the keys and values of each hop."""
+        ...
+
+    def gradients(
+        self,
+        rank_plan: RankPlan,
+        updates: KeyUpdates,
+        transport: Transport | None,
+        wire_dtype: torch.dtype,
+    ) -> Gradients:
+        """Return the gradients of one backward pass."""
+        ...
+
+
+class Plain:
+    """Keys and values travel as they are, and tiles read them where they arrive."""
+
+    name = "plain"
+    needs_latents = False
+
+    def __init__(self, k: Tensor, v: Tensor):
+        self._k, self._v = k, v
+
+    def encode(self) -> Buffer:
+        return self._k, self._v
+
+    def keys(self, order: MessageOrder, transport: Transport | None) -> Keys:
+        return KeyStream(order, transport, self.encode())
+
+    def gradients(
+        self,
+        rank_plan: RankPlan,
+        updates: KeyUpdates,
+        transport: Transport | None,
+        wire_dtype: torch.dtype,
+    ) -> Gradients:
+        own = self._k, self._v
+        return GradStream(rank_plan, updates.keys, transport, own, wire_dtype)
