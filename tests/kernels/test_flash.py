@@ -314,14 +314,6 @@ def test_a_version_3_without_packed_tiles_is_rejected(homes):
     assert reason_of() == "_flash_attn_forward of the installed version has no cu_seqlens_q"
 
 
-def test_version_3_is_taken_only_where_it_has_kernels(homes, monkeypatch):
-    homes["flash_attn_interface"] = library("flash_attn_interface")
-    for generation in (8, 9, 10, 12):
-        monkeypatch.setattr(flash, "compute_capability", lambda device, g=generation: (g, 0))
-        line = f"3 has no backward for GPUs of compute capability {generation}"
-        assert reason_of() == (None if generation < 10 else line)
-
-
 def test_version_4_is_taken_only_where_it_has_a_backward(homes, monkeypatch):
     homes["flash_attn.cute.interface"] = library("flash_attn.cute.interface")
     generation = [8]

@@ -4,8 +4,6 @@ mask.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -59,17 +57,6 @@ def test_over_all_ranks_it_is_that_of_the_dense_scores(cp, monkeypatch):
     out, found = of_ranks(case, plan)
     torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
     assert torch.equal(out, plain)
-
-
-@pytest.mark.parametrize("heads", [2, 4])
-def test_each_rank_has_those_of_its_own_heads(heads):
-    case, mask = Case.draw(N, b=2, h=8, g=4, d=8), Mask.causal(N, window=(9, 0))
-    truth = largest_of(case.q, case.k, mask)
-    _, found = of_ranks(case, Plan.build(mask, Layout.zigzag(N, 4), ulysses=heads))
-    torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
-    for rank, largest in enumerate(found):
-        own = torch.arange(8) // (8 // heads) == rank % heads
-        assert torch.equal(largest > -math.inf, own)
 
 
 def test_a_kernel_that_does_not_tell_them_is_rejected():

@@ -35,9 +35,6 @@ STEP = (
     (4, ((16, 40),)),
 )
 
-# documents of any length, which all ranks share
-TOGETHER = ((4, ((13, 7, 30, 14),)), (4, ((64,),)), (4, ((5, 43),)))
-
 
 def build(cp: int, kind: str, **more: Any) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -65,10 +62,10 @@ def build(cp: int, kind: str, **more: Any) -> Any:
     )
 
 
-def microbatches(all_of_them: bool, rank: int = 0, step: Any = STEP) -> list[dict[str, Any]]:
+def microbatches(all_of_them: bool, rank: int = 0) -> list[dict[str, Any]]:
     """Those of a rank of four, or of one rank that has all of them."""
     random, found = torch.Generator().manual_seed(9), []
-    for size, groups in step:
+    for size, groups in STEP:
         for index, lengths in enumerate(groups):
             tokens = torch.randint(VOCAB, (1, sum(lengths) + 1), generator=random)
             batch = {
@@ -86,7 +83,7 @@ def microbatches(all_of_them: bool, rank: int = 0, step: Any = STEP) -> list[dic
 
 
 def gradients(
-    group: Any, kind: str, cp: int, fault: bool = False, together: bool = False, **settings: Any
+    group: Any, kind: str, cp: int, fault: bool = False, **settings: Any
 ) -> list[torch.Tensor]:
     """On a rank: the loss of a step, and the gradients of all parameters."""
     import cp_ring.megatron
@@ -100,9 +97,7 @@ def gradients(
     try:
         with program(cp, hybrid=cp > 1, packed=True, **settings):
             model, total, count = build(cp, kind), torch.zeros(()), torch.zeros(())
-            all_of_them = cp == 1 or together
-            step = TOGETHER if together else STEP
-            for batch in microbatches(all_of_them, dist.get_rank(), step):
+            for batch in microbatches(cp == 1, dist.get_rank()):
                 mine = cp_ring.megatron.split_batch(batch)
                 losses = model(
                     mine["tokens"], mine["position_ids"], None, labels=mine["labels"],

@@ -5,7 +5,6 @@ exit code 2.
 import ast
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -288,24 +287,6 @@ def test_double_backward(one_rank):
         grad.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--recompute-granularity", "selective"], True),
-        (["--recompute-activations"], True),
-        (["--recompute-granularity", "selective", "--recompute-modules", "layernorm"], False),
-    ],
-)
-def test_what_is_said_of_recomputation(applied, parse, capsys, monkeypatch, flags, said):
-    applied("cpu_runtime")
-    from megatron.training.arguments import validate_args
-
-    monkeypatch.setattr(rejection, "_noted", set())
-    validate_args(parse(*BASE, *flags))
-    line = "cp_ring: --recompute-granularity selective of core_attn frees no memory with ring"
-    assert capsys.readouterr().out.count(line) == said
-
-
 @pytest.mark.parametrize("flags", [[], ["--transformer-impl", "transformer_engine"]])
 def test_layers_of_a_package_that_is_not_there(parse, capsys, monkeypatch, flags):
     monkeypatch.setattr(compat, "has_transformer_engine", lambda: False)
@@ -487,17 +468,3 @@ def test_a_slip_of_flags_is_one_line_that_says_what_to_change(parse, capsys, sli
     said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert stop.value.code == 2 and len(said) == 1, said
     assert said[0].startswith("cp_ring: error: ") and SLIPS[slip] in said[0], said
-
-
-def test_an_assertion_while_the_job_is_set_up_quotes_its_source():
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    optimizer = SimpleNamespace(param_groups=[])
-    numbers = dict.fromkeys(
-        ("init_lr", "lr_warmup_steps", "start_wd", "end_wd", "wd_incr_steps"), 0
-    )
-    named = {"max_lr": 1.0, "min_lr": 2.0, "lr_decay_steps": 4, "lr_decay_style": "linear"}
-    with pytest.raises(AssertionError) as failed:
-        OptimizerParamScheduler(optimizer, **numbers, **named, wd_incr_style="constant")
-    assert rejection._is_an_objection(failed.value)
-    assert rejection._text(failed.value).startswith("assert ")

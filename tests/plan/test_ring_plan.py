@@ -88,25 +88,6 @@ def test_bad_input_is_one_line(make, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_half_of_the_own_keys_work_comes_last_in_backward():
-    """The last gradients travel during it. Nothing is cut if nothing travels."""
-    plan = Plan.build(Mask.causal(8192), Layout.zigzag(8192, 4), schedule="ring")
-    for rank in range(4):
-        part = plan.rank_plan(rank)
-        first, *others, last = part.backward
-        assert [hop.index for hop in part.backward] == [0, 1, 2, 3, 0]
-        assert others == list(part.hops[1:])
-        areas = [int(hop.tiles.area().sum()) for hop in (first, last)]
-        assert sum(areas) == part.hops[0].tiles.area().sum()
-        assert max(areas) < 0.53 * sum(areas)
-        # of 2048: the multiple of 128 nearest to half the area
-        assert first.tiles.q1.max() == last.tiles.q0.min() == 1408
-    alone = Plan.build(Mask.causal(64), Layout.zigzag(64, 1)).rank_plan(0)
-    assert alone.backward is alone.hops
-    one_token_each = Plan.build(Mask.causal(2), Layout.contiguous(2, 2)).rank_plan(1)
-    assert one_token_each.backward is one_token_each.hops
-
-
 def test_the_order_of_the_backward_pass_is_proven_too():
     plan = Plan.build(Mask.documents([0, 100, 200, 777, 1000, 1024]), Layout.zigzag(1024, 4))
     plan.verify(rank_plans=True)

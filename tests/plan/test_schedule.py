@@ -6,9 +6,7 @@ import pytest
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan
-from cp_ring.plan.cost import attention_time
 from cp_ring.plan.schedule import SLOT_SHARDS, auto, check, group_sizes, parse, resolve
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 
 
 @pytest.mark.parametrize("cp", range(1, 10))
@@ -57,31 +55,6 @@ def test_hops_follow_bytes_and_work(mask: Mask, hops: int) -> None:
         assert [hop.sources for hop in alone.hops] == [
             hop.sources for hop in plan.rank_plan(rank).hops
         ]
-
-
-def test_auto_is_as_fast_as_any_named_schedule() -> None:
-    sizes = AttentionSizes()
-    for mask in (Mask.documents([0, 9000, 30000, 31000, 1 << 16]), Mask.prefix(1 << 16, 20000)):
-        layout = Layout.balanced(mask, 8)
-        auto, *others = (
-            Plan.build(mask, layout, schedule=name) for name in ("auto", "ring", "gather")
-        )
-        seconds = [attention_time(x, x.verify(), sizes, ranks_per_node=8).both for x in others]
-        assert attention_time(auto, auto.verify(), sizes, ranks_per_node=8).both < 1.03 * min(
-            seconds
-        )
-
-
-def test_auto_of_a_plan() -> None:
-    def schedule(route: str = "direct", **options: int) -> tuple[int, ...]:
-        return Plan.build(
-            Mask.causal(1 << 16), Layout.zigzag(1 << 16, 8), route, **options
-        ).schedule
-
-    assert schedule() == auto(8, SLOT_SHARDS) == (0, 1, 1, 2, 2, 2, 2, 3)
-    assert schedule(slot_shards=2) == auto(8, 2)
-    # more sources would send past the next neighbor
-    assert schedule("ring") == tuple(range(8))
 
 
 @pytest.mark.parametrize(
