@@ -34,7 +34,6 @@ HETEROGENEOUS = f"""
     {UNTIED} --num-layers 4 --use-rope-scaling --rope-scaling-factor 8.0 --use-rotary-position-embeddings --rotary-percent 1.0
     --rotary-base 10000 --heterogeneous-layers-config-path {Path(__file__).with_name("heterogeneous.json")}
 """
-SINKHORN = f"{UNTIED} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type sinkhorn"
 OF_SCRIPT = "--no-create-attention-mask-in-dataloader"
 SECONDS = 600.0  # for probes at the job's own length, which machines of any speed must reach
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard, unshard
+from cp_ring import Layout, ring_attention, roll, shard, unshard
 from cp_ring.comm.agreement import FIRST, Agreement, Fact
 from cp_ring.errors import PlanError
 from cp_ring.observe.debug import debugging
@@ -119,24 +119,6 @@ def test_whole_tensors_in_place_of_shards_are_noticed(pool):
     first, second = pool.run(warned, CP, True)
     assert len(first) == 1 and "all 2 ranks of the group pass the same tensors" in first[0]
     assert not second and pool.run(warned, CP, False) == [[], []]
-
-
-def known(group):
-    """How often ranks met: for a new plan, the plan again, an equal plan that was made anew, and
-    with another dtype.
-    """
-    count, meet = [], Agreement._meet
-    Agreement._meet = lambda self, *facts: count.append(1) or meet(self, *facts)
-    try:
-        met = []
-        for dtype in (torch.float32, torch.float32, torch.float32, torch.float64):
-            plan = Plan.build(Mask.causal(N, (17, 0)), Layout.zigzag(N, CP))
-            x = torch.ones(1, N // CP, 2, 8, dtype=dtype, requires_grad=True)
-            ring_attention(x, x, x, group, plan=plan).sum().backward()
-            met.append(len(count))
-        return met
-    finally:
-        Agreement._meet = meet
 
 
 def together(case, *args):

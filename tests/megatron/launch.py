@@ -35,9 +35,6 @@ TRAIN = shlex.split("""
     --log-interval 100 --seed 7
 """)
 TINY = MODEL + DATA + TRAIN
-FULL = shlex.split(
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-)
 
 
 def environment() -> dict[str, str]:

@@ -191,29 +191,6 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
 # Attention, rotary positions and rolls over ranks
 
 
-def roll(group, dtype, how):
-    """This rank's rolled tokens, and their places in the stream."""
-    cp = 1 if group is None else group.size()
-    rank = 0 if group is None else group.rank()
-    if how == "thd":
-        params = packed()
-        split = documents_of(params, 32 // cp, cp, False)
-    elif how is None:
-        params, split = None, Documents.in_rows(np.array([0, 16, 32]), 2, "zigzag", cp)
-    else:
-        split = Documents.in_rows(np.array([0, 3, 16, 17, 32]), 2, how, cp)
-        params = DocumentParams.carry(split)
-    whole = torch.arange(1, 33).to(dtype)
-    mine = split.shard(whole.view(split.batch, -1), rank)
-    rolled, total = roll_in_documents(
-        mine, shifts=-1, dims=-1, cp_group=group, packed_seq_params=params
-    )
-    assert rolled.shape == mine.shape and rolled.dtype == dtype
-    if not dtype.is_floating_point:
-        assert total == rolled.sum()
-    return torch.from_numpy(split.layout.positions(rank)), rolled.reshape(-1)
-
-
 def roll_one(group):
     """The rolled loss mask of one token, divided by what Megatron divides it by."""
     split = Documents.in_rows(np.array([0, 16]), 1, "zigzag", group.size())

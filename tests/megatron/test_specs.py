@@ -219,8 +219,11 @@ def test_a_cache_of_keys_has_stock_attention():
     from megatron.core.inference.contexts import StaticInferenceContext
 
     model = gpt(
-        config(window_size=(2, 0)), get_gpt_layer_local_spec(normalization="RMSNorm")
+        config(window_size=(2, 0), softmax_type="learnable"),
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
     ).eval()
+    for layer in model.decoder.layers:
+        torch.nn.init.normal_(layer.self_attention.core_attention.softmax_offset)
     tokens, places = torch.arange(8)[None], torch.arange(8)[None]
     context = StaticInferenceContext(1, 8)
     with torch.no_grad():

@@ -186,6 +186,9 @@ def _recurrent(name: str, flags: str, balanced: float = 1e-6) -> Iterator[Model]
     """Models with recurrent layers, under each layout and with documents; `balanced` is the
     tolerance of that layout.
     """
+    # With documents the baseline is cp_ring at context parallel size 1, because stock attention
+    # takes none on the CPU; tests/megatron/test_recurrent.py compares the recurrent layers there
+    # with stock ones on each document alone.
     masked, order, late = (
         f"{flags} --cp-ring-document-mask",
         "state in the order of another layout",

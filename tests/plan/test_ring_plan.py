@@ -12,8 +12,6 @@ import pytest
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan
 
-N = 65536
-
 
 def effort(make: Callable[[], object]) -> tuple[int, int]:
     """Calls of functions and peak bytes of arrays and objects that `make` needs; the same on every
