@@ -128,7 +128,7 @@ def test_the_fused_rotary_embedding_is_switched_off_where_it_cannot_have_the_pos
     rejection._noted.clear()
     program.accept_model(config)
     assert config.apply_rope_fusion is False
-    assert "--micro-batch-size 2 has different positions" in capfd.readouterr().out
+    assert "is switched off (--no-rope-fusion)" in capfd.readouterr().out
 
 
 def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):

@@ -1,5 +1,5 @@
 """The parity matrix:
-`python -m tests.parity [--models a,b] [--splits c,d] [--json | --markdown] [--planted]`.
+`python -m tests.parity [--models a,b] [--splits c,d] [--json] [--planted]`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ def main(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a list of objects, one a cell.")
     ] = False,
-    markdown: Annotated[bool, typer.Option(help="Print a Markdown table.")] = False,
     planted: Annotated[
         bool, typer.Option(help="Plant each model's fault: then every cell must be wrong.")
     ] = False,
@@ -40,8 +39,6 @@ def main(
     )
     if as_json:
         print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
-    elif markdown:
-        print(markdown_table(verdicts))
     else:
         show(verdicts)
     raise typer.Exit(int(not all(verdict.expected for verdict in verdicts)))
@@ -67,13 +64,6 @@ def show(verdicts: list[Verdict]) -> None:
     console.print(table)
     for note in notes:
         console.print(note, markup=False, highlight=False)
-
-
-def markdown_table(verdicts: list[Verdict]) -> str:
-    """The same as Markdown."""
-    header, lines, notes = _table(verdicts)
-    lines = [" | ".join(line) for line in (header, ["---"] * len(header), *lines)]
-    return "\n".join([*(f"| {line} |" for line in lines), "", *notes])
 
 
 def _table(verdicts: list[Verdict]) -> tuple[list[str], list[list[str]], list[str]]:
