@@ -58,6 +58,7 @@ def microbatch(**more):
     places = torch.arange(16).expand(2, -1)
     return {
         "tokens": tokens,
+        "labels": tokens + 100,
         "position_ids": places,
         "loss_mask": torch.ones(2, 16),
         "step": 3,
@@ -74,6 +75,7 @@ def test_a_batch_is_split_with_its_mask(configured, layout, given):
         part["tokens"].shape == (2, 8) and part["step"] == 3 and "cp_ring_mask" not in part
         for part in parts
     )
+    assert all(torch.equal(part["labels"], part["tokens"] + 100) for part in parts)
     tokens = torch.cat([part["tokens"] for part in parts], 1)
     positions = torch.cat([part["position_ids"] for part in parts], 1)
     order = tokens.argsort(1)
