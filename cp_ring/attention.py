@@ -66,8 +66,8 @@ _made: weakref.WeakKeyDictionary[RankPlan, dict[object, Attention]] = RUNTIME.ke
 def attention_of(
     plan: AnyPlan, transport: Transport | None, options: AttentionOptions, inputs: Inputs
 ) -> Attention:
-    """Return the `Attention` of a plan for inputs of this kind, which are `alike`. It is made once,
-    and lives as long as this rank's part of the plan.
+    """Return the `Attention` of a plan for all inputs with the sizes, dtypes and device of `inputs`
+    (`Inputs.kinds`). It is made once, and lives as long as this rank's part of the plan.
     """
     rank_plan = rank_plan_of(plan, transport)
     of_plan = _made.setdefault(rank_plan, {})
@@ -233,8 +233,8 @@ class Attention:
         return Output(out.transpose(0, 1) if self._bshd else out, lse, max_logit, parts)
 
     def kept(self, out: Tensor, lse: Tensor) -> KeptOutput | None:
-        """Return a `KeptOutput` of a call with these results; None if the call needs more than
-        these.
+        """Return a `KeptOutput` of a call with these results, so that recomputation need not run
+        the forward pass again; None if backward of such a call needs other tensors too.
         """
         plan = self._plan()
         if plan is None or plan.exchange is not None or self._batch_rows:

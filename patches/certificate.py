@@ -1,6 +1,7 @@
-"""Makes the certificate after Megatron has made its parallel groups and before it builds the model.
+"""Examines the job's own mask, attention, loss and gradients (the certificate) after Megatron has
+made its parallel groups and before it builds the model.
 
-`pretrain` gets the job's own forward step as an argument, so it is wrapped too.
+`pretrain` is wrapped too, because it has the job's forward step as an argument.
 """
 
 from __future__ import annotations

@@ -94,7 +94,10 @@ class Mover:
     def _apart(
         self, parts: Sequence[Buffers], leaving: list[Ranges], coming: list[Ranges], kind: str
     ) -> Landing:
-        """Send tokens so that those from each rank arrive in tensors of their own."""
+        """Send the token ranges `leaving[r]` of `parts[r]` to each rank r, and receive `coming[r]`
+        from it. Land as a list with the tensors from each rank, not joined. `kind` names the
+        messages in waits and errors.
+        """
         came, receives = [], []
         for peer, ranges in enumerate(coming):
             tensors = [

@@ -99,7 +99,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _unwrapped(model: Any) -> PreTrainedModel:
-    """Return the model inside of PEFT's adapters. Raises `ConfigError` if there is no model."""
+    """Return the transformers model inside of PEFT's adapters, or `model` itself. Raises
+    `ConfigError` if there is no transformers model, or if an adapter adds learned tokens.
+    """
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ConfigError(
             f"{type(model).__name__} puts learned tokens before those of each rank: take adapters "
@@ -147,7 +149,7 @@ def _check_labels(model: nn.Module, _: Any, named: dict[str, Any]) -> None:
 
 def _tell_length(model: PreTrainedModel) -> None:
     """Give the largest position of the whole batch to rotary embeddings whose frequencies follow
-    it. It goes in as one more token, which is taken off the result.
+    it. The position goes into `position_ids` as one more token, which is taken off the result.
     """
     last: list[Tensor] = []
 

@@ -138,8 +138,9 @@ class AttentionKernel(Protocol):
         hi: int,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tile's share of dq, dk, dv, from the merged out [b, q, h, e] and lse [b, h, q]
-        of all tiles of its queries.
+        """Return the tile's share of dq, dk, dv, with the shapes of q, k, v, from dout [b, q, h,
+        e], and the merged out [b, q, h, e] and lse [b, h, q] of all tiles of its queries. `lo` and
+        `hi` are those of forward.
         """
         ...
 

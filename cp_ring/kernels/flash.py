@@ -151,7 +151,8 @@ class FlashKernel(WindowKernel):
             return f"{self.functions.version} as installed has no deterministic backward"
         if deterministic() and self.functions.version == "4" and _generation() == _NOT_EXACT_IN_4:
             return (
-                f"4 has no deterministic backward for GPUs of compute capability {_NOT_EXACT_IN_4}"
+                "flash-attn 4 has no deterministic backward for GPUs of compute capability "
+                f"{_NOT_EXACT_IN_4}"
             )
         mismatch = _mismatch(self.functions)
         if mismatch:

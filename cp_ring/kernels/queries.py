@@ -1,4 +1,6 @@
-"""The queries of a backward pass, as its kernel calls read them."""
+"""Slices q, dout, out and lse for the kernel calls of a backward pass, in the layout that kernels
+need, once for consecutive calls with the same queries.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from torch import Tensor
 
 
 class Queries:
-    """What backward knows of all queries: dout [s, b, h, e], q, the merged out and lse [b, h, s].
+    """All queries of a backward pass: dout [s, b, h, e], q, the merged out and lse [b, h, s].
     Consecutive calls with the same queries share their views, and one contiguous copy of lse.
     """
 

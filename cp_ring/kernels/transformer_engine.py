@@ -240,7 +240,10 @@ class TransformerEngineKernel:
     def _gradients(
         self, call: Call, tensors: tuple[Tensor, ...], stats: Tensor, ends: _Ends, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv. tensors: q, k, v, out and dout."""
+        """Return dq, dk and dv of one call of TransformerEngine's backward. tensors: q, k, v, out
+        and dout, in the layout of the call; stats: the lse as forward returns it, float32; ends:
+        the cumulative lengths of queries and keys.
+        """
         widths = call.d, call.d, call.e, call.e, call.e
         padded = dict(zip(_IN_BACKWARD, map(pad, tensors, widths), strict=True))
         backward = self._functions(call, scale, stats.device).backward

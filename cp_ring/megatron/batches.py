@@ -156,7 +156,7 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
     if n % cp:
         raise ConfigError(
             f"{OFFSETS}: {n} packed tokens cannot be split over {cp} context-parallel ranks: pad "
-            "them"
+            f"them to a multiple of {2 * cp}"
         )
     documents = Documents.in_thd(packed, n // cp, cp, together or packed_in_whole_rows())
     rest = {

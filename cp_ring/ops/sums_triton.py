@@ -19,7 +19,12 @@ def _add(
     q0, b0, h0, q1, b1, h1, q2, b2, h2, q3, b3, h3,
     PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program adds the parts of one block of the table, for one head; strides in elements."""
+    """result = running + up to 4 partial gradients, for one block of tokens and one head.
+
+    A row of `table` [blocks, 3 + PARTS] has the block's first token, its number of tokens, flags,
+    and the block's first token in each part, -1 where the part lacks it. Tensors are [tokens, b,
+    h, BLOCK_D]; strides are in elements.
+    """
     entry = table + tl.program_id(0) * (3 + PARTS)
     at_h, at_b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     at_q = tl.load(entry).to(tl.int64) + tl.arange(0, BLOCK_Q)

@@ -54,9 +54,9 @@ class Moves:
 
     @classmethod
     def gathered(cls, layout: Layout, members: Layout, member: int = 0) -> Moves:
-        """The tokens of the ranks of a member go to each of these ranks. `members` is
-        `layout.merged(u)` for u ranks of a member; if all ranks are one member, each gets the
-        stream.
+        """An all-gather among the u neighboring ranks that act as one rank of the ring (number
+        `member`, see `cp_ring.plan.members`): each of them gets the tokens of all u. `members` is
+        `layout.merged(u)`; where u is the number of all ranks, each gets the whole sequence.
         """
         ranks = layout.cp // members.cp
         chunk = np.flatnonzero(layout.owner // ranks == member)

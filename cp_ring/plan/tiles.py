@@ -74,8 +74,8 @@ class Tiles:
 
     @classmethod
     def of(cls, tiles: Iterable[Tile | tuple[int, ...]]) -> Tiles:
-        """Tiles from an iterable of (q0, q1, k0, k1, lo, hi); bounds lo and hi beyond `OPEN` become
-        open.
+        """Tiles from rows (q0, q1, k0, k1, lo, hi), whose numbers are those of `Tile`: queries q0
+        <= q < q1, keys k0 <= k < k1, lo <= k - q <= hi. Bounds beyond +-`OPEN` become open.
         """
         data = integers(list(tiles), "pieces").reshape(-1, 6).T.copy()
         empty = data[4] > data[5]

@@ -115,8 +115,8 @@ class LocalGroup:
         self._calls = self._batches = 0
 
     def check_batch(self, tensors: Mapping[str, Tensor], every: int) -> None:
-        """Compare every batch with those of the ranks that have come this far; see
-        `BatchComparison.check`.
+        """Raise `PlanError` if this batch differs from that of a rank that has come this far. Each
+        batch is compared, whatever `every` is; see `BatchComparison.check`.
         """
         batches = self._ring.batches[self._batches]
         batches[self.rank] = contents(tensors)

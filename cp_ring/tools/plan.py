@@ -171,7 +171,7 @@ def _of_job(job: str, overrides: list[str] | None) -> Asked:
 def make_mask(n: int | None, window: int, full: bool, offsets: Ints | None) -> Mask:
     """Return the mask of `n` tokens that the options describe. offsets: of packed documents."""
     if n is None:
-        raise PlanError("--seq-length: give the tokens of the sequence")
+        raise PlanError("--seq-length: give the number of tokens of the sequence")
     ends = (window, window if full else 0)
     if offsets is not None:
         return Mask.documents(offsets, causal=not full, window=ends, n=n)

@@ -193,7 +193,7 @@ def tune(job: JobConfig, request: Request) -> TuneResult:
     if not accepted:
         name, line = rejected[0]
         raise ConfigError(
-            f"Megatron rejects all of the {len(rejected)} fastest ways; {name}: {line}"
+            f"Megatron rejects the sizes of all {len(rejected)} fastest jobs; {name}: {line}"
         )
     by_cp = {way.sizes.cp: way for way in reversed(ways)}
     notes = [*_notes(setup, job, args, lengths)]

@@ -324,7 +324,10 @@ def test_version_4_is_taken_only_where_it_has_a_backward(homes, monkeypatch):
     for generation[0] in (9, 10, 12):
         assert reason_of() is None and FlashKernel().functions.version == "4"
     with determinism(True):
-        assert reason_of() == "4 has no deterministic backward for GPUs of compute capability 12"
+        assert (
+            reason_of()
+            == "flash-attn 4 has no deterministic backward for GPUs of compute capability 12"
+        )
         generation[0] = 9
         assert "compute capability" not in (reason_of() or "")
     generation[0] = 13

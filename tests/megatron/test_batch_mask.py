@@ -45,7 +45,9 @@ def test_each_other_mask_is_rejected():
         for key in (0, N // 2, N - 1):
             mask = causal(1)
             mask[0, 0, query, key] ^= True
-            with pytest.raises(ConfigError, match="an attention mask that is not the declared one"):
+            with pytest.raises(
+                ConfigError, match="that is not the causal one of this rank's tokens"
+            ):
                 accept_causal(mask, LAYOUT, 1)
     whole = (torch.tril(torch.ones(N, N)) < 0.5)[None, None]
     for mask in (
@@ -57,7 +59,8 @@ def test_each_other_mask_is_rejected():
         causal(1)[..., :-1],
     ):
         with pytest.raises(
-            ConfigError, match=r"the causal mask of this rank's tokens, or none \(--no-create"
+            ConfigError,
+            match=r"that is not the causal one of this rank's tokens: leave it out \(--no-create",
         ):
             accept_causal(mask, LAYOUT, 1)
 

@@ -130,7 +130,7 @@ def test_a_line_begins_with_what_is_not_covered(ended):
     assert "under causal, up to 4096 of 131072 tokens" in summary
     (line,) = ended(certificate, "strict")
     assert line.startswith(
-        "--cp-ring-certify strict: not covered: the loss (forward_step: ValueError: x (rank 1))"
+        "--cp-ring-certify strict: the probes do not cover the loss (forward_step: ValueError: x (rank 1))"
     )
     assert (
         len(ended(Certificate([probe], up_to=up_to), "strict")) == 1

@@ -138,7 +138,7 @@ def test_batches_that_cannot_be_split_are_rejected_in_one_line(configured):
     configured(mask_kinds="any")
     with pytest.raises(
         ConfigError,
-        match="batch rows of 15 tokens cannot be split over 2 context-parallel ranks, zigzag: pad",
+        match="batch rows of 15 tokens cannot be split over 2 context-parallel ranks by layout zigzag: pad",
     ):
         batches.split_batch({"tokens": torch.zeros(1, 15)}, Group(0, 2))
     with pytest.raises(

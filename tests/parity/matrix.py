@@ -86,8 +86,7 @@ class Cell:
     def baseline(self) -> Job:
         """The same model at context parallel size 1 without pipeline stages."""
         model, start = self.model, self._start()
-        # stock Megatron's gradients of latents depend on the tensor-parallel size
-        same_tp = (self._redrawn and not start) or "--multi-latent-attention" in model.flags
+        same_tp = (self._redrawn and not start) or model.differs_by_tp
         tp = self.split.tp if same_tp else 1
         flags = (*self._flags(tp, 1), *model.baseline.split())
         name = f"{model.name}-baseline-tp{tp}{'-loaded' if start else ''}"

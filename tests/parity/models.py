@@ -113,6 +113,14 @@ class Model:
     drawn_by_tp: bool = False
     rejected: Mapping[str, str] = field(default_factory=dict, hash=False)
 
+    @property
+    def differs_by_tp(self) -> bool:
+        """Whether stock Megatron's gradients depend on the tensor-parallel size: those of latents,
+        and those of a gated delta net's norm without sequence parallelism.
+        """
+        delta = "--hybrid-layer-pattern G" in self.flags and "--sequence-parallel" not in self.flags
+        return delta or "--multi-latent-attention" in self.flags
+
 
 @dataclass(frozen=True)
 class Split:

@@ -94,7 +94,7 @@ def test_a_job_has_the_sizes_of_its_layer() -> None:
     ("options", "line"),
     [
         ("--seq-length 64", "--cp: give the context-parallel ranks, or a JOB"),
-        ("--cp 2", "--seq-length: give the tokens of the sequence"),
+        ("--cp 2", "--seq-length: give the number of tokens of the sequence"),
         ("--cp 2 --seq-length 2G", "--seq-length 2147483648: it must be at least 1 and at most"),
         (f"{USUAL} --layout spiral", "layout='spiral': unknown; known are zigzag"),
         (f"{USUAL} --route spiral", "route='spiral': unknown; known are direct"),

@@ -52,7 +52,7 @@ def accept_causal(mask: torch.Tensor, layout: Layout, rank: int, last: int = 0) 
 
 def _rejected(mask: torch.Tensor) -> ConfigError:
     return ConfigError(
-        f"the batch holds an attention mask that is not the declared one ({mask.dtype} "
-        f"{list(mask.shape)}): ring attention takes the causal mask of this rank's tokens, or none "
-        "(--no-create-attention-mask-in-dataloader)"
+        f"the batch holds an attention mask ({mask.dtype} {list(mask.shape)}) that is not the "
+        "causal one of this rank's tokens: leave it out (--no-create-attention-mask-in-dataloader),"
+        " and give another mask as cp_ring_mask in the batch (--cp-ring-mask-kinds)"
     )

@@ -108,8 +108,8 @@ def _tap(layer: Any) -> None:
 
 
 def linked(attention_class: Any) -> Any:
-    """Return a subclass of an attention layer's class whose instances are linked (see `link`).
-    Equal classes give the same subclass.
+    """Return a subclass of an attention layer's class whose core attention has access to the
+    latents of the layer (see `link`). The same class always gives the same subclass.
     """
     subclass = _linked.get(attention_class)
     if subclass is None:

@@ -85,8 +85,9 @@ def _starts(carried: MicrobatchMask) -> np.ndarray:
 
 
 def _order(x: torch.Tensor, cp: int, packed: Any) -> TokenOrder:
-    """Return the token order of `x` [n, b, ...]: the order of the documents `packed` if given, else
-    the order in force, else the order of the layout.
+    """Return the two permutations (by rank, in sequence) of the n tokens of `x` [n, b, ...], which
+    are those of all ranks: for the documents `packed` if given, else those that the microbatch
+    put in force, else those of the configured layout.
     """
     order = _in_force.get()
     if packed is None and order is not None:

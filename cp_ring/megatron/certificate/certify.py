@@ -57,8 +57,8 @@ def verdict(certificate: Certificate) -> str:
         return failures[0].rejection() + more
     if settings.current().certify == "strict" and certificate.not_covered:
         return (
-            f"--cp-ring-certify strict: not covered: {', '.join(certificate.not_covered)}; "
-            "--cp-ring-certify on trains without it"
+            "--cp-ring-certify strict: the probes do not cover "
+            f"{', '.join(certificate.not_covered)}; to train all the same, give --cp-ring-certify on"
         )
     rejection.note(summary(certificate))
     return ""

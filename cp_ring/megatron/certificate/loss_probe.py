@@ -119,11 +119,12 @@ def _probe_loss(
     seed: int,
     results: Certificate,
 ) -> None:
-    """Compare the losses, the loss and the gradients of the tiny model of `args`, whose layers are
-    `kinds`, and probe a microbatch of the job's length.
+    """Run the tiny model of `args`, whose layers are `kinds`, with the job's context parallel size
+    and at size 1, and append to `results` how far losses by token, their average and the gradients
+    differ. Probe a microbatch of the job's length too.
 
-    `alone` is a process group of this rank only. `step` is the job's forward step; it runs at
-    context parallel size 1 too, because it may have a loss of its own.
+    `alone` is a process group of this rank only. `step` is the job's forward step; it runs in both,
+    because the step may compute another loss than Megatron's.
     """
     own = not hasattr(args, "transformer_config") and is_own(step)
     if own or step is None:

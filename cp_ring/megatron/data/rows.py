@@ -53,10 +53,12 @@ def declare(entry: Any, batch: int, n: int, cp: int) -> DeclaredMask:
 
 
 def check_length(n: int, cp: int) -> None:
-    if n % (current().named_layout.chunks * cp) and cp > 1:
+    chunks = current().named_layout.chunks * cp
+    if n % chunks and cp > 1:
         raise ConfigError(
-            f"batch rows of {n} tokens cannot be split over {cp} context-parallel ranks, "
-            f"{current().layout}: pad them, and give the constructor of the mask n="
+            f"batch rows of {n} tokens cannot be split over {cp} context-parallel ranks by layout "
+            f"{current().layout}: pad them to a multiple of {chunks}, and make the mask with "
+            f"n={-(-n // chunks) * chunks}"
         )
 
 

@@ -290,8 +290,9 @@ def _digest_of_tokenizer(path: Any) -> str:
 
 
 class PackedWithOffsets(PackedConversations):
-    """Adds `cu_seqlens` int32 [n + 1], filled up with n, and `max_seqlen` to the samples, as
-    Megatron's data set does for scripts.
+    """Adds `cu_seqlens`, int32 [n + 1], and `max_seqlen` to each sample of n tokens, as Megatron's
+    `SFTDataset` does for scripts such as pretrain_gpt.py. Entries of `cu_seqlens` after the last
+    document are n.
     """
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:

@@ -44,7 +44,7 @@ def one_mask(args: Asked, options: Options) -> str | None:
     if options.mask_kinds and options.document_mask:
         return (
             "--cp-ring-mask-kinds and --cp-ring-document-mask both define the mask: give "
-            "--cp-ring-mask-kinds alone, and Mask.documents in the batches"
+            "--cp-ring-mask-kinds alone, and a mask made by Mask.documents in each batch"
         )
     if options.mask_kinds and args.dataloader_inter_document_masking:
         return (

@@ -61,8 +61,8 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Do what `accept` does, after Megatron has validated and completed `args`; then choose the
-    wire codec if the flags leave it to cp_ring.
+    """Put cp_ring's settings in force again, now that Megatron has validated and completed `args`,
+    with the codec of keys on the wire, which is chosen here unless a flag names one.
     """
     options = Options.from_args(args)
     if options.enabled:

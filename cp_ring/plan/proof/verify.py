@@ -285,8 +285,10 @@ def check_gradients(plan: PlanTables) -> None:
 
 
 def _with_tiles(plan: PlanTables, passed: Transfers, rank: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the union, by buffer, of the keys that tiles read after hop 0 and those of messages
-    that pass through buffers of `rank`, as (buffer, start, end).
+    """Return which key ranges each receive buffer must hold, as sorted and disjoint (buffer, start,
+    end): the keys that tiles read after hop 0, and those that messages carry on. `rank` [messages]
+    is the rank through whose buffer message i of `passed` goes; a buffer is numbered by rank and
+    owner of the keys.
     """
     away, tiles = np.flatnonzero(plan.tile_hop > 0), plan.tiles
     reads = _buffer(plan.tile_rank[away], plan.tile_source[away], plan)

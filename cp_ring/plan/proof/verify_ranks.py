@@ -169,8 +169,9 @@ def _check_messages(part: RankPlan, plan: PlanTables) -> _Buffers:
         for index, other in sorted({*wanted, *found}):
             if wanted[index, other] != found[index, other]:
                 raise PlanError(
-                    f"rank {rank}, hop {index}: {name} of rank {other} are tokens (owner, start, "
-                    f"end) {found[index, other]}, not {wanted[index, other]}"
+                    f"rank {rank}, hop {index}: its part of the plan has {name} with rank {other} "
+                    f"of tokens (owner, start, end) {found[index, other]}, the whole plan has "
+                    f"{wanted[index, other]}"
                 )
     return _Buffers(keys, grads)
 
@@ -209,8 +210,8 @@ def _own_tiles(
 
 
 def _check_sources(part: RankPlan, hop: Hop, held: _Contents, summed: _Contents, cp: int) -> None:
-    """Raise `PlanError` unless `hop.sources` are the owners of the tokens in the hop's buffers, by
-    distance.
+    """Raise `PlanError` unless `hop.sources` are the owners of the tokens in the hop's buffers, the
+    nearest in the ring first.
     """
     owners = {piece[2] for contents in (held, summed) for piece in contents.pieces}
     sources = tuple(sorted(owners, key=lambda owner: ring_distance(part.member, owner, cp)))

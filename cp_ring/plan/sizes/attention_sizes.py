@@ -148,7 +148,7 @@ class AttentionSizes:
         if self.wire not in WIRES:
             raise PlanError(f"wire {self.wire!r}: known are {', '.join(WIRES)}")
         if self.codec.latent and self.latent is None:
-            raise PlanError(f"wire {self.wire} needs the sizes of multi-latent attention")
+            raise PlanError(f"wire {self.wire} needs the sizes of multi-latent attention, latent=")
 
     @property
     def codec(self) -> Wire:
@@ -187,8 +187,8 @@ class AttentionSizes:
 
     @property
     def pair_flops(self) -> tuple[int, int]:
-        """FLOPs of an allowed pair of a query and a key: (forward, backward), two and five matrix
-        products.
+        """FLOPs of an allowed pair of a query and a key, over all query heads and batch rows:
+        (forward, backward), two and five matrix products. A multiply-add counts as 2.
         """
         queries, out = self.query_width, self.out_width
         return 2 * (queries + out), 2 * (3 * queries + 2 * out)

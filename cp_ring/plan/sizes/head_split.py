@@ -1,4 +1,6 @@
-"""The heads that each rank of a member computes; see `cp_ring.plan.members`."""
+"""The heads that each rank computes where several ranks exchange heads and act as one rank of the
+ring, a member (see `cp_ring.plan.members`).
+"""
 
 from __future__ import annotations
 
@@ -67,13 +69,14 @@ def unsplit(heads: int, kv_heads: int, size: int) -> str:
 @RUNTIME.cache(maxsize=256)
 def split_heads(heads: int, kv_heads: int, size: int) -> HeadSplit:
     """Return the proven split (`check_heads`) of `heads` query heads and `kv_heads` key/value heads
-    over the `size` ranks of a member.
+    over the `size` ranks that act as one rank of the ring.
 
         split = split_heads(heads=32, kv_heads=8, size=4)
 
-    A rank with several key/value heads of its own gets them in 2 or 3 groups, if these are equal.
+    A rank with several key/value heads computes them in 2 or 3 groups of equal size, a kernel call
+    each, where their number divides; otherwise in one group.
 
-    Raises `PlanError` with the line of `unsplit`.
+    Raises `PlanError` with the reason why the heads cannot be split (`unsplit`).
     """
     if reason := unsplit(heads, kv_heads, size):
         raise PlanError(reason)
