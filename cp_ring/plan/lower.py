@@ -138,7 +138,9 @@ def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
     # The rectangle between the triangles: the keys that the strip's first and last query both see,
     # less the diagonals.
     inner0, inner1 = np.where(left, q1 + lo, k0), np.where(right, q0 + hi, k1)
-    above = Tiles.columns(q0, q1, q0 + lo, q1 + lo, lo=lo)
+    # Triangles of one query more than the band is wide would share a key: it is the lower one's.
+    end = q1 - (right & (q1 - q0 > hi - lo))
+    above = Tiles.columns(q0, end, q0 + lo, end + lo, lo=lo)
     middle = Tiles.columns(q0, q1, inner0, inner1)
     below = Tiles.columns(q0, q1, q0 + hi, q1 + hi, hi=hi)
     full, down = inner0 < inner1, right & (lo != hi)
@@ -152,19 +154,17 @@ def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints
     """Cut tiles into strips of queries in which each side of the band slopes either everywhere or
     nowhere.
 
-    Strips in which both sides slope are cut further, to at most as many queries as the band is
-    wide, so that their triangles do not meet. Strips of narrow bands have at least a block of
-    queries.
+    Strips in which both sides slope are cut further, to at most as many queries as the band has
+    diagonals, so that their triangles meet in one key at most. Strips of narrow bands have at least
+    a block of queries.
     """
     q0, q1, k0, k1, lo, hi = tiles.data
     # The left side slopes from query `slopes` on, the right side slopes before query `levels`.
     slopes, levels = np.clip(k0 - lo, q0, q1), np.clip(k1 - hi, q0, q1)
     cuts = np.stack([q0, np.minimum(slopes, levels), np.maximum(slopes, levels), q1])
     both = slopes < levels
-    width = hi - lo
-    height = np.where(
-        width < BLOCK, np.where(width < narrow, BLOCK, np.maximum(width, 1)), width // BLOCK * BLOCK
-    )
+    width, blocks = hi - lo, (hi - lo + 1) // BLOCK * BLOCK
+    height = np.where(blocks > 0, blocks, np.where(width < narrow, BLOCK, np.maximum(width, 1)))
     parts: list[tuple[Ints, Ints, Ints]] = []
     for index in range(3):
         start, end = cuts[index], cuts[index + 1]
