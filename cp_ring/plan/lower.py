@@ -161,6 +161,8 @@ def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints
     q0, q1, k0, k1, lo, hi = tiles.data
     # The left side slopes from query `slopes` on, the right side slopes before query `levels`.
     slopes, levels = np.clip(k0 - lo, q0, q1), np.clip(k1 - hi, q0, q1)
+    # The first query of the left slope sees all keys yet: it may fill the strip before it up.
+    slopes += (slopes < levels) & ((slopes + 1 - q0) % BLOCK == 0)
     cuts = np.stack([q0, np.minimum(slopes, levels), np.maximum(slopes, levels), q1])
     both = slopes < levels
     width, blocks = hi - lo, (hi - lo + 1) // BLOCK * BLOCK
