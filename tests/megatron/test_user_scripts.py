@@ -44,7 +44,8 @@ RING, ON_TP = ["--cp-ring"], ["--tensor-model-parallel-size", "2", CP, "2"]
 MODELS = {
     "small": ("", "", "", True),
     "moe": (f"{EXPERTS} {EXPERTS_ON_TP}", "", "", True),
-    "mla": (LATENT, REFERENCE, "", True),
+    # stock gradients of latents depend on the tensor-parallel size
+    "mla": (LATENT, REFERENCE, "", False),
     "documents": (
         "--eod-mask-loss",
         "--reset-attention-mask --reset-position-ids",
