@@ -58,7 +58,8 @@ def verdict(certificate: Certificate) -> str:
     if settings.current().certify == "strict" and certificate.not_covered:
         return (
             "--cp-ring-certify strict: the probes do not cover "
-            f"{', '.join(certificate.not_covered)}; to train all the same, give --cp-ring-certify on"
+            f"{', '.join(certificate.not_covered)}; to train all the same, give "
+            "--cp-ring-certify on"
         )
     rejection.note(summary(certificate))
     return ""
