@@ -133,8 +133,9 @@ def balanced_split(layers: Layers, cp: int, others: Sequence[Chunks]) -> Chunks:
         if even == GOOD_BALANCE and seconds <= NEAR * ideal:
             break
     best = min((even, seconds) for even, seconds, _ in found)
-    alike = (x for x in found if x[0] == best[0] and x[1] <= 1.002 * best[1])
-    return min(alike, key=lambda x: len(x[2].owner))[2]
+    alike = [split for even, took, split in found if even == best[0] and took <= 1.002 * best[1]]
+    known = [split for split in alike if any(split is other for other in others)]
+    return min(known or alike, key=lambda split: len(split.owner))
 
 
 def _seconds(layers: Layers, split: Chunks) -> tuple[float, float]:

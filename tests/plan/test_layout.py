@@ -182,3 +182,11 @@ def test_one_layout_balances_the_sum_of_all_layers(name: str) -> None:
 def test_bad_layers_are_one_line(layers, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Layout.balanced(layers, 2)
+
+
+@pytest.mark.parametrize("n, cp", [(64, 2), (4096, 4), (65536, 8), (1 << 19, 64)])
+def test_balanced_layout_of_a_causal_mask_is_zigzag(n, cp):
+    """Megatron's own split, which scripts make of batches without documents."""
+    balanced, zigzag = Layout.balanced(Mask.causal(n), cp), Layout.zigzag(n, cp)
+    assert np.array_equal(balanced.edges, zigzag.edges)
+    assert np.array_equal(balanced.owner, zigzag.owner)
