@@ -314,7 +314,7 @@ def test_megatron_is_asked():
     job = jobs.load(
         "llama3-8b-128k", [*tiny("llama3-8b-128k"), "megatron.bf16=true", "megatron.fp16=true"]
     )
-    with pytest.raises(ConfigError, match="Megatron rejects all of the"):
+    with pytest.raises(ConfigError, match="Megatron rejects the sizes of all"):
         tune(job, Request(gpus=2, ranks_per_node=2))
 
 
