@@ -8,6 +8,7 @@ import dataclasses
 
 import pytest
 
+from tests.megatron.launch import Outcome
 from tests.parity import matrix
 from tests.parity.matrix import Cell, Verdict
 from tests.parity.models import MODELS, SPLITS, Model
@@ -73,3 +74,10 @@ def verdict(model: Model, split: str = "tp2cp2", planted: bool = False, **found)
 def test_every_model_has_another_name_and_a_fault():
     assert len({model.name for model in MODELS}) == len(MODELS)
     assert all(model.fault for model in MODELS)
+
+
+def test_a_cell_fails_with_the_job_that_draws_its_weights():
+    cell = named("causal", "pp2cp2")[0]
+    outcomes = {job.name: Outcome() for job in cell.jobs()}
+    outcomes[cell.jobs()[0].name].code = 1
+    assert matrix.verdict(cell, outcomes).failed.startswith("causal-start: exit code 1")
