@@ -55,3 +55,15 @@ def test_narrow_bands_stay_bands_in_small_rectangles() -> None:
         and (bands.q1 - bands.q0 <= 128).all()
         and (bands.k1 - bands.k0 <= 128 + 32).all()
     )
+
+
+@pytest.mark.parametrize("width", [127, 255])
+def test_strips_of_a_window_of_whole_blocks_share_no_key(width):
+    """Two triangles of as many queries as the window would both have the key where they meet."""
+    tiles = Tiles.of([(0, 1024, 0, 1024, -width, 0)])
+    found = np.zeros((1024, 1024), int)
+    for q0, q1, k0, k1, lo, hi in lower(tiles, Capabilities()).tiles:
+        away = np.arange(k0, k1) - np.arange(q0, q1)[:, None]
+        found[q0:q1, k0:k1] += (lo <= away) & (away <= hi)
+    away = np.arange(1024) - np.arange(1024)[:, None]
+    assert np.array_equal(found, (-width <= away) & (away <= 0))
