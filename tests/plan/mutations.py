@@ -6,84 +6,80 @@ spoiled copy, or None if the plan has nothing of the kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
 
-from cp_ring.plan import OPEN, Hop, Plan, RankPlan, Tiles, Transfer
+from cp_ring.plan import OPEN, RankPlan, Tiles, Transfer
 from cp_ring.plan.ranges import sort_index
 from cp_ring.plan.schedule import ring_distance
-from cp_ring.plan.tables import PlanTables, Transfers
 
 Rng = np.random.Generator
 
 
-def _with_tiles(
-    plan: PlanTables, tiles: Tiles, rank: np.ndarray, hop: np.ndarray, source: np.ndarray
-) -> PlanTables:
+def _with_tiles(plan, tiles, rank, hop, source):
     sort = sort_index(rank, hop)
     return replace(
         plan, tiles=tiles[sort], tile_rank=rank[sort], tile_hop=hop[sort], tile_source=source[sort]
     )
 
 
-def _edit_tile(plan: PlanTables, rng: Rng, change: Callable[[np.ndarray], None]) -> PlanTables:
+def _edit_tile(plan, rng, change):
     data = plan.tiles.data.copy()
     change(data[:, rng.integers(len(plan.tiles))])
     return replace(plan, tiles=Tiles(data))
 
 
-def _add(*amounts: int) -> Callable[[np.ndarray], None]:
-    def change(tile: np.ndarray) -> None:
+def _add(*amounts):
+    def change(tile):
         tile += np.array(amounts) * (abs(tile) < 1 << 59)
 
     return change
 
 
-def tile_dropped(plan: PlanTables, rng: Rng) -> PlanTables:
+def tile_dropped(plan, rng):
     keep = np.delete(np.arange(len(plan.tiles)), rng.integers(len(plan.tiles)))
     return _with_tiles(
         plan, plan.tiles[keep], plan.tile_rank[keep], plan.tile_hop[keep], plan.tile_source[keep]
     )
 
 
-def tile_doubled(plan: PlanTables, rng: Rng) -> PlanTables:
+def tile_doubled(plan, rng):
     keep = np.append(np.arange(len(plan.tiles)), rng.integers(len(plan.tiles)))
     return _with_tiles(
         plan, plan.tiles[keep], plan.tile_rank[keep], plan.tile_hop[keep], plan.tile_source[keep]
     )
 
 
-def tile_shifted_in_keys(plan: PlanTables, rng: Rng) -> PlanTables:
+def tile_shifted_in_keys(plan, rng):
     return _edit_tile(plan, rng, _add(0, 0, 1, 1, 1, 1))
 
 
-def tile_shifted_in_queries(plan: PlanTables, rng: Rng) -> PlanTables:
+def tile_shifted_in_queries(plan, rng):
     return _edit_tile(plan, rng, _add(-1, -1, 0, 0, 1, 1))
 
 
-def tile_with_fewer_queries(plan: PlanTables, rng: Rng) -> PlanTables:
+def tile_with_fewer_queries(plan, rng):
     return _edit_tile(plan, rng, _add(0, -1, 0, 0, 0, 0))
 
 
-def tile_with_more_keys(plan: PlanTables, rng: Rng) -> PlanTables:
-    def change(tile: np.ndarray) -> None:
+def tile_with_more_keys(plan, rng):
+    def change(tile):
         tile[3] += 1
         tile[5] = max(tile[5], tile[3] - tile[0]) if tile[5] > 1 << 59 else tile[5] + 1
 
     return _edit_tile(plan, rng, change)
 
 
-def tile_without_its_corner(plan: PlanTables, rng: Rng) -> PlanTables:
-    def change(tile: np.ndarray) -> None:
+def tile_without_its_corner(plan, rng):
+    def change(tile):
         tile[5] = min(tile[5], tile[3] - 1 - tile[0]) - 1
 
     return _edit_tile(plan, rng, change)
 
 
-def tile_on_the_wrong_rank(plan: PlanTables, rng: Rng) -> PlanTables | None:
+def tile_on_the_wrong_rank(plan, rng):
     rank = plan.tile_rank.copy()
     i = rng.integers(len(rank))
     rank[i] = (rank[i] + 1) % plan.cp
@@ -94,7 +90,7 @@ def tile_on_the_wrong_rank(plan: PlanTables, rng: Rng) -> PlanTables | None:
     )
 
 
-def tile_at_the_wrong_hop(plan: PlanTables, rng: Rng) -> PlanTables | None:
+def tile_at_the_wrong_hop(plan, rng):
     hop = plan.tile_hop.copy()
     i = rng.integers(len(hop))
     hop[i] = (hop[i] + 1) % plan.cp
@@ -105,7 +101,7 @@ def tile_at_the_wrong_hop(plan: PlanTables, rng: Rng) -> PlanTables | None:
     )
 
 
-def tile_on_the_wrong_keys(plan: PlanTables, rng: Rng) -> PlanTables | None:
+def tile_on_the_wrong_keys(plan, rng):
     source = plan.tile_source.copy()
     i = rng.integers(len(source))
     source[i] = (source[i] + 1) % plan.cp
@@ -116,13 +112,11 @@ def tile_on_the_wrong_keys(plan: PlanTables, rng: Rng) -> PlanTables | None:
     )
 
 
-def _table_mutation(
-    table: str, column: str, change: Callable[[int, int], int]
-) -> Callable[[PlanTables, Rng], PlanTables | None]:
+def _table_mutation(table, column, change):
     """Changes one entry of one column of the transfers or the gradients."""
 
-    def mutate(plan: PlanTables, rng: Rng) -> PlanTables | None:
-        messages: Transfers = getattr(plan, table)
+    def mutate(plan, rng):
+        messages = getattr(plan, table)
         if not len(messages):
             return None
         values = getattr(messages, column).copy()
@@ -142,11 +136,11 @@ def _table_mutation(
     return mutate
 
 
-def _pick_mutation(table: str, doubled: bool) -> Callable[[PlanTables, Rng], PlanTables | None]:
+def _pick_mutation(table, doubled):
     """Doubles or drops one entry of the transfers or the gradients."""
 
-    def mutate(plan: PlanTables, rng: Rng) -> PlanTables | None:
-        messages: Transfers = getattr(plan, table)
+    def mutate(plan, rng):
+        messages = getattr(plan, table)
         if not len(messages):
             return None
         i, every = rng.integers(len(messages)), np.arange(len(messages))
@@ -156,7 +150,7 @@ def _pick_mutation(table: str, doubled: bool) -> Callable[[PlanTables, Rng], Pla
     return mutate
 
 
-def keys_two_hops_old(plan: PlanTables, rng: Rng) -> PlanTables | None:
+def keys_two_hops_old(plan, rng):
     """A route that forwards keys from the buffer of two hops before, which the executor has reused
     by then.
     """
@@ -174,7 +168,7 @@ def keys_two_hops_old(plan: PlanTables, rng: Rng) -> PlanTables | None:
     )
 
 
-def gradients_two_hops_on(plan: PlanTables, rng: Rng) -> PlanTables | None:
+def gradients_two_hops_on(plan, rng):
     """A route that sends gradients to the buffer of two hops later, which does not exist yet."""
     grads = plan.gradients
     early = grads.hop + 2 <= plan.schedule[-1]
@@ -188,7 +182,7 @@ def gradients_two_hops_on(plan: PlanTables, rng: Rng) -> PlanTables | None:
     return replace(plan, gradients=late)
 
 
-def _other_source(plan: PlanTables, rank: int, owner: int) -> int | None:
+def _other_source(plan, rank, owner):
     """Another owner whose keys `rank` uses at the hop at which it uses those of `owner`."""
     hops = np.array(plan.schedule)
     others = np.flatnonzero(hops == hops[ring_distance(rank, owner, plan.cp)])
@@ -196,7 +190,7 @@ def _other_source(plan: PlanTables, rank: int, owner: int) -> int | None:
     return int(others[0]) if len(others) else None
 
 
-def tile_on_another_source_of_its_hop(plan: PlanTables, rng: Rng) -> PlanTables | None:
+def tile_on_another_source_of_its_hop(plan, rng):
     for i in rng.permutation(np.flatnonzero(plan.tile_hop)).tolist():
         other = _other_source(plan, int(plan.tile_rank[i]), int(plan.tile_source[i]))
         if other is not None:
@@ -206,7 +200,7 @@ def tile_on_another_source_of_its_hop(plan: PlanTables, rng: Rng) -> PlanTables 
     return None
 
 
-def source_missing_from_a_slot(plan: PlanTables, rng: Rng) -> PlanTables | None:
+def source_missing_from_a_slot(plan, rng):
     """All keys of one of the hop's owners stay away."""
     keys = plan.transfers
     for i in rng.permutation(len(keys)).tolist():
@@ -216,7 +210,7 @@ def source_missing_from_a_slot(plan: PlanTables, rng: Rng) -> PlanTables | None:
     return None
 
 
-def gradients_to_another_owner_of_the_hop(plan: PlanTables, rng: Rng) -> PlanTables | None:
+def gradients_to_another_owner_of_the_hop(plan, rng):
     """Of gradients that should be home after this hop."""
     grads = plan.gradients
     for i in rng.permutation(np.flatnonzero(grads.buffer == 0)).tolist():
@@ -228,7 +222,7 @@ def gradients_to_another_owner_of_the_hop(plan: PlanTables, rng: Rng) -> PlanTab
     return None
 
 
-def another_schedule(plan: PlanTables, rng: Rng) -> PlanTables | None:
+def another_schedule(plan, rng):
     """A right schedule, but not the one of the tables: an owner whose keys are used is at another
     hop.
     """
@@ -241,11 +235,11 @@ def another_schedule(plan: PlanTables, rng: Rng) -> PlanTables | None:
     return None
 
 
-def _to_itself(table: str) -> Callable[[PlanTables, Rng], PlanTables | None]:
+def _to_itself(table):
     """A message more, from a rank's buffer of a hop to the same buffer."""
 
-    def mutate(plan: PlanTables, rng: Rng) -> PlanTables | None:
-        messages: Transfers = getattr(plan, table)
+    def mutate(plan, rng):
+        messages = getattr(plan, table)
         if not len(messages):
             return None
         holder = "receiver" if table == "transfers" else "sender"
@@ -259,20 +253,20 @@ def _to_itself(table: str) -> Callable[[PlanTables, Rng], PlanTables | None]:
     return mutate
 
 
-def _first_distance(plan: PlanTables, hop: np.ndarray) -> np.ndarray:
+def _first_distance(plan, hop):
     """The first ring distance of each hop."""
     return np.searchsorted(plan.schedule, hop)
 
 
-def _sorted(table: str, messages: Transfers, cp: int) -> Transfers:
+def _sorted(table, messages, cp):
     return messages.in_buffer_order("receiver" if table == "transfers" else "sender", cp)
 
 
-def _next(value: int, cp: int) -> int:
+def _next(value, cp):
     return (value + 1) % cp
 
 
-_TABLE_MUTATIONS: dict[str, Callable[[PlanTables, Rng], PlanTables | None]] = {
+_TABLE_MUTATIONS = {
     f.__name__: f
     for f in (
         tile_dropped, tile_doubled, tile_shifted_in_keys, tile_shifted_in_queries, tile_with_fewer_queries, tile_with_more_keys,
@@ -297,9 +291,9 @@ for _table in ("transfers", "gradients"):
 
 
 def _of_plan(
-    mutate: Callable[[PlanTables, Rng], PlanTables | None],
-) -> Callable[[Plan, Rng], Plan | None]:
-    def spoil(plan: Plan, rng: Rng) -> Plan | None:
+    mutate,
+):
+    def spoil(plan, rng):
         tables = mutate(plan.ring, rng)
         return tables and replace(plan, ring=tables, _rank_plans={})
 
@@ -311,9 +305,7 @@ PLAN_MUTATIONS = {name: _of_plan(mutate) for name, mutate in _TABLE_MUTATIONS.it
 RankPlans = list[RankPlan]
 
 
-def _edit_hop(
-    parts: RankPlans, rng: Rng, fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]
-) -> RankPlans | None:
+def _edit_hop(parts, rng, fits, change):
     """Changes one hop among those that fit."""
     places = [(part.rank, i) for part in parts for i, hop in enumerate(part.hops) if fits(hop)]
     if not places:
@@ -324,25 +316,25 @@ def _edit_hop(
     return [replace(part, hops=tuple(hops)) if part.rank == rank else part for part in parts]
 
 
-def _first(hop: Hop, name: str, change: Callable[[Transfer], Transfer]) -> Hop:
-    transfers: tuple[Transfer, ...] = getattr(hop, name)
+def _first(hop, name, change):
+    transfers = getattr(hop, name)
     return replace(hop, **{name: (change(transfers[0]), *transfers[1:])})
 
 
-def _shifted(transfer: Transfer) -> Transfer:
+def _shifted(transfer):
     return replace(transfer, ranges=tuple((start + 1, end + 1) for start, end in transfer.ranges))
 
 
-def _shortened(transfer: Transfer) -> Transfer:
+def _shortened(transfer):
     (start, end), *others = transfer.ranges
     return replace(transfer, ranges=((start, end - 1), *others))
 
 
-def _pick(hop: Hop, index: np.ndarray) -> Hop:
+def _pick(hop, index):
     return replace(hop, tiles=hop.tiles[index], grad_shift=hop.grad_shift[index])
 
 
-def _swap_hops(parts: RankPlans, rng: Rng) -> RankPlans | None:
+def _swap_hops(parts, rng):
     """Two hops of one rank change places."""
     ranks = [part.rank for part in parts if sum(bool(len(hop.tiles)) for hop in part.hops) > 1]
     if not ranks:
@@ -354,11 +346,11 @@ def _swap_hops(parts: RankPlans, rng: Rng) -> RankPlans | None:
     return [replace(part, hops=tuple(hops)) if part.rank == rank else part for part in parts]
 
 
-def _two(hops: list[Hop]) -> list[int]:
+def _two(hops):
     return [i for i, hop in enumerate(hops) if len(hop.tiles)][-2:]
 
 
-def _swap_ranks(parts: RankPlans, rng: Rng) -> RankPlans | None:
+def _swap_ranks(parts, rng):
     busy = [part.rank for part in parts if part.hops]
     if len(busy) < 2:
         return None
@@ -368,7 +360,7 @@ def _swap_ranks(parts: RankPlans, rng: Rng) -> RankPlans | None:
     ]
 
 
-def _peers_swapped(hop: Hop, name: str) -> Hop:
+def _peers_swapped(hop, name):
     """The first two transfers keep their tokens and change their peers."""
     first, second, *others = getattr(hop, name)
     return replace(
@@ -376,7 +368,7 @@ def _peers_swapped(hop: Hop, name: str) -> Hop:
     )
 
 
-def _source_missing(parts: RankPlans, rng: Rng) -> RankPlans | None:
+def _source_missing(parts, rng):
     """A rank does not receive one of a hop's sources, and the other rank does not send it."""
     places = [
         (part.rank, i) for part in parts for i, hop in enumerate(part.hops) if len(hop.receives) > 1
@@ -394,7 +386,7 @@ def _source_missing(parts: RankPlans, rng: Rng) -> RankPlans | None:
     return parts
 
 
-def _messages_swapped(hop: Hop) -> Hop:
+def _messages_swapped(hop):
     """The first two messages of one peer arrive at each other's place."""
     place = next(i for i, t in enumerate(hop.receives) if len(t.ranges) > 1)
     first, second, *others = hop.receives[place].ranges
@@ -402,7 +394,7 @@ def _messages_swapped(hop: Hop) -> Hop:
     return replace(hop, receives=(*hop.receives[:place], swapped, *hop.receives[place + 1 :]))
 
 
-def _sent_to_itself(part: RankPlan, hop: Hop) -> Hop:
+def _sent_to_itself(part, hop):
     """Besides, the rank sends the first token of its shard to itself, into a place of its own in
     the hop's buffer.
     """
@@ -413,7 +405,7 @@ def _sent_to_itself(part: RankPlan, hop: Hop) -> Hop:
     )  # fmt: skip
 
 
-def _messages_to_itself(parts: RankPlans, rng: Rng) -> RankPlans | None:
+def _messages_to_itself(parts, rng):
     fits = [part for part in parts if part.num_tokens and any(map(_away, part.hops))]
     if not fits:
         return None
@@ -423,7 +415,7 @@ def _messages_to_itself(parts: RankPlans, rng: Rng) -> RankPlans | None:
     return [replace(one, hops=hops) if one.rank == part.rank else one for one in parts]
 
 
-def _full_tile(hop: Hop, inside: bool) -> int | None:
+def _full_tile(hop, inside):
     """A tile without a band, of a hop with several sources; with `inside`, one after which there
     are more keys.
     """
@@ -436,27 +428,25 @@ def _full_tile(hop: Hop, inside: bool) -> int | None:
     return int(np.flatnonzero(found)[0]) if _several(hop) and found.any() else None
 
 
-def _with_keys(hop: Hop, tile: int | None, more: int) -> Hop:
+def _with_keys(hop, tile, more):
     data = hop.tiles.data.copy()
     data[3, tile] += more
     return replace(hop, tiles=Tiles(data))
 
 
-def _several(hop: Hop) -> bool:
+def _several(hop):
     return len(hop.sources) > 1
 
 
-def _hop_mutation(
-    fits: Callable[[Hop], bool], change: Callable[[Hop], Hop]
-) -> Callable[[RankPlans, Rng], RankPlans | None]:
+def _hop_mutation(fits, change):
     return lambda parts, rng: _edit_hop(parts, rng, fits, change)
 
 
-def _busy(hop: Hop) -> bool:
+def _busy(hop):
     return len(hop.tiles) > 0
 
 
-def _away(hop: Hop) -> bool:
+def _away(hop):
     return bool(hop.index and len(hop.tiles))
 
 
@@ -464,7 +454,7 @@ _sends, _receives, _grad_sends, _grad_receives = map(
     attrgetter, ("sends", "receives", "grad_sends", "grad_receives")
 )
 
-RANK_PLAN_MUTATIONS: dict[str, Callable[[RankPlans, Rng], RankPlans | None]] = {
+RANK_PLAN_MUTATIONS = {
     "tile dropped": _hop_mutation(_busy, lambda hop: _pick(hop, np.arange(1, len(hop.tiles)))),
     "tile doubled": _hop_mutation(
         _busy, lambda hop: _pick(hop, np.append(np.arange(len(hop.tiles)), 0))

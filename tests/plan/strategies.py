@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from cp_ring.plan import OPEN, Capabilities, Layout, Mask, Plan
 from cp_ring.plan.dense_masks import paint
-from cp_ring.plan.schedule import Schedule
 
 CAPABILITIES = (
     Capabilities(),
@@ -21,7 +20,7 @@ CAPABILITIES = (
 
 
 @st.composite
-def masks(draw: st.DrawFn, n: int) -> Mask:
+def masks(draw, n):
     """Any mask of `n` tokens that the constructors make."""
     window = draw(st.tuples(*[st.one_of(st.just(-1), st.integers(0, 10))] * 2))
     cuts = sorted(draw(st.lists(st.integers(0, n), max_size=5)))
@@ -74,7 +73,7 @@ def masks(draw: st.DrawFn, n: int) -> Mask:
 
 
 @st.composite
-def disjoint_pieces(draw: st.DrawFn, n: int) -> list[tuple[int, ...]]:
+def disjoint_pieces(draw, n):
     """Up to 12 pieces of any form that do not overlap."""
     taken, kept = np.zeros((n, n), bool), []
     for _ in range(draw(st.integers(1, 12))):
@@ -91,14 +90,14 @@ def disjoint_pieces(draw: st.DrawFn, n: int) -> list[tuple[int, ...]]:
 
 
 @st.composite
-def spans(draw: st.DrawFn, n: int) -> list[tuple[int, int]]:
+def spans(draw, n):
     """Up to three spans within `n` tokens that do not overlap."""
     edges = sorted(draw(st.sets(st.integers(0, n), max_size=6)))
     return list(zip(edges[0::2], edges[1::2], strict=False))
 
 
 @st.composite
-def layouts(draw: st.DrawFn, mask: Mask, cp: int) -> Layout:
+def layouts(draw, mask, cp):
     """Any layout of the mask's tokens on `cp` ranks, among them ones with no order at all."""
     n = mask.n
     kinds = ["contiguous", "balanced", "per_document_zigzag", "any"] + ["zigzag"] * (n >= 2 * cp)
@@ -118,7 +117,7 @@ def layouts(draw: st.DrawFn, mask: Mask, cp: int) -> Layout:
 
 
 @st.composite
-def schedules(draw: st.DrawFn, cp: int) -> str | Schedule:
+def schedules(draw, cp):
     """Any schedule of `cp` ranks, often one of those that have a name."""
     named = draw(st.sampled_from(["auto", "ring", "gather", "any", "any"]))
     if named != "any":
@@ -130,7 +129,7 @@ def schedules(draw: st.DrawFn, cp: int) -> str | Schedule:
 
 
 @st.composite
-def plans(draw: st.DrawFn, min_cp: int = 1) -> Plan:
+def plans(draw, min_cp=1):
     """Any plan of up to 9 ranks and 64 tokens."""
     cp = draw(st.integers(min_cp, 9))
     mask = draw(masks(draw(st.integers(cp, 64))))

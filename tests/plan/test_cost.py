@@ -21,7 +21,7 @@ from cp_ring.plan.sizes.device_rates import Rates
 SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32")
 
 
-def test_cost_by_hand() -> None:
+def test_cost_by_hand():
     plan = Plan.build(Mask.full(8), Layout.contiguous(8, 2))
     costs = cost(plan.verify(), SIZES)
     # 16 pairs a hop, 4 heads, a multiply and an add for each element of q and v.
@@ -32,7 +32,7 @@ def test_cost_by_hand() -> None:
     assert costs.memory["kept: lse"] == 4 * 4 * 4
 
 
-def test_time_by_hand() -> None:
+def test_time_by_hand():
     """Two hops of 1 s each in forward, whose keys take 0.75 s in a node and 3 s beside it."""
     plan = Plan.build(Mask.full(8), Layout.contiguous(8, 2))
     report = plan.verify()
@@ -49,7 +49,7 @@ def test_time_by_hand() -> None:
     assert sum(inside.ideal) == pytest.approx(2 + 2 * back)
 
 
-def test_hops_without_work_take_no_time() -> None:
+def test_hops_without_work_take_no_time():
     mask = Mask.causal(1024, (64, 0))
     rates = Rates(call=1e-3)
     ring, gather = (
@@ -61,7 +61,7 @@ def test_hops_without_work_take_no_time() -> None:
     assert (times[0].compute[0][0, 1:] == 0).all(), "the first rank has no key of another"
 
 
-def test_bytes_between_nodes() -> None:
+def test_bytes_between_nodes():
     for heads in (1, 2, 4):
         plan = PlanSpec(ulysses=heads).build(Mask.causal(4096), 8)
         own = SIZES.of_rank(heads).on_wire()[0] * heads
@@ -73,7 +73,7 @@ def test_bytes_between_nodes() -> None:
     assert bytes_between_nodes(nodes, SIZES, 4) == 4096 * SIZES.of_rank(4).on_wire()[0] * 4
 
 
-def test_heads_are_chosen_where_links_between_nodes_are_slow() -> None:
+def test_heads_are_chosen_where_links_between_nodes_are_slow():
     sizes = AttentionSizes()
     layers = [(Mask.causal(1 << 17), 1)]
     near, _ = fastest_heads(layers, 8, PlanSpec(), sizes, 8)
@@ -97,9 +97,7 @@ def test_heads_are_chosen_where_links_between_nodes_are_slow() -> None:
         (16, 32, 8, 1, [1]),  # of which nothing is known
     ],
 )
-def test_heads_to_try(
-    cp: int, heads: int, kv_heads: int, ranks_per_node: int, wanted: list[int]
-) -> None:
+def test_heads_to_try(cp, heads, kv_heads, ranks_per_node, wanted):
     assert heads_to_try(cp, AttentionSizes(heads, kv_heads), ranks_per_node) == wanted
 
 
@@ -114,7 +112,7 @@ def test_heads_to_try(
     ],
 )
 @pytest.mark.parametrize("schedule", ["auto", "ring", "gather"])
-def test_calls_are_those_of_a_kernel_that_takes_many_tiles(mask: Mask, schedule: str) -> None:
+def test_calls_are_those_of_a_kernel_that_takes_many_tiles(mask, schedule):
     plan = Plan.build(mask, Layout.zigzag(4096, 8), schedule=schedule)
     plan.verify()
     counted = kernel_calls(plan.ring, plan.schedule[-1] + 1)
@@ -126,7 +124,7 @@ def test_calls_are_those_of_a_kernel_that_takes_many_tiles(mask: Mask, schedule:
         assert [counted[rank, hop] for hop, _ in made] == [calls for _, calls in made]
 
 
-def test_sequences_that_share_keys_are_calls_of_their_own() -> None:
+def test_sequences_that_share_keys_are_calls_of_their_own():
     """A prompt that two responses see: each is a sequence, and both have its keys."""
     mask = Mask.shared_prefix([(2000, [2000, 2000])])
     plan = Plan.build(mask, Layout.contiguous(6000, 3), schedule="gather")
@@ -137,7 +135,7 @@ def test_sequences_that_share_keys_are_calls_of_their_own() -> None:
     assert kernel_calls(alone.ring, 1).tolist() == [[2]]
 
 
-def test_last_gradients_hide_behind_the_second_half_of_hop_0() -> None:
+def test_last_gradients_hide_behind_the_second_half_of_hop_0():
     """Also of a rank that skips hops which others have."""
     mask = Mask.causal(4096, (400, 0))
     times = [

@@ -34,14 +34,14 @@ N = 256
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), n=st.integers(1, 24))
-def test_any_array_becomes_disjoint_pieces(data: st.DataObject, n: int) -> None:
+def test_any_array_becomes_disjoint_pieces(data, n):
     allowed = data.draw(st.one_of(arrays(bool, (n, n)), masks(n).map(Mask.dense)))
     made = Mask.from_dense(allowed)
     assert np.array_equal(paint(made.pieces, n, n), allowed)
     assert made.pieces == made.pieces.trimmed()
 
 
-def test_the_documented_functions_have_as_many_pieces_as_documented(monkeypatch) -> None:
+def test_the_documented_functions_have_as_many_pieces_as_documented(monkeypatch):
     monkeypatch.setattr(dense_masks, "_queries_at_once", lambda n: 100)
     assert len(TABLE) >= 7
     for pieces, words in TABLE:
@@ -68,7 +68,7 @@ RULES = {
 }
 
 
-def _function(rules: list[str], join: str):
+def _function(rules, join):
     functions = [RULES[name] for name in rules]
     if join == "of a BlockMask":
         return create_block_mask(and_masks(*functions), None, None, N, N, "cpu").mask_mod
@@ -82,7 +82,7 @@ def _function(rules: list[str], join: str):
     n=st.integers(1, 40),
     at_once=st.integers(1, 40),
 )
-def test_functions_are_mapped_as_flex_attention_maps_them(rules, join, n, at_once) -> None:
+def test_functions_are_mapped_as_flex_attention_maps_them(rules, join, n, at_once):
     function = _function(rules, join)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dense_masks, "_queries_at_once", lambda n: at_once)
@@ -104,7 +104,7 @@ def test_functions_are_mapped_as_flex_attention_maps_them(rules, join, n, at_onc
             r"gives a tensor of shape \[2\] for a query and a key: it must be one boolean"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line(make, kind, message) -> None:
+def test_bad_input_is_one_line(make, kind, message):
     with pytest.raises(kind, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)

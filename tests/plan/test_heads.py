@@ -13,7 +13,7 @@ from cp_ring.plan import Layout, Mask, Plan, split_heads
 from cp_ring.plan.sizes.head_split import check_heads
 
 
-def layouts(n: int, cp: int) -> list[Layout]:
+def layouts(n, cp):
     mask = Mask.documents([0, 5, n // 3, n])
     scattered = Layout(
         n, cp, np.arange(n + 1), np.random.default_rng(cp).permutation(np.arange(n) % cp)

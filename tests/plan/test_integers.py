@@ -5,8 +5,6 @@ one line.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,13 +26,13 @@ ANY = st.one_of(
 )
 
 
-def rejected(error: Exception) -> None:
+def rejected(error):
     """An error of cp_ring is one line; another one is a fault."""
     assert type(error).__name__ in ("PlanError", "ConfigError"), repr(error)
     assert "\n" not in str(error) and len(str(error)) < 600
 
 
-def dense_or_none(make: Callable[[], Mask]) -> np.ndarray | None:
+def dense_or_none(make):
     try:
         return make().dense()
     except Exception as error:
@@ -42,7 +40,7 @@ def dense_or_none(make: Callable[[], Mask]) -> np.ndarray | None:
         return None
 
 
-def pairs(allowed: Callable[[int, int], bool], n: int = N) -> np.ndarray:
+def pairs(allowed, n=N):
     """What a mask must allow, in Python's integers, which have no end."""
     return np.array([[allowed(i, j) for j in range(n)] for i in range(n)])
 
@@ -68,7 +66,7 @@ def test_bands_of_pieces(band):
             assert np.array_equal(Mask.from_dict(once.to_dict()).dense(), dense)
 
 
-CALLS: dict[str, Callable[[Any, Any], object]] = {
+CALLS = {
     "from_pieces": lambda a, b: Mask.from_pieces(N, [(0, a, b, N)]),
     "from_pieces, n": lambda a, b: Mask.from_pieces(a, [(0, 1, 0, b)]),
     "from_dict, n": lambda a, b: Mask.from_dict({"n": a, "pieces": b}),

@@ -12,7 +12,7 @@ from tests.plan import samples
 BLOCK = 128
 
 
-def blocks(tiles: Tiles) -> int:
+def blocks(tiles):
     """Blocks of 128 x 128, counted from each tile's corner, that a kernel touches."""
     total = 0
     for q0, q1, k0, k1, lo, hi in tiles:
@@ -24,21 +24,21 @@ def blocks(tiles: Tiles) -> int:
     return total
 
 
-def windowed(window: int, cp: int) -> Plan:
+def windowed(window, cp):
     return Plan.build(Mask.causal(32768, (window, 0)), Layout.zigzag(32768, cp))
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("window", [-1, 1024])
-def test_documents_cost_at_most_15_percent_more_blocks(layout: str, seed: int, window: int) -> None:
+def test_documents_cost_at_most_15_percent_more_blocks(layout, seed, window):
     mask = Mask.documents(samples.exponential(65536, 1024, seed), window=(window, 0))
     chosen = Layout.zigzag(65536, 8) if layout == "zigzag" else Layout.balanced(mask, 8)
     tiles = Plan.build(mask, chosen).ring.tiles
     assert blocks(lower(tiles, Capabilities()).tiles) <= 1.15 * blocks(tiles)
 
 
-def test_a_native_window_needs_no_lowering() -> None:
+def test_a_native_window_needs_no_lowering():
     tiles = windowed(1024, 4).ring.tiles
     lowered = lower(tiles, Capabilities(bands=True))
     assert lowered.tiles == tiles.fitted() and lowered.parent.tolist() == list(range(len(tiles)))
@@ -47,7 +47,7 @@ def test_a_native_window_needs_no_lowering() -> None:
     assert (bands.lo <= bands.k1 - bands.q1).all() and (bands.hi >= bands.k1 - bands.q1).all()
 
 
-def test_narrow_bands_stay_bands_in_small_rectangles() -> None:
+def test_narrow_bands_stay_bands_in_small_rectangles():
     lowered = lower(Mask.full(4096, (16, 16)).pieces, Capabilities(narrow_bands=64))
     bands = lowered.tiles[lowered.kind == BAND]
     assert (

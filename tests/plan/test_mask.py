@@ -16,12 +16,12 @@ windows = st.tuples(*[st.one_of(st.just(-1), st.integers(0, 9))] * 2)
 
 
 def painted(
-    n: int,
-    offsets: list[int],
-    window: tuple[int, int],
-    causal: bool,
-    prefixes: list[int] | None = None,
-) -> np.ndarray:
+    n,
+    offsets,
+    window,
+    causal,
+    prefixes=None,
+):
     """The mask, from its definition."""
     left, right = window
     allowed = np.zeros((n, n), bool)
@@ -36,14 +36,14 @@ def painted(
 
 
 @st.composite
-def offsets_of(draw: st.DrawFn) -> tuple[int, list[int]]:
+def offsets_of(draw):
     n = draw(st.integers(1, 30))
     return n, [0, *sorted(draw(st.lists(st.integers(0, n), max_size=4)))]
 
 
 @settings(max_examples=200, deadline=None)
 @given(case=offsets_of(), window=windows, causal=st.booleans())
-def test_documents(case: tuple[int, list[int]], window: tuple[int, int], causal: bool) -> None:
+def test_documents(case, window, causal):
     n, offsets = case
     mask = Mask.documents(offsets, causal=causal, window=window, n=n)
     wanted = painted(n, offsets, window, causal)
@@ -54,9 +54,7 @@ def test_documents(case: tuple[int, list[int]], window: tuple[int, int], causal:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), case=offsets_of(), window=windows)
-def test_prefixes(
-    data: st.DataObject, case: tuple[int, list[int]], window: tuple[int, int]
-) -> None:
+def test_prefixes(data, case, window):
     n, offsets = case
     prefixes = [data.draw(st.integers(0, end - start)) for start, end in pairwise(offsets)]
     mask = Mask.prefix(n, prefixes, offsets, window)
@@ -67,13 +65,13 @@ def test_prefixes(
 
 @settings(max_examples=50, deadline=None)
 @given(n=st.integers(1, 30), window=windows)
-def test_full_and_causal(n: int, window: tuple[int, int]) -> None:
+def test_full_and_causal(n, window):
     assert np.array_equal(Mask.full(n, window).dense(), painted(n, [0, n], window, causal=False))
     assert np.array_equal(Mask.causal(n, window).dense(), painted(n, [0, n], window, causal=True))
 
 
 @st.composite
-def slices(draw: st.DrawFn) -> tuple[int, list[tuple[int, ...]]]:
+def slices(draw):
     """Tokens, and slices (q0, q1, k0, k1, type) of any sizes, whose queries do not overlap."""
     n = draw(st.integers(1, 24))
     edges = sorted(draw(st.sets(st.integers(0, n), min_size=2, max_size=6)))
@@ -86,7 +84,7 @@ def slices(draw: st.DrawFn) -> tuple[int, list[tuple[int, ...]]]:
 
 @settings(max_examples=200, deadline=None)
 @given(case=slices(), named=st.booleans())
-def test_slices(case: tuple[int, list[tuple[int, ...]]], named: bool) -> None:
+def test_slices(case, named):
     n, made = case
     wanted = np.zeros((n, n), bool)
     for q0, q1, k0, k1, kind in made:
@@ -104,7 +102,7 @@ def test_slices(case: tuple[int, list[tuple[int, ...]]], named: bool) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(case=offsets_of(), causal=st.booleans())
-def test_the_last_document_sees_all(case: tuple[int, list[int]], causal: bool) -> None:
+def test_the_last_document_sees_all(case, causal):
     n, offsets = case
     wanted = painted(n, offsets, (-1, -1), causal)
     last = [start for start, end in pairwise(offsets) if start < end][-1:]
@@ -117,7 +115,7 @@ def test_the_last_document_sees_all(case: tuple[int, list[int]], causal: bool) -
 
 @settings(max_examples=100, deadline=None)
 @given(case=offsets_of(), block=st.integers(1, 9))
-def test_block_causal_documents(case: tuple[int, list[int]], block: int) -> None:
+def test_block_causal_documents(case, block):
     n, offsets = case
     wanted = np.zeros((n, n), bool)
     for start, end in pairwise(offsets):
@@ -142,12 +140,12 @@ def test_block_causal_documents(case: tuple[int, list[int]], block: int) -> None
         (Mask.batch([Mask.causal(8), Mask.full(8)]), "batch: 2 rows (causal; full)"),
     ],
 )  # fmt: skip
-def test_masks_describe_themselves(mask: Mask, words: str) -> None:
+def test_masks_describe_themselves(mask, words):
     assert mask.describe() == words
     assert repr(mask) == f"<Mask of {mask.n} tokens, {words}>"
 
 
-def test_area_of_a_long_mask_is_exact() -> None:
+def test_area_of_a_long_mask_is_exact():
     n = 1 << 24
     assert Mask.causal(n).area() == n * (n + 1) // 2
     assert Mask.causal(n, (4096, 0)).area() == 4097 * n - 4096 * 4097 // 2
@@ -156,24 +154,43 @@ def test_area_of_a_long_mask_is_exact() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: Mask.documents([1, 4]),
-            r"cu_seqlens must start at 0 and not decrease, not \[1 4\]",
-        ),
+        (lambda: Mask.documents([1, 4]),
+            r"cu_seqlens must start at 0 and not decrease, not \[1 4\]"),
         (lambda: Mask.documents([0, 4, 3]), "cu_seqlens must start at 0 and not decrease"),
         (lambda: Mask.documents([0, 9], n=8), "cu_seqlens ends at 9, past the 8 tokens"),
         (lambda: Mask.full(0), "a stream of 0 tokens"),
-        (
-            lambda: Mask.causal(8, (-2, 0)),
-            r"window \(-2, 0\): each side must be -1 \(open\) or at least 0",
-        ),
+        (lambda: Mask.causal(8, (-2, 0)),
+            r"window \(-2, 0\): each side must be -1 \(open\) or at least 0"),
         (lambda: Mask.causal(8, 1), r"window 1: it must be a pair \(left, right\)"),
         (lambda: Mask.prefix(8, [1, 2]), "2 prefix lengths for 1 documents"),
         (lambda: Mask.prefix(8, 9), "document 0 of 8 tokens has a prefix of 9"),
         (lambda: Mask.causal(8).allowed(0, 8), r"pair \(0, 8\) is outside the 8 tokens"),
+        (lambda: Mask.from_pieces(8, [(0, 4, 0, 4), (3, 5, 2, 6)]),
+         r"pieces 0 \(0, 4, 0, 4\) and 1 \(3, 5, 2, 6\) overlap: query 3 sees key 2 in both; "
+         r"Mask.union joins"),
+        (lambda: Mask.from_pieces(8, [(0, 4, 0, 9)]),
+            r"piece 0 \(0, 4, 0, 9\) is outside the 8 tokens of the mask"),
+        (lambda: Mask.from_pieces(8, [(0, 1, 0, 1), (4, 2, 0, 8)]),
+            r"piece 1 \(4, 2, 0, 8\) ends before it begins"),
+        (lambda: Mask.union(Mask.causal(4), Mask.causal(8)),
+            "a union of masks of 4 tokens, 8 tokens: they must have one length"),
+        (lambda: Mask.shared_prefix([(4, [2, -1])]),
+            "group 0 has a response of -1 tokens: it must have at least 0"),
+        (lambda: Mask.shared_prefix([(4, [2])], n=5), "have 6 tokens, but the stream has 5"),
+        (lambda: Mask.tree([0], [4]), "branch 0 has parent 0: it must be -1 or a branch before it"),
+        (lambda: Mask.images(8, [(2, 4), (3, 6)]), r"spans 2\.\.4 and 3\.\.6 overlap"),
+        (lambda: Mask.images(8, [(2, 5)], [0, 4, 8]), r"span 2\.\.5 is not inside one document"),
+        (lambda: Mask.block_causal(8, 0), "blocks of 0 tokens"),
+        (lambda: Mask.from_ranges([(0, 4)], [(0, 4)], "bicausal"), "type 'bicausal' of a slice"),
+        (lambda: Mask.block_diffusion(7, 2), "7 tokens have no two equal halves"),
+        (lambda: Mask.from_dict({"n": 8}), r"here \['pieces'\] is missing"),
+        (lambda: Mask.from_dict({"n": 8, "pieces": [], "window": 3}),
+            r"here \['window'\] is unknown"),
+        (lambda: Mask.from_dict({"n": 8, "pieces": [], "segments": [[0, 8], [0, 0]]}),
+            "must begin at ascending tokens"),
     ],
-)
-def test_bad_input_is_one_line(make, message: str) -> None:
+)  # fmt: skip
+def test_bad_input_is_one_line(make, message):
     with pytest.raises(PlanError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)

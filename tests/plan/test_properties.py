@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan, lower
 from cp_ring.plan.dense_masks import paint
-from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED, Lowered, call_groups
-from cp_ring.plan.proof.verify import check_sources, verify
+from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED, call_groups
+from cp_ring.plan.proof.verify import verify
 from cp_ring.plan.proof.verify_ranks import verify_rank_plans
 from cp_ring.plan.shard_tiles import tiles_in_stream
 from tests.plan.mutations import PLAN_MUTATIONS, RANK_PLAN_MUTATIONS
@@ -24,7 +24,7 @@ from tests.plan.strategies import CAPABILITIES, plans
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan):
     """The proof accepts the plan, its tiles paint the mask, also after lowering, and a rank plan
     built alone is the same.
     """
@@ -59,7 +59,7 @@ def check_plan(plan: Plan) -> None:
     assert repr(alone) == repr(plan.rank_plan(rank))
 
 
-def check_mutation(plan: Plan, pick: int, seed: int) -> None:
+def check_mutation(plan, pick, seed):
     """One mutation of the tables, or of the rank plans, makes the proof fail."""
     rng = np.random.default_rng(seed)
     if not len(plan.ring.tiles):
@@ -82,7 +82,7 @@ def check_mutation(plan: Plan, pick: int, seed: int) -> None:
                     verify_rank_plans(plan.ring, [part])
 
 
-def check_calls(lowered: Lowered, varlen: bool) -> None:
+def check_calls(lowered, varlen):
     """Every tile is in one call, whose sequences have tiles of one kind and share no token."""
     groups = call_groups(lowered, varlen)
     every = [i for sequences in groups for sequence in sequences for i in sequence]
@@ -101,17 +101,17 @@ def check_calls(lowered: Lowered, varlen: bool) -> None:
 
 @settings(max_examples=150, **QUIET)
 @given(plan=plans())
-def test_random_plans_are_right(plan: Plan) -> None:
+def test_random_plans_are_right(plan):
     check_plan(plan)
 
 
 @settings(max_examples=250, **QUIET)
 @given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
-def test_spoiled_random_plans_are_rejected(plan: Plan, pick: int, seed: int) -> None:
+def test_spoiled_random_plans_are_rejected(plan, pick, seed):
     check_mutation(plan, pick, seed)
 
 
-def test_a_document_of_thousands_of_chunks_takes_memory_for_its_tiles_alone() -> None:
+def test_a_document_of_thousands_of_chunks_takes_memory_for_its_tiles_alone():
     """Not for its 9 million pairs of chunks: plan and proof of a long document beside short ones."""
     mask = Mask.documents([0, 1000, 5000, 780_000, 786_432], causal=False)
     owner = np.random.default_rng(0).permutation(3072) % 96
@@ -128,18 +128,18 @@ def test_a_document_of_thousands_of_chunks_takes_memory_for_its_tiles_alone() ->
 @pytest.mark.slow
 @settings(max_examples=25_000, **QUIET)
 @given(plan=plans())
-def test_many_random_plans_are_right(plan: Plan) -> None:
+def test_many_random_plans_are_right(plan):
     check_plan(plan)
 
 
 @pytest.mark.slow
 @settings(max_examples=25_000, **QUIET)
 @given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
-def test_many_spoiled_random_plans_are_rejected(plan: Plan, pick: int, seed: int) -> None:
+def test_many_spoiled_random_plans_are_rejected(plan, pick, seed):
     check_mutation(plan, pick, seed)
 
 
-def several_sources(route: str) -> Plan:
+def several_sources(route):
     """Slots of several sources, of each of which several ranges arrive."""
     striped = Layout(96, 6, np.arange(0, 97, 4), np.arange(24) % 6, "striped")
     return Plan.build(Mask.full(96, (6, 6)), striped, route, (0, 1, 1, 2, 2, 2))
@@ -147,7 +147,7 @@ def several_sources(route: str) -> Plan:
 
 @pytest.mark.parametrize("route", ["direct", "ring"])
 @pytest.mark.parametrize("name", PLAN_MUTATIONS)
-def test_each_mutation_of_the_tables_is_rejected_by_name(name: str, route: str) -> None:
+def test_each_mutation_of_the_tables_is_rejected_by_name(name, route):
     plans = [
         Plan.build(Mask.documents([0, 21, 50, 64]), Layout.zigzag(64, 4), route, "ring"),
         several_sources(route),
@@ -163,7 +163,7 @@ def test_each_mutation_of_the_tables_is_rejected_by_name(name: str, route: str) 
 
 @pytest.mark.parametrize("route", ["direct", "ring"])
 @pytest.mark.parametrize("name", RANK_PLAN_MUTATIONS)
-def test_each_mutation_of_the_rank_plans_is_rejected_by_name(name: str, route: str) -> None:
+def test_each_mutation_of_the_rank_plans_is_rejected_by_name(name, route):
     plans = [
         Plan.build(Mask.causal(64), Layout.zigzag(64, 4), route, "ring"),
         Plan.build(Mask.causal(96), Layout.zigzag(96, 6), route, (0, 1, 1, 2, 2, 2)),
@@ -185,19 +185,7 @@ def test_each_mutation_of_the_rank_plans_is_rejected_by_name(name: str, route: s
         assert found
 
 
-@pytest.mark.parametrize("table", ["transfers", "gradients"])
-def test_a_message_of_a_rank_to_itself_is_rejected_by_name(table: str) -> None:
-    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), "direct", "ring")
-    spoiled = PLAN_MUTATIONS[f"{table}: to itself"](plan, np.random.default_rng(1))
-    assert spoiled is not None
-    for check in (check_sources, verify):
-        with pytest.raises(
-            PlanError, match=r"rank (\d), hop \d: .* to rank \1: a rank has no messages to itself"
-        ):
-            check(spoiled.ring)
-
-
-def test_too_few_slots_are_rejected() -> None:
+def test_too_few_slots_are_rejected():
     for route in ("direct", "ring"):
         plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), route, "ring")
         assert plan.verify(num_slots=2).slots == 2
@@ -207,7 +195,7 @@ def test_too_few_slots_are_rejected() -> None:
             plan.verify(num_slots=1)
 
 
-def test_unsorted_tables_are_rejected() -> None:
+def test_unsorted_tables_are_rejected():
     plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4))
     back = slice(None, None, -1)
     turned = {
@@ -224,7 +212,7 @@ def test_unsorted_tables_are_rejected() -> None:
             verify(spoiled)
 
 
-def test_a_layout_with_holes_is_rejected() -> None:
+def test_a_layout_with_holes_is_rejected():
     plan = Plan.build(Mask.causal(64), Layout.contiguous(64, 4))
     with pytest.raises(PlanError, match="do not go up from 0 to 64"):
         replace(plan, layout=replace(plan.layout, edges=plan.layout.edges[::-1])).verify()

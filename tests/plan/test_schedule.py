@@ -10,7 +10,7 @@ from cp_ring.plan.schedule import SLOT_SHARDS, auto, check, group_sizes, parse, 
 
 
 @pytest.mark.parametrize("cp", range(1, 10))
-def test_named_schedules(cp: int) -> None:
+def test_named_schedules(cp):
     assert resolve("ring", cp) == tuple(range(cp))
     assert resolve("gather", cp) == (0, *[1] * (cp - 1))
     for schedule in ("ring", "gather", "auto"):
@@ -18,7 +18,7 @@ def test_named_schedules(cp: int) -> None:
 
 
 @pytest.mark.parametrize("slot_shards", [1, 2, 4, 7, 64])
-def test_auto_is_a_schedule_of_bounded_hops(slot_shards: int) -> None:
+def test_auto_is_a_schedule_of_bounded_hops(slot_shards):
     for cp in (1, 2, 3, 5, 8, 9, 16, 64, 200):
         hops = auto(cp, slot_shards)
         check(hops, cp)
@@ -41,7 +41,7 @@ def test_auto_is_a_schedule_of_bounded_hops(slot_shards: int) -> None:
         (Mask.documents([0, 60000, 1 << 16]), 3),
     ],
 )
-def test_hops_follow_bytes_and_work(mask: Mask, hops: int) -> None:
+def test_hops_follow_bytes_and_work(mask, hops):
     """One hop brings few keys; others come in hops of at most so many shards."""
     one = Layout.zigzag(1 << 16, 8)
     layout = Layout.batch([one, one]) if mask.name == "batch" else Layout.zigzag(mask.n, 8)
@@ -90,19 +90,14 @@ def test_hops_follow_bytes_and_work(mask: Mask, hops: int) -> None:
         ),
     ],
 )
-def test_a_bad_schedule_is_one_line(schedule: object, message: str) -> None:
+def test_a_bad_schedule_is_one_line(schedule, message):
     for build in (Plan.build, lambda *args, **kw: Plan.build_rank_plan(*args, rank=0, **kw)):
         with pytest.raises(PlanError) as caught:
             build(Mask.causal(64), Layout.zigzag(64, 4), schedule=schedule, slot_shards=2)
         assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
-def test_slot_shards_must_be_positive() -> None:
-    with pytest.raises(PlanError, match="slot_shards 0: it must be at least 1"):
-        Plan.build(Mask.causal(64), Layout.zigzag(64, 4), slot_shards=0)
-
-
-def test_schedules_as_text() -> None:
+def test_schedules_as_text():
     assert parse("auto") == "auto" and parse(" 0,1, 1,2") == (0, 1, 1, 2)
     plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), schedule="0,1,2,2")
     assert plan.schedule == (0, 1, 2, 2)

@@ -71,7 +71,9 @@ def test_a_plan_that_is_not_proven_is_not_kept(monkeypatch):
         ),
         (PlanSpec(route="pigeon"), "route='pigeon': unknown; known are direct, ring"),
         (PlanSpec(Layout.zigzag(64, 2)), "layout is for 2 ranks, not for 4"),
+        (PlanSpec(Layout.zigzag(16, 4)), "the mask is for 64 tokens, the layout for 16"),
         (PlanSpec(ulysses=3), "heads=3: it must divide the 4 context-parallel ranks"),
+        (PlanSpec(slot_shards=0), "slot_shards 0: it must be at least 1"),
     ],
 )
 def test_what_does_not_fit_is_rejected_in_one_line(asked, says):
