@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
 import cp_ring.kernels.transformer_engine as adapter
@@ -20,6 +22,7 @@ from cp_ring import kernels
 from cp_ring.kernels import REGISTRY, deterministic, te_library
 from cp_ring.kernels.base import Packing
 from cp_ring.kernels.reference import KERNEL as REFERENCE
+from cp_ring.testing.oracle import logits
 
 SIGNATURES = json.loads((Path(__file__).parent / "transformer_engine_signatures.json").read_text())
 NO_BACKEND, F16 = 0, 1
@@ -58,17 +61,11 @@ def installed(version: str, cudnn: int = 92600) -> Iterator[list[dict]]:
         exec(source, scope)
         setattr(fused, name, scope[name])
     fused.QKVLayout, fused.AttnBiasType = Names("layout"), Names("bias")
-    fused.AttnMaskType, fused.SoftmaxType, fused.QKVFormat = (
-        Names("mask"),
-        Names("softmax"),
-        Names("format"),
-    )
+    fused.AttnMaskType, fused.SoftmaxType = Names("mask"), Names("softmax")
+    fused.QKVFormat = Names("format")
     fused.FusedAttnBackend = {"No_Backend": NO_BACKEND, "F16_arbitrary_seqlen": F16}
     constants = types.ModuleType("transformer_engine.pytorch.constants")
-    constants.TE_DType = {
-        torch.float16: ("dtype", torch.float16),
-        torch.bfloat16: ("dtype", torch.bfloat16),
-    }
+    constants.TE_DType = {dtype: ("dtype", dtype) for dtype in (torch.float16, torch.bfloat16)}
     extension = types.ModuleType("transformer_engine_torch")
     extension.get_fused_attn_backend = backend
     extension.get_cudnn_version = lambda: cudnn
@@ -76,40 +73,26 @@ def installed(version: str, cudnn: int = 92600) -> Iterator[list[dict]]:
     if "FusedAttentionParams" in SIGNATURES[version]:
         # All fields have defaults in the real one; those that stay away here are not looked at for
         # this kind of call.
-        fields = [
-            (name, object, None) for name in SIGNATURES[version]["FusedAttentionParams"].split()
-        ]
-        utils.FusedAttentionParams = dataclasses.make_dataclass("FusedAttentionParams", fields)
+        fields = SIGNATURES[version]["FusedAttentionParams"].split()
+        utils.FusedAttentionParams = dataclasses.make_dataclass(
+            "FusedAttentionParams", [(name, object, None) for name in fields]
+        )
         extension.get_fused_attn_backend = lambda params: (backend_of(params), "")
-    folders = (
-        "",
-        ".pytorch",
-        ".pytorch.cpp_extensions",
-        ".pytorch.attention",
-        ".pytorch.attention.dot_product_attention",
-    )
-    parents = {
-        f"transformer_engine{name}": types.ModuleType(f"transformer_engine{name}")
-        for name in folders
-    }
-    parents["transformer_engine"].__version__ = version if version[0].isdigit() else "2.19"
-    modules = parents | {module.__name__: module for module in (fused, constants, extension, utils)}
-    before = {name: sys.modules.get(name) for name in modules}
-    home, library = REGISTRY["transformer_engine"], te_library.installed
-    of_cuda, kernels.OF_CUDA = kernels.OF_CUDA, frozenset()  # this one takes tensors of the CPU
-    try:
-        sys.modules.update(modules)
-        REGISTRY["transformer_engine"] = __name__
-        library.cache_clear()
+    modules = {module.__name__: module for module in (fused, constants, extension, utils)}
+    for module in (fused, utils):
+        parent = module.__name__
+        while parent := parent.rpartition(".")[0]:
+            modules.setdefault(parent, types.ModuleType(parent))
+    modules["transformer_engine"].__version__ = version if version[0].isdigit() else "2.19"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        patch.setitem(REGISTRY, "transformer_engine", __name__)
+        patch.setattr(kernels, "OF_CUDA", frozenset())  # this one takes tensors of the CPU
+        te_library.installed.cache_clear()
         KERNEL.__init__()
         yield calls
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name)
-            if module is not None:
-                sys.modules[name] = module
-        REGISTRY["transformer_engine"], kernels.OF_CUDA = home, of_cuda
-        library.cache_clear()
+    te_library.installed.cache_clear()
 
 
 def backend(*x):
@@ -301,12 +284,9 @@ def largest(a: dict):
         )
     else:
         pairs = zip(q.unbind(1), k.unbind(1), strict=True)
-    found = []
+    causal, found = "causal" in a["attn_mask_type"], []
     for q, k in pairs:
         if len(q):
-            k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-            scores = torch.einsum("shd,thd->hst", q, k) * scale_of(a)
-            if "causal" in a["attn_mask_type"]:
-                scores = scores.masked_fill(~scores[0].bool().fill_(True).tril(), -math.inf)
-            found.append(scores.amax((1, 2)))
+            allowed = np.tri(len(q), len(k), 0 if causal else len(k)) > 0
+            found.append(logits(q[None], k[None], allowed, scale_of(a)).amax((0, 2, 3)))
     return torch.stack(found).amax(0)

@@ -23,10 +23,9 @@ import torch
 from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import KernelError
 from cp_ring.kernels import REGISTRY, _chosen, choose, flash
-from cp_ring.kernels.base import OPEN, Packing, determinism, deterministic
+from cp_ring.kernels.base import Packing, determinism, deterministic
 from cp_ring.kernels.flash import FlashKernel, Functions
 from cp_ring.kernels.reference import KERNEL as REFERENCE
-from cp_ring.kernels.window import live_part
 from cp_ring.testing.oracle import Case, brute_force
 from tests import conformance
 from tests.rings import attend, off
@@ -58,26 +57,18 @@ def functions_of(label: str) -> dict[str, Callable]:
             "Optional": Optional,
             "Tensor": torch.Tensor,
         }
+        several = tuple[(torch.Tensor,) * CUSTOM_OPS.get(label, 1)]
+        scope["returns"] = torch.Tensor if back else several
+        wants = ", ".join(map(annotated, signature.split()))
+        source = f"def {name}({wants}) -> returns: return run(label, dict(locals()))"
+        exec(compile(source, name, "exec", dont_inherit=True), scope)
+        found[name] = scope[name]
         if label in CUSTOM_OPS:
-            wants = [annotated(word) for word in signature.split()]
-            returns = torch.Tensor if back else tuple[(torch.Tensor,) * CUSTOM_OPS[label]]
-            source = f"def {name}({', '.join(wants)}) -> returns: return run(label, dict(locals()))"
-            exec(
-                compile(source, name, "exec", dont_inherit=True),
-                scope | {"returns": returns},
-                scope,
-            )
             home = "cp_ring_test_" + re.sub(r"\W+", "_", label)
             mutated = ("dq", "dk", "dv") if back else ()
             found[name] = torch.library.custom_op(
                 f"{home}::{name}", scope[name], mutates_args=mutated
             )
-        else:
-            exec(
-                f"def {name}({', '.join(signature.split())}): return run(label, dict(locals()))",
-                scope,
-            )
-            found[name] = scope[name]
     return found
 
 
@@ -221,28 +212,6 @@ def test_whole_ring(monkeypatch):
         results = attend(case, plan, kernel="flash")
         assert off(results, brute_force(case, mask.dense())) < 1.2e-2
     _chosen.cache_clear()
-
-
-def test_window_of_every_small_band():
-    """The live part of a tile, and its window, against counting cells."""
-    for queries, keys in ((1, 1), (3, 5), (5, 3), (4, 4)):
-        for lo in (-OPEN, *range(-5, 6)):
-            for hi in (*range(-5, 6), OPEN):
-                cells = {(i, j) for i in range(queries) for j in range(keys) if lo <= j - i <= hi}
-                live = live_part(queries, keys, lo, hi)
-                if live is None:
-                    assert not cells
-                    continue
-                height, width = live.q.stop - live.q.start, live.k.stop - live.k.start
-                corner = width - height
-                assert live.left >= -1
-                assert live.right >= -1
-                seen = {
-                    (live.q.start + i, live.k.start + j) for i in range(height) for j in range(width)
-                    if (live.left < 0 or j >= i + corner - live.left) and (live.right < 0 or j <= i + corner + live.right)
-                }  # fmt: skip
-                assert seen == cells, (queries, keys, lo, hi, live)
-                assert {i for i, _ in cells} == set(range(live.q.start, live.q.stop))
 
 
 def test_rejections_are_one_line():

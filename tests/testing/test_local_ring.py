@@ -11,6 +11,7 @@ from cp_ring.plan.routes import ROUTES
 from cp_ring.testing import local_ring
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, brute_force
+from tests.conformance import nan_memory
 from tests.rings import FLOAT32, attend, attend_to_shard, off
 
 N = 128
@@ -22,13 +23,19 @@ N = 128
 )
 @pytest.mark.parametrize("cp", [1, 5, 8, 9, 13])
 def test_many_ranks_equal_brute_force(cp, route, schedule):
+    """Fresh memory holds NaN: a whole ring leaves no element unwritten, nor reads such a one."""
     for mask in (
         Mask.causal(N),
         Mask.documents([0, 3, 60, 61, 120], window=(30, 0), n=N),
         Mask.prefix(N, 40),
     ):
-        plan, case = Plan.build(mask, Layout.zigzag(N, cp), route, schedule), Case.draw(N, b=2)
-        assert off(attend(case, plan, num_slots=3), brute_force(case, mask.dense())) < FLOAT32
+        plan = Plan.build(mask, Layout.zigzag(N, cp), route, schedule)
+        case = Case.draw(N, b=2, h=6, g=3, d=11, e=7)
+        wanted = brute_force(case, mask.dense())
+        for kernel in ("cpu", "reference"):
+            with nan_memory():
+                results = attend(case, plan, num_slots=3, kernel=kernel)
+            assert off(results, wanted) < FLOAT32
 
 
 def test_a_message_that_nobody_sends_is_given_up(monkeypatch):
