@@ -5,10 +5,9 @@ give, pass, make, cut, pad, drop or leave has a case here that provokes it, and 
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ X = torch.ones(1, 16, 2, 8)
 WHOLE = (X, X, X)
 
 
-def words(node: ast.AST) -> str:
+def words(node):
     """The text of a message, with {} for what is put in."""
     if isinstance(node, ast.Constant):
         return str(node.value)
@@ -41,7 +40,7 @@ def words(node: ast.AST) -> str:
     return "{}"
 
 
-def lines() -> list[str]:
+def lines():
     """The texts of ring 1 that advise something, in errors and in what is put into them."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
@@ -59,45 +58,44 @@ def lines() -> list[str]:
     return [line for line in found if ADVICE.search(line)]
 
 
-def said(call: Callable[[], Any]) -> str:
+def said(call):
     with pytest.raises((ConfigError, PlanError)) as error:
         call()
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def on(cp: int, case: Callable[[Any], Any]) -> None:
-    LocalRing(cp).run(case)
+def on_two_ranks(case):
+    return functools.wraps(case)(lambda: str(LocalRing(2).run(case)[0]))
 
 
-def a_layout_that_follows_from_the_mask() -> str:
+@on_two_ranks
+def a_layout_that_follows_from_the_mask(group):
     mask = Mask.documents([0, 5, 16])
-
-    def case(group: Any) -> str:
-        line = said(lambda: shard(X, "balanced", group))
-        layout = Layout.balanced(mask, 2)
-        parts = [shard(x, layout, group) for x in WHOLE]
-        ring_attention(*parts, group, mask=mask, layout=layout)
-        return line
-
-    return str(LocalRing(2).run(case)[0])
+    line = said(lambda: shard(X, "balanced", group))
+    layout = Layout.balanced(mask, 2)
+    parts = [shard(x, layout, group) for x in WHOLE]
+    ring_attention(*parts, group, mask=mask, layout=layout)
+    return line
 
 
-def a_layout_of_a_group() -> str:
+def a_layout_of_a_group():
     layout = Layout.zigzag(16, 2)
     line = said(lambda: shard(X, layout))
-    on(2, lambda group: shard(X, layout, group=group))
+    LocalRing(2).run(lambda group: shard(X, layout, group=group))
     return line
 
 
-def a_plan_of_a_group() -> str:
+def a_plan_of_a_group():
     plan = Plan.build(Mask.full(16), Layout.zigzag(16, 2))
     line = said(lambda: ring_attention(*WHOLE, plan=plan))
-    on(2, lambda group: ring_attention(*shard(WHOLE, group=group), group=group, plan=plan))
+    LocalRing(2).run(
+        lambda group: ring_attention(*shard(WHOLE, group=group), group=group, plan=plan)
+    )
     return line
 
 
-def what_is_no_plan() -> str:
+def what_is_no_plan():
     mask, layout = Mask.causal(16), Layout.zigzag(16, 1)
     for wrong, way in (
         (mask, {"mask": mask}),
@@ -110,11 +108,11 @@ def what_is_no_plan() -> str:
     return line
 
 
-def what_is_no_mask() -> str:
+def what_is_no_mask():
     causal = torch.ones(16, 16, dtype=torch.bool).tril()
     right = ring_attention(*WHOLE, causal=True)
 
-    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def mask_mod(b, h, q, k):
         return q >= k
 
     n, found = 16, []
@@ -134,7 +132,7 @@ def what_is_no_mask() -> str:
     return "\n".join(found)
 
 
-def rows_with_masks_of_their_own() -> str:
+def rows_with_masks_of_their_own():
     allowed = np.stack([np.tri(16, dtype=bool), np.ones((16, 16), bool)])
     two = [torch.cat([x, x]) for x in WHOLE]
     line = said(lambda: ring_attention(*two, mask=allowed))
@@ -144,18 +142,16 @@ def rows_with_masks_of_their_own() -> str:
     return line
 
 
-def a_length_that_is_unknown() -> str:
-    def case(group: Any) -> str:
-        odd = torch.ones(1, 7, 2, 8)
-        line = said(lambda: ring_attention(odd, odd, odd, group))
-        ring_attention(odd, odd, odd, group, layout=Layout.contiguous(14, 2))
-        ring_attention(*[torch.ones(1, 8, 2, 8)] * 3, group)
-        return line
-
-    return str(LocalRing(2).run(case)[0])
+@on_two_ranks
+def a_length_that_is_unknown(group):
+    odd = torch.ones(1, 7, 2, 8)
+    line = said(lambda: ring_attention(odd, odd, odd, group))
+    ring_attention(odd, odd, odd, group, layout=Layout.contiguous(14, 2))
+    ring_attention(*[torch.ones(1, 8, 2, 8)] * 3, group)
+    return line
 
 
-def two_answers_to_one_question() -> str:
+def two_answers_to_one_question():
     plan = Plan.build(Mask.causal(16), Layout.zigzag(16, 1))
     line = said(lambda: ring_attention(*WHOLE, plan=plan, causal=True))
     ring_attention(*WHOLE, plan=plan)
@@ -163,7 +159,7 @@ def two_answers_to_one_question() -> str:
     return line
 
 
-def a_mask_and_its_words() -> str:
+def a_mask_and_its_words():
     mask = Mask.causal(16)
     line = said(lambda: ring_attention(*WHOLE, mask=mask, causal=True))
     ring_attention(*WHOLE, mask=mask)
@@ -171,53 +167,46 @@ def a_mask_and_its_words() -> str:
     return line
 
 
-def slices_in_place_of_shards() -> str:
-    def case(group: Any) -> str:
-        parts = [x.chunk(2, 1)[group.rank] for x in WHOLE]
-        line = said(lambda: ring_attention(*parts, group))
-        ring_attention(*parts, group, layout="contiguous")
-        return line
-
-    first = LocalRing(2).run(case)[0]
-    on(2, lambda group: ring_attention(*[shard(x, group=group) for x in WHOLE], group))
-    return str(first)
+@on_two_ranks
+def slices_in_place_of_shards(group):
+    parts = [x.chunk(2, 1)[group.rank] for x in WHOLE]
+    line = said(lambda: ring_attention(*parts, group))
+    ring_attention(*parts, group, layout="contiguous")
+    ring_attention(*[shard(x, group=group) for x in WHOLE], group)
+    return line
 
 
-def two_layouts() -> str:
-    def case(group: Any) -> str:
-        parts = shard(WHOLE, "contiguous", group)
-        line = said(lambda: ring_attention(*parts, group))
-        ring_attention(*parts, group, layout="contiguous")
-        return line
-
-    return str(LocalRing(2).run(case)[0])
+@on_two_ranks
+def two_layouts(group):
+    parts = shard(WHOLE, "contiguous", group)
+    line = said(lambda: ring_attention(*parts, group))
+    ring_attention(*parts, group, layout="contiguous")
+    return line
 
 
-def tokens_that_a_name_cannot_cut() -> str:
-    def case(group: Any) -> str:
-        x = torch.ones(1, 15, 2, 8)
-        line = said(lambda: shard(x, "contiguous", group))
-        (way,) = re.findall(r"pass layout=(.*\)), here", line)
-        part = shard(x, eval(way), group)
-        ring_attention(part, part, part, group, layout=eval(way))
-        return line
-
-    return str(LocalRing(2).run(case)[0])
+@on_two_ranks
+def tokens_that_a_name_cannot_cut(group):
+    x = torch.ones(1, 15, 2, 8)
+    line = said(lambda: shard(x, "contiguous", group))
+    (way,) = re.findall(r"pass layout=(.*\)), here", line)
+    part = shard(x, eval(way), group)
+    ring_attention(part, part, part, group, layout=eval(way))
+    return line
 
 
-def parents_of_branches() -> str:
+def parents_of_branches():
     line = said(lambda: Mask.tree([-1], [4, 4]))
     Mask.tree([-1, 0], [4, 4])
     return line
 
 
-def slices_and_their_types() -> str:
+def slices_and_their_types():
     line = said(lambda: Mask.from_ranges([(0, 4)], [(0, 4), (4, 8)]))
     Mask.from_ranges([(0, 4), (4, 8)], [(0, 4), (4, 8)], "causal")
     return line
 
 
-def a_mask_of_many_pieces() -> str:
+def a_mask_of_many_pieces():
     allowed = np.arange(64)[:, None] * 7919 % 3 == np.arange(64) % 3
     line = said(lambda: Mask.from_dense(allowed, max_pieces=8))
     Mask.from_dense(allowed, max_pieces=64 * 64)
@@ -225,8 +214,8 @@ def a_mask_of_many_pieces() -> str:
     return line
 
 
-def a_function_that_reads_b_and_h() -> str:
-    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+def a_function_that_reads_b_and_h():
+    def mask_mod(b, h, q, k):
         return torch.arange(16)[b] <= q - k
 
     line = said(lambda: Mask.from_mask_mod(mask_mod, 16))
@@ -234,14 +223,14 @@ def a_function_that_reads_b_and_h() -> str:
     return line
 
 
-def a_block_mask_as_a_function() -> str:
+def a_block_mask_as_a_function():
     block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16, "cpu")
     line = said(lambda: Mask.from_mask_mod(block_mask, 16))
     Mask.from_mask_mod(block_mask.mask_mod, 16)
     return line
 
 
-def what_is_no_group() -> str:
+def what_is_no_group():
     mask, layout = Mask.causal(16), Layout.zigzag(16, 1)
     for wrong in (mask, layout, Plan.build(mask, layout)):
         line = said(lambda wrong=wrong: ring_attention(*WHOLE, wrong))
@@ -250,7 +239,7 @@ def what_is_no_group() -> str:
     return line
 
 
-def values_that_are_missing() -> str:
+def values_that_are_missing():
     line = said(lambda: ring_attention(X, X))
     latents = cp_ring.LatentKeys(
         torch.ones(1, 16, 4), torch.ones(1, 16, 2), torch.ones(2 * 14, 4), 2, key_dim=6
@@ -259,20 +248,20 @@ def values_that_are_missing() -> str:
     return line
 
 
-def positions_of_other_tokens() -> str:
+def positions_of_other_tokens():
     line = said(lambda: Mask.from_pieces(8, [], positions=[0, 1]))
     Mask.from_pieces(8, [], positions=range(8))
     return line
 
 
-def what_is_no_plain_tensor() -> str:
+def what_is_no_plain_tensor():
     sparse = X.to_sparse()
     line = said(lambda: roll(sparse, 1))
     roll(sparse.to_dense(), 1)
     return line
 
 
-def in_a_job(group: Any) -> list[str]:
+def in_a_job(group):
     """Without a group, and with a mesh of two dimensions."""
     x = [torch.ones(1, 16, 2, 8)] * 3
     absent = said(lambda: ring_attention(*x))

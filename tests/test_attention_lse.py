@@ -1,6 +1,4 @@
-"""Gradients of the returned lse, against dense scores in float64: alone, and where attentions to
-different keys are merged by it.
-"""
+"""Gradients of the returned lse, alone and with those of out, against dense scores in float64."""
 
 from __future__ import annotations
 
@@ -64,15 +62,3 @@ def test_gradients_of_lse_are_those_of_dense_scores(name, both):
             parts = [[part[0], *part[1:3], part[3] + 1, part[4]] for part in parts]
             wanted[3] = wanted[3] + 1
         assert off(joined(plan, parts), wanted) < bound, kernel
-
-
-def merged(group, case, masks, layout):
-    """The last keys and those before them by two calls, merged by lse."""
-    q, k, v, dout = (layout.shard(x, rank_of(group), 1) for x in case)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    parts = [
-        ring_attention(*leaves, group, mask=mask, layout=layout, return_lse=True) for mask in masks
-    ]
-    lse = torch.logaddexp(parts[0][1], parts[1][1])
-    out = sum(out * (its_lse - lse).exp().transpose(1, 2)[..., None] for out, its_lse in parts)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]

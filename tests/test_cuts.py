@@ -5,7 +5,6 @@ are one line: their numbers would be wrong.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ N, CP = 48, 2
 CASE = Case.draw(N)
 
 
-def said(call: Any, *args: Any, **named: Any) -> str:
+def said(call, *args, **named):
     """What a call says, "" where it runs."""
     try:
         call(*args, **named)
@@ -29,7 +28,7 @@ def said(call: Any, *args: Any, **named: Any) -> str:
     return ""
 
 
-def without_a_group(group: Any) -> list[str]:
+def without_a_group(group):
     x = torch.ones(1, N, 2, 8)
     attend = (ring_attention, x, x, x)
     calls = [attend, (shard, x), (unshard, x), (roll, x, 1)]
@@ -57,7 +56,7 @@ LINE = "shard cut the 48 tokens by Layout.* has Layout.*same layout="
 @pytest.mark.parametrize("cut", ["contiguous", Layout.contiguous(N, CP)])
 @pytest.mark.parametrize("attend", [{}, {"layout": None}])
 def test_a_layout_that_shard_alone_has_is_one_line(cut, attend):
-    def case(group: Any) -> list[str]:
+    def case(group):
         parts = shard(CASE[:3], cut, group)
         return [
             said(ring_attention, *parts, group, causal=True, **attend),
@@ -71,7 +70,7 @@ def test_a_layout_that_shard_alone_has_is_one_line(cut, attend):
 
 @pytest.mark.parametrize(("cut", "attend"), [("contiguous", "zigzag"), (None, "contiguous")])
 def test_a_layout_that_attention_alone_has_is_a_warning(cut, attend):
-    def case(group: Any) -> None:
+    def case(group):
         ring_attention(*shard(CASE[:3], cut, group), group, causal=True, layout=attend)
 
     with pytest.warns(UserWarning, match=LINE):
@@ -79,7 +78,7 @@ def test_a_layout_that_attention_alone_has_is_a_warning(cut, attend):
 
 
 def test_a_layout_of_its_own_is_taken_as_it_is():
-    def case(group: Any) -> bool:
+    def case(group):
         shard(CASE[:3], "contiguous", group)
         layout = Layout.zigzag(N, CP)
         parts = [layout.shard(x, group.rank, 1) for x in CASE[:3]]
@@ -91,7 +90,7 @@ def test_a_layout_of_its_own_is_taken_as_it_is():
 
 
 def test_slices_that_are_no_cut_of_the_sequence_are_left_alone():
-    def case(group: Any) -> bool:
+    def case(group):
         together = torch.randn(1, N // CP, 3, 2, 8)  # q, k and v of one projection
         ring_attention(*together.unbind(2), group, causal=True)
         along = torch.randn(1, 3 * N // CP, 2, 8).chunk(3, 1)

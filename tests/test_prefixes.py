@@ -1,8 +1,6 @@
-"""Log-probabilities and packed prefixes, against each sequence by itself in float64."""
+"""Packed prefixes, against each sequence by itself in float64."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,26 +10,7 @@ import torch.nn.functional as F
 import cp_ring
 from cp_ring import Layout, Plan, PlanError
 
-VOCAB, SIZE, HEADS = 29, 12, 3
-
-
-def draw(*shapes, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
-    ]
-
-
-def whole(hidden, tokens, weight, edges, temperature=1.0):
-    """Log-probabilities and entropies [2, b, n] with a dense softmax, document by document."""
-    found = torch.zeros(2, *tokens.shape, dtype=torch.float64)
-    for start, end in pairwise(edges):
-        if end - start > 1:
-            p = (hidden[:, start : end - 1].double() @ weight.double().T / temperature).softmax(-1)
-            label = tokens[:, start + 1 : end, None]
-            found[0, :, start : end - 1] = p.gather(-1, label)[..., 0].log()
-            found[1, :, start : end - 1] = -(p * p.log()).sum(-1)
-    return found
+SIZE, HEADS = 12, 3
 
 
 A, B, C = [7, 7, 1], [7, 7, 1, 2, 3, 4], [7, 7, 1, 2, 5]
@@ -53,6 +32,10 @@ def model(weights, tokens, positions, attend):
     return x
 
 
+def logprobs(hidden, labels, weight):
+    return -F.cross_entropy(hidden @ weight.T, labels, reduction="none")
+
+
 def one_by_one(weights, sequences):
     def attend(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -72,7 +55,7 @@ def packed(group, weights, pack):
     hidden = model(
         weights, tokens, positions, lambda *qkv: cp_ring.ring_attention(*qkv, group, plan=plan)
     )
-    found = -F.cross_entropy(hidden @ weights[0].T, labels, reduction="none")
+    found = logprobs(hidden, labels, weights[0])
     hidden, found = (cp_ring.unshard(x, plan, group, dim=0) for x in (hidden, found))
     loss = loss_of([found[index[:-1]] for index in pack.indices])
     masked = (found * pack.loss_mask).sum().detach()
@@ -80,27 +63,29 @@ def packed(group, weights, pack):
     return hidden.detach(), found.detach(), masked, gradients
 
 
-def loss_of(logprobs):
+def loss_of(several):
     """Each sequence counts differently, and not by a sum of its tokens."""
-    return sum((i + 1) * found.exp().sum() for i, found in enumerate(logprobs))
+    return sum((i + 1) * found.exp().sum() for i, found in enumerate(several))
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_packed_sequences_are_as_one_by_one(pool, name):
     sequences = SEQUENCES[name]
     pack = cp_ring.prefix_pack(sequences, multiple=8)
-    weights = draw((30, HEADS * SIZE), (30, HEADS * SIZE), (HEADS * SIZE, 3 * HEADS * SIZE))
-    weights = [x.mul(0.3).requires_grad_() for x in weights]
+    shapes = (30, HEADS * SIZE), (30, HEADS * SIZE), (HEADS * SIZE, 3 * HEADS * SIZE)
+    weights = [
+        torch.randn(shape, dtype=torch.float64).mul(0.3).requires_grad_() for shape in shapes
+    ]
     hidden = one_by_one(weights, sequences)
-    wanted = [whole(x[None], torch.tensor([row]), weights[0], [0, len(row)])[0, 0, :-1]
+    wanted = [logprobs(x[:-1], torch.tensor(row[1:], dtype=torch.int64), weights[0])
               for x, row in zip(hidden, sequences, strict=True)]  # fmt: skip
     truth = torch.autograd.grad(loss_of(wanted), weights)
     for cp in (1, 2, 4):
         ranks = pool.run(packed, cp, weights, pack)
-        for outputs, logprobs, masked, _ in ranks:
+        for outputs, found, masked, _ in ranks:
             for index, row, logprob in zip(pack.indices, hidden, wanted, strict=True):
                 torch.testing.assert_close(outputs[index], row, rtol=0, atol=1e-10)
-                torch.testing.assert_close(logprobs[index[:-1]], logprob, rtol=0, atol=1e-10)
+                torch.testing.assert_close(found[index[:-1]], logprob, rtol=0, atol=1e-10)
             torch.testing.assert_close(masked, sum(x.sum() for x in wanted), rtol=0, atol=1e-4)
         for i, gradient in enumerate(truth):
             found = sum(rank[3][i] for rank in ranks)

@@ -15,7 +15,7 @@ from cp_ring.testing.local_ring import LocalRing
 N = 48
 
 
-def layouts(cp: int) -> dict[str, Layout | None]:
+def layouts(cp):
     uneven = Mask.documents([0, 5, 31, N + 1])
     return {
         "zigzag": None,
@@ -24,7 +24,7 @@ def layouts(cp: int) -> dict[str, Layout | None]:
     }
 
 
-def whole(layout: Layout | None, *shape: int) -> torch.Tensor:
+def whole(layout, *shape):
     n = N if layout is None else layout.n
     return torch.randn(
         2, n, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
@@ -114,13 +114,6 @@ def test_roll_equals_torch(pool, cp, name):
 def test_errors_are_one_line():
     x = whole(None)
     with pytest.raises(
-        ConfigError,
-        match="layout is for 2 ranks, but the group has 1: pass their process group as group=",
-    ):
-        cp_ring.shard(x, Layout.zigzag(N, 2))
-    with pytest.raises(ConfigError, match="layout 'balanced' may follow from the mask: make it"):
-        cp_ring.shard(x, "balanced")
-    with pytest.raises(
         ConfigError, match="layout is of type Mask: it must be a Layout or a Plan or None"
     ):
         cp_ring.shard(x, Mask.causal(N))
@@ -135,15 +128,13 @@ def test_errors_are_one_line():
         cp_ring.roll(x, -1, cu_seqlens=[0, 40])
 
 
-def test_dimensions_shifts_and_offsets_that_are_wrong_are_one_line():
+def test_dimensions_and_shifts_that_are_wrong_are_one_line():
     x = torch.zeros(1, 8)
     calls = {
         "dim=": [lambda dim=dim, call=call: call(x, dim=dim) for dim in (2, -3, 2**63, 2**64) for call in
                  (cp_ring.shard, cp_ring.unshard, lambda x, dim: cp_ring.roll(x, 1, dim=dim))],
         "dim .* is not a whole number": [lambda: cp_ring.shard(x, dim=1.0), lambda: cp_ring.unshard(x, dim=True)],
         "shift 1.5 is not a whole number": [lambda: cp_ring.roll(x, 1.5)],
-        "cu_seqlens": [lambda wrong=wrong: cp_ring.roll(x, 1, cu_seqlens=wrong) for wrong in
-                       ([8], [0], [], [0, 4], [1, 8], [0, 9], [[0, 8]], [0.0, 8.0], torch.tensor([False, True]), 8)],
     }  # fmt: skip
     for says, wrong in calls.items():
         for call in wrong:

@@ -140,11 +140,9 @@ def test_forward_and_backward_use_the_same_keys(name):
 
 @pytest.mark.parametrize("name", OF_KEYS)
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
-def test_messages_have_the_bytes_of_the_plan(name, dtype):
-    plan, case = (
-        Plan.build(Mask.causal(96, (40, 0)), Layout.zigzag(96, 4)),
-        Case.draw(96, b=2, e=24, dtype=dtype),
-    )
+@pytest.mark.parametrize("shape", [shape for shape in PLANS if shape != "heads"])
+def test_messages_have_the_bytes_of_the_plan(name, dtype, shape):
+    plan, case = PLANS[shape], Case.draw(96, b=2, e=24, dtype=dtype)
     sizes = AttentionSizes(4, 2, 16, 24, dtype=BYTES[dtype], batch=2, wire=name)
     planned = cost(plan.verify(), sizes)
     with record() as all_ranks:
