@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any
 
 import pytest
 import torch
@@ -22,26 +21,26 @@ N, CP = 64, 2
 LINE = "ranks of the group hold different batches: {} of rank 0 and of rank 1 differ. Each takes"
 
 
-def rows(seed: int) -> dict[str, Any]:
+def rows(seed):
     tokens = torch.randint(99, (1, N), generator=torch.Generator().manual_seed(seed))
     return {"tokens": tokens, "labels": tokens.roll(-1, 1), "position_ids": torch.arange(N)[None]}
 
 
-def with_shard(batch: dict[str, Any], group: Any) -> None:
+def with_shard(batch, group):
     cp_ring.shard(batch, group=group)
 
 
-def with_split_batch(batch: dict[str, Any], group: Any) -> None:
+def with_split_batch(batch, group):
     from cp_ring.megatron import split_batch
 
     split_batch(batch, group)
 
 
-def with_documents(batch: dict[str, Any], group: Any) -> None:
+def with_documents(batch, group):
     with_split_batch(batch | {"cu_seqlens": torch.tensor([0, 24, N])}, group)
 
 
-def with_a_script_of_megatron(batch: dict[str, Any], group: Any) -> None:
+def with_a_script_of_megatron(batch, group):
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     from cp_ring.patches.equal_rows import split_equal_rows
@@ -49,7 +48,7 @@ def with_a_script_of_megatron(batch: dict[str, Any], group: Any) -> None:
     split_equal_rows(get_batch_on_this_cp_rank, batch | {"cu_seqlens": None}, cp_group=group)
 
 
-def with_transformers(batch: dict[str, Any], group: Any) -> None:
+def with_transformers(batch, group):
     pytest.importorskip("transformers", reason="transformers is not installed")
     from cp_ring.integrations.transformers import shard_batch
 
@@ -62,7 +61,7 @@ WAYS = {way.__name__[5:]: way for way in (
 )}  # fmt: skip
 
 
-def split(group: Any, way: str, equal: bool) -> str:
+def split(group, way, equal):
     """What a split of rows says on this rank, "" for nothing. A loader that deals rows by the rank
     in the whole job gives each rank other ones. Every batch is compared: ranks of the pool have
     split others before.
@@ -75,7 +74,7 @@ def split(group: Any, way: str, equal: bool) -> str:
     return ""
 
 
-def split_before(group: Any) -> None:
+def split_before(group):
     """As many batches as a group compares one by one: of later ones it compares one in 16."""
     for _ in range(FIRST + 1):
         with_shard(rows(0), group)
@@ -113,7 +112,7 @@ def test_the_first_microbatches_are_compared_and_then_one_in_sixteen(monkeypatch
         same_batch, "contents", lambda tensors: looked.append(1) or contents(tensors)
     )
 
-    def one(rank: int, every: int) -> list[int]:
+    def one(rank, every):
         comparison, found = BatchComparison(store, rank, 1), []
         for number in range(1, 4 * FIRST + 1):
             before = len(looked)

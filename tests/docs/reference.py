@@ -22,12 +22,12 @@ Section `megatron` has [Megatron's own arguments](configurations.md#your-own-job
 """
 
 
-def cell(text: object) -> str:
+def cell(text):
     shown = str(text).lower() if isinstance(text, bool) else str(text)
     return shown.replace("|", "\\|").replace("<", "&lt;")
 
 
-def keys() -> str:
+def keys():
     parts = []
     for section in ("data", "launch"):
         parts += [f"### `{section}`", "", "| key | default | what it does |", "|---|---|---|"]
@@ -43,7 +43,7 @@ def keys() -> str:
     return "\n".join([*parts, ""])
 
 
-def function() -> str:
+def function():
     """The arguments of `ring_attention`."""
     text = inspect.getdoc(cp_ring.ring_attention) or ""
     call = f"ring_attention{signature(cp_ring.ring_attention)}"
@@ -53,13 +53,13 @@ def function() -> str:
     return "\n".join(parts)
 
 
-def section(lines: list[str]) -> list[str]:
+def section(lines):
     """A paragraph of a docstring as Markdown; `Args:` and the like become a list."""
     if lines[0].startswith("    "):
         return ["```text", *(line.strip() for line in lines), "```"]
     if not lines[0].endswith(":"):
         return [" ".join(lines)]
-    parts: list[str] = []
+    parts = []
     for line in inspect.cleandoc("\n".join(lines[1:])).split("\n"):
         name, colon, rest = line.partition(": ")
         if colon and name.isidentifier():
@@ -71,7 +71,7 @@ def section(lines: list[str]) -> list[str]:
     return [f"**{lines[0].removesuffix(':')}**", "", *parts]
 
 
-def signature(it: object) -> str:
+def signature(it):
     try:
         found = inspect.signature(it)
     except ValueError:
@@ -80,7 +80,7 @@ def signature(it: object) -> str:
     return str(found.replace(parameters=plain, return_annotation=found.empty))
 
 
-def written() -> str:
+def written():
     """The page as it must be."""
     return "\n".join([TOP, keys(), function(), ""])
 

@@ -29,7 +29,7 @@ def site(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("site")
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True)
-    heard: list[str] = []
+    heard = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())
     logging.getLogger("mkdocs").addHandler(handler)

@@ -5,7 +5,6 @@ default megatron-core.
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from tests.parity.test_matrix import HEADLINE
 LANE = 'launch/test.sh -m "not slow"'
 
 
-def rows(page: Path) -> dict[str, list[str]]:
+def rows(page):
     """What each row of the page's table promises, and the tests that its last cell names."""
     text = page.read_text().partition("## What is supported")[2].partition("\n## ")[0]
     lines = [line.strip(" |").split(" | ") for line in text.splitlines() if line.startswith("| ")]

@@ -98,7 +98,7 @@ OF_OTHER_VERSIONS = {
 """Values that the parser of Megatron 0.19 does not take."""
 
 
-def line_of(flags: str, parser=None) -> str:
+def line_of(flags, parser=None):
     """What cp_ring says of a tiny job with these flags, "" where it accepts them."""
     parser = parser or argument_parser.build_parser()
     ring = "--no-cp-ring" not in flags
@@ -124,14 +124,14 @@ def line_of(flags: str, parser=None) -> str:
     return ""
 
 
-def advised(line: str) -> str:
+def advised(line):
     """The line in code font, and what to type where the line does not end with it."""
     return f"- `{line}`" + next(
         (f": {type_}" for part, type_ in ADVICE.items() if part in line), ""
     )
 
 
-def tables() -> str:
+def tables():
     parser, parts = argument_parser.build_parser(), []
     for topic, examples in EXAMPLES.items():
         lines = [advised(line_of(each, parser)) for each in examples.strip().split("\n")]
@@ -139,7 +139,7 @@ def tables() -> str:
     return "\n".join(["", *parts, ""])
 
 
-def written() -> str:
+def written():
     """The page as it must be."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return before + BEGIN + tables() + END + rest.partition(END)[2]

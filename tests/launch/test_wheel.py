@@ -14,16 +14,8 @@ from tests.rank_pool import LIMIT_S
 
 pytestmark = pytest.mark.ci
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = (
-    "pyproject.toml",
-    "setup.py",
-    "README.md",
-    "LICENSE",
-    "cp_ring",
-    "patches",
-    "configs",
-    "launch",
-)
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+FOLDERS = ("cp_ring", "patches", "configs", "launch")
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +26,10 @@ def installed(tmp_path_factory):
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     source.mkdir()
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        else:
-            shutil.copy(ROOT / name, source / name)
+    for name in FILES:
+        shutil.copy(ROOT / name, source)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run(
         [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(work), str(source)],
@@ -98,15 +87,6 @@ def test_packages_come_from_the_wheel(installed, told):
     ]
 
 
-CONFIGS = [f"configs/{path.name}" for path in sorted((ROOT / "configs").glob("*.yaml"))]
-SLURM = [f"launch/slurm/{path.name}" for path in (ROOT / "launch" / "slurm").iterdir()]
-
-
-@pytest.mark.parametrize("name", [*CONFIGS, *SLURM, "py.typed"])
-def test_data_files_are_in_the_wheel(installed, name):
-    assert (installed / "cp_ring" / name).stat().st_size > 0 or name == "py.typed"
-
-
 def test_the_source_distribution_passes_its_tests(tmp_path):
     build = "from setuptools import build_meta; print(build_meta.build_sdist({!r}))"
     source = tmp_path / "source"
@@ -132,14 +112,18 @@ def test_the_source_distribution_passes_its_tests(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_every_module_is_in_the_wheel(installed):
+def test_every_module_and_data_file_is_in_the_wheel(installed):
     def modules(folder):
         return {str(file.relative_to(folder)) for file in folder.rglob("*.py")}
 
     wanted = modules(ROOT / "cp_ring")
-    for name in ("patches", "configs", "launch"):
+    for name in FOLDERS[1:]:
         wanted |= {f"{name}/{module}" for module in modules(ROOT / name)}
     assert modules(installed / "cp_ring") == wanted
+    data = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("launch/slurm/*"), ROOT / "cp_ring/py.typed"]
+    for file in data:
+        name = file.relative_to(ROOT / "cp_ring" if file.name == "py.typed" else ROOT)
+        assert (installed / "cp_ring" / name).read_bytes() == file.read_bytes()
 
 
 def test_dry_run_from_another_folder(told):
