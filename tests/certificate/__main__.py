@@ -30,7 +30,9 @@ def examine(
         "name": job.name,
         "argv": job.argv(),
         "script": path if job.by_script else "",
+        "step": job.step,
         "seconds": SECONDS,
+        "skew": job.skew,
     }
     log, result = folder / f"{job.name}.log", folder / f"{job.name}.json"
     found: list[dict[str, Any]] = []

@@ -13,17 +13,53 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.certificate.faults import planted
 
 STOPPED = 3
 
 
+def states() -> Any:
+    """Everything that a certificate must leave as it was."""
+    import random
+
+    import numpy as np
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.training import get_args
+
+    from cp_ring.megatron import settings
+
+    tracker = {
+        name: state.tolist()
+        for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+    }
+    groups = {
+        name: id(value)
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and name.isupper()
+    }
+    return (
+        torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()), tracker, dict(vars(get_args())),
+        id(get_args()), groups, get_num_microbatches(), settings.current(), losses_of_experts(),
+    )  # fmt: skip
+
+
+def losses_of_experts() -> Any:
+    """What Megatron has collected for its log, since 0.18."""
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    tracker = logging and logging._MOE_METRICS_TRACKER
+    return tracker and list(tracker.metrics)
+
+
 def run(job: dict[str, Any], folder: Path) -> None:
-    """Job {"name", "argv", "script", "cases": [(fault, seed)], "seconds"}: script is "" for
-    cp_ring's own entry.
+    """Job {"name", "argv", "script", "step", "cases": [(fault, seed)], "seconds", "skew"}: script is
+    "" for cp_ring's own entry; seconds are those for probes at the job's length.
 
     FOLDER/name.json gets a list of {"fault", "seed", "rejections", "failure", "not_covered",
-    "seconds"}, which ends with the first case that ends the job (exit code `STOPPED`).
+    "untouched"} with the certificate, which ends with the first case that ends the job (exit code
+    `STOPPED`); "untouched" tells whether all states and arguments are as before.
     """
     import torch.distributed as dist
 
@@ -34,12 +70,16 @@ def run(job: dict[str, Any], folder: Path) -> None:
     from tests.megatron import worker
 
     def examine(args: Any, step: Any = None) -> None:
+        from tests.megatron import certificate_steps  # imports Megatron
+
+        step = getattr(certificate_steps, job["step"]) if job["step"] else step
         found = []
         for fault, seed in job["cases"]:
             entry = {"fault": fault, "seed": seed, "failure": "", "not_covered": []}
-            with planted(fault, step):
+            before, misread = states(), certificate_steps.MISREAD.get(fault)
+            with planted("" if misread else fault, step):
                 try:
-                    certificate = module.run_probes(args, seed, step, job["seconds"])
+                    certificate = module.run_probes(args, seed, misread or step, job["seconds"])
                 except (
                     ConfigError,
                     KernelError,
@@ -49,7 +89,7 @@ def run(job: dict[str, Any], folder: Path) -> None:
                     os._exit(STOPPED)
             entry["rejections"] = [probe.rejection() for probe in certificate.failures]
             entry |= {"failure": certificate.failure, "not_covered": certificate.not_covered}
-            found.append(entry | {"seconds": certificate.seconds})
+            found.append(entry | certificate.as_dict() | {"untouched": states() == before})
         if os.environ["RANK"] == "0":
             write(found)
         dist.barrier()
@@ -63,6 +103,7 @@ def run(job: dict[str, Any], folder: Path) -> None:
 
     worker.import_stand_ins(job["argv"])
     module.certify = examine  # which the patch `certificate` looks up
+    module.SKEW_S = job["skew"]
     try:
         if job["script"]:
             sys.argv = ["cp_ring.run", job["script"], *job["argv"]]
@@ -81,5 +122,4 @@ def rank(number: int, ranks: int, port: int, job: dict[str, Any], folder: Path, 
     """As `tests.megatron.worker.rank`, for a job of this module."""
     from tests.megatron import worker
 
-    worker.certificate_worker.run = run
-    worker.rank(number, ranks, port, job, folder, log)
+    worker.rank(number, ranks, port, job, folder, log, run)

@@ -38,69 +38,67 @@ def _cp() -> int:
 
 # Faults of the split: what a rank gets instead, from its own parts, the whole tensors, and the
 # parts that another rank gets.
+OfRank = Callable[[int], Parts]
+Split = Callable[[Parts, Parts, OfRank], Parts]
 
 
-def _chunks_swapped(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+def _only(name: str, change: Callable[[Parts, Parts, OfRank], torch.Tensor]) -> Split:
+    """A rank gets another tensor of this name, where the microbatch has one."""
+    return lambda mine, *rest: {name: change(mine, *rest)} if name in mine else {}
+
+
+def _chunks_swapped(mine: Parts, whole: Parts, of_rank: OfRank) -> Parts:
     return {name: torch.cat(part.chunk(2, 1)[::-1], 1) for name, part in mine.items()}
 
 
-def _ranks_reversed(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+def _ranks_reversed(mine: Parts, whole: Parts, of_rank: OfRank) -> Parts:
     return of_rank(_cp() - 1 - _rank())
 
 
-def _mask_not_split(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
-    return (
-        {"loss_mask": whole["loss_mask"][:, : mine["loss_mask"].shape[1]]}
-        if "loss_mask" in mine
-        else {}
-    )
-
-
-def _mask_of_ones(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
-    return {"loss_mask": torch.ones_like(mine["loss_mask"])} if "loss_mask" in mine else {}
-
-
-def _mask_of_another_rank(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
-    return {"loss_mask": of_rank((_rank() + 1) % _cp())["loss_mask"]} if "loss_mask" in mine else {}
-
-
-def _border_label(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
-    """The last token of the first chunk predicts the first token of the second."""
-    if "labels" not in mine:
-        return {}
-    labels, border = mine["labels"].clone(), mine["labels"].shape[1] // 2
-    labels[:, border - 1] = mine["tokens"][:, border]
-    return {"labels": labels}
-
-
-def _labels_of_another_rank(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
-    return {"labels": of_rank((_rank() + 1) % _cp())["labels"]} if "labels" in mine else {}
-
-
-def _labels_rolled_locally(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
-    return {"labels": mine["tokens"].roll(-1, 1)} if "labels" in mine else {}
-
-
-def _positions_local(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
-    """Position ids count from 0 on each rank."""
-    if "position_ids" not in mine:
-        return {}
-    return {
-        "position_ids": torch.arange(mine["position_ids"].shape[1])
-        .expand_as(mine["position_ids"])
-        .contiguous()
-    }
-
-
-def _tokens_contiguous(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
+def _tokens_contiguous(mine: Parts, whole: Parts, of_rank: OfRank) -> Parts:
     return {name: whole[name].chunk(_cp(), 1)[_rank()].contiguous() for name in mine}
 
 
-def _of_mask(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Parts]:
+def _of_another_rank(name: str) -> Split:
+    return _only(name, lambda mine, whole, of_rank: of_rank((_rank() + 1) % _cp())[name])
+
+
+def _border_label(mine: Parts, *_: Any) -> torch.Tensor:
+    """The last token of the first chunk predicts the first token of the second."""
+    labels, border = mine["labels"].clone(), mine["labels"].shape[1] // 2
+    labels[:, border - 1] = mine["tokens"][:, border]
+    return labels
+
+
+def _border_label_of_long_chunks(mine: Parts, *_: Any) -> torch.Tensor:
+    return _border_label(mine) if mine["tokens"].shape[1] >= 256 else mine["labels"]
+
+
+def _last_label(mine: Parts, *_: Any) -> torch.Tensor:
+    """The last token of the sequence predicts the first token of its rank."""
+    last = mine["labels"][:, -1:] if _rank() else mine["tokens"][:, :1]
+    return torch.cat([mine["labels"][:, :-1], last], 1)
+
+
+def _labels_of_the_first_row(mine: Parts, *_: Any) -> torch.Tensor:
+    return mine["labels"][:1].expand_as(mine["labels"]).contiguous()
+
+
+def _positions_local(mine: Parts, *_: Any) -> torch.Tensor:
+    """Position ids count from 0 on each rank."""
+    ids = mine["position_ids"]
+    return torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+
+
+def _positions_repeated(mine: Parts, *_: Any) -> torch.Tensor:
+    """The first token of a document has the position of the last token before it."""
+    ids = mine["position_ids"]
+    return torch.where(ids == 0, ids.roll(1, 1), ids)
+
+
+def _of_mask(change: Callable[[torch.Tensor], torch.Tensor]) -> Split:
     """A rank gets another loss mask."""
-    return lambda mine, whole, of_rank: (
-        {"loss_mask": change(mine["loss_mask"])} if "loss_mask" in mine else {}
-    )
+    return _only("loss_mask", lambda mine, *_: change(mine["loss_mask"]))
 
 
 def _shifted_on_one_rank(mask: torch.Tensor) -> torch.Tensor:
@@ -112,62 +110,39 @@ def _twice_at_the_border(mask: torch.Tensor) -> torch.Tensor:
     return torch.cat([mask[:, : border - 1], 2 * mask[:, border - 1 : border], mask[:, border:]], 1)
 
 
-def _border_label_of_long_chunks(
-    mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]
-) -> Parts:
-    return _border_label(mine, whole, of_rank) if mine["tokens"].shape[1] >= 256 else {}
+_MASK_OF_ONES = _of_mask(torch.ones_like)
+_LABELS_ROLLED_LOCALLY = _only("labels", lambda mine, *_: mine["tokens"].roll(-1, 1))
 
-
-def _last_label(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
-    """The last token of the sequence predicts the first token of its rank."""
-    if "labels" not in mine or _rank():
-        return {}
-    return {"labels": torch.cat([mine["labels"][:, :-1], mine["tokens"][:, :1]], 1)}
-
-
-def _labels_of_the_first_row(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
-    return (
-        {"labels": mine["labels"][:1].expand_as(mine["labels"]).contiguous()}
-        if "labels" in mine
-        else {}
-    )
-
-
-def _positions_repeated(mine: Parts, whole: Parts, of_rank: Callable[[int], Parts]) -> Parts:
-    """The first token of a document has the position of the last token before it."""
-    if "position_ids" not in mine:
-        return {}
-    ids = mine["position_ids"]
-    return {"position_ids": torch.where(ids == 0, ids.roll(1, 1), ids)}
-
-
-OF_WEIGHTS: dict[str, Callable[..., Parts]] = {
+OF_WEIGHTS: dict[str, Split] = {
     "fractional weights rounded": _of_mask(torch.round),
     "fractional weights squared": _of_mask(torch.square),
     "weights clipped at 1": _of_mask(lambda mask: mask.clamp(max=1)),
     "loss mask of one rank shifted": _of_mask(_shifted_on_one_rank),
     "weight counted twice at a chunk's border": _of_mask(_twice_at_the_border),
 }
-OF_LONG_ROWS: dict[str, Callable[..., Parts]] = {
-    "label at the border of chunks of 128 and more": _border_label_of_long_chunks,
-    "label at the end of the last chunk": _last_label,
-    "labels of the second batch row": _labels_of_the_first_row,
+OF_LONG_ROWS: dict[str, Split] = {
+    "label at the border of chunks of 128 and more": _only("labels", _border_label_of_long_chunks),
+    "label at the end of the last chunk": _only("labels", _last_label),
+    "labels of the second batch row": _only("labels", _labels_of_the_first_row),
 }
-OF_BORDERS: dict[str, Callable[..., Parts]] = {
-    "position ids repeated at a document's border": _positions_repeated
+OF_BORDERS: dict[str, Split] = {
+    "position ids repeated at a document's border": _only("position_ids", _positions_repeated)
 }
 
-SPLITS: dict[str, Callable[[Parts, Parts, Callable[[int], Parts]], Parts]] = (
+SPLITS: dict[str, Split] = (
     {
         "chunk order swapped": _chunks_swapped,
         "rank order reversed": _ranks_reversed,
-        "loss mask not split": _mask_not_split,
-        "loss mask of ones": _mask_of_ones,
-        "loss mask of another rank": _mask_of_another_rank,
-        "label at a chunk's border": _border_label,
-        "labels of another rank": _labels_of_another_rank,
-        "labels rolled within a rank": _labels_rolled_locally,
-        "position ids of each rank from 0": _positions_local,
+        "loss mask not split": _only(
+            "loss_mask",
+            lambda mine, whole, _: whole["loss_mask"][:, : mine["loss_mask"].shape[1]],
+        ),
+        "loss mask of ones": _MASK_OF_ONES,
+        "loss mask of another rank": _of_another_rank("loss_mask"),
+        "label at a chunk's border": _only("labels", _border_label),
+        "labels of another rank": _of_another_rank("labels"),
+        "labels rolled within a rank": _LABELS_ROLLED_LOCALLY,
+        "position ids of each rank from 0": _only("position_ids", _positions_local),
         "contiguous instead of zigzag": _tokens_contiguous,
     }
     | OF_WEIGHTS
@@ -176,7 +151,7 @@ SPLITS: dict[str, Callable[[Parts, Parts, Callable[[int], Parts]], Parts]] = (
 )
 
 
-def _own_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
+def _own_split(fault: Split) -> Callable[..., Any]:
     def faulty(split: Any, batch: Parts, rank: int, cp: int) -> Parts:
         mine = split(batch, rank, cp)
         # else the certificate asks for positions, which are no part of training
@@ -187,7 +162,7 @@ def _own_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
     return faulty
 
 
-def _own_batch(fault: Callable[..., Parts]) -> Callable[..., Any]:
+def _own_batch(fault: Split) -> Callable[..., Any]:
     def faulty(get_batch: Any, *args: Any) -> Parts:
         mine = get_batch(*args)
         return mine | fault(mine, {}, lambda other: {}) if _cp() > 1 else mine
@@ -200,7 +175,7 @@ def _zigzag(whole: Parts, rank: int, cp: int) -> Parts:
     return {name: torch.cat([of[rank], of[2 * cp - 1 - rank]], 1) for name, of in chunks.items()}
 
 
-def _script_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
+def _script_split(fault: Split) -> Callable[..., Any]:
     def faulty(split: Any, batch: Parts, *args: Any, **kwargs: Any) -> Parts:
         cp = _cp()
         if cp == 1:
@@ -215,13 +190,13 @@ def _script_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
 
 
 PACKED = {
-    "labels of packed rows rolled within a rank": _labels_rolled_locally,
-    "loss mask of packed rows of ones": _mask_of_ones,
+    "labels of packed rows rolled within a rank": _LABELS_ROLLED_LOCALLY,
+    "loss mask of packed rows of ones": _MASK_OF_ONES,
 }
 """Faults of the split of packed batches alone, which scripts have (--sft)."""
 
 
-def _packed_split(fault: Callable[..., Parts]) -> Callable[..., Any]:
+def _packed_split(fault: Split) -> Callable[..., Any]:
     def faulty(split: Any, batch: Parts, *args: Any, **kwargs: Any) -> Parts:
         wrong = batch.get("cu_seqlens") is not None
         return (
@@ -295,18 +270,25 @@ def _plain_causal(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec:
     return make_plan(mask, n, cp, spec=spec)
 
 
-def _rotary() -> list[Any]:
-    name = "get_pos_emb_on_this_cp_rank"
-    loaded = [
-        module
-        for key, module in list(sys.modules.items())
-        if key.startswith("megatron.core.models") and module
-    ]
+def _everywhere(name: str, package: str, faulty: Any) -> Any:
+    """`faulty` in place of the function `name` in all modules of a package of Megatron's that have
+    it.
+    """
 
-    def contiguous(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
-        return pos_emb.chunk(cp_group.size(), seq_dim)[cp_group.rank()]
+    def found() -> list[Any]:
+        loaded = [module for key, module in list(sys.modules.items()) if key.startswith(package)]
+        return [(module, name, faulty) for module in loaded if hasattr(module, name)]
 
-    return [(module, name, contiguous) for module in loaded if hasattr(module, name)]
+    return found
+
+
+def _pos_emb(faulty: Any) -> Any:
+    """`faulty` in place of the function that picks the rotary embeddings of a rank."""
+    return _everywhere("get_pos_emb_on_this_cp_rank", "megatron.core.models", faulty)
+
+
+def _positions_contiguous(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
+    return pos_emb.chunk(cp_group.size(), seq_dim)[cp_group.rank()]
 
 
 def _stale(stream: Any, self: Any) -> Any:
@@ -441,20 +423,6 @@ def _positions_shifted(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) ->
     return mine.roll(-1, seq_dim) if cp_group.size() > 1 and cp_group.rank() == 1 else mine
 
 
-def _pos_emb(faulty: Any) -> Any:
-    """`faulty` in place of the function that picks the rotary embeddings of a rank."""
-
-    def found() -> list[Any]:
-        name = "get_pos_emb_on_this_cp_rank"
-        return [
-            (module, name, faulty)
-            for key, module in list(sys.modules.items())
-            if key.startswith("megatron.core.models") and hasattr(module, name)
-        ]
-
-    return found
-
-
 def _shifted_beyond_256(right: Any, pos_emb: Any, seq_dim: int, cp_group: Any) -> Any:
     n = pos_emb.shape[seq_dim]
     place = torch.arange(n)
@@ -529,28 +497,19 @@ OF_ONE_LAYER: dict[str, Any] = {
 }
 
 
-def _further_label() -> list[Any]:
+def _rolled_twice(right: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Multi-token prediction shifts the tokens of long batch rows once too often."""
-
-    def twice(right: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        rolled = right(tensor, *args, **kwargs)
-        return (
-            rolled
-            if _cp() == 1 or tensor is None or tensor.shape[-1] < 256
-            else right(rolled[0], *args, **kwargs)
-        )
-
-    loaded = [
-        module
-        for key, module in list(sys.modules.items())
-        if key.startswith("megatron.core") and module
-    ]
-    return [(module, "roll_tensor", twice) for module in loaded if hasattr(module, "roll_tensor")]
+    rolled = right(tensor, *args, **kwargs)
+    if _cp() == 1 or tensor is None or tensor.shape[-1] < 256:
+        return rolled
+    return right(rolled[0], *args, **kwargs)
 
 
 OF_LENGTH: dict[str, Any] = {
     "rotary positions one further beyond 256": _pos_emb(_shifted_beyond_256),
-    "prediction of long rows off by one": _further_label,
+    "prediction of long rows off by one": _everywhere(
+        "roll_tensor", "megatron.core", _rolled_twice
+    ),
 }
 
 ATTENTION: dict[str, Any] = {
@@ -561,7 +520,7 @@ ATTENTION: dict[str, Any] = {
     "window on every layer": _parity("window on every layer"),
     "documents merged": _parity("documents merged"),
     "boundary shifted by one": _parity("boundary shifted by one"),
-    "rotary positions contiguous": _rotary,
+    "rotary positions contiguous": _pos_emb(_positions_contiguous),
     "stale slot": _at("cp_ring.comm.streams.KeyStream.__iter__", _stale),
     "gradients of one hop lost": _at("cp_ring.comm.gradients.GradStream.start", _hop_lost),
     "sink ignored": _parity("sink dropped"),
@@ -615,25 +574,17 @@ ATTENTION: dict[str, Any] = {
 # Faults of other layers, each where the job has them.
 
 
-def _states_out_of_order() -> list[Any]:
+def _as_they_are(right: Any, tensor: Any, cp_size: int, *rest: Any, **named: Any) -> Any:
     """The states of recurrent layers run over the tokens in the order of the ranks, and not of the
     sequence.
     """
-    name = "_undo_attention_load_balancing"
-    loaded = [
-        module
-        for key, module in list(sys.modules.items())
-        if key.startswith("megatron.core.ssm") and module
-    ]
-
-    def as_it_is(right: Any, tensor: Any, cp_size: int, *rest: Any, **named: Any) -> Any:
-        return tensor if cp_size > 1 else right(tensor, cp_size, *rest, **named)
-
-    return [(module, name, as_it_is) for module in loaded if hasattr(module, name)]
+    return tensor if cp_size > 1 else right(tensor, cp_size, *rest, **named)
 
 
 LAYERS: dict[str, Any] = {
-    "states run in the order of ranks": _states_out_of_order,
+    "states run in the order of ranks": _everywhere(
+        "_undo_attention_load_balancing", "megatron.core.ssm", _as_they_are
+    ),
     "states run across documents": _parity("state across documents"),
     "states begin anew too late": _parity("state begins anew too late"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,8 @@ class Job:
 
     script: its name, if it is not `pretrain_gpt.py`.
     without: flags of all jobs that this one does not have.
+    step: a forward step of tests.megatron.certificate_steps in place of the job's own.
+    skew: seconds within which ranks fail alike.
     """
 
     name: str
@@ -54,6 +56,8 @@ class Job:
     by_script: bool = False
     script: str = ""
     without: tuple[str, ...] = ()
+    step: str = ""
+    skew: float = 5.0
 
     def argv(self) -> list[str]:
         common = [word for word in COMMON if word not in self.without]
@@ -127,7 +131,7 @@ _LAYERS = (
     f"{UNTIED} --num-layers 5 --window-size 5,0 --window-attn-skip-freq [1,0,0,1,1] --softmax-type "
     "learnable --calculate-per-token-loss --seq-length 512 --max-position-embeddings 512"
 )
-FAULTY = (
+_OWN = (
     Job("oss", 2, f"{OSS} --calculate-per-token-loss", OF_OSS),
     Job("long", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16)),
     Job(
@@ -159,64 +163,27 @@ FAULTY = (
     Job("heterogeneous", 2, f"{HETEROGENEOUS} --calculate-per-token-loss", OF_OTHER_LAYERS),
     Job("latents", 2, _LATENTS, OF_LATENTS),
     Job("latents-on-tp", 4, _ON_TP, OF_LATENTS_ON_TP),
-    Job(
-        "hybrid-script",
-        2,
-        f"{HYBRID} --calculate-per-token-loss",
-        (*OF_STATES, *OF_OTHER_LAYERS),
-        True,
-        OF_HYBRID,
-    ),
-    Job(
-        "heterogeneous-script",
-        2,
-        f"{HETEROGENEOUS} --calculate-per-token-loss",
-        OF_OTHER_LAYERS,
-        True,
-    ),
-    Job("latents-script", 2, _LATENTS, OF_LATENTS, True),
-    Job("latents-on-tp-script", 4, _ON_TP, OF_LATENTS_ON_TP, True),
+)
+
+
+def _by_script(name: str, script: str = "") -> Job:
+    """The job of this name through the script."""
+    (job,) = (job for job in _OWN if job.name == name)
+    return replace(job, name=f"{name}-script", by_script=True, script=script)
+
+
+FAULTY = (
+    *_OWN,
+    *map(_by_script, ("oss", "long", "learned", "four", "rows", "layers", "heterogeneous",
+                      "latents", "latents-on-tp")),
+    _by_script("hybrid", OF_HYBRID),
     Job("experts-script", 2, f"{EXPERTS} --calculate-per-token-loss", OF_EXPERTS, True),
     Job("mean-script", 2, UNTIED, (*LOSSES, *OF_MEANS), True),
-    Job("oss-script", 2, f"{OSS} --calculate-per-token-loss", OF_OSS, True),
-    Job(
-        "long-script",
-        2,
-        f"{_LONG} --calculate-per-token-loss",
-        (*OF_LENGTH, *OF_BATCH, *OF_BF16),
-        True,
-    ),
-    Job(
-        "learned-script",
-        2,
-        "--position-embedding-type learned_absolute --calculate-per-token-loss",
-        OF_POSITIONS,
-        True,
-    ),
-    Job(
-        "four-script",
-        4,
-        f"{UNTIED} --calculate-per-token-loss --cp-ring-schedule ring",
-        OF_FOUR,
-        True,
-    ),
-    Job(
-        "sft-script",
-        2,
-        f"{UNTIED} --calculate-per-token-loss --sft",
-        (*OF_DOCUMENTS, *PACKED, *OF_BORDERS),
-        True,
-    ),
-    Job("rows-script", 2, _ROWS, OF_ROWS, True),
-    Job("layers-script", 2, _LAYERS, tuple(OF_ONE_LAYER), True),
-    Job(
-        "prediction-script",
-        2,
-        f"{UNTIED} --mtp-num-layers 1 --calculate-per-token-loss",
-        OF_PREDICTION,
-        True,
-    ),
-)
+    Job("sft-script", 2, f"{UNTIED} --calculate-per-token-loss --sft",
+        (*OF_DOCUMENTS, *PACKED, *OF_BORDERS), True),
+    Job("prediction-script", 2, f"{UNTIED} --mtp-num-layers 1 --calculate-per-token-loss",
+        OF_PREDICTION, True),
+)  # fmt: skip
 assert set(FAULTS) == {fault for job in FAULTY for fault in job.faults if not job.by_script}
 
 

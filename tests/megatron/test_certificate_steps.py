@@ -4,50 +4,40 @@ own length and batch size.
 
 from __future__ import annotations
 
-import json
-import shlex
 from types import SimpleNamespace
 
 import pytest
 
 from cp_ring.megatron.certificate import certify as module
 from cp_ring.megatron.certificate.report import Certificate, Probe
-from tests.megatron.launch import fork
-from tests.parity.models import COMMON, UNTIED
+from tests.certificate import __main__ as campaign
+from tests.certificate.jobs import Job
+from tests.megatron.launch import HERE
+from tests.parity.models import UNTIED
 
-FLAGS = f"{UNTIED} --num-layers 1 --seq-length 64 --cp-ring --context-parallel-size 2"
 RIGHT_STEPS = ("writes_into_its_batch", "writes_into_its_tensors")
 FAILING_STEPS = ("fails_before_the_ring", "fails_behind_the_ring")
 
 
-def probes(folder, name, flags, cases, step=None):
-    job = {
-        "name": name,
-        "argv": [*COMMON, *shlex.split(flags)],
-        "cases": cases,
-        "step": step,
-        "seconds": 600,
-    }
-    log = folder / f"{name}.log"
-    assert fork(2, (job, folder, log)) == 0, log.read_text()[-4000:]
-    return json.loads((folder / f"{name}.json").read_text())
+def probes(folder, step, cases=(("", 1),), flags="", skew=300.0):
+    """The certificates of a job of two ranks with this forward step, one for each case."""
+    flags = f"{UNTIED} --num-layers 1 {flags}"
+    job = Job(step, 2, flags, by_script=True, step=step, skew=skew)
+    return campaign.examine(job, list(cases), str(HERE / "small_script.py"), folder)
 
 
 @pytest.mark.parametrize("step", RIGHT_STEPS)
 def test_a_right_step_passes(tmp_path, step):
-    (entry,) = probes(tmp_path, step, FLAGS, [("", 1)], step)
-    assert (
-        entry["rejections"] == [] and entry["failure"] == "" and entry["about"]["not_covered"] == []
-    )
+    (entry,) = probes(tmp_path, step)
+    assert entry["rejections"] == [] and entry["failure"] == "" and entry["not_covered"] == []
     assert "gradients" in {probe["name"] for probe in entry["probes"]} and entry["untouched"]
 
 
 def test_a_mean_over_ranks_is_not_covered(tmp_path):
     """Megatron averages it over ranks, whatever it is: tokens may weigh unlike."""
-    step = "mean_over_all_ranks"
-    (entry,) = probes(tmp_path, step, FLAGS, [("", 1)], step)
+    (entry,) = probes(tmp_path, "mean_over_all_ranks")
     assert entry["rejections"] == [] and entry["failure"] == ""
-    assert entry["about"]["not_covered"] == [
+    assert entry["not_covered"] == [
         "loss and gradients: the ranks average means, in which tokens weigh unlike"
     ]
     names = {probe["name"] for probe in entry["probes"]}
@@ -58,9 +48,9 @@ def test_a_step_that_misreads_the_batch_is_rejected(tmp_path):
     """At context parallel size 1 it has the same losses and gradients."""
     from tests.megatron.certificate_steps import MISREAD
 
-    flags = f"{FLAGS} --micro-batch-size 2 --mtp-num-layers 1"
+    flags = "--micro-batch-size 2 --mtp-num-layers 1"
     cases = [("", 1), *((fault, 1) for fault in MISREAD)]
-    right, *wrong = probes(tmp_path, "misread", flags, cases, "further_predictions")
+    right, *wrong = probes(tmp_path, "further_predictions", cases, flags)
     assert right["rejections"] == [] and right["failure"] == ""
     for entry in wrong:
         lines = [line for line in entry["rejections"] if "hid" in line or "by the batch" in line]
@@ -69,10 +59,9 @@ def test_a_step_that_misreads_the_batch_is_rejected(tmp_path):
 
 def test_a_step_that_raises_on_all_ranks_is_not_covered(tmp_path):
     """A second certificate shows that the job's groups still work."""
-    step = "fails_everywhere"
-    for entry in probes(tmp_path, step, FLAGS, [("", 1), ("", 2)], step):
+    for entry in probes(tmp_path, "fails_everywhere", [("", 1), ("", 2)]):
         assert entry["failure"].startswith("ValueError: no such batch (certificate_steps.py, line ")
-        assert entry["about"]["not_covered"] == [f"the loss ({entry['failure']})"]
+        assert entry["not_covered"] == [f"the loss ({entry['failure']})"]
         assert entry["rejections"] == [] and {"mask", "out"} <= {
             probe["name"] for probe in entry["probes"]
         }
@@ -82,11 +71,8 @@ def test_a_step_that_raises_on_all_ranks_is_not_covered(tmp_path):
 @pytest.mark.parametrize("step", FAILING_STEPS)
 def test_a_step_that_raises_on_one_rank_ends_the_job(tmp_path, step):
     """The other rank waits for a message of it, far longer than the launcher."""
-    job = {"name": step, "argv": [*COMMON, *shlex.split(FLAGS)], "cases": [("", 1)], "step": step}
-    job["skew"] = 1.0
-    log = tmp_path / f"{step}.log"
-    assert fork(2, (job, tmp_path, log)) == 1
-    (line,) = (line for line in log.read_text().splitlines() if "ConfigError: --cp-ring" in line)
+    (entry,) = probes(tmp_path, step, skew=1.0)
+    (line,) = entry["rejections"]
     assert "ValueError: rank 1 has no such " in line and " (certificate_steps.py, line " in line
     assert line.endswith(
         "(rank 1, not on all ranks); --no-cp-ring-certify trains without the probes"

@@ -4,8 +4,8 @@ A job is {"name", "argv"}, where a first word that is no flag is a script for cp
 and "data" may name one of tests.parity.faults and deliveries. The trace of a job goes to
 FOLDER/name.RANK.jsonl: for each step its number, loss and gradient norm at full precision, a
 checksum of each sequence that this rank read, how many hops it has executed and how many bytes of
-keys and of gradients it has sent since the job began, and how many bytes it keeps for
-recomputations; for each validation pass its loss; and why it was rejected, if it was.
+keys and of gradients it has sent since the job began; for each validation pass its loss; and why
+it was rejected, if it was.
 """
 
 import hashlib
@@ -16,7 +16,6 @@ import os
 import sys
 from pathlib import Path
 
-from tests.megatron import certificate_worker
 from tests.parity.deliveries import delivered
 from tests.parity.faults import planted
 
@@ -36,7 +35,6 @@ def observe(path: Path, ledger) -> None:
     import megatron.training.training as training
 
     from cp_ring.megatron import gpt
-    from cp_ring.megatron.adapter import recomputation
 
     training_log, evaluate, next_batch = training.training_log, training.evaluate, gpt._next_batch
     passes = itertools.count()
@@ -48,12 +46,7 @@ def observe(path: Path, ledger) -> None:
             "loss": float(loss_dict["lm loss"]) if loss_dict else None,
             "grad_norm": float(grad_norm),
         }
-        line |= {
-            "rows": sorted(rows),
-            "hops": ledger.hops,
-            "kept": recomputation.kept_bytes(),
-            "sent": dict(ledger.bytes_by_kind),
-        }
+        line |= {"rows": sorted(rows), "hops": ledger.hops, "sent": dict(ledger.bytes_by_kind)}
         write(path, line)
         rows.clear()
         return training_log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **named)
@@ -124,13 +117,13 @@ def run(job: dict, folder: Path) -> None:
         sys.exit(REJECTED)
 
 
-def rank(rank: int, ranks: int, port: int, job: dict, folder: Path, log: Path) -> None:
+def rank(rank: int, ranks: int, port: int, job: dict, folder: Path, log: Path, work=run) -> None:
     """Is rank `rank` of `ranks`, whose store the launcher holds at `port`; both output streams go
     to `log`.
     """
     os.environ |= place(rank, ranks, port)
     output_to(log)
-    (certificate_worker.run if "cases" in job else run)(job, folder)
+    work(job, folder)
 
 
 def place(rank: int, ranks: int, port: int) -> dict[str, str]:
