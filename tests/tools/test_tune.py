@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError, PlanError
@@ -41,7 +38,6 @@ from cp_ring.tools.tune_model import (
     step_seconds,
     weight_bytes,
 )
-from tests.tools.test_configs import megatron  # noqa: F401, a fixture
 from tests.tools.tiny_configs import tiny, tiny_words
 
 MODEL = ModelSizes(
@@ -133,34 +129,21 @@ def test_slow_links_make_latents_and_heads_worth_it():
 
 
 KINDS = {
-    "plain": {},
-    "swiglu": {"swiglu": True},
-    "experts with a gate of quick GeGLU": {"quick_geglu": True, "num_experts": 4},
-    "experts beside a shared one": {
-        "swiglu": True,
-        "num_experts": 4,
-        "moe_shared_expert_intermediate_size": 96,
-    },
-    "multi-latent": {
-        "multi_latent_attention": True,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 48,
-        "qk_head_dim": 16,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 16,
-    },
+    "plain": "--group-query-attention --num-query-groups 2",
+    "swiglu": "--group-query-attention --num-query-groups 2 --swiglu",
+    "experts with a gate of quick GeGLU": "--quick-geglu --num-experts 4",
+    "experts beside a shared one": (
+        "--swiglu --num-experts 4 --moe-shared-expert-intermediate-size 96"
+    ),
+    "multi-latent": (
+        "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 48 --qk-head-dim 16 "
+        "--qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm --rope-type rope"
+    ),
 }
-
-
-@pytest.fixture
-def one_rank():
-    from megatron.core import parallel_state
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+SIZES = """--num-layers 3 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 320
+    --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --disable-bias-linear
+    --untie-embeddings-and-output-weights --bf16 --cp-ring --cp-ring-cpu --train-iters 1
+    --moe-router-topk 2 --tokenizer-type NullTokenizer --vocab-size 511 --attention-dropout 0"""
 
 
 class NoAttention(torch.nn.Module):
@@ -171,39 +154,16 @@ class NoAttention(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_those_of_the_model_that_megatron_builds(one_rank, monkeypatch, kind):
+def test_weights_are_those_of_the_model_that_megatron_builds(one_rank, megatron, monkeypatch, kind):
     """All but norms: within 1 percent."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # MLA asks without a GPU too
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
 
-    given = KINDS[kind]
-    gate = given.get("swiglu") or given.get("quick_geglu")
-    latent = {k: v for k, v in given.items() if k.endswith(("_rank", "_head_dim"))}
-    config = (MLATransformerConfig if latent else TransformerConfig)(
-        num_layers=3,
-        hidden_size=128,
-        num_attention_heads=4,
-        num_query_groups=4 if latent else 2,
-        ffn_hidden_size=320,
-        moe_ffn_hidden_size=320 if "num_experts" in given else None,
-        num_moe_experts=given.get("num_experts"),
-        moe_shared_expert_intermediate_size=given.get("moe_shared_expert_intermediate_size"),
-        gated_linear_unit=bool(gate),
-        activation_func=F.silu if gate else F.gelu,
-        add_bias_linear=False,
-        bias_activation_fusion=False,
-        use_cpu_initialization=True,
-        qk_layernorm=bool(latent),
-        multi_latent_attention=bool(latent),
-        **({"rope_type": "rope"} | latent if latent else {}),
-    )
+    args, config = megatron([*SIZES.split(), *KINDS[kind].split()], 1)
+    latent = args.multi_latent_attention
     spec = get_gpt_layer_local_spec(
-        given.get("num_experts"), multi_latent_attention=bool(latent), qk_layernorm=bool(latent)
+        args.num_experts, multi_latent_attention=latent, qk_layernorm=latent
     )
     spec.submodules.self_attention.submodules.core_attention = NoAttention
     built = GPTModel(
@@ -215,26 +175,7 @@ def test_weights_are_those_of_the_model_that_megatron_builds(one_rank, monkeypat
         share_embeddings_and_output_weights=False,
     )
     counted = sum(weight.numel() for weight in built.parameters())
-    args = Namespace(
-        num_layers=3,
-        hidden_size=128,
-        num_attention_heads=4,
-        group_query_attention=not latent,
-        num_query_groups=2,
-        ffn_hidden_size=320,
-        moe_ffn_hidden_size=None,
-        moe_layer_freq=1,
-        moe_router_topk=2,
-        expert_model_parallel_size=1,
-        untie_embeddings_and_output_weights=True,
-        bf16=True,
-        swiglu=bool(given.get("swiglu")),
-        quick_geglu=bool(given.get("quick_geglu")),
-        num_experts=given.get("num_experts"),
-        **{k: v for k, v in given.items() if k not in ("swiglu", "quick_geglu", "num_experts")},
-    )
-    model = model_sizes(args, (((-1, -1), 3),), 512)
-    setup = replace(SETUP, model=model, gpus=1)
+    setup = replace(SETUP, model=model_sizes(args, (((-1, -1), 3),), 512), gpus=1)
     by_model = weight_bytes(setup, ParallelSizes(1, 1, 1, 1)) / 18
     assert by_model == pytest.approx(counted, rel=0.01)
 
@@ -320,7 +261,7 @@ def test_megatron_is_asked():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BIG)
-def test_megatron_accepts_the_five_best(megatron, name):  # noqa: F811
+def test_megatron_accepts_the_five_best(megatron, name):
     """By the way of a real start: its parser, its validation and its configuration, with cp_ring's
     patches.
     """
