@@ -27,11 +27,6 @@ def configuration() -> Any:
     )  # fmt: skip
 
 
-class Norm(torch.nn.RMSNorm):
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
-        super().__init__(hidden_size, eps=eps)
-
-
 def build(kind: str) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm import gated_delta_net as package
@@ -40,6 +35,7 @@ def build(kind: str) -> Any:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from tests.parity import recurrent  # noqa: F401
+    from tests.parity.specs import Norm
 
     torch.manual_seed(5)
     model_parallel_cuda_manual_seed(5)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import rejection
 from cp_ring.megatron.adapter import batch_mask
 from cp_ring.megatron.adapter.batch_mask import accept_causal
 from cp_ring.plan.layout import Layout
@@ -27,7 +26,6 @@ def causal(rank):
 @pytest.fixture(autouse=True)
 def compared_in_blocks(monkeypatch):
     monkeypatch.setattr(batch_mask, "_QUERIES_AT_ONCE", 3)
-    monkeypatch.setattr(rejection, "_noted", set())
 
 
 @pytest.mark.parametrize("rank", range(CP))

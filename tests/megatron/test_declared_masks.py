@@ -14,6 +14,7 @@ import torch
 from cp_ring import Layout, Mask, Options
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
+from tests.megatron import worker
 from tests.megatron.launch import fork
 
 
@@ -33,14 +34,9 @@ def megatron():
     import_megatron()
 
 
-@pytest.fixture
-def configured():
-    """Puts settings in force; afterwards those from before are."""
-    before, layers = settings.current(), settings.layer_windows()
-    yield lambda layers=None, **values: settings.configure(
-        Options(enabled=True, **values), layers=layers
-    )
-    settings.configure(before, layers=layers)
+def configure(**values):
+    """Puts settings in force."""
+    settings.configure(Options(enabled=True, **values))
 
 
 GROUP = Mask.shared_prefix([(6, [4, 5])], n=16)
@@ -67,8 +63,8 @@ def microbatch(**more):
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
 @pytest.mark.parametrize("given", [GROUP, GROUP.to_dict(), json.loads(json.dumps(GROUP.to_dict()))])
-def test_a_batch_is_split_with_its_mask(configured, layout, given):
-    configured(layout=layout, mask_kinds="shared-prefix,causal")
+def test_a_batch_is_split_with_its_mask(layout, given):
+    configure(layout=layout, mask_kinds="shared-prefix,causal")
     whole = microbatch(cp_ring_mask=[given, Mask.causal(16)])
     parts = [batches.split_batch(whole, Group(rank, 2)) for rank in range(2)]
     assert all(
@@ -127,15 +123,15 @@ def test_a_data_loader_makes_batches_of_samples_with_masks():
             "cp_ring_mask has positions up to 19, past the 16 tokens"),
     ],
 )  # fmt: skip
-def test_what_is_no_mask_of_the_batch_is_rejected_in_one_line(configured, kinds, given, message):
-    configured(mask_kinds=kinds)
+def test_what_is_no_mask_of_the_batch_is_rejected_in_one_line(kinds, given, message):
+    configure(mask_kinds=kinds)
     with pytest.raises(ConfigError, match=message) as caught:
         batches.split_batch(microbatch(cp_ring_mask=given), Group(0, 2))
     assert "\n" not in str(caught.value)
 
 
-def test_batches_that_cannot_be_split_are_rejected_in_one_line(configured):
-    configured(mask_kinds="any")
+def test_batches_that_cannot_be_split_are_rejected_in_one_line():
+    configure(mask_kinds="any")
     with pytest.raises(
         ConfigError,
         match="batch rows of 15 tokens cannot be split over 2 context-parallel ranks by layout zigzag: pad",
@@ -235,16 +231,7 @@ def test_packed_documents_are_split_one_by_one():
 
 def run_example(rank, ranks, port, name, folder):
     """Is a rank of an example, and writes what it returns."""
-    place = {
-        "RANK": rank,
-        "WORLD_SIZE": ranks,
-        "MASTER_PORT": port,
-        "MASTER_ADDR": "127.0.0.1",
-        "TORCHELASTIC_RESTART_COUNT": 0,
-    }
-    os.environ |= {key: str(value) for key, value in place.items()} | {
-        "TORCHELASTIC_USE_AGENT_STORE": "True"
-    }
+    os.environ |= worker.place(rank, ranks, port)
     torch.distributed.init_process_group("gloo")
     worst = importlib.import_module(f"docs.examples.{name}").main()
     (folder / f"{name}.{rank}.json").write_text(json.dumps(worst))

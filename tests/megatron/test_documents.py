@@ -168,24 +168,16 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
         monkeypatch.setattr(gpt.parallel_state, name, lambda value=value: value)
     monkeypatch.setattr(gpt.parallel_state, "get_context_parallel_world_size", lambda: 2)
     monkeypatch.setattr(gpt, "_first_or_last_stage", lambda vp_stage: False)
-    arguments = SimpleNamespace(position_embedding_type="rope")
+    arguments = SimpleNamespace()
     monkeypatch.setattr(gpt, "get_args", lambda: arguments)
-    before = settings.current()
     settings.configure(Options.make(enabled=True, document_mask=True))
-    try:
-        with pytest.raises(
-            ConfigError,
-            match="--cp-ring-document-mask: this pipeline stage has no data set, from which",
-        ):
+    for kind, line in {
+        "rope": "--cp-ring-document-mask: this pipeline stage has no data set, from which",
+        "mrope": "--position-embedding-type mrope: a middle pipeline stage has no position ids",
+    }.items():
+        arguments.position_embedding_type = kind
+        with pytest.raises(ConfigError, match=line):
             gpt.get_batch(None, None)
-        arguments.position_embedding_type = "mrope"
-        with pytest.raises(
-            ConfigError,
-            match="--position-embedding-type mrope: a middle pipeline stage has no position ids",
-        ):
-            gpt.get_batch(None, None)
-    finally:
-        settings.configure(before)
 
 
 # Attention, rotary positions and rolls over ranks

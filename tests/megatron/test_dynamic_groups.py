@@ -36,13 +36,13 @@ STEP = (
 )
 
 
-def build(cp: int, kind: str, **more: Any) -> Any:
+def build(cp: int, kind: str = "", seed: int = 3, groups: Any = None, **more: Any) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     settings = {"latent": LATENT, "window": {"window_size": (9, 0), **FULL}}.get(kind, {}) | more
     predictions = {"mtp_num_layers": 1} if kind == "predictions" else {}
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     make = MLATransformerConfig if kind == "latent" else TransformerConfig
     heads = {} if kind == "latent" else {"num_query_groups": 2}
     config = make(
@@ -58,8 +58,9 @@ def build(cp: int, kind: str, **more: Any) -> Any:
     if predictions:
         further = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return GPTModel(
-        config, spec, VOCAB, LONGEST, position_embedding_type="rope", mtp_block_spec=further
-    )
+        config, spec, VOCAB, LONGEST, position_embedding_type="rope", mtp_block_spec=further,
+        pg_collection=groups,
+    )  # fmt: skip
 
 
 def microbatches(all_of_them: bool, rank: int = 0) -> list[dict[str, Any]]:
@@ -153,7 +154,7 @@ def lines(group: Any) -> list[str]:
             packed = mine["packed_seq_params"]
             if not thd:
                 packed.qkv_format, packed.max_seqlen_q = "sbhd", 48
-            model = build(4, "", **more)
+            model = build(4, **more)
             for layer in model.decoder.layers if not patched else ():
                 layer.self_attention.core_attention.positions_by_group = False
             model(mine["tokens"], mine["position_ids"], None, packed_seq_params=packed)

@@ -17,9 +17,6 @@ def megatron():
     from cp_ring.megatron.adapter.attention import RingDotProductAttention
 
 
-no_cuda = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
-)
 STOCK = ["--cp-ring-cpu"]
 RING = [*STOCK, "--cp-ring", "--context-parallel-size", "2"]
 SINKS = shlex.split("--softmax-type learnable --init-method-std 0.1 --train-iters 6")
@@ -109,7 +106,6 @@ def keys(layer):
     }
 
 
-@no_cuda
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
 def test_a_checkpoint_holds_what_stock_attention_holds(one_rank, softmax_type):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -123,7 +119,6 @@ def test_a_checkpoint_holds_what_stock_attention_holds(one_rank, softmax_type):
     assert len(keys(ours)) == (softmax_type == "learnable")
 
 
-@no_cuda
 def test_transformer_engine_and_back(one_rank):
     ours, theirs = layer(RingDotProductAttention), layer(LikeTransformerEngine)
     assert "_extra_state" in theirs.state_dict()

@@ -106,7 +106,6 @@ def build(args, dataset):
 
 
 def test_only_the_loader_of_training_data_is_changed(args, capsys, monkeypatch):
-    monkeypatch.setattr("cp_ring.megatron.rejection._noted", set())
     sampler = build(args, Rows()).batch_sampler
     assert (
         isinstance(sampler, BalancedSampler)
@@ -125,17 +124,8 @@ def test_only_the_loader_of_training_data_is_changed(args, capsys, monkeypatch):
     assert "changes nothing with --micro-batch-size 1" in capsys.readouterr().out
 
 
-@pytest.fixture
-def configured():
-    before, layers = settings.current(), settings.layer_windows()
-    yield lambda windows=(((-1, -1), 1),), **values: settings.configure(
-        Options.make(enabled=True, **values), layers=windows
-    )
-    settings.configure(before, layers=layers)
-
-
-def test_work_is_that_of_all_layers_for_every_kind_of_sample(configured):
-    configured((((-1, -1), 2), ((3, 0), 1)))
+def test_work_is_that_of_all_layers_for_every_kind_of_sample():
+    settings.configure(Options.make(enabled=True), layers=(((-1, -1), 2), ((3, 0), 1)))
     expected = (
         2 * Mask.documents([0, 4, 10]).area() + Mask.documents([0, 4, 10], window=(3, 0)).area()
     )
@@ -149,6 +139,6 @@ def test_work_is_that_of_all_layers_for_every_kind_of_sample(configured):
     assert work_of([{"position_ids": positions}], 0) == expected
     assert work_of([{"position_ids": positions + 1, "cu_seqlens": filled}], 0) == expected
     assert work_of(blend, 0) == expected and work_of(blend, 1) == work_of(Rows(), 5)
-    configured(mask_kinds="shared-prefix")
+    settings.configure(Options.make(enabled=True, mask_kinds="shared-prefix"))
     declared = Mask.shared_prefix([(4, [3, 3])])
     assert mask_of([{"tokens": torch.zeros(10), KEY: declared}], 0) is declared

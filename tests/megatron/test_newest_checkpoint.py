@@ -10,7 +10,6 @@ import pytest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from cp_ring.megatron import rejection
 from cp_ring.megatron.newest_checkpoint import TRACKER, find, newest_whole
 from tests.megatron import kills
 from tests.megatron.launch import attempt, trace, train
@@ -43,7 +42,6 @@ def saves(tmp_path, monkeypatch):
         write_checkpoint(tmp_path / f"iter_{step:07d}")
     (tmp_path / TRACKER).write_text("60")
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
-    monkeypatch.setattr(rejection, "_noted", set())
     return tmp_path
 
 

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from cp_ring import Options
-from cp_ring.megatron import settings
 from tests.megatron import host_memory
 from tests.megatron.test_recompute import (
     HEADS,
@@ -17,19 +15,12 @@ from tests.megatron.test_recompute import (
     forward,
 )
 
-no_cuda = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
-)
 LAYER = ROWS * TOKENS * (4 * HIDDEN + HEADS) * 4  # q, k, v, out and lse in float32
 
 
 @pytest.fixture
-def configured(applied, one_rank):
-    """Puts settings in force for models that are built from now on, and restores those before."""
+def ring(applied, one_rank):
     applied("core_attention", "recompute")
-    before = settings.current()
-    yield lambda **values: settings.configure(Options.make(enabled=True, **values))
-    settings.configure(before)
 
 
 def steps(model, after=lambda: None):
@@ -51,9 +42,7 @@ def steps(model, after=lambda: None):
     return found
 
 
-@no_cuda
-def test_fine_grained_offloading_of_megatron(configured):
-    configured()
+def test_fine_grained_offloading_of_megatron(ring):
     expected = steps(build())
     with host_memory.fine_grained() as offloading:
         model = build(**host_memory.SETTINGS)
@@ -81,9 +70,7 @@ def test_fine_grained_offloading_of_megatron(configured):
     assert moved == {"core_attn": (LAYERS - 1) * LAYER, "attn_proj": (LAYERS - 1) * projected}
 
 
-@no_cuda
-def test_offloading_of_transformer_engine_takes_marked_tensors(configured):
-    configured()
+def test_offloading_of_transformer_engine_takes_marked_tensors(ring):
     expected = steps(build())
     with host_memory.marked_only() as store:
         model = build(

@@ -8,9 +8,6 @@ import torch
 from cp_ring.megatron.adapter import recomputation
 from cp_ring.observe.counters import record
 
-no_cuda = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
-)
 LAYERS, HIDDEN, HEADS, TOKENS, ROWS = 4, 32, 4, 16, 2
 FULL = {
     "uniform": {"recompute_method": "uniform", "recompute_num_layers": 1},
@@ -78,7 +75,6 @@ def ring(applied, one_rank):
     applied("core_attention", "recompute")
 
 
-@no_cuda
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_and_hops_are_those_without_recomputation(ring, kind):
     losses, grads, hops, kept = step(build())
@@ -97,7 +93,6 @@ def test_gradients_and_hops_are_those_without_recomputation(ring, kind):
     assert torch.equal(step(model)[0], losses)
 
 
-@no_cuda
 def test_a_failed_step_leaves_nothing_behind(ring):
     model = build(**KINDS["two layers in a block"])
     right = step(model)
@@ -134,7 +129,6 @@ def attention():
     )
 
 
-@no_cuda
 @pytest.mark.parametrize(
     ("reentrant", "hops", "kept"),
     [(True, 2, ROWS * TOKENS * (HIDDEN * 2 + HEADS * 4)), (False, 3, 0)],

@@ -1,8 +1,7 @@
 """Mamba and gated delta net layers: documents begin with a new state, and tokens are in order under
 every layout.
 
-The CUDA kernels of mamba_ssm and fla have stand-ins in torch (tests/parity/recurrent.py), which are
-checked first.
+The CUDA kernels of mamba_ssm and fla have stand-ins in torch (tests/parity/recurrent.py).
 """
 
 from __future__ import annotations
@@ -16,11 +15,6 @@ import torch
 from cp_ring import Mask
 from cp_ring.errors import ConfigError
 from tests.megatron import recurrent_layers
-
-EDGES = [0, 1, 7, 8, 20, 24]
-OFFSETS = torch.tensor(EDGES, dtype=torch.int32)
-NUMBERS = torch.bucketize(torch.arange(24), OFFSETS.long(), right=True)[None].int()
-PIECES = [slice(a, b) for a, b in itertools.pairwise(EDGES)]
 
 
 @pytest.fixture(scope="module")
@@ -37,58 +31,6 @@ def draw(*shape):
     return torch.randn(
         *shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
     )
-
-
-def scan_inputs():
-    heads, inner, state = 4, 16, 4
-    width = 2 * inner + 2 * state + heads
-    weights = draw(inner + 2 * state, 4), draw(inner + 2 * state), draw(heads), -draw(heads).exp()
-    return draw(1, 24, width), weights, {"D": draw(heads), "headdim": 4, "ngroups": 1}
-
-
-def test_the_scan_is_the_recurrence_of_mamba(kernels):
-    x, (weight, bias, dt_bias, a), named = scan_inputs()
-    z, xbc, dt = x[0].split([16, 24, 4], -1)
-    padded = torch.cat([torch.zeros(3, 24, dtype=torch.float64), xbc])
-    xbc = torch.nn.functional.silu(
-        torch.stack([(padded[i : i + 4] * weight.T).sum(0) + bias for i in range(24)])
-    )
-    state, outs = torch.zeros(4, 4, 4, dtype=torch.float64), []
-    for i in range(24):
-        value, key, query = xbc[i].split([16, 4, 4])
-        value, step = value.view(4, 4), torch.nn.functional.softplus(dt[i] + dt_bias)
-        state = (
-            state * (step * a).exp()[:, None, None] + step[:, None, None] * value[..., None] * key
-        )
-        outs.append((state @ query + named["D"][:, None] * value).reshape(-1))
-    expected = torch.stack(outs) * torch.nn.functional.silu(z)
-    torch.testing.assert_close(kernels.scan(x, weight, bias, dt_bias, a, **named)[0], expected)
-
-
-def test_stand_ins_with_documents_are_each_document_alone(kernels):
-    x, weights, named = scan_inputs()
-    alone = torch.cat([kernels.scan(x[:, piece], *weights, **named) for piece in PIECES], 1)
-    torch.testing.assert_close(kernels.scan(x, *weights, seq_idx=NUMBERS, **named), alone)
-
-    def convolved(x, **more):
-        return kernels.causal_conv1d(x=x, weight=draw(6, 4), activation="silu", **more)[0]
-
-    x = draw(1, 24, 6)
-    torch.testing.assert_close(
-        convolved(x, cu_seqlens=OFFSETS), torch.cat([convolved(x[:, piece]) for piece in PIECES], 1)
-    )
-
-    qkv, gates = (
-        (draw(1, 24, 2, 4), draw(1, 24, 2, 5)[..., :4], draw(1, 24, 2, 3)),
-        (-draw(1, 24, 2).exp(), draw(1, 24, 3)[..., :2]),
-    )
-
-    def ruled(piece, **more):
-        g, beta = (x[:, piece] for x in gates)
-        return kernels.delta_rule(*(x[:, piece] for x in qkv), g=g, beta=beta.sigmoid(), **more)[0]
-
-    alone = torch.cat([ruled(piece) for piece in PIECES], 1)
-    torch.testing.assert_close(ruled(slice(None), cu_seqlens=OFFSETS), alone)
 
 
 def test_the_delta_rule_is_megatrons_own_in_torch(kernels):
@@ -117,9 +59,6 @@ def test_the_delta_rule_is_megatrons_own_in_torch(kernels):
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="needs the CPU runtime, which is inert where CUDA is present"
-)
 @pytest.mark.parametrize("kind", ["mamba", "delta_net"])
 def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
     one_rank, applied, kernels, kind
@@ -151,7 +90,6 @@ def test_a_mask_with_branches_is_rejected_by_name(monkeypatch):
 
 
 def test_padding_and_declared_documents_begin_anew_too():
-    from cp_ring import Mask
     from cp_ring.megatron.adapter import recurrent
     from cp_ring.megatron.data.documents import Documents
     from cp_ring.megatron.data.masks import DeclaredMask

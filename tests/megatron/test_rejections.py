@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_ring import Options, patches
+from cp_ring import Options
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat, rejection, settings
+from cp_ring.megatron import compat, rejection
 from cp_ring.megatron.flags import (
     argument_parser,
     checks_attention,
@@ -22,7 +22,7 @@ from cp_ring.megatron.flags import (
     resolve,
 )
 from tests.docs.troubleshooting import PAGE, line_of
-from tests.megatron.launch import DATA, MODEL, TINY, TRAIN, launch
+from tests.megatron.launch import MODEL, TINY, TRAIN, launch
 
 CP4 = ["--context-parallel-size", "4"]
 DSA = "--experimental-attention-variant dsa"
@@ -31,12 +31,11 @@ BASE = [*TINY, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu"]
 
 
 @pytest.fixture
-def parse(monkeypatch):
+def parse(monkeypatch, applied):
     """Parses flags with Megatron's own patched parser, as rank 0 of 4, in a job of its own."""
-    patches.get("arguments").apply()
+    applied("arguments")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
-    before, layers = settings.current(), settings.layer_windows()
 
     def parse_flags(*flags):
         from megatron.training.arguments import parse_args
@@ -44,9 +43,7 @@ def parse(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *flags])
         return parse_args()
 
-    yield parse_flags
-    settings.configure(before, layers=layers)
-    patches.get("arguments").revert()
+    return parse_flags
 
 
 def rejections_of(parse, capsys, *flags):
@@ -167,10 +164,10 @@ def test_arguments_have_names_that_megatron_has():
 
 
 CP2 = ["--context-parallel-size", "2"]
-# of a checkout: flags, and how the line begins
+# of a checkout: how the line begins
 SCRIPTS = {
-    "t5": ("", "--cp-ring supports the attention mask types causal and no_mask, not arb"),
-    "bert": ("", "Megatron rejects this job: Transformer Engine is not installed"),
+    "t5": "--cp-ring supports the attention mask types causal and no_mask, not arb",
+    "bert": "Megatron rejects this job: Transformer Engine is not installed",
 }
 
 
@@ -181,12 +178,11 @@ def test_such_scripts_of_checkouts_end_in_one_line(megatron_lm, tmp_path, name):
         pytest.skip("--megatron-lm names no checkout")
     for checkout in map(Path, megatron_lm):
         (script,) = checkout.rglob(f"pretrain_{name}.py")
-        flags, expected = SCRIPTS[name]
-        command = [str(script), *BASE, *CP2, *flags.split()]
-        done = launch(2, ["-m", "cp_ring.run", *command], python_path=str(checkout))
+        command = ["-m", "cp_ring.run", str(script), *BASE, *CP2]
+        done = launch(2, command, python_path=str(checkout))
         lines = [line for line in done.stdout.splitlines() if line.startswith("cp_ring: error: ")]
         assert len(lines) == 1, done.stdout
-        assert lines[0].startswith(f"cp_ring: error: {expected.format(script=script)}")
+        assert lines[0].startswith(f"cp_ring: error: {SCRIPTS[name]}")
         assert done.stdout.index(lines[0]) < done.stdout.index("Traceback")  # torch's launcher's
 
 
@@ -222,9 +218,6 @@ def core_attention(settings=None, **arguments):
     return RingDotProductAttention(config, **wanted)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
-)
 @pytest.mark.parametrize(
     ("settings", "arguments", "message"),
     [
@@ -253,9 +246,6 @@ def test_layers(one_rank, settings, arguments, message):
         core_attention(settings, **arguments)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
-)
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -277,9 +267,6 @@ def test_inputs(one_rank, inputs, message):
         attention(q, q, q, **inputs)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
-)
 def test_double_backward(one_rank):
     q = torch.randn(8, 1, 4, 8, requires_grad=True)
     (grad,) = torch.autograd.grad(core_attention()(q, q, q).square().sum(), q, create_graph=True)
@@ -322,23 +309,13 @@ def test_the_cpu_runtime_needs_one_flag(parse):
 def test_an_empty_data_set(parse, capsys, tmp_path):
     for suffix in (".idx", ".bin"):
         (tmp_path / f"corpus{suffix}").touch()
+    corpus = f"{tmp_path}/corpus"
     with pytest.raises(SystemExit):
-        parse(
-            *MODEL,
-            *TRAIN,
-            "--cp-ring",
-            "--train-iters",
-            "1",
-            "--data-path",
-            str(tmp_path / "corpus"),
-        )
-    assert (
-        f"--data-path {tmp_path}/corpus: {tmp_path}/corpus.idx is empty" in capsys.readouterr().err
-    )
+        parse(*MODEL, *TRAIN, "--cp-ring", "--train-iters", "1", "--data-path", corpus)
+    assert f"--data-path {corpus}: {corpus}.idx is empty" in capsys.readouterr().err
 
 
 def test_another_choice_of_kernel_is_not_dropped_in_silence(parse, capsys, monkeypatch):
-    monkeypatch.setattr(rejection, "_noted", set())
     parse(*BASE, "--attention-backend", "auto")
     assert "--attention-backend" not in capsys.readouterr().out
     parse(*BASE, "--attention-backend", "flash")
@@ -362,22 +339,8 @@ def test_rejected_once_by_a_launched_job(tmp_path, late):
     other one never gets there.
     """
     (tmp_path / "sitecustomize.py").write_text(LATE.format(late=late))
-    flags = [
-        *MODEL,
-        *DATA,
-        *TRAIN,
-        "--train-iters",
-        "1",
-        "--cp-ring",
-        "--cp-ring-cpu",
-        "--context-parallel-size",
-        "2",
-    ]
-    done = launch(
-        2,
-        ["-m", "cp_ring.pretrain_gpt", *flags, "--window-size", "16,4"],
-        python_path=str(tmp_path),
-    )
+    command = ["-m", "cp_ring.pretrain_gpt", *BASE, *CP2, "--window-size", "16,4"]
+    done = launch(2, command, python_path=str(tmp_path))
     assert done.returncode != 0
     assert done.stdout.count("cp_ring: error: ") == 1, done.stdout
     assert "exitcode  : 2" in done.stdout
@@ -457,7 +420,7 @@ SLIPS = {
 def test_a_slip_of_flags_is_one_line_that_says_what_to_change(parse, capsys, slip):
     from megatron.training.arguments import validate_args
 
-    flags = [*BASE, "--context-parallel-size", "2"]
+    flags = [*BASE, *CP2]
     for word in slip.split():
         if word.startswith("!"):
             place = flags.index(word[1:])

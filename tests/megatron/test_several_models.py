@@ -11,25 +11,11 @@ import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
 from tests.megatron.groups import program
-from tests.megatron.test_dynamic_groups import difference
+from tests.megatron.test_dynamic_groups import VOCAB, build, difference
 
 pytestmark = pytest.mark.xdist_group("pool")
 
-VOCAB, N, ROWS = 64, 32, 4
-
-
-def build(cp: int, groups: Any = None, seed: int = 3) -> Any:
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    torch.manual_seed(seed)
-    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
-    config = TransformerConfig(
-        attention_dropout=0.0, hidden_dropout=0.0, context_parallel_size=cp, init_method_std=0.2,
-        use_cpu_initialization=True, masked_softmax_fusion=False, **sizes,
-    )  # fmt: skip
-    spec = gpt_layer_specs.get_gpt_layer_local_spec()
-    return GPTModel(config, spec, VOCAB, N, position_embedding_type="rope", pg_collection=groups)
+N, ROWS = 32, 4
 
 
 def groups_of(cp_group: Any) -> Any:
@@ -58,7 +44,7 @@ def gradients(group: Any) -> dict[str, list[torch.Tensor]]:
         students = {
             "one": (build(1), ALONE, rows[rank::4]),
             "two": (build(2), pair, rows[rank // 2 :: 2]),
-            "four": (build(4, groups_of(group)), group, rows),
+            "four": (build(4, groups=groups_of(group)), group, rows),
         }
         for name, (student, cp_group, mine) in students.items():
             places = torch.arange(N).expand(len(mine), N)
@@ -93,7 +79,7 @@ def lines(group: Any) -> list[str]:
     with program(2):
         encoder = build(1).config
         encoder.context_parallel_size = 2
-        for make in (lambda: build(4), lambda: build(2, groups_of(group)),
+        for make in (lambda: build(4), lambda: build(2, groups=groups_of(group)),
                      lambda: VisionModule(encoder)):  # fmt: skip
             try:
                 make()

@@ -25,12 +25,8 @@ def files(tmp_path_factory):
     return folder, *conversations.write(folder, most=60, each=2)
 
 
-@pytest.fixture
-def settings_of():
-    def configure(**values):
-        settings.configure(Options.make(enabled=True, **values))
-
-    return configure
+def configure(**values):
+    settings.configure(Options.make(enabled=True, **values))
 
 
 def make(files, n=N, lines=None, num_samples=None, split="train"):
@@ -58,10 +54,8 @@ def make(files, n=N, lines=None, num_samples=None, split="train"):
 
 
 @pytest.mark.parametrize("how", ["first-fit", "fill"])
-def test_every_conversation_is_in_the_rows_with_its_own_positions_and_labels(
-    files, settings_of, how, capsys
-):
-    settings_of(pack=how, cut_long=True)
+def test_every_conversation_is_in_the_rows_with_its_own_positions_and_labels(files, how, capsys):
+    configure(pack=how, cut_long=True)
     rows = make(files, n=512)
     assert f"train: {how} packed 60 documents in " in capsys.readouterr().out
     tokenizer, found, counted = rows.config.tokenizer, {}, 0
@@ -105,8 +99,8 @@ def test_every_conversation_is_in_the_rows_with_its_own_positions_and_labels(
     assert 0 < counted < int(rows.packing.length.sum()), "prompts do not count in the loss"
 
 
-def test_tokens_are_kept_and_samples_repeat(files, settings_of, monkeypatch):
-    settings_of(cut_long=True)
+def test_tokens_are_kept_and_samples_repeat(files, monkeypatch):
+    configure(cut_long=True)
     rows = make(files, num_samples=1000)
     monkeypatch.setattr("cp_ring.megatron.data.sft.Tokens.make", None)  # what is kept is read
     again = make(files, num_samples=1000)
@@ -121,11 +115,9 @@ def test_tokens_are_kept_and_samples_repeat(files, settings_of, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
-def test_another_template_in_the_folder_of_the_tokenizer_gives_other_tokens(
-    files, tmp_path, settings_of, name
-):
+def test_another_template_in_the_folder_of_the_tokenizer_gives_other_tokens(files, tmp_path, name):
     """The tokens of the old one were kept by the path of the folder alone."""
-    settings_of(cut_long=True)
+    configure(cut_long=True)
     folder = tmp_path / "tokenizer"
     shutil.copytree(files[2], folder)
     before = make((tmp_path, files[1], folder))._identity()
@@ -167,8 +159,8 @@ def test_messages_that_call_tools_are_the_template_s_matter():
          "line 2: the tokenizer does not take this conversation"),
     ],
 )  # fmt: skip
-def test_bad_conversations_are_one_line(files, tmp_path, settings_of, line, message):
-    settings_of()
+def test_bad_conversations_are_one_line(files, tmp_path, line, message):
+    configure()
     bad = tmp_path / "bad.jsonl"
     bad.write_text(files[1].read_text().partition("\n")[0] + "\n" + line + "\n")
     with pytest.raises(ConfigError, match=message) as rejection:
@@ -176,8 +168,8 @@ def test_bad_conversations_are_one_line(files, tmp_path, settings_of, line, mess
     assert "\n" not in str(rejection.value)
 
 
-def test_long_conversations_are_rejected_unless_cut(files, settings_of):
-    settings_of()
+def test_long_conversations_are_rejected_unless_cut(files):
+    configure()
     with pytest.raises(
         ConfigError,
         match=r"document \d+ has [\d,]+ tokens, more than the 64 of a row.*--cp-ring-cut-long",
@@ -187,8 +179,8 @@ def test_long_conversations_are_rejected_unless_cut(files, settings_of):
         make(files, lines=[])
 
 
-def test_a_split_without_conversations_is_none(files, settings_of, monkeypatch, capsys):
-    settings_of(cut_long=True)
+def test_a_split_without_conversations_is_none(files, monkeypatch, capsys):
+    configure(cut_long=True)
     args = SimpleNamespace(eval_iters=3)
     monkeypatch.setattr("cp_ring.megatron.data.sft.get_args", lambda: args)
     assert make(files, lines=[], split="test") is None and args.eval_iters == 3

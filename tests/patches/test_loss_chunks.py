@@ -16,12 +16,9 @@ from cp_ring.testing.oracle import error
 TOKENS, BATCH, VOCABULARY = 24, 2, 32
 
 
-@pytest.fixture
-def chunk():
+def chunk(size):
     """Puts a size of chunks in force."""
-    before = settings.current()
-    yield lambda size: settings.configure(Options.make(enabled=True, loss_chunk=size))
-    settings.configure(before)
+    settings.configure(Options.make(enabled=True, loss_chunk=size))
 
 
 @pytest.fixture(params=["gpt", "predicting", "hybrid"])
@@ -68,9 +65,7 @@ def gradients(model, losses):
 
 
 @pytest.mark.parametrize(("size", "most"), [(10, 10), (1, 2), (1 << 20, 24), (47, 24)])
-def test_losses_and_gradients_are_those_of_all_logits(
-    applied, chunk, model, monkeypatch, size, most
-):
+def test_losses_and_gradients_are_those_of_all_logits(applied, model, monkeypatch, size, most):
     """A chunk is of whole positions of all batch rows, and there are at least two."""
     seen, whole = [], type(model).compute_language_model_loss
     monkeypatch.setattr(
@@ -100,7 +95,7 @@ def test_losses_and_gradients_are_those_of_all_logits(
     assert max(seen) <= most
 
 
-def test_a_script_with_an_output_processor_of_its_own_is_rejected(applied, chunk, model):
+def test_a_script_with_an_output_processor_of_its_own_is_rejected(applied, model):
     applied("loss_chunks")
     if "output_processor" not in inspect.signature(model.forward).parameters:
         pytest.skip("this model takes none")
@@ -129,7 +124,7 @@ def test_a_script_with_an_output_processor_of_its_own_is_rejected(applied, chunk
         run()
 
 
-def test_sequence_parallel_tokens_get_their_own_labels(chunk):
+def test_sequence_parallel_tokens_get_their_own_labels():
     """The output layer then gathers the same tokens of every tensor-parallel rank: labels are taken
     in that order.
     """
