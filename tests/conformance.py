@@ -35,6 +35,8 @@ BANDS = (
     (33, 33, -4, 0),
     (9, 33, 0, 24),
     (20, 25, -3, 5),
+    (3, 5, -1, OPEN),  # of one hidden pair, in a corner
+    (5, 3, -OPEN, 1),
 )
 EMPTY_QUERIES = (
     (20, 20, -OPEN, -3),

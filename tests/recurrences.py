@@ -20,30 +20,31 @@ _CHUNKED = (
     "scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
 )
 SIGNATURES = {
-    ("fla", "ops/gated_delta_rule/chunk.py", "chunk_gated_delta_rule"): (
+    "chunk_gated_delta_rule": (
         f"q, k, v, g, beta, {_CHUNKED}use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, "
         "state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, "
         "cp_context=None"
     ),
-    ("fla", "ops/gdn2/chunk.py", "chunk_gdn2"): (
+    "chunk_gdn2": (
         f"q, k, v, g, b, w, {_CHUNKED}use_gate_in_kernel=False, cu_seqlens=None, "
         "cu_seqlens_cpu=None, safe_gate=False, lower_bound=None, disable_recompute=False, "
         "return_intermediate_states=False, state_v_first=False, cp_context=None"
     ),
-    ("fla", "modules/causal_conv1d/ops.py", "causal_conv1d"): (
+    "causal_conv1d": (
         "x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, "
         "activation=None, backend='triton', cu_seqlens=None, cu_seqlens_cpu=None, "
         "chunk_indices=None, cp_context=None"
     ),
-    ("mamba_ssm", "ops/triton/ssd_combined.py", "mamba_split_conv1d_scan_combined"): (
+    "mamba_split_conv1d_scan_combined": (
         "zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, "
         "seq_idx=None, dt_limit=(0.0, float('inf')), return_final_states=False, "
         "activation='silu', rmsnorm_weight=None, rmsnorm_eps=1e-06, outproj_weight=None, "
         "outproj_bias=None, headdim=None, ngroups=1, norm_before_gate=True"
     ),
 }
-"""Parameters of the real kernels by package, file and name: fla-core 0.6.0, mamba_ssm 2.3.2.post1.
-Without those of fla that take whatever other name.
+"""Parameters of the real kernels of fla-core 0.6.0 (ops/gated_delta_rule/chunk.py, ops/gdn2/chunk.py,
+modules/causal_conv1d/ops.py) and mamba_ssm 2.3.2.post1 (ops/triton/ssd_combined.py), without those
+that take whatever other name.
 """
 
 
@@ -51,7 +52,7 @@ def _called_as(*names: str) -> Callable[..., Any]:
     """Decorates a stand-in: its calls must fit the signature of one of these kernels."""
     signatures = [
         inspect.signature(eval(f"lambda {text}: 0"))
-        for (_, _, name), text in SIGNATURES.items() if name in names
+        for name, text in SIGNATURES.items() if name in names
     ]  # fmt: skip
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,6 @@
-"""What tests of attention share: one call on all ranks of a ring, and its truth in float64."""
+"""What tests of attention share: one call on all ranks of a ring, its truth in float64, and the
+line that a wrong call ends in.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring import Plan, ring_attention
+from cp_ring import ConfigError, KernelError, Plan, PlanError, ring_attention
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, dense, error
 from tests.rank_pool import Ranks
 
 FLOAT32 = 3e-6
 """Rounding of float32 at the sizes of these tests; a wrong tile or message is off by 0.01 or more."""
+
+
+def said(call: Any, *args: Any, **named: Any) -> str:
+    """The one line of cp_ring's error that a call ends in, "" where it runs."""
+    try:
+        call(*args, **named)
+    except (ConfigError, PlanError, KernelError) as error:
+        assert "\n" not in str(error) and len(str(error)) < 600
+        return str(error)
+    return ""
 
 
 def rank_of(group: Any) -> int:

@@ -10,22 +10,13 @@ import pytest
 import torch
 
 import cp_ring
-from cp_ring import ConfigError, Layout, Mask, Plan, ring_attention, roll, shard, unshard
+from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard, unshard
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
+from tests.rings import said
 
 N, CP = 48, 2
 CASE = Case.draw(N)
-
-
-def said(call, *args, **named):
-    """What a call says, "" where it runs."""
-    try:
-        call(*args, **named)
-    except ConfigError as error:
-        assert "\n" not in str(error)
-        return str(error)
-    return ""
 
 
 def without_a_group(group):

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 
 import cp_ring
-from cp_ring import PlanError
 from cp_ring.comm import same_batch
 from cp_ring.comm.agreement import FIRST
 from cp_ring.comm.same_batch import BatchComparison, contents, difference
 from cp_ring.observe.debug import debugging
 from tests.rank_pool import LIMIT_S
-from tests.rings import rank_of
+from tests.rings import rank_of, said
 
 N, CP = 64, 2
 LINE = "ranks of the group hold different batches: {} of rank 0 and of rank 1 differ. Each takes"
@@ -66,12 +65,8 @@ def split(group, way, equal):
     in the whole job gives each rank other ones. Every batch is compared: ranks of the pool have
     split others before.
     """
-    try:
-        with debugging():
-            WAYS[way](rows(0 if equal else rank_of(group)), group)
-    except PlanError as error:
-        return str(error)
-    return ""
+    with debugging():
+        return said(WAYS[way], rows(0 if equal else rank_of(group)), group)
 
 
 def split_before(group):

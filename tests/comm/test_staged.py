@@ -4,6 +4,8 @@ when there are some.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from cp_ring.comm import transport
@@ -11,16 +13,8 @@ from cp_ring.comm.transport import Done, MessageBatch, StagedTransport
 from cp_ring.plan.tables import Transfer
 
 
-class Mailbox:
-    """In place of the process group: what is posted is there to look at."""
-
-    def post(self, batch):
-        self.batch = batch
-        return Done()
-
-
 def test_only_moved_rows_pass_through_the_host(monkeypatch):
-    made, waits, box = [], [], Mailbox()
+    made, waits, posted = [], [], []
 
     def empty(shape, dtype, device, pin_memory):
         assert device == "cpu", (
@@ -32,9 +26,11 @@ def test_only_moved_rows_pass_through_the_host(monkeypatch):
     monkeypatch.setattr(
         torch.cuda,
         "current_stream",
-        lambda device: type("S", (), {"synchronize": lambda _: waits.append(device)})(),
+        lambda device: SimpleNamespace(synchronize=lambda: waits.append(device)),
     )
-    monkeypatch.setattr(transport.GroupTransport, "post", lambda self, batch: box.post(batch))
+    monkeypatch.setattr(
+        transport.GroupTransport, "post", lambda self, batch: posted.append(batch) or Done()
+    )
     staged = object.__new__(StagedTransport)
     assert isinstance(staged.post(MessageBatch([], [])), Done)
     assert not made
@@ -46,13 +42,12 @@ def test_only_moved_rows_pass_through_the_host(monkeypatch):
     pending = staged.post(MessageBatch([(out, (keys, values))], [(back, target)]))
     assert made == [(5, 2), (5, 3), (5, 2), (5, 3)]
     assert waits == [torch.device("cpu")]
-    sent, arriving = transport.messages(box.batch.sends), transport.messages(box.batch.receives)
-    for (peer, rows), (_, wanted) in zip(
-        sent, transport.messages([(out, (keys, values))]), strict=True
-    ):
+    batch = posted[-1]
+    wanted = transport.messages([(out, (keys, values))])
+    for (peer, rows), (_, x) in zip(transport.messages(batch.sends), wanted, strict=True):
         assert peer == 1
-        assert torch.equal(rows, wanted)
-    for number, (_, rows) in enumerate(arriving):
+        assert torch.equal(rows, x)
+    for number, (_, rows) in enumerate(transport.messages(batch.receives)):
         rows.fill_(number)
     pending.wait()
     assert [x[:, 0].tolist() for x in target] == [

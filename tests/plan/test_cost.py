@@ -49,18 +49,6 @@ def test_time_by_hand():
     assert sum(inside.ideal) == pytest.approx(2 + 2 * back)
 
 
-def test_hops_without_work_take_no_time():
-    mask = Mask.causal(1024, (64, 0))
-    rates = Rates(call=1e-3)
-    ring, gather = (
-        Plan.build(mask, Layout.contiguous(1024, 8), schedule=name) for name in ("ring", "gather")
-    )
-    times = [attention_time(plan, plan.verify(), SIZES, rates) for plan in (ring, gather)]
-    assert times[0].forward == pytest.approx(times[1].forward)
-    assert times[0].hops[1, :2].tolist() == [0, 1]
-    assert (times[0].compute[0][0, 1:] == 0).all(), "the first rank has no key of another"
-
-
 def test_bytes_between_nodes():
     for heads in (1, 2, 4):
         plan = PlanSpec(ulysses=heads).build(Mask.causal(4096), 8)
@@ -135,8 +123,8 @@ def test_sequences_that_share_keys_are_calls_of_their_own():
     assert kernel_calls(alone.ring, 1).tolist() == [[2]]
 
 
-def test_last_gradients_hide_behind_the_second_half_of_hop_0():
-    """Also of a rank that skips hops which others have."""
+def test_hops_without_work_take_no_time():
+    """Their last gradients hide behind the second half of hop 0 as those of a hop of many sources."""
     mask = Mask.causal(4096, (400, 0))
     times = [
         attention_time(plan, plan.verify(), AttentionSizes(), ranks_per_node=8)
@@ -145,6 +133,9 @@ def test_last_gradients_hide_behind_the_second_half_of_hop_0():
             for name in ("ring", "gather")
         )
     ]
+    assert times[0].forward == pytest.approx(times[1].forward)
     assert times[0].both == pytest.approx(times[1].both)
+    assert times[0].hops[1, :2].tolist() == [0, 1]
+    assert (times[0].compute[0][0, 1:] == 0).all(), "the first rank has no key of another"
     compute, moving = times[0].compute[1][1], times[0].moving[1][1]
     assert compute[2] == compute[0] > 0 and moving[2] > 0 and not compute[3:].any()

@@ -21,11 +21,11 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
-from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan import Layout, Mask, Plan, dense_masks
 from cp_ring.plan import mask as mask_module
 from cp_ring.plan.dense_masks import paint
 from tests.plan.strategies import masks
+from tests.rings import said
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "masks-and-layouts.md"
 TABLE = re.findall(r"^ +(\d+)  .*?: (.*)$", PAGE.read_text(), re.MULTILINE)
@@ -92,19 +92,17 @@ def test_functions_are_mapped_as_flex_attention_maps_them(rules, join, n, at_onc
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "message"),
+    ("make", "message"),
     [
-        (lambda: Mask.from_dense(np.eye(4)), PlanError, "must be boolean.*, not float64"),
-        (lambda: Mask.from_dense([True]), PlanError, r"shape \[1\]: it must be \[n, n\]"),
-        (lambda: Mask.from_dense(np.eye(9) > 0, max_pieces=0), ConfigError, "has 1 pieces, more"),
-        (lambda: Mask.from_mask_mod(lambda b, h, q, k: q - k, 4), PlanError, "not int64"),
-        (lambda: Mask.from_mask_mod(lambda b, h, q, k: h == 0, 4), ConfigError,
+        (lambda: Mask.from_dense(np.eye(4)), "must be boolean.*, not float64"),
+        (lambda: Mask.from_dense([True]), r"shape \[1\]: it must be \[n, n\]"),
+        (lambda: Mask.from_dense(np.eye(9) > 0, max_pieces=0), "has 1 pieces, more"),
+        (lambda: Mask.from_mask_mod(lambda b, h, q, k: q - k, 4), "not int64"),
+        (lambda: Mask.from_mask_mod(lambda b, h, q, k: h == 0, 4),
             "mask_mod failed with TypeError: it depends on b or h; .*b and h have no value"),
-        (lambda: Mask.from_mask_mod(lambda b, h, q, k: q >= torch.stack([k, k]), 4), PlanError,
+        (lambda: Mask.from_mask_mod(lambda b, h, q, k: q >= torch.stack([k, k]), 4),
             r"gives a tensor of shape \[2\] for a query and a key: it must be one boolean"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line(make, kind, message):
-    with pytest.raises(kind, match=message) as caught:
-        make()
-    assert "\n" not in str(caught.value)
+def test_bad_input_is_one_line(make, message):
+    assert re.search(message, said(make))

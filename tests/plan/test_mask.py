@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_ring.errors import PlanError
 from cp_ring.plan import Mask
+from tests.rings import said
 
 windows = st.tuples(*[st.one_of(st.just(-1), st.integers(0, 9))] * 2)
 
@@ -191,6 +192,4 @@ def test_area_of_a_long_mask_is_exact():
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(make, message):
-    with pytest.raises(PlanError, match=message) as caught:
-        make()
-    assert "\n" not in str(caught.value)
+    assert re.search(message, said(make))

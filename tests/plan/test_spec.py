@@ -16,6 +16,7 @@ from cp_ring.plan import plan as maker
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.plan import plan
 from cp_ring.plan.routes import ROUTES, Route, direct
+from tests.rings import said
 
 MASK = Mask.documents([0, 9, 40, 64])
 
@@ -77,6 +78,4 @@ def test_a_plan_that_is_not_proven_is_not_kept(monkeypatch):
     ],
 )
 def test_what_does_not_fit_is_rejected_in_one_line(asked, says):
-    with pytest.raises(PlanError) as raised:
-        plan(MASK, 4, asked)
-    assert str(raised.value) == says
+    assert said(plan, MASK, 4, asked) == says
