@@ -7,7 +7,6 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing as mp
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -42,7 +41,7 @@ LONG = (
 )
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption(
         "--megatron-lm",
         action="append",
@@ -52,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers():
     """For `-n auto`: a worker for each core, and one more, since many tests wait; at most 8, for
     the memory of ranks.
 
@@ -62,7 +61,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
-def group(item: pytest.Item) -> str | None:
+def group(item):
     """The tests of a group run one after another in one worker. They share what is started once: a
     Slurm cluster, the pool of ranks, or what a fixture of their module has trained. Other tests run
     alone, in any worker: None."""
@@ -78,20 +77,20 @@ def group(item: pytest.Item) -> str | None:
     return item.location[0] if shared else None
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+def pytest_itemcollected(item):
     """Marks groups for `--dist loadgroup`; xdist reads the marks when all tests are collected."""
     if name := group(item):
         item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Puts long tests first when workers divide them; apart from this the order is that of
     pytest-randomly.
     """
     places = {name: place for place, name in enumerate(LONG)}
 
-    def place(item: pytest.Item) -> int:
+    def place(item):
         function = getattr(item, "originalname", item.name)
         return min(places.get(group(item) or "", len(LONG)), places.get(function, len(LONG)))
 
@@ -100,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def same_random_tensors() -> None:
+def same_random_tensors():
     """A test draws the same numbers of torch whichever tests ran before; pytest-randomly does so
     for random and numpy.
     """
@@ -108,7 +107,7 @@ def same_random_tensors() -> None:
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_new_process() -> Iterator[None]:
+def as_in_a_new_process():
     """A test may change settings, caches and notes of the process; the next one finds them as they
     were.
     """
@@ -118,17 +117,16 @@ def as_in_a_new_process() -> Iterator[None]:
 
 
 @pytest.fixture
-def megatron_lm(request: pytest.FixtureRequest) -> list[str]:
+def megatron_lm(request):
     """The checkouts named by --megatron-lm."""
-    checkouts: list[str] = request.config.getoption("--megatron-lm")
-    return checkouts
+    return request.config.getoption("--megatron-lm")
 
 
-_pools: list[Ranks] = []
+_pools = []
 
 
 @pytest.fixture
-def pool() -> Iterator[Ranks]:
+def pool():
     """Four gloo ranks, started once and again only after a failure."""
     if not _pools or _pools[-1].closed:
         # as tests.megatron.launch
@@ -137,7 +135,7 @@ def pool() -> Iterator[Ranks]:
     yield _pools[-1]
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     for pool in _pools:
         pool.close()
 

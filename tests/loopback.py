@@ -6,13 +6,10 @@ The schedule, the buffers, the stream and the events are those of a real run. Th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from cp_ring.comm.transport import Buffers, Done, MessageBatch, Pending
-from cp_ring.plan.tables import Transfer
+from cp_ring.comm.transport import Done
 
 
 class LoopbackTransport:
@@ -22,13 +19,13 @@ class LoopbackTransport:
     `bytes_received` counts payload.
     """
 
-    def __init__(self, rank: int, size: int):
+    def __init__(self, rank, size):
         self.rank, self.size = rank, size
         self.bytes_received = 0
         self._sources: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
-    def post(self, batch: MessageBatch) -> Pending:
+    def post(self, batch):
         """Starts the copies that replace the receives of `batch`, and returns at once."""
         if not batch.receives:
             return Done()
@@ -44,14 +41,14 @@ class LoopbackTransport:
             event.record(self._stream)
         return _Arrived(event, device)
 
-    def _copy(self, receives: Sequence[tuple[Transfer, Buffers]]) -> None:
+    def _copy(self, receives):
         for transfer, buffers in receives:
             for x in buffers:
                 for start, end in transfer.ranges:
                     x[start:end].copy_(self._source(x)[: end - start])
                     self.bytes_received += x[start:end].nbytes
 
-    def _source(self, x: Tensor) -> Tensor:
+    def _source(self, x):
         """Tokens to copy from: small numbers, made once for each kind of buffer."""
         key = x.shape[1:], x.dtype, x.device
         if key not in self._sources or len(self._sources[key]) < len(x):
@@ -60,8 +57,8 @@ class LoopbackTransport:
 
 
 class _Arrived:
-    def __init__(self, event: torch.cuda.Event, device: torch.device):
+    def __init__(self, event, device):
         self._event, self._device = event, device
 
-    def wait(self) -> None:
+    def wait(self):
         torch.cuda.current_stream(self._device).wait_event(self._event)

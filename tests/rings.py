@@ -47,11 +47,13 @@ def attend_to_shard(
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def joined(plan: Plan, parts: list[list[Tensor]]) -> list[Tensor]:
-    """out and gradients of the whole sequence, from the results of all ranks."""
+def joined(plan: Plan, parts: list[list[Tensor]], sharded: int = 4) -> list[Tensor]:
+    """out and gradients of the whole sequence, from the results of all ranks; those behind the
+    first `sharded` are parts of sums.
+    """
     columns = list(zip(*parts, strict=True))
-    whole = [plan.layout.unshard(list(column), 1) for column in columns[:4]]
-    return whole + [sum(column) for column in columns[4:]]
+    whole = [plan.layout.unshard(list(column), 1) for column in columns[:sharded]]
+    return whole + [sum(column) for column in columns[sharded:]]
 
 
 def attend(case: Case, plan: Plan, pool: Ranks | None = None, **options: Any) -> list[Tensor]:

@@ -49,7 +49,7 @@ numbers = st.one_of(
 )
 
 
-def roundtrip(name: str, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def roundtrip(name, k, v):
     codec = CODECS[name](k, v)
     coded = codec.encode()
     assert all(len(x) == len(k) for x in coded)
@@ -60,7 +60,7 @@ def roundtrip(name: str, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor
     return found
 
 
-def bound(name: str, x: torch.Tensor) -> torch.Tensor:
+def bound(name, x):
     """By how much each element of finite x may be off: the codec's promise, and the rounding to the
     dtype of x.
     """

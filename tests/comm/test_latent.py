@@ -31,9 +31,7 @@ class LatentCase(NamedTuple):
     dout: torch.Tensor
 
     @classmethod
-    def draw(
-        cls, dtype: torch.dtype = torch.float32, seed: int = 0, n: int = N, batch: int = B
-    ) -> LatentCase:
+    def draw(cls, dtype=torch.float32, seed=0, n=N, batch=B):
         c, r, nope, e = SIZES
         generator = torch.Generator().manual_seed(seed)
         shapes = (
@@ -49,7 +47,7 @@ class LatentCase(NamedTuple):
         return cls(*(x.to(dtype) for x in (q, latent, rope, weight / c**0.5, dout)))
 
 
-def truth_of(case: LatentCase, mask: Mask) -> list[torch.Tensor]:
+def truth_of(case, mask):
     """Out and gradients of q, latent, rope and weight in float64; attention itself is that of
     `brute_force`.
     """
@@ -64,7 +62,7 @@ def truth_of(case: LatentCase, mask: Mask) -> list[torch.Tensor]:
     return [grads.out, grads.dq, dlatent, drope, dweight]
 
 
-def on_rank(group, case: LatentCase, plan: Plan, **options):
+def on_rank(group, case, plan, **options):
     """Runs on a rank: out and gradients of its tokens, and its share of the weight's gradient."""
     first = options.get("qkv_format") == "sbhd"
     parts = [
@@ -85,7 +83,7 @@ def on_rank(group, case: LatentCase, plan: Plan, **options):
     return [x.transpose(0, 1) for x in found[:4]] + found[4:] if first else found
 
 
-def attend(case: LatentCase, plan: Plan, **options) -> list[torch.Tensor]:
+def attend(case, plan, **options):
     parts = LocalRing(plan.cp).run(on_rank, case, plan, **options)
     return joined(plan, [[*part[:4], part[4].double()] for part in parts])
 

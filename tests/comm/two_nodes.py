@@ -19,17 +19,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, NODE = 4, 2
 HEADS, KV_HEADS, SIZE = 8, 8, 64
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES = {
     "default": {},
     "heads 1": {"heads": 1},
     "heads 2": {"heads": 2},
@@ -41,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def masks(n: int) -> dict[str, dict[str, Any]]:
+def masks(n):
     """The masks by name, as what a rank makes them of."""
     drawn = {}
     for seed in range(3):
@@ -57,12 +55,12 @@ def masks(n: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def run(tool: str, *words: str) -> None:
+def run(tool, *words):
     subprocess.run([tool, *words], check=True, capture_output=True, text=True)
 
 
 @contextmanager
-def namespaces(inside: float, between: float) -> Iterator[list[str]]:
+def namespaces(inside, between):
     """A namespace for each rank, all on one bridge; what a rank sends is limited to so many bytes a
     second to the ranks of its own node, and to all others together.
     """
@@ -103,7 +101,7 @@ def namespaces(inside: float, between: float) -> Iterator[list[str]]:
 class Ranks:
     """Processes of one checkout, one in each namespace, that time what they are told."""
 
-    def __init__(self, tree: Path, made: list[str], port: int, told: dict[str, Any]) -> None:
+    def __init__(self, tree, made, port, told):
         self.processes = []
         for rank, each in enumerate(made):
             environment = os.environ | {
@@ -119,19 +117,19 @@ class Ranks:
                 )
             )  # fmt: skip
 
-    def ask(self, **case: Any) -> list[dict[str, Any]]:
+    def ask(self, **case):
         for process in self.processes:
             print(json.dumps(case), file=process.stdin, flush=True)
         return [json.loads(process.stdout.readline()) for process in self.processes]
 
-    def end(self) -> None:
+    def end(self):
         for process in self.processes:
             process.stdin.close()
         for process in self.processes:
             process.wait(60)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", type=Path, help="another checkout")
     parser.add_argument("--tokens", type=int, default=4096)
@@ -156,7 +154,7 @@ def main() -> None:
                 shape: ranks.ask(mask=mask, keywords=keywords)[0].get("heads")
                 for shape, (ranks, keywords) in contest.items()
             }
-            found: dict[str, list[float]] = {shape: [] for shape in contest}
+            found = {shape: [] for shape in contest}
             for _ in range(asked.rounds):
                 for shape, (ranks, keywords) in contest.items():
                     answers = ranks.ask(mask=mask, keywords=keywords)
@@ -173,7 +171,7 @@ def main() -> None:
             group.end()
 
 
-def rank(told: dict[str, Any]) -> None:
+def rank(told):
     """One rank: it answers each line of its input by a line."""
     import torch
     import torch.distributed as dist
@@ -195,16 +193,16 @@ def rank(told: dict[str, Any]) -> None:
             object.__setattr__(hops.SIZES, name, value)
         hops.NODE = balance.NODE = NODE
 
-    def mask_of(words: dict[str, Any]) -> Mask:
+    def mask_of(words):
         if "documents" in words:
             return Mask.documents(words["documents"])
         if "prefix" in words:
             return Mask.shared_prefix([words["prefix"]])
         return Mask.causal(words["causal"], (words.get("window", -1), 0))
 
-    kept: dict[str, Any] = {}
+    kept = {}
 
-    def prepared(mask: dict[str, Any], keywords: dict[str, Any]) -> Any:
+    def prepared(mask, keywords):
         """A function that attends and differentiates, and how many ranks exchange heads."""
         key = json.dumps([mask, keywords])
         if key not in kept:
@@ -223,7 +221,7 @@ def rank(told: dict[str, Any]) -> None:
                 )
             )
 
-            def call() -> None:
+            def call():
                 out = cp_ring.ring_attention(
                     q, k, v, dist.group.WORLD, mask=made, layout=layout, **more
                 )
@@ -232,7 +230,7 @@ def rank(told: dict[str, Any]) -> None:
             kept[key] = call
         return kept[key]
 
-    def heads_of(mask: dict[str, Any]) -> int | None:
+    def heads_of(mask):
         plans = sys.modules["cp_ring.plan.plan"]._plans.values()
         made = [each for each in plans if each.mask.digest == mask_of(mask).digest]
         return made[-1].ulysses if made else None

@@ -5,7 +5,6 @@ themselves.
 import functools
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.kernels.cpu import KERNEL
-from tests.rank_pool import LIMIT_S
+from tests.megatron.launch import launch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 ON_TWO_RANKS = ("ring_attention", "packed_documents", "hugging_face")
@@ -96,21 +95,8 @@ def frames(frame):
 @pytest.mark.ci
 def test_the_first_program_by_torchrun():
     """The program that README.md shows, started as README.md says."""
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    done = subprocess.run(
-        [*torchrun, str(EXAMPLES / "ring_attention.py")],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stderr
+    done = launch(2, [str(EXAMPLES / "ring_attention.py")])
+    assert done.returncode == 0, done.stdout
     for rank in (0, 1):
         assert f"rank {rank}: 512 tokens, relative error" in done.stdout
 

@@ -9,7 +9,6 @@ import json
 import math
 import sys
 import types
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from cp_ring.testing.oracle import logits
 
 SIGNATURES = json.loads((Path(__file__).parent / "transformer_engine_signatures.json").read_text())
 NO_BACKEND, F16 = 0, 1
-calls: list[dict] = []
+calls = []
 """Arguments of every call since `installed`, the newest last."""
 
 
@@ -40,20 +39,20 @@ KERNEL = CpuKernel()
 class Names:
     """Stands for an enum that is looked up by name."""
 
-    def __init__(self, kind: str):
+    def __init__(self, kind):
         self.kind = kind
 
-    def __getitem__(self, name: str):
+    def __getitem__(self, name):
         return self.kind, name
 
 
 @contextmanager
-def installed(version: str, cudnn: int = 92600) -> Iterator[list[dict]]:
+def installed(version, cudnn=92600):
     """TransformerEngine `version` is importable, with version `cudnn` of cuDNN."""
     calls.clear()
     fused = types.ModuleType("transformer_engine.pytorch.cpp_extensions.fused_attn")
     for name, implementation in (("fused_attn_fwd", forward), ("fused_attn_bwd", backward)):
-        scope: dict = {"run": implementation}
+        scope = {"run": implementation}
         source = (
             f"def {name}({', '.join(SIGNATURES[version][name].split())}): return "
             "run(dict(locals()))"
@@ -175,7 +174,7 @@ def backend_of(p):
     )
 
 
-def forward(a: dict):
+def forward(a):
     calls.append(a)
     check(a)
     # without a generator, the default one advances, though dropout is 0
@@ -189,7 +188,7 @@ def forward(a: dict):
     return out, aux
 
 
-def backward(a: dict):
+def backward(a):
     calls.append(a)
     check(a)
     assert a.get("dqkv_dtype", ("dtype", a["fake_dtype"])) == ("dtype", a["fake_dtype"])
@@ -204,7 +203,7 @@ def backward(a: dict):
     return [*found, None, None]
 
 
-def check(a: dict) -> None:
+def check(a):
     """What the library would reject or, worse, misread."""
     layout = a["qkv_layout"].split("_")
     assert layout in (["sbhd"] * 3, ["thd"] * 3), "the default layout is sbh3d"
@@ -233,11 +232,11 @@ def check(a: dict) -> None:
             assert longest == len(x)
 
 
-def packed(a: dict) -> bool:
+def packed(a):
     return a["qkv_layout"] == "thd_thd_thd"
 
 
-def flat(a: dict, x):
+def flat(a, x):
     """[t, heads, size], of all sequences; without the tokens behind the last one."""
     if not packed(a):
         return x.transpose(0, 1).flatten(0, 1)
@@ -245,7 +244,7 @@ def flat(a: dict, x):
     return x[: int(a[f"cu_seqlens_{side}"][-1])]
 
 
-def shaped(a: dict, x, like):
+def shaped(a, x, like):
     """As the library returns it: NaN in the tokens behind the last sequence."""
     if not packed(a):
         return x.unflatten(0, like.shape[1::-1]).transpose(0, 1).contiguous()
@@ -253,14 +252,14 @@ def shaped(a: dict, x, like):
     return torch.cat([x, behind])
 
 
-def stats_of(a: dict, lse):
+def stats_of(a, lse):
     """lse [h, t] as [b, h, s, 1], or for thd as [t, h, 1]."""
     if packed(a):
         return shaped(a, lse.T, a["q"])[..., None].contiguous()
     return lse.unflatten(1, a["q"].shape[1::-1]).transpose(0, 1).contiguous()[..., None]
 
 
-def packing_of(a: dict) -> Packing:
+def packing_of(a):
     causal = a["attn_mask_type"] in ("causal", "padding_causal")
     assert causal or a["attn_mask_type"] in ("no_mask", "padding")
     assert tuple(a["window_size"]) == ((-1, 0) if causal else (-1, -1))
@@ -270,11 +269,11 @@ def packing_of(a: dict) -> Packing:
     return Packing(*ends, a["max_seqlen_q"], a["max_seqlen_kv"], -1, 0 if causal else -1)
 
 
-def scale_of(a: dict) -> float:
+def scale_of(a):
     return a["attn_scale"] if a["attn_scale"] is not None else a["q"].shape[-1] ** -0.5
 
 
-def largest(a: dict):
+def largest(a):
     """The largest logit of each head."""
     q, k = (a[x].float() for x in "qk")
     if packed(a):

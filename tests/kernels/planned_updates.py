@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_ring.plan.lower import Capabilities, call_groups, lower
-from cp_ring.plan.tables import Hop, RankPlan
+from cp_ring.plan.lower import call_groups, lower
 from cp_ring.plan.tiles import Tiles
 from cp_ring.plan.updates import Partial, Update, gradient_updates, query_updates
 
@@ -24,13 +23,8 @@ class RankUpdates:
     keys: Mapping[int, tuple[Update, ...]]
     grids: tuple[list[Tiles], list[Tiles]]
 
-    @property
-    def calls(self) -> int:
-        """Kernel calls in forward."""
-        return len(self.grids[0])
 
-
-def rank_updates(rank_plan: RankPlan, kernel: Capabilities) -> RankUpdates:
+def rank_updates(rank_plan, kernel):
     """What the executor runs with such a kernel."""
     forward, backward = (
         [_calls(hop, kernel) for hop in hops] for hops in (rank_plan.hops, rank_plan.backward)
@@ -48,7 +42,7 @@ def rank_updates(rank_plan: RankPlan, kernel: Capabilities) -> RankUpdates:
     return RankUpdates(out, dq, keys, (of_calls[0], of_calls[1]))
 
 
-def _calls(hop: Hop, kernel: Capabilities) -> list[tuple[Partial, Partial, Tiles]]:
+def _calls(hop, kernel):
     """Where the queries and the keys of a hop's kernel calls belong, and the tiles of each."""
     lowered = lower(hop.tiles, kernel)
     tiles, shift, reverse = (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -38,7 +37,7 @@ UNPACKED = "3: flash-attn 2.7.0"  # its packed tiles have a function of their ow
 CPU = torch.device("cpu")
 
 
-def stand_in(label: str) -> FlashKernel:
+def stand_in(label):
     """The adapter on functions with a version's exact parameters."""
     found = functions_of(label)
     names = next(names for version, _, names in flash._HOMES if version == label[0])
@@ -47,11 +46,11 @@ def stand_in(label: str) -> FlashKernel:
 
 
 @cache
-def functions_of(label: str) -> dict[str, Callable]:
+def functions_of(label):
     found = {}
     for name, signature in SIGNATURES[label].items():
         back = "bwd" in name or "backward" in name
-        scope: dict = {
+        scope = {
             "run": backward if back else forward,
             "label": label,
             "Optional": Optional,
@@ -82,7 +81,7 @@ KINDS = {
 TYPES = {name: kind for kind, names in KINDS.items() for name in names.split()}
 
 
-def annotated(word: str) -> str:
+def annotated(word):
     """A parameter with the type that flash-attn's source gives it."""
     name, _, default = word.partition("=")
     numbers = {"softmax_scale": "float", "max_seqlen_q": "int", "max_seqlen_k": "int"}
@@ -90,7 +89,7 @@ def annotated(word: str) -> str:
     return f"{name}: {kind}" + (f" = {default}" if default else "")
 
 
-def packing_of(label: str, a: dict) -> tuple[Packing, bool]:
+def packing_of(label, a):
     """The call as packed tiles, as the version's documentation says what its window means."""
     dense = a.get("cu_seqlens_q") is None
     q, k = a["q"], a["k"]
@@ -118,11 +117,11 @@ def packing_of(label: str, a: dict) -> tuple[Packing, bool]:
     ), False
 
 
-def v_size(a: dict) -> int:
+def v_size(a):
     return a["v"].shape[-1]
 
 
-def forward(label: str, a: dict):
+def forward(label, a):
     packing, dense = packing_of(label, a)
     flat = [a[x].flatten(0, 1) if dense else a[x] for x in "qkv"]
     out, lse = REFERENCE.forward_varlen(*flat, packing, a["softmax_scale"])
@@ -137,7 +136,7 @@ def forward(label: str, a: dict):
     return out, lse, None, None
 
 
-def backward(label: str, a: dict):
+def backward(label, a):
     packing, dense = packing_of(label, a)
     dout, q, k, v, out = (
         a[x].flatten(0, 1) if dense else a[x] for x in ("dout", "q", "k", "v", "out")
@@ -250,12 +249,12 @@ def homes(monkeypatch):
     flash._installed.cache_clear()
 
 
-def reason_of(device: str = "cuda") -> str | None:
+def reason_of(device="cuda"):
     flash._installed.cache_clear()
     return FlashKernel().rejection(torch.device(device), torch.bfloat16, 64, 64)
 
 
-def library(home: str) -> SimpleNamespace:
+def library(home):
     """All functions of a home, with the parameters of a listed version."""
     version, names = next((v, names) for v, where, names in flash._HOMES if where == home)
     functions = functions_of(next(label for label in SIGNATURES if label[0] == version))

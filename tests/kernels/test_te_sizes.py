@@ -13,15 +13,14 @@ from cp_ring import Layout, Mask, Plan
 from cp_ring.kernels import flash, flash_aten, reference
 from cp_ring.kernels import te_sizes as sizes
 from cp_ring.kernels.base import SizedVarlen
-from cp_ring.kernels.calls import KernelCall, kernel_calls
+from cp_ring.kernels.calls import kernel_calls
 from cp_ring.kernels.packed import PackedCall
 from cp_ring.kernels.transformer_engine import KERNEL
-from cp_ring.plan.tables import RankPlan
 
 TOKENS = st.integers(1, 1 << 20)
 
 
-def class_of(tokens: int) -> int:
+def class_of(tokens):
     """The number of tokens for which TransformerEngine builds the graph that it uses for so many."""
     power = 1 << math.ceil(math.log2(tokens))
     return max(power, 1024) if power <= 32768 else math.ceil(tokens / 32768) * 32768
@@ -47,12 +46,12 @@ def test_packed_calls_of_no_other_kernel_are_filled():
         assert not isinstance(other, SizedVarlen), other.name
 
 
-def calls_of(plan: RankPlan) -> list[KernelCall]:
+def calls_of(plan):
     sizes = KERNEL.call_sizes(plan.num_tokens, plan.packed)
     return [call for hop in plan.hops for call in kernel_calls(hop, KERNEL.capabilities, sizes)]
 
 
-def lengths(generator: np.random.Generator, n: int) -> list[int]:
+def lengths(generator, n):
     """Documents of a long-tailed distribution that fill a row of n tokens."""
     ends = [0]
     while ends[-1] < n:

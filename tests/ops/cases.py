@@ -16,18 +16,18 @@ TOKENS = 42
 SHAPES = [(2, 3, 24, torch.float32), (1, 2, 40, torch.bfloat16), (3, 1, 1, torch.float16)]
 
 
-def parts() -> list[Partial]:
+def parts():
     return [Partial.of(ranges, reverse=ranges is RANGES[-1]) for ranges in RANGES]
 
 
-def updates(most: int) -> list[Segments]:
+def updates(most):
     """The updates of the totals, of at most so many parts each."""
     return [
         Segments(update.segments, update.whole) for update in query_updates([parts()], TOKENS, most)
     ]
 
 
-def tokens_of(part: Partial) -> torch.Tensor:
+def tokens_of(part):
     """The tokens of the total that a partial result has, in the order of the partial result."""
     spans = zip(part.start.tolist(), part.end.tolist(), strict=True)
     return torch.cat(
@@ -38,7 +38,7 @@ def tokens_of(part: Partial) -> torch.Tensor:
     )
 
 
-def merges_agree_with_float64(merge, exact: bool = True) -> None:
+def merges_agree_with_float64(merge, exact=True):
     """Any updates give the same bits, close to float64, in both dtypes of the result.
 
     Without `exact`, nearly the same bits: torch computes exp in vectors, and in another way where a
@@ -94,7 +94,7 @@ def merges_agree_with_float64(merge, exact: bool = True) -> None:
         )
 
 
-def sums_agree_with_float64(add) -> None:
+def sums_agree_with_float64(add):
     """Any updates give the same bits, those of float32 sums in the order of the parts."""
     generator = torch.Generator().manual_seed(0)
     for b, h, d, dtype in SHAPES:

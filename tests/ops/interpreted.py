@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.rank_pool import LIMIT_S
 
 
-def interpreted(program: str) -> None:
+def interpreted(program):
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": str(Path(__file__).parents[2]),

@@ -82,5 +82,5 @@ def test_numbers_of_tokens_cause_no_new_compilation():
     assert unspecialized(sums_triton._add) == set()
 
 
-def unspecialized(function) -> set[str]:
+def unspecialized(function):
     return {parameter.name for parameter in function.params if parameter.do_not_specialize}

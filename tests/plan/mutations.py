@@ -18,17 +18,34 @@ from cp_ring.plan.schedule import ring_distance
 Rng = np.random.Generator
 
 
-def _with_tiles(plan, tiles, rank, hop, source):
-    sort = sort_index(rank, hop)
-    return replace(
-        plan, tiles=tiles[sort], tile_rank=rank[sort], tile_hop=hop[sort], tile_source=source[sort]
-    )
+def _with_tiles(plan, index=slice(None), **columns):
+    """The tiles at `index`, with other values in some columns, sorted as the proof wants them."""
+    names = ("tile_rank", "tile_hop", "tile_source")
+    kept = {name: columns.get(name, getattr(plan, name))[index] for name in names}
+    sort = sort_index(kept["tile_rank"], kept["tile_hop"])
+    kept["tiles"] = plan.tiles[index]
+    return replace(plan, **{name: values[sort] for name, values in kept.items()})
 
 
-def _edit_tile(plan, rng, change):
-    data = plan.tiles.data.copy()
-    change(data[:, rng.integers(len(plan.tiles))])
-    return replace(plan, tiles=Tiles(data))
+def tile_dropped(plan, rng):
+    every = np.arange(len(plan.tiles))
+    return _with_tiles(plan, np.delete(every, rng.integers(len(every))))
+
+
+def tile_doubled(plan, rng):
+    every = np.arange(len(plan.tiles))
+    return _with_tiles(plan, np.append(every, rng.integers(len(every))))
+
+
+def _edit_tile(change):
+    """Changes the columns of one tile: q0, q1, k0, k1, lo and hi."""
+
+    def mutate(plan, rng):
+        data = plan.tiles.data.copy()
+        change(data[:, rng.integers(len(plan.tiles))])
+        return replace(plan, tiles=Tiles(data))
+
+    return mutate
 
 
 def _add(*amounts):
@@ -38,78 +55,24 @@ def _add(*amounts):
     return change
 
 
-def tile_dropped(plan, rng):
-    keep = np.delete(np.arange(len(plan.tiles)), rng.integers(len(plan.tiles)))
-    return _with_tiles(
-        plan, plan.tiles[keep], plan.tile_rank[keep], plan.tile_hop[keep], plan.tile_source[keep]
-    )
+def _one_key_more(tile):
+    tile[3] += 1
+    tile[5] = max(tile[5], tile[3] - tile[0]) if tile[5] > 1 << 59 else tile[5] + 1
 
 
-def tile_doubled(plan, rng):
-    keep = np.append(np.arange(len(plan.tiles)), rng.integers(len(plan.tiles)))
-    return _with_tiles(
-        plan, plan.tiles[keep], plan.tile_rank[keep], plan.tile_hop[keep], plan.tile_source[keep]
-    )
+def _no_corner(tile):
+    tile[5] = min(tile[5], tile[3] - 1 - tile[0]) - 1
 
 
-def tile_shifted_in_keys(plan, rng):
-    return _edit_tile(plan, rng, _add(0, 0, 1, 1, 1, 1))
+def _move_tile(column):
+    """Puts one tile on the next rank, hop or source."""
 
+    def mutate(plan, rng):
+        values = getattr(plan, column).copy()
+        values[rng.integers(len(values))] += 1
+        return _with_tiles(plan, **{column: values % plan.cp}) if plan.cp > 1 else None
 
-def tile_shifted_in_queries(plan, rng):
-    return _edit_tile(plan, rng, _add(-1, -1, 0, 0, 1, 1))
-
-
-def tile_with_fewer_queries(plan, rng):
-    return _edit_tile(plan, rng, _add(0, -1, 0, 0, 0, 0))
-
-
-def tile_with_more_keys(plan, rng):
-    def change(tile):
-        tile[3] += 1
-        tile[5] = max(tile[5], tile[3] - tile[0]) if tile[5] > 1 << 59 else tile[5] + 1
-
-    return _edit_tile(plan, rng, change)
-
-
-def tile_without_its_corner(plan, rng):
-    def change(tile):
-        tile[5] = min(tile[5], tile[3] - 1 - tile[0]) - 1
-
-    return _edit_tile(plan, rng, change)
-
-
-def tile_on_the_wrong_rank(plan, rng):
-    rank = plan.tile_rank.copy()
-    i = rng.integers(len(rank))
-    rank[i] = (rank[i] + 1) % plan.cp
-    return (
-        _with_tiles(plan, plan.tiles, rank, plan.tile_hop, plan.tile_source)
-        if plan.cp > 1
-        else None
-    )
-
-
-def tile_at_the_wrong_hop(plan, rng):
-    hop = plan.tile_hop.copy()
-    i = rng.integers(len(hop))
-    hop[i] = (hop[i] + 1) % plan.cp
-    return (
-        _with_tiles(plan, plan.tiles, plan.tile_rank, hop, plan.tile_source)
-        if plan.cp > 1
-        else None
-    )
-
-
-def tile_on_the_wrong_keys(plan, rng):
-    source = plan.tile_source.copy()
-    i = rng.integers(len(source))
-    source[i] = (source[i] + 1) % plan.cp
-    return (
-        _with_tiles(plan, plan.tiles, plan.tile_rank, plan.tile_hop, source)
-        if plan.cp > 1
-        else None
-    )
+    return mutate
 
 
 def _table_mutation(table, column, change):
@@ -196,7 +159,7 @@ def tile_on_another_source_of_its_hop(plan, rng):
         if other is not None:
             source = plan.tile_source.copy()
             source[i] = other
-            return _with_tiles(plan, plan.tiles, plan.tile_rank, plan.tile_hop, source)
+            return _with_tiles(plan, tile_source=source)
     return None
 
 
@@ -269,12 +232,20 @@ def _next(value, cp):
 _TABLE_MUTATIONS = {
     f.__name__: f
     for f in (
-        tile_dropped, tile_doubled, tile_shifted_in_keys, tile_shifted_in_queries, tile_with_fewer_queries, tile_with_more_keys,
-        tile_without_its_corner, tile_on_the_wrong_rank, tile_at_the_wrong_hop, tile_on_the_wrong_keys,
-        keys_two_hops_old, gradients_two_hops_on, tile_on_another_source_of_its_hop, source_missing_from_a_slot,
-        gradients_to_another_owner_of_the_hop, another_schedule,
+        tile_dropped, tile_doubled, keys_two_hops_old, gradients_two_hops_on, tile_on_another_source_of_its_hop,
+        source_missing_from_a_slot, gradients_to_another_owner_of_the_hop, another_schedule,
     )
 }  # fmt: skip
+_TABLE_MUTATIONS |= {
+    "tile_shifted_in_keys": _edit_tile(_add(0, 0, 1, 1, 1, 1)),
+    "tile_shifted_in_queries": _edit_tile(_add(-1, -1, 0, 0, 1, 1)),
+    "tile_with_fewer_queries": _edit_tile(_add(0, -1, 0, 0, 0, 0)),
+    "tile_with_more_keys": _edit_tile(_one_key_more),
+    "tile_without_its_corner": _edit_tile(_no_corner),
+    "tile_on_the_wrong_rank": _move_tile("tile_rank"),
+    "tile_at_the_wrong_hop": _move_tile("tile_hop"),
+    "tile_on_the_wrong_keys": _move_tile("tile_source"),
+}
 for _table in ("transfers", "gradients"):
     _TABLE_MUTATIONS |= {
         f"{_table}: dropped": _pick_mutation(_table, doubled=False),

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from cp_ring.plan.ranges import Ints
 
-
-def exponential(n: int, mean: float, seed: int) -> Ints:
+def exponential(n, mean, seed):
     """Documents of exponentially distributed lengths; the last one is cut at n."""
     return _offsets(np.random.default_rng(seed).exponential(mean, _enough(n, mean)), n)
 
 
-def log_normal(n: int, mean: float, seed: int, sigma: float = 1.2) -> Ints:
+def log_normal(n, mean, seed, sigma=1.2):
     """Documents of log-normally distributed lengths: most are short, a few very long."""
     lengths = np.random.default_rng(seed).lognormal(
         np.log(mean) - sigma**2 / 2, sigma, _enough(n, mean)
@@ -22,7 +20,7 @@ def log_normal(n: int, mean: float, seed: int, sigma: float = 1.2) -> Ints:
     return _offsets(lengths, n)
 
 
-def one_long(n: int, mean: float, seed: int) -> Ints:
+def one_long(n, mean, seed):
     """One document of a quarter to three quarters of n, at a random place among short ones."""
     rng = np.random.default_rng(seed)
     length = int(rng.integers(n // 4, 3 * n // 4))
@@ -30,11 +28,11 @@ def one_long(n: int, mean: float, seed: int) -> Ints:
     return np.cumsum([0, *np.insert(short, rng.integers(len(short) + 1), length)])
 
 
-def _enough(n: int, mean: float) -> int:
+def _enough(n, mean):
     return int(4 * n / mean) + 64
 
 
-def _offsets(lengths: np.ndarray, n: int) -> Ints:
+def _offsets(lengths, n):
     """Offsets of documents of these lengths; the last one is cut at n."""
     ends = np.cumsum(np.clip(lengths, 1, n).astype(np.int64))
     return np.concatenate([[0], ends[ends < n], [n]])
