@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cp_ring.kernels.base import Capabilities
 from cp_ring.ops.dtypes import sum_dtype
-from cp_ring.plan.lower import KERNELS
 
 _attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -28,7 +28,7 @@ class CpuKernel:
     """An `AttentionKernel` that computes and returns float32 (float64 for float64)."""
 
     name = "cpu"
-    capabilities = KERNELS["cpu"]
+    capabilities = Capabilities(deterministic=True)
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type != "cpu":

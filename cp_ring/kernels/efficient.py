@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_ring.kernels.base import deterministic, no_random_state
+from cp_ring.kernels.base import Capabilities, deterministic, no_random_state
 from cp_ring.kernels.window import pad
-from cp_ring.plan.lower import KERNELS
 
 _attention = torch.ops.aten._efficient_attention_forward
 _attention_backward = torch.ops.aten._efficient_attention_backward
@@ -24,7 +23,7 @@ class EfficientKernel:
     """
 
     name = "efficient"
-    capabilities = KERNELS["efficient"]
+    capabilities = Capabilities(deterministic=True)
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         if device.type != "cuda":

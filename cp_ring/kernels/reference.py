@@ -11,15 +11,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cp_ring.kernels.base import OPEN, Packing
-from cp_ring.plan.lower import KERNELS
+from cp_ring.kernels.base import OPEN, Capabilities, Packing
 
 
 class ReferenceKernel:
     """An `AttentionKernel` that computes and returns everything in float64."""
 
     name = "reference"
-    capabilities = KERNELS["reference"]
+    capabilities = Capabilities(bands=True, varlen=True, deterministic=True, slow=True)
 
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         return None if dtype.is_floating_point else f"reads floating point, not {dtype}"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cp_ring.errors import KernelError
 from cp_ring.kernels import te_library
-from cp_ring.kernels.base import Packing, deterministic, no_random_state
+from cp_ring.kernels.base import Capabilities, Packing, deterministic, no_random_state
 from cp_ring.kernels.flash_aten import KERNEL as FLASH
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.te_library import Call
@@ -26,7 +26,6 @@ from cp_ring.kernels.te_sizes import FewSizes
 from cp_ring.kernels.versions import compute_capability, cudnn_name, dense_backward_may_be_nan
 from cp_ring.kernels.window import pad
 from cp_ring.ops.capture import capturing
-from cp_ring.plan.lower import KERNELS
 from cp_ring.runtime import RUNTIME
 
 _BLOCK = 128
@@ -67,7 +66,7 @@ class TransformerEngineKernel:
     """
 
     name = "transformer_engine"
-    capabilities = KERNELS["transformer_engine"]
+    capabilities = Capabilities(varlen=True, deterministic=True)
     devices: tuple[str, ...] = ("cuda",)
     counts = False
     max_logit: Tensor | None = None

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_ring.kernels.base import Packing
-from cp_ring.plan.lower import KERNELS
+from cp_ring.kernels.base import Capabilities, Packing
 
 
 class LivePart(NamedTuple):
@@ -64,7 +63,7 @@ class WindowKernel(ABC):
     h, d] with a packing, whose head sizes are those that `head_sizes` returns.
     """
 
-    capabilities = KERNELS["flash"]
+    capabilities = Capabilities(bands=True, varlen=True, deterministic=True)
 
     def head_sizes(self, d: int, e: int) -> tuple[int, int]:
         """Return the head sizes of the library's calls, which are padded with zeros: here one size

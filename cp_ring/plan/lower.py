@@ -9,7 +9,7 @@ order are reversed. Native bands and varlen calls are faster, but not required.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,22 +49,10 @@ class Capabilities:
     slow: bool = False
 
 
-_FLASH = Capabilities(bands=True, varlen=True, deterministic=True)
-
-KERNELS = {
-    "transformer_engine": replace(_FLASH, bands=False),
-    "flash": _FLASH,
-    "flash_aten": _FLASH,
-    "efficient": Capabilities(deterministic=True),
-    "cpu": Capabilities(deterministic=True),
-    "reference": Capabilities(bands=True, varlen=True, deterministic=True, slow=True),
-}
-"""The capabilities of cp_ring's kernels by name: plans and predictions need them without the
-libraries of the kernels.
+ASSUMED = Capabilities(bands=True, varlen=True, deterministic=True)
+"""The capabilities that predictions assume, those of flash-attn: it has native windows and takes
+many tiles in one call.
 """
-
-ASSUMED = "flash"
-"""The kernel that predictions assume: it has native windows and takes many tiles in one call."""
 
 
 @dataclass(frozen=True, eq=False)

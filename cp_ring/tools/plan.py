@@ -14,7 +14,7 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.attention_sizes import attention_sizes
 from cp_ring.plan.cost import AttentionTime, attention_time, bytes_between_nodes, cost
 from cp_ring.plan.layout import LAYOUTS
-from cp_ring.plan.lower import ASSUMED, KERNELS, call_groups, lower
+from cp_ring.plan.lower import ASSUMED, call_groups, lower
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
@@ -184,9 +184,8 @@ def kernel_calls(plan: Plan) -> list[int] | None:
     """
     if plan.ring.cp > MAX_RANKS_COUNTED:
         return None
-    able = KERNELS[ASSUMED]
     parts = (rank_tiles(plan.ring, member) for member in range(plan.ring.cp))
-    return [len(call_groups(lower(tiles, able, hop), able.varlen)) for tiles, hop in parts]
+    return [len(call_groups(lower(tiles, ASSUMED, hop), ASSUMED.varlen)) for tiles, hop in parts]
 
 
 def predicted(times: AttentionTime) -> dict[str, float]:
@@ -273,7 +272,7 @@ def _lines(plan: Plan, facts: dict[str, Any]) -> Iterator[str]:
     )
     sources = ", ".join(map(str, group_sizes(ring.schedule)[:MAX_RANKS_SHOWN])) or "none"
     calls = facts["kernel_calls_per_rank"]
-    most = f"; at most {max(calls)} kernel calls of a rank in forward ({ASSUMED})"
+    most = f"; at most {max(calls)} kernel calls of a rank in forward (flash)"
     yield f"remote sources of each hop: {sources}{most if calls else ''}"
     yield (
         f"a layer takes {1e3 * times['forward_s']:.3g} ms forward, {1e3 * times['both_s']:.3g} ms "

@@ -14,7 +14,7 @@ from itertools import groupby
 import pytest
 
 from cp_ring.plan import Mask, PlanSpec
-from cp_ring.plan.lower import KERNELS, lower
+from cp_ring.plan.lower import ASSUMED, lower
 from cp_ring.plan.plan import plan
 from cp_ring.plan.tables import RankPlan
 from tests.fakegpu.log import Log
@@ -100,7 +100,7 @@ def rank_plans(case: str) -> list[RankPlan]:
 
 def planned_launches(part: RankPlan) -> Counter[str]:
     """Those that the plan of a rank and the documentation promise, and no others."""
-    updates = rank_updates(part, KERNELS["flash_aten"])
+    updates = rank_updates(part, ASSUMED)
     keys = sum(not x.whole for of_hop in updates.keys.values() for x in of_hop)
     queries = [(int(tiles.q0[0]), int(tiles.q1[0])) for tiles in updates.grids[1]]
     return Counter(
@@ -125,7 +125,7 @@ def planned_keys(parts: list[RankPlan]) -> list[list[Content]]:
                 (sent,) = (x for x in of_peer.sends if x.peer == part.rank)
                 for (first, last), (start, end) in zip(transfer.ranges, sent.ranges, strict=True):
                     buffer[first:last] = [(transfer.peer, x) for x in range(start, end)]
-            for tile in lower(hop.tiles, KERNELS["flash_aten"]).tiles:
+            for tile in lower(hop.tiles, ASSUMED).tiles:
                 seen = buffer[tile.k0 : tile.k1]
                 runs = groupby(enumerate(seen), lambda x: (x[1][0], x[1][1] - x[0]))
                 tokens = [[x[1] for x in run] for _, run in runs]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels import choose
+from cp_ring.kernels import REGISTRY, choose
+from cp_ring.plan.lower import ASSUMED
 
 CPU = torch.device("cpu")
 
@@ -26,6 +29,11 @@ def test_explicit_choice_is_never_replaced():
         match=r"kernel='auto': .*cpu does not know torch.int64; reference reads floating",
     ):
         choose("auto", device=CPU, dtype=torch.int64, d=8, e=8)
+
+
+@pytest.mark.parametrize("name", ["flash", "flash_aten"])
+def test_predictions_assume_what_flash_attn_can(name):
+    assert importlib.import_module(REGISTRY[name]).KERNEL.capabilities == ASSUMED
 
 
 def test_choice_is_said_once(caplog):

@@ -12,7 +12,7 @@ import numpy as np
 
 from cp_ring.kernels.calls import kernel_calls
 from cp_ring.plan import Plan
-from cp_ring.plan.lower import BLOCK, KERNELS, call_groups, lower
+from cp_ring.plan.lower import ASSUMED, BLOCK, call_groups, lower
 from cp_ring.plan.proof.verify import report
 from cp_ring.plan.ranges import Ints, expand
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
@@ -22,7 +22,7 @@ from cp_ring.plan.tables import RankPlan
 from cp_ring.plan.tiles import OPEN, Tiles
 from cp_ring.plan.updates import Update, gradient_updates, query_updates
 
-FLASH, PROCESSORS, BEGIN = KERNELS["flash"], 132, 1
+PROCESSORS, BEGIN = 132, 1
 
 
 def seconds(plan: Plan, sizes: AttentionSizes, node: int = 8) -> tuple[float, float, float, float]:
@@ -108,15 +108,15 @@ def _calls(rank: RankPlan):
     """
     grids, made = [], []
     for hops in (rank.hops, rank.backward):
-        lowered = [lower(hop.tiles, FLASH) for hop in hops]
+        lowered = [lower(hop.tiles, ASSUMED) for hop in hops]
         grids.append(
             [
                 one.tiles[np.array([index for sequence in call for index in sequence])]
                 for one in lowered
-                for call in call_groups(one, FLASH.varlen)
+                for call in call_groups(one, ASSUMED.varlen)
             ]
         )
-        made.append([kernel_calls(hop, FLASH) for hop in hops])
+        made.append([kernel_calls(hop, ASSUMED) for hop in hops])
     queries = [
         query_updates([[call.queries for call in hop] for hop in of], rank.num_tokens)
         for of in made

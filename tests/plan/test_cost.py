@@ -13,7 +13,7 @@ from cp_ring.plan.cost import (
     heads_to_try,
     kernel_calls,
 )
-from cp_ring.plan.lower import KERNELS, call_groups, lower
+from cp_ring.plan.lower import ASSUMED, call_groups, lower
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates
@@ -106,7 +106,7 @@ def test_calls_are_those_of_a_kernel_that_takes_many_tiles(mask, schedule):
     counted = kernel_calls(plan.ring, plan.schedule[-1] + 1)
     for rank in range(8):
         made = [
-            (hop.index, len(call_groups(lower(hop.tiles, KERNELS["flash"]), varlen=True)))
+            (hop.index, len(call_groups(lower(hop.tiles, ASSUMED), varlen=True)))
             for hop in plan.rank_plan(rank).hops
         ]
         assert [counted[rank, hop] for hop, _ in made] == [calls for _, calls in made]
