@@ -197,16 +197,16 @@ class Attention:
         q, k, v, sink, latents = inputs
         more = list(latents) if latents and self._latents else []
         if self._bshd:
-            q, k, v, *more[:1] = (x.transpose(0, 1) for x in (q, k, v, *more[:1]))
+            q, k, v, *more[:1] = [x.transpose(0, 1) for x in (q, k, v, *more[:1])]
         kernel, plan, transport = self._kernel, self._plan(), self.transport()
         assert plan is not None, "an attention is called without its plan"
         transport = transport if plan.cp > 1 else None
         if (counting := self._counting()) is not None:
             kernel = counting
         if self._batch_rows:
-            q, k, v, *more[:1] = (
+            q, k, v, *more[:1] = [
                 x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v, *more[:1])
-            )
+            ]
         if (agree := getattr(transport, "agree", None)) is not None:
             # Raises `PlanError` on all ranks where the ranks of the transport make different calls.
             agree(

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cp_ring.comm.plain import Codec
 from cp_ring.comm.streams import MessageOrder
@@ -26,6 +25,7 @@ from cp_ring.kernels.queries import Queries
 from cp_ring.observe.spans import span
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import on_device, sum_dtype, without_autocast
+from cp_ring.ops.once import once_differentiable
 from cp_ring.ops.totals import Merge, Sum
 from cp_ring.plan.tables import RankPlan
 
@@ -153,7 +153,7 @@ def _run_backward(
     (out, lse, dlse), ring = merged, call.ring
     work, order = call.of_pass(q.device, backward=True)
     codec = ring.codec(k, v, *inputs)
-    grads = codec.gradients(call.rank_plan, work, call.transport, ring.wire_dtype)
+    grads = codec.gradients(work, call.transport, ring.wire_dtype)
     queries, total = Queries(dout, q, out, lse), Sum(work.queries, [q.shape], q, q.dtype)
     if dlse is not None:
         # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first

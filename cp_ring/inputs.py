@@ -98,7 +98,7 @@ class Inputs(NamedTuple):
     def kinds(self) -> tuple[object, ...]:
         """Return everything that an `Attention` depends on, without the values of the tensors."""
         tensors = (self.q, self.k, self.v, self.sink, *(self.latents or ()))
-        return tuple(x is not None and (type(x), x.shape, x.dtype, x.device) for x in tensors)
+        return tuple([x is not None and (type(x), x.shape, x.dtype, x.device) for x in tensors])
 
     def check(self, tokens: int) -> None:
         """Raise `PlanError` for tensors that do not fit together. tokens: the dimension of

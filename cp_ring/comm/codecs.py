@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.plain import Codec, Plain
-from cp_ring.comm.slots import Buffer
 from cp_ring.comm.streams import KeyStream, MessageOrder
-from cp_ring.comm.transport import Transport
+from cp_ring.comm.transport import Buffer, Transport
 from cp_ring.plan.sizes.attention_sizes import WIRES, Wire
 from cp_ring.plan.tables import Hop
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from cp_ring.ops.once import once_differentiable
 
 Landing = Callable[[], Sequence[Any]]
 """A function that waits for messages and returns the tensors that arrived."""

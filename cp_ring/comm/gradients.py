@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cp_ring.comm.slots import Buffer
-from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
+from cp_ring.comm.transport import DONE, Buffer, MessageBatch, Pending, Transport
 from cp_ring.observe import debug
 from cp_ring.observe.spans import wait_for
-from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.ops.segments import Segments
 from cp_ring.ops.totals import Sum
-from cp_ring.plan.tables import Hop, RankPlan, Transfer
+from cp_ring.plan.tables import Hop, Transfer
 
 
 class GradMessages:
@@ -28,15 +26,17 @@ class GradMessages:
     def __init__(self, transport: Transport | None, like: Buffer, dtype: torch.dtype):
         self._transport, self._like, self._wire_dtype = transport, like, dtype
         self._in: Buffer = ()
-        self._pending: Pending = Done()
+        self._pending: Pending = DONE
         self._arriving: Sequence[tuple[Transfer, Transfer]] = ()
 
     def _post(self, hop: Hop, leaving: Buffer) -> None:
         """Post the messages of a hop, once those of the previous hop have been collected."""
         assert self._transport is not None, "one rank sends no gradients"
         self._arriving = hop.arrivals
-        self._in = self._buffer(sum(transfer.tokens for transfer in hop.grad_receives))
-        debug.fill(*self._in)
+        if self._arriving:
+            tokens, dtype = hop.num_arriving, self._wire_dtype
+            self._in = [x.new_empty((tokens, *x.shape[1:]), dtype=dtype) for x in self._like]
+            debug.fill(*self._in)
         sends = [(transfer, leaving) for transfer in hop.grad_sends]
         receives = [(packed, self._in) for _, packed in self._arriving]
         self._pending = self._transport.post(MessageBatch(sends, receives, "gradients", hop.index))
@@ -46,16 +46,9 @@ class GradMessages:
         their places in `_in`.
         """
         wait_for(self._pending)
-        self._pending = Done()  # which frees the tensors of its messages
+        self._pending = DONE  # which frees the tensors of its messages
         arrived, self._arriving = self._arriving, ()
         return arrived
-
-    def _buffer(self, num_tokens: int, dtype: torch.dtype | None = None) -> Buffer:
-        """Return new tensors of so many tokens."""
-        return tuple(
-            x.new_empty((num_tokens, *x.shape[1:]), dtype=dtype or self._wire_dtype)
-            for x in self._like
-        )
 
 
 class GradStream(GradMessages):
@@ -64,29 +57,24 @@ class GradStream(GradMessages):
     """
 
     def __init__(
-        self, rank_plan: RankPlan, updates: Mapping[int, Sequence[Segments]],
-        transport: Transport | None, own: Buffer,
+        self,
+        updates: Mapping[int, Sequence[Segments]],
+        transport: Transport | None,
+        own: Buffer,
         wire_dtype: torch.dtype,
-    ):  # fmt: skip
+    ):
         super().__init__(transport, own, wire_dtype)
         self._updates = updates
         self._home = self._now = Sum(updates[0], [x.shape for x in own], own[0], own[0].dtype)
-        # Only hops of many kernel calls need sums in a wider dtype than the one that travels.
-        several = any(
-            segments.stays for index, of_hop in updates.items() if index for segments in of_hop
-        )
-        self._running = self._buffer(rank_plan.max_grads, sum_dtype(wire_dtype)) if several else ()
 
     def start(self, hop: Hop) -> None:
         """Begin the sums of a hop: gradients that are added from now on belong to the keys of
         `hop`.
         """
-        shapes = [(hop.num_grads, *x.shape[1:]) for x in self._like]
-        self._now = (
-            Sum(self._updates[hop.index], shapes, self._like[0], self._wire_dtype, self._running)
-            if hop.index
-            else self._home
-        )
+        self._now = self._home
+        if hop.index:
+            shapes = [(hop.num_grads, *x.shape[1:]) for x in self._like]
+            self._now = Sum(self._updates[hop.index], shapes, self._like[0], self._wire_dtype)
 
     def add(self, *grads: Tensor) -> None:
         """Add the gradients of the hop's next kernel call, [u, b, g, d] for each tensor of

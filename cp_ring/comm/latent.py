@@ -31,13 +31,12 @@ from torch import Tensor
 from cp_ring.comm.codecs import Decoding
 from cp_ring.comm.gradients import GradMessages
 from cp_ring.comm.plain import KeyUpdates
-from cp_ring.comm.slots import Buffer
-from cp_ring.comm.transport import Transport
+from cp_ring.comm.transport import Buffer, Transport
 from cp_ring.errors import PlanError
 from cp_ring.ops.dtypes import in_one_dtype, sum_dtype, without_autocast
 from cp_ring.ops.segments import Segments
 from cp_ring.ops.totals import Sum
-from cp_ring.plan.tables import Hop, RankPlan
+from cp_ring.plan.tables import Hop
 
 
 class Latents(NamedTuple):
@@ -169,11 +168,7 @@ class LatentCodec(Decoding):
 
     @override
     def gradients(
-        self,
-        rank_plan: RankPlan,
-        updates: KeyUpdates,
-        transport: Transport | None,
-        wire_dtype: torch.dtype,
+        self, updates: KeyUpdates, transport: Transport | None, wire_dtype: torch.dtype
     ) -> LatentGradients:
         return LatentGradients(self, self._k, self._v, updates.own_keys, transport, wire_dtype)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.flight import Landing
-from cp_ring.comm.transport import Buffers, MessageBatch, Transport
+from cp_ring.comm.transport import Buffer, MessageBatch, Transport
 from cp_ring.observe.spans import named, wait_for
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.moves import Moves, Ranges
@@ -33,7 +33,7 @@ class Mover:
             for ranges in (moves.sends(transport.rank), moves.receives(transport.rank))
         )
 
-    def there(self, parts: Sequence[Buffers], kind: str) -> Landing:
+    def there(self, parts: Sequence[Buffer], kind: str) -> Landing:
         """Send the tokens of `parts[p]` that go to rank p. The landing returns tensors like those
         of `parts[rank]` with all tokens that come here.
         """
@@ -68,7 +68,7 @@ class Mover:
         """Run `there` with one tensor, the same for all ranks."""
         return self.there([[x]] * len(self._ranks), kind)
 
-    def back(self, parts: Sequence[Buffers], kind: str) -> Landing:
+    def back(self, parts: Sequence[Buffer], kind: str) -> Landing:
         """Return tokens to the ranks from which they came: the tensors of `parts[p]` have them in
         the places of the tokens that rank p sent. The landing returns tensors for each rank: the
         tokens that went there, end to end.
@@ -92,7 +92,7 @@ class Mover:
         return landed
 
     def _apart(
-        self, parts: Sequence[Buffers], leaving: list[Ranges], coming: list[Ranges], kind: str
+        self, parts: Sequence[Buffer], leaving: list[Ranges], coming: list[Ranges], kind: str
     ) -> Landing:
         """Send the token ranges `leaving[r]` of `parts[r]` to each rank r, and receive `coming[r]`
         from it. Land as a list with the tensors from each rank, not joined. `kind` names the
@@ -113,15 +113,15 @@ class Mover:
 
     def _post(
         self,
-        parts: Sequence[Buffers],
+        parts: Sequence[Buffer],
         leaving: list[Ranges],
         receives: list[tuple[Transfer, list[Tensor]]],
         came: list[Tensor] | list[list[Tensor]],
         kind: str,
     ) -> Landing:
-        sends: list[tuple[Transfer, Buffers]] = []
+        sends: list[tuple[Transfer, Buffer]] = []
         for peer, ranges in enumerate(leaving):
-            tensors: Buffers = parts[peer]
+            tensors: Buffer = parts[peer]
             if peer != self.rank and not (self._direct and all(x.is_contiguous() for x in tensors)):
                 tensors = [_joined(x, ranges).contiguous() for x in tensors]
                 ranges = _packed(ranges) if self._direct else ((0, _size(ranges)),)

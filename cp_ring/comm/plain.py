@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.gradients import GradStream
-from cp_ring.comm.slots import Buffer
 from cp_ring.comm.streams import KeyStream, MessageOrder
-from cp_ring.comm.transport import Transport
+from cp_ring.comm.transport import Buffer, Transport
 from cp_ring.ops.segments import Segments
-from cp_ring.plan.tables import Hop, RankPlan
+from cp_ring.plan.tables import Hop
 
 Keys = Iterable[tuple[Hop, Tensor, Tensor]]
 """For each hop, the keys [num_keys, b, g, d] and values [num_keys, b, g, e] that its tiles read."""
@@ -84,11 +83,7 @@ class Codec(Protocol):
         ...
 
     def gradients(
-        self,
-        rank_plan: RankPlan,
-        updates: KeyUpdates,
-        transport: Transport | None,
-        wire_dtype: torch.dtype,
+        self, updates: KeyUpdates, transport: Transport | None, wire_dtype: torch.dtype
     ) -> Gradients:
         """Return the gradients of one backward pass."""
         ...
@@ -110,11 +105,6 @@ class Plain:
         return KeyStream(order, transport, self.encode())
 
     def gradients(
-        self,
-        rank_plan: RankPlan,
-        updates: KeyUpdates,
-        transport: Transport | None,
-        wire_dtype: torch.dtype,
+        self, updates: KeyUpdates, transport: Transport | None, wire_dtype: torch.dtype
     ) -> Gradients:
-        own = self._k, self._v
-        return GradStream(rank_plan, updates.keys, transport, own, wire_dtype)
+        return GradStream(updates.keys, transport, (self._k, self._v), wire_dtype)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cp_ring.comm.slots import Buffer, Slots
-from cp_ring.comm.transport import Done, MessageBatch, Pending, Transport
+from cp_ring.comm.transport import DONE, Buffer, MessageBatch, Pending, Transport
 from cp_ring.observe import debug
 from cp_ring.observe.counters import recording
 from cp_ring.observe.spans import wait_for
@@ -74,7 +73,10 @@ class KeyStream:
 
     def __init__(self, order: MessageOrder, transport: Transport | None, own: Buffer):
         self._order, self._transport = order, transport
-        self._slots = Slots(own)
+        # The buffers by slot; slot 0 is `own`. The others exist from the messages of a hop to its
+        # end, each with the tokens of its hop.
+        self._slots = {0: own}
+        self._spare: Buffer = ()  # the last hop's, which the next messages may fill
         self._recording = recording()
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
@@ -84,14 +86,15 @@ class KeyStream:
             if place == len(pending):
                 pending.append(self._posted(turn))
             wait_for(pending[place])
-            pending[place] = Done()  # which frees the tensors of its messages
+            pending[place] = DONE  # which frees the tensors of its messages
             while len(pending) < turn.ahead:
                 pending.append(self._posted(turns[len(pending)]))
+            self._spare = ()
             for counters in self._recording:
                 counters.hops += bool(len(hop.tiles))
             yield hop, *self._slots[slot]
             if slot:
-                del self._slots[slot]
+                self._spare = self._slots.pop(slot)
                 for counters in self._recording:
                     counters.slot(-1)
 
@@ -99,13 +102,20 @@ class KeyStream:
         """Post the messages of a hop."""
         hop, slots = turn.hop, self._slots
         if self._transport is None or not (turn.slot or turn.sends):
-            return Done()
+            return DONE
         buffer: Buffer = ()
         if turn.slot:
-            buffer = slots.make(turn.slot, hop.num_keys)
+            buffer = slots[turn.slot] = self._allocated(hop.num_keys)
             debug.fill(*buffer)
             for counters in self._recording:
                 counters.slot(+1)
         receives = [(receive, buffer) for receive in hop.receives]
         sends = [(send, slots[slot]) for send, slot in turn.sends]
         return self._transport.post(MessageBatch(sends, receives, "keys", hop.index))
+
+    def _allocated(self, num_tokens: int) -> Buffer:
+        """Return a buffer of so many tokens; its contents are undefined."""
+        spare, self._spare = self._spare, ()
+        if spare and len(spare[0]) == num_tokens:
+            return spare
+        return [x.new_empty((num_tokens, *x.shape[1:])) for x in self._slots[0]]

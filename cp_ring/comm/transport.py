@@ -26,9 +26,9 @@ from cp_ring.plan.plan import Plan
 from cp_ring.plan.tables import RankPlan, Transfer
 from cp_ring.runtime import RUNTIME
 
-Buffers = Sequence[Tensor]
-"""Tensors of the same tokens, which are their first dimension: keys and values, or the gradients of
-both.
+Buffer = Sequence[Tensor]
+"""Tensors of the same tokens, which are their first dimension: keys and values, their encoded form,
+or the gradients of both.
 """
 
 
@@ -41,8 +41,8 @@ class MessageBatch:
     is that rank itself.
     """
 
-    sends: Sequence[tuple[Transfer, Buffers]]
-    receives: Sequence[tuple[Transfer, Buffers]]
+    sends: Sequence[tuple[Transfer, Buffer]]
+    receives: Sequence[tuple[Transfer, Buffer]]
     kind: str = "keys"
     hop: int = 0
     ranks: Sequence[int] = ()
@@ -64,6 +64,9 @@ class Done:
 
     def wait(self) -> None:
         return
+
+
+DONE = Done()
 
 
 class Transport(Protocol):
@@ -95,7 +98,7 @@ class Alone:
 
     def post(self, batch: MessageBatch) -> Pending:
         """Return at once: there is no other rank."""
-        return Done()
+        return DONE
 
 
 ALONE = Alone()
@@ -128,7 +131,7 @@ class GroupTransport:
 
     def post(self, batch: MessageBatch) -> Pending:
         if not batch:
-            return Done()
+            return DONE
         group = self.group
         tag = self._agreement.tag if self._tags else 0
         receives, sends = messages(batch.receives), messages(batch.sends)
@@ -169,7 +172,7 @@ class StagedTransport(GroupTransport):
     def post(self, batch: MessageBatch) -> Pending:
         """Wait until the device has computed the tensors that are sent, then start all messages."""
         if not batch:
-            return Done()
+            return DONE
         sends = [(t.packed(), [_to_host(x, t) for x in buffers]) for t, buffers in batch.sends]
         receives = [
             (t.packed(), [_on_host(x, t) for x in buffers]) for t, buffers in batch.receives
@@ -205,7 +208,7 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
     if not isinstance(group, dist.ProcessGroup):
         if isinstance(group, DeviceMesh):
             return transport_for(_group_of_mesh(group), device)
-        if all(hasattr(group, name) for name in ("rank", "size", "post")):
+        if hasattr(group, "rank") and hasattr(group, "size") and hasattr(group, "post"):
             return group
         raise ConfigError(_not_a_group(group))
     of_group = _transports.setdefault(group, {})
@@ -239,10 +242,10 @@ def check_given(group: Group, split: object = None) -> None:
 
     `split` may be a layout or a plan; one for a single rank shows that None is meant.
     """
-    alone = isinstance(split, Layout | Plan | RankPlan) and split.cp == 1
-    if group is None and not alone and dist.is_available() and dist.is_initialized():
+    if group is None and dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size()
-        if ranks > 1:
+        alone = isinstance(split, Layout | Plan | RankPlan) and split.cp == 1
+        if ranks > 1 and not alone:
             raise ConfigError(
                 f"group is not given, but this job has {ranks} ranks: give the context-parallel "
                 "ones, group=dist.group.WORLD for all of them, or group=cp_ring.ALONE where each "
@@ -284,9 +287,10 @@ def check_local(name: str, x: Any) -> None:
     """Raise `ConfigError` unless x is a plain tensor. The local part of a DTensor may be split in
     another way than the layout says.
     """
-    if type(x) is not Tensor:
-        expect(name, x, Tensor)
-    plain = x.layout is torch.strided and not x.is_meta
+    plain = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_meta
+    if type(x) is Tensor and plain:
+        return
+    expect(name, x, Tensor)
     if not plain or hasattr(x, "to_local"):
         kind = type(x).__name__ if plain else f"Tensor ({x.layout}, {x.device})"
         raise ConfigError(
@@ -323,8 +327,8 @@ class _Staged:
     def __init__(
         self,
         pending: Pending,
-        staged: Sequence[tuple[Transfer, Buffers]],
-        wanted: Sequence[tuple[Transfer, Buffers]],
+        staged: Sequence[tuple[Transfer, Buffer]],
+        wanted: Sequence[tuple[Transfer, Buffer]],
     ):
         self._pending, self._staged, self._wanted = pending, staged, wanted
 
@@ -355,7 +359,7 @@ def _to_host(x: Tensor, transfer: Transfer) -> Tensor:
 _Messages = list[tuple[int, Tensor]]
 
 
-def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> _Messages:
+def messages(transfers: Sequence[tuple[Transfer, Buffer]]) -> _Messages:
     """Return (peer, part) of each message; the part [tokens, ...] is a view of a buffer.
 
     Both sides use this order: by transfer, then by range, then keys before values.
@@ -368,7 +372,7 @@ def messages(transfers: Sequence[tuple[Transfer, Buffers]]) -> _Messages:
     ]
 
 
-def _size(transfer: Transfer, buffers: Buffers) -> int:
+def _size(transfer: Transfer, buffers: Buffer) -> int:
     return transfer.tokens * sum(x.nbytes // max(len(x), 1) for x in buffers)
 
 

@@ -226,7 +226,7 @@ class _Single:
     def attend(
         self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = self._view(q, self.q), self._view(k, self.k), self._view(v, self.k)
+        (q,), (k, v) = self._views(self.q, q), self._views(self.k, k, v)
         out, lse = kernel.forward(q, k, v, lo=self.lo, hi=self.hi, scale=scale)
         return out.transpose(0, 1), lse
 
@@ -236,11 +236,13 @@ class _Single:
         dout, q, out, lse = queries.part(self.q)
         if self.reverse:
             dout, q, out, lse = dout.flip(1), q.flip(1), out.flip(1), lse.flip(2)
-        k, v = self._view(k, self.k), self._view(v, self.k)
+        k, v = self._views(self.k, k, v)
         dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, lo=self.lo, hi=self.hi, scale=scale)
         return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
-    def _view(self, x: Tensor, tokens: slice) -> Tensor:
-        """View the tile's tokens of x [s, b, ...] as [b, tokens, ...]."""
-        x = (x if tokens.stop - tokens.start == x.shape[0] else x[tokens]).transpose(0, 1)
-        return x.flip(1) if self.reverse else x
+    def _views(self, tokens: slice, *buffer: Tensor) -> Sequence[Tensor]:
+        """View these tokens of tensors [s, b, ...] as [b, tokens, ...]."""
+        if tokens.stop - tokens.start < buffer[0].shape[0]:
+            buffer = tuple([x[tokens] for x in buffer])
+        views = [x.transpose(0, 1) for x in buffer]
+        return [x.flip(1) for x in views] if self.reverse else views

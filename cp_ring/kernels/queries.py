@@ -20,7 +20,7 @@ class Queries:
     def part(self, tokens: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return dout, q and out [b, tokens, ...] and lse [b, h, tokens] of these queries."""
         if self._tokens != tokens:
-            dout, q, out = (x[tokens].transpose(0, 1) for x in (self.dout, self.q, self.out))
+            dout, q, out = [x[tokens].transpose(0, 1) for x in (self.dout, self.q, self.out)]
             self._tokens = tokens
             self._part = dout, q, out, self.lse[..., tokens].contiguous()
         return self._part

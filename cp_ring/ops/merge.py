@@ -36,7 +36,7 @@ def merge(
     """
     fits = result.is_cuda and lse.dtype == torch.float32 and segments.parts > 0
     if not (fits and _fused.run(segments.blocks(result.device), outs, lses, running, lse, result)):
-        for segment in segments:
+        for segment in segments.each:
             merge_segment(segment, outs, lses, running, lse, result)
 
 
@@ -49,13 +49,12 @@ def merge_segment(
     result: Tensor,
 ) -> None:
     """Merge one segment of `merge` with torch operations."""
-    target, lse = segment.target(running, result), lse[..., segment.tokens]
+    target, total, places = segment.begin(outs, running, result)
+    if segment.size < lse.shape[2]:
+        lse = lse[..., segment.tokens]
     if not segment.places:
-        target.zero_()
         lse.fill_(-math.inf)
-        return
-    total, places = segment.begin(outs, running, target)
-    if segment.first:
+    elif segment.first:
         lse.copy_(segment.places[0].take(lses[segment.places[0].part], 2))
     for place in places:
         _merge_(total, lse, place.take(outs[place.part]), place.take(lses[place.part], 2))
@@ -78,7 +77,7 @@ def merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None
 def _merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
     """Run `merge_` on tensors with tokens first."""
     # The bound keeps -inf - -inf, which is NaN, away: a part whose queries saw no key has weight 0.
-    weight = lse_part.sub(lse.clamp(min=_UNSEEN)).sigmoid_().to(out.dtype)
+    weight = lse_part.sub(lse.clamp_min(_UNSEEN)).sigmoid_().to(out.dtype)
     if out_part.dtype != out.dtype:
         out_part = out_part.to(out.dtype)
     out.lerp_(out_part, weight.permute(2, 0, 1).unsqueeze(3))

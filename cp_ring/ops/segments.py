@@ -7,7 +7,8 @@ the dtype of sums, another one the result in its own dtype. They may be the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -23,16 +24,17 @@ ABSENT = -1
 
 
 class PartTokens(NamedTuple):
-    """The place of a segment's tokens in a part; they are in reverse order if `reverse`."""
+    """The place of a segment's `size` tokens in a part; they are in reverse order if `reverse`."""
 
     part: int
     tokens: slice
+    size: int
     reverse: bool
 
     def take(self, part: Tensor, dim: int = 0) -> Tensor:
         """Return the segment's tokens of the part, in the order of the total."""
-        if self.tokens.stop - self.tokens.start < part.shape[dim]:
-            part = part[self.tokens] if dim == 0 else part[..., self.tokens]
+        if self.size < part.shape[dim]:  # a view takes the host longer than the question
+            part = part[..., self.tokens] if dim else part[self.tokens]
         return part.flip(dim) if self.reverse else part
 
 
@@ -45,30 +47,32 @@ class Segment(NamedTuple):
     """
 
     tokens: slice
+    size: int
     first: bool
     last: bool
     places: list[PartTokens]
 
-    def target(self, running: Tensor | None, result: Tensor) -> Tensor:
-        """Return the tokens of the tensor to which the total is stored."""
-        return (result if self.last or running is None else running)[self.tokens]
-
     def begin(
-        self, parts: Sequence[Tensor], running: Tensor | None, target: Tensor
-    ) -> tuple[Tensor, list[PartTokens]]:
-        """Return the total to start from, and the places that are still to be added. The start is
-        the stored total or, if nothing is stored yet, the first part; it may be `target` itself.
+        self, parts: Sequence[Tensor], running: Tensor | None, result: Tensor
+    ) -> tuple[Tensor, Tensor, list[PartTokens]]:
+        """Return the tokens to which the total is stored, the total to start from, and the places
+        that are still to be added. The start is the stored total, else the first part, else zeros;
+        it may be the tokens themselves.
         """
+        target = result if self.last or running is None else running
+        if self.size < target.shape[0]:
+            target = target[self.tokens]
         if not self.first:
             assert running is not None
             stays = not self.last or running.dtype == target.dtype
-            return target if stays else running[self.tokens], self.places
+            return target, target if stays else running[self.tokens], self.places
+        if not self.places:
+            return target, target.zero_(), self.places
         part, others = self.places[0].take(parts[self.places[0].part]), self.places[1:]
-        dtype = sum_dtype(target.dtype)
         # The sum of several parts is not rounded to the dtype of the result on the way.
-        return (
-            part.to(dtype, copy=True) if others and dtype != target.dtype else target.copy_(part)
-        ), others
+        if others and (dtype := sum_dtype(target.dtype)) != target.dtype:
+            return target, part.to(dtype, copy=True), others
+        return target, target.copy_(part), others
 
 
 class Segments:
@@ -87,13 +91,11 @@ class Segments:
         # Some of the total is complete after this update.
         self.ends = bool(table[3].any())
         self._table = table
-        self._segments: list[Segment] | None = None
         self._blocks: dict[torch.device, Tensor] = {}
 
-    def __iter__(self) -> Iterator[Segment]:
-        if self._segments is None:
-            self._segments = [_segment(*column) for column in self._table.T.tolist()]
-        return iter(self._segments)
+    @cached_property
+    def each(self) -> list[Segment]:
+        return [_segment(*column) for column in self._table.T.tolist()]
 
     def blocks(self, device: torch.device) -> Tensor:
         """Return the segments cut into blocks of at most BLOCK_Q tokens, copied to the device once:
@@ -115,8 +117,8 @@ def _segment(start: int, end: int, first: int, last: int, *positions: int) -> Se
     for part, position in enumerate(positions):
         if position != ABSENT:
             low = position if position >= 0 else -2 - position - (size - 1)
-            places.append(PartTokens(part, slice(low, low + size), position < 0))
-    return Segment(slice(start, end), bool(first), bool(last), places)
+            places.append(PartTokens(part, slice(low, low + size), size, position < 0))
+    return Segment(slice(start, end), size, bool(first), bool(last), places)
 
 
 def _blocks(table: np.ndarray) -> np.ndarray:

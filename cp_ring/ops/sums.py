@@ -27,7 +27,7 @@ def add(
     """
     fits = result.is_cuda and result.dtype != torch.float64 and segments.parts > 0
     if not (fits and _fused.run(segments.blocks(result.device), parts, running, result)):
-        for segment in segments:
+        for segment in segments.each:
             add_segment(segment, parts, running, result)
 
 
@@ -35,11 +35,7 @@ def add_segment(
     segment: Segment, parts: Sequence[Tensor], running: Tensor | None, result: Tensor
 ) -> None:
     """Add one segment of `add` with torch operations."""
-    target = segment.target(running, result)
-    if not segment.places:
-        target.zero_()
-        return
-    total, places = segment.begin(parts, running, target)
+    target, total, places = segment.begin(parts, running, result)
     for place in places:
         total += place.take(parts[place.part])
     if total is not target:

@@ -20,8 +20,7 @@ class Sum:
     `shapes`, [s, b, heads, size].
 
     It keeps partial results until the next of `updates` has all of its parts; then the update runs.
-    The result has `dtype`, and the running total `sum_dtype(dtype)`. If `running` is given, the
-    running total is in its first tokens.
+    The result has `dtype`, and the running total `sum_dtype(dtype)`.
     """
 
     def __init__(
@@ -30,10 +29,10 @@ class Sum:
         shapes: Sequence[Shape],
         like: Tensor,
         dtype: torch.dtype,
-        running: Sequence[Tensor] = (),
     ):
         self._updates, self._shapes, self._like, self._dtype = updates, shapes, like, dtype
-        self._running, self._result = running, list[Tensor]()
+        self._wide = sum_dtype(dtype)
+        self._running, self._result = list[Tensor](), list[Tensor]()
         self._waiting: list[tuple[Tensor, ...]] = []
         self._done = 0
 
@@ -55,13 +54,20 @@ class Sum:
         segments, parts = self._updates[self._done], self._waiting
         assert len(parts) == segments.parts, "a partial result is missing"
         self._waiting, self._done = [], self._done + 1
-        self._update(segments, list(zip(*parts, strict=True)))
+        as_it_is = segments.whole and {
+            (x.dtype, x.is_contiguous()) for x in parts[0][: len(self._shapes)]
+        } == {(self._dtype, True)}
+        if as_it_is:
+            self._take(*parts[0])
+        else:
+            self._update(segments, list(zip(*parts, strict=True)))
+
+    def _take(self, *part: Tensor) -> None:
+        """Take the one part of the whole total as the result."""
+        self._result = list(part)
 
     def _update(self, segments: Segments, columns: Sequence[Sequence[Tensor]]) -> None:
         """Run one update for each tensor of the total, with its column of parts."""
-        if segments.whole and all(self._is_result(part) for (part,) in columns):
-            self._result = [part for (part,) in columns]
-            return
         results = self._allocate(segments)
         for index, result in enumerate(results):
             add(
@@ -71,21 +77,17 @@ class Sum:
                 result,
             )
 
-    def _is_result(self, part: Tensor) -> bool:
-        """Return True if a part that is the whole total can be the result as it is."""
-        return part.dtype == self._dtype and part.is_contiguous()
-
     def _allocate(self, segments: Segments) -> Sequence[Tensor]:
         """Make the tensors that an update stores to, and return those of the result: empty ones
         until an update completes some tokens, because kernel calls before that need the memory.
         """
-        same = self._dtype == sum_dtype(self._dtype)
+        same = self._dtype == self._wide
         if not self._result and (same or segments.ends):
             self._result = self._allocated(self._dtype)
         if same:
             self._running = self._result
         elif segments.stays and not self._running:
-            self._running = self._allocated(sum_dtype(self._dtype))
+            self._running = self._allocated(self._wide)
         return self._result or [self._like.new_empty(0, dtype=self._dtype)] * len(self._shapes)
 
     def _allocated(self, dtype: torch.dtype) -> list[Tensor]:
@@ -105,15 +107,16 @@ class Merge(Sum):
         """Return out in `dtype`, and lse in `sum_dtype(dtype)`; both contiguous."""
         (out,) = super().finish()
         lse = self._empty_lse() if self._lse is None else self._lse
-        return out, lse.to(sum_dtype(self._dtype)).contiguous()
+        return out, lse.to(self._wide).contiguous()
+
+    def _take(self, *part: Tensor) -> None:
+        out, self._lse = part
+        # A tensor of its own: callers may change the result in place, which autograd forbids for
+        # some views.
+        self._result = [out.new_empty(0).set_(out)]  # type: ignore[call-overload]
 
     def _update(self, segments: Segments, columns: Sequence[Sequence[Tensor]]) -> None:
         outs, lses = columns or ((), ())
-        if segments.whole and self._is_result(outs[0]):
-            # A tensor of its own: callers may change the result in place, which autograd forbids
-            # for some views.
-            self._result, self._lse = [outs[0].new_empty(0).set_(outs[0])], lses[0]  # type: ignore[call-overload]
-            return
         (result,) = self._allocate(segments)
         self._lse = self._empty_lse() if self._lse is None else self._lse
         merge(
@@ -127,6 +130,4 @@ class Merge(Sum):
 
     def _empty_lse(self) -> Tensor:
         s, b, h, _ = self._shapes[0]
-        return self._like.new_empty(
-            (b, h, s), dtype=lse_dtype(self._like.device, sum_dtype(self._dtype))
-        )
+        return self._like.new_empty((b, h, s), dtype=lse_dtype(self._like.device, self._wide))

@@ -199,6 +199,11 @@ class Hop:
         return int(self.tiles.area().sum())
 
     @cached_property
+    def num_arriving(self) -> int:
+        """The number of tokens of `grad_receives`."""
+        return sum(each.tokens for each in self.grad_receives)
+
+    @cached_property
     def arrivals(self) -> tuple[tuple[Transfer, Transfer], ...]:
         """`grad_receives`, each with its messages in a buffer where all that arrive lie end to
         end.
@@ -306,8 +311,3 @@ class RankPlan:
     def packed(self) -> bool:
         """True if the mask has many pieces, as with packed documents."""
         return self.pieces > 4
-
-    @cached_property
-    def max_grads(self) -> int:
-        """The number of tokens of the largest gradient buffer of a hop after hop 0."""
-        return max((hop.num_grads for hop in self.hops if hop.index), default=0)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import new_group
 
 from cp_ring.comm import heads, transport
-from cp_ring.comm.slots import Slots
+from cp_ring.comm.streams import KeyStream
 from cp_ring.kernels.flash_aten import FlashAtenKernel
 from cp_ring.kernels.transformer_engine import TransformerEngineKernel
 
@@ -33,15 +33,15 @@ def _lost_wait(kind: str) -> Plant:
 @contextmanager
 def _early_reuse() -> Iterator[None]:
     """All slots are the same memory, so that a hop receives where the one before it is computed."""
-    allocated, memory = Slots._allocated, dict[int, Any]()
+    allocated, memory = KeyStream._allocated, dict[int, Any]()
 
-    def same(self: Slots, num_tokens: int) -> Any:
+    def same(self: KeyStream, num_tokens: int) -> Any:
         kept = memory.get(id(self))
         if kept is None or len(kept[0]) < num_tokens:
             kept = memory[id(self)] = allocated(self, num_tokens)
         return tuple(x[:num_tokens] for x in kept)
 
-    with mock.patch.object(Slots, "_allocated", same):
+    with mock.patch.object(KeyStream, "_allocated", same):
         yield
 
 
