@@ -9,12 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
 from cp_ring.comm.transport import Done
-=======
-from cp_ring.comm.transport import Buffer, Done, MessageBatch, Pending
-from cp_ring.plan.tables import Transfer
->>>>>>> 82da9978 (x)
 
 
 class LoopbackTransport:
@@ -46,11 +41,7 @@ class LoopbackTransport:
             event.record(self._stream)
         return _Arrived(event, device)
 
-<<<<<<< HEAD
     def _copy(self, receives):
-=======
-    def _copy(self, receives: Sequence[tuple[Transfer, Buffer]]) -> None:
->>>>>>> 82da9978 (x)
         for transfer, buffers in receives:
             for x in buffers:
                 for start, end in transfer.ranges:
