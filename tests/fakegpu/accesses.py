@@ -38,13 +38,6 @@ def mark(name: str) -> None:
     note(f"mark {name}")
 
 
-def label(name: str, x: Tensor) -> None:
-    """Says what contiguous memory holds: "label <name> <first byte>:<end>:<tokens>", for x [b,
-    tokens, ...].
-    """
-    note(f"label {name} {_bytes(x)}:{x.shape[1]}")
-
-
 class Accesses(TorchDispatchMode):
     """In the block, the log has what operators read and write: "access <stream> <name> n|r|w:<first
     byte>:<end> ...", where n is for new memory.

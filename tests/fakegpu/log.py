@@ -106,7 +106,6 @@ class Log:
                 "mode",
                 "group",
                 "mark",
-                "label",
             )
             stream = -1
             if kind not in (*none, "communicator", "stub"):

@@ -157,7 +157,6 @@ PLANTS: dict[str, Plant] = {
     "fork in a hop": _fork,
     "two communicators": _two_communicators,
     "values before keys": _swapped,
-    "values for keys": _swapped,
     "launch in a hop": _in_a_hop(torch.neg),
     "sends before receives": _sends_first,
     "layout of TransformerEngine": _other_layout,

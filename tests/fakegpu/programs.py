@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 import cp_ring
 from cp_ring.ops import merge_triton, sums_triton
-from tests.fakegpu.accesses import label, mark, recorded
+from tests.fakegpu.accesses import mark, recorded
 from tests.fakegpu.plants import PLANTS
 
 
@@ -62,7 +62,6 @@ def attend(
     h, g, d, e = sizes
     q, k, v = (_empty(1, tokens, *shape) for shape in ((h, d), (g, d), (g, e)))
     leaves = [q, k, v]
-    label("keys", k), label("values", v)
     if latent:
         parts = ((1, tokens, latent), (1, tokens, 64), (g * (d - 64 + e), latent))
         leaves = [q, *(_empty(*shape) for shape in parts)]

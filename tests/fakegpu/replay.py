@@ -87,68 +87,6 @@ def in_flight_together(log: Log, case: str = "") -> list[tuple[Group, Group]]:
     ]
 
 
-Content = list[tuple[str, int, int, int]]
-"""(name, rank, first token, end) of what memory holds, in the order of addresses."""
-
-
-def read_by(logs: list[Log], operator: str, part: str) -> list[list[list[Content]]]:
-    """Of each rank and call of an operator: what each tensor that it reads holds, of what has a
-    label or was received from a rank where it has one. What is sent must have a label.
-    """
-    members, sent = _members(logs), defaultdict[tuple[str, int, int], list[Content]](list)
-    memories = [list[tuple[int, int, Content]]() for _ in logs]
-    for rank, log in enumerate(logs):
-        for event in log.of(part, "label"):
-            start, end, tokens = map(int, event.words[1].split(":"))
-            memories[rank].append((start, end, [(event.words[0], rank, 0, tokens)]))
-        for event in log.of(part, "nccl"):
-            if event.words[0] == "send":
-                pair = (event.words[1], rank, members[event.words[1]][int(event.words[3])])
-                ((_, start, end),) = event.touched
-                sent[pair].append(_content(memories[rank], start, end))
-    found = []
-    for rank, log in enumerate(logs):
-        calls = []
-        for event in log.of(part, "nccl", "access"):
-            if event.kind == "access" and event.words[0] == operator:
-                reads = [(start, end) for mode, start, end in event.touched if mode == "r"]
-                calls.append([_content(memories[rank], *each) for each in reads])
-            elif event.kind == "nccl" and event.words[0] == "recv":
-                ((_, start, end),) = event.touched
-                pair = (event.words[1], members[event.words[1]][int(event.words[3])], rank)
-                memories[rank].append((start, end, sent[pair].pop(0)))
-        found.append(calls)
-    return found
-
-
-def _content(memory: list[tuple[int, int, Content]], start: int, end: int) -> Content:
-    """Of the bytes from `start` to `end`; what was written last counts."""
-    found = list[tuple[int, Content]]()
-    left = [(start, end)]
-    for first, last, content in reversed(memory):
-        free, tokens = [], sum(x[3] - x[2] for x in content)
-        for a, b in left:
-            low, high = max(a, first), min(b, last)
-            if low >= high or not tokens:
-                free.append((a, b))
-                continue
-            size = (last - first) // tokens
-            found.append((low, _cut(content, (low - first) // size, (high - first) // size)))
-            free += [x for x in ((a, low), (high, b)) if x[0] < x[1]]
-        left = free
-    return [x for _, content in sorted(found) for x in content]
-
-
-def _cut(content: Content, start: int, end: int) -> Content:
-    found, at = [], 0
-    for name, rank, first, last in content:
-        low, high = max(start - at, 0) + first, min(end - at, last - first) + first
-        if low < high:
-            found.append((name, rank, low, high))
-        at += last - first
-    return found
-
-
 def _of(log: Log, case: str) -> list[Group]:
     return [group for group in log.groups if group.part.startswith(case)]
 
