@@ -33,7 +33,7 @@ _RINGS: dict[int, LocalRing] = {}
 class Case:
     """tokens: of queries and of keys. heads: of queries and of keys. sizes: of keys and of values.
     allowed: bool [b or 1, h or 1, queries, keys]. call: keywords of `ring_attention`; a function
-    among them is called. split: the layout of the queries, and of the keys where it is another.
+    among them is called. split: the layout.
     sinks: their shape, [sinks, h] or [queries, sinks, h]. rejected: the words of the line that says why there is no such call.
     """
 
@@ -70,43 +70,38 @@ def run(case: Case, processes: Ranks | None = None) -> tuple[float, str]:
         for shape in shapes
     ]
     call = {name: x() if callable(x) else x for name, x in case.call.items()}
-    layouts = _layouts(case, call)
-    given = replace(case, call={}), call, layouts, tensors
-    try:
-        if case.way == "threads":
-            parts = _RINGS.setdefault(case.cp, LocalRing(case.cp)).run(_on_rank, *given)
-        else:
-            assert processes is not None, f"{case.name} needs processes"
-            parts = processes.run(_on_rank, case.cp, *given)
-    except (ConfigError, PlanError, KernelError) as rejection:
-        return math.inf, str(rejection)
-    found = [_whole(layouts, i, column) for i, column in enumerate(zip(*parts, strict=True))]
+    layout = _layout(case, call)
+    given = replace(case, call={}), call, layout, tensors
+    if case.way == "threads":
+        parts = _RINGS.setdefault(case.cp, LocalRing(case.cp)).run(_told, *given)
+    else:
+        assert processes is not None, f"{case.name} needs processes"
+        parts = processes.run(_told, case.cp, *given)
+    if isinstance(parts[0], str):
+        return math.inf, parts[0]
+    *found, dsinks = zip(*parts, strict=True)
+    whole = [*(_whole(layout, column) for column in found), sum(dsinks)]
     wanted = _truth(case, call, tensors)
-    return max(error(x, y) for x, y in zip(found, wanted, strict=True)) / LIMITS[case.dtype], ""
+    return max(error(x, y) for x, y in zip(whole, wanted, strict=True)) / LIMITS[case.dtype], ""
 
 
-def _layouts(case: Case, call: dict[str, Any]) -> tuple[Any, Any]:
-    """Of queries and of keys."""
-
-    def made(name: Any, n: int) -> Any:
-        if isinstance(name, list):
-            edges = np.cumsum([0, *name])
-            return Layout(n, case.cp, edges, np.arange(case.cp))
-        if name == "stripes":
-            return Layout(n, case.cp, np.arange(n + 1), np.arange(n) % case.cp, "stripes")
-        if name == "balanced":
-            mask = call["mask"]
-            several = [(mask, 1)] if isinstance(mask, Mask) else [(m, c) for c, m in mask]
-            return Layout.balanced(several, case.cp)
-        if isinstance(name, tuple) and isinstance(name[0], Layout):
-            return name  # of each batch row
-        if isinstance(name, tuple):
-            return Layout.per_document_zigzag(list(name), case.cp)
-        return getattr(Layout, "contiguous" if name == "replicated" else name)(n, case.cp)
-
-    if case.tokens[0] != case.tokens[1]:
-        return "contiguous", "contiguous"
-    return made(case.split[0], case.tokens[0]), made(case.split[-1], case.tokens[1])
+def _layout(case: Case, call: dict[str, Any]) -> Any:
+    name, n = case.split[0], case.tokens[0]
+    if n != case.tokens[1]:
+        return "contiguous"  # of cross attention, which is rejected
+    if isinstance(name, list):
+        return Layout(n, case.cp, np.cumsum([0, *name]), np.arange(case.cp))
+    if name == "stripes":
+        return Layout(n, case.cp, np.arange(n + 1), np.arange(n) % case.cp, "stripes")
+    if name == "balanced":
+        mask = call["mask"]
+        several = [(mask, 1)] if isinstance(mask, Mask) else [(m, c) for c, m in mask]
+        return Layout.balanced(several, case.cp)
+    if isinstance(name, tuple) and isinstance(name[0], Layout):
+        return name  # of each batch row
+    if isinstance(name, tuple):
+        return Layout.per_document_zigzag(list(name), case.cp)
+    return getattr(Layout, name)(n, case.cp)
 
 
 def _part(layout: Any, x: Tensor, rank: int, dim: int = 1) -> Tensor:
@@ -115,32 +110,34 @@ def _part(layout: Any, x: Tensor, rank: int, dim: int = 1) -> Tensor:
     return x.clone() if isinstance(layout, str) else layout.shard(x, rank, dim)
 
 
-def _whole(layouts: tuple[Any, Any], i: int, column: tuple[Tensor, ...]) -> Tensor:
-    """Of out, dq, dk, dv, and of sinks, of which ranks have shares."""
-    if i == 4:
-        return sum(column)  # type: ignore[return-value]
-    layout, dim = layouts[i in (2, 3)], 1
+def _whole(layout: Any, parts: tuple[Tensor, ...]) -> Tensor:
     if isinstance(layout, tuple):
-        each = zip(layout, *column, strict=True)
-        return torch.stack([of.unshard(parts, dim - 1) for of, *parts in each])
-    return column[0] if isinstance(layout, str) else layout.unshard(list(column), dim)
+        each = zip(layout, *parts, strict=True)
+        return torch.stack([of.unshard(mine, 0) for of, *mine in each])
+    return layout.unshard(list(parts), 1)
 
 
-def _on_rank(group: Any, case: Case, call: dict[str, Any], layouts: Any, tensors: Any) -> Any:
-    rank, (queries, keys) = rank_of(group), layouts
-    q, k, v, dout, sinks = tensors
-    split = (queries, keys, keys)
-    leaves = [_part(layout, x, rank) for layout, x in zip(split, (q, k, v), strict=True)]
+def _told(*given: Any) -> Any:
+    """What a rank finds, or the line of a rejection: an error would end the processes."""
+    try:
+        return _on_rank(*given)
+    except (ConfigError, PlanError, KernelError) as rejection:
+        return str(rejection)
+
+
+def _on_rank(group: Any, case: Case, call: dict[str, Any], layout: Any, tensors: Any) -> Any:
+    rank = rank_of(group)
+    *inputs, dout, sinks = tensors
     sinks = torch.empty(0) if sinks is None else sinks.clone()
-    leaves = [x.requires_grad_() for x in (*leaves, sinks)]
+    leaves = [*(_part(layout, x, rank) for x in inputs), sinks]
+    leaves = [x.requires_grad_() for x in leaves]
     form, call = call.get("qkv_format", "bshd"), dict(call)
     q, k, v = (_to(form, x) for x in leaves[:3])
-    sinks = leaves[3]
     if case.sinks and sinks.dim() == 2:
         call["sink"] = sinks.logsumexp(0)
-    call.setdefault("layout", queries)
+    call.setdefault("layout", layout)
     if case.tokens[0] != case.tokens[1]:
-        call["key_layout"] = keys
+        call["key_layout"] = layout
     attend: Any = partial(ring_attention, return_lse=True)
     if case.way == "graph":
         # Cases are many kinds of one function.
@@ -152,14 +149,9 @@ def _on_rank(group: Any, case: Case, call: dict[str, Any], layouts: Any, tensors
     out, lse = attend(q, k, v, group, **call)
     out, lse = _to(form, out), lse[None] if form == "thd" else lse
     if case.sinks and sinks.dim() == 3:  # of a query of its own: one more merge
-        own = _part(queries, sinks, rank, 0).logsumexp(1)
+        own = _part(layout, sinks, rank, 0).logsumexp(1)
         out = out * torch.sigmoid(lse.transpose(1, 2) - own)[..., None].to(out.dtype)
-    dout = _part(queries, dout, rank)
-    used = [x for x in leaves if x.numel()]
-    grads = list(torch.autograd.grad(out, used, dout))
-    if not case.sinks:
-        grads.insert(3, torch.zeros(1))
-    return [out.detach(), *grads]
+    return _results(out, leaves, _part(layout, dout, rank))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, group: Any, **call: Any) -> Any:
@@ -178,11 +170,14 @@ def _to(form: str, x: Tensor) -> Tensor:
 
 def _truth(case: Case, call: dict[str, Any], tensors: Any) -> list[Tensor]:
     """Out and gradients in float64; several sinks of a head are one."""
-    q, k, v, dout, sinks = (None if x is None else x.double().requires_grad_() for x in tensors)
+    *inputs, dout, sinks = (None if x is None else x.double().requires_grad_() for x in tensors)
     sink = None if sinks is None else sinks.logsumexp(-2)
-    out, _ = dense(q, k, v, case.allowed, call.get("softmax_scale"), sink)
-    used = [x for x in (q, k, v, sinks) if x is not None]
-    grads = list(torch.autograd.grad(out, used, dout))
-    if sinks is None:
-        grads.insert(3, torch.zeros(1))
-    return [out.detach(), *grads]
+    out, _ = dense(*inputs, case.allowed, call.get("softmax_scale"), sink)
+    return _results(out, [*inputs, torch.empty(0) if sinks is None else sinks], dout)
+
+
+def _results(out: Tensor, leaves: list[Tensor], dout: Tensor) -> list[Tensor]:
+    """out and the gradients of q, k, v and sinks, 0 where there are none."""
+    used = [x for x in leaves if x.numel()]
+    grads = [*torch.autograd.grad(out, used, dout), torch.zeros(1)]
+    return [out.detach(), *grads[: len(leaves)]]

@@ -34,6 +34,12 @@ def test_the_tables_have_their_numbers_of_cases():
     assert sum(bool(case.rejected) for found in cases.values() for case in found) == 73
 
 
+def test_a_rejection_does_not_end_the_processes(pool):
+    (case,) = (case for case in tables.torch_context_parallel() if case.way == "DTensor")
+    for _ in range(2):
+        assert case.rejected in attend.run(case, pool)[1]
+
+
 def test_a_wrong_mask_shows():
     """The oracle shares no code with masks: one pair less is far above the limit."""
     case = next(iter(tables.magi_attention()))
