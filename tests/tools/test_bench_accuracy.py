@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from cp_ring import Mask
-from cp_ring.errors import ConfigError, KernelError
+from cp_ring.errors import KernelError
 from cp_ring.ops import totals
 from cp_ring.testing.oracle import Case
 from cp_ring.tools import bench_accuracy as accuracy
@@ -101,8 +101,3 @@ def test_command_gives_json_and_says_what_is_rejected():
     assert [result["mask"] for result in found["rows"]] == KINDS
     error = CliRunner().invoke(app, [*line, "--kernel", "flash_aten"]).exception
     assert isinstance(error, KernelError) and "flash_aten" in str(error)
-
-
-def test_an_unknown_kernel():
-    error = CliRunner().invoke(app, ["bench", "accuracy", "--kernel", "warp"]).exception
-    assert isinstance(error, ConfigError) and "--cp-ring-kernel 'warp'" in str(error)
