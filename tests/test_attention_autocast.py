@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from cp_ring import LatentKeys, PlanError, ring_attention, shard
+from cp_ring import PlanError, ring_attention, shard
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
 
@@ -24,7 +24,7 @@ OPTIONS = {
 }
 
 
-def gradients(group, tensors, options, forward, backward, latent=False):
+def gradients(group, tensors, options, forward, backward):
     """Out and gradients, where forward and backward run under autocast if they are true."""
     leaves = [x.detach().requires_grad_() for x in tensors[:-1]]
     options = dict(options)
@@ -32,8 +32,7 @@ def gradients(group, tensors, options, forward, backward, latent=False):
         leaves.append(torch.linspace(-1, 1, H, requires_grad=True))
         options["sink"] = leaves[-1]
     with torch.autocast("cpu", torch.bfloat16) if forward else nullcontext():
-        keys = (LatentKeys(*leaves[1:4], heads=H, key_dim=8),) if latent else leaves[1:3]
-        out = ring_attention(leaves[0], *keys, group=group, causal=True, **options)
+        out = ring_attention(*leaves[:3], group=group, causal=True, **options)
     with torch.autocast("cpu", torch.bfloat16) if backward else nullcontext():
         return [out.detach(), *torch.autograd.grad(out, leaves, tensors[-1])]
 

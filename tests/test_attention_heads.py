@@ -35,11 +35,11 @@ def attend_to_many(group, cases):
     return [attend_to_shard(group, *case) for case in cases]
 
 
-def every_case(cp, heads, d=8, e=12):
+def every_case(cp, heads):
     n = 12 * cp
     return [
         (
-            Case.draw(n, b=2, h=h, g=g, d=d, e=e),
+            Case.draw(n, b=2, h=h, g=g, d=8, e=12),
             Plan.build(mask, layout, ulysses=heads),
             torch.linspace(-1, 2, h),
         )

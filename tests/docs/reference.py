@@ -46,7 +46,9 @@ def keys():
 def function():
     """The arguments of `ring_attention`."""
     text = inspect.getdoc(cp_ring.ring_attention) or ""
-    call = f"ring_attention{signature(cp_ring.ring_attention)}"
+    found = inspect.signature(cp_ring.ring_attention)
+    plain = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    call = f"ring_attention{found.replace(parameters=plain, return_annotation=found.empty)}"
     parts = ["## `ring_attention`", "", "```text", call, "```", ""]
     for paragraph in text.split("\n\n"):
         parts += [*section(paragraph.split("\n")), ""]
@@ -69,15 +71,6 @@ def section(lines):
         else:
             parts += ["", line.strip()] if parts else [line.strip()]
     return [f"**{lines[0].removesuffix(':')}**", "", *parts]
-
-
-def signature(it):
-    try:
-        found = inspect.signature(it)
-    except ValueError:
-        return ""
-    plain = [p.replace(annotation=p.empty) for p in found.parameters.values()]
-    return str(found.replace(parameters=plain, return_annotation=found.empty))
 
 
 def written():

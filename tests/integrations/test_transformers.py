@@ -151,7 +151,7 @@ def test_a_planted_fault_shows(pool, fault):
     assert largest_error(pool.run(on_rank, 2, "Qwen3", True, fault)[0], whole("Qwen3", True)) > 1e-3
 
 
-def test_what_cannot_be_split_is_said():
+def test_what_cannot_be_split_is_rejected():
     small = SIZES | {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
     hybrid = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**small))
     assert "linear_attention" in said(use_ring_attention, hybrid)
@@ -181,7 +181,7 @@ def test_what_cannot_be_split_is_said():
         assert re.search(line, said(shard_batch, batch))
 
 
-def test_models_that_are_none_or_pool_a_row_are_said():
+def test_models_that_are_none_or_pool_a_row_are_rejected():
     llama = model_of("Llama")
     assert "model is a str, not" in said(use_ring_attention, "meta-llama/Llama-3.2-1B")
     wrapped = torch.nn.DataParallel(llama)
@@ -200,7 +200,7 @@ def test_models_that_are_none_or_pool_a_row_are_said():
         use_ring_attention(model_of("Llama", head))
 
 
-def test_options_that_the_integration_cannot_follow_are_said():
+def test_options_that_the_integration_cannot_follow_are_rejected():
     model = model_of("Llama")
     for name, value in {
         "layout": "contiguous", "qkv_format": "bhsd", "causal": False, "window_size": (3, 0),
@@ -230,7 +230,7 @@ def test_positions_of_hidden_tokens_begin_no_document(pool):
         assert abs(loss - whole("Llama", False)[0]) < 1e-6
 
 
-def test_what_attention_does_not_know_is_said():
+def test_what_attention_does_not_know_is_rejected():
     model, batch = model_of("Llama"), shard_batch(batch_of(packed=True))
     use_ring_attention(model)
     assert "shard_batch" in said(model, torch.arange(8)[None])

@@ -57,16 +57,14 @@ def merges_agree_with_float64(merge, exact=True):
         lses[0][0, 0, 36] = -math.inf  # also in others, which count alone
         for out, lse, at in zip(outs, lses, places, strict=True):
             lse[..., at == 30], out[at == 30] = -math.inf, 0.0  # in none
-        wide = torch.full((len(places), b, h, TOKENS), -math.inf, dtype=torch.float64)
-        values = torch.zeros(len(places), TOKENS, b, h, e, dtype=torch.float64)
-        for i, at in enumerate(places):
-            wide[i, ..., at], values[i, at] = lses[i].double(), outs[i].double()
-        truth_lse = wide.logsumexp(0)
-        weights = torch.where(wide == -math.inf, 0.0, (wide - truth_lse).exp()).permute(0, 3, 1, 2)[
-            ..., None
-        ]
-        truth = (weights * values).sum(0)
-        seen = ~truth_lse.isneginf()
+        total = torch.zeros(b, h, TOKENS, dtype=torch.float64)
+        truth = torch.zeros(TOKENS, b, h, e, dtype=torch.float64)
+        for out, lse, at in zip(outs, lses, places, strict=True):
+            weight = lse.double().exp()
+            total[..., at] += weight
+            truth[at] += weight.permute(2, 0, 1)[..., None] * out.double()
+        truth_lse, seen = total.log(), total > 0
+        truth = (truth / total.permute(2, 0, 1)[..., None]).nan_to_num()
         assert not seen[..., [30, 40, 41]].any()
         found = []
         for most in range(1, MAX_PARTS + 1):

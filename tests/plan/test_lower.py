@@ -24,10 +24,6 @@ def blocks(tiles):
     return total
 
 
-def windowed(window, cp):
-    return Plan.build(Mask.causal(32768, (window, 0)), Layout.zigzag(32768, cp))
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("window", [-1, 1024])
@@ -39,7 +35,8 @@ def test_documents_cost_at_most_15_percent_more_blocks(layout, seed, window):
 
 
 def test_a_native_window_needs_no_lowering():
-    tiles = windowed(1024, 4).ring.tiles
+    plan = Plan.build(Mask.causal(32768, (1024, 0)), Layout.zigzag(32768, 4))
+    tiles = plan.ring.tiles
     lowered = lower(tiles, Capabilities(bands=True))
     assert lowered.tiles == tiles.fitted() and lowered.parent.tolist() == list(range(len(tiles)))
     # What flash-attn calls (left, right), counted from the bottom right corner, is never negative.
