@@ -12,6 +12,11 @@ import pytest
 import torch
 
 from cp_ring import patches
+from cp_ring.comm.codecs import CODECS
+from cp_ring.kernels import REGISTRY
+from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.routes import ROUTES
+from cp_ring.plan.sizes.attention_sizes import WIRES
 from cp_ring.runtime import RUNTIME
 from tests.rank_pool import Ranks
 
@@ -114,6 +119,16 @@ def as_in_a_new_process():
     yield
     RUNTIME.reset()
     faulthandler.cancel_dump_traceback_later()  # which ends a job that has failed
+
+
+@pytest.fixture
+def registries():
+    """What a test registers is gone after it."""
+    kept = [(registry, dict(registry)) for registry in (LAYOUTS, ROUTES, REGISTRY, CODECS, WIRES)]
+    yield
+    for registry, entries in kept:
+        registry.clear()
+        registry.update(entries)
 
 
 @pytest.fixture

@@ -10,11 +10,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any
 
 LIMIT_S = 1800.0  # of whatever may hang; a slow or busy machine does not come near it
 
@@ -23,7 +20,7 @@ class RankError(AssertionError):
     """A case failed on a rank. The message is the traceback of that rank."""
 
 
-def start(process: BaseProcess) -> None:
+def start(process):
     """Starts a process. Where the fork server has ended, prints how, and starts the server again,
     once.
     """
@@ -38,7 +35,7 @@ def start(process: BaseProcess) -> None:
         process.start()
 
 
-def _end_of_fork_server() -> str:
+def _end_of_fork_server():
     """How the fork server ended, once it has; "" without one. multiprocessing finds it ended too,
     and makes another one.
     """
@@ -61,8 +58,8 @@ class Ranks:
     None for cp 1.
     """
 
-    def __init__(self, size: int):
-        context: Any = mp.get_context("forkserver")
+    def __init__(self, size):
+        context = mp.get_context("forkserver")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -79,16 +76,16 @@ class Ranks:
 
     def run(
         self,
-        case: Callable[..., Any],
-        cp: int,
+        case,
+        cp,
         /,
-        *args: Any,
-        timeout: float = LIMIT_S,
-        **kwargs: Any,
-    ) -> list[Any]:
+        *args,
+        timeout=LIMIT_S,
+        **kwargs,
+    ):
         for pipe in self._pipes[:cp]:
             pipe.send((case, cp, args, kwargs))
-        results: list[Any] = [None] * cp
+        results = [None] * cp
         left = set(range(cp))
         while left:
             ready = wait([self._pipes[rank] for rank in left], timeout)
@@ -105,17 +102,17 @@ class Ranks:
         return results
 
     @property
-    def closed(self) -> bool:
+    def closed(self):
         return not self._pipes
 
-    def close(self) -> None:
+    def close(self):
         for process in self._processes:
             process.kill()
             process.join()
         self._pipes, self._processes = [], []
 
 
-def _run_cases(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _run_cases(rank, size, store, pipe):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist

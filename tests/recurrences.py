@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 _CHUNKED = (
     "scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
@@ -48,16 +45,16 @@ that take whatever other name.
 """
 
 
-def _called_as(*names: str) -> Callable[..., Any]:
+def _called_as(*names):
     """Decorates a stand-in: its calls must fit the signature of one of these kernels."""
     signatures = [
         inspect.signature(eval(f"lambda {text}: 0"))
         for name, text in SIGNATURES.items() if name in names
     ]  # fmt: skip
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function):
         @functools.wraps(function)
-        def call(*args: Any, **named: Any) -> Any:
+        def call(*args, **named):
             gdn2 = len(signatures) > 1 and "w" in named
             signatures[-1 if gdn2 else 0].bind_partial(*args, **named)
             return function(*args, **named)
@@ -69,10 +66,10 @@ def _called_as(*names: str) -> Callable[..., Any]:
 
 @_called_as("mamba_split_conv1d_scan_combined")
 def scan(
-    zxbcdt: Tensor, weight: Tensor, bias: Tensor, dt_bias: Tensor, a: Tensor, *,
-    D: Tensor, headdim: int, ngroups: int, seq_idx: Tensor | None = None,
-    **ignored: Any,
-) -> Any:  # fmt: skip
+    zxbcdt, weight, bias, dt_bias, a, *,
+    D, headdim, ngroups, seq_idx = None,
+    **ignored,
+):  # fmt: skip
     """As `mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined`, [b, n, z x B C dt]
     to [b, n, heads * headdim].
 
@@ -101,7 +98,7 @@ def scan(
     return y.reshape(b, n, inner) * F.silu(z)
 
 
-def _together(documents: Tensor) -> Tensor:
+def _together(documents):
     """Whether token j is in the document of token i, and not after it: bool [b, n, n], of the
     documents' numbers [b, n].
     """
@@ -109,7 +106,7 @@ def _together(documents: Tensor) -> Tensor:
     return (documents[:, :, None] == documents[:, None]) & torch.ones(n, n, dtype=torch.bool).tril()
 
 
-def _convolved(x: Tensor, weight: Tensor, together: Tensor) -> Tensor:
+def _convolved(x, weight, together):
     """The causal convolution of each channel of x [b, n, d] with weight [d, width], inside of
     documents.
     """
@@ -121,7 +118,7 @@ def _convolved(x: Tensor, weight: Tensor, together: Tensor) -> Tensor:
     return out
 
 
-def _numbers(cu_seqlens: Tensor | None, x: Tensor) -> Tensor:
+def _numbers(cu_seqlens, x):
     if cu_seqlens is None:
         return torch.zeros(x.shape[:2])
     assert x.shape[0] == 1 and cu_seqlens[-1] == x.shape[1], "documents must lie in one batch row"
@@ -130,37 +127,37 @@ def _numbers(cu_seqlens: Tensor | None, x: Tensor) -> Tensor:
 
 @_called_as("causal_conv1d")
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str = "",
-    cu_seqlens: Tensor | None = None,
-    **ignored: Any,
-) -> tuple[Tensor, None]:
+    x,
+    weight,
+    bias=None,
+    activation="",
+    cu_seqlens=None,
+    **ignored,
+):
     """As `fla.modules.convolution.causal_conv1d`: x [b, n, d], weight [d, width]."""
     assert activation == "silu"
     out = _convolved(x, weight, _together(_numbers(cu_seqlens, x)))
     return F.silu(out if bias is None else out + bias), None
 
 
-def l2norm(x: Tensor) -> Tensor:
+def l2norm(x):
     """As `fla.modules.l2norm.l2norm`."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 @_called_as("chunk_gated_delta_rule", "chunk_gdn2")
 def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q,
+    k,
+    v,
     *,
-    g: Tensor,
-    beta: Tensor | None = None,
-    b: Tensor | None = None,
-    w: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    **ignored: Any,
-) -> tuple[Tensor, None]:
+    g,
+    beta=None,
+    b=None,
+    w=None,
+    cu_seqlens=None,
+    **ignored,
+):
     """As `fla.ops.gated_delta_rule.chunk_gated_delta_rule`: q, k, v [b, n, heads, d], g and beta
     [b, n, heads]. As `fla.ops.gdn2.chunk.chunk_gdn2`: g and b of each channel of k, w of v.
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring import ConfigError, KernelError, Plan, PlanError, ring_attention
+from cp_ring import ConfigError, KernelError, Layout, Plan, PlanError, ring_attention
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, dense, error
 from tests.rank_pool import Ranks
@@ -37,10 +37,17 @@ def rank_of(group: Any) -> int:
 
 
 def attend_to_shard(
-    group: Any, case: Case, plan: Plan, sink: Tensor | None = None, **options: Any
+    group: Any,
+    case: Case,
+    plan: Plan,
+    sink: Tensor | None = None,
+    rows: Layout | None = None,
+    **options: Any,
 ) -> list[Tensor]:
-    """Runs on a rank: out, dq, dk and dv of its shard, and with a sink its part of that gradient."""
-    q, k, v, dout = (plan.layout.shard(x, rank_of(group), 1) for x in case)
+    """Runs on a rank: out, dq, dk and dv of its shard, and with a sink its part of that gradient.
+    Batch rows that are one stream are cut by the layout `rows` of each.
+    """
+    q, k, v, dout = ((rows or plan.layout).shard(x, rank_of(group), 1) for x in case)
     leaves = [x.detach().requires_grad_() for x in (q, k, v, sink) if x is not None]
     options |= {} if sink is None else {"sink": leaves[3]}
     out = ring_attention(*leaves[:3], group, plan=plan, **options)

@@ -9,21 +9,20 @@ import argparse
 import shutil
 import subprocess
 import sys
-import types
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cp_ring import ConfigError, Options, ring_attention
-from cp_ring.comm.codecs import CODECS
 from cp_ring.comm.codecs import register as register_codec
 from cp_ring.comm.plain import Plain
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.reference import ReferenceKernel
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.routes import ROUTES, Route, direct
-from cp_ring.plan.sizes.attention_sizes import WIRES, Wire
+from cp_ring.plan.sizes.attention_sizes import Wire
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
 from launch.budget import ROOT
@@ -39,28 +38,16 @@ class Probe(ReferenceKernel):
         return super().forward(*args, **options)
 
 
-def register() -> None:
+def register():
     REGISTRY["probe"] = "tests_probe_kernel"
     ROUTES["express"] = Route(lambda need, cp: tuple(replace(table) for table in direct(need, cp)))
     LAYOUTS["striped"] = lambda mask, cp: Layout.contiguous(mask.n, cp)
     register_codec(type("Same", (Plain,), {}), Wire("same"))
 
 
-@pytest.fixture
-def registries(monkeypatch):
-    """The registries, restored afterwards, and a module with the kernel."""
-    module = types.ModuleType("tests_probe_kernel")
-    module.KERNEL = Probe()
-    monkeypatch.setitem(sys.modules, "tests_probe_kernel", module)
+def test_selected_by_setting_and_by_call(registries, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tests_probe_kernel", SimpleNamespace(KERNEL=Probe()))
     monkeypatch.setattr(Probe, "calls", 0)
-    kept = [(registry, dict(registry)) for registry in (REGISTRY, ROUTES, LAYOUTS, CODECS, WIRES)]
-    yield
-    for registry, before in kept:
-        registry.clear()
-        registry.update(before)
-
-
-def test_selected_by_setting_and_by_call(registries):
     names = {"kernel": "probe", "route": "express", "layout": "striped", "wire": "same"}
     for values in ({name: value} for name, value in names.items()):
         with pytest.raises(ConfigError, match="it must be"):
