@@ -97,6 +97,8 @@ def test_heads_to_try(cp, heads, kv_heads, ranks_per_node, wanted):
         Mask.causal(4096, (300, 0)),
         Mask.documents([0, 100, 900, 3100, 4096], causal=False),
         Mask.documents([0, 100, 900, 3100, 4096]),
+        # two sequences have the keys of one prompt, and are calls of their own
+        Mask.shared_prefix([(2000, [1048, 1048])]),
     ],
 )
 @pytest.mark.parametrize("schedule", ["auto", "ring", "gather"])
@@ -110,17 +112,6 @@ def test_calls_are_those_of_a_kernel_that_takes_many_tiles(mask, schedule):
             for hop in plan.rank_plan(rank).hops
         ]
         assert [counted[rank, hop] for hop, _ in made] == [calls for _, calls in made]
-
-
-def test_sequences_that_share_keys_are_calls_of_their_own():
-    """A prompt that two responses see: each is a sequence, and both have its keys."""
-    mask = Mask.shared_prefix([(2000, [2000, 2000])])
-    plan = Plan.build(mask, Layout.contiguous(6000, 3), schedule="gather")
-    plan.verify()
-    assert kernel_calls(plan.ring, 2).tolist() == [[1, 0], [1, 1], [1, 1]]
-    alone = Plan.build(mask, Layout.contiguous(6000, 1))
-    alone.verify()
-    assert kernel_calls(alone.ring, 1).tolist() == [[2]]
 
 
 def test_hops_without_work_take_no_time():

@@ -94,10 +94,6 @@ def test_balanced_is_no_worse_than_zigzag_where_zigzag_is_good(mask):
             lambda: Layout.zigzag(7, 4),
             "zigzag layout cuts the sequence into 8 chunks for cp 4, but it has 7 tokens",
         ),
-        (
-            lambda: Layout.contiguous(3, 4),
-            "contiguous layout cuts the sequence into 4 chunks for cp 4, but it has 3 tokens",
-        ),
         (lambda: Layout.zigzag(8, 0), "context parallel size 0 must be at least 1"),
         (
             lambda: Layout.balanced(Mask.causal(7), 8),

@@ -157,7 +157,6 @@ def test_area_of_a_long_mask_is_exact():
     [
         (lambda: Mask.documents([1, 4]),
             r"cu_seqlens must start at 0 and not decrease, not \[1 4\]"),
-        (lambda: Mask.documents([0, 4, 3]), "cu_seqlens must start at 0 and not decrease"),
         (lambda: Mask.documents([0, 9], n=8), "cu_seqlens ends at 9, past the 8 tokens"),
         (lambda: Mask.full(0), "a stream of 0 tokens"),
         (lambda: Mask.causal(8, (-2, 0)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,19 +53,14 @@ def unwritten(kernel, call, *x, **options):
 
 def top_left_varlen(self, q, k, v, packing, scale):
     """Counts the window from the tiles' first corner."""
-    parts = []
-    ends = packing.cu_q.tolist(), packing.cu_k.tolist()
-    for q0, q1, k0, k1 in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
-        lo, hi = (
-            -packing.left if packing.left >= 0 else -OPEN,
-            packing.right if packing.right >= 0 else OPEN,
-        )
-        parts.append(
-            REFERENCE.forward(
-                q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], lo=lo, hi=hi, scale=scale
-            )
-        )
-    return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+
+    def forward(q, k, v, *, lo, hi, scale):
+        corner = k.shape[1] - q.shape[1]
+        lo, hi = (side if abs(side) == OPEN else side - corner for side in (lo, hi))
+        return REFERENCE.forward(q, k, v, lo=lo, hi=hi, scale=scale)
+
+    tiles = SimpleNamespace(forward=forward)
+    return ReferenceKernel.forward_varlen(tiles, q, k, v, packing, scale)
 
 
 def own_lse_backward(self, dout, q, k, v, out, lse, *, lo, hi, scale):
