@@ -37,9 +37,9 @@ class RankSizes:
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
 
-    def draw(self, tokens: int) -> list[Tensor]:
+    def draw(self, tokens: int, seed: int = 0) -> list[Tensor]:
         """q, k, v, dout: [tokens, 1, heads, head size]."""
-        generator = torch.Generator(self.device).manual_seed(0)
+        generator = torch.Generator(self.device).manual_seed(seed)
         shapes = (self.h, self.d), (self.g, self.d), (self.g, self.e), (self.h, self.e)
         return [
             torch.randn(tokens, 1, *x, generator=generator, device=self.device, dtype=self.dtype)
@@ -86,11 +86,7 @@ class Job:
 
     def draw(self, tokens: int, seed: int = 0) -> list[torch.Tensor]:
         """q, k, v, dout, [1, tokens, heads, head size]."""
-        s, generator = self.sizes, torch.Generator(self.device).manual_seed(seed)
-        shapes = [(1, tokens, *x) for x in ((s.h, s.d), (s.g, s.d), (s.g, s.e), (s.h, s.e))]
-        return [
-            torch.randn(x, generator=generator, device=self.device, dtype=s.dtype) for x in shapes
-        ]
+        return [x.transpose(0, 1).contiguous() for x in self.sizes.draw(tokens, seed)]
 
     def kernels(self) -> Iterator[AttentionKernel]:
         """The kernels that support the sizes, fastest first, without the reference; a line for each

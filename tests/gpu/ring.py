@@ -1,6 +1,6 @@
 """One rank of a ring whose ranks share a device: its out and gradients against float64, to a file.
 
-python -m tests.gpu.ring BACKEND RANK SIZE STORE KERNEL OUT
+torchrun --nproc-per-node RANKS -m tests.gpu.ring BACKEND KERNEL FOLDER
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,18 +20,10 @@ from tests.rings import attend_to_shard
 HEADS = {"h": 8, "g": 2, "d": 64, "e": 64}
 
 
-def main(backend: str, rank: int, size: int, store: str, kernel: str, out: str) -> None:
-    timeout = datetime.timedelta(seconds=60)
+def main(backend: str, kernel: str, folder: str) -> None:
     options = {"device_id": torch.device("cuda", 0)} if backend == "nccl" else {}
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        **options,
-    )
-    group, n = dist.group.WORLD, 1024
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60), **options)
+    rank, size, group, n = dist.get_rank(), dist.get_world_size(), dist.group.WORLD, 1024
     masks = {
         "causal": Mask.causal(n),
         "window": Mask.causal(n, window=(200, 0)),
@@ -44,11 +37,9 @@ def main(backend: str, rank: int, size: int, store: str, kernel: str, out: str) 
         truth = brute_force(case, mask.dense())
         mine = [plan.layout.shard(x, rank, 1) for x in truth]
         found[name] = [error(x.cpu(), y) for x, y in zip(got, mine, strict=True)]
-    with open(out, "w") as file:
-        json.dump(found, file)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    backend, rank, size, *rest = sys.argv[1:]
-    main(backend, int(rank), int(size), *rest)
+    main(*sys.argv[1:])
