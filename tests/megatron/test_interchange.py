@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from tests.megatron.launch import trace, train
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron():
-    """Imports Megatron when the first test runs: at collection it would cost every worker seconds."""
-    global RingDotProductAttention
-    from cp_ring.megatron.adapter.attention import RingDotProductAttention
-
+from tests.megatron.layers import core_attention
 
 STOCK = ["--cp-ring-cpu"]
 RING = [*STOCK, "--cp-ring", "--context-parallel-size", "2"]
@@ -52,16 +45,6 @@ def test_continues_with_the_loss_it_would_have_had(traces, job, straight):
         assert here["rows"] == wanted[step]["rows"]
         assert here["loss"] == pytest.approx(wanted[step]["loss"], rel=1e-5)
         assert here["grad_norm"] == pytest.approx(wanted[step]["grad_norm"], rel=1e-5)
-
-
-def layer(kind, softmax_type="learnable", implementation="local"):
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
-    config = TransformerConfig(**sizes, softmax_type=softmax_type, use_cpu_initialization=True)
-    config.transformer_impl = implementation
-    return kind(config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
 
 
 class LikeTransformerEngine(torch.nn.Module):
@@ -111,8 +94,7 @@ def test_a_checkpoint_holds_what_stock_attention_holds(one_rank, softmax_type):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     ours, stock = (
-        layer(RingDotProductAttention, softmax_type),
-        layer(DotProductAttention, softmax_type),
+        core_attention(kind, {"softmax_type": softmax_type}) for kind in (None, DotProductAttention)
     )
     assert keys(ours) == keys(stock)
     assert list(ours.state_dict()) == list(stock.state_dict())
@@ -120,7 +102,8 @@ def test_a_checkpoint_holds_what_stock_attention_holds(one_rank, softmax_type):
 
 
 def test_transformer_engine_and_back(one_rank):
-    ours, theirs = layer(RingDotProductAttention), layer(LikeTransformerEngine)
+    learned = {"softmax_type": "learnable"}
+    ours, theirs = core_attention(None, learned), core_attention(LikeTransformerEngine, learned)
     assert "_extra_state" in theirs.state_dict()
     ours.load_state_dict(theirs.state_dict(), strict=True)
     assert torch.equal(ours.softmax_offset, theirs.softmax_offset)

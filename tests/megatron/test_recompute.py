@@ -7,6 +7,7 @@ import torch
 
 from cp_ring.megatron.adapter import recomputation
 from cp_ring.observe.counters import record
+from tests.megatron.layers import core_attention
 
 LAYERS, HIDDEN, HEADS, TOKENS, ROWS = 4, 32, 4, 16, 2
 FULL = {
@@ -115,20 +116,6 @@ def test_a_failed_step_leaves_nothing_behind(ring):
     assert all(torch.equal(again[1][name], grad) for name, grad in right[1].items())
 
 
-def attention():
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from cp_ring.megatron.adapter.attention import RingDotProductAttention
-
-    config = TransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, num_attention_heads=HEADS, attention_dropout=0.0
-    )
-    return RingDotProductAttention(
-        config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self"
-    )
-
-
 @pytest.mark.parametrize(
     ("reentrant", "hops", "kept"),
     [(True, 2, ROWS * TOKENS * (HIDDEN * 2 + HEADS * 4)), (False, 3, 0)],
@@ -139,7 +126,7 @@ def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):
         lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=reentrant)
     )
     layer, q = (
-        attention(),
+        core_attention(),
         torch.randn(TOKENS, ROWS, HEADS, HIDDEN // HEADS, dtype=torch.bfloat16, requires_grad=True),
     )
     (wanted,) = torch.autograd.grad(layer(q, q, q).square().sum(), q)

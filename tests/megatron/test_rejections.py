@@ -23,6 +23,7 @@ from cp_ring.megatron.flags import (
 )
 from tests.docs.troubleshooting import PAGE, line_of
 from tests.megatron.launch import MODEL, TINY, TRAIN, launch
+from tests.megatron.layers import core_attention
 
 CP4 = ["--context-parallel-size", "4"]
 DSA = "--experimental-attention-variant dsa"
@@ -198,26 +199,6 @@ def test_all_reasons_at_once(parse, capsys):
     assert len(lines) == 3 and all(any(word in line for line in lines) for word in wrong[::2])
 
 
-CONFIG = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
-
-
-def core_attention(settings=None, **arguments):
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from cp_ring.megatron.adapter.attention import RingDotProductAttention
-
-    config = TransformerConfig(**CONFIG, use_cpu_initialization=True)
-    for name, value in (settings or {}).items():
-        setattr(config, name, value)
-    wanted = {
-        "layer_number": 1,
-        "attn_mask_type": AttnMaskType.causal,
-        "attention_type": "self",
-    } | arguments
-    return RingDotProductAttention(config, **wanted)
-
-
 @pytest.mark.parametrize(
     ("settings", "arguments", "message"),
     [
@@ -243,7 +224,7 @@ def core_attention(settings=None, **arguments):
 def test_layers(one_rank, settings, arguments, message):
     core_attention()
     with pytest.raises(ConfigError, match=message):
-        core_attention(settings, **arguments)
+        core_attention(None, settings, **arguments)
 
 
 @pytest.mark.parametrize(

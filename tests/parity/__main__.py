@@ -10,8 +10,6 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from tests.parity import matrix
 from tests.parity.matrix import Verdict
@@ -40,7 +38,7 @@ def main(
     if as_json:
         print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
     else:
-        show(verdicts)
+        print(*map(line, verdicts), sep="\n")
     raise typer.Exit(int(not all(verdict.expected for verdict in verdicts)))
 
 
@@ -54,43 +52,13 @@ def _names(given: str, known: tuple, flag: str) -> list[str]:
     return names
 
 
-def show(verdicts: list[Verdict]) -> None:
-    """A table on the screen, and below it why cells were rejected or failed."""
-    header, lines, notes = _table(verdicts)
-    table = Table(*header)
-    for line in lines:
-        table.add_row(*line)
-    console = Console(width=130)
-    console.print(table)
-    for note in notes:
-        console.print(note, markup=False, highlight=False)
-
-
-def _table(verdicts: list[Verdict]) -> tuple[list[str], list[list[str]], list[str]]:
-    by_place = {(verdict.cell.model.name, verdict.cell.split.name): verdict for verdict in verdicts}
-    models, splits = (list(dict.fromkeys(place[index] for place in by_place)) for index in (0, 1))
-    notes: list[str] = []
-    lines = [
-        [
-            model.replace("_", " "),
-            *(_entry(by_place.get((model, split)), notes) for split in splits),
-        ]
-        for model in models
-    ]
-    return ["model", *splits], lines, [f"({number}) {note}" for number, note in enumerate(notes, 1)]
-
-
-def _entry(verdict: Verdict | None, notes: list[str]) -> str:
-    if verdict is None:
-        return ""
-    reason = verdict.rejected or verdict.failed
-    if reason and reason not in notes:
-        notes.append(reason)
-    if reason:
-        entry = f"{'rejected' if verdict.rejected else 'failed'} ({notes.index(reason) + 1})"
-    else:
-        entry = f"{max(verdict.loss_error or 0, verdict.grad_norm_error or 0):.1e}"
-    return entry if verdict.expected else f"{entry} WRONG"
+def line(verdict: Verdict) -> str:
+    """A cell in a line: its largest error, or why there is none."""
+    cell, reason = verdict.cell, verdict.rejected or verdict.failed
+    kind = "rejected" if verdict.rejected else "failed"
+    error = max(verdict.loss_error or 0, verdict.grad_norm_error or 0)
+    found = f"{kind}: {reason}" if reason else f"{error:.1e}"
+    return f"{cell.model.name:42} {cell.split.name:8} {found}" + " WRONG" * (not verdict.expected)
 
 
 if __name__ == "__main__":

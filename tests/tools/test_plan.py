@@ -11,8 +11,6 @@ from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan import Capabilities, Layout, Mask, Plan, lower
-from cp_ring.plan.layout import LAYOUTS
-from cp_ring.plan.routes import ROUTES
 from cp_ring.tools import draw
 from cp_ring.tools.cli import app
 
@@ -59,16 +57,6 @@ def test_heads_inside_a_node_send_keys_once_to_each_other_node() -> None:
         facts_of(f"{line} {more}")["bytes_between_nodes"] for more in ("", "--head-parallel 8")
     )
     assert direct == 64 * 56 * (524288 // 64) * 2 * 8 * 128 * 2 == 8 * heads
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_and_route(tmp_path: Path, layout: str, route: str) -> None:
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("1000 2000 1096")
-    facts = facts_of(f"{USUAL} --lengths {lengths} --layout {layout} --route {route}")
-    assert facts["layout"].startswith(layout.split("_")[0]) and facts["route"] == route
-    assert sum(facts["tokens_per_rank"]) == 4096
 
 
 def test_a_window_and_documents_of_a_file(tmp_path: Path) -> None:

@@ -26,33 +26,19 @@ SCRIPT = HERE.parents[2] / "launch" / "slurm" / "train.sbatch"
 PRINTED = 4e-6  # 1e-6, and the last digit that Megatron prints
 _STEP = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+)")
 ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "BOOT_FAIL",
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL",
     "OUT_OF_MEMORY",
-)
+)  # fmt: skip
 
 
 class Cluster:
-    """Nodes n1, n2, ... of 8 cores, each with its own network and processes; `folder` is shared by
+    """Nodes n1 and n2 of 8 cores, each with its own network and processes; `folder` is shared by
     all.
     """
 
-    def __init__(self, folder: Path, nodes: int = 2, **environment: str):
+    def __init__(self, folder: Path, **environment: str):
         self.folder = folder
-        line = [
-            str(HERE / "with_slurm.sh"),
-            "-n",
-            str(nodes),
-            "-d",
-            str(folder),
-            "sleep",
-            "infinity",
-        ]
+        line = [str(HERE / "with_slurm.sh"), "-d", str(folder), "sleep", "infinity"]
         self.log = (folder / "cluster.log").open("w+")
         self._process = subprocess.Popen(
             line, env=os.environ | environment, stdout=self.log, stderr=self.log
@@ -79,17 +65,8 @@ class Cluster:
 
     def line(self, *command: str) -> list[str]:
         """`command` inside the cluster's namespaces."""
-        return [
-            "nsenter",
-            f"--target={self._init()}",
-            "--mount",
-            "--pid",
-            "--net",
-            "--uts",
-            "--wdns=/",
-            "--",
-            *command,
-        ]
+        inside = ["--mount", "--pid", "--net", "--uts", "--wdns=/", "--"]
+        return ["nsenter", f"--target={self._init()}", *inside, *command]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -100,14 +77,11 @@ class Cluster:
         }
         return kept | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONWARNINGS": "ignore"}
 
-    def run(self, *command: str, timeout: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.line(*command),
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+            self.line(*command), env=self.environment, capture_output=True, text=True,
+            timeout=LIMIT_S,
+        )  # fmt: skip
 
     def until(
         self, happened: Callable[[], object], timeout: float = LIMIT_S, every: float = 0.25
@@ -137,8 +111,8 @@ class Cluster:
 
 
 class Job:
-    """A tiny training on the cluster, by launch/slurm/train.sbatch; `words` stand behind the
-    script, by default a YAML file with `settings`.
+    """A tiny training on the cluster, by launch/slurm/train.sbatch, from a YAML file with
+    `settings`.
     """
 
     def __init__(
@@ -147,7 +121,6 @@ class Job:
         name: str,
         *options: str,
         ranks: int = 4,
-        words: tuple[str, ...] = (),
         **settings: object,
     ):
         self.cluster, self.run_dir = cluster, cluster.folder / name
@@ -166,7 +139,7 @@ class Job:
             "env", f"PYTHON={sys.executable}", f"LOGS={self.run_dir}/logs",
             f"ENV_FILE={SCRIPT.with_name('env.sh')}",
             "sbatch", "--parsable", *size, f"--output={self.run_dir}/job.log", "--signal=B:USR1@10",
-            f"--chdir={cluster.folder}", *options, str(SCRIPT), *(words or (str(path), *given)),
+            f"--chdir={cluster.folder}", *options, str(SCRIPT), str(path), *given,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         self.number = done.stdout.strip()
@@ -245,17 +218,17 @@ class Job:
         }
         return [process for process in own.values() if process.ppid() not in own]
 
-    def reach(self, step: int, timeout: float = LIMIT_S) -> None:
+    def reach(self, step: int) -> None:
         """Waits until training has done `step`."""
         turns = itertools.count()  # a question to Slurm costs a process
         self.cluster.until(
-            lambda: self.step >= step or (next(turns) % 10 == 9 and self.state in ENDED), timeout
+            lambda: self.step >= step or (next(turns) % 10 == 9 and self.state in ENDED)
         )
         assert self.state not in ENDED, self.logs()
 
-    def end(self, timeout: float = LIMIT_S) -> str:
+    def end(self) -> str:
         """Waits until the job is over and returns its state; no process of it may be left."""
-        self.cluster.until(lambda: self.state in ENDED, timeout, every=1.0)
+        self.cluster.until(lambda: self.state in ENDED, every=1.0)
         self.cluster.until(lambda: not self.processes())
         return self.state
 
@@ -277,10 +250,10 @@ class Job:
 
 
 @contextlib.contextmanager
-def running(nodes: int = 2, **environment: str) -> Iterator[Cluster]:
+def running(**environment: str) -> Iterator[Cluster]:
     """A cluster in a folder that all may enter, as munge demands."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
-        cluster = Cluster(Path(folder), nodes, **environment)
+        cluster = Cluster(Path(folder), **environment)
         try:
             cluster.wait_until_up()
             yield cluster
