@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, cast
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,45 +119,45 @@ def check(
                 raise AssertionError(f"{kernel.name}, {name}: {error} ({at})") from None
 
 
-def _full(case: KernelCase) -> None:
+def _full(case):
     for queries, keys in RECTANGLES:
         _check_tile(case, queries, keys, -OPEN, OPEN)
 
 
-def _causal(case: KernelCase) -> None:
+def _causal(case):
     for size in (1, 33, 64, 130):
         _check_tile(case, size, size, -OPEN, 0)
 
 
-def _multiples_of_128(case: KernelCase) -> None:
+def _multiples_of_128(case):
     for queries, keys in DENSE:
         _check_tile(case, queries, keys, -OPEN, OPEN)
     _check_tile(case, 256, 256, -OPEN, 0)
     _check_merged(case, 128, 256)
 
 
-def _bands(case: KernelCase) -> None:
+def _bands(case):
     for band in BANDS if case.kernel.capabilities.bands else ():
         _check_tile(case, *band)
 
 
-def _empty_queries(case: KernelCase) -> None:
+def _empty_queries(case):
     for band in EMPTY_QUERIES if case.kernel.capabilities.bands else ():
         _check_tile(case, *band)
 
 
-def _scale(case: KernelCase) -> None:
+def _scale(case):
     for scale in (0.03, 1.0):
         _check_tile(replace(case, scale=scale), 33, 33, -OPEN, 0)
 
 
-def _strided(case: KernelCase) -> None:
+def _strided(case):
     """The kernel reads its view and nothing around it."""
     for lo, hi in ((-OPEN, OPEN), (-OPEN, 0)):
         _check_tile(case, 33, 33, lo, hi, strided=True)
 
 
-def _written(case: KernelCase) -> None:
+def _written(case):
     """Every element of every output is written: fresh memory is NaN."""
     with nan_memory():
         for lo, hi in ((-OPEN, OPEN), (-OPEN, 0)):
@@ -165,11 +165,11 @@ def _written(case: KernelCase) -> None:
         _varlen(case)
 
 
-def _merged(case: KernelCase) -> None:
+def _merged(case):
     _check_merged(case, 33, 47)
 
 
-def _check_merged(case: KernelCase, queries: int, more: int) -> None:
+def _check_merged(case, queries, more):
     """Backward of one tile, with out and lse over all keys, gives that tile's exact share of the
     gradients.
 
@@ -177,12 +177,12 @@ def _check_merged(case: KernelCase, queries: int, more: int) -> None:
     """
     q, k, v, dout = case.draw(queries, queries)
     more_k, more_v = case.draw(queries, more, seed=1)[1:3]
-    causal = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
-    allowed = torch.cat([causal, causal.new_ones(queries, more)], 1)
+    sizes = (queries, 0), (more, OPEN)
+    allowed = torch.cat([_seen(case, queries, keys, -OPEN, hi) for keys, hi in sizes], 1)
     truth = _truth(q, torch.cat([k, more_k], 1), torch.cat([v, more_v], 1), dout, allowed, case)
     out = truth.out.to(case.dtype)
     lse = truth.lse.to(sum_dtype(case.dtype))
-    options: dict[str, Any] = {"lo": -OPEN, "scale": case.scale}
+    options = {"lo": -OPEN, "scale": case.scale}
     first = case.kernel.backward(dout, q, k, v, out, lse, hi=0, **options)
     second = case.kernel.backward(dout, q, more_k, more_v, out, lse, hi=OPEN, **options)
     _close("dq of two tiles", first[0].double() + second[0].double(), truth.dq, case)
@@ -193,7 +193,7 @@ def _check_merged(case: KernelCase, queries: int, more: int) -> None:
         _close(f"{name} of a full tile among two", b, whole[:, queries:], case)
 
 
-def _varlen(case: KernelCase) -> None:
+def _varlen(case):
     if not case.kernel.capabilities.varlen:
         return
     assert isinstance(case.kernel, VarlenKernel), (
@@ -207,25 +207,14 @@ def _varlen(case: KernelCase) -> None:
             _check_packed(case, [*sizes[0], (5, 19), (8, 12)], left, right)
 
 
-def _repeats(case: KernelCase) -> None:
+def _repeats(case):
     """Two runs give the same bits, if the kernel promises that and does not reject determinism."""
     with determinism(True):
         rejected = case.kernel.rejection(case.device, case.dtype, *case.heads[2:]) is not None
         if rejected or not case.kernel.capabilities.deterministic:
             return
-        q, k, v, dout = case.draw(130, 130)
-        runs = []
-        for _ in range(2):
-            out, lse = case.kernel.forward(q, k, v, lo=-OPEN, hi=0, scale=case.scale)
-            runs.append(
-                (
-                    out,
-                    lse,
-                    *case.kernel.backward(
-                        dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=case.scale
-                    ),
-                )
-            )
+        drawn = case.draw(130, 130)
+        runs = [_run(case, *drawn, -OPEN, 0) for _ in range(2)]
         assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True)), (
             "two runs differ in their bits"
         )
@@ -246,56 +235,51 @@ PROPERTIES: dict[str, Callable[[KernelCase], None]] = {
 }
 
 
-def _check_tile(
-    case: KernelCase, queries: int, keys: int, lo: int, hi: int, strided: bool = False
-) -> None:
-    q, k, v, dout = case.draw(queries, keys, strided=strided)
-    offset = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None]
-    truth = _truth(q, k, v, dout, (offset >= lo) & (offset <= hi), case)
-    options: dict[str, Any] = {"lo": lo, "hi": hi, "scale": case.scale}
+def _seen(case, queries, keys, lo, hi):
+    """Which keys each query sees, bool [queries, keys]."""
+    offset = torch.arange(keys) - torch.arange(queries)[:, None]
+    return ((offset >= lo) & (offset <= hi)).to(case.device)
+
+
+def _run(case, q, k, v, dout, lo, hi):
+    """out, lse, dq, dk and dv of a tile."""
+    options = {"lo": lo, "hi": hi, "scale": case.scale}
     out, lse = case.kernel.forward(q, k, v, **options)
-    grads = case.kernel.backward(dout, q, k, v, out, lse, **options)
-    _compare(f"{queries} x {keys} tile, band {_band(lo, hi)}", (out, lse, *grads), truth, case)
+    return out, lse, *case.kernel.backward(dout, q, k, v, out, lse, **options)
 
 
-def _check_packed(case: KernelCase, sizes: list[tuple[int, int]], left: int, right: int) -> None:
+def _check_tile(case, queries, keys, lo, hi, strided=False):
+    drawn = case.draw(queries, keys, strided=strided)
+    truth = _truth(*drawn, _seen(case, queries, keys, lo, hi), case)
+    _compare(
+        f"{queries} x {keys} tile, band {_band(lo, hi)}", _run(case, *drawn, lo, hi), truth, case
+    )
+
+
+def _check_packed(case, sizes, left, right):
     """Checks many tiles in one varlen call; each against its own truth."""
     one = replace(case, batch=1)
     parts = [one.draw(*size, seed=seed) for seed, size in enumerate(sizes)]
     q, k, v, dout = (torch.cat(column, 1)[0] for column in zip(*parts, strict=True))
+    queries, keys = ([*column] for column in zip(*sizes, strict=True))
     ends = [
         torch.tensor([0, *accumulate(column)], dtype=torch.int32, device=q.device)
-        for column in zip(*sizes, strict=True)
+        for column in (queries, keys)
     ]
-    max_q, max_k = (max(column) for column in zip(*sizes, strict=True))
-    packing = Packing(ends[0], ends[1], max_q, max_k, left, right)
-    kernel = cast(VarlenKernel, case.kernel)
-    out, lse = kernel.forward_varlen(q, k, v, packing, case.scale)
-    dq, dk, dv = kernel.backward_varlen(dout, q, k, v, out, lse, packing, case.scale)
-    bounds = zip(*(pairwise(x.tolist()) for x in ends), strict=True)
-    for (queries, keys), ((q0, q1), (k0, k1)), part in zip(sizes, bounds, parts, strict=True):
-        offset = (
-            torch.arange(keys, device=q.device)
-            - torch.arange(queries, device=q.device)[:, None]
-            - (keys - queries)
-        )
-        allowed = (offset >= -left if left >= 0 else offset >= -OPEN) & (
-            offset <= right if right >= 0 else offset <= OPEN
-        )
-        truth = _truth(*part, allowed, case)
-        results = (
-            out[None, q0:q1],
-            lse[None, :, q0:q1],
-            dq[None, q0:q1],
-            dk[None, k0:k1],
-            dv[None, k0:k1],
-        )
-        _compare(
-            f"{queries} x {keys} tile of a varlen batch, window ({left}, {right})",
-            results,
-            truth,
-            one,
-        )
+    packing = Packing(*ends, max(queries), max(keys), left, right)
+    out, lse = case.kernel.forward_varlen(q, k, v, packing, case.scale)
+    dq, dk, dv = case.kernel.backward_varlen(dout, q, k, v, out, lse, packing, case.scale)
+    tiles = zip(
+        *(x.split(queries) for x in (out, lse.T, dq)), *(x.split(keys) for x in (dk, dv)),
+        strict=True,
+    )  # fmt: skip
+    for (rows, columns), part, (o, l, *grads) in zip(sizes, parts, tiles, strict=True):
+        corner = columns - rows
+        lo = corner - left if left >= 0 else -OPEN
+        hi = corner + right if right >= 0 else OPEN
+        truth = _truth(*part, _seen(one, rows, columns, lo, hi), one)
+        what = f"{rows} x {columns} tile of a varlen batch, window ({left}, {right})"
+        _compare(what, [x[None] for x in (o, l.T, *grads)], truth, one)
 
 
 class _Results(NamedTuple):
@@ -306,15 +290,13 @@ class _Results(NamedTuple):
     dv: Tensor
 
 
-def _truth(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor, case: KernelCase
-) -> _Results:
+def _truth(q, k, v, dout, allowed, case):
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out, lse = dense(*leaves, allowed, case.scale)
     return _Results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double()))
 
 
-def _compare(what: str, results: Sequence[Tensor], truth: _Results, case: KernelCase) -> None:
+def _compare(what, results, truth, case):
     out, lse, *_ = results
     assert lse.dtype in (torch.float32, torch.float64), f"lse of a {what} is {lse.dtype}"
     for name, x, true in zip(truth._fields, results, truth, strict=True):
@@ -335,7 +317,7 @@ def _compare(what: str, results: Sequence[Tensor], truth: _Results, case: Kernel
             _close(f"{name} of a {what}", x, true, case)
 
 
-def _close(what: str, x: Tensor, truth: Tensor, case: KernelCase) -> None:
+def _close(what, x, truth, case):
     assert x.isfinite().all(), f"{what} has NaN or infinity"
     # Where a query sees one key, gradients of scores are 0. Then the error is rounding, and is
     # compared with 1.
@@ -346,7 +328,7 @@ def _close(what: str, x: Tensor, truth: Tensor, case: KernelCase) -> None:
     )
 
 
-def _embed(x: Tensor) -> Tensor:
+def _embed(x):
     """The same values as a view of a larger [s, b, h, d] tensor that is NaN elsewhere."""
     b, s, h, d = x.shape
     around = torch.full((s + 9, b, h, d), math.nan, dtype=x.dtype, device=x.device)
@@ -354,7 +336,7 @@ def _embed(x: Tensor) -> Tensor:
     return around[4 : 4 + s].transpose(0, 1)
 
 
-def _band(lo: int, hi: int) -> str:
+def _band(lo, hi):
     return f"({'-' if lo == -OPEN else lo}, {'-' if hi == OPEN else hi})"
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import cp_ring
-from cp_ring import Layout, Plan, PlanError
+from cp_ring import Layout, Plan
+from tests.rings import said
 
 SIZE, HEADS = 12, 3
 
@@ -104,13 +107,11 @@ def test_savings_and_bad_input():
         ([[[1]]], "each a list of at least one token"),
         ([[0.5]], "sequence 0 must be whole numbers"),
     ):
-        with pytest.raises(PlanError, match=line):
-            cp_ring.prefix_pack(arguments)
+        assert re.search(line, said(cp_ring.prefix_pack, arguments))
     for given, line in (
         ({"prompts": [1]}, r"prompts of shape \[1\] for 2 sequences"),
         ({"prompts": [1, 4]}, "sequence 1 of 3 tokens has a prompt of 4"),
         ({"weights": [1.0]}, r"weights of shape \[1\] for 2 sequences"),
         ({"multiple": 0}, "multiple=0: it must be at least 1 token"),
     ):
-        with pytest.raises(PlanError, match=line):
-            cp_ring.prefix_pack([A, A], **given)
+        assert re.search(line, said(cp_ring.prefix_pack, [A, A], **given))

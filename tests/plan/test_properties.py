@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan, lower
 from cp_ring.plan.dense_masks import paint
 from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED, call_groups
@@ -150,10 +149,9 @@ def test_too_few_slots_are_rejected():
     for route in ("direct", "ring"):
         plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), route, "ring")
         assert plan.verify(num_slots=2).slots == 2
-        with pytest.raises(
-            PlanError, match="rank 0, hop 1: 2 receive buffers in use, num_slots is 1"
-        ):
-            plan.verify(num_slots=1)
+        assert "rank 0, hop 1: 2 receive buffers in use, num_slots is 1" in said(
+            plan.verify, num_slots=1
+        )
 
 
 @pytest.mark.parametrize("route", ["direct", "ring"])

@@ -8,8 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan
+from tests.rings import said
 
 
 def effort(make):
@@ -71,8 +71,6 @@ def test_the_order_of_the_backward_pass_is_proven_too():
     plan.verify(rank_plans=True)
     part = plan.rank_plan(1)
     part.__dict__["backward"] = part.backward[:-1]
-    with pytest.raises(PlanError, match="see keys"):
-        plan.verify(rank_plans=True)
+    assert "see keys" in said(plan.verify, rank_plans=True)
     part.__dict__["backward"] = (*part.hops, part.hops[0])
-    with pytest.raises(PlanError, match="see a key that another tile computes for them too"):
-        plan.verify(rank_plans=True)
+    assert "see a key that another tile computes for them too" in said(plan.verify, rank_plans=True)

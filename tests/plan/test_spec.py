@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, PlanSpec
 from cp_ring.plan import plan as maker
 from cp_ring.plan.layout import LAYOUTS
@@ -58,8 +57,7 @@ def test_a_plan_that_is_not_proven_is_not_kept(monkeypatch):
 
     monkeypatch.setitem(ROUTES, "lost", Route(lost))
     for _ in range(2):
-        with pytest.raises(PlanError, match="rank"):
-            plan(MASK, 4, PlanSpec(route="lost"))
+        assert "rank" in said(plan, MASK, 4, PlanSpec(route="lost"))
     assert not maker._plans
 
 

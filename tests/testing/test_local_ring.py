@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from cp_ring import Layout, Mask, Plan
-from cp_ring.errors import ConfigError
 from cp_ring.plan.routes import ROUTES
 from cp_ring.testing import local_ring
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, brute_force
 from tests.conformance import nan_memory
-from tests.rings import FLOAT32, attend, attend_to_shard, off
+from tests.rings import FLOAT32, attend, attend_to_shard, off, said
 
 N = 128
 
@@ -45,10 +44,9 @@ def test_a_message_that_nobody_sends_is_given_up(monkeypatch):
     def only_rank_0(group):
         return attend_to_shard(group, Case.draw(N), plan) if group.rank == 0 else None
 
-    with pytest.raises(
-        ConfigError, match=r"rank 0 of a local ring waited 0.2 s for message 0 of rank 1"
-    ):
-        LocalRing(2).run(only_rank_0)
+    assert "rank 0 of a local ring waited 0.2 s for message 0 of rank 1" in said(
+        LocalRing(2).run, only_rank_0
+    )
 
 
 def test_ranks_without_tokens():
