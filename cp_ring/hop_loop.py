@@ -129,11 +129,11 @@ def _run_forward(
     b, h, e] in `dtype` and lse [b, h, s].
     """
     ring, (work, order) = call.ring, call.of_pass(q.device, backward=False)
-    total = Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
+    queries, total = Queries(q), Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
     for hop, k_hop, v_hop in ring.codec(k, v, *inputs).keys(order, call.transport):
         with span("forward", hop):
             for kernel_call in work.calls[hop]:
-                total.add(*kernel_call.attend(call.kernel, q, k_hop, v_hop, ring.scale))
+                total.add(*kernel_call.attend(call.kernel, queries, k_hop, v_hop, ring.scale))
         del k_hop, v_hop  # else they would live while the next keys begin to arrive
     return total.finish()
 
@@ -154,13 +154,13 @@ def _run_backward(
     work, order = call.of_pass(q.device, backward=True)
     codec = ring.codec(k, v, *inputs)
     grads = codec.gradients(work, call.transport, ring.wire_dtype)
-    queries, total = Queries(dout, q, out, lse), Sum(work.queries, [q.shape], q, q.dtype)
+    queries, total = Queries(dout, q, out, lse=lse), Sum(work.queries, [q.shape], q, q.dtype)
     if dlse is not None:
         # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first
         # channel, values of 0, and -dlse as out, it is weight * dlse, from any kernel.
         one, minus = torch.zeros_like(dout), torch.zeros_like(out)
         one[..., 0], minus[..., 0] = 1.0, -dlse.permute(2, 0, 1)
-        of_lse = Queries(one, q, minus, lse)
+        of_lse = Queries(one, q, minus, lse=lse)
     for hop, k_hop, v_hop in codec.keys(order, call.transport):
         grads.start(hop)
         with span("backward", hop):

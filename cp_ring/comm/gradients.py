@@ -25,6 +25,7 @@ class GradMessages:
 
     def __init__(self, transport: Transport | None, like: Buffer, dtype: torch.dtype):
         self._transport, self._like, self._wire_dtype = transport, like, dtype
+        self._sizes = [x.shape[1:] for x in like]
         self._in: Buffer = ()
         self._pending: Pending = DONE
         self._arriving: Sequence[tuple[Transfer, Transfer]] = ()
@@ -34,8 +35,8 @@ class GradMessages:
         assert self._transport is not None, "one rank sends no gradients"
         self._arriving = hop.arrivals
         if self._arriving:
-            tokens, dtype = hop.num_arriving, self._wire_dtype
-            self._in = [x.new_empty((tokens, *x.shape[1:]), dtype=dtype) for x in self._like]
+            empty, dtype = self._like[0].new_empty, self._wire_dtype
+            self._in = [empty((hop.num_arriving, *size), dtype=dtype) for size in self._sizes]
             debug.fill(*self._in)
         sends = [(transfer, leaving) for transfer in hop.grad_sends]
         receives = [(packed, self._in) for _, packed in self._arriving]
@@ -73,7 +74,7 @@ class GradStream(GradMessages):
         """
         self._now = self._home
         if hop.index:
-            shapes = [(hop.num_grads, *x.shape[1:]) for x in self._like]
+            shapes = [(hop.num_grads, *size) for size in self._sizes]
             self._now = Sum(self._updates[hop.index], shapes, self._like[0], self._wire_dtype)
 
     def add(self, *grads: Tensor) -> None:

@@ -58,7 +58,7 @@ class KernelCall(Protocol):
         ...
 
     def attend(
-        self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
+        self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Return out [t, b, h, e] and lse [b, h, t] of the call's queries, from q of the shard and
         k, v of the key buffer.
@@ -224,9 +224,11 @@ class _Single:
         return
 
     def attend(
-        self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
+        self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        (q,), (k, v) = self._views(self.q, q), self._views(self.k, k, v)
+        (q,), (k, v) = queries.part(self.q), self._keys(k, v)
+        if self.reverse:
+            q = q.flip(1)
         out, lse = kernel.forward(q, k, v, lo=self.lo, hi=self.hi, scale=scale)
         return out.transpose(0, 1), lse
 
@@ -236,13 +238,13 @@ class _Single:
         dout, q, out, lse = queries.part(self.q)
         if self.reverse:
             dout, q, out, lse = dout.flip(1), q.flip(1), out.flip(1), lse.flip(2)
-        k, v = self._views(self.k, k, v)
+        k, v = self._keys(k, v)
         dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, lo=self.lo, hi=self.hi, scale=scale)
         return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
-    def _views(self, tokens: slice, *buffer: Tensor) -> Sequence[Tensor]:
-        """View these tokens of tensors [s, b, ...] as [b, tokens, ...]."""
-        if tokens.stop - tokens.start < buffer[0].shape[0]:
-            buffer = tuple([x[tokens] for x in buffer])
-        views = [x.transpose(0, 1) for x in buffer]
-        return [x.flip(1) for x in views] if self.reverse else views
+    def _keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """View the tile's keys and values as [b, keys, ...]."""
+        if self.k.stop - self.k.start < k.shape[0]:
+            k, v = k[self.k], v[self.k]
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        return (k.flip(1), v.flip(1)) if self.reverse else (k, v)

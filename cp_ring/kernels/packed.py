@@ -68,9 +68,10 @@ class PackedCall:
             )
 
     def attend(
-        self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
+        self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        heads, count = q.shape[1:3], self.q.count
+        (q,), count = queries.tensors, self.q.count
+        heads = q.shape[1:3]
         q, k, v = (
             side.tokens.take(x).flatten(1, 2) for side, x in ((self.q, q), (self.k, k), (self.k, v))
         )
@@ -82,8 +83,9 @@ class PackedCall:
     def gradients(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        assert queries.lse is not None, "a backward pass has no lse"
         b, mine = k.shape[1], self.q.tokens
-        dout, q, out = (mine.take(x).flatten(1, 2) for x in (queries.dout, queries.q, queries.out))
+        dout, q, out = (mine.take(x).flatten(1, 2) for x in queries.tensors)
         k, v = (self.k.tokens.take(x).flatten(1, 2) for x in (k, v))
         lse = mine.take(queries.lse, 2).contiguous().flatten(0, 1)
         grads = cast(VarlenKernel, kernel).backward_varlen(

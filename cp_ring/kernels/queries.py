@@ -1,5 +1,5 @@
-"""Slices q, dout, out and lse for the kernel calls of a backward pass, in the layout that kernels
-need, once for consecutive calls with the same queries.
+"""Cuts the tensors of queries for the kernel calls of a pass, in the layout that kernels need, once
+for consecutive calls with the same queries.
 """
 
 from __future__ import annotations
@@ -8,19 +8,24 @@ from torch import Tensor
 
 
 class Queries:
-    """All queries of a backward pass: dout [s, b, h, e], q, the merged out and lse [b, h, s].
-    Consecutive calls with the same queries share their views, and one contiguous copy of lse.
+    """Tensors of all queries of a pass, [s, b, h, size]: q, in backward dout, q and the merged out,
+    with lse [b, h, s]. Consecutive calls with the same queries share their views, and one
+    contiguous copy of lse.
     """
 
-    def __init__(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor):
-        self.dout, self.q, self.out, self.lse = dout, q, out, lse
+    def __init__(self, *tensors: Tensor, lse: Tensor | None = None):
+        self.tensors, self.lse = tensors, lse
         self._tokens: slice | None = None
-        self._part: tuple[Tensor, Tensor, Tensor, Tensor]
+        self._part: list[Tensor] = []
 
-    def part(self, tokens: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return dout, q and out [b, tokens, ...] and lse [b, h, tokens] of these queries."""
+    def part(self, tokens: slice) -> list[Tensor]:
+        """Return the tensors of these queries, [b, tokens, h, size], and their lse [b, h,
+        tokens].
+        """
         if self._tokens != tokens:
-            dout, q, out = [x[tokens].transpose(0, 1) for x in (self.dout, self.q, self.out)]
+            whole = tokens.stop - tokens.start == self.tensors[0].shape[0]
+            self._part = [(x if whole else x[tokens]).transpose(0, 1) for x in self.tensors]
+            if self.lse is not None:
+                self._part.append(self.lse[..., tokens].contiguous())
             self._tokens = tokens
-            self._part = dout, q, out, self.lse[..., tokens].contiguous()
         return self._part

@@ -70,7 +70,7 @@ class Watch:
         now = time.monotonic()
         self.waits[threading.get_ident()] = batch, now
         first = (batch.receives or batch.sends)[0][1][0]
-        if self.sampled is None and _on_device(first):
+        if self.sampled is None and first.is_cuda and not _capturing():
             # on CUDA `wait` returns at once; the device waits
             self.sampled = (_describe(self, batch), now, works, first.device)
 
@@ -109,13 +109,9 @@ def rest() -> None:
     _calls.clear()
 
 
-def _on_device(x: Any) -> bool:
-    """Return True if the device works on x now. It does not while a CUDA graph is captured, whose
-    messages are never complete.
-    """
-    return bool(x.is_cuda) and not (
-        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    )
+def _capturing() -> bool:
+    """Return True while a CUDA graph is captured, whose messages are never complete."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _describe(watch: Watch, batch: Any) -> dict[str, Any]:
