@@ -10,8 +10,6 @@ import json
 import os
 import sys
 import traceback
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +18,7 @@ from tests.certificate.faults import planted
 STOPPED = 3
 
 
-def states() -> Any:
+def states():
     """Everything that a certificate must leave as it was."""
     import random
 
@@ -46,14 +44,14 @@ def states() -> Any:
     )  # fmt: skip
 
 
-def losses_of_experts() -> Any:
+def losses_of_experts():
     """What Megatron has collected for its log, since 0.18."""
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     tracker = logging and logging._MOE_METRICS_TRACKER
     return tracker and list(tracker.metrics)
 
 
-def run(job: dict[str, Any], folder: Path) -> None:
+def run(job, folder):
     """Job {"name", "argv", "script", "step", "cases": [(fault, seed)], "seconds", "skew"}: script is
     "" for cp_ring's own entry; seconds are those for probes at the job's length.
 
@@ -69,7 +67,7 @@ def run(job: dict[str, Any], folder: Path) -> None:
     from cp_ring.megatron.certificate import certify as module
     from tests.megatron import worker
 
-    def examine(args: Any, step: Any = None) -> None:
+    def examine(args, step=None):
         from tests.megatron import certificate_steps  # imports Megatron
 
         step = getattr(certificate_steps, job["step"]) if job["step"] else step
@@ -96,7 +94,7 @@ def run(job: dict[str, Any], folder: Path) -> None:
         sys.stdout.flush()
         os._exit(0)
 
-    def write(found: list[dict[str, Any]]) -> None:
+    def write(found):
         path = folder / f"{job['name']}.{os.environ['RANK']}"
         path.write_text(json.dumps(found))
         path.replace(folder / f"{job['name']}.json")
@@ -118,7 +116,7 @@ def run(job: dict[str, Any], folder: Path) -> None:
         os._exit(1)
 
 
-def rank(number: int, ranks: int, port: int, job: dict[str, Any], folder: Path, log: Path) -> None:
+def rank(number, ranks, port, job, folder, log):
     """As `tests.megatron.worker.rank`, for a job of this module."""
     from tests.megatron import worker
 

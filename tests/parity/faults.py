@@ -6,15 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import pkgutil
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
 
 @contextlib.contextmanager
-def planted(name: str) -> Iterator[None]:
+def planted(name):
     """Plants the fault `name` (none for "") in cp_ring until the context ends. The patches must be
     installed before.
     """
@@ -34,56 +32,56 @@ def planted(name: str) -> Iterator[None]:
         setattr(owner, attribute, right)
 
 
-def at(name: str, faulty: Any) -> Any:
+def at(name, faulty):
     """A fault in place of the function or method `name`, as in `cp_ring.megatron.gpt.get_batch`."""
 
-    def found() -> Any:
+    def found():
         owner, _, attribute = name.rpartition(".")
         return pkgutil.resolve_name(owner), attribute, faulty
 
     return found
 
 
-def _mask_widened(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
+def _mask_widened(make_plan, mask, n, cp, window, spec):
     return make_plan("no_mask", n, cp, (window[0], 1), spec)
 
 
-def _window_widened(make_plan: Any, mask: str, n: int, cp: int, window: Any, spec: Any) -> Any:
+def _window_widened(make_plan, mask, n, cp, window, spec):
     left, right = window
     return make_plan(mask, n, cp, (left if left < 0 else left + 1, right), spec)
 
 
-def _window_everywhere(has_window: Any, config: Any, layer_number: int) -> bool:
+def _window_everywhere(has_window, config, layer_number):
     return True
 
 
-def _sink_dropped(inputs: Any, q: Any, k: Any, v: Any, sink: Any, *more: Any) -> Any:
+def _sink_dropped(inputs, q, k, v, sink, *more):
     return inputs(q, k, v, None, *more)
 
 
-def _sink_gradient_dropped(inputs: Any, q: Any, k: Any, v: Any, sink: Any, *more: Any) -> Any:
+def _sink_gradient_dropped(inputs, q, k, v, sink, *more):
     return inputs(q, k, v, sink.detach(), *more)
 
 
-def _scale_of_head_size(attention_of: Any, plan: Any, group: Any, options: Any, inputs: Any) -> Any:
+def _scale_of_head_size(attention_of, plan, group, options, inputs):
     """Multi-latent attention has another scale than its head size gives; the others lose the root."""
     default = inputs.q.shape[-1] ** -0.5
     scale = default if abs(options.softmax_scale - default) > 1e-6 else default**2
     return attention_of(plan, group, dataclasses.replace(options, softmax_scale=scale), inputs)
 
 
-def _positions_of_another_split(shard: Any, batch: Any, rank: int, cp: int) -> Any:
+def _positions_of_another_split(shard, batch, rank, cp):
     return {name: tensor.chunk(cp, 1)[rank] for name, tensor in batch.items()}
 
 
-def _shifted(mask: Any, documents: Any, *args: Any, **kwargs: Any) -> Any:
+def _shifted(mask, documents, *args, **kwargs):
     start, end = documents.start.copy(), documents.end.copy()
     start[1:] += 1
     end[:-1] += 1
     return mask(dataclasses.replace(documents, start=start, end=end), *args, **kwargs)
 
 
-def _merged(mask: Any, documents: Any, *args: Any, **kwargs: Any) -> Any:
+def _merged(mask, documents, *args, **kwargs):
     return mask(
         dataclasses.replace(documents, start=documents.start[:1], end=documents.end[-1:]),
         *args,
@@ -91,7 +89,7 @@ def _merged(mask: Any, documents: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _positions_of_zigzag(positions: Any, documents: Any, rank: int) -> Any:
+def _positions_of_zigzag(positions, documents, rank):
     from cp_ring import Layout
 
     n, cp = documents.layout.n // documents.batch, documents.layout.cp
@@ -99,21 +97,21 @@ def _positions_of_zigzag(positions: Any, documents: Any, rank: int) -> Any:
     return zigzag[:, None].expand(-1, documents.batch)
 
 
-def _one_section(positions: Any, batch: Any) -> Any:
+def _one_section(positions, batch):
     return {name: ids[:1].expand(3, -1, -1) for name, ids in positions(batch).items()}
 
 
-def _labels_of_another_chunk(chunks: Any, logits: Any, labels: Any, *more: Any) -> Any:
+def _labels_of_another_chunk(chunks, logits, labels, *more):
     return chunks(logits, labels.roll(1, 1), *more)
 
 
-def _in_order(by_document: Any, padded: Any, cp: int) -> Any:
+def _in_order(by_document, padded, cp):
     from cp_ring import Layout
 
     return Layout.contiguous(int(padded[-1]), cp)
 
 
-def _siblings_seen(mask: Any, declared: Any, *args: Any, **kwargs: Any) -> Any:
+def _siblings_seen(mask, declared, *args, **kwargs):
     """A response sees the responses before it."""
     from cp_ring import Mask
 
@@ -123,7 +121,7 @@ def _siblings_seen(mask: Any, declared: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _cut_at_borders(mask: Any, declared: Any, *args: Any, **kwargs: Any) -> Any:
+def _cut_at_borders(mask, declared, *args, **kwargs):
     """No query sees later tokens of another chunk of the layout, as if each rank had made the mask
     of its own tokens.
     """
@@ -134,19 +132,19 @@ def _cut_at_borders(mask: Any, declared: Any, *args: Any, **kwargs: Any) -> Any:
     return dataclasses.replace(whole, pieces=tiles[key <= query])
 
 
-def _globals_hidden(mask: Any, declared: Any, *args: Any, **kwargs: Any) -> Any:
+def _globals_hidden(mask, declared, *args, **kwargs):
     return mask(declared, *args, **kwargs) & (7, 0)
 
 
-def _positions_not_continued(positions: Any, declared: Any, rank: int) -> Any:
+def _positions_not_continued(positions, declared, rank):
     return declared.places(rank)
 
 
-def _roll_across(last: Any, documents: Any) -> Any:
+def _roll_across(last, documents):
     return torch.arange(documents.layout.n) == documents.layout.n - 2
 
 
-def _in_another_layout(without_documents: Any, batch: int, n: int, cp: int) -> Any:
+def _in_another_layout(without_documents, batch, n, cp):
     """Batch rows as another layout would split them."""
     from cp_ring.megatron.data.documents import Documents
     from cp_ring.megatron.settings import current
@@ -155,46 +153,46 @@ def _in_another_layout(without_documents: Any, batch: int, n: int, cp: int) -> A
     return Documents.in_rows(np.arange(batch + 1) * n, batch, other, cp)
 
 
-def _across_documents(starts: Any, carried: Any) -> Any:
+def _across_documents(starts, carried):
     return np.arange(carried.batch) * (carried.layout.n // carried.batch)
 
 
-def _anew_too_late(starts: Any, carried: Any) -> Any:
+def _anew_too_late(starts, carried):
     """The first token of each document but the first counts as one of the document before it."""
     found = starts(carried)
     return found + (found % (carried.layout.n // carried.batch) != 0)
 
 
-def _averaged_by_rank(loss_function: Any, loss_mask: Any, losses: Any, **more: Any) -> Any:
+def _averaged_by_rank(loss_function, loss_mask, losses, **more):
     loss, tokens, report = loss_function(loss_mask, losses, **more)
     return loss / tokens.clamp(min=1), torch.ones_like(tokens), report
 
 
-def _of_the_rank(average: Any, outputs: Any, group: Any, divide: bool) -> Any:
+def _of_the_rank(average, outputs, group, divide):
     return outputs
 
 
-def _counted_by_rank(of: Any, part: Any, mean: Any) -> Any:
+def _counted_by_rank(of, part, mean):
     return of(part, torch.Tensor.sum(part))
 
 
-def _rolled_by_rank(roll: Any, tensor: Any, **more: Any) -> Any:
+def _rolled_by_rank(roll, tensor, **more):
     mine, total = roll(tensor, **more)
     return mine, total if mine is None else torch.Tensor.sum(mine)
 
 
-def _weight_gradient_twice(finish: Any, gradients: Any) -> Any:
+def _weight_gradient_twice(finish, gradients):
     dk, dv, dlatent, *weights = finish(gradients)
     return dk, dv, dlatent, *(2 * x for x in weights)
 
 
-def _rotated_part_not_returned(of_latents: Any, gradients: Any, hop: Any) -> Any:
+def _rotated_part_not_returned(of_latents, gradients, hop):
     found = of_latents(gradients, hop)
     found[..., gradients._codec.latent.shape[-1] :] = 0
     return found
 
 
-def _latent_not_summed(of_all_tokens: Any, tap: Any, latent: Any, config: Any) -> Any:
+def _latent_not_summed(of_all_tokens, tap, latent, config):
     """Each tensor-parallel rank returns what its own heads owe, as if the others owed nothing."""
     from megatron.core.tensor_parallel import mappings
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +18,6 @@ from megatron.core.models.gpt import experimental_attention_variant_module_specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm import gated_delta_net, mamba_mixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch import Tensor
 
 from tests.parity.specs import Norm, hybrid
 from tests.recurrences import causal_conv1d, delta_rule, l2norm, scan
@@ -30,9 +26,7 @@ from tests.recurrences import causal_conv1d, delta_rule, l2norm, scan
 class GroupNorm(torch.nn.Module):
     """RMS norm of each group of channels."""
 
-    def __init__(
-        self, size: int, eps: float, group_size: int, dtype: torch.dtype, **ignored: Any
-    ) -> None:
+    def __init__(self, size, eps, group_size, dtype, **ignored):
         super().__init__()
         self.weight, self.eps, self.group_size = (
             torch.nn.Parameter(torch.ones(size, dtype=dtype)),
@@ -40,13 +34,11 @@ class GroupNorm(torch.nn.Module):
             group_size,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         groups = x.unflatten(-1, (-1, self.group_size))
         return F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Of checkpoints: each tensor-parallel rank has the weight of its own channels."""
         state = self.state_dict(prefix="", keep_vars=True)
         return mamba_mixer.make_sharded_tensors_for_checkpoint(
@@ -57,42 +49,42 @@ class GroupNorm(torch.nn.Module):
 class Duplicated(torch.nn.Linear):
     """A linear layer that each tensor-parallel rank has as a whole."""
 
-    def __init__(self, size: int, out: int, *, config: Any, init_method: Any, **ignored: Any):
+    def __init__(self, size, out, *, config, init_method, **ignored):
         super().__init__(size, out, bias=False)
         init_method(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+    def forward(self, x):
         return super().forward(x), None
 
 
 class LocalProvider(LocalSpecProvider):
     """Megatron's local parts, with norms that support --sequence-parallel."""
 
-    def linear(self) -> type:
+    def linear(self):
         return Duplicated
 
-    def column_parallel_layer_norm_linear(self) -> type:
+    def column_parallel_layer_norm_linear(self):
         return ColumnParallelLinear  # after a norm of its own
 
-    def layer_norm(self, *args: Any, **kwargs: Any) -> type:
+    def layer_norm(self, *args, **kwargs):
         return Norm
 
 
-def _with_own_norm(spec: ModuleSpec) -> ModuleSpec:
+def _with_own_norm(spec):
     return dataclasses.replace(spec, metainfo={"fuse_input_layernorm": False})
 
 
-def _local_attention(config: Any, backend: Any = None) -> ModuleSpec:
+def _local_attention(config, backend=None):
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     return _with_own_norm(layer.submodules.self_attention)
 
 
-def _local_delta_net(config: Any, backend: Any = None) -> ModuleSpec:
+def _local_delta_net(config, backend=None):
     return _with_own_norm(_DELTA_NET(config, backend))
 
 
-def linear_attention(config: Any) -> TransformerBlockSubmodules:
+def linear_attention(config):
     """The layers of --experimental-attention-variant gated_delta_net, which Megatron itself makes
     of TransformerEngine's parts alone.
     """
@@ -102,14 +94,14 @@ def linear_attention(config: Any) -> TransformerBlockSubmodules:
     return variants.get_transformer_block_with_experimental_attention_variant_spec(config)
 
 
-def _stand_in_for_sparse() -> None:
+def _stand_in_for_sparse():
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
 
     absorbed_mla.TELinear = Duplicated
     dsa.fused_qk_topk_naive = _first_of_equal
 
 
-def _sparse_hybrid() -> ModuleSpec:
+def _sparse_hybrid():
     """`hybrid`, whose layers of letter D are made as in Megatron's own hybrid models."""
     _stand_in_for_sparse()
     config = SimpleNamespace(
@@ -123,7 +115,7 @@ def _sparse_hybrid() -> ModuleSpec:
     return dataclasses.replace(hybrid, submodules=parts)
 
 
-def _first_of_equal(q: Tensor, k: Tensor, weights: Tensor, topk: int, **named: Any) -> Any:
+def _first_of_equal(q, k, weights, topk, **named):
     """As Megatron's `fused_qk_topk_naive`, but of equal scores the earlier keys are selected:
     relu makes many zeros, of which `torch.topk` takes any.
     """

@@ -5,14 +5,12 @@ norms elsewhere.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -29,17 +27,17 @@ class Norm(torch.nn.RMSNorm):
     tensor-parallel ranks.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any) -> None:
+    def __init__(self, config, hidden_size, eps=1e-5, **ignored):
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel
         self.centered = int(config.layernorm_zero_centered_gamma)
         torch.nn.init.constant_(self.weight, 1 - self.centered)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return F.rms_norm(x, self.normalized_shape, self.weight + self.centered, self.eps)
 
 
-def sequence_parallel(config: Any) -> TransformerBlockSubmodules:
+def sequence_parallel(config):
     """Megatron's local layers with a norm that supports --sequence-parallel."""
     latent = config.multi_latent_attention
     spec = get_gpt_layer_local_spec(
@@ -57,7 +55,7 @@ def sequence_parallel(config: Any) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules([layer] * config.num_layers, layer_norm=Norm)
 
 
-def _hybrid() -> ModuleSpec:
+def _hybrid():
     with patch.object(model_specs, "Norm", WrappedTorchNorm):
         return model_specs.get_mamba_stack_modelopt_spec(local_core_attention=True)
 

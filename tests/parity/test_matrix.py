@@ -11,7 +11,7 @@ import pytest
 from tests.megatron.launch import Outcome
 from tests.parity import matrix
 from tests.parity.matrix import Cell, Verdict
-from tests.parity.models import MODELS, SPLITS, Model
+from tests.parity.models import MODELS, SPLITS
 
 # What README.md and docs/support.md promise, under the splits that matter: a kind of promise to a
 # group, and the planted fault of the first model of each group must show.
@@ -43,13 +43,13 @@ HEADLINE = {
 }  # fmt: skip
 
 
-def named(model: str, *splits: str, planted: bool = False) -> list[Cell]:
+def named(model, *splits, planted=False):
     found = matrix.cells([model], splits, planted)
     assert len(found) == len(splits), f"{model} does not run under each of {splits}"
     return found
 
 
-def check(cells: list[Cell], folder) -> None:
+def check(cells, folder):
     wrong = [
         verdict.as_dict() for verdict in matrix.run(cells, folder).values() if not verdict.expected
     ]
@@ -65,7 +65,7 @@ def test_models_train_as_without_context_parallelism_and_a_planted_fault_shows(t
     check([*right, dataclasses.replace(first, planted=True)], tmp_path)
 
 
-def verdict(model: Model, split: str = "tp2cp2", planted: bool = False, **found) -> Verdict:
+def verdict(model, split="tp2cp2", planted=False, **found):
     return Verdict(
         Cell(model, next(each for each in SPLITS if each.name == split), planted), **found
     )
