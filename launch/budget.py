@@ -82,8 +82,8 @@ ROOMS = (
     room("glue", 1_000, 1_300, """cp_ring/tools/__init__.py cp_ring/tools/__main__.py
         cp_ring/tools/cli.py cp_ring/tools/terminal.py"""),
     room("ring 3: tools", 23_000, 23_100, "cp_ring/tools"),
-    room("all", 200_000, 196_800, "cp_ring patches"),
-    room("tests", 200_000, 203_500, "tests"),
+    room("all", 200_000, 196_900, "cp_ring patches"),
+    room("tests", 200_000, 201_200, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""
 

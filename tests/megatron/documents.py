@@ -1,16 +1,12 @@
 """Corpora of short documents, which jobs pack into their rows."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
 EOD = 254  # NullTokenizer's, with --vocab-size 255
 
 
-def write(
-    prefix: Path, documents: int = 600, longest: int = 60, seed: int = 3, skewed: bool = False
-) -> str:
+def write(prefix, documents=600, longest=60, seed=3, skewed=False):
     """A data set of random documents of 1 to `longest` tokens, each with its end-of-document token;
     returns its prefix.
 
@@ -29,7 +25,7 @@ def write(
     return str(prefix)
 
 
-def data(prefix: str) -> list[str]:
+def data(prefix):
     """Megatron's flags for the data set."""
     return [
         "--tokenizer-type",

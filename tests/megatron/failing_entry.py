@@ -10,12 +10,12 @@ import sys
 PLACE, _, WHO = os.environ.get("FAILS", "").partition(":")
 
 
-def fail() -> None:
+def fail():
     if WHO in ("all", os.environ["RANK"]):
         raise ValueError(f"my own bug in {PLACE}")
 
 
-def main() -> None:
+def main():
     if PLACE == "program":
         run_program()
         return
@@ -47,7 +47,7 @@ class Rows:
         return torch.randn(32, 4, 16)
 
 
-def run_program() -> None:
+def run_program():
     """Attention over two ranks on batches of workers, as a program with `enable` has them."""
     import torch.distributed as dist
     from megatron.core import parallel_state

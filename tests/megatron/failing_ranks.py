@@ -26,7 +26,7 @@ LIMIT_S = float(os.environ.get("LIMIT_S", "240"))
 _SUBREAPER = 36
 
 
-def rank(number: int, port: int, case: dict) -> None:
+def rank(number, port, case):
     """What a rank does; its end is that of a Python process."""
     os.environ |= case["environment"] | {
         "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(RANKS),
@@ -41,7 +41,7 @@ def rank(number: int, port: int, case: dict) -> None:
     importlib.import_module(module).main()
 
 
-def launch(case: dict) -> dict:
+def launch(case):
     """As torchrun: holds the store, and ends the others when one has failed."""
     from torch.distributed import TCPStore
 
@@ -87,13 +87,13 @@ def launch(case: dict) -> dict:
     }  # fmt: skip
 
 
-def children() -> list[int]:
+def children():
     import psutil
 
     return [child.pid for child in psutil.Process().children(recursive=True)]
 
 
-def main() -> None:
+def main():
     for case in json.loads(Path(sys.argv[1]).read_text()):
         pid = os.fork()
         if not pid:

@@ -1,14 +1,12 @@
 """Process groups of a worker that makes Megatron's again for each case."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
-def end_groups(kept: tuple[Any, ...] = ()) -> None:
+def end_groups(kept=()):
     """Ends all groups but the world and those `kept`. A collective: no rank leaves one that another
     still needs.
 
@@ -25,7 +23,7 @@ def end_groups(kept: tuple[Any, ...] = ()) -> None:
 
 
 @contextmanager
-def program(cp: int, hybrid: bool = False, tp: int = 1, **settings: Any) -> Iterator[None]:
+def program(cp, hybrid=False, tp=1, **settings):
     """On a rank of the pool: what a program does before it builds a model, and afterwards all of it
     undone.
     """

@@ -4,10 +4,8 @@ and TransformerEngine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -21,7 +19,7 @@ SETTINGS = {
 
 
 @contextmanager
-def fine_grained() -> Iterator[Any]:
+def fine_grained():
     """The module of the feature, which moves tensors of the CPU, to memory that is not pinned;
     streams are those of cpu_runtime.
 
@@ -53,7 +51,7 @@ def fine_grained() -> Iterator[Any]:
         offloading.PipelineOffloadManager.OFFLOAD_MGR = None
 
 
-def moved_bytes(offloading: Any) -> dict[str, int]:
+def moved_bytes(offloading):
     """Bytes that this rank moves for the microbatches in flight at a time, by module; known after
     the first step.
     """
@@ -67,33 +65,33 @@ class MarkedOnly:
     moved: shapes of the tensors that were moved; left: of those that stayed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.inside_context = False
         self.moved: list[tuple[int, ...]] = []
         self.left: list[tuple[int, ...]] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self.inside_context = True
         self._hooks = torch.autograd.graph.saved_tensors_hooks(
             self.on_save_for_backward, self.on_get_saved_tensor
         )
         self._hooks.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._hooks.__exit__(*error)
         self.inside_context = False
 
-    def on_save_for_backward(self, tensor: torch.Tensor) -> torch.Tensor:
+    def on_save_for_backward(self, tensor):
         marked = hasattr(tensor, "activation_offloading")
         (self.moved if marked else self.left).append(tuple(tensor.shape))
         return tensor.detach().clone() if marked else tensor
 
-    def on_get_saved_tensor(self, saved: torch.Tensor) -> torch.Tensor:
+    def on_get_saved_tensor(self, saved):
         return saved
 
 
 @contextmanager
-def marked_only() -> Iterator[MarkedOnly]:
+def marked_only():
     """Models that are built inside keep their saved tensors as TransformerEngine before 2.10 does."""
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import transformer_block

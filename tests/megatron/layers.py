@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
 
-
-def core_attention(kind: Any = None, settings: Any = None, **arguments: Any) -> Any:
+def core_attention(kind=None, settings=None, **arguments):
     """Ring attention, or the class `kind`, of 4 heads of 8; `settings` are of its configuration."""
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig

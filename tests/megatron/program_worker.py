@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 
-def main(folder: Path) -> None:
+def main(folder):
     """What a rank does once the process group exists."""
     import megatron.core
     from megatron.core import parallel_state
@@ -52,7 +51,7 @@ def main(folder: Path) -> None:
         (folder / "found.json").write_text(json.dumps(found))
 
 
-def packed_documents(example: Any) -> dict[str, Any]:
+def packed_documents(example):
     """Certificates of packed documents; with a wrong split too."""
     import cp_ring.megatron
 
@@ -60,7 +59,7 @@ def packed_documents(example: Any) -> dict[str, Any]:
     cp_ring.megatron.enable(cpu=True, seq_length=128, packed=True)
     initialized = []
 
-    def build(config: Any) -> Any:
+    def build(config):
         initialized.append(config.perform_initialization and config.no_sync_func is None)
         return example.build(config)
 
@@ -79,7 +78,7 @@ def packed_documents(example: Any) -> dict[str, Any]:
     return found
 
 
-def covered(certificate: Any) -> list[Any]:
+def covered(certificate):
     """What of the loss was covered, and what was not."""
     models = {
         f"{probe.layer} under {probe.mask}"
@@ -89,12 +88,12 @@ def covered(certificate: Any) -> list[Any]:
     return [*models, *certificate.not_covered]
 
 
-def without_documents(example: Any) -> Callable[..., Any]:
+def without_documents(example):
     """The forward step of the example, whose microbatches lose their documents with context
     parallelism.
     """
 
-    def step(iterator: Any, model: Any) -> Any:
+    def step(iterator, model):
         batch = dict(next(iterator))
         if model.config.context_parallel_size > 1:
             del batch["cu_seqlens"], batch["max_seqlen"]
@@ -103,7 +102,7 @@ def without_documents(example: Any) -> Callable[..., Any]:
     return step
 
 
-def configuration(cp: int, **more: Any) -> Any:
+def configuration(cp, **more):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -112,16 +111,16 @@ def configuration(cp: int, **more: Any) -> Any:
     )  # fmt: skip
 
 
-def whole_rows(model: Any) -> None:
+def whole_rows(model):
     """A step of a program that has forgotten to split its batch."""
     tokens = torch.zeros(2, 128, dtype=torch.int64)
     model(tokens, torch.arange(128).expand(2, 128), None, labels=tokens)
 
 
-def wrong_split(example: Any) -> Callable[..., Any]:
+def wrong_split(example):
     """The forward step of the example with labels that are split by rows of another order."""
 
-    def step(iterator: Any, model: Any) -> Any:
+    def step(iterator, model):
         batch = dict(next(iterator))
         if model.config.context_parallel_size > 1:
             batch["labels"] = batch["labels"].flip(1)
@@ -130,7 +129,7 @@ def wrong_split(example: Any) -> Callable[..., Any]:
     return step
 
 
-def rejection(call: Callable[[], Any]) -> str:
+def rejection(call):
     from cp_ring.errors import ConfigError
 
     try:

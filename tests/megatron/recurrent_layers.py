@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -11,7 +9,7 @@ N, ROWS, HIDDEN = 64, 2, 32
 OFFSETS = np.array([0, 5, 30, 64, 100, 101, 128])  # of documents in the stream of two batch rows
 
 
-def configuration() -> Any:
+def configuration():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from cp_ring.megatron import compat
@@ -27,7 +25,7 @@ def configuration() -> Any:
     )  # fmt: skip
 
 
-def build(kind: str) -> Any:
+def build(kind):
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm import gated_delta_net as package
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -53,12 +51,12 @@ def build(kind: str) -> Any:
     return package.GatedDeltaNet(configuration(), submodules, layer_number=1, pg_collection=groups)
 
 
-def whole_rows() -> torch.Tensor:
+def whole_rows():
     """Hidden states [N, ROWS, HIDDEN]."""
     return torch.randn(N, ROWS, HIDDEN, generator=torch.Generator().manual_seed(9))
 
 
-def call(layer: Any, hidden: torch.Tensor, packed: Any) -> torch.Tensor:
+def call(layer, hidden, packed):
     """Output [s, b, HIDDEN] of hidden states [s, b, HIDDEN]."""
     mask = {} if "MambaMixer" in type(layer).__name__ else {"attention_mask": None}
     out: torch.Tensor = layer(hidden, packed_seq_params=packed, **mask)[0]

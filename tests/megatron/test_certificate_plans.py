@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from cp_ring.plan.plan import rank_plan
 CP, N = 4, 64
 
 
-def probed(plan: Any) -> Probe:
+def probed(plan):
     """What the certificate of rank 1 says of a layer that runs this plan."""
     batch = SimpleNamespace(local=lambda x: x, packed=None)
     layer = SimpleNamespace(plan_of=lambda *_: plan, options=SimpleNamespace(num_slots=2))
@@ -37,7 +36,7 @@ def probed(plan: Any) -> Probe:
     return probe_rank_plan(tested)
 
 
-def of_another_rank(ring: Any, rank: int) -> Any:
+def of_another_rank(ring, rank):
     """Rank 1 runs what is right for rank 0."""
     return replace(rank_plan(ring, 0), rank=1) if rank == 1 else rank_plan(ring, rank)
 

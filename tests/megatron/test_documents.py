@@ -1,8 +1,5 @@
-"""Packed documents: boundaries, masks, padding, rotary positions and multi-token prediction, alone
-and in training.
-"""
+"""Packed documents: boundaries, masks, padding."""
 
-import multiprocessing
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,27 +8,17 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
-from cp_ring.megatron.adapter.next_tokens import roll_in_documents
 from cp_ring.megatron.data import documents as documents_module
 
 
-def import_megatron():
-    """Imports Megatron when the first test runs, here and in ranks: at collection it would cost
-    every worker seconds.
-    """
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    """Imports Megatron when the first test runs: at collection it would cost every worker seconds."""
     global PackedSeqParams, DocumentParams, Documents, boundaries, documents_of
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries, documents_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron():
-    import_megatron()
-
-
-if multiprocessing.parent_process():  # a rank that runs a function of this file
-    import_megatron()
 
 REAL, PADDED = np.array([0, 5, 6, 6, 15]), np.array([0, 8, 16, 16, 32])
 BOTH = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -52,9 +39,6 @@ def dense(real, padded):
     for start, length in zip(padded, np.diff(real), strict=False):
         allowed[start : start + length, start : start + length] = np.tri(length, dtype=bool)
     return allowed
-
-
-# Boundaries and masks
 
 
 def test_a_document_ends_with_its_end_of_document_token_as_in_megatron():
@@ -178,18 +162,3 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
         arguments.position_embedding_type = kind
         with pytest.raises(ConfigError, match=line):
             gpt.get_batch(None, None)
-
-
-# Attention, rotary positions and rolls over ranks
-
-
-def roll_one(group):
-    """The rolled loss mask of one token, divided by what Megatron divides it by."""
-    split = Documents.in_rows(np.array([0, 16]), 1, "zigzag", group.size())
-    mine = split.shard((torch.arange(16) == 9).float()[None], group.rank())
-    rolled, total = roll_in_documents(mine, cp_group=group)
-    return rolled.sum() / total.clamp(min=1)
-
-
-def test_one_token_for_many_ranks_weighs_as_much_in_a_further_prediction(pool):
-    assert float(sum(pool.run(roll_one, 4))) / 4 == 1.0

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ STEP = (
 )
 
 
-def build(cp: int, kind: str = "", seed: int = 3, groups: Any = None, **more: Any) -> Any:
+def build(cp, kind="", seed=3, groups=None, **more):
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -63,7 +62,7 @@ def build(cp: int, kind: str = "", seed: int = 3, groups: Any = None, **more: An
     )  # fmt: skip
 
 
-def microbatches(all_of_them: bool, rank: int = 0) -> list[dict[str, Any]]:
+def microbatches(all_of_them, rank=0):
     """Those of a rank of four, or of one rank that has all of them."""
     random, found = torch.Generator().manual_seed(9), []
     for size, groups in STEP:
@@ -83,14 +82,12 @@ def microbatches(all_of_them: bool, rank: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def gradients(
-    group: Any, kind: str, cp: int, fault: bool = False, **settings: Any
-) -> list[torch.Tensor]:
+def gradients(group, kind, cp, fault=False, **settings):
     """On a rank: the loss of a step, and the gradients of all parameters."""
     import cp_ring.megatron
     from cp_ring.megatron.data import documents
 
-    def first_of_its_group(packed: Any, group: Any) -> Any:
+    def first_of_its_group(packed, group):
         return SimpleNamespace(rank=lambda: 0, size=right(packed, group).size)
 
     right = documents.group_of_microbatch  # of the patches alone; attention has imported its own
@@ -116,7 +113,7 @@ def gradients(
         documents.group_of_microbatch = right
 
 
-def difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+def difference(found, wanted):
     largest = max(float(x.norm()) for x in wanted)
     return max(float((x - y).norm()) for x, y in zip(found, wanted, strict=True)) / largest
 
@@ -142,13 +139,13 @@ def test_positions_of_another_rank_are_seen(pool):
     assert difference(pool.run(gradients, 4, "window", 4, fault=True)[0], wanted) > 1e-3
 
 
-def lines(group: Any) -> list[str]:
+def lines(group):
     """On a rank: with what each wrong microbatch or model ends."""
     import cp_ring.megatron
     from cp_ring.megatron import settings as in_force
     from cp_ring.megatron.data.documents import ALONE
 
-    def line(batch: dict[str, Any], thd: bool = True, patched: bool = True, **more: Any) -> str:
+    def line(batch, thd=True, patched=True, **more):
         try:
             mine = cp_ring.megatron.split_batch(batch)
             packed = mine["packed_seq_params"]

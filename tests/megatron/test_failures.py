@@ -5,7 +5,6 @@ wherever it fails and whatever its workers, threads and messages wait for.
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -37,7 +36,7 @@ DEFAULT = ("forward:1", "exit:1", "sleep:0")
 """Those that run by default; the others are of CI."""
 
 
-def end(folder: Path, names) -> dict[str, dict]:
+def end(folder, names):
     """How the cases end, by name."""
     cases = [
         {
@@ -63,13 +62,13 @@ def end(folder: Path, names) -> dict[str, dict]:
     return found
 
 
-def _entry(name: str) -> list[str]:
+def _entry(name):
     """A script, the entry of `cp-ring train`, or a program with `enable`."""
     other = name.startswith(("entry:", "program:"))
     return ["tests.megatron.failing_entry"] if other else ["cp_ring.run", SCRIPT]
 
 
-def check(name: str, ended: dict) -> None:
+def check(name, ended):
     texts = "\n".join(ended["texts"])
     assert not ended["hung"], texts
     place, _, who = name.partition(":")

@@ -26,12 +26,12 @@ CP2 = ["--context-parallel-size", "2"]
 OVERLAP = shlex.split("--overlap-moe-expert-parallel-comm")
 
 
-def steps(folder, name: str) -> list[tuple[float, float]]:
+def steps(folder, name):
     """Loss and gradient norm of each step."""
     return [(step["loss"], step["grad_norm"]) for step in trace(folder, name).values()]
 
 
-def sent(folder, name: str) -> list[tuple[int, int, dict[str, int]]]:
+def sent(folder, name):
     """What each rank has sent and computed by the end of each step."""
     lines = [
         json.loads(text)

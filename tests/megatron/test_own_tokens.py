@@ -4,8 +4,6 @@ rank's own tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,7 +16,7 @@ N, BATCH, HEADS, GROUPS, D = 24, 2, 4, 2, 16
 EDGES = (0, 5, 17, 48)
 
 
-def layer_of(mask: str) -> Any:
+def layer_of(mask):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.spec_utils import build_module
@@ -33,7 +31,7 @@ def layer_of(mask: str) -> Any:
     return build_module(spec, config=config, layer_number=1).core_attention
 
 
-def errors(group: Any, settings: dict[str, str]) -> list[float]:
+def errors(group, settings):
     """On a rank: of out and gradients, for batch rows and packed images, with a mask and without."""
     from megatron.core.packed_seq_params import PackedSeqParams
 

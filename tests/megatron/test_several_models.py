@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.xdist_group("pool")
 N, ROWS = 32, 4
 
 
-def groups_of(cp_group: Any) -> Any:
+def groups_of(cp_group):
     """Megatron's groups, with another context-parallel one."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -27,7 +26,7 @@ def groups_of(cp_group: Any) -> Any:
     return groups
 
 
-def gradients(group: Any) -> dict[str, list[torch.Tensor]]:
+def gradients(group):
     """On a rank of four: the loss over all batch rows of a student, also against a teacher at
     context parallel size 1, and the gradients, added up over all ranks; by the student's size.
     """
@@ -71,7 +70,7 @@ def test_a_student_at_each_size_beside_a_teacher_at_one(pool):
             assert difference(result, whole) < 1e-5
 
 
-def lines(group: Any) -> list[str]:
+def lines(group):
     """On a rank of four: with what each model that cannot run ends."""
     from megatron.core.models.common.vision_module.vision_module import VisionModule
 

@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import sys
-from pathlib import Path
 
 from tests.parity.deliveries import delivered
 from tests.parity.faults import planted
@@ -30,7 +29,7 @@ class Rejected(Exception):
     """A job ended before it trained, with a message for its user."""
 
 
-def observe(path: Path, ledger) -> None:
+def observe(path, ledger):
     """Makes Megatron write a line to `path` after each training step and each validation pass."""
     import megatron.training.training as training
 
@@ -70,7 +69,7 @@ def observe(path: Path, ledger) -> None:
     training.training_log, training.evaluate, gpt._next_batch = log, evaluate_and_tell, read
 
 
-def write(path: Path, line: dict) -> None:
+def write(path, line):
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -79,7 +78,7 @@ def reject(message, code=2):
     raise Rejected(message)
 
 
-def import_stand_ins(argv: list[str]) -> None:
+def import_stand_ins(argv):
     """Imports the stand-ins for CUDA kernels before the patches are applied, which wrap them."""
     from cp_ring.patches.cpu_runtime import functions_uncompiled
 
@@ -88,7 +87,7 @@ def import_stand_ins(argv: list[str]) -> None:
             importlib.import_module(STAND_INS)
 
 
-def run(job: dict, folder: Path) -> None:
+def run(job, folder):
     """Trains as the job's flags say."""
     from cp_ring import pretrain_gpt
     from cp_ring import run as scripts
@@ -117,7 +116,7 @@ def run(job: dict, folder: Path) -> None:
         sys.exit(REJECTED)
 
 
-def rank(rank: int, ranks: int, port: int, job: dict, folder: Path, log: Path, work=run) -> None:
+def rank(rank, ranks, port, job, folder, log, work=run):
     """Is rank `rank` of `ranks`, whose store the launcher holds at `port`; both output streams go
     to `log`.
     """
@@ -126,7 +125,7 @@ def rank(rank: int, ranks: int, port: int, job: dict, folder: Path, log: Path, w
     work(job, folder)
 
 
-def place(rank: int, ranks: int, port: int) -> dict[str, str]:
+def place(rank, ranks, port):
     """The environment variables by which a rank finds the others."""
     numbers = {
         "RANK": rank,
@@ -142,7 +141,7 @@ def place(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def output_to(log: Path) -> None:
+def output_to(log):
     """Both output streams of this process go to `log` from now on."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-def run(folder: Path, model: str, work: str, cp: int, ring: bool, pp: int = 1) -> dict[str, Any]:
+def run(folder, model, work, cp, ring, pp=1):
     """What the ranks of a recipe found."""
     job = ["-m", "tests.programs.bridge_worker", model, work, str(folder), str(int(ring)), str(pp)]
     ended = launch(cp * pp, job, python_path=os.pathsep.join([str(BRIDGE), str(ROOT)]))

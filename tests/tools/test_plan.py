@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -17,7 +16,7 @@ from cp_ring.tools.cli import app
 USUAL = "--seq-length 4096 --cp 4 "
 
 
-def invoke(options: str) -> str:
+def invoke(options):
     """What `cp-ring plan` prints; raises what it raises."""
     result = CliRunner().invoke(app, ["plan", *shlex.split(options)])
     if result.exception:
@@ -25,11 +24,11 @@ def invoke(options: str) -> str:
     return result.stdout
 
 
-def facts_of(options: str) -> dict:
+def facts_of(options):
     return json.loads(invoke(f"{options} --json"))
 
 
-def test_numbers_are_those_of_the_plan() -> None:
+def test_numbers_are_those_of_the_plan():
     facts = facts_of("--seq-length 64K --cp 8")
     plan = Plan.build(Mask.causal(65536), Layout.zigzag(65536, 8))
     report = plan.verify()
@@ -51,7 +50,7 @@ def test_numbers_are_those_of_the_plan() -> None:
     assert "causal; 65,536 tokens on 8 ranks, zigzag layout, direct route" in text
 
 
-def test_heads_inside_a_node_send_keys_once_to_each_other_node() -> None:
+def test_heads_inside_a_node_send_keys_once_to_each_other_node():
     line = "--seq-length 512K --cp 64 --kv-heads 8 --heads 64 --full"
     direct, heads = (
         facts_of(f"{line} {more}")["bytes_between_nodes"] for more in ("", "--head-parallel 8")
@@ -59,7 +58,7 @@ def test_heads_inside_a_node_send_keys_once_to_each_other_node() -> None:
     assert direct == 64 * 56 * (524288 // 64) * 2 * 8 * 128 * 2 == 8 * heads
 
 
-def test_a_window_and_documents_of_a_file(tmp_path: Path) -> None:
+def test_a_window_and_documents_of_a_file(tmp_path):
     assert sum(facts_of(f"{USUAL} --window 0")["work_per_rank"]) == 4096
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("1000 2000 1096")
@@ -68,7 +67,7 @@ def test_a_window_and_documents_of_a_file(tmp_path: Path) -> None:
     assert sum(facts["work_per_rank"]) == sum(n * (n + 1) // 2 for n in (1000, 2000, 1096))
 
 
-def test_a_job_has_the_sizes_of_its_layer() -> None:
+def test_a_job_has_the_sizes_of_its_layer():
     facts = facts_of("llama3-8b-128k")
     assert (facts["n"], facts["cp"]) == (131072, 4)
     other = facts_of("llama3-8b-128k --cp 8 --set cp_ring.heads=2 --seq-length 64K")
@@ -93,14 +92,14 @@ def test_a_job_has_the_sizes_of_its_layer() -> None:
         (f"{USUAL} --draw plan.txt", "--draw plan.txt: cannot write: Format 'txt' is not"),
     ],
 )
-def test_bad_options_are_one_line(options: str, line: str) -> None:
+def test_bad_options_are_one_line(options, line):
     with pytest.raises((PlanError, ConfigError)) as caught:
         invoke(options)
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("cp", [1, 4, 20])
-def test_picture(tmp_path: Path, cp: int) -> None:
+def test_picture(tmp_path, cp):
     path = tmp_path / "plan.svg"
     assert f"wrote {path}" in invoke(f"--seq-length 4000 --cp {cp} --window 300 --draw {path}")
     text = path.read_text()
@@ -108,7 +107,7 @@ def test_picture(tmp_path: Path, cp: int) -> None:
     assert ("rank 0" in text) == (cp <= draw.MAX_LEGEND)
 
 
-def test_colors_are_told_apart() -> None:
+def test_colors_are_told_apart():
     few = {draw.color(rank, hop, 8, 4) for rank in range(8) for hop in range(4)}
     assert len(few) == 32 and len({draw.color(rank, 0, 64, 1) for rank in range(64)}) == 64
     assert [draw.tokens_of(n) for n in (0, 512, 8192, 1 << 20)] == ["0", "512", "8K", "1,024K"]
