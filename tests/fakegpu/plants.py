@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,11 @@ from cp_ring.kernels.transformer_engine import TransformerEngineKernel
 Plant = Callable[[], AbstractContextManager[Any]]
 
 
-def _lost_wait(kind: str) -> Plant:
+def _lost_wait(kind):
     """Nothing waits for messages of this kind."""
     wait = transport._Works.wait
 
-    def lost(self: Any) -> None:
+    def lost(self):
         if self._batch.kind != kind:
             wait(self)
 
@@ -31,11 +31,11 @@ def _lost_wait(kind: str) -> Plant:
 
 
 @contextmanager
-def _early_reuse() -> Iterator[None]:
+def _early_reuse():
     """All slots are the same memory, so that a hop receives where the one before it is computed."""
     allocated, memory = KeyStream._allocated, dict[int, Any]()
 
-    def same(self: KeyStream, num_tokens: int) -> Any:
+    def same(self, num_tokens):
         kept = memory.get(id(self))
         if kept is None or len(kept[0]) < num_tokens:
             kept = memory[id(self)] = allocated(self, num_tokens)
@@ -45,11 +45,11 @@ def _early_reuse() -> Iterator[None]:
         yield
 
 
-def _in_a_hop(work: Callable[[torch.Tensor], object]) -> Plant:
+def _in_a_hop(work):
     """Does something more before each call of the kernel in forward."""
     attend = FlashAtenKernel.attend
 
-    def more(self: Any, q: Any, *rest: Any) -> Any:
+    def more(self, q, *rest):
         work(q)
         return attend(self, q, *rest)
 
@@ -57,13 +57,13 @@ def _in_a_hop(work: Callable[[torch.Tensor], object]) -> Plant:
 
 
 @contextmanager
-def _fork() -> Iterator[None]:
+def _fork():
     """The kernel runs on a stream of its own that waits for the current one, which does not wait
     for it.
     """
     attend, side = FlashAtenKernel.attend, torch.cuda.Stream()
 
-    def forked(self: Any, *inputs: Any) -> Any:
+    def forked(self, *inputs):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             return attend(self, *inputs)
@@ -73,11 +73,11 @@ def _fork() -> Iterator[None]:
 
 
 @contextmanager
-def _early_free() -> Iterator[None]:
+def _early_free():
     """Another stream reads a copy of the queries, freed without a word to the allocator."""
     side = torch.cuda.Stream()
 
-    def read(q: torch.Tensor) -> None:
+    def read(q):
         copy = q.clone()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -88,11 +88,11 @@ def _early_free() -> Iterator[None]:
 
 
 @contextmanager
-def _swapped() -> Iterator[None]:
+def _swapped():
     """Rank 1 sends values before keys."""
     messages = transport.messages
 
-    def other(transfers: Any) -> Any:
+    def other(transfers):
         found = messages(transfers)
         return found[::-1] if torch.distributed.get_rank() == 1 else found
 
@@ -101,7 +101,7 @@ def _swapped() -> Iterator[None]:
 
 
 @contextmanager
-def _two_communicators() -> Iterator[None]:
+def _two_communicators():
     """Of 4 ranks, neighbors exchange heads over groups of their own, and so do rings."""
     near, far = (
         [new_group(ranks) for ranks in cut] for cut in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
@@ -113,11 +113,11 @@ def _two_communicators() -> Iterator[None]:
 
 
 @contextmanager
-def _sends_first() -> Iterator[None]:
+def _sends_first():
     """All ranks post what they send as a group of its own, before what they receive."""
     post = transport.GroupTransport.post
 
-    def apart(self: Any, batch: transport.MessageBatch) -> Any:
+    def apart(self, batch):
         post(self, replace(batch, receives=())).wait()
         return post(self, replace(batch, sends=()))
 
@@ -125,21 +125,21 @@ def _sends_first() -> Iterator[None]:
         yield
 
 
-def _other_layout() -> AbstractContextManager[Any]:
+def _other_layout():
     """TransformerEngine is told of a layout that its calls do not have."""
     call = TransformerEngineKernel._call
 
-    def other(*inputs: Any) -> Any:
+    def other(*inputs):
         return call(*inputs)._replace(layout="sb3hd")
 
     return mock.patch.object(TransformerEngineKernel, "_call", other)
 
 
-def _other_dtype() -> AbstractContextManager[Any]:
+def _other_dtype():
     """TransformerEngine gets queries in another dtype than keys."""
     forward = TransformerEngineKernel.forward
 
-    def other(self: Any, q: torch.Tensor, *rest: Any, **more: Any) -> Any:
+    def other(self, q, *rest, **more):
         return forward(self, q.half(), *rest, **more)
 
     return mock.patch.object(TransformerEngineKernel, "forward", other)

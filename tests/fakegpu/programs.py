@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 import cp_ring
@@ -20,11 +17,11 @@ from tests.fakegpu.plants import PLANTS
 
 
 def rings(
-    cases: dict[str, dict[str, Any]],
-    steps: int = 3,
-    planted: bool = False,
-    captured: bool = False,
-) -> None:
+    cases,
+    steps=3,
+    planted=False,
+    captured=False,
+):
     """Calls of `ring_attention` one after another, each forward and backward `steps` times;
     "<case> <step>" is the part of the log.
 
@@ -38,7 +35,7 @@ def rings(
     mark("end")
 
 
-def _steps(name: str, call: Callable[[], None], steps: int, captured: bool) -> None:
+def _steps(name, call, steps, captured):
     for step in range(steps):
         mark(f"{name} {step}")
         call()
@@ -49,12 +46,12 @@ def _steps(name: str, call: Callable[[], None], steps: int, captured: bool) -> N
 
 
 def attend(
-    tokens: int = 256,
-    sizes: tuple[int, ...] = (4, 2, 64, 64),
-    sink: bool = False,
-    latent: int = 0,
-    **options: Any,
-) -> None:
+    tokens=256,
+    sizes=(4, 2, 64, 64),
+    sink=False,
+    latent=0,
+    **options,
+):
     """Of `tokens` on each rank; sizes are h, g, d, e. latent: the size of the latents that stand
     for keys and values, whose keys have 64 rotated channels.
     """
@@ -77,13 +74,11 @@ def attend(
         torch.autograd.grad(out, leaves, torch.empty_like(out))
 
 
-def _empty(*shape: int) -> Tensor:
+def _empty(*shape):
     return torch.empty(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
 
-def fused(
-    folder: str, sizes: list[int], dtypes: list[str], skipped: int = 0, registers: int | None = None
-) -> None:
+def fused(folder, sizes, dtypes, skipped=0, registers=None):
     """Writes the PTX of all variants of merge and sum that calls with these head sizes and dtypes of
     tensors launch, as <function>-<parts>-<size>-<dtype>-<dtype of the running sum>.ptx.
 

@@ -7,7 +7,6 @@ Each assertion finds faults that are planted for it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from itertools import groupby
 
@@ -16,9 +15,6 @@ import pytest
 from cp_ring.plan import Mask, PlanSpec
 from cp_ring.plan.lower import ASSUMED
 from cp_ring.plan.plan import plan
-from cp_ring.plan.tables import RankPlan
-from tests.fakegpu.log import Log
-from tests.fakegpu.process import FakeGpus
 from tests.fakegpu.replay import hangs, in_flight_together, mismatches
 from tests.kernels.planned_updates import rank_updates
 
@@ -47,7 +43,7 @@ ALL = FEW | {
 CASES = {80: FEW, 90: ALL, 100: FEW}
 
 
-def slow_steps(log: Log, case: str) -> list[str]:
+def slow_steps(log, case):
     """What a step must not do, once there was one like it."""
     return [
         str(event)
@@ -57,11 +53,11 @@ def slow_steps(log: Log, case: str) -> list[str]:
     ]  # fmt: skip
 
 
-def races(log: Log, case: str = "") -> list[str]:
+def races(log, case=""):
     return [race for race in log.races if race.count(f" in {case}") == 2]
 
 
-def capture_faults(log: Log, case: str = "") -> list[str]:
+def capture_faults(log, case=""):
     return [fault for fault in log.capture_faults if f", in {case}" in fault]
 
 
@@ -85,20 +81,20 @@ OF_THE_OPERATOR = ("splitkv_combine", "dot_do_o", "convert_dq", "reduce_kernel")
 """What torch launches besides in its operators for forward and backward."""
 
 
-def launches(log: Log, part: str) -> Counter[str]:
+def launches(log, part):
     """Launches by what they are; what has no name here, by its own."""
     names = [x.name for x in log.kernels(part)]
     own = [x for x in names if not any(known in x for known in OF_THE_OPERATOR)]
     return Counter(next((y for x, y in COUNTED.items() if x in name), name) for name in own)
 
 
-def rank_plans(case: str) -> list[RankPlan]:
+def rank_plans(case):
     mask, schedule = PLANS[case]
     made = plan(mask(256 * RANKS), RANKS, PlanSpec(schedule=schedule))
     return [made.rank_plan(rank) for rank in range(RANKS)]
 
 
-def planned_launches(part: RankPlan) -> Counter[str]:
+def planned_launches(part):
     """Those that the plan of a rank and the documentation promise, and no others."""
     updates = rank_updates(part, ASSUMED)
     keys = sum(not x.whole for of_hop in updates.keys.values() for x in of_hop)
@@ -114,7 +110,7 @@ def planned_launches(part: RankPlan) -> Counter[str]:
 
 
 @pytest.fixture(scope="module")
-def clean(gpus: FakeGpus) -> Callable[[int], list[Log]]:
+def clean(gpus):
     """The logs of `CASES` on GPUs of a compute capability."""
     program = "tests.fakegpu.programs:rings"
     return cache(lambda sm: gpus.run(program, RANKS, sm, cases=CASES[sm], captured=True))
@@ -210,7 +206,7 @@ def test_transformer_engine(with_te, sm):
         assert [x for x in log.kernels("causal 2") if x.name.startswith("cudnn")]
 
 
-def of_each(finds: Callable[[Log, str], list[str]]) -> Callable[[list[Log], str], bool]:
+def of_each(finds):
     return lambda logs, case: all(finds(log, case) for log in logs)
 
 
@@ -238,10 +234,10 @@ CAPTURED = ("lost wait for gradients", "sync in a hop", "value in a hop", "fork 
 
 
 @pytest.fixture(scope="module")
-def planted(gpus: FakeGpus) -> Callable[[bool], list[Log]]:
+def planted(gpus):
     """The logs of calls with one planted fault each, one after another; and of captures of such."""
 
-    def run(captured: bool) -> list[Log]:
+    def run(captured):
         options = ALL["one source a hop"] | ALL["sizes"]
         cases = dict.fromkeys(CAPTURED if captured else FINDS, options)
         if not captured:

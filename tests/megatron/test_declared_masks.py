@@ -4,7 +4,6 @@ with them.
 
 import importlib
 import json
-import multiprocessing
 import os
 
 import numpy as np
@@ -18,20 +17,14 @@ from tests.megatron import worker
 from tests.megatron.launch import fork
 
 
-def import_megatron():
-    """Imports Megatron when the first test runs, here and in ranks: at collection it would cost
-    every worker seconds.
-    """
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    """Imports Megatron when the first test runs: at collection it would cost every worker seconds."""
     global DeclaredMask, DocumentParams, batches, documents_of, masks
     from cp_ring.megatron import batches
     from cp_ring.megatron.data import masks
     from cp_ring.megatron.data.documents import DocumentParams, documents_of
     from cp_ring.megatron.data.masks import DeclaredMask
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron():
-    import_megatron()
 
 
 def configure(**values):
@@ -244,7 +237,3 @@ def test_examples_train_as_separate_sequences_and_as_stock_megatron(tmp_path, na
     assert all(
         json.loads((tmp_path / f"{name}.{rank}.json").read_text()) < 1e-5 for rank in range(2)
     )
-
-
-if multiprocessing.parent_process():  # a rank that runs a function of this file
-    import_megatron()

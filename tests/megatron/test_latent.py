@@ -9,7 +9,7 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.latent_tap import LatentTap, _IntoMainGrad, _normalized, linked
-from cp_ring.megatron.flags.codec_choice import choose_wire, latent_problem
+from cp_ring.megatron.flags.codec_choice import choose_wire
 from cp_ring.megatron.options import Options
 
 ALONE = SimpleNamespace(size=lambda: 1)
@@ -96,35 +96,6 @@ def test_another_projection_is_rejected_by_name():
     biased.bias = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ConfigError, match="does not support a bias of linear_kv_up_proj"):
         linked(Layer)(biased)(torch.randn(5, 2, C))
-
-
-@pytest.mark.parametrize(
-    ("changes", "ulysses", "line"),
-    [
-        ({}, 1, ""),
-        (
-            {"multi_latent_attention": False},
-            1,
-            "--cp-ring-wire latent needs --multi-latent-attention",
-        ),
-        ({}, 2, "--cp-ring-wire latent does not support --cp-ring-heads 2"),
-        ({"fp8": "hybrid"}, 1, "--cp-ring-wire latent does not support --fp8-format"),
-        (
-            {"delay_wgrad_compute": True},
-            1,
-            "--cp-ring-wire latent does not support --delay-wgrad-compute",
-        ),
-        (
-            {"recompute_granularity": "selective"},
-            1,
-            "--cp-ring-wire latent does not support recomputation of core_attn alone",
-        ),
-    ],
-)
-def test_what_latents_cannot_do_is_named(changes, ulysses, line):
-    options = SimpleNamespace(**{"multi_latent_attention": True} | changes)
-    found = latent_problem(options, ulysses, Options.make(wire="latent")) or ""
-    assert found.startswith(line) and bool(found) == bool(line)
 
 
 DEEPSEEK = {

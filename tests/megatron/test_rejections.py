@@ -28,6 +28,7 @@ from tests.megatron.layers import core_attention
 CP4 = ["--context-parallel-size", "4"]
 DSA = "--experimental-attention-variant dsa"
 PLAN = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+LATENT = "--context-parallel-size 2 --cp-ring-wire latent --multi-latent-attention"
 BASE = [*TINY, "--train-iters", "1", "--cp-ring", "--cp-ring-cpu"]
 
 
@@ -123,6 +124,8 @@ def test_what_is_accepted(flags):
         ("--dynamic-context-parallel", "does not support --dynamic-context-parallel"),
         (f"{DSA} --cp-ring-document-mask", "does not support --cp-ring-document-mask"),
         (f"{DSA} --cp-ring-wire int8", "does not support --cp-ring-wire int8"),
+        (f"{LATENT} --fp8-format hybrid", "latent does not support --fp8-format: leave it out"),
+        (f"{LATENT} --delay-wgrad-compute", "does not support --delay-wgrad-compute"),
         ("--hybrid-layer-pattern D- --cp-ring-layout balanced", "-layer-pattern D-: Megatron's"),
         ("--cuda-graph-impl transformer_engine", "transformer_engine, which puts attention"),
         ("--enable-cuda-graph", "--enable-cuda-graph, which puts attention"),

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,7 +19,7 @@ PADDED = 16
 
 
 @contextlib.contextmanager
-def delivered(how: str) -> Iterator[None]:
+def delivered(how):
     """Within the context Megatron's mock data consist of short documents ("documents"), which "thd"
     packs.
 
@@ -75,19 +73,19 @@ def delivered(how: str) -> Iterator[None]:
         yield
 
 
-def _shared_prefix(n: int, random: np.random.Generator) -> dict[str, Any]:
+def _shared_prefix(n, random):
     lengths = random.integers(3, 9, 6).tolist()
     return Mask.shared_prefix(
         [(lengths[0] + 6, lengths[1:4]), (lengths[4], lengths[5:])], n
     ).to_dict()
 
 
-def _images(n: int, random: np.random.Generator) -> Mask:
+def _images(n, random):
     edges = np.sort(random.choice(np.arange(1, n), 4, replace=False))
     return Mask.images(n, edges.reshape(2, 2))
 
 
-def _global(n: int, random: np.random.Generator) -> Mask:
+def _global(n, random):
     start = int(random.integers(5, n - 5))
     return Mask.with_global(n, [(0, 2), (start, start + 3)], (7, 0))
 
@@ -96,9 +94,7 @@ MASKS = {"shared_prefix": _shared_prefix, "images": _images, "global": _global}
 """Masks that batches carry; those of shared prefixes come as plain numbers."""
 
 
-def _with_masks(
-    read: Callable[..., Any], make: Callable[..., Any], data_iterator: Any, *names: Any
-) -> dict[str, Any]:
+def _with_masks(read, make, data_iterator, *names):
     """Reads a batch to which the data loader has added a mask for each batch row, which depends on
     its tokens only. Probes bring their own.
     """
@@ -113,7 +109,7 @@ def _with_masks(
     return read(iter([batch]), *names)
 
 
-def _in_sections(read: Callable[..., Any], data_iterator: Any, *names: Any) -> dict[str, Any]:
+def _in_sections(read, data_iterator, *names):
     """Reads a batch whose data set has given each token positions in time, height and width: of an
     image of 3 x 4 patches behind the fifth token of each document, which takes 4 steps in time.
     """
@@ -132,7 +128,7 @@ def _in_sections(read: Callable[..., Any], data_iterator: Any, *names: Any) -> d
     return read(iter([batch]), *names)
 
 
-def _uneven(next_batch: Callable[..., Any], data_iterator: Any) -> dict[str, torch.Tensor]:
+def _uneven(next_batch, data_iterator):
     """Counts no token of the first and last eighth, which the first of 4 ranks holds, and two
     thirds of the others.
     """
@@ -143,7 +139,7 @@ def _uneven(next_batch: Callable[..., Any], data_iterator: Any) -> dict[str, tor
     return batch
 
 
-def _packed_batch(data_iterator: Any, vp_stage: Any) -> dict[str, Any]:
+def _packed_batch(data_iterator, vp_stage):
     """A batch row of the data set, cut into padded sequences of odd lengths, and this rank's part
     in Megatron's thd split.
     """
@@ -179,7 +175,7 @@ def _packed_batch(data_iterator: Any, vp_stage: Any) -> dict[str, Any]:
     return mine | whole | {"packed_seq_params": packed}
 
 
-def cut(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def cut(n, seed):
     """Offsets of sequences of odd lengths, and of the padded ones that they lie in, which fill `n`
     tokens.
     """

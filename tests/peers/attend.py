@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -20,7 +19,6 @@ from cp_ring import Layout, Mask, ring_attention
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import dense, error
-from tests.rank_pool import Ranks
 from tests.rings import rank_of
 
 LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -51,12 +49,12 @@ class Case:
     way: str = "threads"
     rejected: str = ""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.tokens[0] != self.tokens[1]:
             object.__setattr__(self, "rejected", "key_layout left cp_ring")
 
 
-def run(case: Case, processes: Ranks | None = None) -> tuple[float, str]:
+def run(case, processes=None):
     """The largest error divided by its limit; and the line of a rejection. Compiled calls and
     DTensors need processes.
     """
@@ -85,7 +83,7 @@ def run(case: Case, processes: Ranks | None = None) -> tuple[float, str]:
     return max(error(x, y) for x, y in zip(whole, wanted, strict=True)) / LIMITS[case.dtype], ""
 
 
-def _layout(case: Case, call: dict[str, Any]) -> Any:
+def _layout(case, call):
     name, n = case.split[0], case.tokens[0]
     if n != case.tokens[1]:
         return "contiguous"  # of cross attention, which is rejected
@@ -104,20 +102,20 @@ def _layout(case: Case, call: dict[str, Any]) -> Any:
     return getattr(Layout, name)(n, case.cp)
 
 
-def _part(layout: Any, x: Tensor, rank: int, dim: int = 1) -> Tensor:
+def _part(layout, x, rank, dim=1):
     if isinstance(layout, tuple):
         return torch.stack([of.shard(y, rank, dim - 1) for of, y in zip(layout, x, strict=True)])
     return x.clone() if isinstance(layout, str) else layout.shard(x, rank, dim)
 
 
-def _whole(layout: Any, parts: tuple[Tensor, ...]) -> Tensor:
+def _whole(layout, parts):
     if isinstance(layout, tuple):
         each = zip(layout, *parts, strict=True)
         return torch.stack([of.unshard(mine, 0) for of, *mine in each])
     return layout.unshard(list(parts), 1)
 
 
-def _told(*given: Any) -> Any:
+def _told(*given):
     """What a rank finds, or the line of a rejection: an error would end the processes."""
     try:
         return _on_rank(*given)
@@ -125,7 +123,7 @@ def _told(*given: Any) -> Any:
         return str(rejection)
 
 
-def _on_rank(group: Any, case: Case, call: dict[str, Any], layout: Any, tensors: Any) -> Any:
+def _on_rank(group, case, call, layout, tensors):
     rank = rank_of(group)
     *inputs, dout, sinks = tensors
     sinks = torch.empty(0) if sinks is None else sinks.clone()
@@ -154,11 +152,11 @@ def _on_rank(group: Any, case: Case, call: dict[str, Any], layout: Any, tensors:
     return _results(out, leaves, _part(layout, dout, rank))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, group: Any, **call: Any) -> Any:
+def _attend(q, k, v, group, **call):
     return ring_attention(q, k, v, group, return_lse=True, **call)
 
 
-def _to(form: str, x: Tensor) -> Tensor:
+def _to(form, x):
     """From [b, s, h, d] to a format, and back."""
     return {
         "bshd": lambda: x,
@@ -168,7 +166,7 @@ def _to(form: str, x: Tensor) -> Tensor:
     }[form]()
 
 
-def _truth(case: Case, call: dict[str, Any], tensors: Any) -> list[Tensor]:
+def _truth(case, call, tensors):
     """Out and gradients in float64; several sinks of a head are one."""
     *inputs, dout, sinks = (None if x is None else x.double().requires_grad_() for x in tensors)
     sink = None if sinks is None else sinks.logsumexp(-2)
@@ -176,7 +174,7 @@ def _truth(case: Case, call: dict[str, Any], tensors: Any) -> list[Tensor]:
     return _results(out, [*inputs, torch.empty(0) if sinks is None else sinks], dout)
 
 
-def _results(out: Tensor, leaves: list[Tensor], dout: Tensor) -> list[Tensor]:
+def _results(out, leaves, dout):
     """out and the gradients of q, k, v and sinks, 0 where there are none."""
     used = [x for x in leaves if x.numel()]
     grads = [*torch.autograd.grad(out, used, dout), torch.zeros(1)]

@@ -25,7 +25,7 @@ from tests.programs import stand_ins
 SEQUENCE, STEPS, VOCAB = 64, 3, 256
 
 
-def tiny(model: str, folder: Path) -> None:
+def tiny(model, folder):
     """The weights and the tokenizer of a small model of Hugging Face, and conversations for it."""
     import tokenizers
     import transformers
@@ -55,7 +55,7 @@ def tiny(model: str, folder: Path) -> None:
     (folder / "data" / "training.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def recipe(model: str, work: str, weights: Path, same: list[bool]) -> Any:
+def recipe(model, work, weights, same):
     """Bridge's own recipe, for these weights. `same` gets whether the model, exported again, has
     the bits of the weights.
     """
@@ -76,7 +76,7 @@ def recipe(model: str, work: str, weights: Path, same: list[bool]) -> Any:
     finally:
         AutoBridge.from_hf_pretrained = from_hub
 
-    def load(models: Any) -> Any:
+    def load(models):
         from safetensors.torch import load_file
 
         bridge.load_hf_weights(models)
@@ -91,7 +91,7 @@ def recipe(model: str, work: str, weights: Path, same: list[bool]) -> Any:
     return cfg
 
 
-def on_the_cpu(cfg: Any, cp: int, pp: int) -> None:
+def on_the_cpu(cfg, cp, pp):
     """Small steps of the recipe in float32, without what needs CUDA or the network."""
     from megatron.bridge.models.gpt_provider import local_layer_spec
 
@@ -121,7 +121,7 @@ def on_the_cpu(cfg: Any, cp: int, pp: int) -> None:
     cfg.logger.log_interval, cfg.logger.tensorboard_dir = 1, None
 
 
-def with_data(cfg: Any, work: str, weights: Path) -> None:
+def with_data(cfg, work, weights):
     """Bridge's test data, or its packing of the conversations, each padded to 4 tokens."""
     if work == "pretrain":
         cfg.tokenizer.tokenizer_type, cfg.tokenizer.vocab_size = "NullTokenizer", VOCAB - 1
@@ -136,7 +136,7 @@ def with_data(cfg: Any, work: str, weights: Path) -> None:
     data.offline_packing_specs.num_tokenizer_workers = 1
 
 
-def main() -> None:
+def main():
     model, work, folder, ring, stages = sys.argv[1:]
     stand_ins.install()
     packed, pp = work == "packed", int(stages)
@@ -165,11 +165,11 @@ def main() -> None:
     steps: list[list[float]] = []
     outcome: dict[str, Any] = {"steps": steps, "same": same}
 
-    def build(config: Any) -> Any:
+    def build(config):
         config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         return config.provide(pre_process=True, post_process=True)
 
-    def in_bridges_words(state: Any, iterator: Any, model: Any) -> Any:
+    def in_bridges_words(state, iterator, model):
         """Bridge's forward step of a microbatch of the certificate."""
         batch = dict(next(iterator))
         for name in ("cu_seqlens", "max_seqlen") if "cu_seqlens" in batch else ():
@@ -179,14 +179,14 @@ def main() -> None:
     class Watch(Callback):
         """Makes the certificate with Bridge's forward step, and keeps losses and norms."""
 
-        def on_train_start(self, context: Any) -> None:
+        def on_train_start(self, context):
             if ring == "1":
                 step = partial(in_bridges_words, context.state)
                 found = cp_ring.megatron.certify(cfg.model, build, step)
                 outcome["not covered"] = found.not_covered
                 outcome["probes"] = sorted({probe.name for probe in found.probes})
 
-        def on_train_step_end(self, context: Any) -> None:
+        def on_train_step_end(self, context):
             if context.loss_dict:  # the last stage has it
                 loss = float(context.loss_dict["lm loss"].flatten()[0])
                 steps.append([loss, float(context.grad_norm)])
