@@ -88,12 +88,12 @@ ADVICE = {
 """What to type, for lines that do not end with it, by a part of the line."""
 
 OF_OTHER_VERSIONS = {
-    "dynamic_context_parallel": True,
-    "cp_partition_mode": "contiguous",
-    "experimental_attention_variant": "kda",
-    "mtp_hsm": True,
-    "megatron_fsdp_version": 2,
-    "cuda_graph_impl": "full_iteration",
+    "--dynamic-context-parallel": {"dynamic_context_parallel": True},
+    "--cp-partition-mode contiguous": {"cp_partition_mode": "contiguous"},
+    "--experimental-attention-variant kda": {"experimental_attention_variant": "kda"},
+    "--mtp-hsm": {"mtp_hsm": True},
+    "--megatron-fsdp-version 2": {"megatron_fsdp_version": 2},
+    "--cuda-graph-impl full_iteration": {"cuda_graph_impl": "full_iteration"},
 }
 """Values that the parser of Megatron 0.19 does not take."""
 
@@ -103,14 +103,11 @@ def line_of(flags, parser=None):
     parser = parser or argument_parser.build_parser()
     ring = "--no-cp-ring" not in flags
     line = [*TINY, "--train-iters", "1", "--cp-ring-cpu", *["--cp-ring"] * ring]
-    words, later = shlex.split(flags.replace("--no-cp-ring", "")), {}
-    for name, value in OF_OTHER_VERSIONS.items():
-        flag = "--" + name.replace("_", "-")
-        given = [flag] if value is True else [flag, str(value)]
-        place = words.index(flag) if flag in words else len(words)
-        if words[place : place + len(given)] == given:
-            del words[place : place + len(given)]
-            later[name] = value
+    flags, later = flags.replace("--no-cp-ring", ""), {}
+    for given, values in OF_OTHER_VERSIONS.items():
+        if given in flags:
+            flags, later = flags.replace(given, ""), later | values
+    words = shlex.split(flags)
     args = parser.parse_args([*line, *words])
     vars(args).update(later)
     options = Options.from_args(args)

@@ -37,7 +37,8 @@ LENGTHS = (11, 1, 30)  # of packed documents
 
 
 LENGTH = 42  # of batch rows
-# Trained for fewer tokens than a row has, and for more than some rank's part shows:
+# Trained for fewer tokens than a row has, and for more than some rank's part shows: of a row of 42
+# in zigzag, ranks of 2 see positions up to 31 and 41
 ROTARY = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "longrope": {
@@ -131,19 +132,6 @@ def largest_error(found, wanted):
 def test_loss_and_gradients_are_those_of_the_whole_batch(pool, family, packed):
     for found in pool.run(on_rank, 2, family, packed):
         assert largest_error(found, whole(family, packed)) < 1e-6
-
-
-def test_frequencies_that_follow_the_length_do_so_on_each_number_of_ranks(pool):
-    """Of a row of 42 tokens in zigzag, ranks of 2 see positions up to 31 and 41."""
-    for name in ROTARY:
-        family = f"Llama, {name}"
-        assert largest_error(pool.run(on_rank, 4, family, False)[3], whole(family, False)) < 1e-6
-        length, batch = [], batch_of(False)
-        for n in (30, LENGTH):  # one rank sees that the frequencies differ
-            rotary = model_of(family).model.rotary_emb
-            positions = torch.arange(n)[None]
-            length.append(rotary(batch["input_ids"].double(), positions)[0][:, :30])
-        assert (length[0] - length[1]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("fault", ["documents", "position_ids", "shift_labels"])

@@ -21,10 +21,24 @@ def parts():
 
 
 def updates(most):
-    """The updates of the totals, of at most so many parts each."""
-    return [
-        Segments(update.segments, update.whole) for update in query_updates([parts()], TOKENS, most)
-    ]
+    """The updates of the totals, of at most so many parts each, and the parts of each."""
+    found, first = [], 0
+    for update in query_updates([parts()], TOKENS, most):
+        segments = Segments(update.segments, update.whole)
+        found.append((segments, slice(first, first + segments.parts)))
+        first += segments.parts
+    return found
+
+
+def totals(shape, dtype):
+    """For updates of any number of parts, and results in float32 and `dtype`: the updates, the
+    running total in float32, which is the result itself where it may be, and the result.
+    """
+    for most in range(1, MAX_PARTS + 1):
+        for kind in {torch.float32, dtype}:
+            result = torch.full(shape, math.nan, dtype=kind)
+            same = kind == torch.float32
+            yield updates(most), result if same else torch.full(shape, math.nan), result
 
 
 def tokens_of(part):
@@ -67,26 +81,17 @@ def merges_agree_with_float64(merge, exact=True):
         truth = (truth / total.permute(2, 0, 1)[..., None]).nan_to_num()
         assert not seen[..., [30, 40, 41]].any()
         found = []
-        for most in range(1, MAX_PARTS + 1):
-            for wanted in {torch.float32, dtype}:
-                result = torch.full((TOKENS, b, h, e), math.nan, dtype=wanted)
-                running = (
-                    result if wanted == torch.float32 else torch.full((TOKENS, b, h, e), math.nan)
-                )
-                lse, first = torch.full((b, h, TOKENS), math.nan), 0
-                for segments in updates(most):
-                    last = first + segments.parts
-                    merge(segments, outs[first:last], lses[first:last], running, lse, result)
-                    first = last
-                assert torch.equal(lse.isneginf(), ~seen)
-                assert not result.permute(1, 2, 0, 3)[~seen].any()
-                assert (
-                    float((result.double() - truth).norm() / truth.norm())
-                    < {2: 5e-3, 4: 1e-6}[wanted.itemsize]
-                )
-                assert float((lse[seen] - truth_lse[seen]).abs().max()) < 1e-5
-                if wanted == dtype:
-                    found.append(result)
+        for steps, running, result in totals((TOKENS, b, h, e), dtype):
+            lse = torch.full((b, h, TOKENS), math.nan)
+            for segments, mine in steps:
+                merge(segments, outs[mine], lses[mine], running, lse, result)
+            assert torch.equal(lse.isneginf(), ~seen)
+            assert not result.permute(1, 2, 0, 3)[~seen].any()
+            off = float((result.double() - truth).norm() / truth.norm())
+            assert off < {2: 5e-3, 4: 1e-6}[result.itemsize]
+            assert float((lse[seen] - truth_lse[seen]).abs().max()) < 1e-5
+            if result.dtype == dtype:
+                found.append(result)
         assert all(
             torch.equal(found[0], x) if exact else torch.allclose(found[0], x) for x in found[1:]
         )
@@ -104,18 +109,11 @@ def sums_agree_with_float64(add):
         wanted = torch.zeros(TOKENS, b, h, d)
         for part, at in zip(given, places, strict=True):
             wanted[at] += part.float()
-        for most in range(1, MAX_PARTS + 1):
-            for out in {torch.float32, dtype}:
-                result = torch.full((TOKENS, b, h, d), math.nan, dtype=out)
-                running = (
-                    result if out == torch.float32 else torch.full((TOKENS, b, h, d), math.nan)
-                )
-                first = 0
-                for segments in updates(most):
-                    add(segments, given[first : first + segments.parts], running, result)
-                    first += segments.parts
-                # Triton's interpreter cuts bfloat16 off instead of rounding it
-                if out == torch.bfloat16:
-                    assert ((result.float() - wanted).abs() <= 2**-7 * wanted.abs()).all()
-                else:
-                    assert torch.equal(result, wanted.to(out))
+        for steps, running, result in totals(wanted.shape, dtype):
+            for segments, mine in steps:
+                add(segments, given[mine], running, result)
+            # Triton's interpreter cuts bfloat16 off instead of rounding it
+            if result.dtype == torch.bfloat16:
+                assert ((result.float() - wanted).abs() <= 2**-7 * wanted.abs()).all()
+            else:
+                assert torch.equal(result, wanted.to(result.dtype))
