@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,15 +16,10 @@ from tests.gpu.job import Job, RankSizes
 from tests.loopback import LoopbackTransport
 
 
-class Replay(NamedTuple):
-    """Bytes of the peak beyond q, k, v, out and lse, and bytes that a rank receives."""
-
-    peak: int
-    received: int
-
-
-def replay(plan: Plan, rank: int, sizes: RankSizes) -> Replay:
-    """One rank, forward and backward, after a first time that does not count."""
+def replay(plan: Plan, rank: int, sizes: RankSizes) -> int:
+    """Bytes of the peak beyond q, k, v, out and lse of one rank, forward and backward, after a
+    first time that does not count.
+    """
     transport = LoopbackTransport(rank, plan.cp)
     q, k, v, dout = sizes.draw(plan.rank_plan(rank).num_tokens)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -34,8 +29,7 @@ def replay(plan: Plan, rank: int, sizes: RankSizes) -> Replay:
         torch.autograd.grad(out, inputs, dout)
 
     both()
-    transport.bytes_received = 0
-    return Replay(_peak_bytes(both, torch.device(sizes.device)), transport.bytes_received)
+    return _peak_bytes(both, torch.device(sizes.device))
 
 
 def _peak_bytes(work: Callable[[], Any], device: torch.device) -> int:
@@ -65,7 +59,7 @@ def memory(job: Job) -> None:
     """The peak for more and more ranks of as many tokens: it stays."""
     peaks = {}
     for cp in (2, 4, 8, 16, 32, 64) if job.values else (4, 16, 32):
-        peaks[cp] = replay(causal_plan(cp, job.sizes.tokens), cp - 1, job.sizes).peak
+        peaks[cp] = replay(causal_plan(cp, job.sizes.tokens), cp - 1, job.sizes)
         job.row(cp=cp, peak_extra_bytes=peaks[cp])
         # slots hold at most 4 shards, and two hops in succession fill theirs from cp 16 on
         if cp > 16:

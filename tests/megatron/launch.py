@@ -67,30 +67,17 @@ def train(
     jobs: dict[str, list[str]],
     folder: Path,
     common: list[str] = TINY,
-    faults: dict[str, str] | None = None,
-    data: dict[str, str] | None = None,
-    codes: dict[str, int] | None = None,
+    data: str = "",
 ) -> None:
     """Runs the jobs (name: flags beside `common`) one after another on `ranks` ranks; traces go to
     `folder`.
 
-    A job whose first word is no flag runs that script by cp_ring.run; `faults` and `data` (job:
-    name) are those of tests.parity.faults and deliveries, `codes` (job: exit code) those that end
-    with another code than 0.
+    A job whose first word is no flag runs that script by cp_ring.run; `data` is the name of one of
+    tests.parity.deliveries.
     """
     for name, flags in jobs.items():
-        done = attempt(
-            ranks,
-            name,
-            flags,
-            folder,
-            common,
-            (faults or {}).get(name, ""),
-            (data or {}).get(name, ""),
-        )
-        assert done.code == (codes or {}).get(name, 0), (
-            f"{name}: exit code {done.code} {done.rejected}\n{done.output}"
-        )
+        done = attempt(ranks, name, flags, folder, common, data=data)
+        assert not done.code, f"{name}: exit code {done.code} {done.rejected}\n{done.output}"
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 
 from tests.certificate import __main__ as campaign
 from tests.certificate.jobs import HYBRID, OSS, SECONDS, Job
-from tests.megatron.launch import trace, train
+from tests.megatron.launch import attempt, trace, train
 from tests.parity.models import COMMON, UNTIED
 
 EVERY = {
@@ -77,22 +77,22 @@ def test_a_right_job_passes_with_any_seed(tmp_path, name):
         assert entry["not_covered"] == []
 
 
+TRAINED = shlex.split(
+    f"--num-layers 2 --seq-length 64 --context-parallel-size 2 --cp-ring {OSS} --hidden-dropout 0.1"
+)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A job trained with and without its certificate, and one with a fault."""
+    """A job trained with and without its certificate."""
     folder = tmp_path_factory.mktemp("trained")
-    common = shlex.split(
-        f"--num-layers 2 --seq-length 64 --context-parallel-size 2 --cp-ring {OSS} "
-        "--hidden-dropout 0.1"
-    )
-    three = [*common, "--train-iters", "5", "--exit-interval", "3"]
+    three = [*TRAINED, "--train-iters", "5", "--exit-interval", "3"]
     saved = ["--save", str(folder / "saved"), "--save-interval", "100"]
     jobs = {
         "with": [*three, *saved, "--cp-ring-certify"],
         "without": three,
-        "fault": [*common, "--cp-ring-certify"],
     }
-    train(2, jobs, folder, COMMON, {"fault": "window widened"}, codes={"fault": 2})
+    train(2, jobs, folder, COMMON)
     return folder
 
 
@@ -120,16 +120,12 @@ def test_says_in_one_line_what_it_probed_and_how_long_it_took(trained):
     assert stored["about"]["arguments"]["window_size"] == [5, 0]
 
 
-def rejected(folder, name):
-    """Why job `name` did not train: what the first of its ranks to end said."""
-    first, *_ = folder.glob(f"{name}.*.jsonl")
-    return json.loads(first.read_text())["rejected"]
-
-
-def test_a_fault_stops_the_job_before_it_trains(trained):
-    line = rejected(trained, "fault")
+def test_a_fault_stops_the_job_before_it_trains(tmp_path):
+    flags = [*TRAINED, "--cp-ring-certify"]
+    done = attempt(2, "fault", flags, tmp_path, COMMON, "window widened")
+    assert done.code == 2 and not done.losses
     assert (
         "layer 1 (window 5, learnable sinks), causal: mask wrong in 32 pairs, rank 1: query 16 "
-        "sees key 10" in line
+        "sees key 10 " in done.rejected
     )
-    assert len(line.splitlines()) == 1
+    assert len(done.rejected.splitlines()) == 1

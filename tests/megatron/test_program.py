@@ -49,9 +49,7 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
     wrong = ("wrong packed", "documents dropped")
     probes = ("--cp-ring-certify: tiny model, ", "--cp-ring-certify: microbatch of")
     assert all(found[name].startswith(probes) for name in wrong), found
-    assert "a causal layer sees nothing after its own position" in found["wrong settings"]
     assert "give the model cp_ring.megatron.split_batch(batch)" in found["whole rows"]
-    assert found["attention"] == "RingDotProductAttention"
 
 
 @pytest.fixture

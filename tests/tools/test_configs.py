@@ -46,7 +46,7 @@ def test_a_tiny_form_trains_on_two_ranks(tmp_path, name):
     layers = [LAYERS] * (name == "qwen3-next-style")
     settings = [*tiny(name), *(f"megatron.{x}" for x in of_the_cpu), *layers]
     line = flags(name, "cpu", *settings, f"launch.run_dir={tmp_path}")[1]
-    train(2, {name: line}, tmp_path, [], data={name: "documents"})
+    train(2, {name: line}, tmp_path, [], data="documents")
     losses = [step["loss"] for step in trace(tmp_path, name).values()]
     assert len(losses) == 5 and losses[-1] < losses[0] - 0.01
 

@@ -105,9 +105,3 @@ def test_picture(tmp_path, cp):
     text = path.read_text()
     assert "which rank computes which pairs" in text and "predicted at 400 TFLOP/s" in text
     assert ("rank 0" in text) == (cp <= draw.MAX_LEGEND)
-
-
-def test_colors_are_told_apart():
-    few = {draw.color(rank, hop, 8, 4) for rank in range(8) for hop in range(4)}
-    assert len(few) == 32 and len({draw.color(rank, 0, 64, 1) for rank in range(64)}) == 64
-    assert [draw.tokens_of(n) for n in (0, 512, 8192, 1 << 20)] == ["0", "512", "8K", "1,024K"]
