@@ -8,22 +8,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cp_ring.kernels import _chosen, choose, determinism, efficient, flash, flash_aten
-from cp_ring.kernels.base import OPEN, deterministic, no_random_state
+from cp_ring.kernels import choose, determinism, efficient, flash, flash_aten
+from cp_ring.kernels.base import OPEN, deterministic
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from tests import conformance
 from tests.kernels import test_flash
 from tests.kernels.test_flash import stand_in
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def _no_kept_fakes():
-    """A fake tensor must not outlive its mode."""
-    no_random_state.cache_clear()
-    yield
-    no_random_state.cache_clear()
 
 
 def test_flash_aten_leaves_torchs_switch_alone(monkeypatch):
@@ -145,9 +137,7 @@ def test_flash_attn_comes_before_torchs_own_kernels_where_it_fits(version, monke
     """Without TransformerEngine."""
     made = stand_in("3: flash-attn August 2026" if version == "3" else "4: flash-attn August 2026")
     monkeypatch.setattr(flash, "_installed", lambda: made.functions)
-    _chosen.cache_clear()
     cuda = torch.device("cuda")
     of_256 = {"3": "flash", "4": "flash_aten"}[version]
     for size, wanted in ((128, "flash"), (256, of_256), (512, "efficient")):
         assert choose("auto", device=cuda, dtype=torch.bfloat16, d=size, e=size).name == wanted
-    _chosen.cache_clear()

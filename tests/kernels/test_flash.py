@@ -21,7 +21,7 @@ import torch
 
 from cp_ring import Layout, Mask, Plan
 from cp_ring.errors import KernelError
-from cp_ring.kernels import REGISTRY, _chosen, choose, flash
+from cp_ring.kernels import REGISTRY, choose, flash
 from cp_ring.kernels.base import Packing, determinism, deterministic
 from cp_ring.kernels.flash import FlashKernel, Functions
 from cp_ring.kernels.reference import KERNEL as REFERENCE
@@ -210,7 +210,6 @@ def test_whole_ring(monkeypatch):
         plan = Plan.build(mask, Layout.zigzag(96, 3))
         results = attend(case, plan, kernel="flash")
         assert off(results, brute_force(case, mask.dense())) < 1.2e-2
-    _chosen.cache_clear()
 
 
 def test_rejections_are_one_line():
@@ -244,9 +243,7 @@ def homes(monkeypatch):
         return result
 
     monkeypatch.setattr(flash.importlib, "import_module", load)
-    flash._installed.cache_clear()
-    yield found
-    flash._installed.cache_clear()
+    return found
 
 
 def reason_of(device="cuda"):

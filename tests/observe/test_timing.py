@@ -15,12 +15,6 @@ from cp_ring.observe.timing import RankTimes
 from cp_ring.testing.local_ring import LocalRing
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    yield
-    timing.ACTIVE.value = timing.SAMPLER.value = None
-
-
 def times(rank, computing, group=0, waiting=0.0, plans=0.0):
     return RankTimes(rank, f"n{rank}", group, computing, waiting, plans)
 

@@ -12,7 +12,6 @@ import types
 import pytest
 import torch
 
-from cp_ring.ops import fused
 from cp_ring.ops.fused import FusedFunction
 
 
@@ -31,7 +30,6 @@ def function(monkeypatch):
 
     module.run = run
     monkeypatch.setitem(sys.modules, "tests_fused_module", module)
-    fused._say.cache_clear()
     return FusedFunction("tests_fused_module", "run"), module
 
 

@@ -20,11 +20,6 @@ from tests.rings import said
 MASK = Mask.documents([0, 9, 40, 64])
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch):
-    monkeypatch.setattr(maker, "_plans", type(maker._plans)())
-
-
 def test_equal_arguments_share_one_plan():
     zigzag = Layout.zigzag(64, 4)
     again = Mask.documents([0, 9, 40, 64])
