@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 
-def programs(*names: str) -> None:
+def programs(*names):
     """Skips the calling test (or fixture) where one of the programs `names` is not on PATH; in CI
     it fails instead.
     """
@@ -22,7 +22,7 @@ def programs(*names: str) -> None:
         )
 
 
-def skip_or_fail(reason: str) -> None:
+def skip_or_fail(reason):
     """For what launch/test.sh installs: skips the calling test with `reason`, or fails it where the
     variable CI is set.
     """

@@ -4,22 +4,18 @@ line that a wrong call ends in.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from torch import Tensor
 
-from cp_ring import ConfigError, KernelError, Layout, Plan, PlanError, ring_attention
+from cp_ring import ConfigError, KernelError, PlanError, ring_attention
 from cp_ring.testing.local_ring import LocalRing
-from cp_ring.testing.oracle import Case, dense, error
-from tests.rank_pool import Ranks
+from cp_ring.testing.oracle import dense, error
 
 FLOAT32 = 3e-6
 """Rounding of float32 at the sizes of these tests; a wrong tile or message is off by 0.01 or more."""
 
 
-def said(call: Any, *args: Any, **named: Any) -> str:
+def said(call, *args, **named):
     """The one line of cp_ring's error that a call ends in, "" where it runs."""
     try:
         call(*args, **named)
@@ -29,7 +25,7 @@ def said(call: Any, *args: Any, **named: Any) -> str:
     return ""
 
 
-def rank_of(group: Any) -> int:
+def rank_of(group):
     """Of a process group, of a rank of a `LocalRing`, or of no group."""
     if group is None:
         return 0
@@ -37,13 +33,13 @@ def rank_of(group: Any) -> int:
 
 
 def attend_to_shard(
-    group: Any,
-    case: Case,
-    plan: Plan,
-    sink: Tensor | None = None,
-    rows: Layout | None = None,
-    **options: Any,
-) -> list[Tensor]:
+    group,
+    case,
+    plan,
+    sink=None,
+    rows=None,
+    **options,
+):
     """Runs on a rank: out, dq, dk and dv of its shard, and with a sink its part of that gradient.
     Batch rows that are one stream are cut by the layout `rows` of each.
     """
@@ -54,7 +50,7 @@ def attend_to_shard(
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def joined(plan: Plan, parts: list[list[Tensor]], sharded: int = 4) -> list[Tensor]:
+def joined(plan, parts, sharded=4):
     """out and gradients of the whole sequence, from the results of all ranks; those behind the
     first `sharded` are parts of sums.
     """
@@ -63,7 +59,7 @@ def joined(plan: Plan, parts: list[list[Tensor]], sharded: int = 4) -> list[Tens
     return whole + [sum(column) for column in columns[sharded:]]
 
 
-def attend(case: Case, plan: Plan, pool: Ranks | None = None, **options: Any) -> list[Tensor]:
+def attend(case, plan, pool=None, **options):
     """out and gradients of the whole sequence, on threads, or on the processes of `pool`."""
     ranks = LocalRing(plan.cp) if pool is None else pool
     size = () if pool is None else (plan.cp,)
@@ -71,21 +67,21 @@ def attend(case: Case, plan: Plan, pool: Ranks | None = None, **options: Any) ->
 
 
 def truth(
-    case: Case,
-    allowed: np.ndarray,
-    sink: Tensor | None = None,
-) -> list[Tensor]:
+    case,
+    allowed,
+    sink=None,
+):
     """out and gradients in float64; with a `sink` [h], also of it."""
     leaves = [x.detach().double().requires_grad_() for x in (*case[:3], sink) if x is not None]
     out, _ = dense(*leaves[:3], allowed, sink=leaves[3] if sink is not None else None)
     return [out.detach(), *torch.autograd.grad(out, leaves, case.dout.double())]
 
 
-def off(results: Any, wanted: Any) -> float:
+def off(results, wanted):
     """The largest error of several tensors; NaN if one has NaN."""
     return float(np.max([error(x, y) for x, y in zip(results, wanted, strict=True)]))
 
 
-def same_bits(first: Any, second: Any) -> bool:
+def same_bits(first, second):
     """Whether two sequences of tensors are equal, bit for bit."""
     return all(torch.equal(x, y) for x, y in zip(first, second, strict=True))

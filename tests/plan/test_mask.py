@@ -143,7 +143,6 @@ def test_block_causal_documents(case, block):
 )  # fmt: skip
 def test_masks_describe_themselves(mask, words):
     assert mask.describe() == words
-    assert repr(mask) == f"<Mask of {mask.n} tokens, {words}>"
 
 
 def test_area_of_a_long_mask_is_exact():
