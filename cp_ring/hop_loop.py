@@ -20,8 +20,8 @@ from cp_ring.comm.plain import Codec
 from cp_ring.comm.streams import MessageOrder
 from cp_ring.comm.transport import Transport
 from cp_ring.kernels import AttentionKernel, determinism
-from cp_ring.kernels.calls import Work, work_of
 from cp_ring.kernels.queries import Queries
+from cp_ring.kernels.work import Work, work_of
 from cp_ring.observe.spans import span
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import on_device, sum_dtype, without_autocast

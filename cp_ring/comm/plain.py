@@ -32,7 +32,7 @@ Keys = Iterable[tuple[Hop, Tensor, Tensor]]
 
 class KeyUpdates(Protocol):
     """The updates of the sums of dk and dv, by the index of the hop; see
-    `cp_ring.kernels.calls.Work`.
+    `cp_ring.kernels.work.Work`.
 
     `keys` covers the kernel calls of a hop and the gradients that arrive, `own_keys` only the
     kernel calls.

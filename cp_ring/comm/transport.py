@@ -130,11 +130,10 @@ class GroupTransport:
         comparison_of(self.group).check(tensors, every)
 
     def post(self, batch: MessageBatch) -> Pending:
-        if not batch:
-            return DONE
-        group = self.group
-        tag = self._agreement.tag if self._tags else 0
         receives, sends = messages(batch.receives), messages(batch.sends)
+        if not receives and not sends:
+            return DONE
+        group, tag = self.group, self._agreement.tag if self._tags else 0
         batch.ranks = self.ranks
         count(batch)
         with named(f"send {batch.kind}"):
@@ -151,8 +150,8 @@ def _started(
 
     def start() -> list[dist.Work]:
         return [
-            *(group.recv([part], peer, tag) for peer, part in receives),
-            *(group.send([part], peer, tag) for peer, part in sends),
+            *[group.recv([part], peer, tag) for peer, part in receives],
+            *[group.send([part], peer, tag) for peer, part in sends],
         ]
 
     if not group._get_backend(device).supports_coalescing:

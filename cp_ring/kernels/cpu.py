@@ -45,9 +45,9 @@ class CpuKernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
     ) -> tuple[Tensor, Tensor]:
         e, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
-        q, k, v = (_prepared(x, width).transpose(1, 2) for x in (q, k, v))
+        q, k, v = _prepared(width, q, k, v)
         out, lse = _attention(q, k, v, 0.0, hi == 0, scale=scale)
-        return out.transpose(1, 2)[..., :e], lse
+        return (out if e == width else out[..., :e]).transpose(1, 2), lse
 
     def backward(
         self,
@@ -63,18 +63,20 @@ class CpuKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         d, e, width = q.shape[-1], v.shape[-1], max(q.shape[-1], v.shape[-1])
-        dout, q, k, v, out = (_prepared(x, width).transpose(1, 2) for x in (dout, q, k, v, out))
+        dout, q, k, v, out = _prepared(width, dout, q, k, v, out)
         grads = _attention_backward(dout, q, k, v, out, lse, 0.0, hi == 0, scale=scale)
-        dq, dk, dv = (x.transpose(1, 2) for x in grads)
-        return dq[..., :d], dk[..., :d], dv[..., :e]
+        dq, dk, dv = [x.transpose(1, 2) for x in grads]
+        return (dq, dk, dv) if d == e else (dq[..., :d], dk[..., :d], dv[..., :e])
 
 
-def _prepared(x: Tensor, width: int) -> Tensor:
-    """Return x in float32 or 64, padded with zeros up to head size `width`. They change neither
-    scores nor the kept outputs.
+def _prepared(width: int, *tensors: Tensor) -> list[Tensor]:
+    """Return tensors with heads first, in float32 or 64, padded with zeros up to head size `width`.
+    They change neither scores nor the kept outputs.
     """
-    x = x.to(sum_dtype(x.dtype))
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+    dtype = sum_dtype(tensors[-1].dtype)
+    wide = [x if x.dtype == dtype else x.to(dtype) for x in tensors]
+    padded = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in wide]
+    return [x.transpose(1, 2) for x in padded]
 
 
 class _CountingKernel(CpuKernel):

@@ -12,9 +12,9 @@ from cp_ring import Layout, Mask, Plan
 from cp_ring.kernels import flash, flash_aten, reference
 from cp_ring.kernels import te_sizes as sizes
 from cp_ring.kernels.base import SizedVarlen
-from cp_ring.kernels.calls import kernel_calls
 from cp_ring.kernels.packed import PackedCall
 from cp_ring.kernels.transformer_engine import KERNEL
+from cp_ring.kernels.work import kernel_calls
 from tests.plan.samples import log_normal
 
 TOKENS = st.integers(1, 1 << 20)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cp_ring.kernels.calls import kernel_calls
+from cp_ring.kernels.work import kernel_calls
 from cp_ring.plan import Plan
 from cp_ring.plan.lower import ASSUMED, BLOCK, call_groups, lower
 from cp_ring.plan.proof.verify import report

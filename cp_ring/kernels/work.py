@@ -1,0 +1,146 @@
+"""The work of a rank: the kernel calls of each hop, and the updates that add their results to
+totals.
+
+Tiles are lowered to tiles that the kernel supports, and small tiles are packed into one call.
+`_make_calls` alone decides whether tiles go to a kernel one by one or packed. All of it is done
+once for a plan, a kernel and a device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from cp_ring.errors import PlanError
+from cp_ring.kernels.base import AttentionKernel, Capabilities, SizedVarlen, Sizes
+from cp_ring.kernels.calls import KernelCall, SingleCall
+from cp_ring.kernels.packed import PackedCall
+from cp_ring.ops.capture import capturing
+from cp_ring.ops.segments import Segments
+from cp_ring.plan.lower import Lowered, call_groups, lower
+from cp_ring.plan.ranges import Ints
+from cp_ring.plan.tables import Hop, RankPlan
+from cp_ring.plan.updates import Update, gradient_updates, query_updates
+from cp_ring.runtime import RUNTIME
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The kernel calls and updates of a rank in forward or in backward.
+
+    calls: the kernel calls of each hop.
+    queries: the updates of out in forward, of dq in backward.
+    keys: in backward the updates of dk and dv by the index of the hop; 0 has those of the rank's
+    own keys.
+    """
+
+    hops: Sequence[Hop]
+    calls: Mapping[Hop, Sequence[KernelCall]]
+    queries: Sequence[Segments]
+    keys: Mapping[int, Sequence[Segments]]
+    num_keys: int
+
+    @property
+    def num_calls(self) -> int:
+        return sum(map(len, self.calls.values()))
+
+    @cached_property
+    def own_keys(self) -> Mapping[int, Sequence[Segments]]:
+        """Like `keys`, but for the sums of the kernel calls alone: gradients from other ranks are
+        added elsewhere.
+        """
+        alone = [replace(hop, grad_receives=()) for hop in self.hops]
+        updates = gradient_updates(
+            alone, [[call.keys for call in self.calls[hop]] for hop in self.hops], self.num_keys
+        )
+        return {index: _segments(of_hop) for index, of_hop in updates.items()}
+
+
+_made: weakref.WeakKeyDictionary[RankPlan, dict[tuple[object, ...], Work]] = RUNTIME.keep(
+    weakref.WeakKeyDictionary()
+)
+
+
+def work_of(
+    rank_plan: RankPlan, kernel: AttentionKernel, device: torch.device, backward: bool = False
+) -> Work:
+    """Return a rank's work for a kernel. It is made once for kernels of the same abilities, and
+    lives as long as the plan.
+    """
+    sizes = None
+    if isinstance(kernel, SizedVarlen):
+        sizes = kernel.call_sizes(rank_plan.num_tokens, rank_plan.packed)
+    made = _made.setdefault(rank_plan, {})
+    key = kernel.capabilities, sizes, device, backward
+    if key not in made:
+        made.setdefault(key, _make_work(rank_plan, kernel.capabilities, sizes, device, backward))
+    return made[key]
+
+
+def _make_work(
+    rank_plan: RankPlan,
+    capabilities: Capabilities,
+    sizes: Sizes | None,
+    device: torch.device,
+    backward: bool,
+) -> Work:
+    if capturing(device):  # tables would have to be copied from the host
+        raise PlanError(
+            "this call of ring attention is new, and a CUDA graph cannot begin with it: make it "
+            "once, with its backward, before the capture"
+        )
+    hops = tuple(rank_plan.backward if backward else rank_plan.hops)
+    calls = {hop: kernel_calls(hop, capabilities, sizes) for hop in hops}
+    queries = query_updates(
+        ([call.queries for call in calls[hop]] for hop in hops), rank_plan.num_tokens
+    )
+    keys: dict[int, tuple[Update, ...]] = {}
+    if backward:
+        keys = gradient_updates(
+            hops, [[call.keys for call in calls[hop]] for hop in hops], rank_plan.num_tokens
+        )
+    of_keys = {index: _segments(updates) for index, updates in keys.items()}
+    work = Work(hops, calls, _segments(queries), of_keys, rank_plan.num_tokens)
+    for call in (call for hop in hops for call in calls[hop]):
+        call.prepare(device)
+    if device.type == "cuda":
+        for segments in (
+            *work.queries,
+            *(segments for updates in work.keys.values() for segments in updates),
+        ):
+            segments.blocks(device)
+    return work
+
+
+def _segments(updates: Sequence[Update]) -> tuple[Segments, ...]:
+    return tuple(Segments(update.segments, update.whole) for update in updates)
+
+
+def kernel_calls(
+    hop: Hop, capabilities: Capabilities, sizes: Sizes | None = None
+) -> tuple[KernelCall, ...]:
+    """Return a hop's kernel calls. Packed ones are filled up to `sizes`."""
+    return tuple(_make_calls(lower(hop.tiles, capabilities), hop.grad_shift, capabilities, sizes))
+
+
+def _make_calls(
+    lowered: Lowered, grad_shift: Ints, capabilities: Capabilities, sizes: Sizes | None
+) -> Iterator[KernelCall]:
+    """Make a single call of each group of one tile, unless `sizes` packs it, and a packed call of
+    each other group. Only kernels with `capabilities.varlen` have such groups.
+    """
+    tiles = list(lowered.tiles)
+    reverse = lowered.reverse.tolist()
+    shift = grad_shift[lowered.parent].tolist()
+    packs = [False] * len(tiles) if sizes is None else sizes.packs(lowered.tiles).tolist()
+    for group in call_groups(lowered, capabilities.varlen):
+        first = group[0][0]
+        if group == [[first]] and not packs[first]:
+            yield SingleCall.of(tiles[first], shift[first], reverse[first])
+        else:
+            sequences = [[(tiles[i], shift[i]) for i in sequence] for sequence in group]
+            yield PackedCall.of(sequences, reverse[first], sizes)
