@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cp_ring.api import ring_attention
+    from cp_ring.comm.groups import ALONE
     from cp_ring.comm.latent import LatentKeys
-    from cp_ring.comm.transport import ALONE
     from cp_ring.errors import ConfigError, KernelError, PlanError
     from cp_ring.megatron.options import Options
     from cp_ring.plan import Layout, Mask, Plan, PlanSpec
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ALONE": "cp_ring.comm.transport",
+    "ALONE": "cp_ring.comm.groups",
     "ConfigError": "cp_ring.errors",
     "KernelError": "cp_ring.errors",
     "LatentKeys": "cp_ring.comm.latent",

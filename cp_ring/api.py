@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from cp_ring.attention import AnyPlan, Attention, attention_of
+from cp_ring.comm.groups import Group, check_local, transport_of_call
 from cp_ring.comm.latent import LatentKeys
-from cp_ring.comm.transport import Group, check_local, transport_of_call
 from cp_ring.cuts import check_cut, check_slices
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.inputs import AttentionOptions, Inputs

@@ -30,7 +30,7 @@ from torch import Tensor
 from cp_ring.comm.agreement import Fact, some_of
 from cp_ring.comm.codecs import CODECS
 from cp_ring.comm.plain import Codec, Plain
-from cp_ring.comm.transport import Transport, rank_in_job
+from cp_ring.comm.transport import Transport
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.hop_loop import Ring, RingAttention, RingCall
 from cp_ring.inputs import AttentionOptions, Inputs, KeptOutput, Output
@@ -176,7 +176,6 @@ class Attention:
                 "bfloat16": torch.bfloat16,
             }[options.wire_dtype],
             exact=exact,
-            rank=rank_in_job(transport),
         )
         self._identity, b = rank_plan.identity, 1 if self._batch_rows else batch
         self._facts = {

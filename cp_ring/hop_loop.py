@@ -34,9 +34,8 @@ from cp_ring.plan.tables import RankPlan
 class Ring:
     """The settings that all calls around one ring share.
 
-    `codec` is a class of codecs; `exact` asks for determinism; `rank` is the rank in the whole job.
-    `passes` has the work and the order of messages of forward and of backward, each from its first
-    call on.
+    `codec` is a class of codecs; `exact` asks for determinism. `passes` has the work and the order
+    of messages of forward and of backward, each from its first call on.
     """
 
     codec: type[Codec]
@@ -44,7 +43,6 @@ class Ring:
     num_slots: int
     wire_dtype: torch.dtype
     exact: bool
-    rank: int
     passes: dict[bool, tuple[Work, MessageOrder]] = field(default_factory=dict)
 
 

@@ -180,12 +180,6 @@ def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:
     return tokens * cp
 
 
-@RUNTIME.cache(maxsize=64)
-def zigzag(n: int, cp: int) -> Layout:
-    """Return `Layout.zigzag`, made once."""
-    return Layout.zigzag(n, cp)
-
-
 def _edges(ends: Offsets | None, layout: Layout | str, tokens: int, cp: int) -> tuple[int, ...]:
     """Return the offsets of documents in a sequence of which this rank holds `tokens` tokens;
     without `ends`, the offsets of one document.

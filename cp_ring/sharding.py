@@ -13,9 +13,10 @@ from torch._compile import _disable_dynamo
 
 from cp_ring.comm.agreement import Fact
 from cp_ring.comm.flight import Flight, Landing
+from cp_ring.comm.groups import ALONE, Group, check_local, transport_of_call
 from cp_ring.comm.mover import Mover
 from cp_ring.comm.same_batch import check_same_batch
-from cp_ring.comm.transport import ALONE, Group, Transport, check_local, transport_of_call
+from cp_ring.comm.transport import Transport
 from cp_ring.cuts import check_cut, note_cut
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout, dimension
@@ -23,7 +24,8 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.moves import Moves
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import Ints, integer, offsets
-from cp_ring.plan_cache import length_of, zigzag
+from cp_ring.plan_cache import length_of
+from cp_ring.runtime import RUNTIME
 
 
 @_disable_dynamo
@@ -228,9 +230,15 @@ def _check_fill(fill: float, dtype: torch.dtype) -> None:
         raise ConfigError(f"fill={fill!r}: a tensor of {dtype} cannot hold it")
 
 
+@RUNTIME.cache(maxsize=64)
+def _zigzag(n: int, cp: int) -> Layout:
+    """Return `Layout.zigzag`, made once."""
+    return Layout.zigzag(n, cp)
+
+
 def _layout(layout: Layout | Plan | str | None, n: int, cp: int) -> Layout:
     if layout is None:
-        return zigzag(n, cp)
+        return _zigzag(n, cp)
     if layout in LAYOUTS and NamedLayout.named(str(layout)).fixed:
         return LAYOUTS[str(layout)](Mask.full(n), cp)
     if isinstance(layout, str):

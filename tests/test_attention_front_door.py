@@ -19,7 +19,7 @@ from cp_ring import (
     Plan,
     ring_attention,
 )
-from cp_ring.kernels import calls
+from cp_ring.kernels import work
 from cp_ring.plan import plan as maker
 from cp_ring.testing.oracle import Case
 from tests.loopback import LoopbackTransport
@@ -208,7 +208,7 @@ def test_caches_of_plans_are_bounded_and_hold_nothing_else(monkeypatch):
     x = q.clone().requires_grad_()
     ring_attention(x, k, v, plan=plan).sum().backward()
     dead = weakref.ref(plan.rank_plan(0))
-    assert any(part is dead() for part in calls._made)
+    assert any(part is dead() for part in work._made)
     del plan, x
     gc.collect()
     assert dead() is None, "the work of a plan keeps it alive"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention
-from cp_ring.kernels import calls
+from cp_ring.kernels import work
 from cp_ring.observe import watchdog
 from cp_ring.observe.watchdog import Watch
 from cp_ring.testing.oracle import Case
@@ -20,13 +20,13 @@ N, H, G = 32, 4, 2
 def test_a_capture_does_not_begin_with_a_new_call(monkeypatch):
     plan = Plan.build(Mask.causal(N), Layout.zigzag(N, 1))
     q, k, v, _ = Case.draw(N, h=H, g=G)
-    monkeypatch.setattr(calls, "capturing", lambda device: True)
+    monkeypatch.setattr(work, "capturing", lambda device: True)
     assert "this call of ring attention is new, and a CUDA graph cannot begin with it" in said(
         ring_attention, q, k, v, LoopbackTransport(0, 1), plan=plan
     )
     monkeypatch.undo()
     ring_attention(q, k, v, LoopbackTransport(0, 1), plan=plan)
-    monkeypatch.setattr(calls, "capturing", lambda device: True)
+    monkeypatch.setattr(work, "capturing", lambda device: True)
     ring_attention(q, k, v, LoopbackTransport(0, 1), plan=plan)
 
 

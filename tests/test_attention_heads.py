@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention, shard
-from cp_ring.comm.transport import transport_for
+from cp_ring.comm.groups import transport_for
 from cp_ring.errors import PlanError
 from cp_ring.plan import cost, split_heads
 from cp_ring.plan.sizes.head_split import unsplit

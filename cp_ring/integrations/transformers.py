@@ -21,8 +21,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from cp_ring.api import CallOptions, ring_attention
+from cp_ring.comm.groups import Group, check_given, transport_for, transport_of_call
 from cp_ring.comm.same_batch import check_same_batch
-from cp_ring.comm.transport import Group, check_given, transport_for, transport_of_call
 from cp_ring.errors import ConfigError
 from cp_ring.options import LEFT
 from cp_ring.sharding import parts_of

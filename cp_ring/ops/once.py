@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch's decorator of this name, which takes the host time only with `create_graph`."""
     guarded = function.once_differentiable(backward)
 
-    @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
         return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
 

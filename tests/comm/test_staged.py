@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import torch
 
 from cp_ring.comm import transport
-from cp_ring.comm.transport import Done, MessageBatch, StagedTransport, messages
+from cp_ring.comm.staged import StagedTransport
+from cp_ring.comm.transport import Done, MessageBatch, messages
 from cp_ring.plan.tables import Transfer
 
 
@@ -30,7 +31,7 @@ def test_only_moved_rows_pass_through_the_host(monkeypatch):
         return Done()
 
     stream = SimpleNamespace(synchronize=lambda: waits.append("stream"))
-    monkeypatch.setattr(transport.torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(transport.GroupTransport, "post", echo)
     staged = object.__new__(StagedTransport)

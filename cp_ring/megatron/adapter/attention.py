@@ -15,7 +15,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from cp_ring.attention import attention_of
-from cp_ring.comm.transport import transport_for
+from cp_ring.comm.groups import transport_for
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.megatron import compat

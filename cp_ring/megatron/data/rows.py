@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from cp_ring.comm.groups import transport_for
 from cp_ring.comm.same_batch import check_same_batch
-from cp_ring.comm.transport import transport_for
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.data.masks import KEY, DeclaredMask, read
 from cp_ring.megatron.plans import make_layout

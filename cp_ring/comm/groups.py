@@ -1,0 +1,152 @@
+"""The transport of the ranks that a user passes as `group`."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_ring.comm.transport import DONE, GroupTransport, MessageBatch, Pending, Transport
+from cp_ring.errors import ConfigError, expect
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import Plan
+from cp_ring.plan.tables import RankPlan
+from cp_ring.runtime import RUNTIME
+
+Group = dist.ProcessGroup | DeviceMesh | Transport | None
+"""The types of the context-parallel ranks in calls; None is a single rank."""
+
+
+class Alone:
+    """The transport of a rank that holds the whole sequence, in a job of several ranks."""
+
+    rank, size = 0, 1
+
+    def post(self, batch: MessageBatch) -> Pending:
+        """Return at once: there is no other rank."""
+        return DONE
+
+
+ALONE = Alone()
+"""A group of this rank by itself."""
+
+
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = RUNTIME.keep(
+    weakref.WeakKeyDictionary()
+)
+
+
+def transport_for(group: Group, device: torch.device) -> Transport | None:
+    """Return the transport of `group` for tensors on `device`. A transport is returned as it is,
+    and None for a single rank.
+
+    All ranks of the group make the first call for a type of device together, because it runs an
+    all-reduce. Torch requires that all ranks take part in the first operation of a group, and a
+    message between two ranks does not involve the others.
+
+    Raises:
+        ConfigError: `group` is not a group, does not contain this rank, or has a backend that
+            cannot move tensors of `device`.
+    """
+    if group is None:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        if isinstance(group, DeviceMesh):
+            return transport_for(_group_of_mesh(group), device)
+        if hasattr(group, "rank") and hasattr(group, "size") and hasattr(group, "post"):
+            return group
+        raise ConfigError(_not_a_group(group))
+    of_group = _transports.setdefault(group, {})
+    if device.type not in of_group:
+        if dist.get_rank(group) < 0:
+            raise ConfigError(
+                f"group does not contain this process, which is rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}"
+            )
+        backend = dist.get_backend(group)
+        if device.type == "cpu" and backend == "nccl":
+            raise ConfigError(
+                "the context-parallel group uses NCCL, but the tensors are on the CPU; use the "
+                "gloo backend"
+            )
+        staged = device.type == "cuda" and backend == "gloo"
+        dist.all_reduce(torch.zeros(1, device="cpu" if staged else device), group=group)
+        made = GroupTransport
+        if staged:
+            from cp_ring.comm.staged import StagedTransport as made
+        of_group[device.type] = made(group)
+    return of_group[device.type]
+
+
+def transport_of_call(group: Group, device: torch.device, split: object = None) -> Transport | None:
+    """Return `transport_for` a group that a user passed; see `check_given` for the errors."""
+    check_given(group, split)
+    return transport_for(group, device)
+
+
+def check_given(group: Group, split: object = None) -> None:
+    """Raise `ConfigError` for None in a job of several ranks: torch's own functions take it for all
+    ranks.
+
+    `split` may be a layout or a plan; one for a single rank shows that None is meant.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
+        alone = isinstance(split, Layout | Plan | RankPlan) and split.cp == 1
+        if ranks > 1 and not alone:
+            raise ConfigError(
+                f"group is not given, but this job has {ranks} ranks: give the context-parallel "
+                "ones, group=dist.group.WORLD for all of them, or group=cp_ring.ALONE where each "
+                "rank holds a whole sequence"
+            )
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        example = "mesh['cp']" if "cp" in names or not names else f"mesh[{names[-1]!r}]"
+        raise ConfigError(
+            f"group is a DeviceMesh with {mesh.ndim} dimensions {names}: pass one of them, as "
+            f"{example}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"group does not contain this process, which is rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}"
+        )
+    return mesh.get_group()
+
+
+def _not_a_group(group: object) -> str:
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        return (
+            f"group does not contain this process, which is rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}"
+        )
+    hints = ((Plan | RankPlan, "plan="), (Mask, "mask="), (Layout, "layout="))
+    hint = next((f"; pass it as {name}" for kind, name in hints if isinstance(group, kind)), "")
+    return (
+        f"group is a {type(group).__name__}, not a ProcessGroup, a one-dimensional DeviceMesh, a "
+        f"transport or None{hint}"
+    )
+
+
+def check_local(name: str, x: Any) -> None:
+    """Raise `ConfigError` unless x is a plain tensor. The local part of a DTensor may be split in
+    another way than the layout says.
+    """
+    plain = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_meta
+    if type(x) is Tensor and plain:
+        return
+    expect(name, x, Tensor)
+    if not plain or hasattr(x, "to_local"):
+        kind = type(x).__name__ if plain else f"Tensor ({x.layout}, {x.device})"
+        raise ConfigError(
+            f"{name} is a {kind}: pass the part of this rank that the layout says, as a plain "
+            "tensor"
+        )
