@@ -87,7 +87,8 @@ def _by_default(group, case, between):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
-        patch.setattr(cost, "RATES", replace(cost.RATES, between=between, flops=1e9, call=1e-12))
+        rates = {"between": between, "flops": 1e9, "call": 1e-12, "processors": 1}
+        patch.setattr(cost, "RATES", replace(cost.RATES, **rates))
         q, k, v, dout = shard(tuple(case), group=group)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         made = PlanOptions(causal=True).find(transport_for(group, q.device), (q, k, v), False)

@@ -1,5 +1,6 @@
 """The balanced layout: equal tokens for each rank, and of the splits with even work the one of
-least predicted time.
+least predicted time; or zigzag or contiguous chunks with uneven work, if links between nodes are so
+slow that these take much less time.
 
 Tokens stay where they are from layer to layer. So the work and the time of a layout are the sums
 over all layers, given as a list of masks, each with the number of layers that have it.
@@ -15,7 +16,8 @@ parts are balanced as a whole where neighboring ranks exchange heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
@@ -23,32 +25,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.hops import NODE, SIZES, Traffic, exchange_seconds
+from cp_ring.plan.hops import BLOCK, NODE, SIZES, Traffic, exchange_seconds
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, overlaps, starts_of, union
+from cp_ring.plan.ranges import Ints, overlaps, starts_in_groups, starts_of, union
 from cp_ring.plan.schedule import SLOT_SHARDS, ring_distance
 from cp_ring.plan.sizes.device_rates import RATES
-from cp_ring.plan.tiles import split_at_edges
+from cp_ring.plan.tiles import OPEN, Tiles, coalesce, split_at_edges
 
 Floats = NDArray[np.float64]
 
-GOOD_BALANCE, ENOUGH = 1.05, 1.005
+GOOD_BALANCE, ENOUGH, LOOSE = 1.05, 1.005, 1.02
 """Maximum over mean work. Of the layouts that reach the first number, the fastest is taken.
-Exchanges end at the second one, which is smaller because parts of parts are uneven too.
+Exchanges end at the second one, which is smaller because parts of parts are uneven too; or at the
+third one, for fewer pieces.
 """
 
-SHARES, COARSE = (1.0, 0.5), 2.0
+SHARES, COARSE, GRID = (1.0, 0.5), 2.0, 4
 """The largest share of a part's work that a piece may hold, in the splits that are compared. Up to
-two nodes, where a split takes little time to make, the second number is tried too.
+two nodes, where a split takes little time to make, the second number is tried too, and an even grid
+of so many chunks for each rank.
 """
 
-NEAR = 1.02
-"""A split this many times as slow as one kernel call is fast enough to look no further."""
+NEAR, ALMOST, WORTH = 1.02, 1.005, 0.9
+"""A split at most NEAR times as slow as one kernel call is fast enough to look no further. Of
+splits whose times differ by ALMOST, the simplest is taken. An even split of the stream may have
+uneven work if it takes at most WORTH of the time of others.
+"""
 
-BLOCK, FINEST, RUN, FINE, ALIKE = 128, 16, 16, 64, 3
-"""BLOCK: tokens of a kernel's block. FINEST: tokens of the shortest piece of a cut. RUN: the number
-of runs of short documents in a part. FINE: the number of places of a rank where its work is
-measured. ALIKE: rows are alike if none sees more than this many times the keys of another.
+FINEST, RUN, FINE, ALIKE = 16, 16, 64, 3
+"""FINEST: tokens of the shortest piece of a cut. RUN: the number of runs of short documents in a
+part. FINE: the number of places of a rank where its work is measured. ALIKE: rows are alike if none
+sees more than this many times the keys of another.
 """
 
 Layers = Sequence[tuple[Mask, int]]
@@ -121,38 +128,62 @@ def balanced_split(layers: Layers, cp: int, others: Sequence[Chunks]) -> Chunks:
     sizes = [n // cp + (rank < n % cp) for rank in range(cp)]
     found: list[tuple[float, float, Chunks]] = []
     good = [split for split in others if balance(layers, split) <= GOOD_BALANCE]
-    shares = SHARES if cp > 2 * NODE else (COARSE, *SHARES)
-    deals = (_deal(work, rows, sizes, share) for share in shares)
-    for split in chain(good, deals, (split for split in others if split not in good)):
+    ideal = 0.0
+    for split in chain(good, _deals(work, rows, sizes)):
         even = max(GOOD_BALANCE, balance(layers, split))
-        least = min((reached for reached, *_ in found), default=even)
-        if even > least:
+        best, limit, *_ = min(found, key=lambda one: one[:2], default=(even, np.inf))
+        if even > best:
             continue
-        seconds, ideal = _seconds(layers, split)
+        seconds, computing = _seconds(layers, split, ALMOST * limit if even == best else np.inf)
+        ideal = ideal or computing
         found.append((even, seconds, split))
         if even == GOOD_BALANCE and seconds <= NEAR * ideal:
             break
-    best = min((even, seconds) for even, seconds, _ in found)
-    alike = [split for even, took, split in found if even == best[0] and took <= 1.002 * best[1]]
-    known = [split for split in alike if any(split is other for other in others)]
-    return min(known or alike, key=lambda split: len(split.owner))
+    most, seconds, _ = min(found, key=lambda one: one[:2])
+    worth = WORTH * seconds if cp > NODE else 0.0
+    for split in () if good else others:
+        even = balance(layers, split)
+        busiest = ideal * balance(layers, _merged(split, heads_of(cp)[-1]))
+        if even <= most or busiest <= worth:
+            found.append((even, _seconds(layers, split)[0], split))
+    ranks = [(even if seconds > worth else 0.0, seconds) for even, seconds, _ in found]
+    even, seconds = min(ranks)
+    alike = [
+        (took, split)
+        for (of, took), (*_, split) in zip(ranks, found, strict=True)
+        if of == even and took <= ALMOST * seconds
+    ]
+    known = [one for one in alike if any(one[1] is other for other in others)]
+    return min(known or alike, key=lambda one: (len(one[1].owner), one[0]))[1]
 
 
-def _seconds(layers: Layers, split: Chunks) -> tuple[float, float]:
+def _deals(work: Work, rows: Ints, sizes: list[int]) -> Iterator[Split]:
+    """Yield the splits that are compared; few for many ranks, because they take long to make."""
+    if len(sizes) > 2 * NODE:
+        yield from (_deal(work, rows, sizes, share, ENOUGH) for share in SHARES)
+        return
+    for enough in (ENOUGH, LOOSE):
+        yield from (_deal(work, rows, sizes, share, enough) for share in (COARSE, *SHARES))
+    grid = np.unique(np.linspace(0, rows[-1], GRID * len(sizes) + 1).astype(np.int64))
+    yield _deal(work, grid, sizes, np.inf, LOOSE)
+
+
+def _seconds(layers: Layers, split: Chunks, limit: float = np.inf) -> tuple[float, float]:
     """Return the seconds of forward and backward of all layers, each with its fastest number of
-    ranks that exchange heads; and the seconds in which all ranks would compute the same if their
-    work were even and nobody waited.
+    ranks that exchange heads, or infinity if a layer takes more than `limit`; and the seconds in
+    which all ranks would compute the same if their work were even and nobody waited.
     """
     total, computing = 0.0, 0.0
     for mask, count in layers:
-        best, pairs = float("inf"), 0
+        best, pairs = np.inf, 0
         for heads in reversed(heads_of(split.cp)):
             members = _merged(split, heads)
-            exchange = exchange_seconds(-(-mask.n // split.cp), SIZES, heads, NODE, RATES)
-            if _least(mask, members, heads) + 2 * exchange < best:
+            around = partial(exchange_seconds, -(-mask.n // split.cp), SIZES, heads, NODE, RATES)
+            if _least(mask, members, heads) + 2 * around() < min(best, limit / count):
                 traffic = _traffic(mask, members, heads)
-                if traffic.bound + 2 * exchange < best:
-                    best = min(best, traffic.fastest(SLOT_SHARDS)[1] + 2 * exchange)
+                if traffic.bound + 2 * around() < min(best, limit / count):
+                    _, passes = traffic.fastest(SLOT_SHARDS)
+                    best = min(best, sum(passes) + sum(map(around, passes)))
                 pairs = int(traffic.pairs.sum())
         total += count * best
         computing += count * pairs / split.cp * sum(SIZES.pair_flops) / RATES.flops
@@ -176,13 +207,28 @@ def _least(mask: Mask, members: Chunks, heads: int) -> float:
 
 
 def _traffic(mask: Mask, members: Chunks, heads: int) -> Traffic:
+    cp = members.cp
     tiles, *chunks = split_at_edges(mask.pieces, members.edges)
+    starts = starts_in_groups(np.diff(members.edges), members.owner, cp) - members.edges[:-1]
     rank, source = (members.owner[chunk] for chunk in chunks)
-    # blocks at the edges of a tile are computed whole
-    pairs = tiles.area() + BLOCK // 2 * (tiles.q1 - tiles.q0 + tiles.k1 - tiles.k0)
-    far = ring_distance(rank, source, members.cp)
-    shard = -(-mask.n // members.cp)
-    return Traffic.of(tiles, pairs, rank, far, members.cp, shard, heads)
+    tiles = tiles.shifted(*(starts[chunk] for chunk in chunks))
+    tiles, group = coalesce(tiles, rank * cp + ring_distance(rank, source, cp))
+    return Traffic.of(
+        tiles, _pairs_of_blocks(tiles), *np.divmod(group, cp), cp, -(-mask.n // cp), heads
+    )
+
+
+def _pairs_of_blocks(tiles: Tiles) -> Ints:
+    """Return the pairs that a kernel computes for each tile: whole blocks, and to begin each block,
+    of queries in forward and of keys in backward, as much as one of its products.
+    """
+    queries, keys = tiles.q1 - tiles.q0, tiles.k1 - tiles.k0
+    whole = -(-queries // BLOCK) * -(-keys // BLOCK) * BLOCK**2
+    ragged = tiles.area() + BLOCK // 2 * (queries + keys)
+    banded = (tiles.lo != -OPEN) | (tiles.hi != OPEN)
+    there, back = SIZES.pair_flops
+    begin = BLOCK * (there * queries + back * keys) / (there + back)
+    return np.where(banded, ragged, whole) + begin.astype(np.int64)
 
 
 def _merged(split: Chunks, heads: int) -> Chunks:
@@ -238,9 +284,9 @@ def _measured(layers: Layers, cp: int) -> tuple[Ints, Work]:
     return rows[~np.pad(goes_on, 1)], Work(edge, np.append(0.0, np.cumsum(pairs)))
 
 
-def _deal(work: Work, segments: Ints, sizes: list[int], share: float) -> Split:
+def _deal(work: Work, segments: Ints, sizes: list[int], share: float, enough: float) -> Split:
     """Deal segments, tokens `[segments[i], segments[i + 1])`, to ranks of `sizes` tokens. No piece
-    holds more than `share` of the work of a part.
+    holds more than `share` of the work of a part. Exchanges end at `enough`.
     """
     held, ranks = [Pieces(segments[:-1], segments[1:])], [sizes]
     while len(ranks[0]) > 1:
@@ -249,7 +295,7 @@ def _deal(work: Work, segments: Ints, sizes: list[int], share: float) -> Split:
         for pieces, of in zip(held, ranks, strict=True):
             each = _part_of(len(of))
             rooms = [of[first : first + each] for first in range(0, len(of), each)]
-            parts += _parts(work, _split(pieces, segments), list(map(sum, rooms)), share)
+            parts += _parts(work, _split(pieces, segments), list(map(sum, rooms)), share, enough)
             smaller += rooms
         held, ranks = parts, smaller
     start = np.concatenate([part.start for part in held])
@@ -269,7 +315,9 @@ def _part_of(ranks: int) -> int:
     return ranks // 2 if ranks % 2 == 0 else 1
 
 
-def _parts(work: Work, pieces: Pieces, rooms: list[int], share: float) -> list[Pieces]:
+def _parts(
+    work: Work, pieces: Pieces, rooms: list[int], share: float, enough: float
+) -> list[Pieces]:
     """Deal the pieces to parts of `rooms` tokens each."""
     if len(rooms) == 1:
         return [pieces]
@@ -297,7 +345,7 @@ def _parts(work: Work, pieces: Pieces, rooms: list[int], share: float) -> list[P
             whole = unit is units[index]
             load[part] += amounts[index] if whole else sum(work.between(*piece) for piece in unit)
             room[part] -= size
-    _even(work, parts, np.array(load), mean)
+    _even(work, parts, np.array(load), mean, enough)
     return [Pieces(*np.array(sorted(part), np.int64).reshape(-1, 2).T) for part in parts]
 
 
@@ -349,15 +397,15 @@ def _units(work: Work, pieces: Pieces, most: float) -> list[list[Range]]:
     return units
 
 
-def _even(work: Work, parts: list[list[Range]], load: Floats, mean: float) -> None:
+def _even(work: Work, parts: list[list[Range]], load: Floats, mean: float, enough: float) -> None:
     """Exchange the ends of pieces of the busiest part for the beginnings of equally long pieces of
-    the idlest part, until loads are even: most masks show a query the keys before it, so ends hold
-    more work.
+    the idlest part, until no load is above `enough` of the mean: most masks show a query the keys
+    before it, so ends hold more work.
     """
     for _ in range(8 * len(parts)):
         top, low = int(load.argmax()), int(load.argmin())
         wanted = min(load[top] - mean, mean - load[low])
-        if load[top] <= ENOUGH * mean:
+        if load[top] <= enough * mean:
             break
         mine, its = (Pieces(*np.array(parts[part], np.int64).T) for part in (top, low))
         dense, thin = (x.work(work) / (x.end - x.start) for x in (mine, its))

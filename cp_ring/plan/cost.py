@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.hops import exchange_seconds, stages
+from cp_ring.plan.hops import (
+    block_seconds,
+    exchange_seconds,
+    head_groups,
+    longest_blocks,
+    stages,
+)
 from cp_ring.plan.lower import FULL, REVERSED, band_kinds
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
@@ -19,7 +25,7 @@ from cp_ring.plan.proof.verify import report as report_of
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
-from cp_ring.plan.sizes.head_split import split_heads, unsplit
+from cp_ring.plan.sizes.head_split import unsplit
 from cp_ring.plan.tables import PlanTables, Transfers
 from cp_ring.plan.tiles import OPEN
 from cp_ring.plan.updates import MAX_PARTS
@@ -184,7 +190,7 @@ def attention_time(
     """
     ring, heads = plan.ring, plan.ulysses
     own, hops = sizes.of_rank(heads), ring.schedule[-1] + 1
-    groups = split_heads(sizes.heads, sizes.kv_heads, heads).groups if heads > 1 else 1
+    groups = head_groups(sizes, heads)
     near = _members_of_node(ranks_per_node, heads)
     costs = cost(report, own)
     keys, gradients = (
@@ -193,15 +199,25 @@ def attention_time(
     )
     calls = groups * rates.call * kernel_calls(ring, hops)
     flops = (costs.forward_flops, costs.backward_flops)
+    longest = longest_blocks(ring.tiles, ring.tile_rank * hops + ring.tile_hop, ring.cp * hops)
+    blocks = block_seconds(longest.reshape(2, ring.cp, hops), own, groups, rates)
     there, back = (
-        (attention + decode)[:, :hops] / rates.flops + calls
-        for attention, decode in zip(flops, costs.decode_flops, strict=True)
+        np.maximum(attention[:, :hops] / rates.flops, block)
+        + decode[:, :hops] / rates.flops
+        + calls
+        for attention, block, decode in zip(flops, blocks, costs.decode_flops, strict=True)
     )
     tokens = int(plan.layout.tokens_per_rank.max())
-    exchange = exchange_seconds(tokens, sizes, heads, ranks_per_node, rates)
+    compute, moving, order = stages(there, back, keys, gradients)
+    forward, backward = (
+        float(np.maximum(*each).sum(1).max()) for each in zip(compute, moving, strict=True)
+    )
+    exchanged = tokens, sizes, heads, ranks_per_node, rates
     return AttentionTime(
-        *stages(there, back, keys, gradients),
-        exchange=(exchange, exchange),
+        compute,
+        moving,
+        order,
+        exchange=(exchange_seconds(*exchanged, forward), exchange_seconds(*exchanged, backward)),
         ideal=(
             float(costs.forward_flops.sum()) / ring.cp / rates.flops,
             float(costs.backward_flops.sum()) / ring.cp / rates.flops,

@@ -4,7 +4,8 @@ A pass of a rank, forward or backward, is a series of stages: its hops that have
 where backward does half of hop 0 first and half of it last. A stage lasts as long as the longer of
 two things: the computation of the rank, and the messages that arrive or leave meanwhile, over links
 inside a node and between nodes. These messages are the keys of the next hop, and in backward also
-the gradients of the hop before. Everything that chooses or predicts reads this formula (see
+the gradients of the hop before. Computation lasts at least as long as its longest block, which one
+processor computes. Everything that chooses or predicts reads this formula (see
 `cp_ring.plan.cost`).
 
 A layout and a schedule are chosen by all ranks alike, before the layer, its device or the ranks of
@@ -31,6 +32,9 @@ Floats = NDArray[np.float64]
 
 SIZES, NODE = AttentionSizes(), 8
 """The layer, and the number of ranks of a node, for which layouts and schedules are chosen."""
+
+BLOCK = 128
+"""The number of queries, or of keys, of a kernel's block."""
 
 AHEAD = (1.0, 3.0, float("inf"))
 """In compared schedules, a hop's keys take at most this many times the time that hides them."""
@@ -62,11 +66,21 @@ def stages(
     return (there, back), moving, order
 
 
+def head_groups(sizes: AttentionSizes, heads: int) -> int:
+    """Return the number of groups in which a rank computes its heads."""
+    return split_heads(sizes.heads, sizes.kv_heads, heads).groups if heads > 1 else 1
+
+
 def exchange_seconds(
-    tokens: int, sizes: AttentionSizes, heads: int, ranks_per_node: int, rates: Rates
+    tokens: int,
+    sizes: AttentionSizes,
+    heads: int,
+    ranks_per_node: int,
+    rates: Rates,
+    attention: float = float("inf"),
 ) -> float:
     """Return the seconds of the exchange of heads before and after attention that nothing hides, in
-    either pass.
+    a pass that takes `attention` seconds without it.
 
     It moves queries, keys, values and outputs of a rank's `tokens`, or their gradients. The
     exchange of one group of heads hides behind attention on another.
@@ -74,11 +88,43 @@ def exchange_seconds(
     if heads == 1:
         return 0.0
     own, others = sizes.of_rank(heads), heads - 1
-    groups = split_heads(sizes.heads, sizes.kv_heads, heads).groups
+    groups = head_groups(sizes, heads)
     inside = min(ranks_per_node, heads) - 1
     size = tokens * own.element * (own.query_width + own.key_width + own.out_width)
     seconds = max(size * inside / rates.inside, size * (others - inside) / rates.between)
-    return seconds / groups + 2 * groups * rates.call
+    behind = seconds - seconds / groups
+    return seconds / groups + max(0.0, behind - attention) + 2 * groups * rates.call
+
+
+def longest_blocks(tiles: Tiles, place: Ints, places: int) -> Ints:
+    """Return the pairs of the longest block of each place, int64 [2, places], in forward and in
+    backward: one processor of a device computes `BLOCK` queries of a head, or in backward `BLOCK`
+    keys, with all that they see in a tile.
+    """
+    longest = np.zeros((2, places), np.int64)
+    sides = tiles.q1 - tiles.q0, tiles.k1 - tiles.k0
+    for most, side, seen in zip(longest, sides, sides[::-1], strict=True):
+        pairs = np.minimum(side, BLOCK) * np.minimum(seen, tiles.hi - tiles.lo + 1)
+        np.maximum.at(most, place, pairs)
+    return longest
+
+
+def block_seconds(longest: Ints, own: AttentionSizes, groups: int, rates: Rates) -> list[Floats]:
+    """Return the seconds of the longest blocks (`longest_blocks`) in forward and in backward, one
+    after another for each of the `groups` of a rank's heads.
+    """
+    speed = rates.flops / rates.processors * own.batch * own.heads / groups
+    return [each * flops / speed for each, flops in zip(longest, own.pair_flops, strict=True)]
+
+
+def _depth(place: Ints, start: Ints, end: Ints, places: int) -> Ints:
+    """Return the most ranges `[start, end)` of each place that share a token, int64 [places]."""
+    base = place * (int(end.max(initial=0)) + 1)
+    begins, order = base + start, np.argsort(base + start, kind="stable")
+    before = np.searchsorted(np.sort(base + end), begins[order], "right")
+    depth = np.zeros(places, np.int64)
+    np.maximum.at(depth, place[order], np.arange(1, len(order) + 1) - before)
+    return depth
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +133,17 @@ class Traffic:
 
     pairs: pairs of the rank's queries and these keys.
     keys: tokens that the rank reads.
-    calls: kernel calls, one for tiles with a band and one for tiles without, [2, cp, cp].
+    calls: kernel calls, those for tiles without a band and with one, [2, cp, cp]: tiles that share
+        a key are calls of their own.
+    longest: pairs of the longest block, see `longest_blocks`, [2, cp, cp].
     shard: the number of tokens of the largest rank.
     heads: how many ranks exchange heads and count as one here.
     """
 
     pairs: Ints
     keys: Ints
-    calls: NDArray[np.bool_]
+    calls: Ints
+    longest: Ints
     shard: int
     heads: int = 1
 
@@ -102,7 +151,7 @@ class Traffic:
     def of(
         cls, tiles: Tiles, area: Ints, rank: Ints, far: Ints, cp: int, shard: int, heads: int = 1
     ) -> Traffic:
-        """Count the traffic of all tiles, each of `area` pairs.
+        """Count the traffic of all tiles, joined where they can be, each of `area` pairs.
 
         `far` is the distance of each tile from the owner of its keys. Each token of an owner is
         counted once.
@@ -113,8 +162,15 @@ class Traffic:
         keys = np.bincount(group, end - start, cp * cp).astype(np.int64).reshape(cp, cp)
         keys[:, 0] = 0
         band = (tiles.lo != -OPEN) | (tiles.hi != OPEN)
-        calls = np.bincount(band * cp * cp + place, minlength=2 * cp * cp) > 0
-        return cls(pairs.reshape(cp, cp), keys, calls.reshape(2, cp, cp), shard, heads)
+        calls = [_depth(place[of], tiles.k0[of], tiles.k1[of], cp * cp) for of in (~band, band)]
+        return cls(
+            pairs.reshape(cp, cp),
+            keys,
+            np.stack(calls).reshape(2, cp, cp),
+            longest_blocks(tiles, place, cp * cp).reshape(2, cp, cp),
+            shard,
+            heads,
+        )
 
     @cached_property
     def _moving(self) -> Floats:
@@ -142,8 +198,8 @@ class Traffic:
         both = np.maximum(there, moving) + np.maximum(back, moving * (1 + returned / sent))
         return float(both.max())
 
-    def seconds(self, hops: Schedule) -> float:
-        """Return the seconds of forward and backward with this schedule on the slowest rank."""
+    def seconds(self, hops: Schedule) -> tuple[float, float]:
+        """Return the seconds of forward and of backward with this schedule on the slowest rank."""
         cp, sizes = len(hops), SIZES.of_rank(self.heads)
         first = np.flatnonzero(np.diff(hops, prepend=-1))
         ends = np.append(first[1:], cp)
@@ -151,11 +207,20 @@ class Traffic:
         keys = (moving[..., ends] - moving[..., first]).max(0)
         sent, returned = sizes.on_wire()
         pairs = np.add.reduceat(self.pairs, first, 1)
-        calls = np.logical_or.reduceat(self.calls, first, 2).sum(0) * RATES.call
-        there, back = (pairs * flops / RATES.flops + calls for flops in sizes.pair_flops)
+        calls = np.maximum.reduceat(self.calls, first, 2).sum(0) * RATES.call
+        longest = np.maximum.reduceat(self.longest, first, 2)
+        there, back = (
+            np.maximum(pairs * flops / RATES.flops, block) + calls
+            for flops, block in zip(
+                sizes.pair_flops,
+                block_seconds(longest, sizes, head_groups(SIZES, self.heads), RATES),
+                strict=True,
+            )
+        )
         compute, moves, _ = stages(there, back, keys, keys * returned / sent)
-        forward, backward = map(np.maximum, compute, moves)
-        return float((forward.sum(1) + backward.sum(1)).max())
+        forward, backward = (np.maximum(*each).sum(1) for each in zip(compute, moves, strict=True))
+        slowest = int((forward + backward).argmax())
+        return float(forward[slowest]), float(backward[slowest])
 
     def schedules(self, slot_shards: int) -> Iterator[Schedule]:
         """Yield schedules whose hops bring at most `slot_shards` shards, or one source.
@@ -180,10 +245,10 @@ class Traffic:
                 behind, begin = worked[:, end] - worked[:, begin], end
             yield tuple(hops)
 
-    def fastest(self, slot_shards: int) -> tuple[Schedule, float]:
-        """Return the schedule of least time, and its seconds; of times that differ by less than a
+    def fastest(self, slot_shards: int) -> tuple[Schedule, tuple[float, float]]:
+        """Return the schedule of least time, and its `seconds`; of times that differ by less than a
         hundredth, the first.
         """
         timed = [(hops, self.seconds(hops)) for hops in dict.fromkeys(self.schedules(slot_shards))]
-        least = min(seconds for _, seconds in timed)
-        return next(each for each in timed if each[1] <= 1.01 * least)
+        least = min(sum(seconds) for _, seconds in timed)
+        return next(each for each in timed if sum(each[1]) <= 1.01 * least)

@@ -173,9 +173,10 @@ class Layout:
         `masks` is the mask of all layers, or a list of (mask, number of layers that have it):
         tokens stay where they are from layer to layer, so the sum of the work of all layers is
         balanced. Token counts differ by one if cp does not divide n. Maximum / mean work is at most
-        1.05 where possible. The result may be zigzag or contiguous. It is deterministic, so ranks
-        find the same layout without communication. Raises `PlanError` if there are fewer tokens
-        than ranks, and for masks of different lengths or numbers of layers below 1.
+        1.05 where possible, and more where links between nodes make that much slower. The result
+        may be zigzag or contiguous. It is deterministic, so ranks find the same layout without
+        communication. Raises `PlanError` if there are fewer tokens than ranks, and for masks of
+        different lengths or numbers of layers below 1.
         """
         for name in left:
             if name not in LEFT:

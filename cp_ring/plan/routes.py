@@ -162,16 +162,15 @@ def tables_of(
     hops = resolve(schedule, cp, slot_shards, one_source=one_source)
     by_time = schedule == AUTO and not one_source and 2 < cp <= MOST_MEMBERS
     tiles, rank, source = shard_tiles(mask.pieces, layout, None if by_time else member)
-    far = ring_distance(rank, source, cp)
+    tiles, group = coalesce(tiles, rank * cp + ring_distance(rank, source, cp))
+    rank, far = np.divmod(group, cp)
     if by_time:
         shard = int(layout.tokens_per_rank.max())
         traffic = Traffic.of(tiles, tiles.area(), rank, far, cp, shard, heads)
         hops = traffic.fastest(slot_shards or SLOT_SHARDS)[0]
         if member is not None:
-            mine = np.flatnonzero((rank == member) | (source == member))
+            mine = np.flatnonzero((rank == member) | ((rank - far) % cp == member))
             tiles, rank, far = tiles[mine], rank[mine], far[mine]
-    tiles, group = coalesce(tiles, rank * cp + far)
-    rank, far = np.divmod(group, cp)
     transfers, gradients = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
     transfers = transfers.in_buffer_order("receiver", cp)
     gradients = gradients.in_buffer_order("sender", cp)

@@ -250,6 +250,7 @@ def rank(told):
             dist.all_reduce(least, dist.ReduceOp.MIN)
             object.__setattr__(RATES, "flops", float(least))
             object.__setattr__(RATES, "call", 1e-3)
+            object.__setattr__(RATES, "processors", 1)
             print(json.dumps({"flops": float(least)}), flush=True)
             continue
         call = prepared(case["mask"], case["keywords"])

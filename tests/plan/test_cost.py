@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cp_ring.plan import Layout, Mask, Plan
+from cp_ring.plan.balance import _traffic
 from cp_ring.plan.cost import (
     attention_time,
     bytes_between_nodes,
@@ -13,10 +15,12 @@ from cp_ring.plan.cost import (
     heads_to_try,
     kernel_calls,
 )
+from cp_ring.plan.hops import exchange_seconds
 from cp_ring.plan.lower import ASSUMED, call_groups, lower
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates
+from cp_ring.plan.tiles import Tiles
 
 SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32")
 
@@ -37,7 +41,7 @@ def test_time_by_hand():
     plan = Plan.build(Mask.full(8), Layout.contiguous(8, 2))
     report = plan.verify()
     flops, keys = 2 * 16 * 4 * 24, 4 * 2 * 24 * 4
-    rates = Rates(flops=flops, inside=keys / 0.75, between=keys / 3, call=1e-9)
+    rates = Rates(flops=flops, inside=keys / 0.75, between=keys / 3, call=1e-9, processors=1)
     inside, between = (attention_time(plan, report, SIZES, rates, node) for node in (2, 1))
     back = 2 * 16 * 4 * 64 / flops
     assert inside.forward == pytest.approx(2) and between.forward == pytest.approx(3 + 1)
@@ -130,3 +134,44 @@ def test_hops_without_work_take_no_time():
     assert (times[0].compute[0][0, 1:] == 0).all(), "the first rank has no key of another"
     compute, moving = times[0].compute[1][1], times[0].moving[1][1]
     assert compute[2] == compute[0] > 0 and moving[2] > 0 and not compute[3:].any()
+
+
+def test_an_exchange_of_heads_hides_no_longer_than_attention_takes():
+    """Two groups of heads: half of the exchange travels while the other group is computed."""
+    sizes = AttentionSizes(heads=4, kv_heads=4, head_dim=16, dtype="fp32")
+    numbers = 10 * 4 * 2 * 16  # of 10 tokens: q, k, v and out of the 2 heads of the other rank
+    rates = Rates(inside=numbers * 4 / 8, call=1e-9)
+    times = [exchange_seconds(10, sizes, 2, 2, rates, hides) for hides in (float("inf"), 3, 0)]
+    assert times == pytest.approx([4, 5, 8], abs=1e-6)
+
+
+def test_a_call_takes_as_long_as_its_longest_block():
+    """One key that 1,024 queries see: in backward one of 8 processors computes it for a head."""
+    mask = Mask(1025, Tiles.columns([1], [1025], [0], [1]))
+    plan = Plan.build(mask, Layout.contiguous(1025, 1))
+    report = plan.verify()
+    there, back = (1024 * flops / 4 for flops in SIZES.pair_flops)  # of a head
+    for processors in (1, 8):
+        rates = Rates(flops=1, call=1e-9, processors=processors)
+        time = attention_time(plan, report, SIZES, rates)
+        assert time.forward == pytest.approx(4 * there)  # 8 blocks of 128 queries for each head
+        assert time.both - time.forward == pytest.approx(back * max(4, processors))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask.causal(4096),
+        Mask.full(4096),
+        Mask.documents([0, 100, 900, 3100, 4096], causal=False),
+        Mask.documents([0, 100, 900, 3100, 4096]),
+    ],
+)
+def test_schedules_and_layouts_are_chosen_by_all_calls(mask):
+    """Also of queries that see the same keys but do not follow each other in the shard."""
+    deal = np.random.default_rng(3).permutation(np.arange(64) % 8)
+    layout = Layout(4096, 8, np.arange(65) * 64, deal)
+    plan = Plan.build(mask, layout, schedule="ring")
+    plan.verify()
+    counted = _traffic(mask, layout, 1).calls.sum(0)
+    assert counted.tolist() == kernel_calls(plan.ring, 8).tolist()

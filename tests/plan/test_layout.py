@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring.plan import Layout, Mask, Plan
+from cp_ring.plan import Layout, Mask, Plan, hops
+from cp_ring.plan import balance as balancing
 from cp_ring.plan.balance import balance
 from cp_ring.plan.cost import attention_time
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import Rates
 from tests.plan import samples
 from tests.rings import said
 
@@ -173,3 +175,17 @@ def test_balanced_layout_of_a_causal_mask_is_zigzag(n, cp):
     balanced, zigzag = Layout.balanced(Mask.causal(n), cp), Layout.zigzag(n, cp)
     assert np.array_equal(balanced.edges, zigzag.edges)
     assert np.array_equal(balanced.owner, zigzag.owner)
+
+
+def test_slow_links_between_nodes_are_worth_uneven_work(monkeypatch):
+    """Two nodes of two ranks: even work would send most of the long document between nodes, which
+    takes longer than all work of one node.
+    """
+    mask = Mask.documents([0, 400, 1000, 1800, 2500, 4096])
+    near = Layout.balanced(mask, 4)
+    assert near.name == "balanced" and balance([(mask, 1)], near) <= 1.05
+    for module in (hops, balancing):
+        monkeypatch.setattr(module, "NODE", 2)
+        monkeypatch.setattr(module, "RATES", Rates(flops=4e11, inside=1e9, between=2e7))
+    far = Layout.balanced(mask, 4)
+    assert far.name == "contiguous" and balance([(mask, 1)], far) > 1.5

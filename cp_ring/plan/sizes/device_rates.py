@@ -28,6 +28,10 @@ SECONDS_PER_CALL = 2e-5
 """The seconds that a kernel call loses while its first and last blocks do not fill the device."""
 
 
+PROCESSORS = 132.0
+"""The default for the streaming multiprocessors of an H100."""
+
+
 @dataclass(frozen=True)
 class Rates:
     """Rates of a device and its links a second; by default an H100 with NVLink and a network card
@@ -38,6 +42,7 @@ class Rates:
     and sends to them at the same time.
     memory: bytes that a device reads and writes.
     call: seconds that a kernel call loses, and an exchange of heads.
+    processors: how many parts of the device compute one block of a kernel call each at a time.
     products: FLOP of the matrix products of other layers, relative to `flops`; by default 600
     TFLOP/s for an H100.
 
@@ -49,6 +54,7 @@ class Rates:
     between: float = NETWORK_BYTES_PER_SECOND
     memory: float = MEMORY_BYTES_PER_SECOND
     call: float = SECONDS_PER_CALL
+    processors: float = PROCESSORS
     products: float = 1.5
 
     def __post_init__(self) -> None:
@@ -62,14 +68,14 @@ class Rates:
 RATES = Rates()
 """The rates that predictions assume if none are given."""
 
-HOST_RATES = Rates(flops=5e10, inside=2e9, between=1e9, memory=1e10, call=1e-4)
+HOST_RATES = Rates(flops=5e10, inside=2e9, between=1e9, memory=1e10, call=1e-4, processors=1)
 """The rates that are assumed for a rank on the CPU with gloo."""
 
 NAMED = {
     "h100-nvlink-400g": RATES,
     "h100-nvlink-200g": replace(RATES, between=2e10),
     "h200-nvlink-400g": replace(RATES, memory=4.3e12),
-    "a100-nvlink-200g": Rates(1.9e14, 2e11, 2e10, memory=1.7e12, products=1.25),
+    "a100-nvlink-200g": Rates(1.9e14, 2e11, 2e10, memory=1.7e12, processors=108, products=1.25),
 }
 """Rates by the names of devices and links. The links are those of vendors' data sheets, less the
 overhead of protocols; all of them are assumptions, not measurements.
