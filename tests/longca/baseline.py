@@ -4,6 +4,7 @@ line for each cell on stdout. `python -m tests.longca --baseline CHECKOUT` runs 
 
 import json
 import sys
+from functools import partial
 from importlib import util
 from pathlib import Path
 
@@ -12,16 +13,19 @@ masks = sys.modules["longca_masks"] = util.module_from_spec(_spec)
 _spec.loader.exec_module(masks)
 
 from cp_ring.plan import Layout  # noqa: E402
+from cp_ring.plan.costs import simulate as model  # noqa: E402
 from cp_ring.plan.costs.shapes import planned  # noqa: E402
-from cp_ring.plan.costs.simulate import simulate  # noqa: E402
 from cp_ring.plan.plan import PlanSpec  # noqa: E402
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes  # noqa: E402
 
+few = model.sampled_ranks
 for cell in map(masks.named, sys.stdin.read().splitlines()):
     mask = cell.mask()
     layout = Layout.balanced(mask, cell.cp)
     plan = planned(mask, cell.cp, PlanSpec(layout))
-    time = simulate(plan, plan.verify(), AttentionSizes(64, 8, 128), ranks_per_node=8)
+    model.sampled_ranks = partial(masks.counted_ranks, cp=cell.cp)
+    time = model.simulate(plan, plan.verify(), AttentionSizes(64, 8, 128), ranks_per_node=8)
+    model.sampled_ranks = few
     made = {
         "cell": str(cell),
         "edges": layout.edges.tolist(),

@@ -3,7 +3,8 @@ the blocks of each kernel call fill the processors of a device, and the bytes of
 
 A pass of a rank is a series of stages, as in `cp_ring.plan.hops`. A call is a grid of blocks, one
 for each head and 128 queries, in backward 128 keys; what merges read and write comes beside. Merges
-and calls are counted on three ranks, and others are taken to be as the slowest of these.
+and calls are counted on the ranks of `counted_ranks`, and others are taken to be as the slowest of
+these.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cp_ring.plan.sizes.head_split import split_heads
 from cp_ring.plan.tables import RankPlan
 from cp_ring.plan.tiles import OPEN, Tiles
 from cp_ring.plan.updates import Update, gradient_updates, query_updates
+from tests.longca.masks import counted_ranks
 
 PROCESSORS, BEGIN = 132, 1
 
@@ -32,7 +34,7 @@ def seconds(plan: Plan, sizes: AttentionSizes, node: int = 8) -> tuple[float, fl
     ring, heads, own = plan.ring, plan.ulysses, sizes.of_rank(plan.ulysses)
     groups = split_heads(sizes.heads, sizes.kv_heads, heads).groups if heads > 1 else 1
     hops, cp = ring.schedule[-1] + 1, ring.cp
-    sampled = sorted({0, cp // 2, cp - 1})
+    sampled = counted_ranks(cp, plan.layout.cp)
     calls = {rank: _calls(plan.rank_plan(rank * heads)) for rank in sampled}
     slower, extra = (
         _of_all({rank: count(of, own, groups) for rank, of in calls.items()}, cp)
