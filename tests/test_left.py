@@ -9,7 +9,8 @@ from cp_ring import ring_attention
 from cp_ring.megatron.options import SETTINGS, Options
 from cp_ring.options import LEFT, LEFT_VALUES
 from cp_ring.plan import Layout, Mask, layout
-from tests.rings import Case, said
+from cp_ring.testing.oracle import Case
+from tests.rings import said
 
 QKV = Case.draw(8)[:3]
 
