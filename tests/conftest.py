@@ -39,7 +39,7 @@ LONG = (
     "test_a_rank_that_fails_ends_its_job_wherever_it_fails",
     "test_a_rank_that_fails_ends_its_job",
     "test_an_unmodified_script_trains_with_ring_attention",
-    "test_error_over_that_of_one_call",
+    "test_error_over_that_of_one_rank",
     "test_a_rank_that_sleeps_in_a_hop_is_named",
     "test_random_plans_are_right",
     "tests/launch/test_wheel.py",
