@@ -26,7 +26,7 @@ from cp_ring.megatron.options import Options
 from cp_ring.megatron.specs import with_ring_attention
 from tests.fakegpu.accesses import mark, recorded
 from tests.fakegpu.plants import PLANTS
-from tests.gpu.beside import CASES, Step
+from tests.gpu.beside import CASES, Step, connect
 
 SMALL = {"tokens": 256, "num_layers": 2, "hidden_size": 256, "num_attention_heads": 4,
          "num_query_groups": 2, "kv_channels": 64}  # fmt: skip
@@ -70,6 +70,8 @@ def blocks(
 def beside(case: str, counts: bool) -> Iterator[tuple[str, Callable[[], Step]]]:
     """What makes the step of each of `LAYERS`; as `tests.fakegpu.beside.attention`."""
     _start()
+    # Else a rank of stock attention would wait for one that does not count, and has none.
+    connect(parallel_state.get_context_parallel_group())
     documents = CASES[case].ends(dist.get_world_size()) if CASES[case].packed else None
     for name, layer in LAYERS.items():
         if counts:

@@ -99,19 +99,25 @@ class Groups:
             next(group for ranks, group in made if self.rank in ranks)
             for made in ([(x, dist.new_group(x)) for x in cut] for cut in (pairs, rings))
         ]
-        self.stream, x = torch.cuda.Stream(), torch.zeros(1, device="cuda")
+        self.stream = torch.cuda.Stream()
         for group in (self.world, *self.levels):
-            dist.all_reduce(x, group=group)
-        for ring in (self.world, self.levels[1]):
-            size, place = dist.get_world_size(ring), dist.get_rank(ring)
-            if size > 2:  # messages that torch does not batch have communicators of two ranks
-                send = partial(dist.isend, x, group=ring, group_dst=(place + 1) % size)
-                receive = partial(dist.irecv, x.clone(), group=ring, group_src=(place - 1) % size)
-                # two ranks make theirs at the same time
-                for start in (receive, send) if place % 2 else (send, receive):
-                    work = start()
-                    assert work is not None, "a rank is not in its own group"
-                    work.wait()
+            connect(group)
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Make the communicators of a group and, for messages that torch does not batch, those of each
+    two neighbors on its ring. All ranks of the group must call it.
+    """
+    x, size, place = torch.zeros(1, device="cuda"), group.size(), group.rank()
+    dist.all_reduce(x, group=group)
+    if size > 2:
+        send = partial(dist.isend, x, group=group, group_dst=(place + 1) % size)
+        receive = partial(dist.irecv, x.clone(), group=group, group_src=(place - 1) % size)
+        # two ranks make theirs at the same time
+        for start in (receive, send) if place % 2 else (send, receive):
+            work = start()
+            assert work is not None, "a rank is not in its own group"
+            work.wait()
 
 
 def layer(name: str, case: Case, groups: Groups, more: dict[str, Any] | None = None) -> Layer:
