@@ -24,7 +24,7 @@ from cp_ring.ops.segments import Segments
 from cp_ring.plan.lower import Lowered, call_groups, lower
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.tables import Hop, RankPlan
-from cp_ring.plan.updates import Update, gradient_updates, query_updates
+from cp_ring.plan.updates import Update, gradient_updates, query_updates, running_tokens
 from cp_ring.runtime import RUNTIME
 
 
@@ -117,7 +117,8 @@ def _make_work(
 
 
 def _segments(updates: Sequence[Update]) -> tuple[Segments, ...]:
-    return tuple(Segments(update.segments, update.whole) for update in updates)
+    kept = running_tokens(updates)
+    return tuple(Segments(update.segments, update.whole, kept) for update in updates)
 
 
 def kernel_calls(

@@ -53,36 +53,37 @@ def _merge(
     PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program merges the parts of one block of the table, for one head; strides in elements."""
-    entry = table + tl.program_id(0) * (3 + PARTS)
+    entry = table + tl.program_id(0) * (4 + PARTS)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     at = tl.load(entry).to(tl.int64) + tl.arange(0, BLOCK_Q)
-    count, flags = tl.load(entry + 1), tl.load(entry + 2)
+    at_stored = tl.load(entry + 1).to(tl.int64) + tl.arange(0, BLOCK_Q)
+    count, flags = tl.load(entry + 2), tl.load(entry + 3)
     stored = tl.where(flags % 2 == 1, 0, count)
     lse_at = lse + b * lse_b + h * lse_h + at
     total = load_tokens(
-        running, at, b, h, stored, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E
+        running, at_stored, b, h, stored, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E
     )
     total_lse = tl.load(lse_at, mask=tl.arange(0, BLOCK_Q) < stored, other=float("-inf"))
     total, total_lse = _with_part(
-        total, total_lse, out0, lse0, tl.load(entry + 3), count, b, h, size,
+        total, total_lse, out0, lse0, tl.load(entry + 4), count, b, h, size,
         q0, b0, h0, lse_q0, lse_b0, lse_h0,
         BLOCK_Q, BLOCK_E,
     )  # fmt: skip
     if PARTS > 1:
         total, total_lse = _with_part(
-            total, total_lse, out1, lse1, tl.load(entry + 4), count, b, h, size,
+            total, total_lse, out1, lse1, tl.load(entry + 5), count, b, h, size,
             q1, b1, h1, lse_q1, lse_b1, lse_h1,
             BLOCK_Q, BLOCK_E,
         )  # fmt: skip
     if PARTS > 2:
         total, total_lse = _with_part(
-            total, total_lse, out2, lse2, tl.load(entry + 5), count, b, h, size,
+            total, total_lse, out2, lse2, tl.load(entry + 6), count, b, h, size,
             q2, b2, h2, lse_q2, lse_b2, lse_h2,
             BLOCK_Q, BLOCK_E,
         )  # fmt: skip
     if PARTS > 3:
         total, total_lse = _with_part(
-            total, total_lse, out3, lse3, tl.load(entry + 6), count, b, h, size,
+            total, total_lse, out3, lse3, tl.load(entry + 7), count, b, h, size,
             q3, b3, h3, lse_q3, lse_b3, lse_h3,
             BLOCK_Q, BLOCK_E,
         )  # fmt: skip
@@ -92,7 +93,7 @@ def _merge(
         result, total, at, b, h, done, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E
     )
     store_tokens(
-        running, total, at, b, h, stays, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E
+        running, total, at_stored, b, h, stays, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_E
     )
 
 

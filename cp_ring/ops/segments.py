@@ -2,7 +2,8 @@
 Triton kernels read.
 
 An update adds parts, which are partial results, to a total: one tensor holds the running total in
-the dtype of sums, another one the result in its own dtype. They may be the same tensor.
+the dtype of sums, another one the result in its own dtype. They may be the same memory. The running
+total has no memory for tokens at its ends that each have one update, which completes them.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class Segment(NamedTuple):
     """One segment of a total's tokens, and the parts that are added to it. Without parts, it is
     filled with zeros.
 
+    stored: their place in the running total, if they have one.
     first: nothing has been stored there yet.
     last: the total is complete, and goes to the result.
     """
 
     tokens: slice
+    stored: slice
     size: int
     first: bool
     last: bool
@@ -59,13 +62,15 @@ class Segment(NamedTuple):
         that are still to be added. The start is the stored total, else the first part, else zeros;
         it may be the tokens themselves.
         """
-        target = result if self.last or running is None else running
+        target, place = result, self.tokens
+        if running is not None and not self.last:
+            target, place = running, self.stored
         if self.size < target.shape[0]:
-            target = target[self.tokens]
+            target = target[place]
         if not self.first:
             assert running is not None
             stays = not self.last or running.dtype == target.dtype
-            return target, target if stays else running[self.tokens], self.places
+            return target, target if stays else running[self.stored], self.places
         if not self.places:
             return target, target.zero_(), self.places
         part, others = self.places[0].take(parts[self.places[0].part]), self.places[1:]
@@ -81,11 +86,11 @@ class Segments:
     `table` is `Update.segments` of the plan, int64 [4 + parts, segments]: start, end, first, last,
     and for each part the position of its first token in the segment: ABSENT for none, or -2 -
     position if the tokens are in reverse order. `whole` is True if the one part is the whole
-    result.
+    result. `kept` are the tokens of the total that the running total has; by default all.
     """
 
-    def __init__(self, table: np.ndarray, whole: bool = False):
-        self.parts, self.whole = len(table) - 4, whole
+    def __init__(self, table: np.ndarray, whole: bool = False, kept: slice = slice(0, None)):
+        self.parts, self.whole, self.kept = len(table) - 4, whole, kept
         # Some of the total has the dtype of sums before this update, or after it.
         self.stays = not table[2:4].all()
         # Some of the total is complete after this update.
@@ -95,33 +100,34 @@ class Segments:
 
     @cached_property
     def each(self) -> list[Segment]:
-        return [_segment(*column) for column in self._table.T.tolist()]
+        return [_segment(self.kept.start, *column) for column in self._table.T.tolist()]
 
     def blocks(self, device: torch.device) -> Tensor:
         """Return the segments cut into blocks of at most BLOCK_Q tokens, copied to the device once:
-        int32 [blocks, 3 + parts].
+        int32 [blocks, 4 + parts].
 
-        Each block has its first token, the number of its tokens, 1 for first and 2 for last, and
-        the positions.
+        Each block has its first token, that in the running total, the number of its tokens, 1 for
+        first and 2 for last, and the positions.
         """
         if device not in self._blocks:
-            host = torch.from_numpy(_blocks(self._table))
+            host = torch.from_numpy(_blocks(self._table, self.kept.start))
             self._blocks[device] = (
                 host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
             )
         return self._blocks[device]
 
 
-def _segment(start: int, end: int, first: int, last: int, *positions: int) -> Segment:
+def _segment(kept: int, start: int, end: int, first: int, last: int, *positions: int) -> Segment:
     places, size = [], end - start
     for part, position in enumerate(positions):
         if position != ABSENT:
             low = position if position >= 0 else -2 - position - (size - 1)
             places.append(PartTokens(part, slice(low, low + size), size, position < 0))
-    return Segment(slice(start, end), size, bool(first), bool(last), places)
+    stored = slice(start - kept, end - kept)
+    return Segment(slice(start, end), stored, size, bool(first), bool(last), places)
 
 
-def _blocks(table: np.ndarray) -> np.ndarray:
+def _blocks(table: np.ndarray, kept: int) -> np.ndarray:
     """Return the blocks of segments. Positions, and -2 - position too, grow by the number of tokens
     before the block.
     """
@@ -132,6 +138,7 @@ def _blocks(table: np.ndarray) -> np.ndarray:
     position = table[4:, which]
     return np.stack([
         table[0, which] + before,
+        table[0, which] + before - kept,
         np.minimum(size[which] - before, BLOCK_Q),
         table[2, which] + 2 * table[3, which],
         *np.where(position == ABSENT, ABSENT, position + before),

@@ -20,7 +20,7 @@ def add(
     """Run one update: add `parts` [t, b, h, d], one by one, to the stored total, and store the new
     one.
 
-    `running` [s, b, h, d] holds the total in `sum_dtype` between updates. Complete tokens go to
+    `running` [kept, b, h, d] holds the total in `sum_dtype` between updates. Complete tokens go to
     `result` [s, b, h, d], which may be `running`, and is empty if there are none. Without
     `running`, everything is complete after this update. Tokens that no part has get 0. On CUDA,
     with Triton, it is one kernel.

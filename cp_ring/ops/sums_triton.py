@@ -21,17 +21,18 @@ def _add(
 ):  # fmt: skip
     """result = running + up to 4 partial gradients, for one block of tokens and one head.
 
-    A row of `table` [blocks, 3 + PARTS] has the block's first token, its number of tokens, flags,
-    and the block's first token in each part, -1 where the part lacks it. Tensors are [tokens, b,
+    A row of `table` [blocks, 4 + PARTS] has the block's first token, that in `running`, the number
+    of tokens, flags, and the block's first token in each part, -1 where the part lacks it. Tensors are [tokens, b,
     h, BLOCK_D]; strides are in elements.
     """
-    entry = table + tl.program_id(0) * (3 + PARTS)
+    entry = table + tl.program_id(0) * (4 + PARTS)
     at_h, at_b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     at_q = tl.load(entry).to(tl.int64) + tl.arange(0, BLOCK_Q)
-    count, flags = tl.load(entry + 1), tl.load(entry + 2)
+    at_stored = tl.load(entry + 1).to(tl.int64) + tl.arange(0, BLOCK_Q)
+    count, flags = tl.load(entry + 2), tl.load(entry + 3)
     total = load_tokens(
         running,
-        at_q,
+        at_stored,
         at_b,
         at_h,
         tl.where(flags % 2 == 1, 0, count),
@@ -42,16 +43,16 @@ def _add(
         BLOCK_Q,
         BLOCK_D,
     )
-    tokens, there = tokens_in_part(tl.load(entry + 3), count, BLOCK_Q)
+    tokens, there = tokens_in_part(tl.load(entry + 4), count, BLOCK_Q)
     total += load_tokens(part0, tokens, at_b, at_h, there, q0, b0, h0, size, BLOCK_Q, BLOCK_D)
     if PARTS > 1:
-        tokens, there = tokens_in_part(tl.load(entry + 4), count, BLOCK_Q)
+        tokens, there = tokens_in_part(tl.load(entry + 5), count, BLOCK_Q)
         total += load_tokens(part1, tokens, at_b, at_h, there, q1, b1, h1, size, BLOCK_Q, BLOCK_D)
     if PARTS > 2:
-        tokens, there = tokens_in_part(tl.load(entry + 5), count, BLOCK_Q)
+        tokens, there = tokens_in_part(tl.load(entry + 6), count, BLOCK_Q)
         total += load_tokens(part2, tokens, at_b, at_h, there, q2, b2, h2, size, BLOCK_Q, BLOCK_D)
     if PARTS > 3:
-        tokens, there = tokens_in_part(tl.load(entry + 6), count, BLOCK_Q)
+        tokens, there = tokens_in_part(tl.load(entry + 7), count, BLOCK_Q)
         total += load_tokens(part3, tokens, at_b, at_h, there, q3, b3, h3, size, BLOCK_Q, BLOCK_D)
     done, stays = tl.where(flags >= 2, count, 0), tl.where(flags >= 2, 0, count)
     store_tokens(
@@ -60,7 +61,7 @@ def _add(
     store_tokens(
         running,
         total,
-        at_q,
+        at_stored,
         at_b,
         at_h,
         stays,

@@ -84,14 +84,16 @@ class Sum:
         same = self._dtype == self._wide
         if not self._result and (same or segments.ends):
             self._result = self._allocated(self._dtype)
-        if same:
-            self._running = self._result
-        elif segments.stays and not self._running:
-            self._running = self._allocated(self._wide)
+        if not self._running and same:
+            self._running = [x[segments.kept] for x in self._result]
+        elif not self._running and segments.stays:
+            self._running = self._allocated(self._wide, segments.kept)
         return self._result or [self._like.new_empty(0, dtype=self._dtype)] * len(self._shapes)
 
-    def _allocated(self, dtype: torch.dtype) -> list[Tensor]:
-        return [self._like.new_empty(shape, dtype=dtype) for shape in self._shapes]
+    def _allocated(self, dtype: torch.dtype, tokens: slice = slice(None)) -> list[Tensor]:
+        """Make tensors of these tokens of the total."""
+        count = len(range(self._shapes[0][0])[tokens])
+        return [self._like.new_empty((count, *shape[1:]), dtype=dtype) for shape in self._shapes]
 
 
 class Merge(Sum):

@@ -187,6 +187,15 @@ def gradient_updates(
     return {index: _updates(total.groups, total.num_tokens) for index, total in totals.items()}
 
 
+def running_tokens(updates: Sequence[Update]) -> slice:
+    """Return the range of a total's tokens that are incomplete after one of its updates. Others
+    need no memory between updates.
+    """
+    spans = [update.segments[:2, update.segments[3] == 0] for update in updates]
+    start, end = np.concatenate([np.zeros((2, 0), np.int64), *spans], 1)
+    return slice(int(start.min()), int(end.max())) if len(start) else slice(0, 0)
+
+
 def _updates(groups: Sequence[Sequence[Partial]], num_tokens: int) -> tuple[Update, ...]:
     """Make one update for each group. The last one fills tokens that no part has with zeros."""
     parts = [part for group in groups for part in group]

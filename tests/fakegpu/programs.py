@@ -95,7 +95,7 @@ def fused(folder, sizes, dtypes, skipped=0, registers=None):
         ]
         result = made[0].contiguous()
         running = result.to(getattr(torch, total)) if total else None
-        table = torch.zeros(7, 3 + parts, dtype=torch.int32, device="cuda")
+        table = torch.zeros(7, 4 + parts, dtype=torch.int32, device="cuda")
         lse = torch.empty(1, 4, 100, device="cuda")
         calls = {
             "merge": (merge_triton, (table, made, [lse] * parts, running, lse, result)),

@@ -7,11 +7,11 @@ import math
 import torch
 
 from cp_ring.ops.segments import Segments
-from cp_ring.plan.updates import MAX_PARTS, Partial, query_updates
+from cp_ring.plan.updates import MAX_PARTS, Partial, query_updates, running_tokens
 
 # Tokens of the total that each partial result has, in its order; the last is in reverse order.
-# Tokens 40 and 41 are in none.
-RANGES = [[(0, 37)], [(20, 33), (0, 5)], [(33, 40)], [(3, 20)], [(0, 40)], [(36, 40), (2, 9)]]
+# Tokens 40 and 41 are in none, and the first ones in the first two.
+RANGES = [[(0, 37)], [(20, 33), (0, 5)], [(33, 40)], [(3, 20)], [(12, 40)], [(36, 40), (13, 20)]]
 TOKENS = 42
 SHAPES = [(2, 3, 24, torch.float32), (1, 2, 40, torch.bfloat16), (3, 1, 1, torch.float16)]
 
@@ -22,9 +22,11 @@ def parts():
 
 def updates(most):
     """The updates of the totals, of at most so many parts each, and the parts of each."""
-    found, first = [], 0
-    for update in query_updates([parts()], TOKENS, most):
-        segments = Segments(update.segments, update.whole)
+    made, found, first = query_updates([parts()], TOKENS, most), [], 0
+    kept = running_tokens(made)
+    assert kept == slice(12 if most == 4 else 3 if most > 1 else 0, 40)
+    for update in made:
+        segments = Segments(update.segments, update.whole, kept)
         found.append((segments, slice(first, first + segments.parts)))
         first += segments.parts
     return found
@@ -32,13 +34,16 @@ def updates(most):
 
 def totals(shape, dtype):
     """For updates of any number of parts, and results in float32 and `dtype`: the updates, the
-    running total in float32, which is the result itself where it may be, and the result.
+    running total in float32 of the tokens that need one, which is in the result where it may be,
+    and the result.
     """
     for most in range(1, MAX_PARTS + 1):
         for kind in {torch.float32, dtype}:
             result = torch.full(shape, math.nan, dtype=kind)
+            steps = updates(most)
+            running = result[steps[0][0].kept]
             same = kind == torch.float32
-            yield updates(most), result if same else torch.full(shape, math.nan), result
+            yield steps, running if same else torch.full(running.shape, math.nan), result
 
 
 def tokens_of(part):
