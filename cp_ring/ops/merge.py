@@ -29,8 +29,8 @@ def merge(
     """Run one update: merge partial `outs` [t, b, h, e] and `lses` [b, h, t], one by one, with the
     stored total, and store the new one.
 
-    `running` [kept, b, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running lse
-    in `lse_dtype`. Complete tokens go to `result` [s, b, h, e], which may be `running`, and is
+    `running` [kept, b, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running
+    lse in `lse_dtype`. Complete tokens go to `result` [s, b, h, e], which may be `running`, and is
     empty if there are none. Without `running`, everything is complete after this update. Tokens
     that no part has get 0 and -inf. On CUDA, with Triton, it is one kernel.
     """

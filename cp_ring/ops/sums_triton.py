@@ -22,8 +22,8 @@ def _add(
     """result = running + up to 4 partial gradients, for one block of tokens and one head.
 
     A row of `table` [blocks, 4 + PARTS] has the block's first token, that in `running`, the number
-    of tokens, flags, and the block's first token in each part, -1 where the part lacks it. Tensors are [tokens, b,
-    h, BLOCK_D]; strides are in elements.
+    of tokens, flags, and the block's first token in each part, -1 where the part lacks it. Tensors
+    are [tokens, b, h, BLOCK_D]; strides are in elements.
     """
     entry = table + tl.program_id(0) * (4 + PARTS)
     at_h, at_b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
