@@ -44,10 +44,6 @@ class Work:
     keys: Mapping[int, Sequence[Segments]]
     num_keys: int
 
-    @property
-    def num_calls(self) -> int:
-        return sum(map(len, self.calls.values()))
-
     @cached_property
     def own_keys(self) -> Mapping[int, Sequence[Segments]]:
         """Like `keys`, but for the sums of the kernel calls alone: gradients from other ranks are

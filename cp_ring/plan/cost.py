@@ -22,7 +22,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.proof.verify import report as report_of
-from cp_ring.plan.ranges import Ints
+from cp_ring.plan.ranges import Ints, depth
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.head_split import unsplit
@@ -268,21 +268,12 @@ def kernel_calls(ring: PlanTables, hops: int) -> Floats:
     # rectangles over the same queries are one sequence
     starts |= (tiles.q0[1:] != tiles.q0[:-1]) | (tiles.q1[1:] != tiles.q1[:-1])
     first = np.flatnonzero(np.append(True, starts | (kind[order][1:] != FULL))[: len(tiles)])
-    depth = np.zeros(len(call), np.int64)
-    _count_depth(depth, call[first], call[first], tiles.q0[first], tiles.q1[first])
-    _count_depth(depth, call, call * cp + source, tiles.k0, tiles.k1)
-    of_call, index = np.unique(call, return_index=True)
-    calls = np.bincount(place[index], depth[of_call], cp * hops)
+    number = int(call[-1]) + 1 if len(tiles) else 0
+    by_queries = depth(call[first], tiles.q0[first], tiles.q1[first], number)
+    by_keys = depth(call * cp + source, tiles.k0, tiles.k1, number * cp).reshape(number, cp)
+    of_call = np.maximum(by_queries, by_keys.max(1, initial=0))
+    calls = np.bincount(place[np.unique(call, return_index=True)[1]], of_call, cp * hops)
     return calls.reshape(cp, hops)
-
-
-def _count_depth(depth: Ints, call: Ints, group: Ints, start: Ints, end: Ints) -> None:
-    """Raise `depth` of each call to the largest number of ranges `[start, end)` of a group that
-    share a token. A group belongs to one call.
-    """
-    position, change = np.concatenate([start, end]), np.repeat([1, -1], len(start))
-    order = np.lexsort((change, position, np.concatenate([group, group])))
-    np.maximum.at(depth, np.concatenate([call, call])[order], np.cumsum(change[order]))
 
 
 def heads_to_try(cp: int, sizes: AttentionSizes, ranks_per_node: int) -> list[int]:

@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ranges import Ints, union
+from cp_ring.plan.ranges import Ints, depth, union
 from cp_ring.plan.schedule import Schedule, auto
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
@@ -117,16 +117,6 @@ def block_seconds(longest: Ints, own: AttentionSizes, groups: int, rates: Rates)
     return [each * flops / speed for each, flops in zip(longest, own.pair_flops, strict=True)]
 
 
-def _depth(place: Ints, start: Ints, end: Ints, places: int) -> Ints:
-    """Return the most ranges `[start, end)` of each place that share a token, int64 [places]."""
-    base = place * (int(end.max(initial=0)) + 1)
-    begins, order = base + start, np.argsort(base + start, kind="stable")
-    before = np.searchsorted(np.sort(base + end), begins[order], "right")
-    depth = np.zeros(places, np.int64)
-    np.maximum.at(depth, place[order], np.arange(1, len(order) + 1) - before)
-    return depth
-
-
 @dataclass(frozen=True, eq=False)
 class Traffic:
     """The work and keys of each rank for the rank at each ring distance before it: arrays [cp, cp].
@@ -162,7 +152,7 @@ class Traffic:
         keys = np.bincount(group, end - start, cp * cp).astype(np.int64).reshape(cp, cp)
         keys[:, 0] = 0
         band = (tiles.lo != -OPEN) | (tiles.hi != OPEN)
-        calls = [_depth(place[of], tiles.k0[of], tiles.k1[of], cp * cp) for of in (~band, band)]
+        calls = [depth(place[of], tiles.k0[of], tiles.k1[of], cp * cp) for of in (~band, band)]
         return cls(
             pairs.reshape(cp, cp),
             keys,

@@ -260,3 +260,13 @@ def check_all(good: NDArray[np.bool_], message: Callable[[int], str]) -> None:
 def digest(*parts: bytes) -> str:
     """Return the digest of the bytes of all parts together as hexadecimal text."""
     return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+
+
+def depth(group: Ints, start: Ints, end: Ints, groups: int) -> Ints:
+    """Return the most ranges `[start, end)` of each group that share a token, int64 [groups]."""
+    base = group * (int(end.max(initial=0)) + 1)
+    begins, order = base + start, np.argsort(base + start, kind="stable")
+    before = np.searchsorted(np.sort(base + end), begins[order], "right")
+    most = np.zeros(groups, np.int64)
+    np.maximum.at(most, group[order], np.arange(1, len(order) + 1) - before)
+    return most

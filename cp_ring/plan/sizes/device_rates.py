@@ -68,9 +68,6 @@ class Rates:
 RATES = Rates()
 """The rates that predictions assume if none are given."""
 
-HOST_RATES = Rates(flops=5e10, inside=2e9, between=1e9, memory=1e10, call=1e-4, processors=1)
-"""The rates that are assumed for a rank on the CPU with gloo."""
-
 NAMED = {
     "h100-nvlink-400g": RATES,
     "h100-nvlink-200g": replace(RATES, between=2e10),
