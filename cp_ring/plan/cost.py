@@ -207,17 +207,17 @@ def attention_time(
         + calls
         for attention, block, decode in zip(flops, blocks, costs.decode_flops, strict=True)
     )
-    tokens = int(plan.layout.tokens_per_rank.max())
     compute, moving, order = stages(there, back, keys, gradients)
+    tokens = int(plan.layout.tokens_per_rank.max())
     forward, backward = (
-        float(np.maximum(*each).sum(1).max()) for each in zip(compute, moving, strict=True)
+        exchange_seconds(tokens, sizes, heads, ranks_per_node, rates, float(of.sum(1).max()))
+        for of in map(np.maximum, compute, moving)
     )
-    exchanged = tokens, sizes, heads, ranks_per_node, rates
     return AttentionTime(
         compute,
         moving,
         order,
-        exchange=(exchange_seconds(*exchanged, forward), exchange_seconds(*exchanged, backward)),
+        exchange=(forward, backward),
         ideal=(
             float(costs.forward_flops.sum()) / ring.cp / rates.flops,
             float(costs.backward_flops.sum()) / ring.cp / rates.flops,
