@@ -4,10 +4,7 @@ memory instead of receiving.
 The schedule, the buffers, the stream and the events are those of a real run. The values are not.
 """
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
 from cp_ring.comm.transport import Done
 
@@ -15,15 +12,12 @@ from cp_ring.comm.transport import Done
 class LoopbackTransport:
     """Each receive is a copy of the same number of bytes within the device. On CUDA the copies run
     on a stream of their own.
-
-    `bytes_received` counts payload.
     """
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
-        self.bytes_received = 0
-        self._sources: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
-        self._stream: torch.cuda.Stream | None = None
+        self._sources = {}
+        self._stream = None
 
     def post(self, batch):
         """Starts the copies that replace the receives of `batch`, and returns at once."""
@@ -46,7 +40,6 @@ class LoopbackTransport:
             for x in buffers:
                 for start, end in transfer.ranges:
                     x[start:end].copy_(self._source(x)[: end - start])
-                    self.bytes_received += x[start:end].nbytes
 
     def _source(self, x):
         """Tokens to copy from: small numbers, made once for each kind of buffer."""

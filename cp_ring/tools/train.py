@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, TextIO
 
 from cp_ring.errors import ConfigError
@@ -28,7 +29,6 @@ _IMPORTANT = re.compile(
 )
 _STEP = re.compile(r"\biteration +(\d+/) *(\d+) \|")
 _VALUES = re.compile(r"([\w ]+ loss|grad norm|\(ms\)): *([\d.E+-]+|nan|inf) ")
-_CORPUS = "corpus"  # in the run directory: the digest of the corpus that the run was trained on
 
 
 def train(
@@ -82,7 +82,7 @@ def _prepare(job: jobs.JobConfig, corpus: Corpus | None) -> Path:
 
         corpora.build(corpus)
         digest = corpus.summary()["digest"]
-        record = folder / _CORPUS
+        record = folder / "corpus"  # the digest of the corpus that the run was trained on
         earlier = record.read_text() if record.is_file() else ""
         if _last_step(job) and earlier not in ("", digest):
             raise ConfigError(
@@ -116,6 +116,7 @@ class Console(io.TextIOBase):
     def __init__(self, log: Path, shown: TextIO):
         self.log, self.shown = log, shown
         self.told: set[str] = set()
+        self.lock = Lock()  # each rank's lines come from a thread of its own
 
     def write(self, text: str) -> int:
         header, _, line = text.strip().partition("] ")
@@ -123,9 +124,10 @@ class Console(io.TextIOBase):
             # a full disk must not end the job
             with contextlib.suppress(OSError), self.log.open("a") as log:
                 log.write(f"{header}] {line}\n")
-        if (words := for_people(line)) and words not in self.told:
-            say(words, "", self.shown)
-            self.told.add(words)
+        with self.lock:
+            if (words := for_people(line)) and words not in self.told:
+                say(words, "", self.shown)
+                self.told.add(words)
         return len(text)
 
 

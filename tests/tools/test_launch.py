@@ -3,6 +3,7 @@ program in place of a rank.
 """
 
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -100,6 +101,24 @@ def test_a_rank_that_fails_is_one_line_and_the_exit_code(run, tmp_path, capfd, e
 def test_a_rejection_by_all_ranks_is_their_line_alone(run, capfd):
     ended, _ = run("sys.exit(print('cp_ring: error: no', file=sys.stderr) or 2)", ranks=2)
     assert ended == 2 and capfd.readouterr().err == "cp_ring: error: no\n"
+
+
+def test_ranks_that_print_a_line_at_the_same_time_are_one_line(tmp_path):
+    others = []
+
+    class Shown(io.StringIO):
+        def write(self, text):
+            if not others:
+                others.append(threading.Thread(target=console.write, args=(line,)))
+                others[0].start()
+                others[0].join(0.2)  # it ends now only if it need not wait
+            return super().write(text)
+
+    line = "[rank 0] cp_ring: error: no"
+    console = train.Console(tmp_path / "log", Shown())
+    console.write(line)
+    others[0].join()
+    assert console.shown.getvalue() == "cp_ring: error: no\n"
 
 
 def signals(log, *numbers):
