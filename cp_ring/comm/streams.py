@@ -76,7 +76,9 @@ class KeyStream:
         # The buffers by slot; slot 0 is `own`. The others exist from the messages of a hop to its
         # end, each with the tokens of its hop.
         self._slots = {0: own}
-        self._spare: Buffer = ()  # the last hop's, which the next messages may fill
+        # The last hop's buffer, which the next messages may fill: it is sent on by the messages of
+        # this hop alone, which have been waited for.
+        self._spare: Buffer = ()
         self._recording = recording()
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:

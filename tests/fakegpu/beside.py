@@ -177,7 +177,8 @@ def compare(
     makers: str = "tests.fakegpu.beside:attention", **options: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each contestant: counts, memory and time are those of the `measured` rank that has
-    most, but received bytes, which are the mean of all ranks. Raises `AssertionError` where steps differ.
+    most, allocations those of the step that has most, received bytes the mean of all ranks. Raises
+    `AssertionError` where steps differ.
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = gpus.run(
@@ -197,8 +198,9 @@ def compare(
             continue
         for log, each in counting:
             steps = [counts(log, name, number) for number in STEPS]
+            allocations = max(step.pop("allocations") for step in steps)
             assert steps[0] == steps[1] == steps[2], f"steps differ: {row}, {steps}"
-            each |= steps[0]
+            each |= steps[0] | {"allocations": allocations}
         most = max((each for _, each in counting), key=lambda each: each["launches"])
         row |= {fact: max(x[fact] for _, x in counting) for fact in most if fact != "kinds"}
         all_ranks = [

@@ -2,8 +2,6 @@
 TransformerEngine's own context parallelism stands beside it.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -18,7 +16,7 @@ COUNTS = ("launches", "kinds", "memcpys", "waits", "allocations", "events", "gro
           "received", "MiB")  # fmt: skip
 
 
-def counted(rows: list[dict], case: str, ranks: int) -> dict[str, dict]:
+def counted(rows, case, ranks):
     """By contestant. Peak memory is in MiB: what was before adds some bytes."""
     return {
         row["contestant"]: {
@@ -30,7 +28,7 @@ def counted(rows: list[dict], case: str, ranks: int) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def recorded() -> list[dict]:
+def recorded():
     return json.loads(Path(FILE).read_text())
 
 
