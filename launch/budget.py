@@ -68,8 +68,8 @@ ROOMS = (
     room("certificate", 20_000, 20_000, "cp_ring/megatron/certificate"),
     room("data", 10_000, 10_000, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
     room("flags", 7_500, 7_600, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
-    room("patches", 10_500, 10_400, "patches"),
-    room("ring 2: Megatron", 72_000, 69_800, _ADAPTER),
+    room("patches", 10_500, 10_500, "patches"),
+    room("ring 2: Megatron", 72_000, 69_900, _ADAPTER),
     room("train", 3_500, 3_900, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
     room("corpus", 1_500, 1_600, "cp_ring/tools/corpus.py"),
@@ -82,7 +82,7 @@ ROOMS = (
     room("glue", 1_000, 1_300, """cp_ring/tools/__init__.py cp_ring/tools/__main__.py
         cp_ring/tools/cli.py cp_ring/tools/terminal.py"""),
     room("ring 3: tools", 23_000, 23_100, "cp_ring/tools"),
-    room("all", 200_000, 198_300, "cp_ring patches"),
+    room("all", 200_000, 198_400, "cp_ring patches"),
     room("tests", 200_000, 200_000, "tests"),
 )  # fmt: skip
 """The rooms; some hold others."""

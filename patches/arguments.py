@@ -60,5 +60,6 @@ PATCH = Patch(
     "group exists",
     why="Megatron's scripts parse their flags themselves and have no hook between parsing and the "
     "first process group",
+    needed=lambda args, options: not args.program,
     replacements=_replacements,
 )

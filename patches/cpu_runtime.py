@@ -316,6 +316,8 @@ PATCH = Patch(
     what="answers Megatron's CUDA calls (devices, streams, random states, memory) with the CPU; "
     "applies in spawned processes too",
     why="Megatron does not start without CUDA; this lets it train on gloo CPU ranks",
+    needed=lambda args, options: options.cpu,
+    order=0,  # before anything imports Megatron
     replacements=lambda: [*_torch_replacements(), *_megatron_replacements()],
     unneeded=_unneeded,
     enter=_enter,

@@ -37,5 +37,6 @@ PATCH = Patch(
     what="runs `make` for the index of data sets only if there are a makefile and pybind11",
     why="the wheel has the built module but no makefile, a checkout needs pybind11, and Megatron "
     "exits at start-up when `make` fails",
+    needed=lambda args, options: not args.program,
     replacements=_replacements,
 )

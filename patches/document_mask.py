@@ -43,5 +43,6 @@ PATCH = Patch(
     "--cp-ring-document-mask and --cp-ring-mask-kinds",
     why="multi-latent attention drops the batch dimension whenever it gets packed_seq_params, "
     "whatever their format",
+    needed=lambda args, options: options.enabled and (options.document_mask or options.mask_kinds),
     replacements=_replacements,
 )

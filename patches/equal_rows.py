@@ -46,4 +46,5 @@ PATCH = Patch(
     why="a loader that gives other rows to each rank trains on mixed halves, and nothing after "
     "the split can notice it",
     replacements=_replacements,
+    order=2,  # around the split of packed_batches
 )

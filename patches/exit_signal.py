@@ -126,5 +126,6 @@ PATCH = Patch(
     "workers ignore the SIGTERM of their rank, so a rank that fails waits for them for ever; "
     "a SIGTERM to all processes ends the writers of --async-save and their queue, and the "
     "last save with them",
+    needed=lambda args, options: args.exit_signal_handler,
     replacements=_replacements,
 )

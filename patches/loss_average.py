@@ -103,6 +103,7 @@ PATCH = Patch(
     "--calculate-per-token-loss and in validation with --sft",
     why="Megatron averages the mean losses of these ranks, so a token weighs more if fewer tokens "
     "count on its rank",
+    needed=lambda args, options: options.enabled and not options.stock_loss_average,
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/7513",
 )

@@ -25,5 +25,6 @@ PATCH = Patch(
     why="the logits of all tokens of a rank need more memory than everything else that a long "
     "sequence needs",
     versions=">=0.19,<0.21",
+    needed=lambda args, options: options.enabled and options.loss_chunk,
     replacements=_replacements,
 )

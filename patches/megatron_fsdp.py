@@ -26,5 +26,6 @@ PATCH = Patch(
     versions=">=0.19,<0.21",
     why="Megatron's wrapper knows by class name how weights are split, and does not know the "
     "class of ring attention",
+    needed=lambda args, options: options.enabled and args.use_megatron_fsdp,
     replacements=_replacements,
 )

@@ -27,5 +27,6 @@ PATCH = Patch(
     what="puts the batch rows of each step in an order in which all microbatches have equal work",
     why="Megatron's samplers deal out batch rows in the order of the data set, and its data "
     "loaders take no other sampler",
+    needed=lambda args, options: options.enabled and options.balance_microbatches,
     replacements=_replacements,
 )

@@ -70,5 +70,6 @@ PATCH = Patch(
     "(cp_ring.megatron.enable)",
     why="programs that build their models themselves have no command line to check, and only the "
     "constructors of models are common to all of them",
+    needed=lambda args, options: args.program,
     replacements=_replacements,
 )

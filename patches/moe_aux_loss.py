@@ -48,6 +48,7 @@ PATCH = Patch(
     "context-parallel ranks",
     why="Megatron before 0.19 counts the tokens of one rank, so the weight of this loss shrinks "
     "as the context parallel size grows",
+    needed=lambda args, options: options.enabled and args.num_experts,
     replacements=_replacements,
     unneeded=_unneeded,
 )

@@ -27,6 +27,7 @@ PATCH = Patch(
     "counts tokens over all ranks",
     why="Megatron's shift leaks across packed documents, and its loss scale depends on how tokens "
     "are split over ranks",
+    needed=lambda args, options: options.enabled and args.mtp_num_layers,
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/6205",
 )

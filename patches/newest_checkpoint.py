@@ -19,5 +19,6 @@ PATCH = Patch(
     what="passes over a checkpoint that is not whole, in one line, when a job resumes",
     why="a kill during a save can leave an empty tracker, or a shard that is cut short, which no "
     "restart can load",
+    needed=lambda args, options: args.load,
     replacements=_replacements,
 )

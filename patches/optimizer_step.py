@@ -81,5 +81,6 @@ PATCH = Patch(
     "of its own for every parameter",
     why="without TransformerEngine and Apex, loading fails on Adam's `step`, or counts steps "
     "wrongly afterwards",
+    needed=lambda args, options: True,
     replacements=_replacements,
 )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
@@ -65,5 +66,6 @@ PATCH = Patch(
     "conversations of --sft without padding",
     why="Megatron pads each document or leaves ranks with unequal work, and its batches have no "
     "hook for another split",
+    needed=lambda args, options: options.enabled and splits_packed(args, options),
     replacements=_replacements,
 )

@@ -11,6 +11,8 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.compat import SUPPORTED, megatron_version, within
+from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.options import Options
 from cp_ring.megatron.wrapping import replaced
 
 Replacement = tuple[Any, str, Any]  # owner, attribute, new value
@@ -33,6 +35,9 @@ class Patch:
             if it needs one.
         enter: called after the replacements are made.
         leave: called before the replacements are undone.
+        needed: says whether a job of these flags and settings needs the patch; by default each job
+            with --cp-ring does.
+        order: patches with a lower number are applied first, and those of one number by name.
     """
 
     what: str
@@ -44,6 +49,8 @@ class Patch:
     unneeded: Callable[[], str] = lambda: ""
     enter: Callable[[], None] = lambda: None
     leave: Callable[[], None] = lambda: None
+    needed: Callable[[Asked, Options], Any] = lambda args, options: options.enabled
+    order: int = 1
     applied: bool = field(default=False, init=False)
     _undo: ExitStack = field(default_factory=ExitStack, init=False)
 

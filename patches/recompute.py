@@ -30,5 +30,6 @@ def _replacements() -> Iterator[Replacement]:
 PATCH = Patch(
     what="keeps the results of attention for recomputed layers (--cp-ring-recompute keep)",
     why="recomputing attention would send every key around the ring a second time",
+    needed=lambda args, options: options.enabled and options.recompute == "keep",
     replacements=_replacements,
 )

@@ -17,6 +17,9 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.flags.layer_pattern import letters_of
+from cp_ring.megatron.options import Options
 from cp_ring.megatron.wrapping import around, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
@@ -77,11 +80,20 @@ def _without_type(constructor: Any, layer: Any, *args: Any, **kwargs: Any) -> No
     constructor(layer, *args, **kwargs)
 
 
+def _needed(args: Asked, options: Options) -> bool:
+    """Return True if layers may be recurrent. A program may have any layers, with tokens in another
+    order or with documents.
+    """
+    moved = not options.named_layout.stock or options.document_mask or options.kinds or args.packed
+    return options.enabled and bool(letters_of(args) or (args.program and moved))
+
+
 PATCH = Patch(
     what="Mamba and gated delta net layers take the order of tokens from --cp-ring-layout and "
     "restart their state at each document; models of gated delta net layers can predict further "
     "tokens",
     why="Megatron's layers know only the order of the zigzag split, and documents only in thd; "
     "its package does not build models of gated delta net layers with further predictions",
+    needed=_needed,
     replacements=_replacements,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.patches.patch import Patch, Replacement
 
 
@@ -24,6 +25,9 @@ PATCH = Patch(
     "sequence, as with --dataloader-inter-document-masking",
     why="Megatron assumes that each document is split separately: the positions are wrong without "
     "a warning, or it crashes",
+    needed=lambda args, options: (
+        options.enabled and (args.dataloader_inter_document_masking or splits_packed(args, options))
+    ),
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/6156",
 )

@@ -70,5 +70,8 @@ PATCH = Patch(
     what=f"{_NAME} and rotary embeddings follow --cp-ring-layout and the masks of microbatches",
     why="Megatron's rotary embedding assumes the zigzag split, and that each position is the "
     "token's place in the sequence",
+    needed=lambda args, options: (
+        options.enabled and (options.mask_kinds or not options.named_layout.stock)
+    ),
     replacements=_replacements,
 )

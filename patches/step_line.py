@@ -25,5 +25,6 @@ PATCH = Patch(
     what="records tokens per second and the peak memory of a rank in TensorBoard",
     why="Megatron logs neither tokens per second nor, after the first step, memory, and its log "
     "function has no hook",
+    needed=lambda args, options: False,  # `install.log_steps` applies this patch
     replacements=_replacements,
 )

@@ -74,10 +74,6 @@ ADDED = {
         "JOB: tuple[Check, ...] = (",
         'lambda _, options: "too shiny: lower it" if options.shiny > 5 else None, ',
     ),
-    "cp_ring/patches/__init__.py": (
-        '    "cpu_runtime": ',
-        '    "shiny": lambda args, options: options.shiny > 4,\n',
-    ),
     "cp_ring/patches/shiny.py": (
         "",
         """
@@ -88,7 +84,10 @@ def _replacements():
 
     yield statistics, "mean", lambda values: "shiny"
 
-PATCH = Patch(what="a", why="b", versions="", replacements=_replacements)
+PATCH = Patch(
+    what="a", why="b", versions="", replacements=_replacements,
+    needed=lambda args, options: options.shiny > 4,
+)
 """,
     ),
 }

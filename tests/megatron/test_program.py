@@ -57,7 +57,7 @@ def enabled():
     """Calls `enable`; afterwards patches are as they were."""
     applied = set(patches.applied())
     yield cp_ring.megatron.enable
-    for name in reversed(patches.NAMES):
+    for name in reversed(patches.patches_by_name()):
         if name not in applied:
             patches.get(name).revert()
 

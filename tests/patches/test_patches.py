@@ -11,10 +11,8 @@ from cp_ring.megatron import compat
 from cp_ring.patches.patch import Patch
 
 
-def test_the_table_lists_every_patch():
-    entries = patches.table()
-    assert [entry["name"] for entry in entries] == list(patches.NAMES)
-    for entry in entries:
+def test_the_table_describes_every_patch():
+    for entry in patches.table():
         assert all(entry[key] for key in ("name", "what", "why", "versions", "state")), entry
 
 
@@ -23,7 +21,7 @@ def test_an_unknown_patch_is_rejected():
         patches.get("nothing")
 
 
-@pytest.mark.parametrize("name", patches.NAMES)
+@pytest.mark.parametrize("name", patches.patches_by_name())
 def test_apply_and_revert_leave_no_trace(name):
     patch = patches.get(name)
     if patch.unneeded():
@@ -101,7 +99,8 @@ def test_dataset_helpers_runs_make_where_it_can(applied, monkeypatch, tmp_path):
         utils.compile_helpers()
     assert len(made) == 1
     applied("dataset_helpers")
-    has = {name: importlib.util.find_spec(name) for name in ("megatron.core.datasets.helpers_cpp",)}
+    built = "megatron.core.datasets.helpers_cpp"
+    has = {built: importlib.util.find_spec(built)}
     monkeypatch.setattr(importlib.util, "find_spec", has.get)
     utils.compile_helpers()
     assert len(made) == 1
