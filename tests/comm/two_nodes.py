@@ -6,8 +6,10 @@ checkout.
 
 It needs root, `ip` and `tc`. For each mask it times forward and backward of every shape in turn,
 five times, and prints medians. Plans are made before. Layouts, hops and heads are chosen for these
-heads, for nodes of two ranks, for the limits of the links, and for the speed of a kernel call that
-the ranks measure together at the start.
+heads, for nodes of two ranks, and for the speeds that the ranks measure together at the start: of a
+kernel call, and of an exchange inside a node and between nodes. Gloo sends and receives in turn, so
+an exchange has half of a link's limit. Where the kernel can limit processors (cgroups, version 1), a
+rank has two fifths of one, lest a rank with much work run faster while others wait.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, NODE = 4, 2
-HEADS, KV_HEADS, SIZE = 8, 8, 64
+SHARES = Path("/sys/fs/cgroup/cpu")
+HEADS, SIZE = 8, 64
 SHAPES = {
     "default": {},
     "heads 1": {"heads": 1},
@@ -40,18 +43,19 @@ SHAPES = {
 
 
 def masks(n):
-    """The masks by name, as what a rank makes them of."""
+    """The masks by name."""
+    from cp_ring.plan import Mask
+
     drawn = {}
     for seed in range(3):
         lengths = np.random.default_rng(seed).lognormal(np.log(n / 12), 1.2, 200).astype(int) + 1
         ends = np.cumsum(lengths)
-        drawn[f"documents {seed}"] = {"documents": [0, *ends[ends < n].tolist(), n]}
-    prompt, response = n // 4, n // 8
+        drawn[f"documents {seed}"] = Mask.documents([0, *ends[ends < n].tolist(), n])
     return {
-        "causal": {"causal": n},
-        "window": {"causal": n, "window": n // 8},
+        "causal": Mask.causal(n),
+        "window": Mask.causal(n, (n // 8, 0)),
         **drawn,
-        "shared prefix": {"prefix": [prompt, [response] * 6]},
+        "shared prefix": Mask.shared_prefix([(n // 4, [n // 8] * 6)]),
     }
 
 
@@ -74,6 +78,10 @@ def namespaces(inside, between):
             port = f"{name}p{rank}"
             run("ip", "link", "add", port, "type", "veth", "peer", "name", "cp0", "netns", each)
             run("ip", "link", "set", port, "master", name, "up")
+            if SHARES.exists():
+                (SHARES / each).mkdir()
+                (SHARES / each / "cpu.cfs_period_us").write_text("5000")
+                (SHARES / each / "cpu.cfs_quota_us").write_text("2000")
             here = ("ip", "netns", "exec", each)
             run(*here, "ip", "address", "add", f"10.0.0.{rank + 1}/24", "dev", "cp0")
             for device in ("lo", "cp0"):
@@ -92,8 +100,9 @@ def namespaces(inside, between):
         yield made
     finally:
         for each in made:
-            with suppress(subprocess.CalledProcessError):
+            with suppress(subprocess.CalledProcessError, OSError):
                 run("ip", "netns", "del", each)
+                (SHARES / each).rmdir()
         with suppress(subprocess.CalledProcessError):
             run("ip", "link", "del", name)
 
@@ -101,7 +110,7 @@ def namespaces(inside, between):
 class Ranks:
     """Processes of one checkout, one in each namespace, that time what they are told."""
 
-    def __init__(self, tree, made, port, told):
+    def __init__(self, tree, made, port, tokens):
         self.processes = []
         for rank, each in enumerate(made):
             environment = os.environ | {
@@ -109,13 +118,15 @@ class Ranks:
                 "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "cp0",
                 "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree),
             }  # fmt: skip
-            words = ["ip", "netns", "exec", each, sys.executable, __file__, json.dumps(told)]
+            words = ["ip", "netns", "exec", each, sys.executable, __file__, str(tokens)]
             self.processes.append(
                 subprocess.Popen(
                     words, env=environment, cwd=tree, text=True,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 )
             )  # fmt: skip
+            with suppress(FileNotFoundError):
+                (SHARES / each / "cgroup.procs").write_text(str(self.processes[-1].pid))
 
     def ask(self, **case):
         for process in self.processes:
@@ -124,9 +135,7 @@ class Ranks:
 
     def end(self):
         for process in self.processes:
-            process.stdin.close()
-        for process in self.processes:
-            process.wait(60)
+            process.communicate()
 
 
 def main():
@@ -137,27 +146,25 @@ def main():
     parser.add_argument("--inside", type=float, default=2e8, help="bytes a second")
     parser.add_argument("--between", type=float, default=2e7, help="bytes a second")
     asked = parser.parse_args()
-    told = {"tokens": asked.tokens, "inside": asked.inside, "between": asked.between}
     with namespaces(asked.inside, asked.between) as made:
-        ours = Ranks(ROOT, made, 29_501, told)
-        theirs = Ranks(asked.against, made, 29_502, told) if asked.against else None
-        flops = ours.ask(rates=True)[0]["flops"]
-        print(f"{asked.tokens} tokens, {HEADS}:{KV_HEADS} heads of {SIZE}, float32; {told}, "
-              f"{flops / 1e9:.1f} GFLOP/s a rank")  # fmt: skip
+        ours = Ranks(ROOT, made, 29_501, asked.tokens)
+        theirs = Ranks(asked.against, made, 29_502, asked.tokens) if asked.against else None
+        rates = ours.ask(rates=True)[0]
+        print(f"{HEADS} heads of {SIZE}, float32; {vars(asked)}, measured {rates}")
         print("mask: median seconds of each shape; the default over the fastest; the other "
               "checkout's default over this one's")  # fmt: skip
-        for name, mask in masks(asked.tokens).items():
+        for name in masks(asked.tokens):
             contest = {shape: (ours, keywords) for shape, keywords in SHAPES.items()}
             if theirs:
                 contest["other"] = theirs, {}
             chosen = {
-                shape: ranks.ask(mask=mask, keywords=keywords)[0].get("heads")
+                shape: ranks.ask(mask=name, keywords=keywords)[0].get("heads")
                 for shape, (ranks, keywords) in contest.items()
             }
             found = {shape: [] for shape in contest}
             for _ in range(asked.rounds):
                 for shape, (ranks, keywords) in contest.items():
-                    answers = ranks.ask(mask=mask, keywords=keywords)
+                    answers = ranks.ask(mask=name, keywords=keywords)
                     found[shape].append(max(answer["seconds"] for answer in answers))
             medians = {shape: statistics.median(times) for shape, times in found.items()}
             least = min(medians[shape] for shape in SHAPES)
@@ -171,54 +178,41 @@ def main():
             group.end()
 
 
-def rank(told):
+def rank(n):
     """One rank: it answers each line of its input by a line."""
     import torch
     import torch.distributed as dist
 
     import cp_ring
-    from cp_ring.plan import Layout, Mask
+    from cp_ring.plan import Layout
     from cp_ring.plan.sizes.device_rates import RATES
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    number, n = dist.get_rank(), told["tokens"]
-    for link in ("inside", "between"):
-        object.__setattr__(RATES, link, told[link])
+    number = dist.get_rank()
     with suppress(ImportError):  # another checkout may have none of them
         from cp_ring.plan import balance, hops
 
-        layer = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": SIZE, "dtype": "fp32"}
+        layer = {"heads": HEADS, "kv_heads": HEADS, "head_dim": SIZE, "dtype": "fp32"}
         for name, value in layer.items():
             object.__setattr__(hops.SIZES, name, value)
         hops.NODE = balance.NODE = NODE
 
-    def mask_of(words):
-        if "documents" in words:
-            return Mask.documents(words["documents"])
-        if "prefix" in words:
-            return Mask.shared_prefix([words["prefix"]])
-        return Mask.causal(words["causal"], (words.get("window", -1), 0))
-
+    known = masks(n)
     kept = {}
 
     def prepared(mask, keywords):
         """A function that attends and differentiates, and how many ranks exchange heads."""
         key = json.dumps([mask, keywords])
         if key not in kept:
-            more, made = dict(keywords), mask_of(mask)
+            more, made = dict(keywords), known[mask]
             name = more.pop("layout", "balanced")
             layout = getattr(Layout, name)(made if name == "balanced" else made.n, RANKS)
             shape = 1, int(layout.tokens_per_rank[number])
             drawn = torch.Generator().manual_seed(number)
             q, k, v, dout = (
-                torch.randn(*shape, heads, SIZE, generator=drawn, requires_grad=grad)
-                for heads, grad in (
-                    (HEADS, True),
-                    (KV_HEADS, True),
-                    (KV_HEADS, True),
-                    (HEADS, False),
-                )
+                torch.randn(*shape, HEADS, SIZE, generator=drawn, requires_grad=grad)
+                for grad in (True, True, True, False)
             )
 
             def call():
@@ -229,11 +223,6 @@ def rank(told):
 
             kept[key] = call
         return kept[key]
-
-    def heads_of(mask):
-        plans = sys.modules["cp_ring.plan.plan"]._plans.values()
-        made = [each for each in plans if each.mask.digest == mask_of(mask).digest]
-        return made[-1].ulysses if made else None
 
     for line in sys.stdin:
         case = json.loads(line)
@@ -246,12 +235,21 @@ def rank(told):
             for _ in range(4):
                 cp_ring.ring_attention(q, q, q, cp_ring.ALONE)
             flops = 16 * HEADS * (n // RANKS) ** 2 * SIZE / (time.perf_counter() - start)
-            least = torch.tensor(flops, dtype=torch.float64)
+            rates = [flops]
+            sent, got = torch.empty(2, 1 << 20, dtype=torch.uint8)
+            for mate in (number ^ 1, number ^ NODE):
+                dist.barrier()
+                start = time.perf_counter()
+                moves = dist.P2POp(dist.isend, sent, mate), dist.P2POp(dist.irecv, got, mate)
+                for work in dist.batch_isend_irecv(list(moves)):
+                    work.wait()
+                rates.append(len(sent) / (time.perf_counter() - start))
+            least = torch.tensor(rates, dtype=torch.float64)
             dist.all_reduce(least, dist.ReduceOp.MIN)
-            object.__setattr__(RATES, "flops", float(least))
-            object.__setattr__(RATES, "call", 1e-3)
-            object.__setattr__(RATES, "processors", 1)
-            print(json.dumps({"flops": float(least)}), flush=True)
+            found = dict(zip(("flops", "inside", "between"), least.tolist(), strict=True))
+            for name, rate in {**found, "call": 1e-3, "processors": 1}.items():
+                object.__setattr__(RATES, name, rate)
+            print(json.dumps(found), flush=True)
             continue
         call = prepared(case["mask"], case["keywords"])
         dist.barrier()
@@ -259,15 +257,16 @@ def rank(told):
         call()
         dist.barrier()
         answer = {"seconds": time.perf_counter() - start}
-        with suppress(Exception):
-            answer["heads"] = heads_of(case["mask"])
+        with suppress(Exception):  # another checkout may keep its plans elsewhere
+            plans, wanted = sys.modules["cp_ring.plan.plan"]._plans, known[case["mask"]].digest
+            answer["heads"] = [x for x in plans.values() if x.mask.digest == wanted][-1].ulysses
         print(json.dumps(answer), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
+    if "".join(sys.argv[1:]).isdecimal():
         sys.path.pop(0)  # this folder
-        rank(json.loads(sys.argv[1]))
+        rank(int(sys.argv[1]))
     else:
         main()
