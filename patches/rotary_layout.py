@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from cp_ring.megatron.adapter.rotary import positions_in_force, selecting, tokens_of
 from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current, split_by_microbatch
 from cp_ring.megatron.wrapping import Function, arguments_of, around, loaded_modules
@@ -40,6 +39,8 @@ def _of_model(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap a method of a model that asks for rotary embeddings and has the argument
     `packed_seq_params`.
     """
+    from cp_ring.megatron.adapter.rotary import positions_in_force, tokens_of
+
     packed = arguments_of(function, self, *args, **kwargs).get("packed_seq_params")
     with positions_in_force(tokens_of(packed, self.pg_collection.cp)):
         return function(self, *args, **kwargs)
@@ -52,6 +53,8 @@ def _replacements() -> Iterator[Replacement]:
     )
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from cp_ring.megatron.adapter.rotary import selecting
 
     modules = loaded_modules("megatron.core.models")
     yield from replace_everywhere(modules, _NAME, positions_by_layout)

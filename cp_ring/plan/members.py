@@ -26,17 +26,17 @@ def with_exchange(of_member: RankPlan, layout: Layout, members: Layout, rank: in
     """Return the plan of a rank, made from the plan of its member in the ring alone. `layout` is
     the layout of the ranks, `members` that of the members.
     """
-    ulysses = layout.cp // members.cp
-    parts = (
-        Part("heads", str(ulysses), str(ulysses)),
-        Part("shards", layout.digest, repr(layout)),
-    )
+    heads = str(layout.cp // members.cp)
     return replace(
         of_member,
         rank=rank,
         cp=layout.cp,
-        identity=(*of_member.identity, *parts),
-        exchange=Moves.gathered(layout, members, rank // ulysses),
+        identity=(
+            *of_member.identity,
+            Part("heads", heads, heads),
+            Part("shards", layout.digest, repr(layout)),
+        ),
+        exchange=Moves.gathered(layout, members, of_member.rank),
     )
 
 

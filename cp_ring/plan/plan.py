@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from cp_ring.errors import PlanError, expect
 from cp_ring.plan.layout import LAYOUTS, Layout, check_rank
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.members import check_members, with_exchange
 from cp_ring.plan.proof.verify import Report, verify
 from cp_ring.plan.rank_plan import rank_plan
 from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
@@ -200,6 +199,8 @@ class Plan:
             check_rank(rank, self.cp)
             own = rank_plan(self.ring, rank // self.ulysses)
             if self.ulysses > 1:
+                from cp_ring.plan.members import with_exchange
+
                 own = with_exchange(own, self.layout, self.ring.layout, rank)
             self._rank_plans[rank] = own
         return self._rank_plans[rank]
@@ -222,8 +223,10 @@ class Plan:
         and the tokens.
         """
         every = [self.rank_plan(rank) for rank in range(self.cp)] if rank_plans else []
-        every += [executed] if executed is not None else []
+        every += [executed] if executed else []
         if self.layout is not self.ring.layout:
+            from cp_ring.plan.members import check_members
+
             check_members(self.layout, self.ring.layout, self.ulysses)
             for part in every:
                 assert part.exchange is not None, "a member of several ranks has no exchange"

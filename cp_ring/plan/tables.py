@@ -10,17 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.moves import Moves
 from cp_ring.plan.ranges import Ints, sort_index
 from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.tiles import Tiles, split_in_half
+
+if TYPE_CHECKING:
+    from cp_ring.plan.moves import Moves
 
 
 @dataclass(frozen=True, eq=False)
