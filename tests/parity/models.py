@@ -35,6 +35,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 LATENT_WIRE = "--cp-ring-wire latent"
 OF_LATENTS = ("cp2", "cp4", "tp2cp2", "pp2cp2", "dp2cp2")
 LATENTS_ALONE = dict.fromkeys(("a2a", "a2a+p2p"), "does not support --cp-ring-heads")
+GATHERED = {"ring": "--cp-ring-schedule gather"}
 UP_PROJECTION_AGAIN = "--recompute-granularity selective --recompute-modules mla_up_proj"
 DOCUMENTS = f"{UNTIED} --cp-ring-document-mask"
 PREFIXES = "--cp-ring-mask-kinds shared-prefix"
@@ -366,9 +367,9 @@ MODELS = (
     # two keys whose scores are equal but for rounding may change places
     Model("sparse_hybrid", SPARSE_HYBRID, "positions of another split", splits=("cp2", "cp4"), layers=4, tolerance=1e-4),
     Model("sparse_gathered", SPARSE, "positions of another split", ring="--cp-comm-type all_gather", splits=OF_LATENTS, tolerance=1e-4, drawn_by_tp=True,
-        rejected={"ring": "--cp-ring-schedule gather"}),
+        rejected=GATHERED),
     Model("sparse_gathered_packed_thd", SPARSE, "packed documents in order", "--cp-comm-type all_gather",
-        data="thd", splits=("cp2", "cp4"), tolerance=1e-4, drawn_by_tp=True),
+        data="thd", splits=("cp2", "cp4"), tolerance=1e-4, drawn_by_tp=True, rejected=GATHERED),
     Model("hybrid_model",
           f"{UNTIED} --hybrid-layer-pattern *-*- --spec cp_ring.megatron.specs hybrid_local",
         "mask widened", layers=4),
