@@ -79,9 +79,10 @@ def namespaces(inside, between):
             run("ip", "link", "add", port, "type", "veth", "peer", "name", "cp0", "netns", each)
             run("ip", "link", "set", port, "master", name, "up")
             if SHARES.exists():
-                (SHARES / each).mkdir()
-                (SHARES / each / "cpu.cfs_period_us").write_text("5000")
-                (SHARES / each / "cpu.cfs_quota_us").write_text("2000")
+                share = SHARES / each
+                share.mkdir()
+                (share / "cpu.cfs_period_us").write_text("5000")
+                (share / "cpu.cfs_quota_us").write_text("2000")
             here = ("ip", "netns", "exec", each)
             run(*here, "ip", "address", "add", f"10.0.0.{rank + 1}/24", "dev", "cp0")
             for device in ("lo", "cp0"):
@@ -116,7 +117,7 @@ class Ranks:
             environment = os.environ | {
                 "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(NODE),
                 "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "cp0",
-                "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree),
+                "PYTHONPATH": str(tree),
             }  # fmt: skip
             words = ["ip", "netns", "exec", each, sys.executable, __file__, str(tokens)]
             self.processes.append(
@@ -149,7 +150,8 @@ def main():
     with namespaces(asked.inside, asked.between) as made:
         ours = Ranks(ROOT, made, 29_501, asked.tokens)
         theirs = Ranks(asked.against, made, 29_502, asked.tokens) if asked.against else None
-        rates = ours.ask(rates=True)[0]
+        groups = list(filter(None, (ours, theirs)))
+        rates = [group.ask(rates=True)[0] for group in groups]
         print(f"{HEADS} heads of {SIZE}, float32; {vars(asked)}, measured {rates}")
         print("mask: median seconds of each shape; the default over the fastest; the other "
               "checkout's default over this one's")  # fmt: skip
@@ -169,12 +171,14 @@ def main():
             medians = {shape: statistics.median(times) for shape, times in found.items()}
             least = min(medians[shape] for shape in SHAPES)
             words = [f"{shape} {seconds:.3f}" for shape, seconds in medians.items()]
-            words += [f"default is heads {chosen['default']}"]
-            words += [f"default / fastest {medians['default'] / least:.2f}"]
+            words += [
+                f"default is heads {chosen['default']}",
+                f"default / fastest {medians['default'] / least:.2f}",
+            ]
             if theirs:
                 words += [f"other / default {medians['other'] / medians['default']:.2f}"]
             print(f"{name}: {'; '.join(words)}", flush=True)
-        for group in filter(None, (ours, theirs)):
+        for group in groups:
             group.end()
 
 
@@ -203,15 +207,14 @@ def rank(n):
 
     def prepared(mask, keywords):
         """A function that attends and differentiates, and how many ranks exchange heads."""
-        key = json.dumps([mask, keywords])
+        key = mask, str(keywords)
         if key not in kept:
             more, made = dict(keywords), known[mask]
             name = more.pop("layout", "balanced")
             layout = getattr(Layout, name)(made if name == "balanced" else made.n, RANKS)
-            shape = 1, int(layout.tokens_per_rank[number])
-            drawn = torch.Generator().manual_seed(number)
+            torch.manual_seed(number)
             q, k, v, dout = (
-                torch.randn(*shape, HEADS, SIZE, generator=drawn, requires_grad=grad)
+                torch.randn(1, layout.tokens_per_rank[number], HEADS, SIZE, requires_grad=grad)
                 for grad in (True, True, True, False)
             )
 
@@ -236,7 +239,7 @@ def rank(n):
                 cp_ring.ring_attention(q, q, q, cp_ring.ALONE)
             flops = 16 * HEADS * (n // RANKS) ** 2 * SIZE / (time.perf_counter() - start)
             rates = [flops]
-            sent, got = torch.empty(2, 1 << 20, dtype=torch.uint8)
+            sent, got = torch.empty(2, 1_000_000, dtype=torch.uint8)
             for mate in (number ^ 1, number ^ NODE):
                 dist.barrier()
                 start = time.perf_counter()
@@ -244,7 +247,7 @@ def rank(n):
                 for work in dist.batch_isend_irecv(list(moves)):
                     work.wait()
                 rates.append(len(sent) / (time.perf_counter() - start))
-            least = torch.tensor(rates, dtype=torch.float64)
+            least = torch.tensor(rates)
             dist.all_reduce(least, dist.ReduceOp.MIN)
             found = dict(zip(("flops", "inside", "between"), least.tolist(), strict=True))
             for name, rate in {**found, "call": 1e-3, "processors": 1}.items():

@@ -16,6 +16,10 @@ def test_the_table_describes_every_patch():
         assert all(entry[key] for key in ("name", "what", "why", "versions", "state")), entry
 
 
+def test_rows_are_compared_before_packed_batches_are_split():
+    assert patches.get("packed_batches").order < patches.get("equal_rows").order
+
+
 def test_an_unknown_patch_is_rejected():
     with pytest.raises(ConfigError, match="no patch 'nothing'"):
         patches.get("nothing")
