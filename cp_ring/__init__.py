@@ -58,25 +58,12 @@ _MODULES = {
 }
 
 
-LEFT = {
-    "RingPlan": "it is cp_ring.Plan",
-    "ContextParallelConfig": "it is cp_ring.Options",
-    "with_ring_attention": "it is cp_ring.megatron.with_ring_attention",
-    "Offload": "torch.autograd.graph.save_on_cpu keeps saved tensors in host memory",
-    "logprobs": "docs/rl.md has it as ten lines of torch",
-    "convert_layout": "unshard the tensor and shard it by the other layout",
-}
-"""Names of the version before, and what to write in their place."""
-
-
 def __getattr__(name: str) -> Any:
     # Imported on first use, so that the command line starts without loading torch.
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if name == "__version__":
         return _version()
-    if name in LEFT:
-        raise AttributeError(f"cp_ring.{name} left: {LEFT[name]}")
     raise AttributeError(f"module 'cp_ring' has no attribute {name!r}")
 
 

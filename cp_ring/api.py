@@ -22,7 +22,7 @@ from cp_ring.cuts import check_cut, check_slices
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.observe import watchdog
-from cp_ring.options import LEFT
+from cp_ring.options import UNSUPPORTED
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan_cache import PlanOptions
@@ -232,9 +232,9 @@ def _resolved(
 
 
 def _unknown(name: str) -> Exception:
-    """Return the error of a keyword that there is not, or no longer."""
-    if name in LEFT:
-        return ConfigError(f"{name} left cp_ring: {LEFT[name]}")
+    """Return the error of a keyword that there is not."""
+    if name in UNSUPPORTED:
+        return ConfigError(f"{name} is not supported: {UNSUPPORTED[name]}")
     near = difflib.get_close_matches(name, _OF_CALL | _OF_PLAN, 1, 0.4)
     return TypeError(
         f"ring_attention() got an unexpected keyword argument {name!r}"

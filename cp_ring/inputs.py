@@ -21,7 +21,7 @@ from cp_ring.comm.agreement import EVERY
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import in_one_dtype
-from cp_ring.options import NUM_SLOTS, WIRE_DTYPES, CallSettings, check_left, either
+from cp_ring.options import NUM_SLOTS, WIRE_DTYPES, CallSettings, either
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ class AttentionOptions:
     compare_every: int = EVERY
 
     def __post_init__(self) -> None:
-        check_left("kernel", self.kernel)
         expect("softmax_scale", self.softmax_scale, Real, NoneType)
         expect("deterministic", self.deterministic, bool, NoneType)
         expect("return_lse", self.lse, bool)

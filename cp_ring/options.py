@@ -16,46 +16,17 @@ from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, parse, text
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
-LEFT = {
-    "allow_untried": "nothing has to be allowed by name; drop it",
-    "keep_checkpoints": "Megatron's --save-retain-interval removes checkpoints",
-    "trust_checkpoint": "checkpoints are loaded as Megatron loads them; drop it",
-    "compute_streams": "kernel calls have one stream; drop it",
-    "offload": "Megatron's --fine-grained-activation-offloading of core_attn moves these tensors",
-    "node_size": "torchrun or Slurm say how many ranks a node has; heads names another exchange",
-    "key_layout": "keys are those of the queries' tokens: there is no cross attention",
-    "cu_seqlens_k": "keys are those of the queries' tokens: there is no cross attention",
-    "softcap": "no kernel that trains long sequences caps scores; give 0 by leaving it out",
-    "dropout_p": "no GPU kernel drops weights by positions; train without attention dropout",
-    "dropout_seed": "no GPU kernel drops weights by positions; train without attention dropout",
+_CROSS = "keys are those of the queries' tokens: there is no cross attention"
+_DROPOUT = "no GPU kernel drops weights by positions; train without attention dropout"
+UNSUPPORTED = {
+    "key_layout": _CROSS,
+    "cu_seqlens_k": _CROSS,
+    "softcap": "no kernel that trains long sequences caps scores; leave it out",
+    "dropout_p": _DROPOUT,
     "alibi_slopes": "no GPU kernel has slopes of tiles; use rotary positions",
     "bias": "no GPU kernel has a bias of tiles; use rotary positions",
-    "recurrent": "recurrent layers exchange heads, which cp x tp must divide; drop it",
-    "run_dir": "TensorBoard has the steps (--tensorboard-dir), and the log of the ranks; drop it",
-    "trace": "torch.profiler and Nsight show the marks of hops; docs/timing.md",
-    "verbose": "ranks print where they always printed; torchrun's --log-dir, --redirects and --tee "
-    "keep it in files",
 }
-"""Settings and keywords of the version before, and what to do in their place."""
-
-LEFT_VALUES = {
-    "kernel": {
-        "cudnn": "transformer_engine has cuDNN's kernels, and flash_aten is PyTorch's own attention"
-    },
-    "route": {
-        "relay": "give direct, and --cp-ring-heads with the ranks of a node, which sends each key "
-        "once to each node",
-        "auto": "give direct, or ring",
-    },
-    "pack": {"in-order": "give first-fit, or fill, which keeps the order"},
-}
-"""Values of settings of the version before, and what to give in their place."""
-
-
-def check_left(name: str, value: object) -> None:
-    """Raise `ConfigError` for a value of the version before."""
-    if isinstance(value, str) and value in LEFT_VALUES[name]:
-        raise ConfigError(f"{name}={value!r} left cp_ring: {LEFT_VALUES[name][value]}")
+"""Keywords of other libraries' attention, and why there is none here."""
 
 
 def _kernels() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.errors import ConfigError, PlanError, expect
-from cp_ring.options import CallSettings, check_left
+from cp_ring.options import CallSettings
 from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec, plan
@@ -50,7 +50,6 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         mask, heads, layout = self.mask, self.heads, self.layout
-        check_left("route", self.route)
         expect("causal", self.causal, bool)
         if not isinstance(self.window_size, Sequence) or len(self.window_size) != 2:
             raise ConfigError(

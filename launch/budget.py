@@ -4,8 +4,8 @@ A token is an operator, a name, a number or a string, as Python's tokenizer coun
 blank lines and indentation are free. A room is a part of the code with one purpose; what it may
 hold is its budget, and what it may hold today is its limit. A change may not raise a room above
 its limit, and one that lowers a room lowers the limit too. The exit code is 1 if a limit is
-exceeded, or if a line has more than 100 columns, or if a module keeps state outside of
-`cp_ring.runtime`.
+exceeded, if a file is in no room or in several, if a line has more than 100 columns, or if a module
+keeps state outside of `cp_ring.runtime`.
 """
 
 from __future__ import annotations
@@ -47,45 +47,58 @@ def room(name: str, budget: int, limit: int, paths: str) -> Room:
 
 _LIBRARY = """cp_ring/__init__.py cp_ring/errors.py cp_ring/runtime.py cp_ring/api.py
     cp_ring/plan_cache.py cp_ring/attention.py cp_ring/inputs.py cp_ring/hop_loop.py
-    cp_ring/sharding.py cp_ring/prefixes.py cp_ring/options.py
+    cp_ring/sharding.py cp_ring/prefixes.py cp_ring/options.py cp_ring/cuts.py
     cp_ring/plan cp_ring/kernels cp_ring/comm cp_ring/ops cp_ring/observe
     cp_ring/integrations cp_ring/testing"""
 _ADAPTER = "cp_ring/megatron patches cp_ring/run.py cp_ring/pretrain_gpt.py"
 ROOMS = (
-    room("one call of attention", 10_000, 9_000, """cp_ring/__init__.py cp_ring/errors.py
+    room("one call of attention", 8_500, 9_000, """cp_ring/__init__.py cp_ring/errors.py
         cp_ring/runtime.py cp_ring/api.py cp_ring/plan_cache.py cp_ring/attention.py
         cp_ring/inputs.py cp_ring/hop_loop.py"""),
-    room("shards, prefixes, settings", 5_000, 4_000, """cp_ring/sharding.py cp_ring/prefixes.py
-        cp_ring/options.py"""),
-    room("plans and proofs", 38_000, 48_000, "cp_ring/plan"),
-    room("kernels", 17_000, 17_000, "cp_ring/kernels"),
-    room("messages", 13_000, 12_500, "cp_ring/comm"),
-    room("merges and sums", 6_000, 6_000, "cp_ring/ops"),
-    room("observation", 6_000, 4_600, "cp_ring/observe"),
-    room("other libraries, testing", 4_000, 4_700, "cp_ring/integrations cp_ring/testing"),
-    room("ring 1: the library", 105_000, 105_000, _LIBRARY),
-    room("adapter", 14_000, 8_900, "cp_ring/megatron/adapter cp_ring/megatron/specs.py"),
-    room("certificate", 20_000, 20_000, "cp_ring/megatron/certificate"),
-    room("data", 10_000, 10_000, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
-    room("flags", 7_500, 7_600, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
-    room("patches", 10_500, 10_500, "patches"),
-    room("ring 2: Megatron", 72_000, 69_900, _ADAPTER),
+    room("shards, prefixes, settings", 4_400, 4_400, """cp_ring/sharding.py cp_ring/prefixes.py
+        cp_ring/options.py cp_ring/cuts.py"""),
+    room("plans and proofs", 40_000, 48_000, "cp_ring/plan"),
+    room("kernels", 16_500, 17_000, "cp_ring/kernels"),
+    room("messages", 12_500, 12_500, "cp_ring/comm"),
+    room("merges and sums", 5_300, 6_000, "cp_ring/ops"),
+    room("observation", 4_500, 4_600, "cp_ring/observe"),
+    room("other libraries, testing", 10_000, 6_000, "cp_ring/integrations cp_ring/testing"),
+    room("adapter", 11_000, 9_500, "cp_ring/megatron/adapter cp_ring/megatron/specs.py"),
+    room("data", 10_500, 10_000, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
+    room("flags", 7_000, 7_600, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
+    room("training", 8_000, 8_800, """cp_ring/run.py cp_ring/pretrain_gpt.py
+        cp_ring/megatron/__init__.py cp_ring/megatron/compat.py cp_ring/megatron/gpt.py
+        cp_ring/megatron/gpt_model.py cp_ring/megatron/loss_chunks.py
+        cp_ring/megatron/program.py cp_ring/megatron/signals.py
+        cp_ring/megatron/step_timing.py cp_ring/megatron/training_log.py
+        cp_ring/megatron/validation.py cp_ring/megatron/wrapping.py"""),
+    room("options and choices", 4_000, 4_000, """cp_ring/megatron/attention_sizes.py
+        cp_ring/megatron/heads_choice.py cp_ring/megatron/option_values.py
+        cp_ring/megatron/options.py cp_ring/megatron/plans.py cp_ring/megatron/settings.py"""),
+    room("checkpoints", 1_000, 1_000, "cp_ring/megatron/newest_checkpoint.py"),
+    room("certificate", 15_500, 20_000, "cp_ring/megatron/certificate"),
+    room("patches", 10_000, 10_500, "patches"),
     room("train", 3_500, 3_900, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
-    room("corpus", 1_500, 1_600, "cp_ring/tools/corpus.py"),
-    room("plan", 3_000, 2_700, "cp_ring/tools/plan.py cp_ring/tools/lengths.py"),
+    room("corpus", 1_500, 1_500, "cp_ring/tools/corpus.py"),
+    room("plan", 3_000, 3_000, "cp_ring/tools/plan.py cp_ring/tools/lengths.py"),
     room("draw", 1_800, 2_000, "cp_ring/tools/draw.py"),
-    room("tune", 8_000, 7_700, "cp_ring/tools/tune.py cp_ring/tools/tune_model.py"),
+    room("tune", 7_000, 7_600, "cp_ring/tools/tune.py cp_ring/tools/tune_model.py"),
     room("doctor", 1_200, 1_300, "cp_ring/tools/doctor.py"),
-    room("bench", 3_000, 3_300, """cp_ring/tools/bench.py cp_ring/tools/bench_accuracy.py
+    room("bench", 3_000, 3_200, """cp_ring/tools/bench.py cp_ring/tools/bench_accuracy.py
         cp_ring/tools/bench_attention.py cp_ring/tools/bench_host.py"""),
-    room("glue", 1_000, 1_300, """cp_ring/tools/__init__.py cp_ring/tools/__main__.py
+    room("glue", 1_000, 1_000, """cp_ring/tools/__init__.py cp_ring/tools/__main__.py
         cp_ring/tools/cli.py cp_ring/tools/terminal.py"""),
-    room("ring 3: tools", 23_000, 23_100, "cp_ring/tools"),
-    room("all", 200_000, 198_400, "cp_ring patches"),
-    room("tests", 200_000, 200_000, "tests"),
 )  # fmt: skip
-"""The rooms; some hold others."""
+"""The rooms. Each file of the source is in exactly one."""
+SUMS = (
+    room("ring 1: the library", 107_000, 105_500, _LIBRARY),
+    room("ring 2: Megatron", 67_000, 69_900, _ADAPTER),
+    room("ring 3: tools", 22_000, 23_000, "cp_ring/tools"),
+    room("all", 196_000, 198_400, "cp_ring patches"),
+    room("tests", 220_000, 208_000, "tests"),
+)
+"""Several rooms together, and the tests."""
 
 
 @cache
@@ -121,6 +134,14 @@ def files(*paths: str) -> list[str]:
 
 def size(paths: tuple[str, ...]) -> int:
     return sum(tokens(path) for path in files(*paths) if path not in TABLES)
+
+
+def misplaced() -> Iterator[str]:
+    """Files of the source that are in no room, or in several."""
+    rooms = [name for each in ROOMS for name in files(*each.paths)]
+    for path in files("cp_ring", "patches"):
+        if rooms.count(path) != 1:
+            yield f"{path} is in {rooms.count(path)} rooms"
 
 
 def _name(node: ast.expr) -> str:
@@ -160,7 +181,7 @@ def main() -> int:
     source = files("cp_ring", "patches")
     print(f"{'room':<44}{'budget':>9}{'now':>9}{'limit':>9}")
     over = False
-    for each in ROOMS:
+    for each in (*ROOMS, *SUMS):
         now = size(each.paths)
         over |= now > each.limit
         mark = "  OVER" if now > each.limit else ""
@@ -168,6 +189,7 @@ def main() -> int:
     density = sum(map(tokens, source)) / sum(map(code_lines, source))
     print(f"{'tokens a code line':<44}{DENSITY:>9}{density:>9.2f}{DENSITY:>9}")
     faults = [where for path in source for where in (*state(path), *long_lines(path))]
+    faults += misplaced()
     for where in faults:
         print(f"not allowed: {where}")
     return 1 if over or faults or density > DENSITY else 0

@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from cp_ring.errors import ConfigError
-
 # functions for programs that build their models themselves; imported on first use
 enable: Any
 certify: Any
@@ -33,17 +31,7 @@ __all__ = [
 ]
 
 
-LEFT = {
-    "generate": "Megatron's own engines generate at --context-parallel-size 1",
-    "save_checkpoint": "call megatron.core.dist_checkpointing.save",
-    "load_checkpoint": "call megatron.core.dist_checkpointing.load",
-}
-"""Functions that left with this version, and what to do instead."""
-
-
 def __getattr__(name: str) -> Any:
-    if name in LEFT:
-        raise ConfigError(f"cp_ring.megatron.{name} left cp_ring: {LEFT[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module 'cp_ring.megatron' has no attribute {name!r}")
     try:

@@ -7,14 +7,13 @@ made from this one dataclass. It extends the settings of attention calls.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron import option_values
-from cp_ring.options import LEFT, LEFT_VALUES, CallSettings, setting
+from cp_ring.options import CallSettings, setting
 from cp_ring.plan.layout import NamedLayout
 from cp_ring.plan.schedule import resolve
 
@@ -40,15 +39,11 @@ class OptionError(ConfigError):
 class Settings:
     """Settings that are checked when made. Raises `OptionError` for the first wrong one."""
 
-    LEFT: ClassVar[Mapping[str, str]] = {}
-
     @classmethod
     def make(cls, **values: Any) -> Self:
         """Construct the settings; an unknown name is a `ConfigError` too."""
         known = [field.name for field in fields(cls)]
         for name in values:
-            if name in cls.LEFT:
-                raise ConfigError(f"{name} left cp_ring: {cls.LEFT[name]}")
             if name not in known:
                 raise ConfigError(f"there is no setting {name!r}; known are {', '.join(known)}")
         return cls(**values)
@@ -59,9 +54,6 @@ class Settings:
             if type(value) is type(default) and value == default:
                 continue  # this also avoids asking for the names of kernels, which needs torch
             try:
-                left = LEFT_VALUES.get(field.name, {}).get(str(value))
-                if left:
-                    raise ConfigError(f"it left cp_ring: {left}")
                 object.__setattr__(self, field.name, option_values.read(field, value))
             except ConfigError as error:
                 raise OptionError(field.name, value, str(error)) from None
@@ -75,8 +67,6 @@ class Options(Settings, CallSettings):
 
     Raises `OptionError`, a `ConfigError`, with one line that names the flag and what it accepts.
     """
-
-    LEFT = LEFT
 
     enabled: bool = setting(
         False,
@@ -223,11 +213,6 @@ class Options(Settings, CallSettings):
                     "--no-" + cls.flag(name)[2:], action="store_const", const="off",
                     dest=_dest(name), 
                 )  # fmt: skip
-        for name in LEFT:
-            group.add_argument(
-                cls.flag(name), nargs="?", action=_Left, dest=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )  # fmt: skip
         return parser
 
     @classmethod
@@ -275,15 +260,6 @@ SETTINGS: dict[str, Field[Any]] = {
     **_OF_CALLS,
 }
 """The fields of `Options` by name."""
-
-
-class _Left(argparse.Action):
-    """A flag that left with this version; it answers with one line."""
-
-    def __call__(self, *given: Any) -> None:
-        flag = given[-1]
-        name = flag.removeprefix("--cp-ring-").replace("-", "_")
-        raise ConfigError(f"{flag} left cp_ring: {LEFT[name]}")
 
 
 def choices(name: str) -> tuple[str, ...]:

@@ -44,12 +44,6 @@ if TYPE_CHECKING:
     from cp_ring.plan.balance import Layers
 
 MAX_RANKS = 1 << 20
-LEFT = {
-    "chunks_per_rank": "chunks follow the mask, as fine as its work needs; drop it",
-    "token_work": "the layout follows predicted time, in which other layers are alike; drop it",
-}
-"""Keywords of `Layout.balanced` in the version before, and what to do in their place."""
-
 _MOST_WORK = 1 << 62  # pairs that int64 can count
 
 
@@ -164,7 +158,7 @@ class Layout:
         return cls(n, cp, np.append(chunks, n), owner, "per_document_zigzag")
 
     @classmethod
-    def balanced(cls, masks: Mask | Sequence[tuple[Mask, int]], cp: int, **left: Any) -> Layout:
+    def balanced(cls, masks: Mask | Sequence[tuple[Mask, int]], cp: int) -> Layout:
         """Equal tokens and nearly equal work for `masks` on all ranks, with the least predicted
         time.
 
@@ -178,10 +172,6 @@ class Layout:
         communication. Raises `PlanError` if there are fewer tokens than ranks, and for masks of
         different lengths or numbers of layers below 1.
         """
-        for name in left:
-            if name not in LEFT:
-                raise TypeError(f"Layout.balanced has no keyword {name}")
-            raise PlanError(f"{name} left cp_ring: {LEFT[name]}")
         cp, layers = _size(cp), _layers(masks)
         n = layers[0][0].n
         zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []

@@ -23,6 +23,25 @@ app = typer.Typer(
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        import cp_ring
+
+        print(f"cp_ring {cp_ring.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and stop."
+        ),
+    ] = False,
+) -> None: ...
+
+
 @app.command()
 def train(
     job: Annotated[str, typer.Argument(help=JOB, metavar="JOB")],

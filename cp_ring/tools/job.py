@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -40,19 +40,6 @@ OWN_DATA = (
     "mock_data",
 )
 """Arguments of Megatron that name data sets."""
-_LAUNCHERS = dict.fromkeys(
-    ("nnodes", "node_rank", "master_addr", "master_port", "max_restarts"),
-    "several nodes and restarts are those of launch/slurm/train.sbatch, or of torchrun with the "
-    "flags of cp-ring train --print-flags",
-)
-_PRESETS = "a variant is a file of its own, or --set of each key"
-LEFT = {
-    "parallel": "its sizes are keys of section megatron; in place of data_parallel_size give "
-    "launch.ranks, the number of all ranks",
-    "presets": _PRESETS,
-    "preset": _PRESETS,
-}
-"""Sections that left, and what to use instead."""
 SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Arguments of Megatron whose product is the ranks that hold the model once."""
 
@@ -68,8 +55,6 @@ class DataConfig(Settings):
     train_data_path, mock_data, ...).
     """
 
-    LEFT: ClassVar = {"validation_fraction": "one of 20 documents is for validation; drop it"}
-
     path: str = setting(
         "", "A folder of texts or a .jsonl file; default: Python's standard library.",
         convert=_at_home,
@@ -83,8 +68,6 @@ class DataConfig(Settings):
 @dataclass(frozen=True)
 class LaunchConfig(Settings):
     """The place where the ranks run and where their output goes."""
-
-    LEFT = _LAUNCHERS
 
     run_dir: str = setting(
         "runs/job", "Checkpoints and logs; default: runs/<name of the file>.", convert=_at_home
@@ -201,8 +184,9 @@ def validate(settings: dict[str, Any], source: str) -> JobConfig:
     for section, given in settings.items():
         with reasons.of():
             if section not in SECTIONS:
-                instead = LEFT.get(section, f"the file has {', '.join(SECTIONS)}")
-                raise ConfigError(f"{source}: there is no section {section}: {instead}")
+                raise ConfigError(
+                    f"{source}: there is no section {section}: the file has {', '.join(SECTIONS)}"
+                )
             if not isinstance(given, dict):
                 raise ConfigError(
                     f"{source}: {section}: must be a section with keys, not {given!r}"

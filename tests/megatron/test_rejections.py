@@ -385,7 +385,6 @@ SLIPS = {
     "--position-embedding-type ropee": "argument --position-embedding-type: invalid choice: 'ropee'",
     "--hidden-size": "argument --hidden-size: expected one argument",
     "--cp-ring-layuot zigzag": "did you mean --cp-ring-layout in place of --cp-ring-layuot?",
-    "--cp-ring-verbose": "--cp-ring-verbose left cp_ring",
     # what cp_ring says
     "--cp-ring-layout zigzagg": "--cp-ring-layout 'zigzagg'",
     "--cp-ring-kernel magic": "--cp-ring-kernel 'magic'",

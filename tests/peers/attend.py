@@ -51,7 +51,7 @@ class Case:
 
     def __post_init__(self):
         if self.tokens[0] != self.tokens[1]:
-            object.__setattr__(self, "rejected", "key_layout left cp_ring")
+            object.__setattr__(self, "rejected", "key_layout is not supported")
 
 
 def run(case, processes=None):
