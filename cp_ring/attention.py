@@ -48,8 +48,8 @@ from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
+from cp_ring.plan.records import RankPlan
 from cp_ring.plan.sizes.head_split import split_heads
-from cp_ring.plan.tables import RankPlan
 from cp_ring.runtime import RUNTIME
 
 AnyPlan = Plan | RankPlan
@@ -112,7 +112,7 @@ def rank_plan_of(plan: AnyPlan, transport: Transport | None) -> RankPlan:
             f"for {transport.size} ranks"
         )
     rank = transport.rank if transport else 0
-    rank_plan = plan if isinstance(plan, RankPlan) else plan.rank_plan(rank)
+    rank_plan = plan if isinstance(plan, RankPlan) else plan.proven_part(rank)
     if rank_plan.rank != rank:
         raise PlanError(
             f"plan is the part of rank {rank_plan.rank}, but this is rank {rank} of the group"

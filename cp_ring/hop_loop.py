@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.plain import Codec
-from cp_ring.comm.streams import MessageOrder
 from cp_ring.comm.transport import Transport
 from cp_ring.kernels import AttentionKernel, determinism
 from cp_ring.kernels.queries import Queries
@@ -27,7 +26,9 @@ from cp_ring.observe.watchdog import WATCH, Place
 from cp_ring.ops.dtypes import on_device, sum_dtype, without_autocast
 from cp_ring.ops.once import once_differentiable
 from cp_ring.ops.totals import Merge, Sum
-from cp_ring.plan.tables import RankPlan
+from cp_ring.plan.message_order import message_order
+from cp_ring.plan.proof import check_order
+from cp_ring.plan.records import RankPlan, Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,7 @@ class Ring:
     num_slots: int
     wire_dtype: torch.dtype
     exact: bool
-    passes: dict[bool, tuple[Work, MessageOrder]] = field(default_factory=dict)
+    passes: dict[bool, tuple[Work, Sequence[Turn]]] = field(default_factory=dict)
 
 
 class RingCall(NamedTuple):
@@ -57,12 +58,13 @@ class RingCall(NamedTuple):
     kernel: AttentionKernel
     place: Place
 
-    def of_pass(self, device: torch.device, backward: bool) -> tuple[Work, MessageOrder]:
+    def of_pass(self, device: torch.device, backward: bool) -> tuple[Work, Sequence[Turn]]:
         """Return the kernel calls and updates of a pass, and the order of its messages."""
         passes = self.ring.passes
         if backward not in passes:
             work = work_of(self.rank_plan, self.kernel, device, backward)
-            order = MessageOrder.of(self.rank_plan, self.ring.num_slots, backward)
+            order = message_order(self.rank_plan, self.ring.num_slots, backward)
+            check_order(order, self.rank_plan, self.ring.num_slots, backward)
             passes[backward] = work, order
         return passes[backward]
 

@@ -23,7 +23,7 @@ from cp_ring.runtime import RUNTIME
 
 if TYPE_CHECKING:
     from cp_ring.comm.transport import Transport
-    from cp_ring.plan.tables import RankPlan
+    from cp_ring.plan.records import RankPlan
 
 _OF_PLANS = "mask, layout, route, schedule and heads"
 _OF_MASKS = ("causal", "window_size", "cu_seqlens")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COUNTED = {token.OP, token.NAME, token.NUMBER, token.STRING}
 COUNTED |= {token.FSTRING_START, token.FSTRING_MIDDLE, token.FSTRING_END}
 COLUMNS = 100
-DENSITY = 10.0  # tokens a code line
+DENSITY = 10.1  # tokens a code line
 # What a module may make once without keeping state:
 NO_STATE = {"frozenset", "tuple", "range", "compile", "getLogger", "TypeVar", "Path", "Typer"}
 NO_STATE |= {"Lock", "RLock", "ContextVar", "LayerOfFlags", "Console"}
@@ -57,8 +57,8 @@ ROOMS = (
         cp_ring/inputs.py cp_ring/hop_loop.py"""),
     room("shards, prefixes, settings", 4_400, 4_400, """cp_ring/sharding.py cp_ring/prefixes.py
         cp_ring/options.py cp_ring/cuts.py"""),
-    room("plans and proofs", 40_000, 48_000, "cp_ring/plan"),
-    room("kernels", 16_500, 17_000, "cp_ring/kernels"),
+    room("plans and proofs", 40_000, 49_300, "cp_ring/plan"),
+    room("kernels", 16_500, 17_400, "cp_ring/kernels"),
     room("messages", 12_500, 12_500, "cp_ring/comm"),
     room("merges and sums", 5_300, 6_000, "cp_ring/ops"),
     room("observation", 4_500, 4_600, "cp_ring/observe"),
@@ -92,10 +92,10 @@ ROOMS = (
 )  # fmt: skip
 """The rooms. Each file of the source is in exactly one."""
 SUMS = (
-    room("ring 1: the library", 107_000, 105_500, _LIBRARY),
+    room("ring 1: the library", 107_000, 107_000, _LIBRARY),
     room("ring 2: Megatron", 67_000, 69_900, _ADAPTER),
     room("ring 3: tools", 22_000, 23_000, "cp_ring/tools"),
-    room("all", 196_000, 198_400, "cp_ring patches"),
+    room("all", 196_000, 199_500, "cp_ring patches"),
     room("tests", 220_000, 208_000, "tests"),
 )
 """Several rooms together, and the tests."""

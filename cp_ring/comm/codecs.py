@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.plain import Codec, Plain
-from cp_ring.comm.streams import KeyStream, MessageOrder
+from cp_ring.comm.streams import KeyStream
 from cp_ring.comm.transport import Buffer, Transport
+from cp_ring.plan.records import Hop, Turn
 from cp_ring.plan.sizes.attention_sizes import WIRES, Wire
-from cp_ring.plan.tables import Hop
 
 
 class Decoding(Plain, ABC):
@@ -27,7 +27,7 @@ class Decoding(Plain, ABC):
 
     @override
     def keys(
-        self, order: MessageOrder, transport: Transport | None
+        self, order: Sequence[Turn], transport: Transport | None
     ) -> Iterator[tuple[Hop, Tensor, Tensor]]:
         for hop, *coded in KeyStream(order, transport, self.encode()):
             # A hop without tiles passes keys on without decoding them.

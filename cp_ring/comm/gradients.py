@@ -12,7 +12,7 @@ from cp_ring.observe import debug
 from cp_ring.observe.spans import wait_for
 from cp_ring.ops.segments import Segments
 from cp_ring.ops.totals import Sum
-from cp_ring.plan.tables import Hop, Transfer
+from cp_ring.plan.records import Hop, Transfer
 
 
 class GradMessages:

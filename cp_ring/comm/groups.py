@@ -15,7 +15,7 @@ from cp_ring.errors import ConfigError, expect
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.tables import RankPlan
+from cp_ring.plan.records import RankPlan
 from cp_ring.runtime import RUNTIME
 
 Group = dist.ProcessGroup | DeviceMesh | Transport | None

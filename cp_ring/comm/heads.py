@@ -33,8 +33,8 @@ from cp_ring.comm.flight import Flight, Landing
 from cp_ring.comm.mover import Mover
 from cp_ring.comm.transport import MessageBatch, Pending, Transport
 from cp_ring.ops.dtypes import sum_dtype
+from cp_ring.plan.records import Transfer
 from cp_ring.plan.sizes.head_split import HeadSplit
-from cp_ring.plan.tables import Transfer
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
 """Attention over the ring for one group of heads: from (q, k, v, sink, group) to out [S, b, heads,

@@ -36,7 +36,7 @@ from cp_ring.errors import PlanError
 from cp_ring.ops.dtypes import in_one_dtype, sum_dtype, without_autocast
 from cp_ring.ops.segments import Segments
 from cp_ring.ops.totals import Sum
-from cp_ring.plan.tables import Hop
+from cp_ring.plan.records import Hop
 
 
 class Latents(NamedTuple):

@@ -14,7 +14,7 @@ from cp_ring.comm.transport import Buffer, MessageBatch, Transport
 from cp_ring.observe.spans import named, wait_for
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.moves import Moves, Ranges
-from cp_ring.plan.tables import Transfer
+from cp_ring.plan.records import Transfer
 
 MAX_RANGES = 4
 """Up to this many ranges from one rank to another are messages of their own, which arrive in place.

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.gradients import GradStream
-from cp_ring.comm.streams import KeyStream, MessageOrder
+from cp_ring.comm.streams import KeyStream
 from cp_ring.comm.transport import Buffer, Transport
 from cp_ring.ops.segments import Segments
-from cp_ring.plan.tables import Hop
+from cp_ring.plan.records import Hop, Turn
 
 Keys = Iterable[tuple[Hop, Tensor, Tensor]]
 """For each hop, the keys [num_keys, b, g, d] and values [num_keys, b, g, e] that its tiles read."""
@@ -78,7 +78,7 @@ class Codec(Protocol):
         """Return this rank's own tokens in the form that travels: tensors [s, ...]."""
         ...
 
-    def keys(self, order: MessageOrder, transport: Transport | None) -> Keys:
+    def keys(self, order: Sequence[Turn], transport: Transport | None) -> Keys:
         """Yield the keys and values of each hop."""
         ...
 
@@ -101,7 +101,7 @@ class Plain:
     def encode(self) -> Buffer:
         return self._k, self._v
 
-    def keys(self, order: MessageOrder, transport: Transport | None) -> Keys:
+    def keys(self, order: Sequence[Turn], transport: Transport | None) -> Keys:
         return KeyStream(order, transport, self.encode())
 
     def gradients(

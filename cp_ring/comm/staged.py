@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.transport import DONE, Buffer, GroupTransport, MessageBatch, Pending
-from cp_ring.plan.tables import Transfer
+from cp_ring.plan.records import Transfer
 
 
 class StagedTransport(GroupTransport):

@@ -2,64 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cp_ring.comm.transport import DONE, Buffer, MessageBatch, Pending, Transport
 from cp_ring.observe import debug
 from cp_ring.observe.counters import recording
 from cp_ring.observe.spans import wait_for
-from cp_ring.plan.tables import Hop, RankPlan, Transfer
-
-
-class Turn(NamedTuple):
-    """A hop in the order of a rank's messages.
-
-    slot: the slot in which its keys arrive; 0 if the hop reads the rank's own tokens.
-    sends: its messages to other ranks, each with the slot that it is sent from.
-    ahead: how many hops' messages are posted before this hop is computed.
-    """
-
-    hop: Hop
-    slot: int
-    sends: tuple[tuple[Transfer, int], ...]
-    ahead: int
-
-
-@dataclass(frozen=True, eq=False)
-class MessageOrder:
-    """When a rank posts the messages of keys in forward or in backward. It is the same for all
-    calls under one plan.
-    """
-
-    turns: tuple[Turn, ...]
-
-    @classmethod
-    def of(cls, rank_plan: RankPlan, num_slots: int, backward: bool) -> MessageOrder:
-        """Post each hop as far ahead as there are free slots."""
-        hops = tuple(rank_plan.backward if backward else rank_plan.hops)
-        ahead = 1 if rank_plan.forwards else num_slots - 1
-        free, slots = list(range(num_slots, 0, -1)), {0: 0}
-        posted: list[tuple[int, tuple[tuple[Transfer, int], ...]]] = []
-        turns = []
-        for place, now in enumerate(hops):
-            for hop in hops[len(posted) :]:
-                # In backward, all ranks post their batches in one order: the keys of hop t after
-                # the gradients of hop t - 1 - ahead, of which hop 0 has none.
-                early = backward and hop.index > max(now.index, 1) + ahead
-                absent = any(send.buffer > now.index for send in hop.sends)
-                if len(posted) > place and (early or absent or (hop.receives and not free)):
-                    break
-                if hop.receives:
-                    assert free, f"more than {num_slots} slots needed"
-                    slots[hop.index] = free.pop()
-                sends = tuple((send, slots[send.buffer]) for send in hop.sends)
-                posted.append((slots.get(hop.index, 0), sends))
-            turns.append(Turn(now, *posted[place], len(posted)))
-            if now.index and now.index in slots:
-                free.append(slots.pop(now.index))
-        return cls(tuple(turns))
+from cp_ring.plan.records import Turn
 
 
 class KeyStream:
@@ -71,7 +21,7 @@ class KeyStream:
     receives nothing, the yielded tensors are `own`.
     """
 
-    def __init__(self, order: MessageOrder, transport: Transport | None, own: Buffer):
+    def __init__(self, order: Sequence[Turn], transport: Transport | None, own: Buffer):
         self._order, self._transport = order, transport
         # The buffers by slot; slot 0 is `own`. The others exist from the messages of a hop to its
         # end, each with the tokens of its hop.
@@ -82,7 +32,7 @@ class KeyStream:
         self._recording = recording()
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        turns, pending = self._order.turns, list[Pending]()
+        turns, pending = self._order, list[Pending]()
         for place, turn in enumerate(turns):
             hop, slot = turn.hop, turn.slot
             if place == len(pending):

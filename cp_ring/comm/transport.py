@@ -18,7 +18,7 @@ from cp_ring.errors import PlanError
 from cp_ring.observe.counters import recording
 from cp_ring.observe.spans import named
 from cp_ring.observe.watchdog import WATCH
-from cp_ring.plan.tables import Transfer
+from cp_ring.plan.records import Transfer
 
 Buffer = Sequence[Tensor]
 """Tensors of the same tokens, which are their first dimension: keys and values, their encoded form,

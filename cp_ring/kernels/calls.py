@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cp_ring.kernels.base import OPEN, AttentionKernel
 from cp_ring.kernels.queries import Queries
+from cp_ring.plan.records import Pairs
 from cp_ring.plan.tiles import Tile
 from cp_ring.plan.updates import Partial
 
@@ -31,6 +33,10 @@ class KernelCall(Protocol):
 
     @property
     def keys(self) -> Partial: ...
+
+    def pairs(self) -> Pairs:
+        """Return the pairs that the call computes, for the proof."""
+        ...
 
     def prepare(self, device: torch.device) -> None:
         """Copy the index tensors of the call to `device` once, before the first hop."""
@@ -81,6 +87,12 @@ class SingleCall:
         queries = Partial.of([(tile.q0, tile.q1)], reverse=reverse)
         keys = Partial.of([(tile.k0 + shift, tile.k1 + shift)], reverse=reverse)
         return cls(slice(tile.q0, tile.q1), slice(tile.k0, tile.k1), lo, hi, reverse, queries, keys)
+
+    def pairs(self) -> Pairs:
+        step = -1 if self.reverse else 1
+        queries, keys = (np.arange(x.start, x.stop)[::step] for x in (self.q, self.k))
+        of_q, of_k = (np.array([0, len(x)]) for x in (queries, keys))
+        return Pairs(queries, keys, of_q, of_k, np.array([self.lo]), np.array([self.hi]))
 
     def prepare(self, device: torch.device) -> None:
         return

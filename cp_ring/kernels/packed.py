@@ -14,6 +14,7 @@ from torch import Tensor
 from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, Room, Sizes, VarlenKernel
 from cp_ring.kernels.queries import Queries
 from cp_ring.plan.ranges import Ints
+from cp_ring.plan.records import Pairs
 from cp_ring.plan.tiles import Tile
 from cp_ring.plan.updates import Partial
 
@@ -57,6 +58,15 @@ class PackedCall:
             queries,
             keys,
         )
+
+    def pairs(self) -> Pairs:
+        lengths, widths = (np.diff(side.ends).astype(np.int64) for side in (self.q, self.k))
+        corner = widths - lengths  # windows are aligned bottom right
+        lo = np.full(len(corner), -OPEN) if self.left < 0 else corner - self.left
+        hi = np.full(len(corner), OPEN) if self.right < 0 else corner + self.right
+        of_q, of_k = (side.ends.astype(np.int64) for side in (self.q, self.k))
+        queries, keys = (side.tokens.tokens()[: side.count] for side in (self.q, self.k))
+        return Pairs(queries, keys, of_q, of_k, lo, hi)
 
     def prepare(self, device: torch.device) -> None:
         for side in (self.q, self.k):
@@ -162,6 +172,9 @@ class _Tokens:
             return cls(slice(spans[0][0], spans[-1][1]), None)
         parts = [np.arange(start, end)[:: -1 if reverse else 1] for start, end in spans]
         return cls(slice(0, 0), np.concatenate([*parts, np.zeros(max(missing, 0), np.int64)]))
+
+    def tokens(self) -> Ints:
+        return np.arange(self.span.start, self.span.stop) if self.index is None else self.index
 
     def prepare(self, device: torch.device) -> None:
         if self.index is not None and device not in self._tensors:

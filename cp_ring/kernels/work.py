@@ -22,8 +22,9 @@ from cp_ring.kernels.packed import PackedCall
 from cp_ring.ops.capture import capturing
 from cp_ring.ops.segments import Segments
 from cp_ring.plan.lower import Lowered, call_groups, lower
+from cp_ring.plan.proof import check_work
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.tables import Hop, RankPlan
+from cp_ring.plan.records import Hop, RankPlan
 from cp_ring.plan.updates import Update, gradient_updates, query_updates, running_tokens
 from cp_ring.runtime import RUNTIME
 
@@ -38,11 +39,12 @@ class Work:
     own keys.
     """
 
+    rank: int
     hops: Sequence[Hop]
     calls: Mapping[Hop, Sequence[KernelCall]]
     queries: Sequence[Segments]
     keys: Mapping[int, Sequence[Segments]]
-    num_keys: int
+    num_tokens: int
 
     @cached_property
     def own_keys(self) -> Mapping[int, Sequence[Segments]]:
@@ -50,10 +52,13 @@ class Work:
         added elsewhere.
         """
         alone = [replace(hop, grad_receives=()) for hop in self.hops]
+        calls = {hop: self.calls[one] for hop, one in zip(alone, self.hops, strict=True)}
         updates = gradient_updates(
-            alone, [[call.keys for call in self.calls[hop]] for hop in self.hops], self.num_keys
+            alone, [[call.keys for call in calls[hop]] for hop in alone], self.num_tokens
         )
-        return {index: _segments(of_hop) for index, of_hop in updates.items()}
+        found = {index: _segments(of_hop) for index, of_hop in updates.items()}
+        check_work(self.rank, self.num_tokens, alone, calls, self.queries, found)
+        return found
 
 
 _made: weakref.WeakKeyDictionary[RankPlan, dict[tuple[object, ...], Work]] = RUNTIME.keep(
@@ -100,7 +105,9 @@ def _make_work(
             hops, [[call.keys for call in calls[hop]] for hop in hops], rank_plan.num_tokens
         )
     of_keys = {index: _segments(updates) for index, updates in keys.items()}
-    work = Work(hops, calls, _segments(queries), of_keys, rank_plan.num_tokens)
+    rank, num_tokens = rank_plan.member, rank_plan.num_tokens
+    work = Work(rank, hops, calls, _segments(queries), of_keys, num_tokens)
+    check_work(rank, num_tokens, hops, calls, work.queries, work.keys)
     for call in (call for hop in hops for call in calls[hop]):
         call.prepare(device)
     if device.type == "cuda":

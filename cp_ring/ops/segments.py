@@ -95,12 +95,12 @@ class Segments:
         self.stays = not table[2:4].all()
         # Some of the total is complete after this update.
         self.ends = bool(table[3].any())
-        self._table = table
+        self.table = table
         self._blocks: dict[torch.device, Tensor] = {}
 
     @cached_property
     def each(self) -> list[Segment]:
-        return [_segment(self.kept.start, *column) for column in self._table.T.tolist()]
+        return [_segment(self.kept.start, *column) for column in self.table.T.tolist()]
 
     def blocks(self, device: torch.device) -> Tensor:
         """Return the segments cut into blocks of at most BLOCK_Q tokens, copied to the device once:
@@ -110,7 +110,7 @@ class Segments:
         first and 2 for last, and the positions.
         """
         if device not in self._blocks:
-            host = torch.from_numpy(_blocks(self._table, self.kept.start))
+            host = torch.from_numpy(_blocks(self.table, self.kept.start))
             self._blocks[device] = (
                 host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
             )

@@ -9,9 +9,9 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.lower import Capabilities, Lowered, lower
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
-from cp_ring.plan.proof.verify import Report
+from cp_ring.plan.records import Hop, RankPlan, Transfer
+from cp_ring.plan.report import Report
 from cp_ring.plan.sizes.head_split import HeadSplit, split_heads
-from cp_ring.plan.tables import Hop, RankPlan, Transfer
 from cp_ring.plan.tiles import OPEN, Tile, Tiles
 
 __all__ = [

@@ -20,13 +20,13 @@ from cp_ring.plan.hops import (
 from cp_ring.plan.lower import FULL, REVERSED, band_kinds
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
-from cp_ring.plan.proof.verify import Report
-from cp_ring.plan.proof.verify import report as report_of
 from cp_ring.plan.ranges import Ints, depth
+from cp_ring.plan.records import PlanTables, Transfers
+from cp_ring.plan.report import Report
+from cp_ring.plan.report import report as report_of
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.head_split import unsplit
-from cp_ring.plan.tables import PlanTables, Transfers
 from cp_ring.plan.tiles import OPEN
 from cp_ring.plan.updates import MAX_PARTS
 

@@ -17,9 +17,9 @@ from dataclasses import replace
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.moves import Moves
-from cp_ring.plan.proof.verify import check_layout
+from cp_ring.plan.proof import check_layout, check_moves
 from cp_ring.plan.rank_plan import Part
-from cp_ring.plan.tables import RankPlan
+from cp_ring.plan.records import RankPlan
 
 
 def with_exchange(of_member: RankPlan, layout: Layout, members: Layout, rank: int) -> RankPlan:
@@ -40,14 +40,14 @@ def with_exchange(of_member: RankPlan, layout: Layout, members: Layout, rank: in
     )
 
 
-def check_members(layout: Layout, members: Layout, ulysses: int) -> None:
+def check_members(layout: Layout, members: Layout, ulysses: int, part: int | None = None) -> None:
     """Raise `PlanError` unless `members` is the layout of members of `ulysses` ranks each, and each
-    token comes to its place in the shard of its member.
+    token comes to its place in the shard of its member; of all members, or of one.
     """
     check_layout(layout)
     if layout.merged(ulysses).digest != members.digest:
         raise PlanError(
             f"the ring of the plan has other members than {ulysses} neighboring ranks of the layout"
         )
-    for member in range(members.cp):
-        Moves.gathered(layout, members, member).verify(layout, members, member=member)
+    for member in range(members.cp) if part is None else (part,):
+        check_moves(Moves.gathered(layout, members, member), layout, members, member=member)

@@ -10,9 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
-from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, check_all, overlaps, runs, starts_of
+from cp_ring.plan.ranges import Ints, runs
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -105,70 +104,8 @@ class Moves:
         """
         return int(self.tokens[self.sender == rank].sum())
 
-    def verify(
-        self, before: Layout, after: Layout, shift: int = 0, member: int | None = None
-    ) -> None:
-        """Prove that each place of each receiver's new tensor is filled once, by the right token:
-        token i of the stream comes to the place of token (i + shift) mod n.
-
-        before, after: the layouts of the ranks' tensors before and after. With `member`, the ranks
-        are those of this member, and each of them will hold the shard of rank `member` of `after`.
-
-        Ranges are cut where a chunk of either layout begins. In a strip between two cuts the token
-        of the stream goes up with the place, before and after, so checking the first token of each
-        strip is enough. Raises `PlanError`.
-        """
-        check_all(self.tokens > 0, lambda i: f"moves: range {i} has {self.tokens[i]} tokens")
-        sender, receiver, shards = self.sender, self.receiver, np.arange(after.cp)
-        if member is not None:
-            check_all(receiver == EVERY, lambda i: f"moves: range {i} does not go to every rank")
-            first, shards = member * self.ranks, np.array([member])
-            sender, receiver = sender + first, np.full(len(sender), member)
-        source = self._within(before, sender, self.source)
-        target = self._within(after, receiver, self.target)
-        order, size = np.argsort(target, kind="stable"), after.tokens_per_rank
-        start = starts_of(size)[shards[0]]
-        ends = np.append(target[order][1:], start + size[shards].sum())
-        if target[order][:1].tolist() != [start] or ((target + self.tokens)[order] != ends).any():
-            raise PlanError("moves: a place is filled twice, or not at all")
-        cells, stream = _cells(before)
-        where, cell = overlaps(source, source + self.tokens, cells[:-1], cells[1:])
-        begin = np.maximum(source[where], cells[cell])
-        length = np.minimum((source + self.tokens)[where], cells[cell + 1]) - begin
-        moved = target[where] + begin - source[where]
-        token = stream[cell] + begin - cells[cell]
-        cells, stream = _cells(after)
-        strip, cell = overlaps(moved, moved + length, cells[:-1], cells[1:])
-        place = np.maximum(moved[strip], cells[cell])
-        leaves, comes = token[strip] + place - moved[strip], stream[cell] + place - cells[cell]
-        check_all(
-            (leaves + shift - comes) % before.n == 0,
-            lambda i: (
-                f"moves: token {leaves[i]} of rank {sender[where[strip[i]]]} goes to the "
-                f"place of token {comes[i]}"
-            ),
-        )
-
-    def _within(self, layout: Layout, rank: Ints, start: Ints) -> Ints:
-        """Return where ranges of shards begin if the shards of all ranks lie end to end."""
-        size = layout.tokens_per_rank
-        known = (rank >= 0) & (rank < layout.cp)
-        check_all(
-            known & (start >= 0) & (start + self.tokens <= size[np.where(known, rank, 0)]),
-            lambda i: f"moves: range {i} is outside of the shard of rank {rank[i]}",
-        )
-        return starts_of(size)[rank] + start
-
 
 def _places(layout: Layout, token: Ints) -> tuple[Ints, Ints]:
     """Return the rank that holds each token of the stream, and the token's place in its shard."""
     chunk = np.searchsorted(layout.edges, token, "right") - 1
     return layout.owner[chunk], layout.starts[chunk] + token - layout.edges[chunk]
-
-
-def _cells(layout: Layout) -> tuple[Ints, Ints]:
-    """Lay the shards of all ranks end to end: return where chunks begin and the end of the last
-    one, and the tokens of the stream at which chunks begin, in that order.
-    """
-    order = np.argsort(layout.owner, kind="stable")
-    return np.append(0, np.cumsum(np.diff(layout.edges)[order])), layout.edges[order]

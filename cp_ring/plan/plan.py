@@ -20,11 +20,13 @@ from typing import Any, Protocol
 from cp_ring.errors import PlanError, expect
 from cp_ring.plan.layout import LAYOUTS, Layout, check_rank
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.proof.verify import Report, verify
+from cp_ring.plan.message_order import message_order
+from cp_ring.plan.proof import Axis, check_moves, check_order, check_rank_plan, verify
 from cp_ring.plan.rank_plan import rank_plan
+from cp_ring.plan.records import PlanTables, RankPlan
+from cp_ring.plan.report import Report, report
 from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
 from cp_ring.plan.schedule import Schedule, text
-from cp_ring.plan.tables import PlanTables, RankPlan
 from cp_ring.runtime import RUNTIME
 
 
@@ -103,9 +105,11 @@ class PlanSpec:
         return Plan(ring, layout, self.ulysses)
 
     def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:
-        """One rank's part of `build`, without planning for other ranks if the route is `local`."""
+        """One rank's proven part of `build`, without planning for other ranks if the route is
+        `local`.
+        """
         check_rank(rank, cp)
-        return self.build(mask, cp, rank).rank_plan(rank)
+        return self.build(mask, cp, rank).proven_part(rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +127,8 @@ class Plan:
     layout: Layout
     ulysses: int = 1
     _rank_plans: dict[int, RankPlan] = field(default_factory=dict, repr=False)
+    # ranks whose parts are proven, and None if the tables are
+    _proven: set[int | None] = field(default_factory=set, repr=False)
 
     @classmethod
     def build(
@@ -159,7 +165,8 @@ class Plan:
     def build_rank_plan(
         cls, mask: Mask, layout: Layout | str, rank: int, **options: Any
     ) -> RankPlan:
-        """One rank's part of `build`, without planning for other ranks if the route is `local`.
+        """One rank's proven part of `build`, without planning for other ranks if the route is
+        `local`.
 
             rank_plan = Plan.build_rank_plan(mask, layout, rank=0)
 
@@ -208,37 +215,50 @@ class Plan:
     def verify(
         self, num_slots: int = 2, rank_plans: bool = False, executed: RankPlan | None = None
     ) -> Report:
-        """Prove the plan for all ranks with `num_slots` receive buffers; see
-        `cp_ring.plan.proof.verify`.
+        """Prove the plan for all ranks with `num_slots` receive buffers; see `cp_ring.plan.proof`.
 
             report = plan.verify(rank_plans=True)
 
         The report is about the members of the ring. Each rank of a member runs the ring for its own
-        heads, and `split_heads` proves that every head has one rank. So each (query, key, head)
-        that the mask allows is computed exactly once.
+        heads, and `split_heads` gives every head to one rank. So each (query, key, head) that the
+        mask allows is computed exactly once. A plan that was built for one rank is proven for it.
 
-        With `rank_plans` it also proves the rank plans that the executor runs, at a higher cost;
-        see `cp_ring.plan.proof.verify_ranks`. `executed` is the plan that one rank runs: each rank
-        can prove its own, at any number of ranks. Raises `PlanError` that names the rank, the hop
-        and the tokens.
+        With `rank_plans` it also proves what the executor runs, at a higher cost. `executed` is the
+        plan that one rank runs: each rank can prove its own, at any number of ranks. Raises
+        `PlanError` that names the rank, the hop and the tokens.
         """
-        every = [self.rank_plan(rank) for rank in range(self.cp)] if rank_plans else []
-        every += [executed] if executed else []
+        axis = Axis(self.ring.layout)
         if self.layout is not self.ring.layout:
             from cp_ring.plan.members import check_members
 
-            check_members(self.layout, self.ring.layout, self.ulysses)
-            for part in every:
-                assert part.exchange is not None, "a member of several ranks has no exchange"
-                part.exchange.verify(self.layout, self.ring.layout, member=part.member)
-        proven = verify(self.ring, num_slots)
-        if every:
-            from cp_ring.plan.proof.verify_ranks import verify_rank_plans
-
-            for place in {part.rank % self.ulysses for part in every}:
-                parts = [part for part in every if part.rank % self.ulysses == place]
-                verify_rank_plans(self.ring, parts, num_slots)
+            check_members(self.layout, self.ring.layout, self.ulysses, self.ring.part)
+        proven = report(self.ring, verify(self.ring, num_slots, axis))
+        self._proven.add(None)
+        every = [self.rank_plan(rank) for rank in range(self.cp)] if rank_plans else []
+        for part in [*every, executed] if executed else every:
+            self._verify_part(part, num_slots, axis)
         return proven
+
+    def proven_part(self, rank: int) -> RankPlan:
+        """The plan of one rank, proven with the tables that it is made from; each is proven once.
+
+        Raises `PlanError` if there is no such rank, and as `verify` does.
+        """
+        own = self.rank_plan(rank)
+        if rank not in self._proven:
+            if None in self._proven:
+                self._verify_part(own, 2, Axis(self.ring.layout))
+            else:
+                self.verify(executed=own)
+            self._proven.add(rank)
+        return own
+
+    def _verify_part(self, part: RankPlan, num_slots: int, axis: Axis) -> None:
+        if part.exchange is not None:
+            check_moves(part.exchange, self.layout, self.ring.layout, member=part.member)
+        check_rank_plan(self.ring, part, axis)
+        for backward in (False, True):
+            check_order(message_order(part, num_slots, backward), part, num_slots, backward)
 
 
 def _ranks_of(spec: PlanSpec) -> int:

@@ -4,17 +4,14 @@ the executor holds.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
-from cp_ring.plan.layout import Layout
-from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, sort_index, starts_of
+from cp_ring.plan.records import Hop, Hops, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.schedule import ring_distance
-from cp_ring.plan.tables import Hop, Hops, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.tiles import Tiles, coalesce
 
 
@@ -190,24 +187,16 @@ class Part(NamedTuple):
 
 
 def identity(plan: PlanTables) -> tuple[Part, ...]:
-    """Return the parts from which a plan is made: mask, layout, route, and each further setting
-    among the fields of `PlanTables`.
+    """Return the parts from which a plan is made: mask, layout, route and schedule.
 
     The tables are not among them: they follow from these parts, and `Plan.build_rank_plan` makes
     one rank's share of the tables only.
     """
-    parts = []
-    for field in fields(plan):
-        value = getattr(plan, field.name)
-        if isinstance(value, Mask | Layout):
-            parts.append(Part(field.name, value.digest, repr(value)))
-        elif value is None or isinstance(value, str | int | float | tuple):
-            words = str(value)
-            parts.append(
-                Part(
-                    field.name,
-                    repr(value),
-                    words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "...",
-                )
-            )
-    return tuple(parts)
+    words = str(plan.schedule)
+    words = words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "..."
+    return (
+        Part("mask", plan.mask.digest, repr(plan.mask)),
+        Part("layout", plan.layout.digest, repr(plan.layout)),
+        Part("route", repr(plan.route), plan.route),
+        Part("schedule", repr(plan.schedule), words),
+    )

@@ -28,10 +28,26 @@ from cp_ring.plan.hops import Traffic
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, sort_index, starts_of, union
+from cp_ring.plan.records import PlanTables, Transfers
 from cp_ring.plan.schedule import AUTO, SLOT_SHARDS, Schedule, resolve, ring_distance
 from cp_ring.plan.shard_tiles import shard_tiles
-from cp_ring.plan.tables import Need, PlanTables, Transfers
 from cp_ring.plan.tiles import Tiles, coalesce
+
+
+@dataclass(frozen=True, eq=False)
+class Need:
+    """The keys that ranks need: `rank` reads tokens `[start, end)` of `owner`'s shard at `hop`.
+
+    int64 arrays, sorted by rank, hop, distance from the owner, and start. `schedule` maps distance
+    to hop.
+    """
+
+    rank: Ints
+    hop: Ints
+    owner: Ints
+    start: Ints
+    end: Ints
+    schedule: tuple[int, ...]
 
 
 def direct(need: Need, cp: int) -> tuple[Transfers, Transfers]:
@@ -172,10 +188,21 @@ def tables_of(
             mine = np.flatnonzero((rank == member) | ((rank - far) % cp == member))
             tiles, rank, far = tiles[mine], rank[mine], far[mine]
     transfers, gradients = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
-    transfers = transfers.in_buffer_order("receiver", cp)
-    gradients = gradients.in_buffer_order("sender", cp)
+    transfers = in_buffer_order(transfers, "receiver", cp)
+    gradients = in_buffer_order(gradients, "sender", cp)
     hop, source = np.array(hops)[far], (rank - far) % cp
-    return PlanTables(mask, layout, route, hops, tiles, rank, hop, source, transfers, gradients)
+    return PlanTables(
+        mask, layout, route, hops, tiles, rank, hop, source, transfers, gradients, member
+    )
+
+
+def in_buffer_order(messages: Transfers, holder: str, cp: int) -> Transfers:
+    """Return the messages in the order of the buffers of `holder` (`receiver` or `sender`): by
+    holder, hop, distance of the holder from the owner, and start.
+    """
+    rank: Ints = getattr(messages, holder)
+    distance = ring_distance(rank, messages.owner, cp)
+    return messages[sort_index(rank, messages.hop, distance, messages.start)]
 
 
 MOST_MEMBERS = 128

@@ -6,7 +6,7 @@ import numpy as np
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, expand, overlaps, runs, sort_index, starts_of
-from cp_ring.plan.tables import PlanTables
+from cp_ring.plan.records import PlanTables
 from cp_ring.plan.tiles import OPEN, Tiles
 
 Parts = tuple[Tiles, Ints, Ints, Ints]

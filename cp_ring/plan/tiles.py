@@ -206,6 +206,28 @@ class Tiles:
         below = _corner(self.q1 - self.q0, self.k1 - self.k0, self.lo - (self.k0 - (self.q1 - 1)))
         return full - above - below
 
+    def halves(self) -> list[tuple[Tiles, Ints]]:
+        """Split the tiles at one query into two parts with about half of the pairs each.
+
+        Each part comes with the index of the tile that each of its tiles is part of. With many
+        queries, the cut is at the multiple of 128 nearest to half, because kernels work in blocks
+        of 128 queries.
+        """
+        low, high = int(self.q0.min(initial=OPEN)), int(self.q1.max(initial=0))
+        block, total = min(128, max((high - low) // 8, 1)), self.area().sum()
+        blocks = range(low // block + 1, -(-high // block))
+
+        def beyond(i: int) -> int:
+            return 2 * int(self.within(q1=i * block).area().sum()) - int(total)
+
+        place = bisect_left(blocks, 0, key=beyond)
+        near = blocks[max(place - 1, 0) : place + 1]
+        query = min(near, key=lambda i: abs(beyond(i))) * block if near else high
+        parts = self.within(q1=query), self.within(q0=query)
+        return [
+            (part[live], live) for part in parts for live in [np.flatnonzero(part.q0 < part.q1)]
+        ]
+
 
 def _corner(height: Ints, width: Ints, depth: Ints) -> Ints:
     """Count the cells of a height x width grid whose diagonal distance from one corner is below
@@ -252,27 +274,6 @@ def split_at_edges(
     tiles = parts[part].within(k0=key_edges[key_chunk], k1=key_edges[key_chunk + 1])
     live = tiles.live()
     return tiles[live], query_chunk[part[live]], key_chunk[live]
-
-
-def split_in_half(tiles: Tiles) -> list[tuple[Tiles, Ints]]:
-    """Split the tiles at one query into two parts with about half of the pairs each.
-
-    Each part comes with the index of the tile that each of its tiles is part of. With many queries,
-    the cut is at the multiple of 128 nearest to half, because kernels work in blocks of 128
-    queries.
-    """
-    low, high = int(tiles.q0.min(initial=OPEN)), int(tiles.q1.max(initial=0))
-    block, total = min(128, max((high - low) // 8, 1)), tiles.area().sum()
-    blocks = range(low // block + 1, -(-high // block))
-
-    def beyond(i: int) -> int:
-        return 2 * int(tiles.within(q1=i * block).area().sum()) - int(total)
-
-    place = bisect_left(blocks, 0, key=beyond)
-    near = blocks[max(place - 1, 0) : place + 1]
-    query = min(near, key=lambda i: abs(beyond(i))) * block if near else high
-    parts = tiles.within(q1=query), tiles.within(q0=query)
-    return [(part[live], live) for part in parts for live in [np.flatnonzero(part.q0 < part.q1)]]
 
 
 def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:

@@ -26,7 +26,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of
-from cp_ring.plan.tables import Hop, Transfer
+from cp_ring.plan.records import Hop, Transfer
 
 MAX_PARTS = 4
 """The most partial results of one update, and so the most that wait for it."""

@@ -26,7 +26,7 @@ from cp_ring.plan.tiles import Tile
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from cp_ring.plan.tables import PlanTables
+    from cp_ring.plan.records import PlanTables
 
 _SIZES = AttentionSizes()
 Color = tuple[float, float, float]

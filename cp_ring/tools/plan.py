@@ -17,9 +17,9 @@ from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import ASSUMED, call_groups, lower
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
-from cp_ring.plan.proof.verify import Report
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
+from cp_ring.plan.report import Report
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import group_sizes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes

@@ -22,7 +22,7 @@ from cp_ring.plan.cost import attention_time, memory
 from cp_ring.plan.layout import NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
-from cp_ring.plan.proof.verify import Report
+from cp_ring.plan.report import Report
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.head_split import unsplit
 from cp_ring.tools import job as jobs

@@ -11,7 +11,7 @@ import torch
 from cp_ring.comm import transport
 from cp_ring.comm.staged import StagedTransport
 from cp_ring.comm.transport import Done, MessageBatch, messages
-from cp_ring.plan.tables import Transfer
+from cp_ring.plan.records import Transfer
 
 
 def test_only_moved_rows_pass_through_the_host(monkeypatch):

@@ -14,12 +14,12 @@ import numpy as np
 from cp_ring.kernels.work import kernel_calls
 from cp_ring.plan import Plan
 from cp_ring.plan.lower import ASSUMED, BLOCK, call_groups, lower
-from cp_ring.plan.proof.verify import report
 from cp_ring.plan.ranges import Ints, expand
+from cp_ring.plan.records import RankPlan
+from cp_ring.plan.report import report
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.sizes.head_split import split_heads
-from cp_ring.plan.tables import RankPlan
 from cp_ring.plan.tiles import OPEN, Tiles
 from cp_ring.plan.updates import Update, gradient_updates, query_updates
 from tests.longca.masks import counted_ranks

@@ -17,7 +17,7 @@ from cp_ring.plan import Layout, Plan
 from cp_ring.plan.balance import balance, heads_of
 from cp_ring.plan.cost import attention_time, kernel_calls
 from cp_ring.plan.hops import exchange_seconds
-from cp_ring.plan.proof.verify import report
+from cp_ring.plan.report import report
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
 from tests.longca import referee

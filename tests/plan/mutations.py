@@ -13,6 +13,7 @@ import numpy as np
 
 from cp_ring.plan import OPEN, RankPlan, Tiles, Transfer
 from cp_ring.plan.ranges import sort_index
+from cp_ring.plan.routes import in_buffer_order
 from cp_ring.plan.schedule import ring_distance
 
 Rng = np.random.Generator
@@ -222,7 +223,7 @@ def _first_distance(plan, hop):
 
 
 def _sorted(table, messages, cp):
-    return messages.in_buffer_order("receiver" if table == "transfers" else "sender", cp)
+    return in_buffer_order(messages, "receiver" if table == "transfers" else "sender", cp)
 
 
 def _next(value, cp):

@@ -225,7 +225,7 @@ def test_the_proof_rejects_pieces_that_overlap_or_lie_outside():
     for pieces, message in (
         (
             [(0, 32, 0, 32, -OPEN, 0), (20, 24, 3, 6, -OPEN, OPEN)],
-            "see a key that another tile computes for them too",
+            "the mask has pairs twice: its pieces .* overlap",
         ),
         (
             [(0, 40, 0, 32, -OPEN, 0)],

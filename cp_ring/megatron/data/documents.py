@@ -25,7 +25,7 @@ from cp_ring.plan import ranges
 from cp_ring.plan.layout import Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.tables import RankPlan
+from cp_ring.plan.records import RankPlan
 from cp_ring.runtime import RUNTIME
 
 

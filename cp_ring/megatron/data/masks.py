@@ -8,7 +8,6 @@ documents do, see `documents`.
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,16 +25,12 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.tables import RankPlan
+from cp_ring.plan.records import RankPlan
 from cp_ring.runtime import RUNTIME
 
 KEY = "cp_ring_mask"
 """The entry of a batch that declares its mask."""
 
-PROVE_EVERY = 256
-"""After the first plan of each kind, one plan in this many is proven."""
-
-_made = RUNTIME.of_process(itertools.count())
 _proven: set[tuple[Any, ...]] = RUNTIME.keep(set())
 
 
@@ -252,13 +247,13 @@ def _seen_by(mask: Mask, window: tuple[int, int], causal: bool) -> Mask:
 def _make_plan(
     mask: Mask, spec: PlanSpec, cp: int, rank: int, kind: tuple[object, ...]
 ) -> RankPlan:
-    """Return the plan of one rank. Now and then the plan of all ranks is made and proven, and must
-    contain this part. Plans of one `kind` are similar.
+    """Return the plan of one rank, proven. The plan of all ranks is proven for the first mask of
+    each `kind`, whose plans are similar.
     """
     spec = spec.settled(mask, cp)
     kind = (*kind, spec.ulysses)
     own = spec.build_rank_plan(mask, cp, rank)
-    if kind not in _proven or next(_made) % PROVE_EVERY == 0:
+    if kind not in _proven:
         # not cached, because the next microbatch has another mask
         spec.build(mask, cp).verify(executed=own)
         _proven.add(kind)

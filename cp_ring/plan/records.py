@@ -1,7 +1,8 @@
-"""The tables of a plan: what every rank needs, computes and moves, for all ranks and for one.
+"""The records of a plan: what every rank computes and moves, for all ranks and for one.
 
-Everything else in the plan makes or reads these tables. A route turns `Need` into `Transfers`; a
-`Plan` has `PlanTables`; the proof checks them; the executor runs one rank's `RankPlan`.
+A route fills `PlanTables`; the proof checks them; the executor runs one rank's `RankPlan`. The
+records hold numbers and know nothing of the functions that make them, so that the proof
+(`cp_ring.plan.proof`) can read them without any of these.
 """
 
 from __future__ import annotations
@@ -10,35 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.layout import Layout
-from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, sort_index
-from cp_ring.plan.schedule import ring_distance
-from cp_ring.plan.tiles import Tiles, split_in_half
-
 if TYPE_CHECKING:
+    from cp_ring.plan.layout import Layout
+    from cp_ring.plan.mask import Mask
     from cp_ring.plan.moves import Moves
+    from cp_ring.plan.tiles import Tiles
 
-
-@dataclass(frozen=True, eq=False)
-class Need:
-    """The keys that ranks need: `rank` reads tokens `[start, end)` of `owner`'s shard at `hop`.
-
-    int64 arrays, sorted by rank, hop, distance from the owner, and start. `schedule` maps distance
-    to hop.
-    """
-
-    rank: Ints
-    hop: Ints
-    owner: Ints
-    start: Ints
-    end: Ints
-    schedule: tuple[int, ...]
+Ints = NDArray[np.int64]
+OPEN = 1 << 60
+"""The bound of a band's open side, and its negative on the left, as tiles and pieces have them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,26 +56,9 @@ class Transfers:
     def tokens(self) -> Ints:
         return self.end - self.start
 
-    def joined(self, other: Transfers) -> Transfers:
-        """Return the messages of both tables."""
-        return Transfers(
-            *(
-                np.concatenate([getattr(x, field.name) for x in (self, other)])
-                for field in fields(self)
-            )
-        )
-
-    def sorted_by(self, *names: str) -> Transfers:
-        """Return the messages sorted by the named fields, the most significant first."""
-        return self[sort_index(*(getattr(self, name) for name in names))]
-
-    def in_buffer_order(self, holder: str, cp: int) -> Transfers:
-        """Return the messages in the order of the buffers of `holder` (`receiver` or `sender`).
-
-        The order is by holder, hop, distance of the holder from the owner, and start.
-        """
-        rank: Ints = getattr(self, holder)
-        return self[sort_index(rank, self.hop, ring_distance(rank, self.owner, cp), self.start)]
+    def sorted_by(self, name: str) -> Transfers:
+        """Return the messages sorted by a field; those of one value keep their order."""
+        return self[np.argsort(getattr(self, name), kind="stable")]
 
     def where(self, name: str, value: int) -> Transfers:
         """Return a view of the messages with this value in field `name`. The table must be sorted
@@ -113,6 +82,8 @@ class PlanTables:
     the owner, and start.
     gradients: messages of their gradients, sorted by sender, hop, distance of the sender from the
     owner, and start.
+    part: the rank whose part alone the tables have: its tiles, the tiles that read its keys, and
+    its messages. None if they have all.
     """
 
     mask: Mask
@@ -125,6 +96,7 @@ class PlanTables:
     tile_source: Ints
     transfers: Transfers
     gradients: Transfers
+    part: int | None = None
 
     @property
     def cp(self) -> int:
@@ -300,7 +272,7 @@ class RankPlan:
         first, *others = self.hops
         start, end = (
             replace(first, tiles=t, grad_shift=first.grad_shift[which])
-            for t, which in split_in_half(first.tiles)
+            for t, which in first.tiles.halves()
         )
         return (start, *others, end) if len(start.tiles) and len(end.tiles) else self.hops
 
@@ -313,3 +285,56 @@ class RankPlan:
     def packed(self) -> bool:
         """True if the mask has many pieces, as with packed documents."""
         return self.pieces > 4
+
+
+class Turn(NamedTuple):
+    """A hop in the order of a rank's messages (`cp_ring.plan.message_order`).
+
+    slot: the slot in which its keys arrive; 0 if the hop reads the rank's own tokens.
+    sends: its messages to other ranks, each with the slot that it is sent from.
+    ahead: how many hops' messages are posted before this hop is computed.
+    """
+
+    hop: Hop
+    slot: int
+    sends: tuple[tuple[Transfer, int], ...]
+    ahead: int
+
+
+class Pairs(NamedTuple):
+    """The pairs of a kernel call: sequences of queries, each with keys of its own.
+
+    queries, keys: int64, the tokens of the rank's shard and of the hop's key buffer, in the order
+    of the call.
+    query_ends, key_ends: int64 [sequences + 1], where the sequences end in them, from 0 on.
+    lo, hi: int64 [sequences], the band of each: query i and key j of a sequence are a pair if lo <=
+    j - i <= hi.
+    """
+
+    queries: Ints
+    keys: Ints
+    query_ends: Ints
+    key_ends: Ints
+    lo: Ints
+    hi: Ints
+
+
+class Call(Protocol):
+    """A kernel call, which knows its pairs."""
+
+    def pairs(self) -> Pairs: ...
+
+
+class Update(Protocol):
+    """One pass over a total (`cp_ring.plan.updates`).
+
+    table: int64 [4 + parts, segments]: start, end, 1 if nothing was stored there before, 1 if the
+    total is then complete, and for each part the position of the segment's first token: -1 for
+    none, or -2 - position if the tokens go down.
+    whole: the one part is the total itself.
+    kept: the tokens for which the running total has memory.
+    """
+
+    table: Ints
+    whole: bool
+    kept: slice

@@ -1,0 +1,833 @@
+"""The proof of a plan, before it runs. It imports no function that makes plans: it reads their
+numbers (`cp_ring.plan.records`), the chunks of the layout and the pieces of the mask.
+
+The shards of all ranks lie end to end on one axis. Each token has one place there, and the place is
+its name: in every buffer of every rank, tokens are named by their places.
+
+Sums of random numbers compare sets of pairs. Each key gets a random number of 64 bits. For each
+query, the numbers of the keys that all tiles compute are added up, and so are those of the keys
+that the mask allows. Equal sums mean the same keys, each as often: a wrong plan passes with a
+probability of about n * 2^-64. A tile without a band adds one difference of running sums to all of
+its queries, a band adds one to each.
+
+| function         | statement                                                                    |
+|------------------|------------------------------------------------------------------------------|
+| `verify`         | Tables of all ranks. Every pair that the mask allows is computed exactly     |
+|                  | once, and no other is. A tile's keys are the rank's own or arrive at its     |
+|                  | hop; nothing else arrives; a sender holds what it sends. Their gradients     |
+|                  | leave that hop once and reach the keys' owner.                               |
+|                  | Tables of one rank's part. The same of its queries and its messages, and     |
+|                  | every pair of its keys, whoever computes it, is computed exactly once.       |
+| `check_rank_plan`| What a rank runs moves the tokens of the tables, in their order, and its     |
+|                  | tiles read the keys of the mask, in forward and in backward.                 |
+| `check_order`    | A rank posts its messages in the one order that all ranks share, from slots  |
+|                  | that are filled and into slots that are free. So the earliest message that   |
+|                  | is not complete has both ends posted, and completes: no deadlock.            |
+| `check_work`     | Kernel calls compute the pairs of the tiles. Each row of each partial result |
+|                  | is added once, to the total of its token, and totals are complete.           |
+| `check_moves`    | An exchange or a roll brings each token to its place.                        |
+
+If each rank proves its own part, all ranks together are proven: both ends of a message then carry
+the keys that the mask lets the receiver's queries see. Nothing is allocated for each pair of query
+and key. That kernels and transports do what they are told is not proven here; the certificate tests
+it on the running job. A violation is a `PlanError` that names the rank, the hop and the tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_ring.errors import PlanError
+from cp_ring.plan.records import (
+    OPEN,
+    Call,
+    Hop,
+    Ints,
+    PlanTables,
+    RankPlan,
+    Transfers,
+    Turn,
+    Update,
+)
+
+if TYPE_CHECKING:
+    from cp_ring.plan.layout import Layout
+    from cp_ring.plan.moves import Moves
+
+Numbers = NDArray[np.uint64]
+
+BLOCK = 1 << 16
+"""The queries of bands that are added up at one time, so that their arrays stay in the cache."""
+
+
+def verify(plan: PlanTables, num_slots: int = 2, axis: Axis | None = None) -> int:
+    """Prove tables, run with `num_slots` receive buffers. Returns how many of them are in use at
+    once. `axis` is that of the layout, if it is known already.
+    """
+    axis = axis or Axis(plan.layout)
+    _check_columns(plan, axis)
+    _check_hops(plan)
+    _check_pieces(plan)
+    if plan.part is None:
+        _check_cover(plan, axis)
+    else:
+        _check_cover_of(plan, axis, plan.part)
+    _check_keys(plan, axis)
+    _check_gradients(plan, axis)
+    return _check_slots(plan, num_slots)
+
+
+class Axis:
+    """The places of all tokens of a layout.
+
+    first: int64 [cp + 1], where the shard of each rank begins, and the end.
+    token: int64 [n], the token of the stream at each place.
+    """
+
+    def __init__(self, layout: Layout):
+        edges, owner, self.n = layout.edges, layout.owner, layout.n
+        size = np.diff(edges)
+        whole = len(size) == len(owner) and edges[0] == 0 and edges[-1] == self.n
+        _expect(
+            whole and (size > 0).all(),
+            f"the edges of the layout's {len(owner)} chunks do not go up from 0 to {self.n}",
+        )
+        for rank in owner[(owner < 0) | (owner >= layout.cp)][:1]:
+            raise PlanError(
+                f"the layout has a chunk of rank {rank}, but ranks are 0 to {layout.cp - 1}"
+            )
+        # a shard holds its chunks in ascending order
+        chunk = np.argsort(owner, kind="stable")
+        start = np.cumsum(size[chunk]) - size[chunk]
+        self.token = np.repeat(edges[chunk] - start, size[chunk]) + np.arange(self.n)
+        held = np.bincount(owner, size, layout.cp).astype(np.int64)
+        self.first = np.append(0, np.cumsum(held))
+        self.size = held
+
+    def rank(self, place: int) -> int:
+        return int(np.searchsorted(self.first, place, "right")) - 1
+
+    def named(self, place: int) -> str:
+        """Return a place as people count it."""
+        owner = self.rank(place)
+        return f"token {place - self.first[owner]} of rank {owner}"
+
+    def own(self, rank: int) -> Ints:
+        """Return the places of a rank's shard."""
+        return np.arange(self.first[rank], self.first[rank + 1])
+
+    def places(self, rows: Transfers) -> Ints:
+        """Return the places of the tokens of messages, one message after another."""
+        which, number = _spread(rows.end - rows.start)
+        return (self.first[rows.owner] + rows.start)[which] + number
+
+    @cached_property
+    def number(self) -> Numbers:
+        """The random number of the key at each place."""
+        return _random(self.n, self.n)
+
+    @cached_property
+    def sums(self) -> tuple[Numbers, Numbers]:
+        """The running sums of the numbers, by token of the stream and by place."""
+        stream = np.empty_like(self.number)
+        stream[self.token] = self.number
+        return _running(stream), _running(self.number)
+
+
+def check_layout(layout: Layout) -> None:
+    """Prove that the chunks of a layout hold every token once, and that their owners exist."""
+    Axis(layout)
+
+
+def _expect(good: object, message: str) -> None:
+    if not good:
+        raise PlanError(message)
+
+
+def _first(wrong: NDArray[np.bool_]) -> list[int]:
+    """Return the first place that is wrong, or nothing."""
+    return np.flatnonzero(wrong)[:1].tolist()
+
+
+def _spread(count: Ints) -> tuple[Ints, Ints]:
+    """Return pairs (i, number): for each i the numbers 0 to count[i] - 1."""
+    which = np.repeat(np.arange(len(count)), count)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+
+
+def _random(count: int, seed: int) -> Numbers:
+    return np.random.Generator(np.random.SFC64(seed)).integers(
+        0, (1 << 64) - 1, count, np.uint64, endpoint=True
+    )
+
+
+def _running(number: Numbers) -> Numbers:
+    """Return the sum of the numbers before each place, and that of all."""
+    sums = np.zeros(len(number) + 1, np.uint64)
+    np.cumsum(number, out=sums[1:])
+    return sums
+
+
+def _sums(
+    tiles: Ints, rows: Ints | int, columns: Ints | int, before: Numbers, count: int
+) -> Numbers:
+    """Return the sum of the numbers of the keys that tiles let each of `count` queries see.
+
+    Tile i, a column of `tiles` [6, tiles], counts its queries from `rows[i]`, and its keys from
+    place `columns[i]` of the running sums `before`.
+    """
+    q0, q1, k0, k1, lo, hi = tiles
+    rows, columns = np.broadcast_to(rows, q0.shape), np.broadcast_to(columns, q0.shape)
+    change = np.zeros(count + 1, np.uint64)
+    sloped = (lo != -OPEN) | (hi != OPEN)
+    flat = np.flatnonzero(~sloped & (q0 < q1) & (k0 < k1))
+    keys = before[(columns + k1)[flat]] - before[(columns + k0)[flat]]
+    np.add.at(change, (rows + q0)[flat], keys)
+    np.subtract.at(change, (rows + q1)[flat], keys)
+    sums: Numbers = np.cumsum(change, dtype=np.uint64)[:-1]
+    bands = np.flatnonzero(sloped & (q0 < q1))
+    ends = np.cumsum((q1 - q0)[bands])
+    starts = ends - (q1 - q0)[bands]
+    for begin in range(0, int(ends[-1]) if len(ends) else 0, BLOCK):
+        first, last = np.searchsorted(ends, [begin, begin + BLOCK - 1], "right")
+        near = slice(first, last + 1)
+        parts = np.diff(np.minimum(ends[near], begin + BLOCK), prepend=begin)
+        tile = np.repeat(bands[near], parts)
+        query = np.arange(begin, begin + len(tile)) + np.repeat((q0[bands] - starts)[near], parts)
+        start = np.maximum(k0[tile], query + lo[tile])
+        end = np.maximum(np.minimum(k1[tile], query + hi[tile] + 1), start)
+        column = columns[tile]
+        np.add.at(sums, rows[tile] + query, before[column + end] - before[column + start])
+    return sums
+
+
+def _check_columns(plan: PlanTables, axis: Axis) -> None:
+    """Ranks, hops and tokens exist, tables are sorted, and a tile has no query without a key and no
+    key without a query.
+    """
+    cp = plan.cp
+    q0, q1, k0, k1, lo, hi = plan.tiles.data
+    known = np.ones(len(q0), bool)
+    for values in (plan.tile_rank, plan.tile_hop, plan.tile_source):
+        known &= (values >= 0) & (values < cp)
+    live = (q0 >= 0) & (k0 >= 0) & (q0 < q1) & (k0 < k1) & (lo <= hi)
+    live &= (q0 >= k0 - hi) & (q1 <= k1 - lo) & (k0 >= q0 + lo) & (k1 <= q1 + hi)
+    for i in _first(~(known & live)):
+        raise PlanError(f"{_tile(plan, i)}: its ranks or tokens are not there, or see nothing")
+    for i in _first((q1 > axis.size[plan.tile_rank]) | (k1 > axis.size[plan.tile_source])):
+        raise PlanError(f"{_tile(plan, i)}: tokens outside the shards")
+    for rows in (plan.transfers, plan.gradients):
+        good = (rows.hop > 0) & (rows.sender != rows.receiver)
+        for values in (rows.hop, rows.sender, rows.receiver, rows.owner, rows.buffer):
+            good &= (values >= 0) & (values < cp)
+        for i in _first(~good):
+            raise PlanError(f"{_moves(rows, i)}: there is no such message")
+        for i in _first(
+            (rows.start < 0) | (rows.start >= rows.end) | (rows.end > axis.size[rows.owner])
+        ):
+            raise PlanError(f"{_moves(rows, i)}, which has {axis.size[rows.owner[i]]}")
+    for name, rows, holder in (
+        ("transfers", plan.transfers, plan.transfers.receiver),
+        ("gradients", plan.gradients, plan.gradients.sender),
+    ):
+        ascends = _ascend(holder, rows.hop, (holder - rows.owner) % cp, rows.start)
+        _expect(ascends, f"{name} are not sorted by their rank, hop, distance and start")
+    _expect(_ascend(plan.tile_rank, plan.tile_hop), "tiles are not sorted by rank and hop")
+
+
+def _ascend(*keys: Ints) -> bool:
+    """Return True if entries are sorted by the keys, the most significant first."""
+    tied = np.ones(max(len(keys[0]) - 1, 0), bool)
+    for key in keys:
+        step = np.diff(key)
+        if (step[tied] < 0).any():
+            return False
+        tied &= step == 0
+    return True
+
+
+def _check_hops(plan: PlanTables) -> None:
+    """A rank uses the keys of an owner at the hop of the schedule alone, at hop 0 its own alone. A
+    sender holds the keys that it sends, and gradients go where their total is.
+    """
+    hops, cp, keys, grads = np.array(plan.schedule), plan.cp, plan.transfers, plan.gradients
+    steps = np.diff(hops)
+    good = len(hops) == cp and hops[0] == 0 and ((steps == 0) | (steps == 1)).all()
+    _expect(good and 0 not in hops[1:], f"schedule {plan.schedule}: not one of {cp} ranks")
+    held = np.where(keys.buffer == 0, keys.sender == keys.owner, keys.buffer == keys.hop - 1)
+    for i in _first(~held):
+        raise PlanError(f"{_moves(keys, i)}, which it does not have")
+    home = np.where(grads.buffer == 0, grads.receiver == grads.owner, grads.buffer == grads.hop + 1)
+    for i in _first(~home):
+        raise PlanError(f"{_moves(grads, i)}, where its gradients have no place")
+    on, back = keys[keys.buffer > 0], grads[grads.buffer > 0]
+    for rank, owner, hop in (
+        (plan.tile_rank, plan.tile_source, plan.tile_hop),
+        (keys.receiver, keys.owner, keys.hop),
+        (on.sender, on.owner, on.buffer),
+        (grads.sender, grads.owner, grads.hop),
+        (back.receiver, back.owner, back.buffer),
+    ):
+        due = hops[(rank - owner) % cp]
+        for i in _first(due != hop):
+            raise PlanError(
+                f"rank {rank[i]}, hop {hop[i]}: keys of rank {owner[i]}, which belong to hop "
+                f"{due[i]}"
+            )
+
+
+def _check_pieces(plan: PlanTables) -> None:
+    """The pieces of the mask lie in the stream, and no two of them share a pair.
+
+    Pieces that share a query are compared at the first and the last query of each strip between two
+    cuts. There both ends of each piece's keys are linear, so pieces that are apart and in one order
+    at both are apart between them.
+    """
+    data, n = plan.mask.pieces.data, plan.n
+    data = data[:, (data[0] < data[1]) & (data[2] < data[3]) & (data[4] <= data[5])]
+    inside = (data[[0, 2]] >= 0).all(0) & (data[[1, 3]] <= n).all(0)
+    for i in _first(~inside):
+        raise PlanError(
+            f"the mask is for {n} tokens, but its piece {_piece(data[:, i])} lies outside"
+        )
+    order = np.argsort(data[0], kind="stable")
+    reach = np.maximum.accumulate(data[1][order])
+    shares = np.append(False, reach[:-1] > data[0][order][1:])[: len(order)]
+    shares |= np.append(shares[1:], False)[: len(order)]
+    data = data[:, order[shares]]
+    if not data.size:
+        return
+    q0, q1, k0, k1, lo, hi = data
+    turns = [np.clip(at - bound, q0, q1) for at in (k0, k1) for bound in (lo, hi)]
+    cuts = np.unique(np.concatenate([q0, q1, *turns]))
+    first = np.searchsorted(cuts, q0)
+    piece, number = _spread(np.searchsorted(cuts, q1) - first)
+    strip = first[piece] + number
+    sides = []
+    for query in (cuts[strip], cuts[strip + 1] - 1):
+        start = np.maximum(k0[piece], query + lo[piece])
+        sides += [start, np.minimum(k1[piece], query + hi[piece] + 1)]
+    seen = (sides[0] < sides[1]) | (sides[2] < sides[3])
+    order = np.flatnonzero(seen)[np.lexsort((sides[2][seen], sides[0][seen], strip[seen]))]
+    one, other = order[:-1], order[1:]
+    clash = (sides[1][one] > sides[0][other]) | (sides[3][one] > sides[2][other])
+    for i in _first((strip[one] == strip[other]) & clash):
+        pair = sorted((piece[one[i]], piece[other[i]]))
+        shown = " and ".join(str(_piece(data[:, which])) for which in pair)
+        raise PlanError(f"the mask has pairs twice: its pieces {shown} overlap")
+
+
+def _check_cover(plan: PlanTables, axis: Axis) -> None:
+    """Every pair that the mask allows is computed exactly once, and no other is."""
+    stream, places = axis.sums
+    rows, columns = axis.first[plan.tile_rank], axis.first[plan.tile_source]
+    computed = _sums(plan.tiles.data, rows, columns, places, axis.n)
+    allowed = _sums(plan.mask.pieces.data, 0, 0, stream, axis.n)[axis.token]
+    for place in _first(computed != allowed):
+        raise PlanError(_difference(plan, axis, int(place), False))
+
+
+def _check_cover_of(plan: PlanTables, axis: Axis, rank: int) -> None:
+    """The same of all pairs of a rank's queries, and of all pairs of its keys, which are the
+    queries of turned tiles.
+    """
+    stream, places = axis.sums
+    pieces, own = plan.mask.pieces.data, axis.own(rank)
+    for turned, mine, other in (
+        (False, plan.tile_rank, plan.tile_source),
+        (True, plan.tile_source, plan.tile_rank),
+    ):
+        tile = np.flatnonzero(mine == rank)
+        tiles, columns = plan.tiles.data[:, tile], axis.first[other[tile]]
+        computed = _sums(_turned(tiles) if turned else tiles, 0, columns, places, len(own))
+        parts, rows = _in_shard(_turned(pieces) if turned else pieces, axis, own)
+        allowed = _sums(parts, rows, 0, stream, len(own))
+        for i in _first(computed != allowed):
+            raise PlanError(_difference(plan, axis, int(own[i]), turned))
+
+
+def _turned(tiles: Ints) -> Ints:
+    """Return tiles whose queries are the keys of `tiles`, and the reverse."""
+    q0, q1, k0, k1, lo, hi = tiles
+    return np.stack([k0, k1, q0, q1, -hi, -lo])
+
+
+def _in_shard(pieces: Ints, axis: Axis, own: Ints) -> tuple[Ints, Ints]:
+    """Return pieces cut by the chunks of a shard, and what turns their queries into its tokens."""
+    token = axis.token[own]
+    begin = np.flatnonzero(np.diff(token, prepend=-2) != 1)
+    start = token[begin]
+    end = start + np.diff(begin, append=len(token))
+    first = np.searchsorted(end, pieces[0], "right")
+    piece, number = _spread(np.maximum(np.searchsorted(start, pieces[1]) - first, 0))
+    chunk = first[piece] + number
+    parts = pieces[:, piece]
+    parts[0] = np.maximum(parts[0], start[chunk])
+    parts[1] = np.minimum(parts[1], end[chunk])
+    return parts, (begin - start)[chunk]
+
+
+def _difference(plan: PlanTables, axis: Axis, place: int, turned: bool) -> str:
+    """Say for the query (or the key, if `turned`) at a place of the axis with which token it is
+    computed or allowed too often.
+    """
+    mine, other = plan.tile_rank, plan.tile_source
+    tiles, pieces = plan.tiles.data, plan.mask.pieces.data
+    if turned:
+        mine, other, tiles, pieces = other, mine, _turned(tiles), _turned(pieces)
+    token = int(axis.token[place])
+    counts = []
+    for table, rows, columns, at in (
+        (tiles, axis.first[mine], axis.first[other], place),
+        (pieces, np.zeros(pieces.shape[1], np.int64), np.zeros(pieces.shape[1], np.int64), token),
+    ):
+        times, inside = np.zeros(axis.n + 1, np.int64), at - rows
+        for i in np.flatnonzero((table[0] <= inside) & (inside < table[1])).tolist():
+            _, _, k0, k1, lo, hi = table[:, i]
+            start, end = max(k0, inside[i] + lo), min(k1, inside[i] + hi + 1)
+            if start < end:
+                times[columns[i] + start] += 1
+                times[columns[i] + end] -= 1
+        counts.append(np.cumsum(times)[:-1])
+    computed, allowed = counts[0], counts[1][axis.token]
+    key = int((computed != allowed).argmax())
+    query, seen = (int(axis.token[key]), token) if turned else (token, int(axis.token[key]))
+    of_query, of_key = (key, place) if turned else (place, key)
+    return (
+        f"rank {axis.rank(of_query)}: query {query} and key {seen} of rank {axis.rank(of_key)} are "
+        f"computed {computed[key]} times, but the mask allows them {allowed[key]} times"
+    )
+
+
+def _check_keys(plan: PlanTables, axis: Axis) -> None:
+    """A rank receives the keys that its tiles read and that it passes on, each once, and no others.
+    By induction over hops, every key that is passed on was sent by its owner before.
+    """
+    keys = plan.transfers
+    passed = keys[keys.buffer > 0]
+    needed = _union(plan, axis, passed, passed.sender)
+    arrived = _ranges(axis, keys, keys.receiver, "arrive")
+    _same(plan, axis, needed, arrived, "needs", "receives")
+
+
+def _check_gradients(plan: PlanTables, axis: Axis) -> None:
+    """The gradients of the keys that a rank's tiles read, and those that arrive to be passed on,
+    leave it once. By induction from the last hop to the first, they reach the owner.
+    """
+    grads = plan.gradients
+    passed = grads[grads.buffer > 0]
+    summed = _union(plan, axis, passed, passed.receiver)
+    leaves = _ranges(axis, grads, grads.sender, "leave")
+    _same(plan, axis, summed, leaves, "makes gradients of", "sends gradients of")
+
+
+def _union(plan: PlanTables, axis: Axis, passed: Transfers, rank: Ints) -> Ints:
+    """Return the places of the keys that each rank's tiles read from others, and of messages that
+    `rank` passes on.
+    """
+    away = np.flatnonzero(plan.tile_hop > 0)
+    first = axis.first[np.concatenate([plan.tile_source[away], passed.owner])]
+    holder = np.concatenate([plan.tile_rank[away], rank])
+    start = first + np.concatenate([plan.tiles.data[2, away], passed.start])
+    end = first + np.concatenate([plan.tiles.data[3, away], passed.end])
+    return _joined(holder * (axis.n + 1) + start, holder * (axis.n + 1) + end)
+
+
+def _ranges(axis: Axis, rows: Transfers, holder: Ints, verb: str) -> Ints:
+    """Return the places of the messages of each holder, which must not overlap."""
+    base = holder * (axis.n + 1) + axis.first[rows.owner]
+    start, end = base + rows.start, base + rows.end
+    ranges = _joined(start, end)
+    if (end - start).sum() != (ranges[1] - ranges[0]).sum():
+        edge = np.sort(np.concatenate([2 * start + 1, 2 * end]))
+        twice = int(edge[(np.cumsum(2 * (edge & 1) - 1) > 1).argmax()]) >> 1
+        rank, place = divmod(twice, axis.n + 1)
+        raise PlanError(f"rank {rank}: {axis.named(place)} and more {verb} twice")
+    return ranges
+
+
+def _joined(start: Ints, end: Ints) -> Ints:
+    """Return the union of ranges, int64 [2, ranges]: start and end."""
+    # A start is an even number and an end an odd one, so that where ranges touch, one begins before
+    # the other ends, and they are joined.
+    edge = np.sort(np.concatenate([2 * start, 2 * end + 1]))
+    last = np.flatnonzero(np.cumsum(1 - 2 * (edge & 1)) == 0)
+    first = np.append(0, last + 1)[: len(last)]
+    return np.stack([edge[first], edge[last]]) >> 1
+
+
+def _same(plan: PlanTables, axis: Axis, wanted: Ints, moved: Ints, wants: str, moves: str) -> None:
+    """Raise `PlanError` if two lists of ranges, numbered by rank and place, differ."""
+    if np.array_equal(wanted, moved):
+        return
+    count = min(wanted.shape[1], moved.shape[1])
+    differs = (wanted[:, :count] != moved[:, :count]).any(0)
+    at = int(np.append(differs, True).argmax())
+    start = min(int(ranges[0, at]) for ranges in (wanted, moved) if at < ranges.shape[1])
+    rank, place = divmod(start, axis.n + 1)
+    hop = plan.schedule[(rank - axis.rank(place)) % plan.cp]
+    shown = []
+    for ranges in (wanted, moved):
+        ends = ranges[1, (ranges[0] <= start) & (start < ranges[1])].tolist()
+        shown.append(f"tokens up to {ends[0] - 1 - start + place}" if ends else "no tokens")
+    raise PlanError(
+        f"rank {rank}, hop {hop} {wants} {shown[0]} from {axis.named(place)} on, but {moves} "
+        f"{shown[1]}"
+    )
+
+
+def _check_slots(plan: PlanTables, num_slots: int) -> int:
+    """At most `num_slots` buffers of keys are in use at once. A rank posts the keys of a hop before
+    it computes the hop before; a buffer is in use from then until its hop is computed, and until it
+    is sent on.
+    """
+    keys, grads, cp = plan.transfers, plan.gradients, plan.cp
+    live = np.zeros(cp * cp, bool)
+    live[::cp] = True
+    live[plan.tile_rank * cp + plan.tile_hop] = True
+    for rows in (keys, grads):
+        for rank in (rows.sender, rows.receiver):
+            live[rank * cp + rows.hop] = True
+    turn = np.cumsum(live)  # the hops of all ranks, one rank after the other
+    end, filled = turn.copy(), np.unique(keys.receiver * cp + keys.hop)
+    passed = keys[keys.buffer > 0]
+    sent = turn[passed.sender * cp + passed.hop] - 1
+    np.maximum.at(end, passed.sender * cp + passed.buffer, sent)
+    change = np.zeros(len(turn) + 2, np.int64)
+    np.add.at(change, turn[filled] - 1, 1)
+    np.subtract.at(change, end[filled] + 1, 1)
+    in_use = np.cumsum(change)
+    slots = int(in_use.max(initial=0))
+    if slots > num_slots:
+        at = int(np.searchsorted(turn, (in_use > num_slots).argmax()))
+        raise PlanError(
+            f"rank {at // cp}, hop {at % cp}: {slots} receive buffers in use, num_slots is "
+            f"{num_slots}"
+        )
+    return slots
+
+
+def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) -> None:
+    """Prove the plan of one rank, as the executor runs it, against tables that are proven.
+
+    The buffers of a hop hold the tokens of the rank's rows, one row after another. Messages must
+    carry the tokens of their rows, in order; the gradients of a tile's keys must go to the same
+    tokens; and the tiles must read the keys of the mask, as in `_check_cover_of`.
+    """
+    axis, rank = axis or Axis(plan.layout), part.member
+    own = axis.own(rank)
+    stream, _ = axis.sums
+    parts, rows = _in_shard(plan.mask.pieces.data, axis, own)
+    allowed = _sums(parts, rows, 0, stream, len(own))
+    _expect(part.num_tokens == len(own), f"rank {rank}: has not {part.num_tokens} tokens")
+    ascends = all(a.index < b.index for a, b in pairwise(part.hops))
+    _expect(ascends, f"rank {rank}: its hops do not ascend")
+    arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
+    keys, grads = _filled(axis, arriving, own), _filled(axis, leaving, own)
+    for name, rows_of, peer, buffers in (
+        ("receives", arriving, "sender", keys),
+        ("sends", plan.transfers_by_sender.where("sender", rank), "receiver", keys),
+        ("grad_sends", leaving, "receiver", grads),
+        ("grad_receives", plan.gradients_by_receiver.where("receiver", rank), "sender", grads),
+    ):
+        _check_messages(part, axis, name, rows_of, peer, buffers)
+    for hops in (part.hops, part.backward):
+        sums = np.zeros(len(own), np.uint64)
+        for hop in hops:
+            held, back = keys.get(hop.index, own[:0]), grads.get(hop.index, own[:0])
+            owners = (
+                {rank}
+                if hop.index == 0
+                else {
+                    *arriving.owner[arriving.hop == hop.index].tolist(),
+                    *leaving.owner[leaving.hop == hop.index].tolist(),
+                }
+            )
+            sources = tuple(sorted(owners, key=lambda owner: (rank - owner) % plan.cp))
+            _expect(
+                sources == hop.sources,
+                f"rank {rank}, hop {hop.index}: its buffers hold tokens of ranks {sources}, not "
+                f"{hop.sources}",
+            )
+            _check_buffers(f"rank {rank}, hop {hop.index}", hop, held, back)
+            sums += _sums(hop.tiles.data, 0, 0, _running(axis.number[held]), len(own))
+        for i in _first(sums != allowed):
+            raise PlanError(
+                f"rank {rank}: query {axis.token[own[i]]} computes other keys than the mask allows"
+            )
+
+
+def _filled(axis: Axis, rows: Transfers, own: Ints) -> dict[int, Ints]:
+    """Return the places of the tokens of each hop's buffer: those of the hop's rows, in order."""
+    places, hop = axis.places(rows), np.repeat(rows.hop, rows.end - rows.start)
+    first = np.flatnonzero(np.diff(hop, prepend=0))
+    indexes = hop[first].tolist()
+    return (
+        {0: own} | dict(zip(indexes, np.split(places, first[1:]), strict=True))
+        if indexes
+        else {0: own}
+    )
+
+
+def _check_messages(
+    part: RankPlan, axis: Axis, name: str, rows: Transfers, peer: str, buffers: Mapping[int, Ints]
+) -> None:
+    """The messages of one kind carry the tokens of their rows, in order, hop by hop and peer by
+    peer.
+    """
+    with_peer, cp = getattr(rows, peer), len(axis.size)
+    order = np.lexsort((with_peer, rows.hop))
+    rows, pair = rows[order], (rows.hop * cp + with_peer)[order]
+    wanted = np.stack([np.repeat(pair, rows.end - rows.start), axis.places(rows)])
+    found = [(-1, axis.token[:0])]
+    for hop in part.hops:
+        for transfer in getattr(hop, name):
+            # receives fill and grad_sends leave the hop's own buffer; others name theirs
+            own_hop = name in ("receives", "grad_sends")
+            held = buffers.get(hop.index if own_hop else transfer.buffer, axis.token[:0])
+            where = f"rank {part.member}, hop {hop.index}: {name} with rank {transfer.peer}"
+            _expect(0 <= transfer.peer < cp, f"{where}, which is not there")
+            for start, end in transfer.ranges:
+                inside = 0 <= start < end <= len(held)
+                _expect(inside, f"{where}: tokens {start}..{end} are outside of the buffer")
+                found.append((hop.index * cp + transfer.peer, held[start:end]))
+    found.sort(key=lambda each: each[0])
+    pairs, places = zip(*found, strict=True)
+    moved = np.stack([np.repeat(pairs, [*map(len, places)]), np.concatenate(places)])
+    if not np.array_equal(wanted, moved):
+        count = min(wanted.shape[1], moved.shape[1])
+        at = int(np.append((wanted[:, :count] != moved[:, :count]).any(0), True).argmax())
+        index, other = divmod(
+            min(int(table[0, at]) for table in (wanted, moved) if at < table.shape[1]), cp
+        )
+        raise PlanError(
+            f"rank {part.member}, hop {index}: {name} with rank {other} has other tokens than the "
+            "tables"
+        )
+
+
+def _check_buffers(where: str, hop: Hop, held: Ints, back: Ints) -> None:
+    """A hop's buffers have the sizes of what arrives and leaves, and the gradients of each tile's
+    keys go to the same tokens.
+    """
+    tiles = hop.tiles.data
+    sizes = (hop.num_keys, hop.num_grads) == (len(held), len(back))
+    _expect(sizes, f"{where}: its buffers have other sizes than its messages")
+    first, end = tiles[2] + hop.grad_shift, tiles[3] + hop.grad_shift
+    inside = (tiles[2] >= 0) & (tiles[3] <= len(held)) & (first >= 0) & (end <= len(back))
+    for i in _first(~inside):
+        raise PlanError(f"{where}: tile {_piece(tiles[:, i])} is outside of the buffers")
+    if not hop.grad_shift.any() and np.array_equal(held, back):
+        return
+    for i, (start, last, to) in enumerate(zip(tiles[2], tiles[3], first, strict=True)):
+        _expect(
+            np.array_equal(held[start:last], back[to : to + last - start]),
+            f"{where}: gradients of tile {_piece(tiles[:, i])} go to other tokens than its keys",
+        )
+
+
+def check_order(turns: Sequence[Turn], part: RankPlan, num_slots: int, backward: bool) -> None:
+    """Prove when a rank posts its messages, from the hops of a pass in their order.
+
+    The order that all ranks share: keys of hop t before those of hop t + 1; gradients of hop t
+    after keys of hop t + a, and before those of hop t + a + 1. Here a is `num_slots` - 1, or 1 on a
+    route that forwards.
+    """
+    rank, ahead = part.member, 1 if part.forwards else num_slots - 1
+    hops = part.backward if backward else part.hops
+    _expect([turn.hop for turn in turns] == [*hops], f"rank {rank}: an order of other hops")
+    posted, slots = 0, {0: 0}
+    for place, turn in enumerate(turns):
+        now = turn.hop.index
+        for new in turns[posted : max(turn.ahead, place + 1)]:
+            where = f"rank {rank}, hop {now}: the keys of hop {new.hop.index}"
+            if new.hop.receives:
+                free = 0 < new.slot <= num_slots and new.slot not in slots.values()
+                _expect(free, f"{where} arrive in slot {new.slot}, which is not free")
+                slots[new.hop.index] = new.slot
+            for send, slot in new.sends:
+                held = send.buffer <= now and slots.get(send.buffer) == slot
+                _expect(held, f"{where} are sent from slot {slot}, where they are not yet")
+            _expect(
+                tuple(send for send, _ in new.sends) == tuple(new.hop.sends),
+                f"{where} are other messages than the hop's",
+            )
+        posted = max(turn.ahead, place + 1)
+        for number, other in enumerate(turns if backward and now else ()):
+            moves = other.hop.index and (other.hop.receives or other.hop.sends)
+            _expect(
+                not moves or (number < posted) == (other.hop.index <= now + ahead),
+                f"rank {rank}: the keys of hop {other.hop.index} are posted on the other side of "
+                f"the gradients of hop {now} than on other ranks",
+            )
+        if now:
+            slots.pop(now, None)
+
+
+def check_work(
+    rank: int,
+    num_tokens: int,
+    hops: Sequence[Hop],
+    calls: Mapping[Hop, Sequence[Call]],
+    queries: Sequence[Update],
+    keys: Mapping[int, Sequence[Update]],
+) -> None:
+    """Prove the kernel calls and the updates of a pass of a rank, which holds `num_tokens` tokens,
+    against the tiles of its plan.
+
+    For each hop, the keys that the calls let each query see are those of the hop's tiles, by sums.
+    Each row of a call's result has the token of its query, or of the gradient of its key; the
+    updates must add each of them once to the total at that token, in the order in which calls and
+    messages bring them. `keys` are those of backward by hop, empty in forward.
+    """
+    of_queries: list[Ints] = []
+    of_keys: dict[int, list[Ints]] = defaultdict(list)
+    arriving: list[tuple[int, Ints]] = []
+    for hop in hops:
+        number = _random(hop.num_keys, hop.index)
+        tiles = hop.tiles.data
+        wanted = _sums(tiles, 0, 0, _running(number), num_tokens)
+        home = np.full(hop.num_keys, -1)
+        for start, end, shift in zip(tiles[2], tiles[3], hop.grad_shift, strict=True):
+            home[start:end] = np.arange(start, end) + shift
+        for call in calls[hop]:
+            pairs = call.pairs()
+            of_q, of_k = pairs.query_ends, pairs.key_ends
+            seen = np.stack([of_q[:-1], of_q[1:], of_k[:-1], of_k[1:], pairs.lo, pairs.hi])
+            corner = seen[2] - seen[0]
+            seen[4] = np.where(seen[4] == -OPEN, -OPEN, seen[4] + corner)
+            seen[5] = np.where(seen[5] == OPEN, OPEN, seen[5] + corner)
+            sums = _sums(seen, 0, 0, _running(number[pairs.keys]), len(pairs.queries))
+            np.subtract.at(wanted, pairs.queries, sums)
+            of_queries.append(pairs.queries)
+            of_keys[hop.index].append(home[pairs.keys])
+        for query in _first(wanted != 0):
+            raise PlanError(
+                f"rank {rank}, hop {hop.index}: kernel calls compute other keys of query {query} "
+                "than the tiles"
+            )
+        for buffer, tokens in arriving:
+            _expect(buffer in (0, hop.index), f"rank {rank}: gradients for hop {buffer} are late")
+            of_keys[buffer].append(tokens)
+        arriving = _arriving(hop)
+    of_keys[0] += [tokens for _, tokens in arriving]
+    _check_updates(f"rank {rank}: out", queries, of_queries, num_tokens)
+    sizes = {hop.index: hop.num_grads for hop in hops} | {0: num_tokens}
+    for index, updates in keys.items():
+        name = f"rank {rank}, hop {index}: gradients of keys"
+        _check_updates(name, updates, of_keys[index], sizes[index])
+
+
+def _arriving(hop: Hop) -> list[tuple[int, Ints]]:
+    """Return for each of the hop's messages of gradients the buffer whose total it is added to, and
+    the token of each row. All lie end to end in one tensor; -1 marks the rows of other messages.
+    """
+    tokens = [
+        np.concatenate([np.arange(start, end) for start, end in each.ranges])
+        for each in hop.grad_receives
+    ]
+    size = sum(map(len, tokens))
+    found, first = [], 0
+    for each, its in zip(hop.grad_receives, tokens, strict=True):
+        rows = np.full(size, -1)
+        rows[first : first + len(its)] = its
+        found.append((each.buffer, rows))
+        first += len(its)
+    return found
+
+
+def _check_updates(name: str, updates: Sequence[Update], parts: Sequence[Ints], size: int) -> None:
+    """Updates add each row of each part once, at its token of a total of `size` tokens. The first
+    update of a token stores it, and the last one completes it. A part has a token for each row, -1
+    for rows that are not its own.
+    """
+    left, stage = [*parts], np.zeros(size, np.int64)  # 1: a running total, 2: complete
+    for update in updates:
+        start, end, first, last = update.table[:4]
+        _expect((start[1:] >= end[:-1]).all(), f"{name}: an update has segments that overlap")
+        which, number = _spread(end - start)
+        token = start[which] + number
+        good = np.where(first[which] == 1, 0, 1) == stage[token]
+        for i in _first(~good):
+            raise PlanError(
+                f"{name}: token {token[i]} begins twice, or goes on without a beginning"
+            )
+        stage[token] = 1 + last[which]
+        runs = np.flatnonzero((first == 0) | (last == 0))
+        low, high, _ = update.kept.indices(size)
+        kept = (start[runs] >= low) & (end[runs] <= high)
+        _expect(kept.all(), f"{name}: a running total has no memory for all of its tokens")
+        for place in update.table[4:]:
+            _expect(left, f"{name}: an update waits for a part that does not come")
+            part = left.pop(0)
+            mine = np.flatnonzero((place != -1)[which])
+            at = place[which[mine]]
+            at = np.where(at >= 0, at + number[mine], -2 - at - number[mine])
+            same = len(at) == (part >= 0).sum() and (at >= 0).all() and (at < len(part)).all()
+            same = same and np.array_equal(part[at], token[mine])
+            _expect(same, f"{name}: an update adds rows of a part at other tokens, or not once")
+            if update.whole:
+                _expect(
+                    np.array_equal(part, np.arange(size)), f"{name}: a part is not the whole total"
+                )
+    _expect(not left, f"{name}: {len(left)} partial results are never added")
+    for token in _first(stage != 2):
+        raise PlanError(f"{name}: token {token} is not complete after the last update")
+
+
+def check_moves(
+    moves: Moves, before: Layout, after: Layout, shift: int = 0, member: int | None = None
+) -> None:
+    """Prove that each place of each receiver's new tensor is filled once, by the right token: token
+    i of the stream comes to the place of token (i + shift) mod n.
+
+    before, after: the layouts of the ranks' tensors before and after. With `member`, the ranks are
+    those of this member, and each of them will hold the shard of rank `member` of `after`.
+    """
+    old, new, length = Axis(before), Axis(after), moves.tokens
+    sender, receiver, wanted = moves.sender, moves.receiver, np.arange(new.n)
+    if member is not None:
+        _expect((receiver == -1).all(), "moves: a range does not go to every rank")
+        sender, receiver = sender + member * moves.ranks, np.full(len(sender), member)
+        wanted = new.own(member)
+    for axis, rank, start in ((old, sender, moves.source), (new, receiver, moves.target)):
+        known = (rank >= 0) & (rank < len(axis.size))
+        room = axis.size[np.where(known, rank, 0)]
+        good = known & (length > 0) & (start >= 0) & (start + length <= room)
+        for i in _first(~good):
+            raise PlanError(f"moves: range {i} is outside of the shard of rank {rank[i]}")
+    which, number = _spread(length)
+    place = (new.first[receiver] + moves.target)[which] + number
+    token = old.token[(old.first[sender] + moves.source)[which] + number]
+    _expect(np.array_equal(np.sort(place), wanted), "moves: a place is filled twice, or not at all")
+    for i in _first((token + shift - new.token[place]) % new.n != 0):
+        raise PlanError(
+            f"moves: token {token[i]} of rank {sender[which[i]]} goes to the place of token "
+            f"{new.token[place[i]]}"
+        )
+
+
+def _tile(plan: PlanTables, i: int) -> str:
+    q0, q1, k0, k1 = plan.tiles.data[:4, i]
+    return (
+        f"rank {plan.tile_rank[i]}, hop {plan.tile_hop[i]}: tile of queries {q0}..{q1}, keys "
+        f"{k0}..{k1} of rank {plan.tile_source[i]}"
+    )
+
+
+def _moves(rows: Transfers, i: int) -> str:
+    return (
+        f"rank {rows.sender[i]}, hop {rows.hop[i]}: sends tokens {rows.start[i]}..{rows.end[i]} of "
+        f"rank {rows.owner[i]} to rank {rows.receiver[i]}"
+    )
+
+
+def _piece(column: Ints) -> tuple[int, ...]:
+    return tuple(column.tolist())

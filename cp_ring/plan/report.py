@@ -1,0 +1,72 @@
+"""The report of a plan: its work and its traffic by rank and hop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_ring.plan.ranges import Ints
+from cp_ring.plan.records import PlanTables
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """The work and the traffic of a proven plan. Arrays are int64 [cp, cp], rank by hop.
+
+    work: (query, key) pairs computed.
+    keys_in, keys_out: tokens whose keys and values a rank receives and sends in the forward pass,
+    and again in backward.
+    grads_in, grads_out: tokens whose gradients of keys and values a rank receives and sends in the
+    backward pass.
+    slots: the number of receive buffers in use at once.
+    """
+
+    n: int
+    tokens_per_rank: Ints
+    work: Ints
+    keys_in: Ints
+    keys_out: Ints
+    grads_in: Ints
+    grads_out: Ints
+    slots: int
+
+    @property
+    def work_per_rank(self) -> Ints:
+        return self.work.sum(1)
+
+    @property
+    def balance(self) -> float:
+        """The largest work of a rank over the mean; 1.0 is perfect."""
+        total = int(self.work.sum())
+        return int(self.work_per_rank.max()) * len(self.work) / total if total else 1.0
+
+    @property
+    def share_of_full_ring(self) -> float:
+        """The keys that move, as a share of a ring in which every shard visits every rank."""
+        everything = (len(self.work) - 1) * self.n
+        return int(self.keys_in.sum()) / everything if everything else 0.0
+
+    @property
+    def moving_hops(self) -> Ints:
+        """The number of hops at which each rank sends or receives keys, int64 [cp]."""
+        return ((self.keys_in > 0) | (self.keys_out > 0)).sum(1)
+
+
+def report(plan: PlanTables, slots: int) -> Report:
+    """Sum up the plan's tables by rank and hop; this proves nothing."""
+    cp, keys, grads = plan.cp, plan.transfers, plan.gradients
+
+    def table(rank: Ints, hop: Ints, amount: Ints) -> Ints:
+        return np.bincount(rank * cp + hop, amount, cp * cp).astype(np.int64).reshape(cp, cp)
+
+    return Report(
+        n=plan.n,
+        tokens_per_rank=plan.layout.tokens_per_rank,
+        work=table(plan.tile_rank, plan.tile_hop, plan.tiles.area()),
+        keys_in=table(keys.receiver, keys.hop, keys.tokens),
+        keys_out=table(keys.sender, keys.hop, keys.tokens),
+        grads_in=table(grads.receiver, grads.hop, grads.tokens),
+        grads_out=table(grads.sender, grads.hop, grads.tokens),
+        slots=slots,
+    )
