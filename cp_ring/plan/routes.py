@@ -12,9 +12,9 @@ the number of ranks to two tables of transfers, of keys and of gradients, and en
 `need.schedule` maps ring distance, (rank - owner) mod cp, to hop: a hop may have several sources.
 
 Flags and settings take their choices from `ROUTES`, so the entry must be made before they are read.
-The tables may be in any order. `verify.check_keys` and `verify.check_gradients` state what they
-must hold; every plan of the route must pass `Plan.build(mask, layout,
-"name").verify(rank_plans=True)`, for which `cp_ring.testing` has masks and a ring to run on.
+The tables may be in any order. `cp_ring.plan.proof` states what they must hold; every plan of the
+route must pass `Plan.build(mask, layout, "name").verify(rank_plans=True)`, for which
+`cp_ring.testing` has masks and a ring to run on.
 """
 
 from __future__ import annotations

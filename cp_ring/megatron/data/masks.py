@@ -95,7 +95,7 @@ class MicrobatchMask(ABC):
         """Return the plan of `rank`; all layers with this window share it.
 
         `self.layout` splits the tokens, whatever the layout in `spec`. The plan of all ranks is
-        made and proven for the first mask of each kind, and then for one mask in `PROVE_EVERY`.
+        made and proven for the first mask of each kind.
         """
         key = rank, window, causal, spec
         if key not in self._plans:
