@@ -103,8 +103,12 @@ def _chosen(
             reason = kernel.varlen_rejection(*kind[1:])
         if reason is None and exact[0] and not kernel.capabilities.deterministic:
             reason = "does not give the same bits in every run, which deterministic algorithms need"
-        if reason is None and max_logit and not isinstance(kernel, MaxLogitKernel):
-            reason = "does not tell the largest logits, which TransformerEngine does"
+        if reason is None and max_logit:
+            reason = (
+                kernel.max_logit_rejection()
+                if isinstance(kernel, MaxLogitKernel)
+                else "does not tell the largest logits, which TransformerEngine does"
+            )
         if reason is None:
             _log.info(
                 "attention kernel: %s (%s; on %s, %s, head sizes %d and %d)",

@@ -147,7 +147,11 @@ class AttentionKernel(Protocol):
 
 @runtime_checkable
 class MaxLogitKernel(Protocol):
-    """The extra method of kernels that know the largest logit of each head."""
+    """The extra methods of kernels that know the largest logit of each head."""
+
+    def max_logit_rejection(self) -> str | None:
+        """Say why the libraries of this machine do not give the largest logits; None if they do."""
+        ...
 
     def with_max_logit(self) -> CountingKernel:
         """Return a kernel for one call that keeps its largest logits."""

@@ -35,6 +35,9 @@ class CpuKernel:
             return f"runs on the CPU, the tensors are on {device}"
         return None if dtype in _DTYPES else f"does not know {dtype}"
 
+    def max_logit_rejection(self) -> str | None:
+        return None
+
     def with_max_logit(self) -> _CountingKernel:
         """Return a `CountingKernel` for tests, which computes the logits a second time, in
         blocks.

@@ -29,6 +29,9 @@ _CUDNN_THD = 91800
 (https://github.com/NVIDIA/TransformerEngine/issues/2186).
 """
 
+_CUDNN_LOGITS = 92100
+"""The first cuDNN for which TransformerEngine returns the largest logits."""
+
 _CUDNN_EXACT = 92500
 LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"
 """The environment variable that bounds a workspace of cuDNN. On Hopper, cuDNN's deterministic
@@ -147,6 +150,16 @@ class Call(NamedTuple):
     @property
     def window(self) -> tuple[int, int]:
         return (-1, 0) if self.causal else (-1, -1)
+
+
+def max_logit_fault(library: Library) -> str | None:
+    """Return why the library does not give the largest logits, or None."""
+    if (library.cudnn or sys.maxsize) >= _CUDNN_LOGITS:
+        return None
+    return (
+        f"gives the largest logits (--qk-clip) with cuDNN {cudnn_name(_CUDNN_LOGITS)} or later; "
+        f"{cudnn_name(library.cudnn)} is installed"
+    )
 
 
 def fault_of(library: Library, generation: int) -> str | None:

@@ -72,6 +72,12 @@ class TransformerEngineKernel:
     max_logit: Tensor | None = None
     _heads = 0
 
+    def max_logit_rejection(self) -> str | None:
+        library = te_library.installed()
+        if isinstance(library, str):
+            return library
+        return te_library.max_logit_fault(library)
+
     def with_max_logit(self) -> TransformerEngineKernel:
         """Return a kernel for one call that keeps its largest logits. Its tiles go one by one: in
         packed calls that are filled up, the logits of tokens behind the last tile would count.

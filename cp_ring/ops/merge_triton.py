@@ -47,14 +47,15 @@ def _with_part(
 @triton.jit(do_not_specialize=_VARYING)
 def _merge(
     table, running, lse, result, out0, lse0, out1, lse1, out2, lse2, out3, lse3,
-    stride_q, stride_b, stride_h, size, lse_b, lse_h,
+    stride_q, stride_b, stride_h, size, heads, lse_b, lse_h,
     q0, b0, h0, q1, b1, h1, q2, b2, h2, q3, b3, h3,
     lse_b0, lse_h0, lse_q0, lse_b1, lse_h1, lse_q1, lse_b2, lse_h2, lse_q2, lse_b3, lse_h3, lse_q3,
     PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program merges the parts of one block of the table, for one head; strides in elements."""
-    entry = table + tl.program_id(0) * (4 + PARTS)
-    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    # Neighboring programs take the heads of one block, whose tokens lie side by side in memory.
+    entry = table + tl.program_id(0) // heads * (4 + PARTS)
+    h, b = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = tl.load(entry).to(tl.int64) + tl.arange(0, BLOCK_Q)
     at_stored = tl.load(entry + 1).to(tl.int64) + tl.arange(0, BLOCK_Q)
     count, flags = tl.load(entry + 2), tl.load(entry + 3)
@@ -113,9 +114,9 @@ def merge(
     outs, lses = padded(outs), [*lses] + [lses[-1]] * (MAX_PARTS - len(lses))
     pairs = [x for pair in zip(outs, lses, strict=True) for x in pair]
     strides = [stride for out in outs for stride in out.stride()[:3]]
-    _merge[(len(table), heads, b)](
+    _merge[(len(table) * heads, b)](
         table, running, lse, result, *pairs,
-        *running.stride()[:3], size, *lse.stride()[:2], *strides,
+        *running.stride()[:3], size, heads, *lse.stride()[:2], *strides,
         *(stride for x in lses for stride in x.stride()),
         PARTS=parts, BLOCK_Q=BLOCK_Q, BLOCK_E=triton.next_power_of_2(size),
     )  # fmt: skip

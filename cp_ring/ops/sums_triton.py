@@ -15,7 +15,7 @@ from cp_ring.ops.segments import BLOCK_Q
 
 @triton.jit
 def _add(
-    table, running, result, part0, part1, part2, part3, stride_q, stride_b, stride_h, size,
+    table, running, result, part0, part1, part2, part3, stride_q, stride_b, stride_h, size, heads,
     q0, b0, h0, q1, b1, h1, q2, b2, h2, q3, b3, h3,
     PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -25,8 +25,9 @@ def _add(
     of tokens, flags, and the block's first token in each part, -1 where the part lacks it. Tensors
     are [tokens, b, h, BLOCK_D]; strides are in elements.
     """
-    entry = table + tl.program_id(0) * (4 + PARTS)
-    at_h, at_b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    # Neighboring programs take the heads of one block, whose tokens lie side by side in memory.
+    entry = table + tl.program_id(0) // heads * (4 + PARTS)
+    at_h, at_b = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(1).to(tl.int64)
     at_q = tl.load(entry).to(tl.int64) + tl.arange(0, BLOCK_Q)
     at_stored = tl.load(entry + 1).to(tl.int64) + tl.arange(0, BLOCK_Q)
     count, flags = tl.load(entry + 2), tl.load(entry + 3)
@@ -82,7 +83,7 @@ def add(table: Tensor, parts: Sequence[Tensor], running: Tensor | None, result: 
     _, b, heads, size = running.shape
     strides = [stride for x in parts for stride in x.stride()[:3]]
     # On sm_100 ptxas would spill three parts to have 48 registers; a limit of all leaves it 64.
-    _add[(len(table), heads, b)](
-        table, running, result, *parts, *running.stride()[:3], size, *strides,
+    _add[(len(table) * heads, b)](
+        table, running, result, *parts, *running.stride()[:3], size, heads, *strides,
         PARTS=count, BLOCK_Q=BLOCK_Q, BLOCK_D=triton.next_power_of_2(size), maxnreg=255,
     )  # fmt: skip

@@ -69,6 +69,14 @@ def test_the_largest_logits_are_those_of_the_library(version):
         assert {call["return_max_logit"] for call in calls} == {True, False}
 
 
+def test_largest_logits_name_the_cudnn_that_they_need():
+    with installed("2.20.2"):
+        library = te_library.installed()
+        assert te_library.max_logit_fault(library._replace(cudnn=92100)) is None
+        line = te_library.max_logit_fault(library._replace(cudnn=92000))
+        assert line.endswith("with cuDNN 9.21.0 or later; 9.20.0 is installed")
+
+
 @pytest.mark.parametrize(
     ("cp", "version", "mask"),
     [

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,3 +80,15 @@ def test_what_a_model_takes_is_asked_of_the_innermost_one():
     assert compat.takes(Wrapper(Wrapper(Model())), "packed_seq_params")
     assert not compat.takes(Wrapper(Model()), "loss_mask")
     assert compat.takes(lambda tokens, **more: tokens, "loss_mask")
+
+
+@pytest.mark.parametrize(
+    ("backend", "named", "wanted"),
+    [("nccl", [], ["cp"]), ("nccl", ["cp", "dp_cp"], ["cp", "dp_cp"]), ("gloo", [], [])],
+)
+def test_messages_of_the_ring_have_priority_over_attention(backend, named, wanted):
+    from cp_ring.megatron.flags.resolve import prefer_messages
+
+    args = SimpleNamespace(distributed_backend=backend, high_priority_stream_groups=named)
+    prefer_messages(args)
+    assert args.high_priority_stream_groups == wanted

@@ -76,6 +76,7 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
                 _chosen[tuple(sys.argv)] = wire
             options = _with_chosen_wire(args, options)
             configure(options)
+            prefer_messages(args)
             note_loss(args, options)
             if recomputes_attention(Asked(args)):
                 note(
@@ -83,6 +84,15 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
                     "attention, which keeps only q, k, v, out and lse: leave it out"
                 )
     return args
+
+
+def prefer_messages(args: argparse.Namespace) -> None:
+    """Let NCCL's kernels of the context-parallel group go before attention that is ready at the
+    same moment; else they may wait until its last blocks run.
+    """
+    if args.distributed_backend == "nccl":
+        named = args.high_priority_stream_groups or []
+        args.high_priority_stream_groups = [*dict.fromkeys([*named, "cp"])]
 
 
 def _with_named_type(args: argparse.Namespace, options: Options, argv: Sequence[str]) -> Options:
