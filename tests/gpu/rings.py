@@ -32,6 +32,12 @@ from tests import conformance
 from tests.gpu.job import ERROR, Job
 from tests.rings import attend_to_shard
 
+ROUNDED = 1.35
+"""The most error of a ring over that of one call. A kernel of a GPU rounds each partial result to
+16 bits, where one call rounds once: sqrt(1.5) = 1.22 if both are as large; the same rounding
+emulated on the CPU gave at most 1.26 over all masks, at cp 2, 4 and 8.
+"""
+
 HEADS = ((8, 8, 64, 64), (8, 1, 128, 128), (8, 2, 192, 128), (8, 2, 256, 256))
 
 
@@ -51,11 +57,11 @@ def accuracy(job: Job) -> None:
             continue
         for result in results:
             where = {"schedule": schedule, **{name: result[name] for name in ("mask", "cp")}}
-            job.check("out over one rank", result["out"], 1.15, **where)
+            job.check("out over one rank", result["out"], ROUNDED, **where)
             job.check(
                 "gradients over one rank",
                 max(result[x] for x in ("dq", "dk", "dv")),
-                1.10,
+                ROUNDED,
                 **where,
             )
 
