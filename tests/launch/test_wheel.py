@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools.command.build  # noqa: F401
 
 from tests.rank_pool import LIMIT_S
 
@@ -130,6 +132,13 @@ def test_what_is_installed_works_in_the_checkout_too(installed, tmp_path, folder
         env={"PYTHONPATH": paths, "PATH": os.environ["PATH"]}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.startswith(f"cp_ring: error: {line}"), done.stderr
+
+
+def test_an_old_python_is_named_before_any_dependency(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    monkeypatch.setattr(sys, "version", "3.11.7 (main)")
+    with pytest.raises(SystemExit, match=r"needs Python 3\.12 or later; this is 3\.11\.7$"):
+        runpy.run_path(str(ROOT / "setup.py"))
 
 
 def test_every_module_and_data_file_is_in_the_wheel(installed):
