@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import signals
+from cp_ring.megatron import progress, signals
 from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import ending_soon, reject, rejecting
@@ -43,7 +43,7 @@ def main() -> None:
     if _HELP & set(sys.argv[1:]):
         _show_help(script)
         return
-    with rejecting():
+    with rejecting(), progress.told():
         config = install(sys.argv[1:])
         if config.enabled or config.cpu:
             with ending_soon(script.name):
