@@ -13,8 +13,9 @@ import sys
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import progress, signals
+from cp_ring.megatron.ending import ending_soon
 from cp_ring.megatron.flags import argument_parser
-from cp_ring.megatron.rejection import ending_soon, rejecting
+from cp_ring.megatron.rejection import rejecting
 from cp_ring.patches.install import install, log_steps
 
 DOCUMENT_MASK = "--cp-ring-document-mask"

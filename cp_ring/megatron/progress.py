@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,10 +23,11 @@ def told() -> Iterator[None]:
     try:
         yield
     finally:
-        args, path = compat.arguments(), os.environ.get(FILE)
+        args, path, error = compat.arguments(), os.environ.get(FILE), sys.exception()
         if args and path and os.environ.get("RANK", "0") == "0":
-            loaded = getattr(args, "iteration", 0)
-            done = getattr(args, "curr_iteration", loaded - 1) + 1
+            done = getattr(args, "iteration", 0) + compat.steps_done()
+            if hasattr(args, "curr_iteration") and not getattr(error, "code", error):
+                done += 1  # that of the last step counts from 0
             part = Path(f"{path}.part")  # no reader sees a half of it
             part.write_text(f"{done} {done if args.skip_train else args.train_iters}\n")
             part.replace(path)
