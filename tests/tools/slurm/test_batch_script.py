@@ -316,7 +316,9 @@ def test_a_yaml_file_becomes_the_command_of_the_ranks(machine, tmp_path):
 
 def test_a_warning_before_the_ranks_are_started_is_no_try(machine, tmp_path):
     wait = f"touch {tmp_path}/reads; while [[ -e {tmp_path}/reads ]]; do sleep 0.1; done"
-    given = cp_ring(tmp_path, f"{wait}; echo -m cp_ring.pretrain_gpt touch trained {shlex.join(FLAGS)}")
+    given = cp_ring(
+        tmp_path, f"{wait}; echo -m cp_ring.pretrain_gpt touch trained {shlex.join(FLAGS)}"
+    )
     for attempt in range(4):
         script = machine.start("my.yaml", attempt=attempt, **given)
         until((tmp_path / "reads").exists)
@@ -402,7 +404,10 @@ def test_a_rank_that_fails_ends_the_others(machine):
 def test_the_table_names_every_outcome():
     text = (FOLDER / "train.sbatch").read_text()
     named = set(re.findall(r"^#   ([a-z][a-z ]+?)  ", text, re.MULTILINE))
-    said = set(re.findall(r"finish \"?([a-z ]+)\"? [\"0-9]", text)) | {"requeue refused", "canceled"}
+    said = set(re.findall(r"finish \"?([a-z ]+)\"? [\"0-9]", text)) | {
+        "requeue refused",
+        "canceled",
+    }
     assert said == named - {"outcome of a try"} and len(said) == 6
 
 
