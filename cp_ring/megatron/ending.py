@@ -59,11 +59,10 @@ def _reason(error: BaseException) -> str:
     """Return what an error of Megatron does not say: which flag to change, or that a disk is full,
     which its writers report as anything else. "" if nothing is known.
     """
-    save = getattr(compat.arguments(), "save", None)
     if any(part in str(error) for part in ADVICE):
         return megatrons_text(error)
-    with contextlib.suppress(OSError, TypeError):
-        free = shutil.disk_usage(save).free
-        if free < _FULL:
+    save = str(getattr(compat.arguments(), "save", None))
+    with contextlib.suppress(OSError):
+        if (free := shutil.disk_usage(save).free) < _FULL:
             return f"No space left on the disk of --save {save}: {free} bytes are free"
     return ""

@@ -47,9 +47,11 @@ def reject(message: str, code: int = 2) -> NoReturn:
     raise Rejected(code)
 
 
-def note(message: str) -> None:
-    """Print `cp_ring: <message>` once per process, on rank 0 alone."""
-    if os.environ.get("RANK", "0") == "0" and message not in _noted:
+def note(message: str, shown: bool | None = None) -> None:
+    """Print `cp_ring: <message>` once per process, on rank 0 alone, or where `shown` is true."""
+    if shown is None:
+        shown = os.environ.get("RANK", "0") == "0"
+    if shown and message not in _noted:
         print(f"cp_ring: {message}", flush=True)
     _noted.add(message)
 
