@@ -41,8 +41,8 @@ def reject(message: str, code: int = 2) -> NoReturn:
     with contextlib.suppress(OSError):  # another rank was first, or standard error is closed
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             Path(path).parents[1].joinpath("rejected").touch(exist_ok=False)
-        lines = [f"cp_ring: error: {line}" for line in message.splitlines()]
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        lines = [f"cp_ring: error: {line}\n" for line in message.splitlines()]
+        print("".join(lines), end="", file=sys.stderr, flush=True)
     record(message)
     raise Rejected(code)
 
