@@ -384,15 +384,22 @@ def test_what_no_other_try_could_mend_is_rejected(machine, tmp_path, words, sett
 
 def test_names_reach_the_rank_as_they_are(machine, tmp_path):
     code = "import sys, pathlib; pathlib.Path('words').write_text(repr(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, *FLAGS, HOSTILE]
+    command = [sys.executable, "-c", code, *FLAGS, HOSTILE, ""]
     returned, _, _ = machine.run("--", *command)
-    assert returned == 0 and eval((tmp_path / "words").read_text()) == [*FLAGS, HOSTILE]
+    assert returned == 0 and eval((tmp_path / "words").read_text()) == [*FLAGS, HOSTILE, ""]
     (tmp_path / "words").unlink()
     line = f"torchrun -m cp_ring.pretrain_gpt {shlex.join(command)}"
     text = f"printf %s {shlex.quote(line)}"
     returned, _, _ = machine.run("my.yaml", **cp_ring(tmp_path, text), PROLOG="touch hacked")
-    assert returned == 0 and eval((tmp_path / "words").read_text()) == [*FLAGS, HOSTILE]
+    assert returned == 0 and eval((tmp_path / "words").read_text()) == [*FLAGS, HOSTILE, ""]
     assert not list(tmp_path.rglob("hacked"))
+
+
+def test_torchrun_in_one_task_of_each_node_is_a_command(machine, tmp_path):
+    (tmp_path / "bin/torchrun").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "bin/torchrun").chmod(0o755)
+    code, last, _ = machine.run("--", "torchrun", "--nnodes=2", "train.py", *FLAGS)
+    assert code == 0 and last.startswith("finished")
 
 
 def test_a_rank_that_fails_ends_the_others(machine):
