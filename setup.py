@@ -2,10 +2,15 @@
 
 import atexit
 import shutil
+import sys
 import tempfile
 
 from setuptools import setup
 from setuptools.command.build import build
+
+# pip asks for the dependencies first, and would end with a list of Megatron's versions
+if sys.version_info < (3, 12):  # noqa: UP036
+    sys.exit(f"cp_ring: error: needs Python 3.12 or later; this is {sys.version.split()[0]}")
 
 
 class Build(build):

@@ -12,9 +12,10 @@ import gc
 import sys
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import signals
+from cp_ring.megatron import progress, signals
+from cp_ring.megatron.ending import ending_soon
 from cp_ring.megatron.flags import argument_parser
-from cp_ring.megatron.rejection import ending_soon, rejecting
+from cp_ring.megatron.rejection import rejecting
 from cp_ring.patches.install import install, log_steps
 
 DOCUMENT_MASK = "--cp-ring-document-mask"
@@ -30,7 +31,7 @@ def main() -> None:
     signals.keep_warnings(sys.argv)
     # imports create millions of objects that stay; without collection they take a seventh less time
     gc.disable()
-    with rejecting(), ending_soon("training"):
+    with rejecting(), progress.told(), ending_soon("training"):
         # Megatron's wrapper of FSDP2 does not divide gradients by the number of tokens
         flags = _FLAGS[1:] if "--use-torch-fsdp2" in sys.argv else _FLAGS
         sys.argv += [flag for flag in flags if flag not in sys.argv]

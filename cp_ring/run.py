@@ -15,10 +15,11 @@ from pathlib import Path
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import signals
+from cp_ring.megatron import progress, signals
+from cp_ring.megatron.ending import ending_soon
 from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.options import Options
-from cp_ring.megatron.rejection import ending_soon, reject, rejecting
+from cp_ring.megatron.rejection import reject, rejecting
 from cp_ring.patches.install import asked_of, install, log_steps
 
 _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"
@@ -43,7 +44,7 @@ def main() -> None:
     if _HELP & set(sys.argv[1:]):
         _show_help(script)
         return
-    with rejecting():
+    with rejecting(), progress.told():
         config = install(sys.argv[1:])
         if config.enabled or config.cpu:
             with ending_soon(script.name):

@@ -66,10 +66,12 @@ ROOMS = (
     room("adapter", 11_000, 9_500, "cp_ring/megatron/adapter cp_ring/megatron/specs.py"),
     room("data", 10_500, 10_000, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
     room("flags", 7_000, 7_600, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
+    room("how a job ends", 1_200, 1_100, """cp_ring/megatron/ending.py
+        cp_ring/megatron/progress.py cp_ring/megatron/signals.py"""),
     room("training", 8_000, 8_800, """cp_ring/run.py cp_ring/pretrain_gpt.py
         cp_ring/megatron/__init__.py cp_ring/megatron/compat.py cp_ring/megatron/gpt.py
         cp_ring/megatron/gpt_model.py cp_ring/megatron/loss_chunks.py
-        cp_ring/megatron/program.py cp_ring/megatron/signals.py
+        cp_ring/megatron/program.py
         cp_ring/megatron/step_timing.py cp_ring/megatron/training_log.py
         cp_ring/megatron/validation.py cp_ring/megatron/wrapping.py"""),
     room("options and choices", 4_000, 4_000, """cp_ring/megatron/attention_sizes.py

@@ -146,16 +146,3 @@ prepare_torch() {
     "$VENV/bin/python" -m pip --python "$part/bin/python" install --quiet --disable-pip-version-check "torch==$version"
     mv "$part" "$place"
 }
-
-# Makes a folder of symbolic links that has the form of the installed package, with patches/, configs/ and launch/ inside cp_ring/.
-# For tools that read a package from its folder (mypy, import-linter). Prints the folder. It is made anew each time.
-package_tree() {
-    local tree="$ROOT/.cache/package" part
-    rm -rf "$tree"
-    mkdir -p "$tree/cp_ring"
-    for part in "$ROOT"/cp_ring/* "$ROOT"/patches "$ROOT"/configs "$ROOT"/launch; do
-        ln -s "$part" "$tree/cp_ring/"
-    done
-    ln -s "$ROOT/pyproject.toml" "$tree/"
-    echo "$tree"
-}

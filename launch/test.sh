@@ -61,10 +61,6 @@ helpers() {
     make --quiet -C "$1/megatron/core/datasets"
 }
 
-in_package_tree() {
-    (cd "$tree" && PYTHONPATH="$tree" "$@")
-}
-
 prepare_environment "[test]"
 case "${1:-}" in
 --compat)
@@ -123,11 +119,10 @@ case "${1:-}" in
     started=$SECONDS
     cpu_seconds
     installed=$cpu
-    tree="$(package_tree)"
     stage ruff "$VENV/bin/ruff" check .
     stage budget "$VENV/bin/python" launch/budget.py
-    stage mypy in_package_tree "$VENV/bin/mypy"
-    stage import-linter in_package_tree "$VENV/bin/lint-imports" --no-logo
+    stage mypy "$VENV/bin/mypy"
+    stage import-linter "$VENV/bin/lint-imports" --no-logo
     [[ ! -e mkdocs.yml ]] || stage documentation "$VENV/bin/python" -m mkdocs build --quiet --strict --site-dir "$ROOT/.cache/site"
     stage tests "$VENV/bin/python" -m pytest "${PARALLEL[@]}" "$@"
     ;;

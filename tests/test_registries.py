@@ -125,8 +125,6 @@ assert statistics.mean([1]) == "shiny"
 
 def test_a_setting_a_rule_and_a_patch_are_one_file_each(tmp_path):
     shutil.copytree(ROOT / "cp_ring", tmp_path / "cp_ring")
-    for folder in ("patches", "configs", "launch"):
-        shutil.copytree(ROOT / folder, tmp_path / "cp_ring" / folder)
     for name, (place, text) in ADDED.items():
         path = tmp_path / name
         before = path.read_text() if place else ""

@@ -223,6 +223,12 @@ def training_step() -> int:
     return int(getattr(arguments(), "curr_iteration", -1)) + 1
 
 
+def steps_done() -> int:
+    """Return the number of steps that this process has trained."""
+    now = arguments()
+    return max(0, getattr(now, "curr_iteration", 0) - getattr(now, "iteration", 0))
+
+
 def has_window(config: Any, layer_number: int) -> bool:
     """Return True if layer `layer_number` (counted from 1) has the window `config.window_size`, by
     Megatron's own rule.

@@ -13,9 +13,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from types import FrameType
+from typing import Any
 
 from cp_ring.runtime import RUNTIME
 
@@ -24,92 +25,49 @@ ASKING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 _WARNING = {signal.SIGUSR1}
 _LOOK_S = 1.0  # interval at which a process checks that its parent is alive
 _received: list[signal.Signals] = RUNTIME.of_process([])
-# a registration in forked children cannot be undone
-_forgotten: set[signal.Signals] = RUNTIME.of_process(set())
 
 
 def keep_warnings(argv: Sequence[str]) -> None:
     """Block SIGUSR1 if the command line has Megatron's --exit-signal-handler. A batch system sends
     the signal minutes before the time limit; it stays pending until the first step is done.
 
-    Slurm also sends the signal to the children of a rank (helpers of the checkpoint writer), which
-    inherit the block but no handler, and sends it again while Python ends and has no handlers left.
+    Slurm also sends the signal to the children of a rank, which inherit the block but no handler,
+    and sends it again while Python ends and has no handlers left.
     """
     if "--exit-signal-handler" in argv:
         signal.pthread_sigmask(signal.SIG_BLOCK, _WARNING)
 
 
 def listen(*more: signal.Signals) -> None:
-    """Remember the signals in `ASKING` and `more` from now on; they do nothing else. Processes
-    forked from now on handle them by default. Call it from the main thread.
+    """Remember the signals in `ASKING` and `more` from now on; they do nothing else. Call it from
+    the main thread.
 
     After SIGINT, a second SIGINT or a SIGTERM ends the process at once, because torchrun sends
     SIGTERM at the second Ctrl-C.
     """
-    numbers = frozenset({*ASKING, *more})
-    for number in numbers:
-        signal.signal(number, _remember)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WARNING)
-    if numbers - _forgotten:
-        _forgotten.update(numbers)
-        _forget_in_children(numbers)
-        atexit.register(_end_in_peace)
+    if not _received:
+        for number in (*ASKING, *more):
+            signal.signal(number, _remember)
 
 
-def _end_in_peace() -> None:
-    """Ignore SIGTERM while Python ends and removes its handlers: the launcher sends it again to a
-    job that was asked to end and has saved.
-    """
-    if _received:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def received() -> signal.Signals | None:
+    """Return the first signal since `listen`, or None."""
+    return _received[0] if _received else next(iter(signal.sigpending() & _WARNING), None)
 
 
-def _forget_in_children(numbers: frozenset[signal.Signals]) -> None:
-    masks: list[set[int | signal.Signals]] = []
-
-    def block() -> None:
-        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
-
-    def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
-
-    def forget() -> None:
-        for number in numbers:
-            if signal.getsignal(number) is _remember:
-                signal.signal(number, signal.SIG_DFL)
-        unblock()
-
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=forget)
-
-
-def outlive_all_but_the_parent() -> None:
-    """Make this process ignore the signals that ask a job to end, except a SIGTERM from its parent;
-    it also ends when its parent ends. Use it in processes that a rank needs for its last step or
-    save.
-
-    torchrun and Slurm send signals to the child processes of a rank too. A process that ignored its
-    parent as well would keep the parent from ending. Call it in a process of `multiprocessing`.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None and parent.pid is not None
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, *_WARNING})
-    threading.Thread(target=_end_with, args=(parent.pid,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        came = signal.sigtimedwait({signal.SIGTERM}, _LOOK_S)
-        if came is not None and came.si_pid == parent:
-            break
-    os._exit(0)
+def _remember(number: int, frame: FrameType | None) -> None:
+    if not _received:
+        # a launcher sends it again, also while Python ends and removes its handlers
+        atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
+    _received.append(signal.Signals(number))
+    if number == signal.SIGINT:
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ending, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def blocked_in_children() -> Iterator[None]:
-    """Start processes in this thread with the signals in `ASKING` blocked. A spawned process needs
-    about a second until it calls `outlive_all_but_the_parent`.
-    """
+    """Start processes in this thread with the signals in `ASKING` blocked."""
     # multiprocessing starts it before the first process that is spawned, and unblocks signals
     resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
@@ -119,13 +77,23 @@ def blocked_in_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def received() -> signal.Signals | None:
-    """Return the first signal since `listen`, or None."""
-    return _received[0] if _received else next(iter(signal.sigpending() & _WARNING), None)
+def run_in_child(run: Callable[[], object]) -> None:
+    """Call `run` in a process that `multiprocessing` started within `blocked_in_children`. The
+    process ends when its parent sends SIGTERM or is gone.
+
+    torchrun and Slurm send signals to the children of a rank too, which the rank needs for its last
+    step and its last save. A child that ignored its parent as well would keep it from ending.
+    """
+    threading.Thread(
+        target=_end_with, args=(multiprocessing.parent_process(),), daemon=True
+    ).start()
+    run()
 
 
-def _remember(number: int, frame: FrameType | None) -> None:
-    if signal.SIGINT in _received and number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    _received.append(signal.Signals(number))
+def _end_with(parent: Any) -> None:
+    direct = os.getppid() == parent.pid  # not of a fork server
+    while os.getppid() == parent.pid if direct else parent.is_alive():
+        came = signal.sigtimedwait({signal.SIGTERM}, _LOOK_S)
+        if came is not None and came.si_pid == parent.pid:
+            break
+    os._exit(0)

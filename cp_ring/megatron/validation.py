@@ -11,14 +11,13 @@ import contextlib
 import copy
 import io
 import os
-import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from cp_ring.errors import one_line
 from cp_ring.megatron.compat import logits_without_te
+from cp_ring.megatron.rejection import megatrons_text
 
 _HOPPER = (9, 0)
 _FUSED = {
@@ -57,7 +56,7 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
             arguments.core_transformer_config_from_args(asked)
         # assertions, and whatever else a check of Megatron's raises
         except (Exception, SystemExit) as error:
-            return one_line(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
+            return megatrons_text(error)
     return ""
 
 

@@ -68,6 +68,7 @@ EXAMPLES = {
 --cp-ring-balance-microbatches --cp-ring-document-mask --calculate-per-token-loss --decrease-batch-size-if-needed
 --spec no.such.module layers
 --cp-ring-document-mask --sft
+--save /proc/x
 --data-path /nowhere/corpus
 """,
     "Without CUDA": """

@@ -24,12 +24,10 @@ while (($#)); do
 done
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
-# The package as it is installed, with patches, configs and launch in it; cp_ring itself need not be installed.
+# The package and its tests; cp_ring itself need not be installed.
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
-mkdir "$tree/cp_ring"
-ln -s "$PWD"/cp_ring/* "$PWD"/{patches,configs,launch} "$tree/cp_ring/"
-ln -s "$PWD/tests" "$tree/tests"
+ln -s "$PWD"/{cp_ring,tests} "$tree/"
 paths=$tree
 if [[ $device == fake ]]; then
     # The libraries of tests/fakegpu stand for those of a GPU, with TransformerEngine where it was built.

@@ -2,13 +2,16 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools.command.build  # noqa: F401
 
 from tests.rank_pool import LIMIT_S
 
@@ -29,7 +32,8 @@ def installed(tmp_path_factory):
     for name in FILES:
         shutil.copy(ROOT / name, source)
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run(
         [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(work), str(source)],
@@ -110,6 +114,31 @@ def test_the_source_distribution_passes_its_tests(tmp_path):
         cwd=unpacked, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("folder", ["checkout", "elsewhere"])
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("cp_ring.run nothere.py", "nothere.py does not exist"),
+        ("cp_ring.tools train nothere.yaml", "nothere.yaml: no such file, nor one of the packaged"),
+    ],
+)
+def test_what_is_installed_works_in_the_checkout_too(installed, tmp_path, folder, command, line):
+    """There the folder of the checkout hides the installed package, which an editable one finds."""
+    paths = os.pathsep.join([str(installed), sysconfig.get_path("purelib")])
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", *command.split()], cwd=ROOT if folder == "checkout" else tmp_path,
+        env={"PYTHONPATH": paths, "PATH": os.environ["PATH"]}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.startswith(f"cp_ring: error: {line}"), done.stderr
+
+
+def test_an_old_python_is_named_before_any_dependency(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    monkeypatch.setattr(sys, "version", "3.11.7 (main)")
+    with pytest.raises(SystemExit, match=r"needs Python 3\.12 or later; this is 3\.11\.7$"):
+        runpy.run_path(str(ROOT / "setup.py"))
 
 
 def test_every_module_and_data_file_is_in_the_wheel(installed):

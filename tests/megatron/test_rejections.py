@@ -299,6 +299,15 @@ def test_an_empty_data_set(parse, capsys, tmp_path):
     assert f"--data-path {corpus}: {corpus}.idx is empty" in capsys.readouterr().err
 
 
+def test_nothing_to_load_is_one_line(parse, capsys, tmp_path):
+    parse(*BASE, "--load", str(tmp_path / "typo"))
+    said = capsys.readouterr().out
+    assert f"cp_ring: --load {tmp_path}/typo has no checkpoint: training begins at" in said
+    (tmp_path / "iter_0000002").mkdir()
+    parse(*BASE, "--load", str(tmp_path))
+    assert "has no checkpoint" not in capsys.readouterr().out
+
+
 def test_another_choice_of_kernel_is_not_dropped_in_silence(parse, capsys, monkeypatch):
     parse(*BASE, "--attention-backend", "auto")
     assert "--attention-backend" not in capsys.readouterr().out
@@ -396,6 +405,10 @@ SLIPS = {
     "--tensor-model-parallel-size 0": "integer modulo by zero",
     "--hierarchical-context-parallel-sizes 2 4": "prod(args.hierarchical_context_parallel_sizes)",
     "--pipeline-model-parallel-size 3": "world size (4) is not divisible by",
+    "--context-parallel-size 3": "(total_model_size=3): start a multiple of tensor x pipeline x",
+    "--save checkpoints --load x": "is not None (/",
+    "--save /proc/saves --save-interval 2": "--save /proc/saves cannot be written (No such file or",
+    "--save /etc/hostname --save-interval 2": "--save /etc/hostname cannot be written (Not a dir",
 }
 
 

@@ -54,6 +54,7 @@ class Last:
         os.kill(os.getpid(), signal.SIGUSR1)
 
 os.setpgid(0, 0)
+signals.keep_warnings(["--exit-signal-handler"])
 signals.listen()
 child = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(1)"], stdout=subprocess.PIPE)
 child.stdout.readline()
@@ -66,37 +67,75 @@ sys.exit(code)
     assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0
 
 
-def test_a_worker_outlives_all_but_its_parent():
-    """Slurm sends signals to the workers of a rank too. Without the last line it waits for ever."""
-    code = """
-import multiprocessing, os, signal, subprocess, sys, time
-from cp_ring.megatron import signals
+CHILDREN = """
+import multiprocessing, os, signal, subprocess, sys
+from cp_ring import patches
 
-signals.listen()
-context = multiprocessing.get_context("fork")
-ready = context.Event()
+def answer(pipe):
+    while True:
+        pipe.send(pipe.recv())
 
-def load():
-    signals.outlive_all_but_the_parent()
-    ready.set()
-    time.sleep(600)
+def own(context):
+    class Own(context.Process):
+        def run(self):
+            answer(*self._args)
+    return Own
 
-worker = context.Process(target=load)
-worker.start()
-ready.wait()
-for name in ("USR1", "TERM", "INT"):
-    subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
-time.sleep(0.5)
-assert worker.is_alive()
-worker.terminate()
-worker.join()
-other = context.Process(target=time.sleep, args=(600,))
-other.start()
-other.terminate()
-other.join()
-assert other.exitcode == -signal.SIGTERM
+def started(method, kind):
+    context = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    child = kinds[kind](context)(args=(there,), daemon=True)
+    child.start()
+    there.close()
+    for name in ("USR1", "TERM", "INT"):
+        subprocess.run(["kill", f"-{name}", str(child.pid)], check=True)
+    here.send("still there")
+    assert here.recv() == "still there"
+    return child
+
+kinds = {
+    "target": lambda context: lambda **named: context.Process(target=answer, **named),
+    "run": own,
+}
+
+def main():
+    patches.get("exit_signal").apply()
+    for method, kind in [("fork", "target"), ("spawn", "target"), ("forkserver", "target"), ("fork", "run")]:
+        child = started(method, kind)
+        child.terminate()
+        child.join()
+    children = [started(method, "target") for method in ("fork", "spawn", "forkserver")]
+    print(*[child.pid for child in children], flush=True)
+    END
+
+if __name__ == "__main__":
+    main()
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_child_outlives_all_but_its_parent_whoever_starts_it(end, tmp_path):
+    """Slurm and torchrun send signals to the children of a rank too: to data loader workers, and to
+    the writers of --async-save, whichever strategy starts them.
+    """
+    script = tmp_path / "parent.py"
+    script.write_text(CHILDREN.replace("END", end))
+    done = subprocess.run(
+        [sys.executable, str(script)], timeout=LIMIT_S, capture_output=True, text=True
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    children = [*map(int, done.stdout.split())]
+    assert len(children) == 3
+    for child in children:
+        ended(child)
+
+
+def ended(pid):
+    """Waits until the process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        while process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.05)
 
 
 WRITER = '''
@@ -166,7 +205,7 @@ def test_an_asynchronous_save_is_written_whatever_signals_come(caller, tmp_path)
     done = subprocess.run(
         [sys.executable, str(script)], timeout=LIMIT_S, capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
+    assert done.returncode == 0 and done.stdout.endswith("written\n"), done.stderr
 
 
 @pytest.mark.parametrize("end", ["return", "os.kill(os.getpid(), signal.SIGKILL)"])
@@ -180,11 +219,7 @@ def test_the_checkpoint_writer_starts_and_works_whatever_signals_come(end, tmp_p
         [sys.executable, str(script)], timeout=LIMIT_S, capture_output=True, text=True
     )
     assert done.returncode == (0 if end == "return" else -signal.SIGKILL), done.stderr
-    # the server holds the pipe of the output: it has ended, or is about to
-    with contextlib.suppress(psutil.NoSuchProcess):
-        server = psutil.Process(int(done.stdout))
-        while server.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.05)
+    ended(int(done.stdout))
 
 
 @pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])

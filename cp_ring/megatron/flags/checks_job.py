@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from cp_ring.errors import one_line
 from cp_ring.megatron import compat
 from cp_ring.megatron.flags.asked import Asked, Check
 from cp_ring.megatron.flags.checks_documents import documents_flag
 from cp_ring.megatron.options import Options
+from cp_ring.megatron.rejection import note
 
 
 def ring(args: Asked, options: Options) -> str | None:
@@ -105,6 +107,24 @@ def data_files(args: Asked, options: Options) -> str | None:
     return None
 
 
+def checkpoints(args: Asked, options: Options) -> str | None:
+    """Reject a folder that cannot be written, which Megatron finds at the first save, and say where
+    there is no checkpoint to load, which it hides among warnings.
+    """
+    load, save = args.load or "", args.save or ""
+    if load and "://" not in load:
+        folder = Path(load)
+        if not any([*folder.glob("iter_*"), *folder.glob("latest_*")]):
+            note(f"--load {load} has no checkpoint: training begins at the first step")
+    try:
+        if save and "://" not in save:
+            path = Path(save).absolute()
+            TemporaryFile(dir=next(filter(Path.exists, (path, *path.parents)))).close()
+    except OSError as error:
+        return f"--save {save} cannot be written ({error.strerror}): give another folder"
+    return None
+
+
 def _is_number(word: str) -> bool:
     try:
         float(word)
@@ -114,5 +134,5 @@ def _is_number(word: str) -> bool:
 
 
 JOB: tuple[Check, ...] = (ring, ranks, loss_in_parts, balance)
-HERE: tuple[Check, ...] = (layers, data_files)
+HERE: tuple[Check, ...] = (layers, data_files, checkpoints)
 """Checks that look at files and packages of this machine."""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -112,7 +112,7 @@ class Cluster:
 
 class Job:
     """A tiny training on the cluster, by launch/slurm/train.sbatch, from a YAML file with
-    `settings`.
+    `settings`, or a command.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class Job:
         name: str,
         *options: str,
         ranks: int = 4,
+        command: Sequence[str] = (),
         **settings: object,
     ):
         self.cluster, self.run_dir = cluster, cluster.folder / name
@@ -139,7 +140,8 @@ class Job:
             "env", f"PYTHON={sys.executable}", f"LOGS={self.run_dir}/logs",
             f"ENV_FILE={SCRIPT.with_name('env.sh')}",
             "sbatch", "--parsable", *size, f"--output={self.run_dir}/job.log", "--signal=B:USR1@10",
-            f"--chdir={cluster.folder}", *options, str(SCRIPT), str(path), *given,
+            f"--chdir={cluster.folder}", *options, str(SCRIPT),
+            *(["--", *command] if command else [str(path), *given]),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         self.number = done.stdout.strip()

@@ -1,6 +1,7 @@
 """The batch script by itself: every outcome of its table, with stand-ins for srun and scontrol."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -17,10 +18,13 @@ from tests.rank_pool import LIMIT_S
 FOLDER = Path(__file__).resolve().parents[3] / "launch" / "slurm"
 HOSTILE = "a b'c\"d$(touch hacked)`touch hacked`\n#SBATCH --nodes=9;%j"
 REFUSED = "requeue refused: submit the job again"
+FLAGS = ("--save", "saves", "--load", "saves", "--exit-signal-handler")
 
 SRUN = """#!/bin/bash
 # Runs the first task; of the others there is a log.
 echo srun "$@" >>"$CALLS"
+[[ " $* " == *" --export=ALL "* ]] || unset MASTER_ADDR HOSTS CP_RING_PROGRESS # a site's default
+[[ -z ${PROLOG:-} ]] || echo "$PROLOG"
 while [[ $1 == -* ]]; do shift; done
 [[ $1 != bash ]] || touch "$5/rank0001-n2.log"
 trap 'kill -USR1 $pid || :' USR1
@@ -73,9 +77,23 @@ class Machine:
         output = done.communicate(timeout=LIMIT_S)[0]
         return done.returncode, output.splitlines()[-1].split(f" try {attempt}: ")[-1], output
 
+    @property
+    def flags(self):
+        """What the script asks for in each command."""
+        folder = str(self.tracker.parent)
+        return ("--save", folder, f"--load={folder}", "--exit-signal-handler")
+
     def python(self, code):
-        """A rank that runs `code`, with a --save."""
-        return ("--", sys.executable, "-c", code, "--save", str(self.tracker.parent))
+        """A rank that runs `code`."""
+        return ("--", sys.executable, "-c", code, *self.flags)
+
+    def bash(self, code):
+        return ("--", "bash", "-c", code, *self.flags)
+
+    def steps(self, reached, target, code=0, saved=None):
+        """A rank of cp_ring that says how far it came."""
+        save = f"echo {saved or reached} >{self.tracker}"
+        return self.bash(f'{save}; echo {reached} {target} >"$CP_RING_PROGRESS"; exit {code}')
 
     def saves(self, iteration, code):
         """A rank that saves and ends with `code`."""
@@ -85,15 +103,15 @@ class Machine:
             f"sys.exit({code})"
         )
 
-    def obedient(self, before="", save=True):
+    def obedient(self, before="", save=True, after=""):
         """A rank that saves and leaves when it is told to."""
         return self.python(
             f"import signal, sys, pathlib, time\n{before}\n"
             "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
             f"pathlib.Path({str(self.folder / 'ready')!r}).touch(); signal.pause()\n"
             f"tracker = pathlib.Path({str(self.tracker)!r}); tracker.parent.mkdir(exist_ok=True)\n"
-            + "tracker.write_text('5')"
-            * save
+            + "tracker.write_text('5')" * save
+            + f"\n{after}"
         )
 
     @property
@@ -162,8 +180,39 @@ def test_the_first_rank_that_failed_tells_the_code(machine):
     code, last, output = machine.run(*machine.saves(10, 3), KILLS_OTHERS="1")
     assert code == 3 and last.startswith("requeued: failed; the ranks ended with exit code 3")
     assert "srun: error: n1: task 0: Exited with exit code 3\n" in output
-    code, last, _ = machine.run(*machine.saves(20, 2), attempt=1, KILLS_OTHERS="1")
+    code, last, _ = machine.run(*machine.bash("exit 2"), attempt=1, KILLS_OTHERS="1")
     assert code == 2 and last.startswith("rejected: the ranks ended with exit code 2")
+
+
+def test_ranks_that_end_before_the_steps_asked_for_go_on(machine):
+    """By --exit-interval or --exit-duration-in-mins, or warned; the last try is over."""
+    code, last, _ = machine.run(*machine.steps(5, 12))
+    assert (code, machine.requeues) == (0, 1) and last == (
+        "requeued: ended early; the ranks ended with exit code 0 after step 5 of 12; "
+        "iteration 0, now 5"
+    )
+    code, last, _ = machine.run(*machine.steps(10, 12), attempt=1)
+    assert (code, last.split(":")[0], machine.requeues) == (0, "requeued", 2)
+    code, last, _ = machine.run(*machine.steps(12, 12), attempt=2)
+    assert (code, last.split(":")[0], machine.requeues) == (0, "finished", 2)
+
+
+def test_a_warning_in_the_last_step_needs_no_other_try(machine, tmp_path):
+    done = "import os; pathlib.Path(os.environ['CP_RING_PROGRESS']).write_text('5 5')"
+    script = machine.start(*machine.obedient(after=done))
+    until((tmp_path / "ready").exists)
+    warn(script)
+    code, last = end(script)
+    assert (code, last.split(":")[0], machine.requeues) == (0, "finished", 0)
+
+
+@pytest.mark.parametrize("saved", [45, 5])
+def test_code_2_after_a_step_is_a_failure(machine, saved):
+    """A rank can end with any code; a wrong flag shows before the first step."""
+    machine.tracker.parent.mkdir()
+    machine.tracker.write_text("5")
+    code, last, _ = machine.run(*machine.steps(46, 100, code=2, saved=saved))
+    assert (code, machine.requeues) == (2, 1) and last.startswith("requeued: failed; ")
 
 
 def test_old_files_do_not_make_a_failure_a_success(machine):
@@ -180,11 +229,11 @@ def test_old_files_do_not_make_a_failure_a_success(machine):
 
 def test_tries_whose_script_was_lost_count_too(machine):
     for attempt in range(2):
-        lost = machine.start("--", "sleep", "60", attempt=attempt)
+        lost = machine.start(*machine.bash("sleep 60"), attempt=attempt)
         until((machine.logs / f"try-{attempt}" / "rank0000-n1.log").exists)
         os.killpg(lost.pid, signal.SIGKILL)
         lost.communicate()
-    code, last, _ = machine.run("--", "true", attempt=2)
+    code, last, _ = machine.run(*machine.bash("true"), attempt=2)
     assert (code, last) == (1, "given up: 2 tries without a new checkpoint")
 
 
@@ -216,7 +265,7 @@ def test_a_refused_requeue_is_a_failure_with_a_line(machine, tmp_path, rank):
         code, last = end(script)
         assert last == f"{REFUSED}, it resumes from iteration 5"
     else:
-        code, last, _ = machine.run("--", "false", REFUSES="1")
+        code, last, _ = machine.run(*machine.bash("false"), REFUSES="1")
         assert last.startswith(REFUSED)
     assert code == 75
 
@@ -243,14 +292,17 @@ def test_a_warning_before_the_rank_listens_is_not_lost_and_does_no_harm(machine,
 def cp_ring(folder, text):
     """A stand-in for the Python that has cp_ring; as a rank it runs what it is given."""
     rank = '[[ $2 != cp_ring.pretrain_gpt ]] || exec "${@:3}"'
-    (folder / "python").write_text(f"#!/bin/bash\n{rank}\n{text}\n")
+    split = f'[[ $1 != -c ]] || exec {sys.executable} "$@"'
+    (folder / "python").write_text(f"#!/bin/bash\n{rank}\n{split}\n{text}\n")
     (folder / "python").chmod(0o755)
     return {"PYTHON": str(folder / "python")}
 
 
 def test_a_yaml_file_becomes_the_command_of_the_ranks(machine, tmp_path):
-    given = cp_ring(tmp_path, 'echo "$*" >asked; echo echo "\'the flags\'" --save save')
-    (machine.folder / "save").mkdir()
+    shown = shlex.join(["echo", "the flags", *machine.flags])
+    line = f"env A=1 python -m torch.distributed.run -m cp_ring.pretrain_gpt \\\n  {shown}"
+    given = cp_ring(tmp_path, f'echo "$*" >asked; printf %s {shlex.quote(line)}')
+    machine.tracker.parent.mkdir()
     machine.tracker.write_text("7")
     code, last, _ = machine.run("my.yaml", "--set", "a.b=c", **given)
     assert code == 0 and last.endswith("iteration 7, now 7")
@@ -259,12 +311,14 @@ def test_a_yaml_file_becomes_the_command_of_the_ranks(machine, tmp_path):
         asked == "-m cp_ring.tools train my.yaml --set a.b=c --print-flags --set launch.ranks=2\n"
     )
     log = (machine.logs / "try-0" / "rank0000-n1.log").read_text()
-    assert log == "the flags --save save\n"
+    assert log == f"the flags {' '.join(machine.flags)}\n"
 
 
 def test_a_warning_before_the_ranks_are_started_is_no_try(machine, tmp_path):
     wait = f"touch {tmp_path}/reads; while [[ -e {tmp_path}/reads ]]; do sleep 0.1; done"
-    given = cp_ring(tmp_path, f"{wait}; echo touch trained")
+    given = cp_ring(
+        tmp_path, f"{wait}; echo -m cp_ring.pretrain_gpt touch trained {shlex.join(FLAGS)}"
+    )
     for attempt in range(4):
         script = machine.start("my.yaml", attempt=attempt, **given)
         until((tmp_path / "reads").exists)
@@ -277,7 +331,7 @@ def test_a_warning_before_the_ranks_are_started_is_no_try(machine, tmp_path):
 
 @pytest.mark.parametrize("command", ["exit 4", "exit 0"])
 def test_canceled_stays_canceled(machine, tmp_path, command):
-    script = machine.start("--", "bash", "-c", f"touch ready; sleep 1; {command}")
+    script = machine.start(*machine.bash(f"touch ready; sleep 1; {command}"))
     until((tmp_path / "ready").exists)
     script.send_signal(signal.SIGTERM)
     code, last = end(script)
@@ -301,8 +355,26 @@ def test_canceled_while_the_yaml_file_is_read(machine, tmp_path):
         ((), {}, "give a YAML file, or -- and a command"),
         (("--", "true"), {"ENV_FILE": "nosuch.sh"}, "ENV_FILE nosuch.sh: no such file"),
         (("my.yaml",), {}, "my.yaml, see the line above"),
-        (("--", "bash", "-c", "exit 2"), {}, "the ranks ended with exit code 2"),
-        (("--", "true"), {"SLURM_JOB_NUM_NODES": "3"}, "the hosts (n1 n2) are not the job's 3"),
+        (("--", "bash", "-c", "exit 2", *FLAGS), {}, "the ranks ended with exit code 2"),
+        (
+            ("--", "true", *FLAGS),
+            {"SLURM_JOB_NUM_NODES": "3"},
+            "the hosts (n1 n2) are not the job's 3",
+        ),
+        (("--", "bash", "job.sh"), {}, "--save is not in the command, so no try could save and"),
+        (("--", "true", "--save=s", *FLAGS[4:]), {}, "--load is not in the command"),
+        (("--", "true", *FLAGS[:4]), {}, "--exit-signal-handler is not in the command"),
+        (
+            ("--", "torchrun", "--nproc-per-node", "2", "train.py", *FLAGS),
+            {},
+            "torchrun would start in each of the 2 tasks, which are the ranks: leave it out",
+        ),
+        (
+            ("--", "python", "-m", "torch.distributed.run", "train.py", *FLAGS),
+            {},
+            "torchrun would start in each of the 2 tasks, which are the ranks: leave it out",
+        ),
+        (("--", "true", "--save", "/proc/saves", *FLAGS[2:]), {}, "--save /proc/saves cannot be"),
     ],
 )
 def test_what_no_other_try_could_mend_is_rejected(machine, tmp_path, words, settings, why):
@@ -312,24 +384,38 @@ def test_what_no_other_try_could_mend_is_rejected(machine, tmp_path, words, sett
 
 def test_names_reach_the_rank_as_they_are(machine, tmp_path):
     code = "import sys, pathlib; pathlib.Path('words').write_text(repr(sys.argv[1:]))"
-    returned, _, _ = machine.run("--", sys.executable, "-c", code, HOSTILE)
-    assert returned == 0 and eval((tmp_path / "words").read_text()) == [HOSTILE]
-    line = shlex.join([sys.executable, "-c", code, HOSTILE])
-    returned, _, _ = machine.run("my.yaml", **cp_ring(tmp_path, f"printf %s {shlex.quote(line)}"))
-    assert returned == 0 and eval((tmp_path / "words").read_text()) == [HOSTILE]
+    command = [sys.executable, "-c", code, *FLAGS, HOSTILE, ""]
+    returned, _, _ = machine.run("--", *command)
+    assert returned == 0 and eval((tmp_path / "words").read_text()) == [*FLAGS, HOSTILE, ""]
+    (tmp_path / "words").unlink()
+    line = f"torchrun -m cp_ring.pretrain_gpt {shlex.join(command)}"
+    text = f"printf %s {shlex.quote(line)}"
+    returned, _, _ = machine.run("my.yaml", **cp_ring(tmp_path, text), PROLOG="touch hacked")
+    assert returned == 0 and eval((tmp_path / "words").read_text()) == [*FLAGS, HOSTILE, ""]
     assert not list(tmp_path.rglob("hacked"))
 
 
+def test_torchrun_in_one_task_of_each_node_is_a_command(machine, tmp_path):
+    (tmp_path / "bin/torchrun").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "bin/torchrun").chmod(0o755)
+    code, last, _ = machine.run("--", "torchrun", "--nnodes=2", "train.py", *FLAGS)
+    assert code == 0 and last.startswith("finished")
+
+
 def test_a_rank_that_fails_ends_the_others(machine):
-    machine.run("--", "true")
+    machine.run("--", "true", *FLAGS)
     (call,) = (line for line in machine.calls.read_text().splitlines() if "--wait=60" in line)
     assert "--kill-on-bad-exit=1" in call and "--distribution=arbitrary" in call
 
 
 def test_the_table_names_every_outcome():
     text = (FOLDER / "train.sbatch").read_text()
-    for outcome in ("finished", "requeued", "requeue refused", "given up", "rejected", "canceled"):
-        assert f"#   {outcome}  " in text
+    named = set(re.findall(r"^#   ([a-z][a-z ]+?)  ", text, re.MULTILINE))
+    said = set(re.findall(r"finish \"?([a-z ]+)\"? [\"0-9]", text)) | {
+        "requeue refused",
+        "canceled",
+    }
+    assert said == named - {"outcome of a try"} and len(said) == 6
 
 
 def test_shellcheck():

@@ -115,6 +115,41 @@ def test_submitted_killed_warned_finished(cluster):
     assert " try 2: finished: " in job.log and "SIGUSR1: saving, then ending" in job.logs()
 
 
+@pytest.mark.ci
+def test_ended_early_then_finished(cluster):
+    """By --exit-interval, of which a YAML file and a wrapper around the ranks can both know."""
+    settings = {"megatron__exit_interval": 4, "cp_ring__certify": False}
+    job = Job(cluster, "early", **settings, **CP2)
+    assert job.end() == "COMPLETED", job.logs()
+    assert job.starts == [0, 4] and sorted(job.trace()) == [1, 2, 3, 4, 5, 6], job.logs()
+    assert " try 0: requeued: ended early; " in job.log and "after step 4 of 6" in job.log
+    assert " try 1: finished: " in job.log and "after step 6 of 6" in job.log
+
+
+@pytest.mark.ci
+def test_commands_that_cannot_go_on_and_code_2_after_a_step(cluster):
+    saves = f"{cluster.folder}/saves"
+    flags = ["--save", saves, "--load", saves, "--exit-signal-handler"]
+    for name, command, line in [
+        ("no-save", ["python", "train.py"], "rejected: --save is not in the command"),
+        ("launcher", ["torchrun", "--nproc-per-node", "2", "x.py", *flags], "rejected: torchrun "),
+        ("wrong", ["bash", "-c", "exit 2", *flags], "rejected: the ranks ended with exit code 2"),
+    ]:
+        job = Job(cluster, name, ranks=2, command=command)
+        assert job.end() == "FAILED" and f" try 0: {line}" in job.log, job.logs()
+        assert job.restarts == 0
+    step = (
+        'if [[ $SLURM_PROCID == 0 ]]; then echo $((5 * (SLURM_RESTART_COUNT + 1))) 10 >"$CP_RING_PROGRESS"; fi; '
+        "exit $((SLURM_RESTART_COUNT ? 0 : 2))"
+    )
+    job = Job(cluster, "code-2", ranks=2, command=["bash", "-c", step, *flags])
+    assert job.end() == "COMPLETED", job.logs()
+    assert (
+        " try 0: requeued: failed; the ranks ended with exit code 2 after step 5 of 10" in job.log
+    )
+    assert " try 1: finished: " in job.log and job.restarts == 1
+
+
 @pytest.mark.slow
 def test_an_error_in_python_ends_the_job_with_workers_of_the_data_loader_too(cluster):
     """One try; nobody waits for a time limit, and no worker is left."""

@@ -1,0 +1,68 @@
+"""Ends a failed rank soon, and says why where its error does not."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator
+
+from cp_ring.errors import one_line
+from cp_ring.megatron import compat
+from cp_ring.megatron.rejection import ADVICE, OURS, Rejected, megatrons_text, record, reject
+
+ENDING_S = 10.0
+"""Seconds after which a failed rank is gone, even if something still waits at its end."""
+_FULL = 2**20  # free bytes of a disk, of which a failed save leaves few
+
+
+@contextlib.contextmanager
+def ending_soon(script: str) -> Iterator[None]:
+    """If the block fails, end this rank `ENDING_S` seconds later and tell the watchdogs of the
+    others. Print one line for a nonzero exit code of `script`, and one line where more is known
+    than the error says.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if end.code in (None, 0):
+            raise
+        number = isinstance(end.code, int)
+        why = f"{script} ended with exit code {end.code}" if number else str(end.code)
+        _end_soon(why)
+        if isinstance(end, Rejected):
+            raise
+        reject(f"rank {os.environ.get('RANK', '0')}: {why}", int(end.code) if number else 1)
+    except BaseException as error:
+        _end_soon(f"{type(error).__name__}: {one_line(error)}")
+        record("".join(traceback.format_exception(error)))
+        if not isinstance(error, OURS) and (reason := _reason(error)):
+            traceback.print_exc()
+            reject(reason, 1)
+        raise
+
+
+def _end_soon(why: str) -> None:
+    with contextlib.suppress(OSError):  # standard error may be closed
+        faulthandler.dump_traceback_later(ENDING_S, exit=True, file=sys.__stderr__ or 2)
+    torch = sys.modules.get("torch")
+    if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
+        from cp_ring.observe import watchdog
+
+        watchdog.tell_failure(why)
+
+
+def _reason(error: BaseException) -> str:
+    """Return what an error of Megatron does not say: which flag to change, or that a disk is full,
+    which its writers report as anything else. "" if nothing is known.
+    """
+    if any(part in str(error) for part in ADVICE):
+        return megatrons_text(error)
+    save = str(getattr(compat.arguments(), "save", None))
+    with contextlib.suppress(OSError):
+        if (free := shutil.disk_usage(save).free) < _FULL:
+            return f"No space left on the disk of --save {save}: {free} bytes are free"
+    return ""

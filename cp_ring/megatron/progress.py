@@ -1,0 +1,33 @@
+"""Tells the batch script that started this job how far it came, whatever wrapper stands between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from cp_ring.megatron import compat
+
+FILE = "CP_RING_PROGRESS"
+"""The environment variable by which launch/slurm/train.sbatch names the file."""
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Write the steps done and the steps asked for to the file, at the end of the block, on rank 0.
+
+    Megatron's training also ends by `sys.exit`. A job that does not train has done its steps.
+    """
+    try:
+        yield
+    finally:
+        args, path, error = compat.arguments(), os.environ.get(FILE), sys.exception()
+        if args and path and os.environ.get("RANK", "0") == "0":
+            done = getattr(args, "iteration", 0) + compat.steps_done()
+            if hasattr(args, "curr_iteration") and not getattr(error, "code", error):
+                done += 1  # that of the last step counts from 0
+            part = Path(f"{path}.part")  # no reader sees a half of it
+            part.write_text(f"{done} {done if args.skip_train else args.train_iters}\n")
+            part.replace(path)
