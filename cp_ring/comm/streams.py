@@ -39,12 +39,16 @@ class KeyStream:
                 pending.append(self._posted(turn))
             wait_for(pending[place])
             pending[place] = DONE  # which frees the tensors of its messages
-            while len(pending) < turn.ahead:
-                pending.append(self._posted(turns[len(pending)]))
+            # A GPU's kernels are only launched here: those of the rank's own keys, which wait for
+            # nothing, go before the first messages. A CPU computes them first, so they go after.
+            launched = self._slots[0][0].is_cuda and not slot
+            ahead = turns[: 0 if launched else turn.ahead]
+            pending += [self._posted(later) for later in ahead[len(pending) :]]
             self._spare = ()
             for counters in self._recording:
                 counters.hops += bool(len(hop.tiles))
             yield hop, *self._slots[slot]
+            pending += [self._posted(later) for later in turns[len(pending) : turn.ahead]]
             if slot:
                 self._spare = self._slots.pop(slot)
                 for counters in self._recording:

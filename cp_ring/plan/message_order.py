@@ -8,8 +8,8 @@ from cp_ring.plan.records import RankPlan, Transfer, Turn
 
 
 def message_order(rank_plan: RankPlan, num_slots: int, backward: bool) -> tuple[Turn, ...]:
-    """Return the hops of a pass, each posted as far ahead as there are free slots. It is the same
-    for all calls under one plan.
+    """Return the hops of a pass. Before a hop is computed, the messages of the next one are posted,
+    or of more with more than two slots. It is the same for all calls under one plan.
     """
     hops = tuple(rank_plan.backward if backward else rank_plan.hops)
     ahead = 1 if rank_plan.forwards else num_slots - 1
@@ -22,6 +22,9 @@ def message_order(rank_plan: RankPlan, num_slots: int, backward: bool) -> tuple[
             # the gradients of hop t - 1 - ahead, of which hop 0 has none.
             early = backward and hop.index > max(now.index, 1) + ahead
             absent = any(send.buffer > now.index for send in hop.sends)
+            # Where messages have one queue with kernels, those of a hop that is further ahead would
+            # start when the first ones end, and the kernels behind them wait.
+            early |= len(posted) > place + ahead
             if len(posted) > place and (early or absent or (hop.receives and not free)):
                 break
             if hop.receives:
