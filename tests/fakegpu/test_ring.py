@@ -145,6 +145,27 @@ def test_groups_of_messages_complete_whoever_comes_first(clean, sm):
         assert any(group.part == f"{case} 2" for group in logs[0].groups)
 
 
+def before_own_keys(log, part):
+    """Messages that are issued before the first attention of forward, or of backward."""
+    kinds = [
+        next((x for x in ("flash_fwd", "flash_bwd") if x in " ".join(event.words)), event.kind)
+        for event in log.of(part, "launch", "nccl")
+    ]
+    backward = kinds[len(kinds) - kinds[::-1].index("flash_fwd") :]
+    return [
+        of_pass[: of_pass.index(name)].count("nccl")
+        for of_pass, name in ((kinds, "flash_fwd"), (backward, "flash_bwd"))
+    ]
+
+
+@capabilities
+def test_attention_to_own_keys_is_launched_before_the_first_messages(clean, sm):
+    """Else it would start behind them where all streams have one queue."""
+    for log in clean(sm):
+        for case in PLANS.keys() & CASES[sm]:
+            assert before_own_keys(log, f"{case} 2") == [0, 0]
+
+
 @capabilities
 def test_a_step_launches_what_its_plan_says(clean, sm):
     for case in PLANS.keys() & CASES[sm]:

@@ -60,7 +60,7 @@ class Job:
 
     def __init__(self, step: str, device: str, out: str):
         self.step, self.out, self.failed = step, out, False
-        self.values, self.device = device == "cuda", torch.device("cuda")
+        self.kind, self.values, self.device = device, device == "cuda", torch.device("cuda")
         self.sizes = RankSizes() if self.values else RankSizes(128, 4, 2)
         self.repeats = 5 if self.values else 1
 
@@ -83,6 +83,9 @@ class Job:
         """Appends a line of what did not run; the step fails."""
         self.failed = True
         self.row(check=what, holds=False, **facts)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.sizes.dtype)
 
     def draw(self, tokens: int, seed: int = 0) -> list[torch.Tensor]:
         """q, k, v, dout, [1, tokens, heads, head size]."""

@@ -8,9 +8,10 @@
 set -euo pipefail
 OUT=$(realpath "${OUT:-.}")
 export OUT
-device=cuda seconds=3600 only=(a b c d e f g h) nccl=
+device=cuda seconds=3600 only=(values streams tiles empties merges a b c replays d e f g h) nccl=
 # seconds of a step on a GPU; on a fake one nothing is measured, and the limit is only against hanging
-declare -A limits=([facts]=60 [a]=300 [b]=150 [c]=90 [d]=120 [e]=120 [f]=150 [g]=600 [h]=600)
+declare -A limits=([facts]=60 [a]=300 [b]=150 [c]=90 [d]=120 [e]=120 [f]=150 [g]=600 [h]=600
+    [values]=90 [streams]=90 [tiles]=120 [empties]=60 [merges]=60 [replays]=150)
 while (($#)); do
     case $1 in
     --device) device=$2 && shift 2 ;;

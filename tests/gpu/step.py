@@ -30,6 +30,13 @@ STEPS = {
     "f": ("rings:processes",),  # two processes over gloo, and over NCCL
     # Megatron GPT at cp 2, recomputed, sharded, offloaded, two microbatches at a time
     "g": ("training:training",),
+    # tiles at the sizes of training against float64, with merged lse
+    "values": ("measure:values",),
+    "streams": ("measure:streams",),  # does attention wait for messages, do messages for attention
+    "tiles": ("measure:tiles",),  # TFLOP/s by tile and kernel
+    "empties": ("measure:empties",),  # what empty tiles of packed calls cost
+    "merges": ("measure:merges",),  # GB/s of merges and sums
+    "replays": ("measure:replays",),  # ranks 0, 3 and 7 of 8, alone
     # beside TransformerEngine's context parallelism on all GPUs: times, values, launches
     "h": ("rings:beside",),
 }
