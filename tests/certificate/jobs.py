@@ -57,7 +57,9 @@ REAL_OF_EXPERTS = """
 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3; --moe-ffn-hidden-size 64
 --moe-router-num-groups 4 --moe-router-group-topk 2; --moe-per-layer-logging
 """
-REAL_ALONE = "--optimizer sgd; --qk-l2-norm; --use-tp-pp-dp-mapping; --expert-tensor-parallel-size 1"
+REAL_ALONE = (
+    "--optimizer sgd; --qk-l2-norm; --use-tp-pp-dp-mapping; --expert-tensor-parallel-size 1"
+)
 """Flags as they stand in the examples and functional tests of Megatron-LM: right in any model here,
 in models of experts, and in some models.
 """
