@@ -2,8 +2,8 @@
 `python -m cp_ring.pretrain_gpt <Megatron flags> --cp-ring`.
 
 Takes the flags of Megatron's `pretrain_gpt.py`, which `--help` lists, and rejects those that only
-this script reads. The loss is normalized per token, which is exact under context parallelism, and no s x s
-attention mask is ever built.
+this script reads. The loss is normalized per token, which is exact under context parallelism, and
+no s x s attention mask is ever built.
 """
 
 from __future__ import annotations
