@@ -1,9 +1,9 @@
 """GPT pretraining on Megatron-core's own training loop:
 `python -m cp_ring.pretrain_gpt <Megatron flags> --cp-ring`.
 
-Takes every flag of Megatron's `pretrain_gpt.py` that concerns a GPT model and its data; `--help`
-lists them. The loss is normalized per token, which is exact under context parallelism, and no s x s
-attention mask is ever built.
+Takes the flags of Megatron's `pretrain_gpt.py`, which `--help` lists, and rejects those that only
+this script reads. The loss is normalized per token, which is exact under context parallelism, and
+no s x s attention mask is ever built.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from cp_ring.patches.install import install, log_steps
 
 DOCUMENT_MASK = "--cp-ring-document-mask"
 _FLAGS = ("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader")
+_OF_SCRIPT = ("--fim-", "--logits-load-", "--per-dataset-sequences-path", "--check-for-spiky-loss",
+              "--hybrid-context-parallel")  # fmt: skip
+"""How flags begin that Megatron's `pretrain_gpt.py` reads and this module does not."""
 
 
 def main() -> None:
@@ -34,6 +37,11 @@ def main() -> None:
     with rejecting(), progress.told(), ending_soon("training"):
         # Megatron's wrapper of FSDP2 does not divide gradients by the number of tokens
         flags = _FLAGS[1:] if "--use-torch-fsdp2" in sys.argv else _FLAGS
+        if unread := [word for word in sys.argv if word.startswith(_OF_SCRIPT)]:
+            raise ConfigError(
+                f"cp_ring.pretrain_gpt does not read {', '.join(unread)}: leave it out, or give it "
+                "to Megatron's own script, by python -m cp_ring.run pretrain_gpt.py"
+            )
         sys.argv += [flag for flag in flags if flag not in sys.argv]
         _mask_documents(sys.argv)
         install(sys.argv[1:])

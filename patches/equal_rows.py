@@ -1,5 +1,5 @@
 """Checks that all context-parallel ranks of a Megatron script split the same rows; otherwise the
-job ends with one line.
+job ends with one line. Keeps the entries of a batch that have no token dimension.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 _NAME = "get_batch_on_this_cp_rank"
 _TENSORS = ("tokens", "labels", "position_ids", "cu_seqlens")
+_OF_SPLIT = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
 
 
 def split_equal_rows(
@@ -22,7 +25,10 @@ def split_equal_rows(
     cp_group: Any = None,
     **named: Any,
 ) -> dict[str, Any]:
-    """Wrap Megatron's `get_batch_on_this_cp_rank`: the ranks compare their batches first."""
+    """Wrap Megatron's `get_batch_on_this_cp_rank`: the ranks compare their batches first.
+
+    Entries without a token dimension, such as the `dataset_id` of a blend, are not split.
+    """
     from megatron.core import parallel_state
 
     from cp_ring.megatron.data.rows import check_rows
@@ -30,7 +36,16 @@ def split_equal_rows(
     if not is_hybrid_cp:  # with hybrid cp, a microbatch names its own ranks
         group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
         check_rows({name: batch.get(name) for name in _TENSORS}, group)
-    return dict(split(batch, is_hybrid_cp, cp_group=cp_group, **named))
+    lengths = {batch[name].shape[1] for name in _TENSORS[:3] if batch.get(name) is not None}
+    kept = {
+        name: x
+        for name, x in batch.items()
+        if isinstance(x, torch.Tensor)
+        and name not in _OF_SPLIT
+        and lengths.isdisjoint(x.shape[1:3])
+    }
+    rest = {name: x for name, x in batch.items() if name not in kept}
+    return split(rest, is_hybrid_cp, cp_group=cp_group, **named) | kept
 
 
 def _replacements() -> Iterator[Replacement]:

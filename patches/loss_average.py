@@ -5,6 +5,10 @@ own tokens that count, and averages these means over ranks. So a token weighs mo
 tokens count on its rank. In validation with --sft Megatron averages reported losses in the same
 way. This patch takes sum and number over the context-parallel group. Data-parallel ranks and
 microbatches weigh as at context parallel size 1.
+
+Some loss functions return a mean and a report. Megatron adds up their values over the
+context-parallel ranks, which is right for a mean over the tokens of all these ranks. A mean over
+the tokens of one rank is divided here, and a line says so.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.wrapping import Function, around
@@ -38,6 +43,8 @@ def _over_all_tokens(
         if kwargs:  # with `non_loss_data` the function returns something else
             return outputs
         group = _group_of(model)
+        if len(outputs) == 2:
+            return _divided(outputs, output, group, config)
         return average(outputs, group, not config.calculate_per_token_loss)
 
     split = loss_func is not None and config.context_parallel_size > 1
@@ -51,29 +58,54 @@ def average(outputs: tuple[Any, ...], group: Any, divide: bool) -> tuple[Any, ..
     divide: True if Megatron divides each sum by the number of that rank. Then this function divides
         the sum by the mean number of the ranks, and returns the number 1.
 
-    In validation the reported numbers are those of the group. A mean, (mean, report), does not
-    change, and a line says so.
+    In validation the reported numbers are those of the group.
     """
-    *computed, report = outputs
+    loss, count, report = outputs
     if not torch.is_grad_enabled() and isinstance(report, dict):
         report = {name: _sum_of_pair(value, group) for name, value in report.items()}
-    if divide and len(computed) == 2:
-        loss, count = computed
+    if divide:
         total = count.detach().clone()
         dist.all_reduce(total, group=group)
         # in place, as Megatron divides, because its schedules may hold this tensor
         loss /= total.clamp(min=1) / group.size()
-        computed = [loss, torch.ones_like(count)]
-    elif divide:
-        first = all(
-            compat.group_of(None, name).rank() == 0 for name in ("tp", "cp", "dp")
-        )  # only the last pipeline stage gets here
-        note(
-            "the loss function returns a mean, so that all context-parallel ranks weigh the same, "
-            "however many of their tokens count: return the sum, the number of tokens and a report",
-            first,
+        count = torch.ones_like(count)
+    return loss, count, report
+
+
+def _divided(outputs: tuple[Any, Any], output: Any, group: Any, config: Any) -> tuple[Any, Any]:
+    """Return what a loss function of `output` returned, (mean, report). A mean over the tokens of
+    this rank is divided by the number of ranks of `group` that have tokens. A collective of `group`
+    while gradients are enabled.
+
+    The weights of the tokens in a mean add up to 1: on each rank, or on all of them together.
+    Raises `ConfigError` with --calculate-per-token-loss, which needs the number of tokens.
+    """
+    ask = "return the sum, the number of tokens and a report"
+    if config.calculate_per_token_loss:
+        raise ConfigError(
+            f"the loss function returns a mean, but --calculate-per-token-loss needs sums: {ask}"
         )
-    return *computed, report
+    loss, report = outputs
+    if not output.requires_grad:
+        return outputs
+    said, ranks = "must be over the tokens of all context-parallel ranks", 1.0
+    if output.dim() < 3:  # losses of tokens, not logits
+        (weights,) = torch.autograd.grad(loss, output, retain_graph=True)
+        weight = weights.sum(dtype=torch.float32)
+        sums = torch.stack([weight, (weight != 0).float()])
+        dist.all_reduce(sums, group=group)
+        total, ranks = sums.tolist()
+        if ranks < 2 or abs(total / ranks - 1) > 0.01:
+            return outputs
+        said = (
+            f"is of a rank's own tokens: divided by {ranks:.0f}, the context-parallel ranks that "
+            "have some, because Megatron adds up their means; these ranks weigh the same, however "
+            "many of their tokens count"
+        )
+    first = all(compat.group_of(None, name).rank() == 0 for name in ("tp", "cp", "dp"))
+    # only the last pipeline stage gets here
+    note(f"the loss function returns a mean, which {said}: {ask}", first)
+    return loss / ranks, report
 
 
 def _group_of(model: Any) -> Any:

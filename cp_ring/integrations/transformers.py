@@ -6,6 +6,8 @@ Shapes: b batch rows of n tokens; h query and g key/value heads of sizes d and e
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -25,7 +27,7 @@ from cp_ring.comm.groups import Group, check_given, transport_for, transport_of_
 from cp_ring.comm.same_batch import check_same_batch
 from cp_ring.errors import ConfigError
 from cp_ring.options import UNSUPPORTED
-from cp_ring.sharding import parts_of
+from cp_ring.sharding import parts_of, unshard
 
 OFFSETS = "cp_ring_offsets"
 """A key that `shard_batch` adds to a batch and the models hand to attention: the offsets of
@@ -35,6 +37,11 @@ documents in the whole batch row, (0, ..., n).
 LAST = "cp_ring_last_position"
 """Another key that `shard_batch` adds: the largest position of the whole batch, a tensor []. Rotary
 embeddings whose frequencies follow the length of the batch ask for it.
+"""
+
+COUNTED = "cp_ring_counted"
+"""Another key that `shard_batch` adds: which tokens of the whole batch are no padding, a tensor
+[b, n]. Balance losses of experts ask for it.
 """
 
 _OPTIONS = (
@@ -59,7 +66,8 @@ def use_ring_attention(model: PreTrainedModel, group: Group = None, **options: A
 
     It accepts models with a head for each token: causal language models, base models, token
     classification; with PEFT's adapters too. A head that pools a row, as for sequence
-    classification, would pool only a rank's part of the row.
+    classification, would pool only a rank's part of the row. A balance loss of experts
+    (`output_router_logits`) is that of the whole batch.
 
     Raises `ConfigError` for other heads and layers, attention that transformers cannot replace, and
     other options.
@@ -78,6 +86,8 @@ def use_ring_attention(model: PreTrainedModel, group: Group = None, **options: A
     if not model._supports_attention_backend or not model._supports_flash_attn:
         raise ConfigError(f"{name} does not let transformers replace its attention")
     _check_head(model)
+    model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+    _balance_experts(model, group)
     implementation = f"cp_ring_{id(model):x}"
     AttentionInterface.register(implementation, partial(_attend, group, options))
     AttentionMaskInterface.register(implementation, _no_mask)
@@ -131,20 +141,71 @@ def _check_head(model: PreTrainedModel) -> None:
             f"give the model inside of it, model.{model.base_model_prefix}, and pool "
             "cp_ring.unshard(hidden_states, group=group)"
         )
-    if any(name.endswith(_HEADS[1]) for name in names):
-        model.register_forward_pre_hook(_check_labels, with_kwargs=True)
 
 
 _HEADS = ("ForCausalLM", "ForTokenClassification")
 
 
-def _check_labels(model: nn.Module, _: Any, named: dict[str, Any]) -> None:
-    if OFFSETS in named and named.get("labels") is not None:
+def _check_inputs(model: nn.Module, _: Any, named: dict[str, Any]) -> None:
+    """Raise `ConfigError` for inputs beside those of `shard_batch` that mean whole rows."""
+    if OFFSETS not in named:
+        return
+    names = [kind.__name__ for kind in type(model).__mro__]
+    if any(name.endswith(_HEADS[1]) for name in names) and named.get("labels") is not None:
         raise ConfigError(
-            f"shard_batch shifts labels, which {type(model).__name__} compares with their own "
-            "tokens: leave labels out of the batch, and give cp_ring.shard(labels, group=group) to "
-            "a loss of the logits"
+            f"shard_batch shifts labels, which {names[0]} compares with their own tokens: leave "
+            "labels out of the batch, and give cp_ring.shard(labels, group=group) to a loss of the "
+            "logits"
         )
+    if named.get("attention_mask") is not None:
+        raise ConfigError("attention_mask has no effect after shard_batch: leave it in the batch")
+    whole = named["input_ids"].shape[1] == named[OFFSETS][-1]  # at context parallel size 1
+    if isinstance(kept := named.get("logits_to_keep", 0), Tensor) or (kept and not whole):
+        raise ConfigError(
+            "logits_to_keep would keep tokens of each rank's part: leave it out, and cut "
+            "cp_ring.unshard(logits, group=group)"
+        )
+
+
+def _balance_experts(model: PreTrainedModel, group: Group) -> None:
+    """Make the balance loss of experts that of the whole batch, without its padding: a product of
+    means is no mean of the ranks' products.
+
+    Raises `ConfigError` for a model that computes it in another way than most.
+    """
+    balance = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if balance is None:
+        return
+    asked = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+    usual = [*inspect.signature(balance).parameters] == asked and hasattr(
+        model, "router_aux_loss_coef"
+    )
+
+    def of_all_ranks(_: nn.Module, __: Any, named: dict[str, Any], out: Any) -> None:
+        found = getattr(out, "aux_loss", None)
+        if OFFSETS not in named or found is None:
+            return
+        if not usual:
+            raise ConfigError(problem)
+        counted = named[COUNTED]
+        rows, n = counted.shape
+        # a sum, because the gradients of ranks are averaged
+        logits = tuple(
+            unshard(x.unflatten(0, (rows, -1)), group=group, reduction="sum")[:, :n].flatten(0, 1)
+            for x in out.router_logits
+        )
+        of_all = balance(logits, model.num_experts, model.num_experts_per_tok, counted)
+        if out.loss is not None:
+            out.loss = out.loss + model.router_aux_loss_coef * (of_all - found)
+        out.aux_loss = of_all
+
+    problem = (
+        f"{type(model).__name__} has a balance loss of experts, which ring attention does not know: "
+        "set model.config.output_router_logits = False"
+    )
+    if not usual and getattr(model.config, "output_router_logits", False):
+        raise ConfigError(problem)
+    model.register_forward_hook(of_all_ranks, with_kwargs=True)
 
 
 def _tell_length(model: PreTrainedModel) -> None:
@@ -204,8 +265,8 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
     whole batch, or by `num_items_in_batch`. So the average of the ranks' losses and gradients is
     that of the whole batch: DDP or FSDP over the same ranks takes it.
 
-    Raises `ConfigError` for padding before tokens, and for entries of another shape; `PlanError` on
-    all ranks if they hold different batches.
+    Raises `ConfigError` for padding before tokens, for entries of another shape, and for a batch
+    that is split already; `PlanError` on all ranks if they hold different batches.
     """
     tokens = _tokens_of(batch)
     transport = transport_of_call(group, tokens.device)
@@ -234,7 +295,7 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
     _check_padding(mask)
     offsets = _offsets(whole["position_ids"], mask, batch_size)
     last = whole["position_ids"].max()
-    counted = batch.get("num_items_in_batch")
+    labeled = batch.get("num_items_in_batch")
     more = -n % (2 * cp) if cp > 1 else 0
     if more:
         fill = {"labels": _IGNORED}
@@ -242,9 +303,10 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
         offsets = (*offsets, n + more) if len(offsets) > 2 else (0, n + more)
     parts = {name: x if cp == 1 else parts_of(x, None, group, 1) for name, x in whole.items()}
     parts["position_ids"] = parts["position_ids"].expand(batch_size, -1)
-    parts |= {OFFSETS: offsets, LAST: last, "use_cache": False}
+    counted = torch.ones_like(tokens) if mask is None else mask.expand_as(tokens)
+    parts |= {OFFSETS: offsets, LAST: last, COUNTED: counted, "use_cache": False}
     if "labels" in whole:
-        total = (whole["labels"] != _IGNORED).sum() if counted is None else counted
+        total = (whole["labels"] != _IGNORED).sum() if labeled is None else labeled
         parts |= {"shift_labels": parts["labels"], "num_items_in_batch": total / cp}
     return parts
 
@@ -253,6 +315,8 @@ def _tokens_of(batch: Any) -> Tensor:
     """Return `input_ids` of a batch. Raises `ConfigError` if it has none."""
     if not isinstance(batch, Mapping):
         raise ConfigError(f"batch is a {type(batch).__name__}: give a dict with input_ids [b, n]")
+    if OFFSETS in batch:
+        raise ConfigError("the batch is split already: call shard_batch once, with the whole batch")
     tokens = batch.get("input_ids")
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         what = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
@@ -270,7 +334,14 @@ _OF_THE_ROW = {
 
 
 def _check_padding(mask: Tensor | None) -> None:
-    if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+    if mask is None:
+        return
+    if bool((mask > 1).any()):
+        raise ConfigError(
+            "attention_mask numbers documents: give position_ids that begin again at 0 with each, "
+            "and leave attention_mask to padding"
+        )
+    if bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise ConfigError(
             "attention_mask hides tokens before others: pad at the end (padding_side='right')"
         )

@@ -11,44 +11,10 @@ import os
 import sys
 import traceback
 
-import torch
-
+from tests.certificate import process_state
 from tests.certificate.faults import planted
 
 STOPPED = 3
-
-
-def states():
-    """Everything that a certificate must leave as it was."""
-    import random
-
-    import numpy as np
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-    from megatron.training import get_args
-
-    from cp_ring.megatron import settings
-
-    tracker = {
-        name: state.tolist()
-        for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
-    }
-    groups = {
-        name: id(value)
-        for name, value in vars(parallel_state).items()
-        if name.startswith("_") and name.isupper()
-    }
-    return (
-        torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()), tracker, dict(vars(get_args())),
-        id(get_args()), groups, get_num_microbatches(), settings.current(), losses_of_experts(),
-    )  # fmt: skip
-
-
-def losses_of_experts():
-    """What Megatron has collected for its log, since 0.18."""
-    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
-    tracker = logging and logging._MOE_METRICS_TRACKER
-    return tracker and list(tracker.metrics)
 
 
 def run(job, folder):
@@ -56,8 +22,8 @@ def run(job, folder):
     "" for cp_ring's own entry; seconds are those for probes at the job's length.
 
     FOLDER/name.json gets a list of {"fault", "seed", "rejections", "failure", "not_covered",
-    "untouched"} with the certificate, which ends with the first case that ends the job (exit code
-    `STOPPED`); "untouched" tells whether all states and arguments are as before.
+    "changed"} with the certificate, which ends with the first case that ends the job (exit code
+    `STOPPED`); "changed" has the states of the process that are not as before.
     """
     import torch.distributed as dist
 
@@ -68,13 +34,17 @@ def run(job, folder):
     from tests.megatron import worker
 
     def examine(args, step=None):
+        from megatron.training import training
+
         from tests.megatron import certificate_steps  # imports Megatron
+
+        training.train = finish  # a right job gets as far as its first step
 
         step = getattr(certificate_steps, job["step"]) if job["step"] else step
         found = []
         for fault, seed in job["cases"]:
             entry = {"fault": fault, "seed": seed, "failure": "", "not_covered": []}
-            before, misread = states(), certificate_steps.MISREAD.get(fault)
+            before, misread = process_state.whole(), certificate_steps.MISREAD.get(fault)
             with planted("" if misread else fault, step):
                 try:
                     certificate = module.run_probes(args, seed, misread or step, job["seconds"])
@@ -87,9 +57,14 @@ def run(job, folder):
                     os._exit(STOPPED)
             entry["rejections"] = [probe.rejection() for probe in certificate.failures]
             entry |= {"failure": certificate.failure, "not_covered": certificate.not_covered}
-            found.append(entry | certificate.as_dict() | {"untouched": states() == before})
+            changed = process_state.changes(before, process_state.whole())
+            found.append(entry | certificate.as_dict() | {"changed": changed})
         if os.environ["RANK"] == "0":
             write(found)
+        if any(fault for fault, _ in job["cases"]):
+            finish()
+
+    def finish(*args, **kwargs):
         dist.barrier()
         sys.stdout.flush()
         os._exit(0)

@@ -35,6 +35,34 @@ HETEROGENEOUS = f"""
     --rotary-base 10000 --heterogeneous-layers-config-path {Path(__file__).with_name("heterogeneous.json")}
 """
 OF_SCRIPT = "--no-create-attention-mask-in-dataloader"
+REAL = """
+--attention-backend flash; --attention-backend fused; --attention-backend unfused; --use-mcore-models; --ckpt-format torch_dist
+--log-num-zeros-in-grad --log-params-norm; --timing-log-level 2 --timing-log-option minmax; --log-throughput; --logging-level 40
+--log-timers-to-tensorboard --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard --tensorboard-log-interval 8
+--clip-grad 10.0; --weight-decay 1e-2; --lr-decay-style cosine --lr-warmup-fraction .01
+--dist-ckpt-strictness log_all; --no-gradient-accumulation-fusion; --attention-softmax-in-fp32; --no-masked-softmax-fusion
+--overlap-grad-reduce; --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather; --ddp-num-buckets 2
+--adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8; --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-rope-fusion
+--norm-epsilon 1e-6; --manual-gc --manual-gc-interval 100; --no-mmap-bin-files; --empty-unused-memory-level 2
+--cross-entropy-loss-fusion --cross-entropy-fusion-impl native; --no-check-for-nan-in-loss-and-grad; --add-qkv-bias
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+--rerun-mode disabled; --rerun-mode validate_results; --decoupled-lr 5e-4 --decoupled-min-lr 4.5e-5
+--exit-interval 50 --exit-duration-in-mins 230; --check-weight-hash-across-dp-replicas-interval 10
+--eod-mask-loss; --num-dataset-builder-threads 2; --no-load-optim --no-load-rng
+--kv-channels 32; --use-rope-scaling; --enable-experimental
+--no-persist-layer-norm --no-bias-dropout-fusion; --accumulate-allreduce-grads-in-fp32
+"""
+REAL_OF_EXPERTS = """
+--moe-router-dtype fp32; --moe-router-score-function sigmoid; --moe-router-topk-scaling-factor 2.5; --moe-router-pre-softmax
+--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3; --moe-ffn-hidden-size 64
+--moe-router-num-groups 4 --moe-router-group-topk 2; --moe-per-layer-logging
+"""
+REAL_ALONE = (
+    "--optimizer sgd; --qk-l2-norm; --use-tp-pp-dp-mapping; --expert-tensor-parallel-size 1"
+)
+"""Flags as they stand in the examples and functional tests of Megatron-LM: right in any model here,
+in models of experts, and in some models.
+"""
 SECONDS = 600.0  # for probes at the job's own length, which machines of any speed must reach
 
 
@@ -205,6 +233,17 @@ def _of_other_layers(number: int, hybrid: bool, ranks: int, by_script: bool, mor
     )
 
 
+def flags_of(scripts: str) -> list[str]:
+    return [each.strip() for each in scripts.replace("\n", ";").split(";") if each.strip()]
+
+
+def real_job(number: int, of: int, by_script: bool) -> Job:
+    """One of `of` right jobs that together have every flag of real scripts."""
+    flags = flags_of(f"{REAL}; {REAL_OF_EXPERTS}; {REAL_ALONE}")[number::of]
+    words = [EXPERTS, "--calculate-per-token-loss", *flags]
+    return Job(f"real{number}", 2, " ".join(words), by_script=by_script)
+
+
 def right_job(number: int, with_script: bool) -> Job:
     """The right job of this number, the same in every run; every second one through the script,
     where there is one.
@@ -287,6 +326,11 @@ def right_job(number: int, with_script: bool) -> Job:
             else ""
         )
     without = tuple(word for word in ("--disable-bias-linear", "--swiglu") if rng.random() < 0.5)
+    if any("shared-expert" in word for word in words):  # which have no biases
+        without = tuple({*without} - {"--disable-bias-linear"})
+    words += [*rng.choice(flags_of(REAL), 6, replace=False)]
+    if any("--num-experts" in word for word in words):
+        words += [*rng.choice(flags_of(REAL_OF_EXPERTS), 2, replace=False)]
     return Job(
         f"right{number}",
         ranks,

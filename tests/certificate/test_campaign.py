@@ -12,7 +12,15 @@ import pytest
 from tests.certificate import __main__ as campaign
 from tests.certificate import checkouts
 from tests.certificate.faults import FAULTS, OF_MEANS, SUBTLE
-from tests.certificate.jobs import FAULTY, OSS, Job, right_job
+from tests.certificate.jobs import (
+    FAULTY,
+    OSS,
+    REAL,
+    REAL_OF_EXPERTS,
+    Job,
+    real_job,
+    right_job,
+)
 from tests.parity.models import EXPERTS, UNTIED
 
 # a user's script, where no Megatron-LM is at hand
@@ -92,6 +100,21 @@ def test_a_job_that_fails_is_no_stopped_fault(tmp_path):
     job = Job("broken", 2, "--no-such-flag", ("mask widened",))
     (entry,) = campaign.faults([job], "", tmp_path)
     assert not entry["stopped"] and "unrecognized arguments: --no-such-flag" in entry["how"]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_flags_of_real_scripts_get_as_far_as_the_first_step(tmp_path, number):
+    """Their certificate passes and leaves the process as it was; then the model is built."""
+    (right,) = campaign.examine(real_job(number, 4, number % 2 == 1), [("", 1)], SMALL, tmp_path)
+    assert not right.get("error"), right
+    found = (right["rejections"], right["failure"], right["not_covered"], right["changed"])
+    assert found == ([], "", [], {})
+
+
+def test_there_are_at_least_40_flags_of_real_scripts():
+    words = (REAL + REAL_OF_EXPERTS).replace(";", " ").split()
+    drawn = {word for number in range(200) for word in right_job(number, False).argv()}
+    assert len({word for word in words if word.startswith("--")} & drawn) >= 60
 
 
 def test_there_are_at_least_40_faults_and_another_right_job_for_each_number():

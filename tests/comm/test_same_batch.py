@@ -119,3 +119,23 @@ def test_the_first_microbatches_are_compared_and_then_one_in_sixteen(monkeypatch
     assert same_batch.EVERY == 16
     assert one(0, same_batch.EVERY) == [*range(1, FIRST + 1), *later]
     assert one(0, 0) == []
+
+
+def split_of_a_blend(group):
+    """A blend's batch, split by a script: what has no token dimension beside what has one."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from cp_ring.patches.equal_rows import split_equal_rows
+
+    none = dict.fromkeys(("labels", "cu_seqlens", "attention_mask"))
+    batch = {name: x.expand(2, -1) for name, x in rows(0).items()} | none
+    batch |= {"dataset_id": torch.tensor([0, 1]), "weights": torch.ones(2, 3)}
+    return split_equal_rows(get_batch_on_this_cp_rank, batch, cp_group=group), batch
+
+
+def test_entries_without_a_token_dimension_are_not_split(pool):
+    for rank, (mine, whole) in enumerate(pool.run(split_of_a_blend, CP)):
+        assert torch.equal(mine["dataset_id"], whole["dataset_id"]) and mine["labels"] is None
+        assert torch.equal(mine["weights"], whole["weights"])
+        chunks = whole["tokens"].chunk(2 * CP, 1)
+        assert torch.equal(mine["tokens"], torch.cat([chunks[rank], chunks[-1 - rank]], 1))

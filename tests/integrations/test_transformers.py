@@ -134,6 +134,84 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(pool, family, packed):
         assert largest_error(found, whole(family, packed)) < 1e-6
 
 
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def balanced(family):
+    FAMILIES["Mixtral"] = MIXTRAL
+    model = model_of(family)
+    for name, value in BALANCED.items():
+        setattr(model.config, name, value)
+    model.router_aux_loss_coef = BALANCED["router_aux_loss_coef"]
+    return model
+
+
+def balanced_on_rank(group, family):
+    model = balanced(family)
+    use_ring_attention(model, group)
+    loss, gradients = trained(model, shard_batch(batch_of(False), group))
+    mean = torch.tensor([loss], dtype=torch.float64)
+    for x in (mean, *gradients.values()):
+        dist.all_reduce(x, group=group)
+        x /= group.size()
+    return mean.item(), gradients
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_the_balance_loss_of_experts_is_that_of_the_whole_batch(pool, family):
+    """Of its tokens that are no padding, at any context parallel size."""
+    model = balanced(family)
+    model.set_attn_implementation("eager")
+    wanted = trained(model, batch_of(False))
+    for cp in (1, 2):
+        for found in pool.run(balanced_on_rank, cp, family):
+            assert largest_error(found, wanted) < 1e-6
+
+
+def test_another_balance_loss_is_one_line():
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}
+    config = transformers.JetMoeConfig(
+        **sizes, num_key_value_heads=2, kv_channels=8, output_router_logits=True
+    )
+    line = said(use_ring_attention, transformers.JetMoeForCausalLM(config))
+    assert "JetMoeForCausalLM has a balance loss of experts" in line
+    config.output_router_logits = False
+    model = transformers.JetMoeForCausalLM(config)
+    use_ring_attention(model)
+    batch = shard_batch({"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]})
+    assert model(**batch).loss.isfinite()
+    assert "has a balance loss of experts" in said(model, **batch, output_router_logits=True)
+
+
+def kept_logits(group):
+    """What keywords of the model say that mean whole rows."""
+    model = model_of("Llama")
+    use_ring_attention(model, group)
+    batch = shard_batch({"input_ids": torch.arange(24)[None]}, group)
+    kept = [said(model, **batch, logits_to_keep=kept) for kept in (7, torch.arange(3))]
+    return [*kept, said(model, **batch, attention_mask=torch.ones(1, 24))]
+
+
+def test_keywords_of_the_model_that_mean_whole_rows_are_one_line(pool):
+    for *kept, mask in pool.run(kept_logits, 2):
+        assert all(
+            line.startswith("logits_to_keep would keep tokens of each rank") for line in kept
+        )
+        assert mask.startswith("attention_mask has no effect after shard_batch")
+
+
+def split_twice(group):
+    batch = {"input_ids": torch.arange(24)[None]}
+    return said(shard_batch, shard_batch(batch, group), group)
+
+
+def test_a_batch_that_is_split_twice_is_one_line(pool):
+    for cp in (1, 2):
+        for line in pool.run(split_twice, cp):
+            assert line.startswith("the batch is split already")
+
+
 @pytest.mark.parametrize("fault", ["documents", "position_ids", "shift_labels"])
 def test_a_planted_fault_shows(pool, fault):
     assert largest_error(pool.run(on_rank, 2, "Qwen3", True, fault)[0], whole("Qwen3", True)) > 1e-3
@@ -151,6 +229,9 @@ def test_what_cannot_be_split_is_rejected():
     good = {"input_ids": tokens}
     batches = {
         "padding_side": good | {"attention_mask": (tokens > 2).long()},
+        "attention_mask numbers documents: give position_ids": good
+        | {"attention_mask": 1 + tokens // 4},
+        "numbers documents": good | {"attention_mask": 3 - tokens // 4},
         "pixel_values": good | {"pixel_values": tokens},
         "labels is \\(1, 7\\): it must be \\(1, 8\\)": good | {"labels": tokens[:, 1:]},
         "labels is a list: it must be a tensor": good | {"labels": tokens.tolist()},

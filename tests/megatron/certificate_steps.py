@@ -48,6 +48,15 @@ def writes_into_its_tensors(data_iterator, model):
     return writes_into_its_batch(iter([batch]), model)
 
 
+def changes_the_process(data_iterator, model):
+    """As models and scripts do that set what they need."""
+    os.environ["OF_A_STEP"] = "0"
+    torch.manual_seed(1)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return writes_into_its_batch(data_iterator, model)
+
+
 def mean_over_all_ranks(data_iterator, model):
     """As in older scripts: the loss function returns a mean over the tokens of all ranks, and no
     number of tokens.

@@ -15,7 +15,7 @@ from tests.certificate.jobs import Job
 from tests.megatron.launch import HERE
 from tests.parity.models import UNTIED
 
-RIGHT_STEPS = ("writes_into_its_batch", "writes_into_its_tensors")
+RIGHT_STEPS = ("writes_into_its_batch", "writes_into_its_tensors", "changes_the_process")
 FAILING_STEPS = ("fails_before_the_ring", "fails_behind_the_ring")
 
 
@@ -30,7 +30,7 @@ def probes(folder, step, cases=(("", 1),), flags="", skew=300.0):
 def test_a_right_step_passes(tmp_path, step):
     (entry,) = probes(tmp_path, step)
     assert entry["rejections"] == [] and entry["failure"] == "" and entry["not_covered"] == []
-    assert "gradients" in {probe["name"] for probe in entry["probes"]} and entry["untouched"]
+    assert "gradients" in {probe["name"] for probe in entry["probes"]} and entry["changed"] == {}
 
 
 def test_a_mean_over_ranks_is_not_covered(tmp_path):
@@ -65,7 +65,7 @@ def test_a_step_that_raises_on_all_ranks_is_not_covered(tmp_path):
         assert entry["rejections"] == [] and {"mask", "out"} <= {
             probe["name"] for probe in entry["probes"]
         }
-        assert entry["untouched"]
+        assert entry["changed"] == {}
 
 
 @pytest.mark.parametrize("step", FAILING_STEPS)

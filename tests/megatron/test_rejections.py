@@ -21,6 +21,7 @@ from cp_ring.megatron.flags import (
     comm_types,
     resolve,
 )
+from cp_ring.megatron.settings import configure, current
 from tests.docs.troubleshooting import PAGE, line_of
 from tests.megatron.launch import MODEL, TINY, TRAIN, launch
 from tests.megatron.layers import core_attention
@@ -249,6 +250,26 @@ def test_inputs(one_rank, inputs, message):
     assert attention(q, q, q).shape == (8, 1, 32)
     with pytest.raises(ConfigError, match=message):
         attention(q, q, q, **inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "whole_rows", "flag"),
+    [
+        ({"document_mask": True}, False, "--cp-ring-document-mask"),
+        ({"mask_kinds": "images"}, False, "--cp-ring-mask-kinds"),
+        ({}, True, "--dataloader-inter-document-masking or --sft"),
+    ],
+)
+def test_documents_that_a_pipeline_stage_has_lost(one_rank, options, whole_rows, flag):
+    """A layer without packed_seq_params would attend to whole batch rows."""
+    before = current()
+    configure(Options.make(enabled=True, **options), whole_rows=whole_rows)
+    try:
+        attention, q = core_attention(), torch.randn(8, 1, 4, 8)
+        with pytest.raises(ConfigError, match=f"^{flag}: layer 1 got a microbatch without"):
+            attention(q, q, q)
+    finally:
+        configure(before, whole_rows=False)
 
 
 def test_double_backward(one_rank):

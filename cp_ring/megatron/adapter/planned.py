@@ -101,12 +101,26 @@ class PlannedAttention(MegatronModule):
         group = group_of_microbatch(packed_seq_params, self.cp_group)
         cp, (tokens, batch) = group.size(), query.shape[:2]
         if packed_seq_params is None:
+            if lost := self._expected():
+                raise ConfigError(
+                    f"{lost}: layer {self.layer_number} got a microbatch without "
+                    "packed_seq_params, so its documents or masks are lost: hand packed_seq_params "
+                    "to the model on every pipeline stage"
+                )
             return make_plan(mask, tokens * cp, cp, self.window, self.spec)
         documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
         with timing.waiting_for_plan():
             return documents.rank_plan(
                 group.rank(), self.window, mask == "causal", self._spec_of(group)
             )
+
+    def _expected(self) -> str:
+        """Return the flag with which every microbatch has documents or a mask, or ""."""
+        if self.settings.document_mask:
+            return "--cp-ring-document-mask"
+        if packed_in_whole_rows():
+            return "--dataloader-inter-document-masking or --sft"
+        return "--cp-ring-mask-kinds" if self.settings.kinds else ""
 
     def _spec_of(self, group: Any) -> PlanSpec:
         """Return the plan specification for `group`: all context-parallel ranks, or the ranks of

@@ -52,14 +52,16 @@ def longest_in_time(tested: TestedLayer, wanted: int, seconds: float) -> int:
     unit = 2 * tested.group.size() * GRAIN
     wanted = wanted if tested.kind.mask == "causal" else wanted // unit * unit
     kind = tested.kind
+    on_cuda = tested.device.type == "cuda"
+    free = torch.cuda.mem_get_info(tested.device)[0] // 4 if on_cuda else MEMORY
     n = kind.tokens
     while n < wanted:
         longer = min(2 * n, wanted)
         predicted = PASSES * _forward_seconds(at_length(tested, n)) * (longer / n) ** 2
-        # memory: whole tensors, and keys and their gradients in float64
+        # whole tensors, and keys and their gradients in float64
         size = (kind.d + kind.e) * (16 * kind.heads + 32 * kind.groups)
         memory = longer * kind.batch_size * size
-        too_large = predicted > seconds or memory > _memory(tested.device)
+        too_large = predicted > seconds or memory > free
         if tested.summed(torch.tensor(float(too_large), device=tested.device)):
             return n
         n = longer
@@ -78,7 +80,3 @@ def _forward_seconds(tested: TestedLayer) -> float:
             float(tested.call(*inputs).sum())  # waits for the device
         times.append(time.monotonic() - start)
     return min(times)
-
-
-def _memory(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0]) // 4 if device.type == "cuda" else MEMORY

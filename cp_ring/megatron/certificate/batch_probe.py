@@ -152,9 +152,8 @@ def compare(
         # a table for packed documents ends with the longest document.
         if mine is None or whole is None or not 1 < mine.dim() == whole.dim():
             continue
-        if not {len(mine), len(whole)} <= {1, batch_rows} or mine.shape[1] != s:
-            continue
-        if whole.shape[1] <= int(positions.max()):
+        shapes = {len(mine), len(whole)} <= {1, batch_rows} and mine.shape[1] == s
+        if not shapes or whole.shape[1] <= int(positions.max()):
             continue
         of_rows = zip(whole.expand(batch_rows, *whole.shape[1:]), positions, strict=True)
         expected = torch.stack([row[places] for row, places in of_rows])

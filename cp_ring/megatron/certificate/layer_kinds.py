@@ -120,6 +120,8 @@ def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
         return tuple(PREFIX + kind for kind in settings.current().kinds)
     if settings.current().document_mask:
         return ("documents", "packed")
+    if settings.packed_in_whole_rows():
+        return ("packed",)
     # only pretrain_vlm.py has this flag; it packs batch rows that it pads, whatever the value
     packed = hasattr(args, "use_packed_sequence") or any(
         getattr(args, name, False) for name in ("dataloader_inter_document_masking", "sft")

@@ -112,14 +112,13 @@ def probe_settings(tested: TestedLayer, layers: Mapping[int, Any]) -> Probe:
     """Probe that `layers`, by number, have the declared window and share one plan for the
     microbatch, which is made once.
     """
-    wrong = {}
+    wrong = []
     for number, layer in layers.items():
         if layer.window != tested.kind.window:
-            wrong[number] = f"window {layer.window}, declared {tested.kind.window}"
+            wrong.append(f"layer {number} has window {layer.window}, declared {tested.kind.window}")
         elif _plan_of(layer, tested) is not _plan_of(tested.layer, tested):
-            wrong[number] = "another plan"
-    where = [f"layer {number} has {what}" for number, what in wrong.items()]
-    probe = tested.probe("settings", len(wrong), 0.0, min(where, default=""))
+            wrong.append(f"layer {number} has another plan")
+    probe = tested.probe("settings", len(wrong), 0.0, min(wrong, default=""))
     return replace(probe, unit="layers")
 
 

@@ -32,23 +32,16 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
     """Return date, versions, sizes, and the settings on which attention depends."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
+        "versions": {
+            "cp_ring": importlib.metadata.version("cp-ring"),
+            # Megatron adds the git revision of the folder that it lies in, which may be that of
+            # another project
+            "megatron-core": Version(megatron_version() or "0").public,
+            "torch": torch.__version__,
+        },
         "ring": vars(settings.current()) | {"comm_types": comm_types.types_by_layer(args)},
         "dtype": str(args.params_dtype).removeprefix("torch."),
         "arguments": {name: getattr(args, name, None) for name in _ARGUMENTS.split()},
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of cp_ring, megatron-core and torch.
-
-    Megatron adds the git revision of the folder that it lies in, which may be another project's, so
-    that part is left out.
-    """
-    return {
-        "cp_ring": importlib.metadata.version("cp-ring"),
-        "megatron-core": Version(megatron_version() or "0").public,
-        "torch": torch.__version__,
     }
 
 

@@ -1,10 +1,11 @@
-"""Restores what training must find unchanged after the probes: random states, settings, and the
-values that Megatron collects while a model runs.
+"""Restores what training must find unchanged after the probes: the environment, random states,
+torch's switches, settings, and the values that Megatron collects while a model runs.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,14 @@ _FRESH: dict[tuple[str, str], Any] = {
 """The places where Megatron collects values: classes and modules by name, with an attribute and the
 function that makes its first value.
 """
+_SWITCHES: tuple[tuple[Any, Any], ...] = (
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (torch.get_rng_state, torch.set_rng_state),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
+"""Functions that read and write a state of the process."""
 _SCALERS = ("MTPLossAutoScaler", "DSAIndexerLossAutoScaler", "MoEAuxLossAutoScaler")
 _SCALE = "main_loss_backward_scale"
 
@@ -46,31 +55,28 @@ def _collected() -> Iterator[tuple[Any, str, Any]]:
             yield scaler, _SCALE, getattr(scaler, _SCALE)
 
 
-def _copied(state: Any) -> Any:
-    """Copy a state of Megatron's tracker if it is a generator, which CUDA graphs need and which
-    changes in place. A tensor needs no copy, because Megatron replaces it.
-    """
-    return state.clone_state() if isinstance(state, torch.Generator) else state
-
-
 @contextmanager
 def states_restored() -> Iterator[None]:
-    """Restore random states, cp_ring's settings, and the values that Megatron and the watchdog
-    collect, after the block.
+    """Restore the environment, random states, torch's switches, cp_ring's settings, and the values
+    that Megatron and the watchdog collect, after the block.
     """
     from megatron.core import tensor_parallel  # slow to import, and installed with Megatron only
 
     with ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        # Megatron's models export variables for TransformerEngine, and reject values of others
+        stack.callback(os.environ.update, dict(os.environ))
+        stack.callback(os.environ.clear)
+        for read, write in _SWITCHES:
+            stack.callback(write, read())
         if torch.cuda.is_available():
             stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state())
         tracker = tensor_parallel.get_cuda_rng_tracker()
-        stack.callback(
-            tracker.set_states,
-            {name: _copied(state) for name, state in tracker.get_states().items()},
-        )
+        # a tensor is replaced, but a generator, which CUDA graphs need, changes in place
+        states = {
+            name: state.clone_state() if isinstance(state, torch.Generator) else state
+            for name, state in tracker.get_states().items()
+        }
+        stack.callback(tracker.set_states, states)
         stack.callback(settings.configure, settings.current())
         stack.enter_context(replaced(*_collected()))
         begin_anew()  # ranks then compare the calls of the probes, and later those of training
@@ -82,5 +88,4 @@ def states_restored() -> Iterator[None]:
             # barrier
             watchdog.rest()
             gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # does nothing without CUDA

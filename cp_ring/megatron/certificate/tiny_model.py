@@ -32,7 +32,7 @@ PACKING = ("sft", "dataloader_inter_document_masking")
 
 KEPT = """
     tensor_model_parallel_size sequence_parallel context_parallel_size
-    hierarchical_context_parallel_sizes use_cpu_initialization transformer_impl
+    hierarchical_context_parallel_sizes use_cpu_initialization transformer_impl attention_backend
     kv_channels softmax_scale softmax_type
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     rope_type mrope_section apply_rope_fusion activation_func

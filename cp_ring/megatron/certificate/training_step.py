@@ -109,7 +109,7 @@ def compare(
     labels of the others differ between the runs, and must change nothing. `about` names the model
     and its mask.
     """
-    device = "cuda" if ours.losses.is_cuda else "cpu"
+    device = ours.losses.device.type
     wider = widening(settings.current().wire)
     truth = reference.losses.gather(1, positions)
     difference = (ours.losses - truth).masked_fill(~counts, 0.0)

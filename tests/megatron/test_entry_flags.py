@@ -1,0 +1,85 @@
+"""`cp_ring.pretrain_gpt` obeys each flag that Megatron's `pretrain_gpt.py` reads, or rejects it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+from cp_ring import pretrain_gpt
+from cp_ring.megatron.rejection import Rejected
+
+# `args.*` of pretrain_gpt.py of core_v0.18.2, core_v0.19.0 and main of 2026-11; the checkout lane
+# compares it with a checkout
+READ = """
+    allow_ambiguous_pad_tokens check_for_nan_in_loss_and_grad check_for_spiky_loss
+    context_parallel_size create_attention_mask_in_dataloader data_cache_path data_parallel_size
+    dataloader_defer_npy_index_mmap dataloader_fast_cache_load dataloader_inter_document_masking
+    eod_mask_loss fim_data fim_eod_token fim_fragment_rate fim_middle_token fim_no_prefix
+    fim_pad_token fim_prefix_token fim_rate fim_split_sample fim_spm_rate fim_suffix_token
+    full_validation hybrid_context_parallel logits_load_decode_threads logits_load_dir
+    logits_load_ignore_errors logits_load_kd_loss_alpha logits_load_msc_prefetch_depth
+    logits_load_prefetch_factor micro_batch_size mid_level_dataset_surplus mmap_bin_files mock_data
+    modelopt_enabled multiple_validation_sets num_dataset_builder_threads object_storage_cache_path
+    overlap_moe_expert_parallel_comm per_dataset_sequences_path pipeline_model_parallel_size
+    reset_attention_mask reset_position_ids seed seq_length sequence_parallel sft split
+    tensor_model_parallel_size untie_embeddings_and_output_weights
+"""
+# Megatron's loop itself has them; a flag of ModelOpt is in no parser but that of the script; masks
+# of s x s tokens are never made
+ELSEWHERE = {
+    "micro_batch_size", "overlap_moe_expert_parallel_comm", "pipeline_model_parallel_size",
+    "untie_embeddings_and_output_weights", "modelopt_enabled", "create_attention_mask_in_dataloader",
+}  # fmt: skip
+
+
+def rejected(name):
+    return ("--" + name.replace("_", "-")).startswith(pretrain_gpt._OF_SCRIPT)
+
+
+def names_of(source):
+    """The attributes of `args` that a source reads, and those that it asks `getattr` for."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("args", "get_args()"):
+            found.add(node.attr)
+        asks = isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")
+        if asks and ast.unparse(node.args[0]) in ("args", "get_args()"):
+            found |= {part.value for part in node.args[1:2] if isinstance(part, ast.Constant)}
+    return found
+
+
+def test_each_flag_is_read_or_rejected():
+    from cp_ring.megatron import gpt
+
+    source = inspect.getsource(gpt)
+    same_name = {
+        node.value
+        for node in ast.walk(ast.parse(inspect.getsource(gpt.dataset_config)))
+        if isinstance(node, ast.Constant)
+    }
+    read = names_of(source) | same_name | ELSEWHERE
+    assert [name for name in READ.split() if not rejected(name) and name not in read] == []
+    assert [name for name in ELSEWHERE if rejected(name)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in READ.split() if rejected(name)])
+def test_a_flag_that_only_the_script_reads_is_one_line(monkeypatch, capsys, name):
+    flag = "--" + name.replace("_", "-")
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", "--cp-ring", f"{flag}=1"])
+    with pytest.raises(Rejected):
+        pretrain_gpt.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"cp_ring: error: cp_ring.pretrain_gpt does not read {flag}=1: leave it")
+
+
+@pytest.mark.slow
+def test_the_list_of_flags_is_that_of_checkouts(megatron_lm):
+    if not megatron_lm:
+        pytest.skip("--megatron-lm names no checkout")
+    for checkout in map(Path, megatron_lm):
+        names = names_of((checkout / "pretrain_gpt.py").read_text())
+        assert names <= {*READ.split()}, (checkout, names - {*READ.split()})
