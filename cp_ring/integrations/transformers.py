@@ -200,8 +200,8 @@ def _balance_experts(model: PreTrainedModel, group: Group) -> None:
         out.aux_loss = of_all
 
     problem = (
-        f"{type(model).__name__} has a balance loss of experts, which ring attention does not know: "
-        "set model.config.output_router_logits = False"
+        f"{type(model).__name__} has a balance loss of experts, which ring attention does not "
+        "know: set model.config.output_router_logits = False"
     )
     if not usual and getattr(model.config, "output_router_logits", False):
         raise ConfigError(problem)
