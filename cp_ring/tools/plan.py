@@ -12,7 +12,13 @@ import typer
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.attention_sizes import attention_sizes
-from cp_ring.plan.cost import AttentionTime, attention_time, bytes_between_nodes, cost
+from cp_ring.plan.cost import (
+    AttentionTime,
+    attention_time,
+    bytes_between_nodes,
+    cost,
+    heads_to_try,
+)
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import ASSUMED, call_groups, lower
 from cp_ring.plan.mask import Mask
@@ -104,8 +110,12 @@ def plan_command(
         offsets = np.cumsum([0, *documents.lengths(lengths, n)])
         n = int(offsets[-1]) if n is None else n
     of = make_mask(n, asked.window, full, offsets)
+    compared = []
+    if offsets is not None and layout is head_parallel is None:
+        compared = compare(of, asked, assumed)
+        asked = replace(asked, spec=compared[0][0])
     start = time.perf_counter()
-    made = asked.spec.build(of, asked.cp)
+    made = asked.spec.build(of, asked.cp or 1)
     report = made.verify(2)
     proven_ms = 1e3 * (time.perf_counter() - start)
     timed = attention_time(made, report, asked.sizes, assumed, asked.ranks_per_node)
@@ -113,6 +123,7 @@ def plan_command(
         "proven_ms": proven_ms,
         "kernel_calls_per_rank": kernel_calls(made),
         "predicted": predicted(timed),
+        "compared": [predictions for _, predictions in compared],
     }
     emit(facts, as_json, lambda: _print(made, facts))
     if draw:
@@ -134,6 +145,23 @@ class Asked:
     spec: PlanSpec = PlanSpec("zigzag")
     sizes: AttentionSizes = field(default_factory=AttentionSizes)
     ranks_per_node: int = 8
+
+
+def compare(mask: Mask, asked: Asked, rates: Any) -> list[tuple[PlanSpec, dict[str, Any]]]:
+    """Return the layouts and numbers of ranks that exchange heads for a mask, each with what is
+    predicted of it, fastest first; all of their plans are proven.
+    """
+    cp, near = asked.cp or 1, asked.ranks_per_node
+    found = []
+    for name in ("balanced", "zigzag")[: 1 + (mask.n >= 2 * cp)]:
+        for heads in heads_to_try(cp, asked.sizes, near):
+            spec = replace(asked.spec, layout=name, ulysses=heads)
+            made = spec.build(mask, cp)
+            report = made.verify()
+            times = predicted(attention_time(made, report, asked.sizes, rates, near))
+            facts = {"layout": name, "head_parallel": heads, "balance": report.balance, **times}
+            found.append((spec, facts))
+    return sorted(found, key=lambda each: each[1]["both_s"])
 
 
 def _changed[T](values: T, **changes: Any) -> T:
@@ -218,7 +246,8 @@ def summary(
         "route": ring.route,
         "schedule": list(ring.schedule),
         "n": ring.n,
-        "cp": ring.cp,
+        "cp": plan.cp,
+        "members": ring.cp,
         "tokens_per_rank": report.tokens_per_rank.tolist(),
         "work_per_rank": report.work_per_rank.tolist(),
         **{f"{name}_per_rank": getattr(costs, name).sum(1).tolist() for name in names},
@@ -236,11 +265,22 @@ def summary(
 def _print(plan: Plan, facts: dict[str, Any]) -> None:
     ring, ranks = plan.ring, range(min(plan.ring.cp, MAX_RANKS_SHOWN))
     mean = sum(facts["work_per_rank"]) / ring.cp or 1
+    if facts["compared"]:
+        _print_compared(facts["compared"])
+    members = f" ({ring.cp} members of {plan.ulysses} that exchange heads)"
     show_table(
-        f"{ring.mask.describe()}; {ring.n:,} tokens on {ring.cp} ranks, {ring.layout.name} layout, "
-        f"{ring.route} route",
+        f"{ring.mask.describe()}; {ring.n:,} tokens on {plan.cp} ranks"
+        f"{members * (plan.ulysses > 1)}, {ring.layout.name} layout, {ring.route} route",
         "",
-        ["rank", "tokens", "work (pairs)", "of mean", "MiB in", "MiB out", "moving hops"],
+        [
+            "member" if plan.ulysses > 1 else "rank",
+            "tokens",
+            "work (pairs)",
+            "of mean",
+            "MiB in",
+            "MiB out",
+            "moving hops",
+        ],
         (
             [
                 str(rank),
@@ -260,11 +300,34 @@ def _print(plan: Plan, facts: dict[str, Any]) -> None:
     show_table("", "buffer, on the rank that needs most of it", ["MiB"], buffers)
 
 
+def _print_compared(compared: list[dict[str, Any]]) -> None:
+    show_table(
+        "predicted, fastest first; the first is planned below",
+        "",
+        ["layout", "heads", "ms with backward", "of one call's speed", "balance"],
+        (
+            [
+                each["layout"],
+                str(each["head_parallel"]),
+                f"{1e3 * each['both_s']:.3g}",
+                f"{each['share_of_one_call']:.2f}",
+                f"{each['balance']:.3f}",
+            ]
+            for each in compared
+        ),
+    )
+    best = compared[0]
+    typer.echo(
+        f"flags: --cp-ring-layout {best['layout']} --cp-ring-heads {best['head_parallel']}; "
+        f"--cp-ring alone is zigzag"
+    )
+
+
 def _lines(plan: Plan, facts: dict[str, Any]) -> Iterator[str]:
     ring, times = plan.ring, facts["predicted"]
     if ring.cp > MAX_RANKS_SHOWN:
         yield f"... and {ring.cp - MAX_RANKS_SHOWN} more ranks (--json has all)"
-    yield (f"built, and proven for {ring.cp} ranks, in {facts['proven_ms']:.1f} ms")
+    yield f"built, and proven for {plan.cp} ranks, in {facts['proven_ms']:.1f} ms"
     yield (
         f"balance {facts['balance']:.3f} (max / mean work); {facts['share_of_full_ring']:.1%} of a "
         f"full ring on the wire, {facts['bytes_between_nodes'] / 2**30:.2f} GiB between nodes in "

@@ -67,11 +67,28 @@ def test_a_window_and_documents_of_a_file(tmp_path):
     assert sum(facts["work_per_rank"]) == sum(n * (n + 1) // 2 for n in (1000, 2000, 1096))
 
 
+def test_packed_documents_are_compared_and_the_fastest_is_planned(tmp_path):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("30000 1000 500 " + "100 " * 100)
+    line = f"--lengths {lengths} --cp 16 --ranks-per-node 4"
+    facts = facts_of(line)
+    ways = [(each["layout"], each["head_parallel"]) for each in facts["compared"]]
+    assert {name for name, _ in ways} == {"balanced", "zigzag"} and {1, 4} <= {u for _, u in ways}
+    times = [each["both_s"] for each in facts["compared"]]
+    assert times == sorted(times) and facts["predicted"]["both_s"] == times[0]
+    assert (facts["layout"].split()[0], facts["head_parallel"]) == ways[0]
+    assert not facts_of(f"{line} --layout zigzag")["compared"]
+    output = invoke(line)
+    assert f"--cp-ring-layout {ways[0][0]} --cp-ring-heads {ways[0][1]}" in output
+    assert f"on 16 ranks ({16 // ways[0][1]} members" in " ".join(output.split())
+
+
 def test_a_job_has_the_sizes_of_its_layer():
     facts = facts_of("llama3-8b-128k")
     assert (facts["n"], facts["cp"]) == (131072, 4)
     other = facts_of("llama3-8b-128k --cp 8 --set cp_ring.heads=2 --seq-length 64K")
-    assert (other["n"], other["head_parallel"], other["cp"]) == (65536, 2, 4)
+    assert (other["n"], other["head_parallel"]) == (65536, 2)
+    assert (other["cp"], other["members"]) == (8, 4)
     assert facts_of("deepseek-style-mla-moe --set cp_ring.wire=latent")["wire"] == "latent"
     with pytest.raises(ConfigError, match=r"--set a\.b=1 changes a job: name one"):
         invoke(f"{USUAL} --set a.b=1")
