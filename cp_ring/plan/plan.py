@@ -128,7 +128,7 @@ class Plan:
     ulysses: int = 1
     _rank_plans: dict[int, RankPlan] = field(default_factory=dict, repr=False)
     # ranks whose parts are proven, and None if the tables are
-    _proven: set[int | None] = field(default_factory=set, repr=False)
+    _proven: set[int | None] = field(default_factory=set, repr=False, init=False)
 
     @classmethod
     def build(

@@ -380,6 +380,8 @@ def test_only_proven_plans_run(monkeypatch):
     monkeypatch.setattr("cp_ring.plan.plan.check_rank_plan", lambda *given: seen.append("rank"))
     plan.proven_part(1), plan.proven_part(1), plan.proven_part(2)
     assert seen == ["tables", "rank", "rank"]
+    replace(plan, layout=plan.layout).proven_part(1)  # another plan, of which nothing is known
+    assert seen[3:] == ["tables", "rank"]
     monkeypatch.setattr(
         "cp_ring.plan.plan.verify", lambda *given: (_ for _ in ()).throw(PlanError("x"))
     )
