@@ -19,7 +19,7 @@ from cp_ring.attention import AnyPlan, Attention, attention_of
 from cp_ring.comm.groups import Group, check_local, transport_of_call
 from cp_ring.comm.latent import LatentKeys
 from cp_ring.cuts import check_cut, check_slices
-from cp_ring.errors import ConfigError, PlanError
+from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.observe import watchdog
 from cp_ring.options import UNSUPPORTED
@@ -147,8 +147,9 @@ def ring_attention(
 
     Source: ring attention, Liu et al., https://arxiv.org/abs/2310.01889.
     """
-    if options.get("qkv_format") in _DIMENSIONS:
-        return _in_format(str(options["qkv_format"]), (q, k, v), group, return_lse, options)
+    layout_of_tensors = expect("qkv_format", options.get("qkv_format", ""), str)
+    if layout_of_tensors in _DIMENSIONS:
+        return _in_format(layout_of_tensors, (q, k, v), group, return_lse, options)
     if torch.compiler.is_compiling():
         return _out_of_graph(q, k, v, group, return_lse=return_lse, **options)
     attention, inputs = _resolved(q, k, v, group, return_lse, options)
@@ -208,6 +209,8 @@ def _resolved(
         _watch(timeout)
     latents, sink = None, of_call.pop("sink", None)
     if isinstance(k, LatentKeys):
+        if v is not None:
+            raise PlanError("v is given beside LatentKeys, which have the values too: leave it out")
         latents, (k, v) = k.latents(), k.expand()
     elif v is None:
         raise PlanError("v is missing: leave it out only with LatentKeys in place of k")
@@ -258,7 +261,8 @@ def _watch(timeout: float) -> None:
     """Start the thread that watches waits of up to `timeout` seconds. Raises `ConfigError` if that
     is no length of time.
     """
-    if not isinstance(timeout, int | float) or not 0 < timeout <= sys.float_info.max:
+    number = isinstance(timeout, int | float) and timeout is not True
+    if not number or not 0 < timeout <= sys.float_info.max:
         raise ConfigError(f"timeout={timeout!r}: it must be a number of seconds above 0, or None")
     watchdog.start(timeout)
     watchdog.enter("ring_attention", watchdog.WATCH.place.step)

@@ -54,6 +54,9 @@ from cp_ring.runtime import RUNTIME
 
 AnyPlan = Plan | RankPlan
 
+_OF_A_RANK = {"deterministic", "kernel", "lse", "max_logit", "qkv_format"}
+"""Options that change no message. Ranks may give different ones; all others are compared."""
+
 _MAX_KINDS = 64  # of calls of one plan
 _MANY_HEADS = 128  # of a layer
 
@@ -178,12 +181,15 @@ class Attention:
             exact=exact,
         )
         self._identity, b = rank_plan.identity, 1 if self._batch_rows else batch
-        self._facts = {
+        compared = {name: x for name, x in vars(options).items() if name not in _OF_A_RANK}
+        self._facts = compared | {
             "dtype": q.dtype, "batch": b, "query heads": q.shape[2], "key/value heads": k.shape[2],
             "head size": q.shape[3],
             "head size of values": v.shape[3],
             "softmax_scale": self._ring.scale,
             "wire": Plain.name if alone else options.wire, "wire_dtype": self._ring.wire_dtype,
+            # with heads exchanged, lse is one more tensor of the messages
+            "return_lse": options.lse and rank_plan.exchange is not None,
             "sink": sink is not None,
             "sizes of latents": latents.sizes if latents and self._latents else (),
         }  # fmt: skip
@@ -230,15 +236,6 @@ class Attention:
                 None if lse is None else lse[0].unflatten(1, (self._batch_rows, -1)).transpose(0, 1)
             )
         return Output(out.transpose(0, 1) if self._bshd else out, lse, max_logit, parts)
-
-    def kept(self, out: Tensor, lse: Tensor) -> KeptOutput | None:
-        """Return a `KeptOutput` of a call with these results, so that recomputation need not run
-        the forward pass again; None if backward of such a call needs other tensors too.
-        """
-        plan = self._plan()
-        if plan is None or plan.exchange is not None or self._batch_rows:
-            return None
-        return KeptOutput([(out.transpose(0, 1) if self._bshd else out, lse)], WATCH.place)
 
     def _over_heads(
         self,

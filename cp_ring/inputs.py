@@ -56,6 +56,8 @@ class AttentionOptions:
         expect("softmax_scale", self.softmax_scale, Real, NoneType)
         expect("deterministic", self.deterministic, bool, NoneType)
         expect("return_lse", self.lse, bool)
+        for name in ("kernel", "wire", "wire_dtype", "qkv_format"):
+            expect(name, getattr(self, name), str)
         least, most = NUM_SLOTS
         if not isinstance(self.num_slots, int) or not least <= self.num_slots <= most:
             raise ConfigError(

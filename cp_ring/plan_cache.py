@@ -73,6 +73,7 @@ class PlanOptions:
                 raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{_maker(mask)}")
         if heads != AUTO and (heads is True or not isinstance(heads, int) or heads < 1):
             raise ConfigError(f"heads={heads!r}: it must be a whole number above 0, or 'auto'")
+        expect("route", self.route, str)
         expect("schedule", self.schedule, str, Sequence)
         expect("layout", layout, Layout, str)
 
@@ -103,6 +104,11 @@ class PlanOptions:
             )
         of_tokens, batch = int(not tokens_first), q.shape[int(tokens_first)]
         tokens = q.shape[of_tokens]
+        if [*tensors[1].shape[of_tokens : of_tokens + 1]] != [tokens]:
+            raise PlanError(
+                f"q has {tokens} tokens and k the shape {tuple(tensors[1].shape)}: keys are those "
+                "of the queries' tokens, without a cache"
+            )
         rank, cp = (transport.rank, transport.size) if transport else (0, 1)
         layout = self.layout
         if isinstance(layout, Layout) and layout.cp != cp:

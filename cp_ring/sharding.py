@@ -83,14 +83,12 @@ def parts_of[Tensors: (Tensor, tuple[Any, ...], list[Any], dict[str, Any])](
 
 def _named(tensors: Any, name: str = "") -> dict[str, Tensor]:
     """Return the tensors inside of `tensors` by name."""
-    if isinstance(tensors, Tensor):
-        return {name or "the tensor": tensors}
     if isinstance(tensors, dict):
         inside = [(f"{name}.{key}" if name else str(key), x) for key, x in tensors.items()]
     elif isinstance(tensors, list | tuple):
         inside = [(f"{name or 'tensor '}{number}", x) for number, x in enumerate(tensors)]
     else:
-        return {}
+        return {} if tensors is None else {name or "the tensor": tensors}
     return {key: x for each, inner in inside for key, x in _named(inner, each).items()}
 
 
@@ -187,6 +185,7 @@ def _begin(
 ) -> tuple[int, Transport | None]:
     """Return the checked dimension of tokens, and the transport of the group."""
     check_local("the tensor", x)
+    expect("layout", layout, Layout, Plan, str, NoneType)
     return dimension(dim, x), transport_of_call(group, x.device, layout)
 
 
@@ -239,16 +238,18 @@ def _zigzag(n: int, cp: int) -> Layout:
 def _layout(layout: Layout | Plan | str | None, n: int, cp: int) -> Layout:
     if layout is None:
         return _zigzag(n, cp)
-    if layout in LAYOUTS and NamedLayout.named(str(layout)).fixed:
-        return LAYOUTS[str(layout)](Mask.full(n), cp)
     if isinstance(layout, str):
+        if layout not in LAYOUTS:
+            raise ConfigError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
+        if NamedLayout.named(layout).fixed:
+            return LAYOUTS[layout](Mask.full(n), cp)
         raise ConfigError(
             f"layout {layout!r} may follow from the mask: make it, as in Layout.balanced(mask, cp)"
             ", and pass it to this function and to ring_attention"
         )
     if isinstance(layout, Plan):
         layout = layout.layout
-    if expect("layout", layout, Layout, Plan, NoneType).cp != cp:
+    if layout.cp != cp:
         raise ConfigError(
             f"layout is for {layout.cp} ranks, but the group has {cp}: pass their process group as "
             "group="

@@ -122,6 +122,10 @@ class MaskTable:
         words = " or ".join(_different(masks))
         return replace(first, pieces=pieces, name="union", details=words)
 
+    def __or__(self, other: Self) -> Self:
+        """Return `union` of this mask and another one."""
+        return type(self).union(self, other)
+
     def __and__(self, window: tuple[int, int]) -> Self:
         """The mask of the pairs that this mask allows and whose positions are within `window`
         (left, right); -1 leaves a side open.
