@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from cp_ring.attention import AnyPlan, Attention, attention_of
+from cp_ring.comm.agreement import LIMIT
 from cp_ring.comm.groups import Group, check_local, transport_of_call
 from cp_ring.comm.latent import LatentKeys
 from cp_ring.cuts import check_cut, check_slices
@@ -124,9 +125,9 @@ def ring_attention(
             `float32` or `bfloat16`.
         qkv_format: the dimensions of q, k, v and out: `bshd`, `sbhd`, `bhsd` or `thd` (lse is then
             [h, s]).
-        timeout: seconds that this process may wait for other ranks of a process group, from then on
-            and in every collective. A rank that waits longer names the missing rank, and all
-            waiting ranks end with exit code 3.
+        timeout: seconds that this process may wait for other ranks of a process group, from then
+            on. A rank that waits longer for a message names the missing rank, and all waiting ranks
+            end with exit code 3; one that waits in its first call of a kind raises `PlanError`.
 
     Returns:
         out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s]. Sums and lse are
@@ -140,8 +141,9 @@ def ring_attention(
 
     Raises:
         ConfigError: arguments contradict each other, or the group cannot be used.
-        PlanError: tensors, group and plan disagree; or ranks make different calls, then on all
-            ranks.
+        PlanError: tensors, group and plan disagree; or ranks make different new calls, then on all
+            ranks, or call backward in different orders. If a rank makes a new call where another
+            one repeats a known one, both wait until a timeout.
         KernelError: the kernel is unknown, not installed, or does not support these tensors.
         All three are ValueErrors, and their one line names the argument.
 
@@ -264,5 +266,6 @@ def _watch(timeout: float) -> None:
     number = isinstance(timeout, int | float) and timeout is not True
     if not number or not 0 < timeout <= sys.float_info.max:
         raise ConfigError(f"timeout={timeout!r}: it must be a number of seconds above 0, or None")
+    LIMIT.value = timeout
     watchdog.start(timeout)
     watchdog.enter("ring_attention", watchdog.WATCH.place.step)

@@ -22,12 +22,11 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from cp_ring.comm.agreement import Fact, some_of
+from cp_ring.comm.agreement import Backward
 from cp_ring.comm.codecs import CODECS
 from cp_ring.comm.plain import Codec, Plain
 from cp_ring.comm.transport import Transport
@@ -48,6 +47,7 @@ from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
+from cp_ring.plan.rank_plan import Fact
 from cp_ring.plan.records import RankPlan
 from cp_ring.plan.sizes.head_split import split_heads
 from cp_ring.runtime import RUNTIME
@@ -212,17 +212,12 @@ class Attention:
             q, k, v, *more[:1] = [
                 x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v, *more[:1])
             ]
+        begin_backward: Backward | None = None
         if (agree := getattr(transport, "agree", None)) is not None:
             # Raises `PlanError` on all ranks where the ranks of the transport make different calls.
-            agree(
-                self._key,
-                self._all_facts,
-                self._options.compare_every,
-                partial(some_of, inputs.q),
-            )
-        call = RingCall(
-            self._ring, plan, transport, kernel, WATCH.place if kept is None else kept.place
-        )
+            begin_backward = agree(self._key, self._all_facts, self._options.compare_every)
+        place = WATCH.place if kept is None else kept.place
+        call = RingCall(self._ring, plan, transport, kernel, place, begin_backward)
         lse: Tensor | None
         if plan.exchange is None:
             out, lse = RingAttention.apply(call, _taken(kept, 0), q, k, v, sink, *more)
@@ -266,13 +261,16 @@ class Attention:
             q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int
         ) -> tuple[Tensor, Tensor]:
             counting = self._counting()
-            mine = call._replace(kernel=counting or call.kernel, transport=ring)
+            kernel = counting or call.kernel
+            mine = call._replace(kernel=kernel, transport=ring, begin_backward=None)
             parts.append(RingAttention.apply(mine, _taken(kept, group), q, k, v, sink))
             if counting is not None and counting.max_logit is not None and max_logit is not None:
                 max_logit[slice(*split.queries[group][mover.rank])] = counting.max_logit
             return parts[-1]
 
-        out, lse = over_heads(mover, split, q, k, v, sink, attention, self._options.lse)
+        out, lse = over_heads(
+            mover, split, q, k, v, sink, attention, self._options.lse, call.start_backward
+        )
         return out, lse, max_logit, parts
 
     def _counting(self) -> CountingKernel | None:

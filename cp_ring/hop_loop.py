@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cp_ring.comm.agreement import Backward
 from cp_ring.comm.plain import Codec
 from cp_ring.comm.transport import Transport
 from cp_ring.kernels import AttentionKernel, determinism
@@ -49,7 +50,7 @@ class Ring:
 
 class RingCall(NamedTuple):
     """The objects that forward and backward of one call share. It keeps plan and transport alive,
-    which the ring does not.
+    which the ring does not. `begin_backward` compares the order of backward calls.
     """
 
     ring: Ring
@@ -57,6 +58,13 @@ class RingCall(NamedTuple):
     transport: Transport | None
     kernel: AttentionKernel
     place: Place
+    begin_backward: Backward | None
+
+    def start_backward(self) -> None:
+        """Note that backward begins."""
+        WATCH.place, WATCH.backward = self.place, True
+        if self.begin_backward is not None:
+            self.begin_backward(self.place)
 
     def of_pass(self, device: torch.device, backward: bool) -> tuple[Work, Sequence[Turn]]:
         """Return the kernel calls and updates of a pass, and the order of its messages."""
@@ -113,7 +121,7 @@ class RingAttention(torch.autograd.Function):
         # dlse of queries that see no key may be NaN, and does not count.
         dlse = None if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
         call = ctx.call
-        WATCH.place, WATCH.backward = call.place, True
+        call.start_backward()
         with without_autocast(q.device):
             with determinism(call.ring.exact), on_device(q):
                 merged = out, lse, dlse

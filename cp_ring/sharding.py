@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import NoneType
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from cp_ring.comm.agreement import Fact
+from cp_ring.comm.agreement import Backward
 from cp_ring.comm.flight import Flight, Landing
 from cp_ring.comm.groups import ALONE, Group, check_local, transport_of_call
 from cp_ring.comm.mover import Mover
@@ -23,7 +23,8 @@ from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout, dimension
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.moves import Moves
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.ranges import Ints, integer, offsets
+from cp_ring.plan.ranges import Ints, digest, integer, offsets
+from cp_ring.plan.rank_plan import Fact
 from cp_ring.plan_cache import length_of
 from cp_ring.runtime import RUNTIME
 
@@ -119,11 +120,12 @@ def unshard(
     layout = _layout_of_part(layout, x, transport, dim)
     if transport is None:
         return layout.unshard([x], dim)
-    _agree(transport, f"unshard ({reduction})", layout, x.movedim(dim, 0), 0)
+    begin_backward = _agree(transport, f"unshard ({reduction})", layout, x.movedim(dim, 0))
     share = 1 / transport.size if reduction == "mean" else 1.0
     mover = Mover(Moves.gathered(layout, layout.merged(transport.size)), transport)
 
     def post_back(gradient: Tensor) -> Landing:
+        begin_backward("unshard")
         land = mover.summed_back(gradient, x.shape[dim], "unshard gradients")
         return lambda: [total.mul_(share).to(gradient.dtype) for total in land()]
 
@@ -157,23 +159,32 @@ def roll(
     (dim, transport), shift = _begin(x, dim, group, layout), integer(shift, "shift")
     layout = _layout_of_part(layout, x, transport, dim)
     rank = transport.rank if transport else 0
-    outside = None
+    outside, edges = None, np.zeros(0, np.int64)
     _check_fill(fill, x.dtype)
     if cu_seqlens is not None:
         edges = offsets(cu_seqlens, "cu_seqlens", layout.n)
         outside = _other_document(
             layout.positions(rank), max(-layout.n, min(shift, layout.n)), edges, x.device
         )
-    _agree(transport, "roll", layout, x.movedim(dim, 0), shift)
+    begin_backward = _agree(
+        transport,
+        "roll",
+        layout,
+        x.movedim(dim, 0),
+        Fact("shift", str(shift if outside is not None else shift % layout.n), str(shift)),
+        Fact("cu_seqlens", digest(edges.tobytes()), "None" if outside is None else "given"),
+        Fact.of("fill", fill if outside is not None else 0),
+    )
 
-    def moved(by: int) -> Callable[[Tensor], Landing]:
-        def post(part: Tensor) -> Landing:
-            mover = Mover(Moves.rolled(layout, by % layout.n), transport or ALONE)
-            return mover.moved(part, "roll")
+    def post(part: Tensor, by: int) -> Landing:
+        mover = Mover(Moves.rolled(layout, by % layout.n), transport or ALONE)
+        return mover.moved(part, "roll")
 
-        return post
+    def post_back(gradient: Tensor) -> Landing:
+        begin_backward("roll")
+        return post(gradient, -shift)
 
-    flight = Flight(moved(shift), moved(-shift))
+    flight = Flight(lambda part: post(part, shift), post_back)
     (rolled,) = flight.arrive(flight.depart(x.movedim(dim, 0)))
     if outside is not None:
         rolled = rolled.masked_fill(outside.reshape(-1, *[1] * (x.dim() - 1)), fill)
@@ -189,20 +200,24 @@ def _begin(
     return dimension(dim, x), transport_of_call(group, x.device, layout)
 
 
-def _agree(transport: Transport | None, name: str, layout: Layout, x: Tensor, shift: int) -> None:
+def _agree(
+    transport: Transport | None, name: str, layout: Layout, x: Tensor, *more: Fact
+) -> Backward:
     """Raise `PlanError` on all ranks if they make different calls: other layouts, dtypes, sizes
-    [tokens, ...] or shifts.
+    [tokens, ...] or other facts. Returns what backward does first.
     """
     agree = getattr(transport, "agree", None)
     if agree is None:
-        return
-    key = (name, layout.digest, x.dtype, tuple(x.shape[1:]), shift)
-
-    def facts() -> list[Fact]:
-        named = zip(("call", "dtype", "size of a token", "shift"), (name, *key[2:]), strict=True)
-        return [Fact("layout", key[1], repr(layout)), *(Fact.of(*fact) for fact in named)]
-
-    agree(key, facts)
+        return lambda place: None
+    facts = (
+        Fact("layout", layout.digest, repr(layout)),
+        Fact.of("call", name),
+        Fact.of("dtype", x.dtype),
+        Fact.of("size of a token", tuple(x.shape[1:])),
+        *more,
+    )
+    begin_backward: Backward = agree(tuple(fact[:2] for fact in facts), lambda: facts)
+    return begin_backward
 
 
 def _other_document(positions: Ints, shift: int, edges: Ints, device: torch.device) -> Tensor:

@@ -38,14 +38,6 @@ BANDS = (
     (3, 5, -1, OPEN),  # of one hidden pair, in a corner
     (5, 3, -OPEN, 1),
 )
-EMPTY_QUERIES = (
-    (20, 20, -OPEN, -3),
-    (20, 20, 5, OPEN),
-    (20, 12, -4, 0),
-    (8, 30, -OPEN, -2),
-    (5, 5, 9, 12),
-)
-"""Tiles in which some queries see no key: number of queries, number of keys, lo, hi."""
 DENSE = ((256, 128), (128, 256))
 """Multiples of 128, the sizes of most tiles in training. Some kernels compute them with other
 functions than other sizes.
@@ -141,11 +133,6 @@ def _bands(case):
         _check_tile(case, *band)
 
 
-def _empty_queries(case):
-    for band in EMPTY_QUERIES if case.kernel.capabilities.bands else ():
-        _check_tile(case, *band)
-
-
 def _scale(case):
     for scale in (0.03, 1.0):
         _check_tile(replace(case, scale=scale), 33, 33, -OPEN, 0)
@@ -226,7 +213,6 @@ PROPERTIES: dict[str, Callable[[KernelCase], None]] = {
     "multiples of 128": _multiples_of_128,
     "scale": _scale,
     "bands": _bands,
-    "queries without keys": _empty_queries,
     "strided views": _strided,
     "merged backward": _merged,
     "varlen": _varlen,

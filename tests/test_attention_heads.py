@@ -4,14 +4,17 @@ processes and in threads.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from cp_ring import Layout, Mask, Plan, ring_attention, shard
+from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard
 from cp_ring.comm.groups import transport_for
-from cp_ring.errors import PlanError
+from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan import cost, split_heads
 from cp_ring.plan.sizes.head_split import unsplit
 from cp_ring.plan_cache import PlanOptions
@@ -131,3 +134,37 @@ def test_ranks_with_other_heads_are_told():
         match=r"ranks of the group make different calls: .*heads is 4 on rank 0 and 2 on rank \d",
     ):
         LocalRing(4).run(other)
+
+
+def test_a_checkpoint_leaves_no_message_that_nobody_takes():
+    """Torch ends the second run of a checkpoint after the last tensor that forward saved."""
+    n, left = 128, []
+    case, layout = Case.draw(n, h=8, g=4), Layout.zigzag(n, 2)
+    ring, both = LocalRing(2), threading.Barrier(2)
+
+    def run(group):
+        *leaves, dout = (layout.shard(x, group.rank, 1) for x in case)
+        leaves = [x.requires_grad_() for x in leaves]
+        out = checkpoint(
+            lambda *x: ring_attention(*x, group, causal=True, heads=2), *leaves, use_reentrant=False
+        )
+        grads = torch.autograd.grad(out, leaves, dout)
+        both.wait()
+        left.append(len(ring._mail))
+        both.wait()
+        return [out.detach(), *grads]
+
+    columns = zip(*ring.run(run), strict=True)
+    whole = [layout.unshard(list(column), 1) for column in columns]
+    assert off(whole, truth(case, np.tril(np.ones((n, n), bool)))) < FLOAT32
+    assert left == [0, 0]
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: ring_attention(x, x, x, causal=True),
+    lambda x: roll(x, -1),
+])  # fmt: skip
+def test_a_second_derivative_is_rejected(call):
+    x = torch.randn(1, 32, 2, 8, requires_grad=True)
+    with pytest.raises(ConfigError, match="create_graph=True: attention and shards have no second"):
+        torch.autograd.grad(call(x).sum(), x, create_graph=True)

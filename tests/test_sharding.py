@@ -116,7 +116,7 @@ def test_roll_equals_torch(pool, cp, name):
 @pytest.mark.parametrize(
     ("line", "wrong"),
     [
-        ("layout is of type Mask: it must be a Layout or a Plan or None",
+        ("layout is of type Mask: it must be a Layout or a Plan or a name or None",
          lambda x: cp_ring.shard(x, Mask.causal(N))),
         ("rank 0 holds 40 tokens of the layout, but dimension 1 of the tensor has 48",
          lambda x: cp_ring.unshard(x, Layout.zigzag(40, 1))),

@@ -5,7 +5,12 @@ The first time that a rank makes a call with a new plan, dtype or shape, it meet
 its group before any message leaves, and they compare their calls: `Agreement.check`. They meet in
 the process group's store, not in a collective, so nothing waits for the device, no message can be
 mistaken for another, and the wait has an end. A call that is known costs one look-up. No thread
-runs and nothing asks the store between two meetings.
+runs and nothing asks the store between two meetings. So a rank that makes a new call where another
+one repeats a known call waits for it in vain: its error names the missing rank, and the error of
+the other rank, whose messages do not come, names the new call.
+
+The order in which backward runs is compared likewise: the step from the call whose backward ran
+last to this one is new, or known.
 
 Every new call is compared by default. Packed documents bring a new plan with every microbatch, so a
 Megatron job compares the first `FIRST` new calls of a group one by one, then one in
@@ -19,38 +24,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
+import secrets
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cp_ring.errors import PlanError, one_line
 from cp_ring.observe import debug
-from cp_ring.runtime import RUNTIME
+from cp_ring.plan.rank_plan import Fact
+from cp_ring.runtime import RUNTIME, Cell
 
 FIRST = 32
 EVERY = 1
 _MAX_KNOWN = 1024
-_SAME = "same"  # what the ranks of a meeting learn where they brought the same values
 _KEY = "cp_ring/"
 
+LIMIT: Cell[float | None] = RUNTIME.cell(None)
+"""The seconds that a rank waits for others in a meeting, in place of the timeout of the store."""
 
-class Fact(NamedTuple):
-    """A fact that all ranks must agree on. `content` is compared, `words` are for the error
-    message.
-    """
-
-    name: str
-    content: str
-    words: str
-
-    @classmethod
-    def of(cls, name: str, value: object) -> Fact:
-        return cls(name, str(value), str(value))
+Backward = Callable[[object], None]
+"""What backward of a call does first; its argument is the place of the call, for the error."""
 
 
 class Meetings:
@@ -78,20 +77,38 @@ class Meetings:
             for key in (base, *keys):
                 self._store.delete_key(key)
             self._store.set(f"{base}/end", conclude(brought))
-        try:
-            self._store.wait([f"{base}/end"])
-        except RuntimeError as error:
-            raise PlanError(
-                f"rank {self.rank} of {self.size} {what}, and another rank of the group made none "
-                f"within {self._store.timeout.total_seconds():g} s: all ranks must make the same "
-                f"calls ({one_line(error)})"
-            ) from None
+        wait_for_ranks(self._store, [f"{base}/end"], base, self.rank, self.size, what)
         conclusion: bytes = self._store.get(f"{base}/end")
         # All ranks are here, so none still reads the conclusion of the previous meeting.
         if self.rank == 0 and self._number:
             self._store.delete_key(f"{self._base}{self._number - 1}/end")
         self._number += 1
         return conclusion.decode()
+
+    def waiting(self) -> dict[int, Any]:
+        """Return what ranks have brought to the next meeting, by rank."""
+        keys = [f"{self._base}{self._number}/{rank}" for rank in range(self.size)]
+        there = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
+        return {rank: json.loads(self._store.get(key)) for rank, key in there.items()}
+
+
+def wait_for_ranks(store: Any, keys: list[str], base: str, rank: int, size: int, what: str) -> None:
+    """Wait for keys of the store. Raises `PlanError` after `LIMIT`, or the timeout of the store: it
+    names the ranks r without a key `base`/r, and says by `what` what this rank does.
+    """
+    seconds = LIMIT.value or store.timeout.total_seconds()
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError as error:
+        try:
+            absent = [str(r) for r in range(size) if not store.check([f"{base}/{r}"])]
+        except RuntimeError:  # the store is gone, because the rank that held it has ended
+            absent = []
+        raise PlanError(
+            f"rank {rank} of {size} {what}, and rank {', '.join(absent) or 'another'} of the group "
+            f"made none within {seconds:g} s: all ranks must make the same calls "
+            f"({one_line(error)})"
+        ) from None
 
 
 def is_due(number: int, every: int) -> bool:
@@ -113,27 +130,32 @@ class Agreement:
         self._known: OrderedDict[Hashable, bytes] = OrderedDict()
         self._history = hashlib.blake2b(digest_size=16)
         self._new = self.tag = 0
+        self._calls = self._last = 0  # calls so far, and the one whose backward ran last
+        self._latest: Callable[[], Sequence[Fact]] = list
 
     def check(
-        self,
-        key: Hashable,
-        facts: Callable[[], Sequence[Fact]],
-        every: int = EVERY,
-        values: Callable[[], str] = str,
-    ) -> None:
+        self, key: Hashable, facts: Callable[[], Sequence[Fact]], every: int = EVERY
+    ) -> Backward:
         """Compare a new call with those of the other ranks; all ranks make their calls in the same
         order.
 
         Equal facts have equal keys. The first `FIRST` new calls are compared, then one in `every`;
-        0 compares none. Under `debug.debugging` each call is compared.
+        0 compares none. Under `debug.debugging` each call is compared. Returns what backward of the
+        call does first: it compares the order of backward calls.
 
-        values: shows some values of this rank's tensors, which must differ between ranks; "" is not
-        compared. Equal values give only a warning, because random shards of one seed may be equal.
-
-        Raises:
-            PlanError: on all ranks if two of them differ; the line names the facts and the values.
+        Raises `PlanError` if two ranks that compare a call differ, on all ranks: the line names the
+        facts and the values. If a rank does not come, it names that rank.
         """
-        digest = self._known.get(key)
+        self._calls += 1
+        self._compare(key, facts, every)
+        return partial(self._check_backward, self._calls, min(every, 1))
+
+    def _check_backward(self, call: int, every: int, place: object) -> None:
+        step, self._last = call - self._last, call
+        self._compare(("backward", step), lambda: [of_backward(call, step, place)], every)
+
+    def _compare(self, key: Hashable, facts: Callable[[], Sequence[Fact]], every: int) -> None:
+        self._latest, digest = facts, self._known.get(key)
         meet = debug.enabled()
         if digest is None:
             self._new += 1
@@ -146,18 +168,36 @@ class Agreement:
         self._history.update(digest)
         self.tag = int.from_bytes(self._history.digest()[:3])
         if meet:
-            self._meet(facts(), values())
+            self._meet(facts())
 
-    def _meet(self, facts: Sequence[Fact], values: str) -> None:
-        mine = self._history.hexdigest(), values, facts
+    def _meet(self, facts: Sequence[Fact]) -> None:
+        mine = self._history.hexdigest(), facts
         words = ", ".join(f"{fact.name} {fact.words}" for fact in facts)
         line = self._meetings.meet(mine, _conclusion, f"made a call that is new to it ({words})")
-        if line == _SAME and self._meetings.rank == 0:
-            warn_of_same(self._meetings.size)
-        if line not in ("", _SAME):  # after which the ranks may agree again
+        if line:  # after which the ranks may agree again
             self._known.clear()
-            self._history, self.tag = hashlib.blake2b(digest_size=16), 0
+            self._history = hashlib.blake2b(digest_size=16)
+            self.tag = self._calls = self._last = 0
             raise PlanError(line)
+
+    def explain(self, error: RuntimeError) -> Exception:
+        """Return the error of a message that did not come: a `PlanError` if another rank waits in a
+        meeting for this rank.
+        """
+        try:
+            others = self._meetings.waiting()
+        except RuntimeError:  # the store is gone
+            others = {}
+        mine = self._latest()
+        for rank, (_, facts) in others.items():
+            if line := differences(self._meetings.rank, mine, rank, [Fact(*x) for x in facts]):
+                return PlanError(line)
+        return error
+
+
+def of_backward(call: int, content: int, place: object) -> Fact:
+    """Return the fact that backward of a call runs."""
+    return Fact("gradient", str(content), f"that of call {call}" + f" ({place})" * bool(str(place)))
 
 
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = RUNTIME.keep(
@@ -182,29 +222,38 @@ def begin_anew() -> None:
         agreement._new = 0
 
 
-def store_of(group: dist.ProcessGroup) -> Any:
-    """Return a copy of the store of a process group, because a wait on a store blocks it for other
-    threads.
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = RUNTIME.keep(
+    weakref.WeakKeyDictionary()
+)
+
+
+def meet_first(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Wait until all ranks of a group are here, then run its first collective on `device`, an
+    all-reduce. Raises `PlanError` that names a rank that does not come.
+
+    It brings a random number of rank 0 that becomes part of the keys in the store, which may still
+    have those of an earlier group of the same name.
     """
+    store, rank, size = _store(group), dist.get_rank(group), dist.get_world_size(group)
+    base = f"{_KEY}first/{device.type}"
+    keys = [f"{base}/{each}" for each in range(size)]
+    store.set(keys[rank], "")
+    wait_for_ranks(store, keys, base, rank, size, "made the first call of its group")
+    number = torch.full((1,), 0 if rank else secrets.randbits(62), device=device)
+    dist.all_reduce(number, group=group)
+    _numbers.setdefault(group, int(number))
+    store.delete_key(keys[rank])
+
+
+def _store(group: dist.ProcessGroup) -> Any:
+    # a copy, because a wait on a store blocks it for other threads
     c10d: Any = dist.distributed_c10d
     return c10d._get_process_group_store(group).clone()
 
 
-def some_of(x: torch.Tensor) -> str:
-    """Show some values of x; "" if they are equal, or cannot be read while a graph is captured."""
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return ""
-    values = x.detach().flatten()[:: max(1, x.numel() // 64)].tolist()
-    return str(values) if len({*values}) > 1 else ""
-
-
-def warn_of_same(ranks: int) -> None:
-    """Warn that all ranks pass the same tensors."""
-    warnings.warn(
-        f"all {ranks} ranks of the group pass the same tensors, which are taken for {ranks} parts "
-        "of one sequence: cp_ring.shard cuts whole tensors into the parts of ranks",
-        stacklevel=2,
-    )
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Return a store that only the ranks of a process group share, for this rank alone."""
+    return dist.PrefixStore(str(_numbers.get(group, "")), _store(group))
 
 
 def differences(rank: int, facts: Sequence[Fact], other: int, others: Sequence[Fact]) -> str:
@@ -227,11 +276,9 @@ def differences(rank: int, facts: Sequence[Fact], other: int, others: Sequence[F
 
 
 def _conclusion(calls: list[Any]) -> str:
-    """Return the result of a meeting: a line if two calls differ, `_SAME` if all ranks pass the
-    same values, else "".
-    """
-    history, values, facts = calls[0]
-    for rank, (its_history, _, its_facts) in enumerate(calls):
+    """Return the result of a meeting: a line if two calls differ, else ""."""
+    history, facts = calls[0]
+    for rank, (its_history, its_facts) in enumerate(calls):
         if its_history != history:
             line = differences(
                 0, [Fact(*fact) for fact in facts], rank, [Fact(*fact) for fact in its_facts]
@@ -240,7 +287,7 @@ def _conclusion(calls: list[Any]) -> str:
                 f"ranks of the group make different calls: an earlier call of rank {rank} was not "
                 "that of rank 0"
             )
-    return _SAME if values and all(of == values for _, of, _ in calls) else ""
+    return ""
 
 
 def _digest(facts: Sequence[Fact]) -> bytes:

@@ -71,6 +71,8 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, link: Tensor) -> tuple[Tensor, ...]:
         ctx.flight = flight
+        # a checkpoint ends its second run after the last tensor that is saved: not before this
+        ctx.save_for_backward(link)
         return flight.land()
 
     @staticmethod

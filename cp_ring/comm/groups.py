@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_ring.comm.agreement import meet_first
 from cp_ring.comm.transport import DONE, GroupTransport, MessageBatch, Pending, Transport
 from cp_ring.errors import ConfigError, expect
 from cp_ring.plan.layout import Layout
@@ -52,6 +53,7 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
     Raises:
         ConfigError: `group` is not a group, does not contain this rank, or has a backend that
             cannot move tensors of `device`.
+        PlanError: another rank does not make the call.
     """
     if group is None:
         return None
@@ -75,7 +77,7 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
                 "gloo backend"
             )
         staged = device.type == "cuda" and backend == "gloo"
-        dist.all_reduce(torch.zeros(1, device="cpu" if staged else device), group=group)
+        meet_first(group, torch.device("cpu") if staged else device)
         made = GroupTransport
         if staged:
             from cp_ring.comm.staged import StagedTransport as made

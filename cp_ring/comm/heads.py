@@ -83,6 +83,7 @@ def over_heads(
     sink: Tensor | None,
     attention: Attention,
     with_lse: bool,
+    start_backward: Callable[[], None],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run `attention` over the ring with the exchange of heads around it; differentiable.
 
@@ -93,6 +94,7 @@ def over_heads(
         sink: [h], or None.
         attention: the attention over the ring.
         with_lse: True exchanges lse too.
+        start_backward: what backward does before its first message.
 
     Returns:
         out [s, b, h, e], and lse [b, h, s] or None.
@@ -109,6 +111,10 @@ def over_heads(
     def exchanged(*tensors: Tensor) -> Landing:
         return _exchanged(mover, size, tensors)
 
+    def first_back(*gradients: Tensor) -> Landing:
+        start_backward()
+        return exchanged(*gradients)
+
     inputs = [
         Flight(exchanged, lambda *gradients: _returned(mover, size, gradients, sharing))
         for _ in range(split.groups)
@@ -122,7 +128,8 @@ def over_heads(
         own_sink = None if sink is None else sink[first:last]
         out, lse = attention(own_q, own_k, own_v, own_sink, group)
         leaving = (out, lse.permute(2, 0, 1)[..., None]) if with_lse else (out,)
-        flight = Flight(lambda *tensors: _returned(mover, size, tensors), exchanged)
+        back = first_back if group + 1 == split.groups else exchanged
+        flight = Flight(lambda *tensors: _returned(mover, size, tensors), back)
         outs.append((flight, flight.depart(*leaving)))
     arrived = zip(*(flight.arrive(link) for flight, link in outs), strict=True)
     whole, *lses = (torch.stack(of_groups, 3).flatten(2, 4) for of_groups in arrived)

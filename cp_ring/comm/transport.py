@@ -5,7 +5,7 @@ with gloo for CUDA tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,8 +69,9 @@ class Transport(Protocol):
 
     Every two ranks post the batches between them in the same order. If a transport has a method
     `agree(key, facts, every)`, each attention call starts with it; it raises `PlanError` if the
-    ranks make different calls, as `Agreement.check` does. If it has a method `check_batch(tensors,
-    every)`, splits of whole tensors start with it, as `BatchComparison.check` does.
+    ranks make different calls, and returns what backward starts with, as `Agreement.check` does. If
+    it has a method `check_batch(tensors, every)`, splits of whole tensors start with it, as
+    `BatchComparison.check` does.
     """
 
     rank: int
@@ -113,7 +114,7 @@ class GroupTransport:
         batch.ranks = self.ranks
         count(batch)
         with named(f"send {batch.kind}"):
-            return _Works(_started(group, receives, sends, tag), batch)
+            return _Works(_started(group, receives, sends, tag), batch, self._agreement.explain)
 
 
 def _started(
@@ -139,17 +140,24 @@ def _started(
 
 
 class _Works:
-    def __init__(self, works: list[dist.Work], batch: MessageBatch):
+    def __init__(
+        self,
+        works: list[dist.Work],
+        batch: MessageBatch,
+        explain: Callable[[RuntimeError], Exception],
+    ):
         # The batch keeps its tensors alive until the messages are complete.
-        self._works, self._batch = works, batch
+        self._works, self._batch, self._explain = works, batch, explain
 
     def wait(self) -> None:
         WATCH.begin(self._batch, self._works)
         try:
             for work in self._works:
                 work.wait()
-        except BaseException:
+        except BaseException as error:
             WATCH.give_up()
+            if isinstance(error, RuntimeError):
+                raise self._explain(error) from None
             raise
         WATCH.end()
 

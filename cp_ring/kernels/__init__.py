@@ -18,7 +18,6 @@ from cp_ring.kernels.base import (
     deterministic,
     switched,
 )
-from cp_ring.ops.merge import merge_
 from cp_ring.runtime import RUNTIME
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "choose",
     "determinism",
     "deterministic",
-    "merge_",
     "switched",
 ]
 

@@ -1,47 +1,16 @@
-"""The parts that the flash-attn kernels share: bands as windows aligned bottom right, padded head
-sizes, and queries that see no key.
+"""The parts that the flash-attn kernels share: bands as windows aligned bottom right, and padded
+head sizes.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cp_ring.kernels.base import Capabilities, Packing
-
-
-class LivePart(NamedTuple):
-    """The part of a tile in which every query sees a key, and its band as a window; -1 leaves a
-    side unbounded.
-    """
-
-    q: slice
-    k: slice
-    left: int
-    right: int
-
-    def window(self, scale: float) -> Window:
-        return Window(self.left, self.right, None, scale)
-
-
-def live_part(queries: int, keys: int, lo: int, hi: int) -> LivePart | None:
-    """Return the part of a tile with band [lo, hi] that is computed; None if no query sees a
-    key.
-    """
-    q0, q1 = max(0, -hi), min(queries, keys - lo)
-    k0, k1 = max(0, q0 + lo), min(keys, q1 + hi)
-    if q0 >= q1 or k0 >= k1 or lo > hi:
-        return None
-    first, last = lo - (k0 - q0), hi - (k0 - q0)
-    height, width = q1 - q0, k1 - k0
-    left = -1 if first <= 1 - height else width - height - first
-    right = -1 if last >= width - 1 else last - (width - height)
-    return LivePart(slice(q0, q1), slice(k0, k1), left, right)
 
 
 class Window(NamedTuple):
@@ -53,6 +22,14 @@ class Window(NamedTuple):
     right: int
     packing: Packing | None
     scale: float
+
+    @classmethod
+    def of(cls, queries: int, keys: int, lo: int, hi: int, scale: float) -> Window:
+        """Make the window of a tile with band [lo, hi] in which every query sees a key."""
+        corner = keys - queries
+        left = -1 if lo <= 1 - queries else corner - lo
+        right = -1 if hi >= keys - 1 else hi - corner
+        return cls(left, right, None, scale)
 
 
 class WindowKernel(ABC):
@@ -92,16 +69,8 @@ class WindowKernel(ABC):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        b, queries, h, _ = q.shape
-        live = live_part(queries, k.shape[1], lo, hi)
-        if live and live.q == slice(0, queries):
-            return self._attend_padded(q, k[:, live.k], v[:, live.k], live.window(scale))
-        out = q.new_zeros((b, queries, h, v.shape[-1]))
-        lse = q.new_full((b, h, queries), -math.inf, dtype=torch.float32)
-        if live:
-            part = self._attend_padded(q[:, live.q], k[:, live.k], v[:, live.k], live.window(scale))
-            out[:, live.q], lse[:, :, live.q] = part
-        return out, lse
+        window = Window.of(q.shape[1], k.shape[1], lo, hi, scale)
+        return self._attend_padded(q, k, v, window)
 
     def backward(
         self,
@@ -116,17 +85,8 @@ class WindowKernel(ABC):
         hi: int,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        live = live_part(q.shape[1], k.shape[1], lo, hi)
-        if live and live.q == slice(0, q.shape[1]) and live.k == slice(0, k.shape[1]):
-            return self._gradients_padded(dout, q, k, v, out, lse, live.window(scale))
-        grads = tuple(x.new_zeros(x.shape) for x in (q, k, v))
-        if live:
-            do, qs, o = (x[:, live.q] for x in (dout, q, out))
-            ks, vs = k[:, live.k], v[:, live.k]
-            part = self._gradients_padded(do, qs, ks, vs, o, lse[..., live.q], live.window(scale))
-            for grad, tokens, x in zip(grads, (live.q, live.k, live.k), part, strict=True):
-                grad[:, tokens] = x
-        return grads[0], grads[1], grads[2]
+        window = Window.of(q.shape[1], k.shape[1], lo, hi, scale)
+        return self._gradients_padded(dout, q, k, v, out, lse, window)
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float

@@ -49,6 +49,10 @@ class Place:
     layer: int | str = 0
     microbatch: int = 0
 
+    def __str__(self) -> str:
+        words = f"step {self.step}, microbatch {self.microbatch}, layer {self.layer}"
+        return words * (self != Place())
+
 
 @dataclass
 class Watch:

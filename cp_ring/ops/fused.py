@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch
 from cp_ring.errors import one_line
 from cp_ring.runtime import RUNTIME
 
-RETRY_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -23,29 +20,23 @@ class FusedFunction:
     """A Triton function that is tried at its first launch; the caller computes with torch
     operations if it cannot run.
 
-    Triton compiles at the first launch, not at import, and needs a C compiler for that. A failure
-    that cannot pass is final. Errors of files, such as those of Triton's cache on a full disk, may
-    pass: the function is tried again `RETRY_S` later.
+    Triton compiles at the first launch, not at import, and needs a C compiler for that. If it
+    fails, there is no other launch.
     """
 
     def __init__(self, module: str, name: str):
         self._module, self._name = module, name
         self._function: Callable[..., Any] | None = None
-        self._not_before = 0.0  # of the next try, in seconds of the monotonic clock
+        self._rejected = False
         self._first = threading.Lock()
-
-    @property
-    def rejected(self) -> bool:
-        """True if the last try has failed."""
-        return self._not_before > 0 and self._function is None
 
     def run(self, *args: Any) -> bool:
         """Run the function and return True. If it cannot run here, return False and log the reason
         once.
         """
-        if self._function is None and time.monotonic() >= self._not_before:
+        if self._function is None and not self._rejected:
             with self._first:  # the ranks of a `LocalRing` are threads, and one of them compiles
-                if self._function is None and time.monotonic() >= self._not_before:
+                if self._function is None and not self._rejected:
                     return self._tried(*args)
         if self._function is not None:
             self._function(*args)
@@ -56,7 +47,7 @@ class FusedFunction:
         try:
             function = getattr(importlib.import_module(self._module), self._name)
         except ImportError:
-            self._not_before = math.inf
+            self._rejected = True
             return False
         try:
             function(*args)
@@ -67,23 +58,18 @@ class FusedFunction:
             reason = one_line(error)[:200]
             if "out of memory" in reason.lower():  # the driver's, as Triton words it
                 raise
-            passing = isinstance(error, OSError) and not isinstance(
-                error, FileNotFoundError | PermissionError
-            )
-            self._not_before = time.monotonic() + RETRY_S if passing else math.inf
-            _say(reason, passing)
+            self._rejected = True
+            _say(reason)
             return False
         self._function = function
         return True
 
 
 @RUNTIME.cache()
-def _say(reason: str, passing: bool) -> None:
+def _say(reason: str) -> None:
     """Warn once for each reason."""
-    until = f"; it is tried again {RETRY_S:g} s later" if passing else ""
     _log.warning(
         "Triton cannot compile (%s): merges and sums of gradients use torch operations, which are "
-        "slower%s",
+        "slower",
         reason,
-        until,
     )

@@ -62,20 +62,15 @@ def merge_segment(
         target.copy_(total)
 
 
-def merge_(out: Tensor, lse: Tensor, out_tile: Tensor, lse_tile: Tensor) -> None:
-    """Merge one tile in place into the running out [b, q, h, e] in float32 (or float64) and lse [b,
-    h, q] in `lse_dtype`.
+def _merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
+    """Merge a part in place into the running out [q, b, h, e] in float32 (or float64) and lse [b, h,
+    q] in `lse_dtype`.
 
-        out += sigmoid(lse_tile - lse) * (out_tile - out);  lse = log(exp(lse) + exp(lse_tile)).
+        out += sigmoid(lse_part - lse) * (out_part - out);  lse = log(exp(lse) + exp(lse_part)).
 
     A query that saw no key on one side (lse -inf) keeps the other side's values; on neither side,
     out is 0 and lse -inf.
     """
-    _merge_(out.transpose(0, 1), lse, out_tile.transpose(0, 1), lse_tile)
-
-
-def _merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
-    """Run `merge_` on tensors with tokens first."""
     # The bound keeps -inf - -inf, which is NaN, away: a part whose queries saw no key has weight 0.
     weight = lse_part.sub(lse.clamp_min(_UNSEEN)).sigmoid_().permute(2, 0, 1)
     # In the order of out, in which `lerp_` takes half the time.

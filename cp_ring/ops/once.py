@@ -6,14 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import function
+
+from cp_ring.errors import ConfigError
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator of this name, which takes the host time only with `create_graph`."""
-    guarded = function.once_differentiable(backward)
+    """Make a backward function reject `create_graph`. Torch's decorator of this name lets terms of
+    a loss that need a second derivative vanish: a penalty on the gradient of q, say.
+    """
 
     def once(ctx: Any, *gradients: Any) -> Any:
-        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "create_graph=True: attention and shards have no second derivative; take first "
+                "gradients without it, and leave penalties on gradients out of the loss"
+            )
+        return backward(ctx, *gradients)
 
     return once

@@ -33,8 +33,6 @@ class Capabilities:
 
     bands: it supports any band on any rectangle in which every query sees a key, as flash-attn's
     bottom-right aligned windows.
-    narrow_bands: it supports bands of up to this many diagonals on a rectangle small enough for a
-    dense mask; 0 for none.
     varlen: it takes many tiles of one kind in one call, as sequences of queries, each with keys of
     its own.
     deterministic: it computes the same bits in every run if the caller asks for that; tiles do not
@@ -43,7 +41,6 @@ class Capabilities:
     """
 
     bands: bool = False
-    narrow_bands: int = 0
     varlen: bool = False
     deterministic: bool = False
     slow: bool = False
@@ -91,7 +88,7 @@ def lower(tiles: Tiles, capabilities: Capabilities, apart: Ints | None = None) -
     live = tiles.live()
     tiles, parent = tiles[live], parent[live]
     if not capabilities.bands:
-        tiles, parent = _flatten(tiles, parent, capabilities.narrow_bands)
+        tiles, parent = _flatten(tiles, parent)
     kind = band_kinds(tiles)
     return Lowered(tiles, parent, kind, kind if apart is None else kind + 4 * apart[parent])
 
@@ -112,15 +109,12 @@ def band_kinds(tiles: Tiles) -> Ints:
     )
 
 
-def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
-    """Rewrite bands as FULL, CAUSAL and REVERSED tiles; narrow bands stay bands in small
-    rectangles.
-    """
-    strips, parent = _cut_at_slopes(tiles, parent, narrow)
+def _flatten(tiles: Tiles, parent: Ints) -> tuple[Tiles, Ints]:
+    """Rewrite bands as FULL, CAUSAL and REVERSED tiles."""
+    strips, parent = _cut_at_slopes(tiles, parent)
     q0, q1, k0, k1, lo, hi = strips.data
     left, right = k0 < q1 - 1 + lo, q0 + hi < k1 - 1
-    dense = left & right & (hi - lo < narrow)
-    flat, sloped = np.flatnonzero(dense | ~(left | right)), np.flatnonzero((left | right) & ~dense)
+    flat, sloped = np.flatnonzero(~(left | right)), np.flatnonzero(left | right)
     q0, q1, k0, k1, lo, hi = strips.data[:, sloped]
     left, right = left[sloped], right[sloped]
     # The rectangle between the triangles: the keys that the strip's first and last query both see,
@@ -138,13 +132,12 @@ def _flatten(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
     return parts[sort].fitted(), origin[sort]
 
 
-def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints]:
+def _cut_at_slopes(tiles: Tiles, parent: Ints) -> tuple[Tiles, Ints]:
     """Cut tiles into strips of queries in which each side of the band slopes either everywhere or
     nowhere.
 
     Strips in which both sides slope are cut further, to at most as many queries as the band has
-    diagonals, so that their triangles meet in one key at most. Strips of narrow bands have at least
-    a block of queries.
+    diagonals, so that their triangles meet in one key at most.
     """
     q0, q1, k0, k1, lo, hi = tiles.data
     # The left side slopes from query `slopes` on, the right side slopes before query `levels`.
@@ -154,7 +147,7 @@ def _cut_at_slopes(tiles: Tiles, parent: Ints, narrow: int) -> tuple[Tiles, Ints
     cuts = np.stack([q0, np.minimum(slopes, levels), np.maximum(slopes, levels), q1])
     both = slopes < levels
     width, blocks = hi - lo, (hi - lo + 1) // BLOCK * BLOCK
-    height = np.where(blocks > 0, blocks, np.where(width < narrow, BLOCK, np.maximum(width, 1)))
+    height = np.where(blocks > 0, blocks, np.maximum(width, 1))
     parts: list[tuple[Ints, Ints, Ints]] = []
     for index in range(3):
         start, end = cuts[index], cuts[index + 1]

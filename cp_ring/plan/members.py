@@ -18,7 +18,7 @@ from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.moves import Moves
 from cp_ring.plan.proof import check_layout, check_moves
-from cp_ring.plan.rank_plan import Part
+from cp_ring.plan.rank_plan import Fact
 from cp_ring.plan.records import RankPlan
 
 
@@ -33,8 +33,8 @@ def with_exchange(of_member: RankPlan, layout: Layout, members: Layout, rank: in
         cp=layout.cp,
         identity=(
             *of_member.identity,
-            Part("heads", heads, heads),
-            Part("shards", layout.digest, repr(layout)),
+            Fact("heads", heads, heads),
+            Fact("shards", layout.digest, repr(layout)),
         ),
         exchange=Moves.gathered(layout, members, of_member.rank),
     )

@@ -176,18 +176,22 @@ class _Messages:
 _MAX_WORDS = 80
 
 
-class Part(NamedTuple):
-    """One part of a plan's identity. Two parts are equal if their `content` is; `words` describe
-    the part for a person.
+class Fact(NamedTuple):
+    """A fact that all ranks must agree on, such as a part of a plan's identity. `content` is
+    compared, `words` are for the error message.
     """
 
     name: str
     content: str
     words: str
 
+    @classmethod
+    def of(cls, name: str, value: object) -> Fact:
+        return cls(name, str(value), str(value))
 
-def identity(plan: PlanTables) -> tuple[Part, ...]:
-    """Return the parts from which a plan is made: mask, layout, route and schedule.
+
+def identity(plan: PlanTables) -> tuple[Fact, ...]:
+    """Return the facts from which a plan is made: mask, layout, route and schedule.
 
     The tables are not among them: they follow from these parts, and `Plan.build_rank_plan` makes
     one rank's share of the tables only.
@@ -195,8 +199,8 @@ def identity(plan: PlanTables) -> tuple[Part, ...]:
     words = str(plan.schedule)
     words = words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "..."
     return (
-        Part("mask", plan.mask.digest, repr(plan.mask)),
-        Part("layout", plan.layout.digest, repr(plan.layout)),
-        Part("route", repr(plan.route), plan.route),
-        Part("schedule", repr(plan.schedule), words),
+        Fact("mask", plan.mask.digest, repr(plan.mask)),
+        Fact("layout", plan.layout.digest, repr(plan.layout)),
+        Fact("route", repr(plan.route), plan.route),
+        Fact("schedule", repr(plan.schedule), words),
     )

@@ -13,14 +13,13 @@ stored, and stores the new total.
 - Partial results are added one by one, in their order. So the result does not depend on how they
   are grouped.
 
-The executor runs these updates, and the cost model counts what they read and write.
+The executor runs these updates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -76,41 +75,13 @@ class Update:
         and for each part the position of its first token, ABSENT if the part has none of the
         tokens, or -2 - position if the part has them in reverse order. A segment without parts is
         filled with zeros.
-    arrived: for each part, True if it comes from another rank.
     whole: True if a kernel call's part is the whole total: nothing has to be computed, nor moved if
     its dtype is right. It is False for parts that arrive, because the next messages will overwrite
     their buffer.
     """
 
     segments: Ints
-    arrived: tuple[bool, ...]
     whole: bool
-
-    @property
-    def parts(self) -> int:
-        return len(self.arrived)
-
-    @cached_property
-    def read(self) -> tuple[int, int]:
-        """The numbers of tokens read from partial results of kernel calls and from those of other
-        ranks.
-        """
-        start, end = self.segments[:2]
-        tokens = [int((end - start)[position != ABSENT].sum()) for position in self.segments[4:]]
-        computed, arrived = (
-            sum(n for n, x in zip(tokens, self.arrived, strict=True) if x is kind)
-            for kind in (False, True)
-        )
-        return computed, arrived
-
-    @cached_property
-    def stored(self) -> tuple[int, int, int]:
-        """The numbers of tokens of the running total that are read and that are written, and of
-        tokens of the result that are written.
-        """
-        start, end, first, last = self.segments[:4]
-        size = end - start
-        return int(size[first == 0].sum()), int(size[last == 0].sum()), int(size[last == 1].sum())
 
 
 @dataclass
@@ -234,14 +205,8 @@ def _updates(groups: Sequence[Sequence[Partial]], num_tokens: int) -> tuple[Upda
         table[4 + slot[span[pairs]], np.searchsorted(cells, cell[pairs])] = place[pairs]
         if len(cells):
             table = _joined(table)
-            arrived = tuple(part.arrived for part in members)
-            updates.append(
-                Update(
-                    table,
-                    arrived,
-                    arrived == (False,) and table.T.tolist() == [[0, num_tokens, 1, 1, 0]],
-                )
-            )
+            whole = table.T.tolist() == [[0, num_tokens, 1, 1, 0]]
+            updates.append(Update(table, whole and not members[0].arrived))
     return tuple(updates)
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring.comm.agreement import Fact, differences, warn_of_same
+from cp_ring.comm.agreement import Backward, differences, of_backward
 from cp_ring.comm.same_batch import contents, difference
 from cp_ring.comm.transport import MessageBatch, Pending, count, messages
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.ranges import size_within
+from cp_ring.plan.rank_plan import Fact
 
 TIMEOUT = 60.0
 """The seconds that a rank waits for a message before it raises an error."""
@@ -42,13 +43,11 @@ class LocalRing:
         self._changed = threading.Condition()
         self._mail: dict[tuple[int, int, int], Tensor] = {}
         self._failed = False
-        self.known: set[Hashable] = set()  # calls that were made, by rank
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
 
     def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         self._failed, grad = False, torch.is_grad_enabled()
         self._calls: dict[int, tuple[int, Sequence[Fact]]] = {}
-        self._values: defaultdict[int, list[str]] = defaultdict(list)
         self.batches: defaultdict[int, dict[int, Any]] = defaultdict(dict)
 
         def one(rank: int) -> Any:
@@ -69,17 +68,13 @@ class LocalRing:
             raise error
         return [rank.result() for rank in ranks]
 
-    def agree(self, rank: int, number: int, facts: Sequence[Fact], values: str) -> None:
+    def agree(self, rank: int, number: int, facts: Sequence[Fact]) -> None:
         """Compare a rank's call of this number with the first one of that number. Raises
         `PlanError` if they differ.
         """
         first, its_facts = self._calls.setdefault(number, (rank, facts))
         if line := differences(first, its_facts, rank, facts):
             raise PlanError(line)
-        with self._changed:
-            self._values[number].append(values)
-            if values and self._values[number] == [values] * self.size > [values]:
-                warn_of_same(self.size)
 
     def put(self, key: tuple[int, int, int], message: Tensor) -> None:
         with self._changed:
@@ -124,18 +119,16 @@ class LocalGroup:
         if line := difference({rank: batches[rank] for rank in sorted(batches)}):
             raise PlanError(line)
 
-    def agree(
-        self,
-        key: Hashable,
-        facts: Callable[[], Sequence[Fact]],
-        every: int = 1,
-        values: Callable[[], str] = str,
-    ) -> None:
+    def agree(self, key: Hashable, facts: Callable[[], Sequence[Fact]], every: int = 1) -> Backward:
         """Compare every call; see `Agreement.check`."""
-        known = (self.rank, key) in self._ring.known
-        self._ring.known.add((self.rank, key))
-        self._ring.agree(self.rank, self._calls, facts(), "" if known else values())
         self._calls += 1
+        call = self._calls
+        self._ring.agree(self.rank, call, facts())
+
+        def begin_backward(place: object) -> None:
+            self.agree((), lambda: [of_backward(call, call, place)])
+
+        return begin_backward
 
     def post(self, batch: MessageBatch) -> Pending:
         for peer, buffer in messages(batch.sends):

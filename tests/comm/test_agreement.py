@@ -6,7 +6,6 @@ import datetime
 import itertools
 import re
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -14,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_ring import Layout, ring_attention, roll, shard, unshard
-from cp_ring.comm.agreement import FIRST, Agreement, Fact
+from cp_ring import Layout, ring_attention, roll, unshard
+from cp_ring.comm.agreement import FIRST, LIMIT, Agreement, begin_anew
 from cp_ring.errors import PlanError
 from cp_ring.observe.debug import debugging
+from cp_ring.plan.rank_plan import Fact
+from cp_ring.runtime import RUNTIME
 from cp_ring.testing.local_ring import LocalGroup, LocalRing
 from tests.rank_pool import LIMIT_S
 from tests.rings import rank_of, said
@@ -105,20 +106,124 @@ def test_unshard_and_roll_too(pool):
         assert "shift is -1 on rank 0 and -2 on rank 1" in shift
 
 
-def warned(group, equal):
-    """What a call says of tensors that all ranks pass, or of shards."""
-    x = torch.randn(1, N, 1, 8, generator=torch.Generator().manual_seed(0))
-    x = x if equal else shard(x, group=group)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        ring_attention(x, x, x, group, softmax_scale=0.5)
-    return [str(each.message) for each in found if "cp_ring" in str(each.message)]
+def rolled(group):
+    """What `roll` says where ranks differ in documents and in what fills their ends, and by shifts
+    that are the same roll.
+    """
+    rank = group.rank()
+    x = torch.arange(N // CP)[None] + rank
+    return [
+        said(roll, x, -1, None, group, cu_seqlens=[0, 20 + rank, N]),
+        said(roll, x, -1, None, group, cu_seqlens=[0, N], fill=rank),
+        said(roll, x, -1, None, group, cu_seqlens=[0, N] if rank else None),
+        said(roll, x, N - 1 if rank else -1, None, group),
+        said(roll, x, N - 1 if rank else -1, None, group, cu_seqlens=[0, N]),
+    ]
 
 
-def test_whole_tensors_in_place_of_shards_are_noticed(pool):
-    first, second = pool.run(warned, CP, True)
-    assert len(first) == 1 and "all 2 ranks of the group pass the same tensors" in first[0]
-    assert not second and pool.run(warned, CP, False) == [[], []]
+def test_ranks_that_roll_other_documents_stop(pool):
+    first, second = pool.run(rolled, CP)
+    assert first == second
+    documents, fill, none, same, other = first
+    assert "cu_seqlens is given on rank 0 and given with other contents on rank 1" in documents
+    assert "fill is 0 on rank 0 and 1 on rank 1" in fill
+    assert "cu_seqlens is None on rank 0 and given on rank 1" in none
+    assert same == "" and "shift is -1 on rank 0 and 63 on rank 1" in other
+
+
+def backward_in_turn(group, options):
+    """What backward says where rank 1 runs that of two equal calls in the other order."""
+    begin_anew()
+    x = torch.randn(1, N // CP, 4, 8, requires_grad=True)
+    calls = [options["call"](x, group) for _ in range(2)]
+    order = calls if group.rank() else calls[::-1]
+    lines = [said(torch.autograd.grad, out, x, torch.ones_like(out)) for out in order[:1]]
+    begin_anew()  # and they may agree again
+    again = [options["call"](x, group) for _ in range(2)]
+    return lines + [said(torch.autograd.grad, out, x, torch.ones_like(out)) for out in again[::-1]]
+
+
+def ring_call(x, group):
+    return ring_attention(x, x, x, group, causal=True)
+
+
+def heads_call(x, group):
+    return ring_attention(x, x, x, group, causal=True, heads=2)
+
+
+def shards_call(x, group):
+    return unshard(x, None, group)
+
+
+@pytest.mark.parametrize("call", [ring_call, heads_call, shards_call])
+def test_backward_calls_in_different_orders_stop_with_both_calls(pool, call):
+    """Messages of equal calls have equal sizes: the gradients would be those of the other call."""
+    first, second = pool.run(backward_in_turn, CP, {"call": call})
+    assert first == second
+    assert re.search("gradient is that of call .* on rank 0 and that of call", first[0]), first
+    assert first[1:] == ["", ""]
+    with pytest.raises(PlanError, match=r"gradient is that of call .*on rank .* and that of call"):
+        LocalRing(CP).run(in_turn_on_threads, call)
+
+
+def in_turn_on_threads(group, call):
+    x = torch.randn(1, N // CP, 4, 8, requires_grad=True)
+    calls = [call(x, group) for _ in range(2)]
+    for out in calls if group.rank else calls[::-1]:
+        torch.autograd.grad(out, x, torch.ones_like(out))
+
+
+def alone(_, limit_s):
+    """What ranks say that another one does not follow: in the first call of a group, in a new call
+    while the other repeats a known one, and in backward. Each time in a group of its own.
+    """
+    rank = dist.get_rank()
+    x = torch.randn(1, N // CP, 2, 8, requires_grad=True)
+    unused, group, other = (dist.new_group([0, 1]) for _ in range(3))
+    if rank > 1:
+        return []
+    ring_attention(x, x, x, group)
+    out = ring_attention(x, x, x, other)
+    LIMIT.value = limit_s
+    new = said(ring_attention, x, x, x, group, causal=True) if rank else ""
+    if rank:
+        LIMIT.value = None
+        dist.destroy_process_group(group)  # as the end of the process does
+        return [new]
+    lines = [said(ring_attention, x, x, x, group)]
+    lines += [said(ring_attention, x, x, x, unused), said(out.sum().backward)]
+    LIMIT.value = None
+    return lines
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(pool):
+    (known, first, gradient), (new,) = pool.run(alone, 4, 0.5)[:CP]
+    assert (
+        "rank 0 of 2 made the first call of its group, and rank 1 of the group made none" in first
+    )
+    assert "within 0.5 s" in first
+    assert "rank 1 of 2 made a call that is new to it (mask <Mask of 64 tokens, causal>" in new
+    assert "and rank 0 of the group made none within 0.5 s" in new
+    assert "calls: mask is <Mask of 64 tokens, full> on rank 0 and <Mask of 64 tokens, ca" in known
+    assert "made a call that is new to it (gradient that of call 1), and rank 1 of the" in gradient
+
+
+def second_life(group):
+    """What ranks that differ say in the first call after a reset, with the keys of an earlier life
+    in the store.
+    """
+    x = torch.randn(1, N // CP, 2, 8)
+    lines = []
+    for causal in (True, group.rank() == 0):
+        RUNTIME.reset()
+        lines.append(said(ring_attention, x, x, x, group, causal=causal))
+    return lines
+
+
+def test_the_first_call_after_a_reset_is_compared(pool):
+    first, second = pool.run(second_life, CP)
+    assert first == second and first[0] == ""
+    assert "mask is <Mask of 64 tokens, causal> on rank 0 and" in first[1]
 
 
 def together(case, *args):

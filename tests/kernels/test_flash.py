@@ -161,7 +161,6 @@ def test_conformance(label):
     for prop in (
         "full rectangles",
         "bands",
-        "queries without keys",
         "merged backward",
         "varlen",
         "deterministic",

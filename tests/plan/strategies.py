@@ -13,7 +13,6 @@ from cp_ring.plan.dense_masks import paint
 CAPABILITIES = (
     Capabilities(),
     Capabilities(varlen=True),
-    Capabilities(narrow_bands=6),
     Capabilities(bands=True),
     Capabilities(bands=True, varlen=True),
 )

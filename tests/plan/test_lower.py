@@ -44,16 +44,6 @@ def test_a_native_window_needs_no_lowering():
     assert (bands.lo <= bands.k1 - bands.q1).all() and (bands.hi >= bands.k1 - bands.q1).all()
 
 
-def test_narrow_bands_stay_bands_in_small_rectangles():
-    lowered = lower(Mask.full(4096, (16, 16)).pieces, Capabilities(narrow_bands=64))
-    bands = lowered.tiles[lowered.kind == BAND]
-    assert (
-        len(bands)
-        and (bands.q1 - bands.q0 <= 128).all()
-        and (bands.k1 - bands.k0 <= 128 + 32).all()
-    )
-
-
 @pytest.mark.parametrize("width", [127, 255])
 def test_strips_of_a_window_of_whole_blocks_share_no_key(width):
     """Two triangles of as many queries as the window would both have the key where they meet."""

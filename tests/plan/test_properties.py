@@ -38,9 +38,7 @@ def check_plan(plan):
     apart = plan.ring.tile_rank * plan.ring.cp + plan.ring.tile_source
     for capabilities in CAPABILITIES:
         lowered = lower(plan.ring.tiles, capabilities, apart)
-        allowed = {FULL, CAUSAL, REVERSED} | (
-            {BAND} if capabilities.bands or capabilities.narrow_bands else set()
-        )
+        allowed = {FULL, CAUSAL, REVERSED} | ({BAND} if capabilities.bands else set())
         assert set(lowered.kind.tolist()) <= allowed
         for parent in np.unique(lowered.parent):
             mine = lowered.tiles[lowered.parent == parent]
