@@ -1,5 +1,5 @@
-"""Hugging Face transformers' language models under context parallelism: ring attention replaces
-their attention, and each rank gets its tokens of a batch.
+"""Hugging Face transformers' language models, and its Trainer, under context parallelism: ring
+attention replaces their attention, and each rank gets its tokens of a batch.
 
 Shapes: b batch rows of n tokens; h query and g key/value heads of sizes d and e; cp ranks.
 """
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import pad
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -50,6 +54,7 @@ _OPTIONS = (
 )  # fmt: skip
 """Keywords of `ring_attention` that neither the layers of a model nor `shard_batch` settle."""
 
+_NOT_OF_TRAINER = ("neftune_noise_alpha", "use_liger_kernel", "parallelism_config", "deepspeed")
 _KINDS = {"full_attention", "sliding_attention"}
 _IGNORED = -100  # the label of tokens without a loss
 
@@ -411,3 +416,114 @@ def _attend(
         **options,
     )
     return out, None
+
+
+class RingTrainer(Trainer):
+    """transformers' Trainer on groups of `context_parallel_size` neighboring ranks. The ranks of a
+    group get the same batch, and each takes its tokens.
+
+        trainer = RingTrainer(model, arguments, train_dataset=rows, context_parallel_size=2)
+
+    Losses, gradients, evaluation and the order of rows are those of Trainer on as many ranks as
+    there are groups. `compute_loss_func` gets logits [b, n, v] and labels [b, n] of whole rows,
+    which every rank of a group computes; other outputs are of its own tokens. For another subclass
+    of Trainer, put it first: `class RingSFTTrainer(RingTrainer, SFTTrainer)`.
+
+    Raises `ConfigError` for what `use_ring_attention` rejects, and for arguments that it does not
+    know under context parallelism.
+    """
+
+    def __init__(self, *args: Any, context_parallel_size: int, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._cp, world = context_parallel_size, self.args.world_size
+        if self._cp < 1 or world % self._cp:
+            raise ConfigError(f"context_parallel_size={self._cp} does not divide the {world} ranks")
+        wrong = [name for name in _NOT_OF_TRAINER if getattr(self.args, name, None)]
+        if getattr(self.args, "train_sampling_strategy", "") == "batch_rebalance":
+            wrong.append("train_sampling_strategy='batch_rebalance'")
+        if self._cp > 1 and wrong:
+            raise ConfigError(f"RingTrainer does not support {', '.join(wrong)}: leave it out")
+        self._mesh, self.group = None, None
+        if world > 1:
+            sizes, names = (world // self._cp, self._cp), ("dp_replicate", "cp")  # accelerate's
+            self._mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=names)
+            self.group = self._mesh["cp"].get_group()
+            self.accelerator.gather = partial(self._of_first_ranks, self.accelerator.gather)
+        model: Any = self.model
+        use_ring_attention(model, self.group)
+        self.model_accepts_loss_kwargs = True  # the models get them from shard_batch
+        if smooth := self.label_smoother:
+
+            def smoothed(
+                outputs: Any, labels: Tensor, shift_labels: Any = None, **more: Any
+            ) -> Any:
+                return smooth(outputs, labels, **more)  # they are shifted already
+
+            self.label_smoother: Any = smoothed
+        if self.compute_loss_func is not None:
+            self.compute_loss_func = partial(self._of_whole_rows, self.compute_loss_func)
+
+    def _get_dataloader(self, *args: Any, **named: Any) -> DataLoader:
+        """Let accelerate deal rows over groups of ranks."""
+        state = self.accelerator.state
+        before, state.device_mesh = getattr(state, "device_mesh", None), self._mesh
+        try:
+            return super()._get_dataloader(*args, **named)
+        finally:
+            state.device_mesh = before
+
+    def _of_first_ranks(self, gather: Callable[[Any], Any], tensors: Any) -> Any:
+        """Gather tensors of all ranks, and keep those of the first rank of each group."""
+
+        def keep(x: Tensor) -> Tensor:
+            rows = len(x) // self.args.world_size
+            return x.unflatten(0, (-1, self._cp, rows))[:, 0].flatten(0, 1)
+
+        return tree_map(keep, gather(tensors))
+
+    def _of_whole_rows(
+        self, compute: Callable[..., Tensor], outputs: Any, labels: Any, num_items_in_batch: Any
+    ) -> Tensor:
+        """Call a user's loss function with logits and labels of whole rows."""
+        n = self._inputs["input_ids"].shape[1]
+        # a sum, because the gradients of ranks are averaged
+        outputs["logits"] = unshard(outputs["logits"], group=self.group, reduction="sum")[:, :n]
+        count = None if num_items_in_batch is None else num_items_in_batch * self._cp
+        return compute(outputs, self._inputs.get("labels"), num_items_in_batch=count)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss of this rank's tokens of the whole batch `inputs`. The mean over the
+        ranks of a group is that of its rows.
+        """
+        self._inputs = inputs
+        # Trainer multiplies by the number of all ranks
+        scaled = num_items_in_batch is not None and self.args.average_tokens_across_devices
+        count = None if num_items_in_batch is None else num_items_in_batch / self._cp
+        mine = shard_batch(inputs, self.group)
+        loss, outputs = super().compute_loss(model, mine, True, count)
+        loss = loss / self._cp if scaled else loss
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        """Return loss, logits and labels of whole rows, the same on all ranks of a group."""
+        n, labeled = inputs["input_ids"].shape[1], inputs.get("labels") is not None
+        if not labeled:  # then Trainer calls the model itself
+            inputs = shard_batch(self._prepare_inputs(inputs), self.group)
+        loss, logits, labels = super().prediction_step(
+            model, inputs, prediction_loss_only, ignore_keys
+        )
+        if loss is not None and self.group is not None:
+            dist.all_reduce(loss, group=self.group)
+            loss /= self._cp
+        if isinstance(logits, tuple):
+            raise ConfigError(
+                f"RingTrainer gathers logits alone, and the model returned {len(logits)} outputs: "
+                "name the others in ignore_keys, or in keys_to_ignore_at_inference of its config"
+            )
+        if logits is not None and not (labeled and self.compute_loss_func):
+            logits = unshard(logits, group=self.group)[:, :n]
+        return loss, logits, labels

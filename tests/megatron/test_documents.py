@@ -1,10 +1,12 @@
 """Packed documents: boundaries, masks, padding."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
@@ -162,3 +164,40 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
         arguments.position_embedding_type = kind
         with pytest.raises(ConfigError, match=line):
             gpt.get_batch(None, None)
+
+
+class Waits(TorchDispatchMode):
+    """Operations for which the host would wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "_to_copy", "copy_", "nonzero"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_of_a_microbatch_share_its_rotary_positions():
+    """The first one reads the offsets; the others wait for nothing."""
+    from cp_ring.megatron.adapter.packed_rotary import turned
+
+    group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    cu_seqlens = torch.tensor([0, 6, 8, 32], dtype=torch.int32)
+    inputs, freqs = torch.randn(16, 2, 4), torch.arange(32.0).view(32, 1, 1, 1)
+
+    def turn(x, picked):
+        seen.append(picked.view(-1))
+        return x
+
+    seen, waits = [], Waits()
+    for layer in range(3):
+        with waits if layer else nullcontext():
+            turned(turn, inputs, cu_seqlens, freqs, cp_group=group)
+    places = torch.cat([torch.arange(8, 16), torch.arange(16, 24)]).float()
+    assert all(torch.equal(each, places) for each in seen)  # embeddings of the whole sequence
+    turned(turn, inputs, cu_seqlens, freqs[:24], cp_group=group)
+    assert torch.equal(seen[-1], places - 8)  # of positions in documents
+    assert [name for name in waits.found if name != "_to_copy"] == []

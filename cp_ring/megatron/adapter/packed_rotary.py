@@ -10,17 +10,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_ring.megatron.data.documents import packed_layout
+from cp_ring.megatron.data.documents import offsets_on_cpu, packed_layout
+from cp_ring.plan.layout import Layout
+from cp_ring.runtime import RUNTIME
 
 
-def _positions(cu_seqlens: torch.Tensor, rank: int, cp: int) -> tuple[torch.Tensor, torch.Tensor]:
+@RUNTIME.cache(maxsize=64)
+def _positions(
+    edges: bytes, layout: Layout, rank: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of this rank's tokens in the whole sequence, which is split as one, and
-    in their documents.
+    in their documents, on `device`. All layers of a microbatch share them.
+
+    edges: int64 offsets of the documents; `layout` is theirs.
     """
-    edges = cu_seqlens.detach().cpu().numpy().astype(np.int64)
-    positions = packed_layout(edges, cp).positions(rank)
-    document = np.searchsorted(edges, positions, "right") - 1
-    return torch.from_numpy(positions), torch.from_numpy(positions - edges[document])
+    offsets, positions = np.frombuffer(edges, np.int64), layout.positions(rank)
+    document = np.searchsorted(offsets, positions, "right") - 1
+    both = positions, positions - offsets[document]
+    return tuple(torch.from_numpy(each).to(device) for each in both)  # type: ignore[return-value]
 
 
 def turned(
@@ -36,7 +43,9 @@ def turned(
     """Replace Megatron's `_apply_rotary_pos_emb_thd`. `turn` is its function for batch rows,
     `_apply_rotary_pos_emb_bshd`.
     """
-    in_sequence, in_document = _positions(cu_seqlens, cp_group.rank(), cp_group.size())
-    wanted = in_sequence if freqs.shape[0] == int(cu_seqlens[-1]) else in_document
-    picked = freqs.index_select(0, wanted.to(freqs.device))
+    edges = offsets_on_cpu(cu_seqlens)
+    layout = packed_layout(edges, cp_group.size())
+    in_sequence, in_document = _positions(edges.tobytes(), layout, cp_group.rank(), freqs.device)
+    wanted = in_sequence if freqs.shape[0] == edges[-1] else in_document
+    picked = freqs.index_select(0, wanted)
     return turn(t.unsqueeze(1), picked, *options, **named).squeeze(1)

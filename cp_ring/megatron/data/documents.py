@@ -275,8 +275,8 @@ def _common_offsets(packed: Any, *names: str) -> Ints | None:
             f"packed_seq_params has only {names[0] if keys is None else names[1]}: give both "
             f"{names[0]} and {names[1]}"
         )
-    offsets = _on_cpu(queries)
-    if keys is not queries and not np.array_equal(offsets, _on_cpu(keys)):
+    offsets = offsets_on_cpu(queries)
+    if keys is not queries and not np.array_equal(offsets, offsets_on_cpu(keys)):
         raise ConfigError(
             f"packed_seq_params: {names[0]} and {names[1]} differ; --cp-ring supports self "
             "attention only"
@@ -328,7 +328,7 @@ wait for the device.
 """
 
 
-def _on_cpu(offsets: torch.Tensor) -> Ints:
+def offsets_on_cpu(offsets: torch.Tensor) -> Ints:
     """Return the values of a tensor, int64 on the host.
 
     A CPU tensor is read each time. A device tensor is read again when its version counter has
