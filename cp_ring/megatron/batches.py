@@ -44,13 +44,12 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
     Args:
         batch: tensors [b, n] of whole batch rows by name. Other entries are left as they are,
             such as position ids [3, b, n] of images, which the model splits itself (mrope).
-            `cp_ring_mask` may hold a `Mask` of n tokens, the result of `Mask.to_dict`, or a list
-            of b of these. Without it the mask is causal; with --cp-ring-document-mask it is the
-            mask of the documents, which begin where `position_ids` are 0. With `cu_seqlens`, the
-            only batch row holds packed documents: offsets int32 [1, documents + 1] or
-            [documents + 1], padded with -1 if needed, and `cu_seqlens_padded` if documents have
-            padding. With `local_cp_size`, so many ranks share the packed documents; see
-            `group_of_size`.
+            `cp_ring_mask` may hold a `Mask` of n tokens, or a list of b of them. Without it the
+            mask is causal; with --cp-ring-document-mask it is that of the documents, which begin
+            where `position_ids` are 0. With `cu_seqlens`, the only batch row holds packed
+            documents: offsets int32 [1, documents + 1] or [documents + 1], padded with -1 if
+            needed, and `cu_seqlens_padded` if documents have padding. With `local_cp_size`, so many
+            ranks share the packed documents; see `group_of_size`.
         cp_group: the context-parallel process group; the default is Megatron's.
 
     Returns:

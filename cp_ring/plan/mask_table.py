@@ -7,10 +7,10 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from cp_ring.plan.ranges import (
     integer,
     integers,
     runs,
-    segments_from,
     sort_index,
     stream_length,
     window_of,
@@ -213,34 +212,6 @@ class MaskTable:
         segments = self.segments
         return (np.zeros(1, np.int64),) * 2 if segments is None else (segments[0], segments[1])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the mask as plain numbers, lists and strings for JSON: `from_dict` makes an equal
-        one.
-        """
-        values = {name: getattr(self, name) for name in _FIELDS}
-        values |= {"pieces": self.pieces.data.T}
-        return {
-            name: value.tolist() if isinstance(value, np.ndarray) else value
-            for name, value in values.items()
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The mask that `to_dict` has written. Raises `PlanError` for other values and for
-        overlapping pieces.
-
-            same = Mask.from_dict(mask.to_dict())
-        """
-        unknown = [name for name in values if name not in _FIELDS]
-        missing = [name for name in ("n", "pieces") if name not in values]
-        if unknown or missing:
-            raise PlanError(
-                f"a mask as a dict has the keys {', '.join(_FIELDS)}; here "
-                f"{unknown or missing} is {'unknown' if unknown else 'missing'}")  # fmt: skip
-        words = (str(values.get("name", "mask")), str(values.get("details", "")))
-        mask = cls.from_pieces(values["n"], values["pieces"], *words)
-        return replace(mask, segments=segments_from(values.get("segments"), mask.n))
-
     def allowed(self, i: int, j: int) -> bool:
         """Return True if query i may see key j."""
         if not (0 <= integer(i, "query") < self.n and 0 <= integer(j, "key") < self.n):
@@ -265,9 +236,6 @@ class MaskTable:
 
     def __repr__(self) -> str:
         return f"<Mask of {self.n} tokens, {self.describe()}>"
-
-
-_FIELDS = ("n", "pieces", "segments", "name", "details")
 
 
 def _all_masks[T: MaskTable](masks: Sequence[T]) -> Sequence[T]:

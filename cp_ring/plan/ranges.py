@@ -145,35 +145,6 @@ def window_of(window: tuple[int, int]) -> tuple[int, int]:
     return -1 if left >= MAX_TOKENS else left, -1 if right >= MAX_TOKENS else right
 
 
-def segments_from(values: object, n: int) -> Ints | None:
-    """Return the checked segments of a mask of `n` tokens. Raises `PlanError` for other values."""
-    if values is None:
-        return None
-    segments = integers(values, "segments")
-    if (
-        segments.ndim != 2
-        or segments.shape[0] != 2
-        or not segments.shape[1]
-        or segments[0, 0] != 0
-        or (segments < 0).any()
-    ):
-        raise PlanError(
-            "segments of a mask are first tokens, from 0, and their positions: two lists of the "
-            "same length"
-        )
-    if (segments >= MAX_TOKENS).any():
-        raise PlanError(
-            f"segments of a mask hold {segments.max()}: tokens and positions must be below "
-            f"{MAX_TOKENS}"
-        )
-    if (np.diff(segments[0]) <= 0).any() or segments[0, -1] >= n:
-        raise PlanError(
-            f"segments of a mask of {n} tokens must begin at ascending tokens, not "
-            f"{short(segments[0])}"
-        )
-    return segments
-
-
 def short(values: np.ndarray) -> str:
     """Show some of the values in one line."""
     return np.array2string(values.reshape(-1), threshold=8, edgeitems=3, max_line_width=1000)

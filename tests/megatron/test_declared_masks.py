@@ -5,6 +5,7 @@ with them.
 import importlib
 import json
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def microbatch(**more):
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
-@pytest.mark.parametrize("given", [GROUP, GROUP.to_dict(), json.loads(json.dumps(GROUP.to_dict()))])
+@pytest.mark.parametrize("given", [GROUP, pickle.loads(pickle.dumps(GROUP))])
 def test_a_batch_is_split_with_its_mask(layout, given):
     configure(layout=layout, mask_kinds="shared-prefix,causal")
     whole = microbatch(cp_ring_mask=[given, Mask.causal(16)])
@@ -107,11 +108,7 @@ def test_a_data_loader_makes_batches_of_samples_with_masks():
         ("any", Mask.causal(8), "cp_ring_mask is for 8 tokens, but a batch row has 16"),
         ("any", [GROUP], "cp_ring_mask holds 1 masks for 2 batch rows"),
         ("any", "causal",
-            "cp_ring_mask is a str, not a Mask, what Mask.to_dict returns, or a list of these"),
-        ("any", {"n": 16, "pieces": [[0, 4, 0, 4], [3, 5, 0, 1]]},
-            r"cp_ring_mask: pieces 0 .* and 1 .* overlap: query 3"),
-        ("any", {"n": 16, "pieces": [[0, 4, 0, 17]]},
-            "cp_ring_mask: piece 0 .* is outside the 16 tokens"),
+            "cp_ring_mask is a str, not a Mask, or a list of them"),
         ("any", Mask.from_pieces(16, [], positions=range(4, 20)),
             "cp_ring_mask has positions up to 19, past the 16 tokens"),
     ],

@@ -75,9 +75,7 @@ def delivered(how):
 
 def _shared_prefix(n, random):
     lengths = random.integers(3, 9, 6).tolist()
-    return Mask.shared_prefix(
-        [(lengths[0] + 6, lengths[1:4]), (lengths[4], lengths[5:])], n
-    ).to_dict()
+    return Mask.shared_prefix([(lengths[0] + 6, lengths[1:4]), (lengths[4], lengths[5:])], n)
 
 
 def _images(n, random):

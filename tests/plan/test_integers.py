@@ -45,24 +45,17 @@ def pairs(allowed, n=N):
 def test_bands_of_pieces(band):
     lo, hi = band
     fits = all(-(2**63) <= bound < 2**63 for bound in band)
-    plain = {"n": N, "pieces": [[0, N, 0, N, lo, hi]]}
-    for make in (
-        lambda: Mask.from_pieces(N, [(0, N, 0, N, lo, hi)]),
-        lambda: Mask.from_dict(plain),
-    ):
-        dense = dense_or_none(make)
-        assert (dense is None) == (not fits)
-        if dense is not None:
-            assert np.array_equal(dense, pairs(lambda i, j: lo <= j - i <= hi))
-            once = make()
-            assert Mask.union(once, once).area() == once.area() == dense.sum()
-            assert np.array_equal(Mask.from_dict(once.to_dict()).dense(), dense)
+    dense = dense_or_none(lambda: Mask.from_pieces(N, [(0, N, 0, N, lo, hi)]))
+    assert (dense is None) == (not fits)
+    if dense is not None:
+        assert np.array_equal(dense, pairs(lambda i, j: lo <= j - i <= hi))
+        once = Mask.from_pieces(N, [(0, N, 0, N, lo, hi)])
+        assert Mask.union(once, once).area() == once.area() == dense.sum()
 
 
 CALLS = {
     "from_pieces": lambda a, b: Mask.from_pieces(N, [(0, a, b, N)]),
     "from_pieces, n": lambda a, b: Mask.from_pieces(a, [(0, 1, 0, b)]),
-    "from_dict, n": lambda a, b: Mask.from_dict({"n": a, "pieces": b}),
     "prefix": lambda a, b: Mask.prefix(N, [a, b], [0, 3, N]),
     "tree": lambda a, b: Mask.tree([-1, a], [3, b]),
     "shared_prefix": lambda a, b: Mask.shared_prefix([(a, [b, b])]),

@@ -182,11 +182,6 @@ def test_area_of_a_long_mask_is_exact():
         (lambda: Mask.block_causal(8, 0), "blocks of 0 tokens"),
         (lambda: Mask.from_ranges([(0, 4)], [(0, 4)], "bicausal"), "type 'bicausal' of a slice"),
         (lambda: Mask.block_diffusion(7, 2), "7 tokens have no two equal halves"),
-        (lambda: Mask.from_dict({"n": 8}), r"here \['pieces'\] is missing"),
-        (lambda: Mask.from_dict({"n": 8, "pieces": [], "window": 3}),
-            r"here \['window'\] is unknown"),
-        (lambda: Mask.from_dict({"n": 8, "pieces": [], "segments": [[0, 8], [0, 0]]}),
-            "must begin at ascending tokens"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(make, message):

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cp_ring.errors import PlanError
 from cp_ring.megatron.certificate import attention_probe, value_probe
 from cp_ring.megatron.certificate.layer_kinds import (
     GRAIN,
@@ -29,7 +28,6 @@ from cp_ring.megatron.certificate.tiny_model import own_device, transformer_conf
 from cp_ring.megatron.flags.layer_pattern import config_of_layer
 from cp_ring.megatron.heads_choice import every_choice
 from cp_ring.megatron.wrapping import replaced
-from cp_ring.plan.plan import Plan
 
 if TYPE_CHECKING:
     from cp_ring.attention import AnyPlan
@@ -59,8 +57,7 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int, seco
         tested = TestedLayer(kind, layer, groups.cp, args.params_dtype, device, seed, batch)
         tokens = attention_probe.longest_in_time(tested, args.seq_length, seconds / len(kinds))
         long = attention_probe.at_length(tested, tokens)
-        results.probes += [probe_settings(long, layers), probe_rank_plan(long)]
-        results.probes += probe_others(tested, layers)
+        results.probes += [probe_settings(long, layers), *probe_others(tested, layers)]
         for spec in every_choice(layer.spec, groups.cp.size()):
             note = f" with heads {spec.ulysses}" if spec != layer.spec else ""
             with replaced((layer, "window", kind.probed), (layer, "spec", spec)):
@@ -125,21 +122,6 @@ def probe_settings(tested: TestedLayer, layers: Mapping[int, Any]) -> Probe:
 def _plan_of(layer: Any, tested: TestedLayer) -> AnyPlan:
     query = tested.batch.local(tested.zeros(1, 1)).transpose(0, 1)
     return layer.plan_of(query, "causal", tested.batch.packed)
-
-
-def probe_rank_plan(tested: TestedLayer) -> Probe:
-    """Probe that this rank's plan is its part of a plan that computes the mask. Each rank proves
-    its own part. Plans of packed microbatches are proven where they are made.
-    """
-    plan, where = _plan_of(tested.layer, tested), ""
-    try:
-        if isinstance(plan, Plan):
-            executed = plan.rank_plan(tested.group.rank())
-            plan.verify(tested.layer.options.num_slots, executed=executed)
-    except PlanError as error:
-        where = str(error)
-    probe = tested.probe("plan of the rank", float(bool(where)), 0.0, where)
-    return replace(probe, unit="plans")
 
 
 def probe_others(tested: TestedLayer, layers: Mapping[int, Any]) -> list[Probe]:

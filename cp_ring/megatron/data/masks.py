@@ -2,14 +2,14 @@
 documents.
 
 A batch may carry `cp_ring_mask` beside its tokens: a `Mask` for all of its batch rows, or a list
-with one for each. A data loader's worker may send `mask.to_dict()` instead. The mask travels as
+with one for each. The mask travels as
 documents do, see `documents`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from cp_ring.errors import ConfigError, PlanError
+from cp_ring.errors import ConfigError
 from cp_ring.megatron.options import MASK_KINDS
 from cp_ring.megatron.plans import layout_of_row
 from cp_ring.plan.layout import Layout
@@ -225,17 +225,9 @@ def read(entry: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
 
 
 def _mask(entry: Any) -> Mask:
-    if isinstance(entry, Mask):
-        return entry
-    if not isinstance(entry, Mapping):
-        raise ConfigError(
-            f"{KEY} is a {type(entry).__name__}, not a Mask, what Mask.to_dict returns, or a list "
-            "of these"
-        )
-    try:
-        return Mask.from_dict(entry)
-    except PlanError as error:
-        raise ConfigError(f"{KEY}: {error}") from None
+    if not isinstance(entry, Mask):
+        raise ConfigError(f"{KEY} is a {type(entry).__name__}, not a Mask, or a list of them")
+    return entry
 
 
 @RUNTIME.cache(maxsize=64)

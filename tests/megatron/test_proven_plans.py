@@ -1,0 +1,43 @@
+"""Ranks prove what they run, and not only the tables from which it follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cp_ring import Layout, Mask, Plan, PlanError, PlanSpec
+from cp_ring.megatron.data import masks
+from cp_ring.plan import plan as plan_module
+from cp_ring.plan.plan import rank_plan
+
+CP, N = 4, 64
+
+
+def of_another_rank(ring, rank):
+    """Rank 1 runs what is right for rank 0."""
+    return replace(rank_plan(ring, 0), rank=1) if rank == 1 else rank_plan(ring, rank)
+
+
+def test_a_rank_never_runs_the_plan_of_another_one(monkeypatch):
+    monkeypatch.setattr(plan_module, "rank_plan", of_another_rank)
+    spoiled = Plan.build(Mask.causal(N), Layout.zigzag(N, CP))
+    spoiled.verify()  # its tables are right
+    with pytest.raises(PlanError, match="rank"):
+        spoiled.proven_part(1)
+    spoiled.proven_part(2)
+
+
+def test_the_plan_that_a_rank_makes_of_a_packed_microbatch_is_proven(monkeypatch):
+    mask, spec, kind = Mask.documents([0, 20, N]), PlanSpec(Layout.zigzag(N, CP)), ("a kind",)
+    own = masks._make_plan(mask, spec, CP, 1, kind)
+    whole = spec.build(mask, CP)
+    assert own.digest == whole.rank_plan(1).digest
+    masks._proven.clear()
+    monkeypatch.setattr(
+        PlanSpec,
+        "build_rank_plan",
+        lambda self, mask, cp, rank: replace(self.build(mask, cp).rank_plan(0), rank=rank),
+    )
+    with pytest.raises(PlanError, match="rank"):
+        masks._make_plan(mask, spec, CP, 1, kind)
