@@ -12,7 +12,7 @@ import typer
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.attention_sizes import attention_sizes
-from cp_ring.plan.cost import AttentionTime, attention_time, bytes_between_nodes, cost
+from cp_ring.plan.cost import cost
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import ASSUMED, call_groups, lower
 from cp_ring.plan.mask import Mask
@@ -23,6 +23,7 @@ from cp_ring.plan.report import Report
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import group_sizes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.time import AttentionTime, Conditions
 from cp_ring.tools import lengths as documents
 from cp_ring.tools.terminal import (
     DEFAULT_RATES,
@@ -85,7 +86,7 @@ def plan_command(
     """Plan the attention of one layer. It proves the plan, shows its cost and draws it; it needs no
     GPU.
     """
-    assumed = named_rates(rates)
+    of_device = named_rates(rates)
     asked = _of_job(job, overrides) if job else Asked()
     if overrides and not job:
         raise ConfigError(f"--set {overrides[0]} changes a job: name one")
@@ -108,17 +109,17 @@ def plan_command(
     made = asked.spec.build(of, asked.cp)
     report = made.verify(2)
     proven_ms = 1e3 * (time.perf_counter() - start)
-    timed = attention_time(made, report, asked.sizes, assumed, asked.ranks_per_node)
-    facts = summary(made, report, asked.sizes, asked.ranks_per_node) | {
+    assumed = Conditions(asked.sizes, of_device, asked.ranks_per_node)
+    facts = summary(made, report, assumed) | {
         "proven_ms": proven_ms,
         "kernel_calls_per_rank": kernel_calls(made),
-        "predicted": predicted(timed),
+        "predicted": predicted(made.time(assumed)),
     }
     emit(facts, as_json, lambda: _print(made, facts))
     if draw:
         from cp_ring.tools.draw import draw as draw_plan
 
-        draw_plan(made, draw, asked.sizes, assumed, asked.ranks_per_node)
+        draw_plan(made, draw, assumed)
         typer.echo(f"wrote {draw}", err=as_json)
 
 
@@ -188,6 +189,16 @@ def kernel_calls(plan: Plan) -> list[int] | None:
     return [len(call_groups(lower(tiles, ASSUMED, hop), ASSUMED.varlen)) for tiles, hop in parts]
 
 
+def bytes_between_nodes(plan: Plan, given: Conditions) -> int:
+    """Return the bytes of keys and values that the ring sends to other nodes in forward, summed
+    over ranks.
+    """
+    near, keys = given.members(plan.ulysses), plan.ring.transfers
+    crosses = keys.sender // near != keys.receiver // near
+    own = given.sizes.of_rank(plan.ulysses).on_wire()[0]
+    return int(keys.tokens[crosses].sum()) * own * plan.ulysses
+
+
 def predicted(times: AttentionTime) -> dict[str, float]:
     """Return the predicted times as JSON has them."""
     waits, waits_both = times.waits
@@ -200,13 +211,11 @@ def predicted(times: AttentionTime) -> dict[str, float]:
     }
 
 
-def summary(
-    plan: Plan, report: Report, sizes: AttentionSizes, ranks_per_node: int
-) -> dict[str, Any]:
+def summary(plan: Plan, report: Report, given: Conditions) -> dict[str, Any]:
     """Return the numbers of a plan, ready for JSON. Bytes are those of one layer: of keys and
     values in forward, and of gradients in backward.
     """
-    ring, own = plan.ring, sizes.of_rank(plan.ulysses)
+    ring, own = plan.ring, given.sizes.of_rank(plan.ulysses)
     costs = cost(report, own)
     names = (
         "bytes_in", "bytes_out", "gradient_bytes_in", "gradient_bytes_out", "forward_flops",
@@ -224,10 +233,10 @@ def summary(
         **{f"{name}_per_rank": getattr(costs, name).sum(1).tolist() for name in names},
         "moving_hops_per_rank": report.moving_hops.tolist(),
         "share_of_full_ring": report.share_of_full_ring,
-        "bytes_between_nodes": bytes_between_nodes(plan, sizes, ranks_per_node),
+        "bytes_between_nodes": bytes_between_nodes(plan, given),
         "balance": report.balance,
         "head_parallel": plan.ulysses,
-        "wire": sizes.wire,
+        "wire": given.sizes.wire,
         "slots": report.slots,
         "memory": costs.memory,
     }

@@ -1,7 +1,7 @@
 """The model of time that cp_ring had before its one formula, for plans of today: it counts how well
 the blocks of each kernel call fill the processors of a device, and the bytes of merges and sums.
 
-A pass of a rank is a series of stages, as in `cp_ring.plan.hops`. A call is a grid of blocks, one
+A pass of a rank is a series of stages, as in `cp_ring.plan.time`. A call is a grid of blocks, one
 for each head and 128 queries, in backward 128 keys; what merges read and write comes beside. Merges
 and calls are counted on the ranks of `counted_ranks`, and others are taken to be as the slowest of
 these.
