@@ -19,6 +19,7 @@ from cp_ring.plan.plan import Plan, PlanSpec, plan
 from cp_ring.plan.ranges import offsets, window_of
 from cp_ring.plan.routes import AUTO
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.time import Conditions
 from cp_ring.runtime import RUNTIME
 
 if TYPE_CHECKING:
@@ -123,9 +124,7 @@ class PlanOptions:
         elif not latent and isinstance(self.schedule, str) and transport is not None:
             near = node_size(getattr(transport, "ranks", ()), ranks_per_node())
             if 1 < near < cp:
-                from cp_ring.plan.cost import FastestHeads
-
-                spec = replace(spec, choice=FastestHeads(_sizes(*tensors, batch), near))
+                spec = replace(spec, choice=Conditions(_sizes(*tensors, batch), node=near))
         proven = plan(mask, cp, spec)
         held = int(proven.layout.tokens_per_rank[rank])
         if proven.layout.rows == 1 and held != tokens:

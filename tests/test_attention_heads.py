@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard
+from cp_ring import Layout, Mask, Plan, plan_cache, ring_attention, roll, shard
 from cp_ring.comm.groups import transport_for
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan import cost, split_heads
+from cp_ring.plan import split_heads
+from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.sizes.head_split import unsplit
+from cp_ring.plan.time import Conditions
 from cp_ring.plan_cache import PlanOptions
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, brute_force, on_rank
@@ -91,7 +94,8 @@ def _by_default(group, case, between):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         rates = {"between": between, "flops": 1e9, "call": 1e-12, "processors": 1}
-        patch.setattr(cost, "RATES", replace(cost.RATES, **rates))
+        slow = partial(Conditions, rates=replace(RATES, **rates))
+        patch.setattr(plan_cache, "Conditions", slow)
         q, k, v, dout = shard(tuple(case), group=group)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         made = PlanOptions(causal=True).find(transport_for(group, q.device), (q, k, v), False)

@@ -12,6 +12,7 @@ from cp_ring.megatron.attention_sizes import attention_sizes
 from cp_ring.megatron.options import Options
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.schedule import parse
+from cp_ring.plan.time import Conditions
 
 
 def with_choice(
@@ -35,21 +36,15 @@ def with_choice(
     near = node_size(dist.get_process_group_ranks(group), ranks_per_node()) if cp > 1 else 1
     if not 1 < near < cp:
         return spec
-    # slow to import, and a group within a node does without
-    from cp_ring.plan.cost import FastestHeads
-
     # a configuration always has numbers of key/value heads, and has no name for that
     values = {"group_query_attention": True, **vars(config)}
     sizes = replace(attention_sizes(values, tp), batch=1)
-    return replace(spec, choice=FastestHeads(sizes, near))
+    return replace(spec, choice=Conditions(sizes, node=near))
 
 
 def every_choice(spec: PlanSpec, cp: int) -> list[PlanSpec]:
     """Return every plan specification that `spec` may become over `cp` ranks, for any mask."""
     if spec.choice is None:
         return [spec]
-    from cp_ring.plan.cost import FastestHeads, heads_to_try
-
-    assert isinstance(spec.choice, FastestHeads)
-    numbers = heads_to_try(cp, spec.choice.sizes, spec.choice.ranks_per_node)
+    numbers = spec.choice.heads_to_try(cp)
     return [replace(spec, ulysses=heads, choice=None) for heads in numbers]

@@ -2,7 +2,7 @@
 torch.distributed here.
 
 `cp_ring.plan.proof` has the proof, `cp_ring.plan.sizes` sizes of attention and rates of devices,
-`cp_ring.plan.moves` what moves beside the ring, `cp_ring.plan.cost` what plans cost.
+`cp_ring.plan.moves` what moves beside the ring, `cp_ring.plan.time` how long plans take.
 """
 
 from cp_ring.plan.layout import Layout

@@ -17,7 +17,6 @@ parts are balanced as a whole where neighboring ranks exchange heads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
@@ -25,12 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.hops import BLOCK, NODE, SIZES, Traffic, exchange_seconds
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, overlaps, starts_in_groups, starts_of, union
 from cp_ring.plan.schedule import SLOT_SHARDS, ring_distance
-from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.tiles import OPEN, Tiles, coalesce, split_at_edges
+from cp_ring.plan.time import BLOCK, CONDITIONS, Traffic
 
 Floats = NDArray[np.float64]
 
@@ -140,7 +138,7 @@ def balanced_split(layers: Layers, cp: int, others: Sequence[Chunks]) -> Chunks:
         if even == GOOD_BALANCE and seconds <= NEAR * ideal:
             break
     most, seconds, _ = min(found, key=lambda one: one[:2])
-    worth = WORTH * seconds if cp > NODE else 0.0
+    worth = WORTH * seconds if cp > CONDITIONS.node else 0.0
     for split in () if good else others:
         even = balance(layers, split)
         busiest = ideal * balance(layers, _merged(split, heads_of(cp)[-1]))
@@ -159,7 +157,7 @@ def balanced_split(layers: Layers, cp: int, others: Sequence[Chunks]) -> Chunks:
 
 def _deals(work: Work, rows: Ints, sizes: list[int]) -> Iterator[Split]:
     """Yield the splits that are compared; few for many ranks, because they take long to make."""
-    if len(sizes) > 2 * NODE:
+    if len(sizes) > 2 * CONDITIONS.node:
         yield from (_deal(work, rows, sizes, share, ENOUGH) for share in SHARES)
         return
     for enough in (ENOUGH, LOOSE):
@@ -178,15 +176,15 @@ def _seconds(layers: Layers, split: Chunks, limit: float = np.inf) -> tuple[floa
         best, pairs = np.inf, 0
         for heads in reversed(heads_of(split.cp)):
             members = _merged(split, heads)
-            around = partial(exchange_seconds, -(-mask.n // split.cp), SIZES, heads, NODE, RATES)
-            if _least(mask, members, heads) + 2 * around() < min(best, limit / count):
+            around = 2 * CONDITIONS.exchange(-(-mask.n // split.cp), heads)
+            if _least(mask, members, heads) + around < min(best, limit / count):
                 traffic = _traffic(mask, members, heads)
-                if traffic.bound + 2 * around() < min(best, limit / count):
-                    _, passes = traffic.fastest(SLOT_SHARDS)
-                    best = min(best, sum(passes) + sum(map(around, passes)))
+                if traffic.bound + around < min(best, limit / count):
+                    best = min(best, traffic.fastest(SLOT_SHARDS)[1].both)
                 pairs = int(traffic.pairs.sum())
         total += count * best
-        computing += count * pairs / split.cp * sum(SIZES.pair_flops) / RATES.flops
+        flops = sum(CONDITIONS.sizes.pair_flops) / CONDITIONS.rates.flops
+        computing += count * pairs / split.cp * flops
     return total, computing
 
 
@@ -194,14 +192,14 @@ def _least(mask: Mask, members: Chunks, heads: int) -> float:
     """Return a lower bound of the seconds without the exchange of heads: the work if it is even, or
     the keys that reach the node of a member, whichever takes longer.
     """
-    sizes = SIZES.of_rank(heads)
+    sizes, rates = CONDITIONS.sizes.of_rank(heads), CONDITIONS.rates
     rows, chunk, _ = split_at_edges(mask.pieces, members.edges, key_edges=np.array([0, mask.n]))
     member, start, end = union(members.owner[chunk], rows.k0, rows.k1)
     seen = np.bincount(member, end - start).max(initial=0)
-    near = max(1, NODE // heads)
+    near = CONDITIONS.members(heads)
     arriving = max(0, float(seen) - mask.n * near / members.cp) if members.cp > near else 0.0
-    keys, gradients = (arriving * width / RATES.between for width in sizes.on_wire())
-    pairs = mask.area() / members.cp / RATES.flops
+    keys, gradients = (arriving * width / rates.between for width in sizes.on_wire())
+    pairs = mask.area() / members.cp / rates.flops
     there, back = (pairs * flops for flops in sizes.pair_flops)
     return max(there, keys) + max(back, keys + gradients)
 
@@ -213,9 +211,8 @@ def _traffic(mask: Mask, members: Chunks, heads: int) -> Traffic:
     rank, source = (members.owner[chunk] for chunk in chunks)
     tiles = tiles.shifted(*(starts[chunk] for chunk in chunks))
     tiles, group = coalesce(tiles, rank * cp + ring_distance(rank, source, cp))
-    return Traffic.of(
-        tiles, _pairs_of_blocks(tiles), *np.divmod(group, cp), cp, -(-mask.n // cp), heads
-    )
+    pairs, shard = _pairs_of_blocks(tiles), -(-mask.n // cp)
+    return Traffic.of(tiles, pairs, *np.divmod(group, cp), cp, shard, heads, CONDITIONS)
 
 
 def _pairs_of_blocks(tiles: Tiles) -> Ints:
@@ -226,7 +223,7 @@ def _pairs_of_blocks(tiles: Tiles) -> Ints:
     whole = -(-queries // BLOCK) * -(-keys // BLOCK) * BLOCK**2
     ragged = tiles.area() + BLOCK // 2 * (queries + keys)
     banded = (tiles.lo != -OPEN) | (tiles.hi != OPEN)
-    there, back = SIZES.pair_flops
+    there, back = CONDITIONS.sizes.pair_flops
     begin = BLOCK * (there * queries + back * keys) / (there + back)
     return np.where(banded, ragged, whole) + begin.astype(np.int64)
 
@@ -242,7 +239,9 @@ def heads_of(cp: int) -> list[int]:
     """Return how many ranks may exchange heads: inside one node only 1, else up to the ranks of a
     node.
     """
-    return [heads for heads in (1, 2, 4, 8) if cp % heads == 0 and (heads == 1 or cp > NODE)]
+    return [
+        heads for heads in (1, 2, 4, 8) if cp % heads == 0 and (heads == 1 or cp > CONDITIONS.node)
+    ]
 
 
 def balance(layers: Layers, layout: Chunks) -> float:
@@ -310,8 +309,8 @@ def _part_of(ranks: int) -> int:
     """Return how many ranks each part gets when `ranks` ranks are split into parts: the ranks of a
     node, then halves.
     """
-    if ranks > NODE and ranks % NODE == 0:
-        return NODE
+    if ranks > CONDITIONS.node and ranks % CONDITIONS.node == 0:
+        return CONDITIONS.node
     return ranks // 2 if ranks % 2 == 0 else 1
 
 

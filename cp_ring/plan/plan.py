@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 from cp_ring.errors import PlanError, expect
 from cp_ring.plan.layout import LAYOUTS, Layout, check_rank
@@ -26,14 +26,9 @@ from cp_ring.plan.rank_plan import rank_plan
 from cp_ring.plan.records import PlanTables, RankPlan
 from cp_ring.plan.report import Report, report
 from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
-from cp_ring.plan.schedule import Schedule, text
+from cp_ring.plan.schedule import Schedule, ring_distance, text
+from cp_ring.plan.time import CONDITIONS, AttentionTime, Conditions, Traffic
 from cp_ring.runtime import RUNTIME
-
-
-class HeadsChoice(Protocol):
-    """Chooses for each mask how many ranks exchange heads (`cost.FastestHeads`)."""
-
-    def heads_of(self, mask: Mask, cp: int, spec: PlanSpec) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class PlanSpec:
 
     layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`.
     route, schedule, ulysses, slot_shards: as in `Plan.build`.
-    choice: chooses the `ulysses` of least predicted time (`cost.fastest_heads`).
+    choice: under these conditions the `ulysses` of least predicted time is chosen.
     """
 
     layout: Layout | str = "zigzag"
@@ -53,7 +48,7 @@ class PlanSpec:
     schedule: str | Sequence[int] = "auto"
     ulysses: int = 1
     slot_shards: int | None = None
-    choice: HeadsChoice | None = None
+    choice: Conditions | None = None
 
     @property
     def name(self) -> str:
@@ -72,13 +67,20 @@ class PlanSpec:
         return LAYOUTS[layout](mask, cp)
 
     def settled(self, mask: Mask, cp: int) -> PlanSpec:
-        """The spec of a mask with a `Layout` for the name and a number of heads for the choice.
+        """The spec of a mask with a `Layout` for the name and a number of heads for the choice: of
+        times that differ by less than a hundredth, the smallest number.
+
         Raises `PlanError` as `build` does.
         """
         spec = replace(self, layout=self.layout_of(mask, cp), choice=None)
         if self.choice is None:
             return spec
-        return replace(spec, ulysses=self.choice.heads_of(mask, cp, spec))
+        ways = [replace(spec, ulysses=heads) for heads in self.choice.heads_to_try(cp)]
+        if len(ways) == 1:
+            return ways[0]
+        seconds = [way.build(mask, cp).time(self.choice).both for way in ways]
+        least = 1.01 * min(seconds)
+        return next(way for way, time in zip(ways, seconds, strict=True) if time <= least)
 
     def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
         """The plan of `mask` over `cp` ranks, neither proven nor kept. With `rank` it holds what
@@ -211,6 +213,20 @@ class Plan:
                 own = with_exchange(own, self.layout, self.ring.layout, rank)
             self._rank_plans[rank] = own
         return self._rank_plans[rank]
+
+    def time(self, given: Conditions = CONDITIONS) -> AttentionTime:
+        """Return the predicted time of a layer's attention."""
+        ring, heads = self.ring, self.ulysses
+        tiles, far = ring.tiles, ring_distance(ring.tile_rank, ring.tile_source, ring.cp)
+        shard = int(ring.layout.tokens_per_rank.max())
+        traffic = Traffic.of(tiles, tiles.area(), ring.tile_rank, far, ring.cp, shard, heads, given)
+        keys, gradients = (
+            traffic.link_seconds(table.sender, table.receiver, table.hop, table.tokens * width)
+            for table, width in zip(
+                (ring.transfers, ring.gradients), given.sizes.of_rank(heads).on_wire(), strict=True
+            )
+        )
+        return traffic.time(ring.schedule, (keys, gradients))
 
     def verify(
         self, num_slots: int = 2, rank_plans: bool = False, executed: RankPlan | None = None

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_ring.plan.hops import Traffic
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, sort_index, starts_of, union
@@ -32,6 +31,7 @@ from cp_ring.plan.records import PlanTables, Transfers
 from cp_ring.plan.schedule import AUTO, SLOT_SHARDS, Schedule, resolve, ring_distance
 from cp_ring.plan.shard_tiles import shard_tiles
 from cp_ring.plan.tiles import Tiles, coalesce
+from cp_ring.plan.time import Traffic
 
 
 @dataclass(frozen=True, eq=False)

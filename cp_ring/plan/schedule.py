@@ -12,7 +12,7 @@ too. The price is memory: a buffer holds as many shards as its hop has sources.
 |----------|----------------------|---------------------------------------------------------------|
 | `ring`   | `(0, 1, 2, 3, 4, 5)` | One source a hop.                                             |
 | `gather` | `(0, 1, 1, 1, 1, 1)` | All remote sources in one hop, as after an all-gather.        |
-| `auto`   | `(0, 1, 1, 2, 2, 2)` | The default: by bytes and work; see `cp_ring.plan.hops`.      |
+| `auto`   | `(0, 1, 1, 2, 2, 2)` | The default: by bytes and work; see `cp_ring.plan.time`.      |
 """
 
 from __future__ import annotations

@@ -16,19 +16,16 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.cost import AttentionTime, attention_time
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.shard_tiles import tiles_in_stream
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.tiles import Tile
+from cp_ring.plan.time import CONDITIONS, AttentionTime, Conditions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from cp_ring.plan.records import PlanTables
 
-_SIZES = AttentionSizes()
 Color = tuple[float, float, float]
 
 MAX_LEGEND = 16
@@ -38,20 +35,14 @@ INK, FAINT, _IDLE = "#22272e", "#6b7280", "#e5e7eb"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")
 
 
-def draw(
-    whole: Plan,
-    path: str,
-    sizes: AttentionSizes = _SIZES,
-    rates: Rates = RATES,
-    ranks_per_node: int = 8,
-) -> None:
+def draw(whole: Plan, path: str, given: Conditions = CONDITIONS) -> None:
     """Write the picture of a plan to `path`: PNG, SVG or PDF by its ending. Text stays text in SVG
-    and PDF. sizes, rates and ranks_per_node give the predicted time.
+    and PDF. The time is predicted for `given`.
 
     Raises `PlanError` where matplotlib does not know the ending, or the file cannot be written.
     """
     plan, report = whole.ring, whole.verify()
-    time = attention_time(whole, report, sizes, rates, ranks_per_node)
+    time, rates = whole.time(given), given.rates
     assumed = (
         f"{rates.flops / 1e12:g} TFLOP/s a rank, {rates.inside / 1e9:g} GB/s inside a node, "
         f"{rates.between / 1e9:g} GB/s between nodes"

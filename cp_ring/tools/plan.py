@@ -12,13 +12,7 @@ import typer
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.attention_sizes import attention_sizes
-from cp_ring.plan.cost import (
-    AttentionTime,
-    attention_time,
-    bytes_between_nodes,
-    cost,
-    heads_to_try,
-)
+from cp_ring.plan.cost import cost
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import ASSUMED, call_groups, lower
 from cp_ring.plan.mask import Mask
@@ -29,6 +23,7 @@ from cp_ring.plan.report import Report
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import group_sizes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.time import AttentionTime, Conditions
 from cp_ring.tools import lengths as documents
 from cp_ring.tools.terminal import (
     DEFAULT_RATES,
@@ -91,7 +86,7 @@ def plan_command(
     """Plan the attention of one layer. It proves the plan, shows its cost and draws it; it needs no
     GPU.
     """
-    assumed = named_rates(rates)
+    of_device = named_rates(rates)
     asked = _of_job(job, overrides) if job else Asked()
     if overrides and not job:
         raise ConfigError(f"--set {overrides[0]} changes a job: name one")
@@ -111,6 +106,7 @@ def plan_command(
         n = int(offsets[-1]) if n is None else n
     of = make_mask(n, asked.window, full, offsets)
     compared = []
+    assumed = Conditions(asked.sizes, of_device, asked.ranks_per_node)
     if offsets is not None and layout is head_parallel is None:
         compared = compare(of, asked, assumed)
         asked = replace(asked, spec=compared[0][0])
@@ -118,18 +114,17 @@ def plan_command(
     made = asked.spec.build(of, asked.cp or 1)
     report = made.verify(2)
     proven_ms = 1e3 * (time.perf_counter() - start)
-    timed = attention_time(made, report, asked.sizes, assumed, asked.ranks_per_node)
-    facts = summary(made, report, asked.sizes, asked.ranks_per_node) | {
+    facts = summary(made, report, assumed) | {
         "proven_ms": proven_ms,
         "kernel_calls_per_rank": kernel_calls(made),
-        "predicted": predicted(timed),
+        "predicted": predicted(made.time(assumed)),
         "compared": [predictions for _, predictions in compared],
     }
     emit(facts, as_json, lambda: _print(made, facts))
     if draw:
         from cp_ring.tools.draw import draw as draw_plan
 
-        draw_plan(made, draw, asked.sizes, assumed, asked.ranks_per_node)
+        draw_plan(made, draw, assumed)
         typer.echo(f"wrote {draw}", err=as_json)
 
 
@@ -147,19 +142,17 @@ class Asked:
     ranks_per_node: int = 8
 
 
-def compare(mask: Mask, asked: Asked, rates: Any) -> list[tuple[PlanSpec, dict[str, Any]]]:
+def compare(mask: Mask, asked: Asked, on: Conditions) -> list[tuple[PlanSpec, dict[str, Any]]]:
     """Return the layouts and numbers of ranks that exchange heads for a mask, each with what is
     predicted of it, fastest first; all of their plans are proven.
     """
-    cp, near = asked.cp or 1, asked.ranks_per_node
-    found = []
+    cp, found = asked.cp or 1, []
     for name in ("balanced", "zigzag")[: 1 + (mask.n >= 2 * cp)]:
-        for heads in heads_to_try(cp, asked.sizes, near):
+        for heads in on.heads_to_try(cp):
             spec = replace(asked.spec, layout=name, ulysses=heads)
             made = spec.build(mask, cp)
-            report = made.verify()
-            times = predicted(attention_time(made, report, asked.sizes, rates, near))
-            facts = {"layout": name, "head_parallel": heads, "balance": report.balance, **times}
+            balance, times = made.verify().balance, predicted(made.time(on))
+            facts = {"layout": name, "head_parallel": heads, "balance": balance, **times}
             found.append((spec, facts))
     return sorted(found, key=lambda each: each[1]["both_s"])
 
@@ -216,6 +209,16 @@ def kernel_calls(plan: Plan) -> list[int] | None:
     return [len(call_groups(lower(tiles, ASSUMED, hop), ASSUMED.varlen)) for tiles, hop in parts]
 
 
+def bytes_between_nodes(plan: Plan, given: Conditions) -> int:
+    """Return the bytes of keys and values that the ring sends to other nodes in forward, summed
+    over ranks.
+    """
+    near, keys = given.members(plan.ulysses), plan.ring.transfers
+    crosses = keys.sender // near != keys.receiver // near
+    own = given.sizes.of_rank(plan.ulysses).on_wire()[0]
+    return int(keys.tokens[crosses].sum()) * own * plan.ulysses
+
+
 def predicted(times: AttentionTime) -> dict[str, float]:
     """Return the predicted times as JSON has them."""
     waits, waits_both = times.waits
@@ -228,13 +231,11 @@ def predicted(times: AttentionTime) -> dict[str, float]:
     }
 
 
-def summary(
-    plan: Plan, report: Report, sizes: AttentionSizes, ranks_per_node: int
-) -> dict[str, Any]:
+def summary(plan: Plan, report: Report, given: Conditions) -> dict[str, Any]:
     """Return the numbers of a plan, ready for JSON. Bytes are those of one layer: of keys and
     values in forward, and of gradients in backward.
     """
-    ring, own = plan.ring, sizes.of_rank(plan.ulysses)
+    ring, own = plan.ring, given.sizes.of_rank(plan.ulysses)
     costs = cost(report, own)
     names = (
         "bytes_in", "bytes_out", "gradient_bytes_in", "gradient_bytes_out", "forward_flops",
@@ -253,10 +254,10 @@ def summary(
         **{f"{name}_per_rank": getattr(costs, name).sum(1).tolist() for name in names},
         "moving_hops_per_rank": report.moving_hops.tolist(),
         "share_of_full_ring": report.share_of_full_ring,
-        "bytes_between_nodes": bytes_between_nodes(plan, sizes, ranks_per_node),
+        "bytes_between_nodes": bytes_between_nodes(plan, given),
         "balance": report.balance,
         "head_parallel": plan.ulysses,
-        "wire": sizes.wire,
+        "wire": given.sizes.wire,
         "slots": report.slots,
         "memory": costs.memory,
     }

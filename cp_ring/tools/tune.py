@@ -18,13 +18,14 @@ import typer
 import yaml
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.cost import attention_time, memory
+from cp_ring.plan.cost import memory
 from cp_ring.plan.layout import NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.report import Report
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.head_split import unsplit
+from cp_ring.plan.time import Conditions
 from cp_ring.tools import job as jobs
 from cp_ring.tools import lengths as documents
 from cp_ring.tools.job import JobConfig
@@ -414,7 +415,7 @@ def attention_costs(
         sizes = model.attention(tp, setup.micro_batch, wire)
         total, buffers = np.zeros(4), []
         for plan, report, count in plans[cp, heads]:
-            time = attention_time(plan, report, sizes, setup.rates, near)
+            time = plan.time(Conditions(sizes, setup.rates, near))
             total += count * np.array([time.forward, time.both, *time.waits])
             buffers.append(_amounts(memory(report, sizes.of_rank(heads))))
         seconds = tuple(total.tolist())

@@ -3,7 +3,7 @@ predicted time and memory of a training step, by item, for sizes of all parallel
 
 The model of the time: pipeline stages work one microbatch after the other (1F1B), all with the same
 number of layers, the last one with the output layer besides. Attention takes what
-`cp_ring.plan.cost` says. Messages of tensor and expert parallelism are not hidden. Those of
+`cp_ring.plan.time` says. Messages of tensor and expert parallelism are not hidden. Those of
 gradients hide behind backward of the last microbatch, and those of weights behind forward of the
 first one, where Megatron's flags ask for it.
 """

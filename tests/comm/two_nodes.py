@@ -195,12 +195,12 @@ def rank(n):
     dist.init_process_group("gloo")
     number = dist.get_rank()
     with suppress(ImportError):  # another checkout may have none of them
-        from cp_ring.plan import balance, hops
+        from cp_ring.plan.time import CONDITIONS
 
         layer = {"heads": HEADS, "kv_heads": HEADS, "head_dim": SIZE, "dtype": "fp32"}
         for name, value in layer.items():
-            object.__setattr__(hops.SIZES, name, value)
-        hops.NODE = balance.NODE = NODE
+            object.__setattr__(CONDITIONS.sizes, name, value)
+        object.__setattr__(CONDITIONS, "node", NODE)
 
     known = masks(n)
     kept = {}

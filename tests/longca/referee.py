@@ -1,7 +1,7 @@
 """The model of time that cp_ring had before its one formula, for plans of today: it counts how well
 the blocks of each kernel call fill the processors of a device, and the bytes of merges and sums.
 
-A pass of a rank is a series of stages, as in `cp_ring.plan.hops`. A call is a grid of blocks, one
+A pass of a rank is a series of stages, as in `cp_ring.plan.time`. A call is a grid of blocks, one
 for each head and 128 queries, in backward 128 keys; what merges read and write comes beside. Merges
 and calls are counted on the ranks of `counted_ranks`, and others are taken to be as the slowest of
 these.
@@ -134,7 +134,7 @@ def _merges(calls, sizes: AttentionSizes, groups: int) -> np.ndarray:
     *_, out, dq, keys = calls
     element, lse = sizes.element, 0
     for update in out:
-        lse += 0 if update.whole else 4 * (sum(_read(update)) + sum(_stored(update)))
+        lse += 0 if update.whole else 4 * (_read(update) + sum(_stored(update)))
     forward = sizes.out_width * sum(_accumulated(update, element) for update in out)
     backward = sizes.query_width * sum(_accumulated(update, element) for update in dq)
     of_keys = (update for updates in keys.values() for update in updates)
@@ -142,12 +142,10 @@ def _merges(calls, sizes: AttentionSizes, groups: int) -> np.ndarray:
     return np.array([forward + lse * sizes.batch * sizes.heads, backward]) / RATES.memory
 
 
-def _read(update: Update) -> tuple[int, int]:
-    """Tokens read from results of kernel calls, and from those that arrived."""
+def _read(update: Update) -> int:
+    """Tokens read from partial results."""
     size = update.segments[1] - update.segments[0]
-    tokens = [int(size[place != -1].sum()) for place in update.segments[4:]]
-    arrived = sum(n for n, x in zip(tokens, update.arrived, strict=True) if x)
-    return sum(tokens) - arrived, arrived
+    return sum(int(size[place != -1].sum()) for place in update.segments[4:])
 
 
 def _stored(update: Update) -> tuple[int, int, int]:
@@ -160,7 +158,7 @@ def _accumulated(update: Update, element: int) -> int:
     if update.whole:
         return 0
     loaded, kept, completed = _stored(update)
-    return (sum(_read(update)) + completed) * element + (loaded + kept) * 4
+    return (_read(update) + completed) * element + (loaded + kept) * 4
 
 
 def _slower(calls, sizes: AttentionSizes, groups: int, whole: bool = False) -> np.ndarray:

@@ -15,16 +15,16 @@ import numpy as np
 
 from cp_ring.plan import Layout, Plan
 from cp_ring.plan.balance import balance, heads_of
-from cp_ring.plan.cost import attention_time, kernel_calls
-from cp_ring.plan.hops import exchange_seconds
-from cp_ring.plan.report import report
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
+from cp_ring.plan.time import Conditions
+from cp_ring.tools.plan import kernel_calls
 from tests.longca import referee
 from tests.longca.masks import TOKENS, Cell, named
 
 SIZES, NODE = AttentionSizes(64, 8, 128), 8
-FULL = replace(RATES, processors=1e-9)
+GIVEN = Conditions(SIZES, RATES, NODE)
+FULL = replace(GIVEN, rates=replace(RATES, processors=1e-9))
 """No processor is without a block, as in the one call that plans are compared with."""
 
 FOLDER = Path(__file__).parent
@@ -63,7 +63,7 @@ def row(cell: Cell) -> Row:
         times.append(process_time())
         proven = plan.verify()
         times.append(process_time())
-        both = attention_time(plan, proven, SIZES, ranks_per_node=NODE).both
+        both = plan.time(GIVEN).both
         times.append(process_time())
         found.append((both, plan, proven, np.diff(times)))
     _, plan, proven, times = min(found, key=lambda one: one[0])
@@ -75,13 +75,13 @@ def row(cell: Cell) -> Row:
         _by_formula(plan),
         _by_referee(plan),
         int(proven.keys_in.sum()) / ((cell.cp - 1) * mask.n),
-        int(kernel_calls(plan.ring, plan.schedule[-1] + 1).sum(1).max()),
+        max(kernel_calls(plan) or [0]),
         tuple(1e3 * time for time in (clock[1] - clock[0], *times)),
     )
 
 
 def _by_formula(plan: Plan) -> tuple[float, float]:
-    time = attention_time(plan, report(plan.ring, 0), SIZES, FULL, NODE)
+    time = plan.time(FULL)
     return time.ideal[0] / time.forward, sum(time.ideal) / time.both
 
 
@@ -107,7 +107,7 @@ def bound(cell: Cell) -> float:
     for heads in heads_of(cell.cp):
         keys, gradients = SIZES.of_rank(heads).on_wire()
         far = max(0, seen - NODE * TOKENS) / RATES.between
-        exchange = exchange_seconds(TOKENS, SIZES, heads, NODE, RATES)
+        exchange = GIVEN.exchange(TOKENS, heads)
         least = max(there, far * keys) + max(back, far * (keys + gradients)) + 2 * exchange
         best = max(best, (there + back) / least)
     return best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,9 +14,9 @@ from cp_ring.megatron.data.documents import Documents
 from cp_ring.megatron.flags.resolve import _with_named_type
 from cp_ring.megatron.heads_choice import every_choice, with_choice
 from cp_ring.megatron.options import Options
-from cp_ring.plan import cost
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.device_rates import Rates
+from cp_ring.plan.time import Conditions
 
 GROUP = SimpleNamespace(size=lambda: 4)
 MODEL = SimpleNamespace(
@@ -35,7 +36,7 @@ def choice(kind="p2p", model=MODEL, **settings):
 
 def test_a_group_of_two_nodes_has_a_choice():
     spec = choice()
-    assert spec.choice is not None and spec.choice.ranks_per_node == 2
+    assert spec.choice is not None and spec.choice.node == 2
     assert (spec.choice.sizes.heads, spec.choice.sizes.kv_heads) == (8, 4)
     assert [each.ulysses for each in every_choice(spec, 4)] == [1, 2, 4]
     assert [each.choice for each in every_choice(spec, 4)] == [None] * 3
@@ -67,7 +68,8 @@ def test_each_microbatch_has_its_own(monkeypatch):
     """A document that spans all ranks wants all to exchange heads; documents of a rank each send
     nothing.
     """
-    monkeypatch.setattr(cost, "RATES", Rates(flops=1e15, inside=1e10, between=1e9, call=1e-9))
+    rates = Rates(flops=1e15, inside=1e10, between=1e9, call=1e-9)
+    monkeypatch.setattr(heads_choice, "Conditions", partial(Conditions, rates=rates))
     found = []
     for offsets in ([0, 4096], [0, 1024, 2048, 3072, 4096]):
         documents = Documents.in_rows(np.array(offsets), 1, "contiguous", 4)

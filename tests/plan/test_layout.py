@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring.plan import Layout, Mask, Plan, hops
+from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan import balance as balancing
 from cp_ring.plan.balance import balance
-from cp_ring.plan.cost import attention_time
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates
+from cp_ring.plan.time import Conditions
 from tests.plan import samples
 from tests.rings import said
 
@@ -81,9 +80,7 @@ def test_balanced_is_no_worse_than_zigzag_where_zigzag_is_good(mask):
     for other in (Layout.zigzag(N, CP), Layout.contiguous(N, CP)):
         assert balance([(mask, 1)], layout) <= max(1.05, balance([(mask, 1)], other))
         plans = [Plan.build(mask, x) for x in (layout, other)]
-        mine, its = (
-            attention_time(x, x.verify(), AttentionSizes(), ranks_per_node=8).both for x in plans
-        )
+        mine, its = (plan.time().both for plan in plans)
         assert mine <= 1.05 * its
 
 
@@ -184,8 +181,7 @@ def test_slow_links_between_nodes_are_worth_uneven_work(monkeypatch):
     mask = Mask.documents([0, 400, 1000, 1800, 2500, 4096])
     near = Layout.balanced(mask, 4)
     assert near.name == "balanced" and balance([(mask, 1)], near) <= 1.05
-    for module in (hops, balancing):
-        monkeypatch.setattr(module, "NODE", 2)
-        monkeypatch.setattr(module, "RATES", Rates(flops=4e11, inside=1e9, between=2e7))
+    slow = Conditions(rates=Rates(flops=4e11, inside=1e9, between=2e7), node=2)
+    monkeypatch.setattr(balancing, "CONDITIONS", slow)
     far = Layout.balanced(mask, 4)
     assert far.name == "contiguous" and balance([(mask, 1)], far) > 1.5

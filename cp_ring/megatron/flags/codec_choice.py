@@ -18,7 +18,7 @@ from cp_ring.megatron.options import Options
 from cp_ring.megatron.plans import make_plan
 from cp_ring.megatron.rejection import note
 from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes
-from cp_ring.plan.sizes.device_rates import RATES
+from cp_ring.plan.time import Conditions
 
 
 def latent_problem(options: Any, ulysses: int, settings: Options) -> str | None:
@@ -101,14 +101,10 @@ def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:
 
 def _latent_pays(args: argparse.Namespace, config: Options) -> bool:
     """Return True if attention of one causal sequence is predicted to be faster with latents."""
-    from cp_ring.plan.cost import attention_time
-
     cp = args.context_parallel_size
     node = max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
     plan = make_plan("causal", args.seq_length, cp)
-    report = plan.verify()
     latent, plain = (
-        attention_time(plan, report, _sizes(args, wire), RATES, node).both
-        for wire in ("latent", "plain")
+        plan.time(Conditions(_sizes(args, wire), node=node)).both for wire in ("latent", "plain")
     )
     return latent < plain

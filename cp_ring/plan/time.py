@@ -1,0 +1,346 @@
+"""Time: how long a pass of attention takes, and the hops in which it takes least.
+
+A pass of a rank, forward or backward, is a series of stages: its hops that have work or messages,
+where backward does half of hop 0 first and half of it last. A stage lasts as long as the longer of
+two things: the computation of the rank, and the messages that arrive or leave meanwhile, over links
+inside a node and between nodes. These messages are the keys of the next hop, and in backward also
+the gradients of the hop before. Computation lasts at least as long as its longest block, which one
+processor computes. Everything that chooses or predicts reads this formula (`Traffic.time`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_ring.plan.ranges import Ints, depth, union
+from cp_ring.plan.schedule import Schedule, auto
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.plan.sizes.head_split import split_heads, unsplit
+from cp_ring.plan.tiles import OPEN, Tiles
+
+Floats = NDArray[np.float64]
+
+BLOCK = 128
+"""The number of queries, or of keys, of a kernel's block."""
+
+AHEAD = (1.0, 3.0, float("inf"))
+"""In compared schedules, a hop's keys take at most this many times the time that hides them."""
+
+
+_SIZES = AttentionSizes()
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What time is predicted for: the sizes of a layer, the rates of devices and links, and how
+    many neighboring ranks share a node.
+    """
+
+    sizes: AttentionSizes = _SIZES
+    rates: Rates = RATES
+    node: int = 8
+
+    def members(self, heads: int) -> int:
+        """Return the number of members of the ring on a node, each of `heads` ranks: 1 if a node
+        does not hold whole members, or holds one.
+        """
+        return self.node // heads if self.node % heads == 0 else 1
+
+    def groups(self, heads: int) -> int:
+        """Return the number of groups in which a rank computes its heads."""
+        sizes = self.sizes
+        return split_heads(sizes.heads, sizes.kv_heads, heads).groups if heads > 1 else 1
+
+    def exchange(self, tokens: int, heads: int, attention: float = float("inf")) -> float:
+        """Return the seconds of the exchange of heads before and after attention that nothing
+        hides, in a pass that takes `attention` seconds without it.
+
+        It moves queries, keys, values and outputs of a rank's `tokens`, or their gradients. The
+        exchange of one group of heads hides behind attention on another.
+        """
+        if heads == 1:
+            return 0.0
+        own, others, rates = self.sizes.of_rank(heads), heads - 1, self.rates
+        groups = self.groups(heads)
+        inside = min(self.node, heads) - 1
+        size = tokens * own.element * (own.query_width + own.key_width + own.out_width)
+        seconds = max(size * inside / rates.inside, size * (others - inside) / rates.between)
+        behind = seconds - seconds / groups
+        return seconds / groups + max(0.0, behind - attention) + 2 * groups * rates.call
+
+    def heads_to_try(self, cp: int) -> list[int]:
+        """Return how many of `cp` ranks may exchange heads: 1, and in a group of several nodes the
+        three largest numbers that divide the ranks of a node and the heads, or, if there are fewer,
+        the ranks of several nodes too.
+        """
+        near, sizes = self.node, self.sizes
+        fitting = [
+            heads
+            for heads in (range(2, cp + 1) if 1 < near < cp else ())
+            if not (cp % heads or (near % heads and heads % near))
+            and not unsplit(sizes.heads, sizes.kv_heads, heads)
+        ]
+        inside = [heads for heads in fitting if heads <= near]
+        return [1, *inside[-3:], *fitting[len(inside) :]][:4]
+
+
+CONDITIONS = Conditions()
+"""For these, layouts and schedules are chosen where nothing else is known."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTime:
+    """Predicted seconds of one layer's attention, for forward and for backward.
+
+    compute, moving: [members, stages], the seconds that each stage of each member of the ring
+    computes, and that data moves meanwhile.
+    hops: the hop of each stage of forward.
+    exchange: the seconds of the exchange of heads that nothing hides.
+    ideal: one kernel call on the whole sequence, divided evenly among the ranks.
+    """
+
+    compute: tuple[Floats, Floats]
+    moving: tuple[Floats, Floats]
+    hops: Ints
+    exchange: tuple[float, float]
+    ideal: tuple[float, float]
+
+    @property
+    def stages(self) -> tuple[Floats, Floats]:
+        """The seconds of each stage."""
+        forward, backward = map(np.maximum, self.compute, self.moving)
+        return forward, backward
+
+    def _slowest(self, passes: int) -> tuple[float, float]:
+        """Return the seconds of the slowest rank in the first `passes` of forward and backward, and
+        the part of them in which it waits.
+        """
+        total = np.sum([stages.sum(1) for stages in self.stages[:passes]], axis=0)
+        busy = np.sum([compute.sum(1) for compute in self.compute[:passes]], axis=0)
+        exchange, rank = sum(self.exchange[:passes]), int(np.argmax(total))
+        return float(total[rank] + exchange), float(total[rank] - busy[rank] + exchange)
+
+    @property
+    def forward(self) -> float:
+        """The seconds of forward on the slowest rank."""
+        return self._slowest(1)[0]
+
+    @property
+    def both(self) -> float:
+        """The seconds of forward and backward together on the slowest rank."""
+        return self._slowest(2)[0]
+
+    @property
+    def waits(self) -> tuple[float, float]:
+        """The seconds of `forward` and of `both` that the slowest rank waits for messages."""
+        return self._slowest(1)[1], self._slowest(2)[1]
+
+
+def _stages(
+    there: Floats, back: Floats, keys: Floats, gradients: Floats
+) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats], Ints]:
+    """Return the seconds that each stage of each rank computes and moves data, in forward and in
+    backward [ranks, stages], and the hop of each stage of forward.
+
+    The arguments are seconds of each rank's hops [ranks, hops]: attention in forward (`there`) and
+    in backward (`back`), its keys, and their gradients.
+    """
+    live = (there + keys + gradients) > 0
+    live[:, 0] = True
+    order = np.argsort(~live, 1, kind="stable")  # a rank skips hops without work and messages
+    there, back, keys, gradients = (
+        np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
+    )
+    none = np.zeros((len(there), 1))
+    moving = (
+        np.concatenate([keys[:, 1:], none], 1),
+        np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, gradients], 1),
+    )
+    back = np.concatenate([back, none], 1)
+    back[:, 0] /= 2
+    back[np.arange(len(back)), live.sum(1)] += back[:, 0]
+    return (there, back), moving, order
+
+
+def _longest_blocks(tiles: Tiles, place: Ints, places: int) -> Ints:
+    """Return the pairs of the longest block of each place, int64 [2, places], in forward and in
+    backward: one processor of a device computes `BLOCK` queries of a head, or in backward `BLOCK`
+    keys, with all that they see in a tile.
+    """
+    longest = np.zeros((2, places), np.int64)
+    sides = tiles.q1 - tiles.q0, tiles.k1 - tiles.k0
+    for most, side, seen in zip(longest, sides, sides[::-1], strict=True):
+        pairs = np.minimum(side, BLOCK) * np.minimum(seen, tiles.hi - tiles.lo + 1)
+        np.maximum.at(most, place, pairs)
+    return longest
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """The work and keys of each rank for the rank at each ring distance before it: arrays [cp, cp].
+
+    pairs: pairs of the rank's queries and these keys.
+    keys: tokens that the rank reads.
+    calls: kernel calls, those for tiles without a band and with one, [2, cp, cp]: tiles that share
+        a key are calls of their own.
+    longest: pairs of the longest block, see `_longest_blocks`, [2, cp, cp].
+    shard: the number of tokens of the largest rank.
+    heads: how many ranks exchange heads and count as one here.
+    given: what time is predicted for.
+    """
+
+    pairs: Ints
+    keys: Ints
+    calls: Ints
+    longest: Ints
+    shard: int
+    heads: int = 1
+    given: Conditions = CONDITIONS
+
+    @classmethod
+    def of(
+        cls,
+        tiles: Tiles,
+        area: Ints,
+        rank: Ints,
+        far: Ints,
+        cp: int,
+        shard: int,
+        heads: int = 1,
+        given: Conditions = CONDITIONS,
+    ) -> Traffic:
+        """Count the traffic of all tiles, joined where they can be, each of `area` pairs.
+
+        `far` is the distance of each tile from the owner of its keys. Each token of an owner is
+        counted once.
+        """
+        place = rank * cp + far
+        pairs = np.bincount(place, area, cp * cp).astype(np.int64)
+        group, start, end = union(place, tiles.k0, tiles.k1)
+        keys = np.bincount(group, end - start, cp * cp).astype(np.int64).reshape(cp, cp)
+        keys[:, 0] = 0
+        band = (tiles.lo != -OPEN) | (tiles.hi != OPEN)
+        calls = [depth(place[of], tiles.k0[of], tiles.k1[of], cp * cp) for of in (~band, band)]
+        return cls(
+            pairs.reshape(cp, cp),
+            keys,
+            np.stack(calls).reshape(2, cp, cp),
+            _longest_blocks(tiles, place, cp * cp).reshape(2, cp, cp),
+            shard,
+            heads,
+            given,
+        )
+
+    @cached_property
+    def _moving(self) -> Floats:
+        """Seconds that keys travel, summed up to each distance, [4, cp, cp + 1]: arriving from
+        inside the node and from others, leaving to ranks of the node and to others.
+        """
+        cp, rates = len(self.keys), self.given.rates
+        near = self.given.members(self.heads)
+        reader, far = np.indices((cp, cp))
+        crosses = reader // near != (reader - far) % cp // near
+        size = self.keys * self.given.sizes.of_rank(self.heads).on_wire()[0]
+        arrive = np.where(
+            crosses, [size * 0, size / rates.between], [size / rates.inside, size * 0]
+        )
+        leave = arrive[:, (reader + far) % cp, far]
+        return np.pad(np.cumsum(np.concatenate([arrive, leave]), 2), ((0, 0), (0, 0), (1, 0)))
+
+    @cached_property
+    def bound(self) -> float:
+        """A lower bound of the time: all that a rank computes, or all that it moves."""
+        sizes, pairs = (
+            self.given.sizes.of_rank(self.heads),
+            self.pairs.sum(1) / self.given.rates.flops,
+        )
+        moving = self._moving[..., -1].max(0)
+        sent, returned = sizes.on_wire()
+        there, back = (pairs * flops for flops in sizes.pair_flops)
+        both = np.maximum(there, moving) + np.maximum(back, moving * (1 + returned / sent))
+        return float(both.max())
+
+    def time(self, hops: Schedule, links: tuple[Floats, Floats] | None = None) -> AttentionTime:
+        """Return the time with this schedule. `links` are the seconds in which the keys and the
+        gradients of each hop travel, [cp, cp], unless they go straight to their readers.
+        """
+        given, first = self.given, np.flatnonzero(np.diff(hops, prepend=-1))
+        own, rates = given.sizes.of_rank(self.heads), given.rates
+        groups = given.groups(self.heads)
+        if links is None:
+            ends = np.append(first[1:], len(hops))
+            keys = (self._moving[..., ends] - self._moving[..., first]).max(0)
+            sent, returned = own.on_wire()
+            links = keys, keys * returned / sent
+        keys, gradients = (seconds[:, : len(first)] for seconds in links)
+        pairs, read = (np.add.reduceat(table, first, 1) for table in (self.pairs, self.keys))
+        calls = np.maximum.reduceat(self.calls, first, 2).sum(0) * groups * rates.call
+        # one processor computes the longest blocks of its heads, a group after another
+        alone = rates.processors * groups / (own.batch * own.heads)
+        longest = np.maximum.reduceat(self.longest, first, 2) * alone
+        decode = own.codec.decode_flops(own.kv_heads, own.latent)
+        there, back = (
+            (np.maximum(pairs, blocks) * flops + read * own.batch * each) / rates.flops + calls
+            for flops, blocks, each in zip(own.pair_flops, longest, decode, strict=True)
+        )
+        compute, moving, order = _stages(there, back, keys, gradients)
+        tokens, ideal = -(-self.shard // self.heads), int(self.pairs.sum()) / len(hops)
+        forward, backward = (
+            given.exchange(tokens, self.heads, float(stages.sum(1).max()))
+            for stages in map(np.maximum, compute, moving)
+        )
+        one, other = (ideal * flops / rates.flops for flops in own.pair_flops)
+        return AttentionTime(compute, moving, order, (forward, backward), (one, other))
+
+    def link_seconds(self, sender: Ints, receiver: Ints, hop: Ints, size: Ints) -> Floats:
+        """Return the seconds in which messages of `size` bytes travel, [cp, hops]: in and out,
+        inside nodes and between nodes, at the same time.
+        """
+        near, rates = self.given.members(self.heads), self.given.rates
+        crosses = sender // near != receiver // near
+        shape = len(self.keys), len(self.keys)
+        seconds = np.zeros(shape)
+        for link, rate in ((~crosses, rates.inside), (crosses, rates.between)):
+            for member in (receiver, sender):
+                place = (member * shape[1] + hop)[link]
+                moved = np.bincount(place, size[link], shape[0] * shape[1])
+                seconds = np.maximum(seconds, moved.reshape(shape) / rate)
+        return seconds
+
+    def schedules(self, slot_shards: int) -> Iterator[Schedule]:
+        """Yield schedules whose hops bring at most `slot_shards` shards, or one source.
+
+        These are the schedule of the rule, and schedules in which the keys of a hop take at most a
+        multiple (`AHEAD`) of the time that hides them.
+        """
+        cp = len(self.keys)
+        most = slot_shards * self.shard
+        yield auto(cp, slot_shards)
+        brought = np.pad(np.cumsum(self.keys, 1), ((0, 0), (1, 0)))
+        given = self.given
+        flops = given.sizes.of_rank(self.heads).pair_flops[0] / given.rates.flops
+        worked = np.pad(np.cumsum(self.pairs, 1), ((0, 0), (1, 0))) * flops
+        for ratio in AHEAD:
+            hops, begin, behind = [0], 1, worked[:, 1]
+            while begin < cp:
+                moving = (self._moving[..., begin + 1 :] - self._moving[..., begin, None]).max(0)
+                many = (brought[:, begin + 1 :] - brought[:, begin, None] > most).any(0)
+                late = (moving > ratio * behind[:, None]).any(0) if ratio < np.inf else False
+                end = begin + max(1, int(np.append(many | late, True).argmax()))
+                hops += [hops[-1] + 1] * (end - begin)
+                behind, begin = worked[:, end] - worked[:, begin], end
+            yield tuple(hops)
+
+    def fastest(self, slot_shards: int) -> tuple[Schedule, AttentionTime]:
+        """Return the schedule of least time, and this time; of times that differ by less than a
+        hundredth, the first.
+        """
+        timed = [(hops, self.time(hops)) for hops in dict.fromkeys(self.schedules(slot_shards))]
+        least = min(time.both for _, time in timed)
+        return next(each for each in timed if each[1].both <= 1.01 * least)
