@@ -201,16 +201,30 @@ def tune(job: JobConfig, request: Request) -> TuneResult:
     return TuneResult(accepted, rejected, dict(sorted(by_cp.items())), notes, setup)
 
 
+def _undivided(setup: TrainingSetup) -> str:
+    """Return the nearest lengths that context-parallel ranks can split, if they cannot split the
+    job's, else "".
+    """
+    n, unit = setup.seq_length, 2 * setup.gpus
+    if n % 4 == 0:  # context parallel size 2 cuts a batch row into 4 chunks
+        return ""
+    lower = n - n % unit
+    return (
+        f"context-parallel ranks cannot split {n:,} tokens, but they can split "
+        f"megatron.seq_length={lower or unit} or {lower + unit}"
+    )
+
+
 def _nothing_fits(setup: TrainingSetup, sizes: Sequence[ParallelSizes]) -> str:
     """Return the line that names the sizes that need least memory, and what needs it."""
     least = min(sizes, key=lambda one: sum(least_memory(setup, one).values()))
     items = least_memory(setup, least)
     parts = sorted(items.items(), key=lambda item: -item[1])[:3]
     shown = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
+    advice = _undivided(setup) or "take more --gpus or a shorter megatron.seq_length"
     return (
         f"--memory {setup.memory / 1e9:g}: nothing fits; {least.name} needs least, "
-        f"{sum(items.values()) / 1e9:.1f} GB without attention's buffers ({shown}): take more "
-        "--gpus or a shorter megatron.seq_length"
+        f"{sum(items.values()) / 1e9:.1f} GB without attention's buffers ({shown}): {advice}"
     )
 
 
@@ -292,6 +306,8 @@ def _setup(job: JobConfig, args: argparse.Namespace, request: Request) -> Traini
 
     if not args.seq_length or not args.global_batch_size:
         raise ConfigError("cp-ring tune needs megatron.seq_length and megatron.global_batch_size")
+    if args.save and not args.save_interval:
+        raise ConfigError("give megatron.save_interval, the steps from one checkpoint to the next")
     unit, size = args.make_vocab_size_divisible_by, _vocabulary(job, args) or _DEFAULT_VOCABULARY
     windows = windows_of(args) or (((-1, -1), 1),)
     return TrainingSetup(
@@ -467,12 +483,14 @@ def possible_sizes(setup: TrainingSetup, request: Request) -> list[ParallelSizes
             possible.append(ParallelSizes(tp, cp, pp, dp))
     if not possible:
         kinds = ", ".join(f"{name} {size}" for name, size in given.items() if size)
+        hint = f"; {line}" if (line := _undivided(setup)) else ""
         raise PlanError(
             f"--gpus {setup.gpus}: no sizes of tp, cp, pp and dp{f' with {kinds}' if kinds else ''}"
             f" have this product and divide {model.heads} heads, {setup.seq_length:,} tokens, "
             f"{model.layers} layers and a global batch of {setup.global_batch} in microbatches of "
             f"{setup.micro_batch}"
             + (f", with experts over {parallel} ranks" if parallel > 1 else "")
+            + hint
         )
     return possible
 

@@ -89,6 +89,10 @@ def test_without_cuda_the_flag_for_the_cpu_is_named():
             [SCRIPT, "--cp-ring", "--cp-ring-cpu", "--cp-ring-layout", "contiguous"],
             "--cp-ring-layout contiguous needs cp_ring.pretrain_gpt",
         ),
+        (
+            [SCRIPT, "--cp-ring", "--cp-ring-cpu", "--reset-attention-mask"],
+            "give --dataloader-inter-document-masking (Megatron 0.19 and later)",
+        ),
     ],
 )
 def test_rejects_before_the_script_starts(monkeypatch, capsys, arguments, message):

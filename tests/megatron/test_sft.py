@@ -29,7 +29,9 @@ def configure(**values):
     settings.configure(Options.make(enabled=True, **values))
 
 
-def make(files, n=N, lines=None, num_samples=None, split="train"):
+def make(
+    files, n=N, lines=None, num_samples=None, split="train", prompt_format="nemotron-h-aligned"
+):
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.datasets.utils import Split
     from megatron.core.tokenizers import MegatronTokenizer
@@ -40,7 +42,7 @@ def make(files, n=N, lines=None, num_samples=None, split="train"):
     tokenizer = MegatronTokenizer.from_pretrained(
         tokenizer_path=str(tokenizer),
         metadata_path={"library": "sft"},
-        prompt_format="nemotron-h-aligned",
+        prompt_format=prompt_format,
     )
     config = GPTDatasetConfig(
         random_seed=1, sequence_length=n, blend=([str(file)], None), split="1,0,0", path_to_cache=str(folder /
@@ -112,6 +114,58 @@ def test_tokens_are_kept_and_samples_repeat(files, monkeypatch):
                 rows[index].values(), again[index + rows.packing.rows].values(), strict=True
             )
         )
+
+
+TEMPLATE = """{% for message in messages %}{{ message['role'] + ': ' }}{% if message['content'] %}\
+{{ message['content'] }}{% else %}{{ message['tool_calls'][0]['function']['name'] }}{% endif %}{% endfor %}"""
+CALL = [
+    {"role": "user", "content": "What is 1 + 1?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "It is 2."},
+]
+
+
+@pytest.fixture
+def with_tools(files, tmp_path):
+    """A call of a tool, and the tokenizer with a template that knows tools."""
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(files[2], tokenizer)
+    (tokenizer / "chat_template.jinja").write_text(TEMPLATE)
+
+    def write(messages):
+        file = tmp_path / "talks.jsonl"
+        file.write_text(json.dumps({"messages": messages}) + "\n")
+        return tmp_path, file, tokenizer
+
+    return write
+
+
+def test_a_line_says_what_the_prompt_format_makes_of_messages(with_tools, monkeypatch, capsys):
+    configure()
+    args = SimpleNamespace(sft_tokenizer_prompt_format="nemotron-h-aligned")
+    monkeypatch.setattr(sft.compat, "arguments", lambda: args)
+    told = [
+        {**CALL[1], "content": "I call add."} if message is CALL[1] else message for message in CALL
+    ]
+    rows = make(with_tools(told))
+    line = capsys.readouterr().out.splitlines()[0]
+    counts = int((rows._tokens.targets != -100).sum())
+    assert line == (
+        f"cp_ring: train: prompt format nemotron-h-aligned: {counts} of {len(rows._tokens.tokens)} "
+        "tokens count in the loss, prompts do not; messages of role tool give no token"
+    )
+    with pytest.raises(ConfigError, match="its prompt format is nemotron-h-aligned "):
+        make(with_tools(CALL))  # the call has no text, which this format needs
+    args.sft_tokenizer_prompt_format = "default"
+    rows = make(with_tools(CALL), prompt_format="default")
+    line = capsys.readouterr().out.splitlines()[0]
+    n = len(rows._tokens.tokens)
+    assert line == (
+        f"cp_ring: train: prompt format default: {n} of {n} tokens count in the loss, prompts too"
+    )
+    text = rows.config.tokenizer.detokenize(rows._tokens.tokens.tolist())
+    assert "add" in text and "tool" in text
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])

@@ -225,6 +225,15 @@ def test_the_table_names_reasons_and_assumptions():
         ("--gpus 7", "--gpus 7: no sizes"),
         ("--gpus 12", "--gpus 12 is not a multiple of --ranks-per-node 8"),
         ("--gpus 8 --memory 3", "--memory 3: nothing fits; tp"),
+        *(
+            (
+                f"--gpus {gpus} --set megatron.seq_length=131071",
+                "context-parallel ranks cannot split 131,071 tokens, but they can split "
+                f"megatron.seq_length={lengths}",
+            )
+            for gpus, lengths in (("8", "131056 or 131072"), ("2 --memory 3", "131068 or 131072"))
+        ),
+        ("--gpus 8 --set megatron.save_interval=", "give megatron.save_interval, the steps"),
         ("--gpus 8 --set megatron.micro_batch_size=3", "in microbatches of 3"),
         ("--gpus 8 --rates h101", "--rates h101: known are"),
         ("--gpus 8 --lengths preset:sft", "--lengths preset:sft: neither"),

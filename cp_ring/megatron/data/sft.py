@@ -28,6 +28,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.training import get_args, print_rank_0
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron import compat
 from cp_ring.megatron.data.packing import PackedRows, pack
 from cp_ring.megatron.rejection import first_line
 from cp_ring.megatron.settings import current
@@ -129,7 +130,9 @@ class Tokens(NamedTuple):
                 except Exception as error:  # templates raise exceptions of any type
                     reason = first_line(error)[:200] or type(error).__name__
                     raise ConfigError(
-                        f"{where}: the tokenizer does not take this conversation: {reason}"
+                        f"{where}: the tokenizer does not take this conversation: {reason}; "
+                        f"its prompt format is {_prompt_format()} (--sft-tokenizer-prompt-format; "
+                        "default is the tokenizer's own chat template)"
                     ) from None
                 if not len(ids):
                     raise ConfigError(f"{where}: a conversation without tokens")
@@ -156,6 +159,30 @@ class Tokens(NamedTuple):
             # fails if another process was faster; its tokens are the same
             os.rename(work, path)
         return tokens
+
+
+def _prompt_format() -> str:
+    return getattr(compat.arguments(), "sft_tokenizer_prompt_format", None) or "its own"
+
+
+def _roles_without_tokens(lines: ConversationFile, indices: Ints, tokenizer: Any) -> list[str]:
+    """Return the roles of messages that the prompt format leaves out, among the first lines: their
+    text changes no token.
+    """
+    found: dict[str, bool] = {}
+    for conversation in (each for index in indices[:100].tolist() for each in lines[index]):
+        for at, message in enumerate(conversation):
+            role, said = message["role"], message["content"]
+            if role in found or not isinstance(said, str):
+                continue
+            changed = [*conversation]
+            changed[at] = message | {"content": f"{said} {role}"}
+            first, second = (
+                tokenizer.tokenize_conversation(each, False, False)
+                for each in (conversation, changed)
+            )
+            found[role] = np.array_equal(first, second)
+    return [role for role, left_out in found.items() if left_out]
 
 
 class PackedConversations(MegatronDataset):
@@ -205,6 +232,13 @@ class PackedConversations(MegatronDataset):
             lambda: Tokens.make(dataset, np.asarray(indices), config.tokenizer),
         )
         split, settings = index_split.name, current()
+        counted, every = np.count_nonzero(self._tokens.targets != IGNORED), len(self._tokens.tokens)
+        silent = _roles_without_tokens(dataset, np.asarray(indices), config.tokenizer)
+        print_rank_0(
+            f"cp_ring: {split}: prompt format {_prompt_format()}: {counted:,} of {every:,} tokens "
+            f"count in the loss, prompts {'too' if counted == every else 'do not'}"
+            + (f"; messages of role {', '.join(silent)} give no token" if silent else "")
+        )
         try:
             lengths = np.diff(self._tokens.offsets)
             self.packing: PackedRows = pack(
