@@ -63,8 +63,8 @@ def merge_segment(
 
 
 def _merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
-    """Merge a part in place into the running out [q, b, h, e] in float32 (or float64) and lse [b, h,
-    q] in `lse_dtype`.
+    """Merge a part in place into the running out [q, b, h, e] in float32 (or float64) and lse [b,
+    h, q] in `lse_dtype`.
 
         out += sigmoid(lse_part - lse) * (out_part - out);  lse = log(exp(lse) + exp(lse_part)).
 
