@@ -228,7 +228,7 @@ def _resolved(
             tokens_first = of_call.get("qkv_format") == "sbhd"
             plan = asked.find(transport, (q, k, v), tokens_first, latents is not None)
             if transport is not None and isinstance(asked.layout, str):
-                check_cut(transport, plan.layout, "ring_attention", "layout" in of_plan)
+                check_cut(transport, plan.layout, "ring_attention")
                 check_slices((q, k, v), int(not tokens_first), plan.layout, transport.rank)
     inputs = Inputs(q, k, v, sink, latents).alike()
     plain = latents is None or plan.ulysses > 1

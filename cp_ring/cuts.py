@@ -1,62 +1,59 @@
-"""Notes how the sequences of a group were cut. Attention on parts of another layout gives wrong
-numbers, and the parts themselves do not show it.
+"""Notes how the sequences of a group were cut, and warns of attention on parts of another layout:
+it gives wrong numbers, and the parts themselves do not show it.
 
 `shard` notes its layouts here, and calls that name a layout, or leave it to the default, check
-them. Calls with a `Layout` or a plan of their own do not.
+them. Calls with a `Layout` or a plan of their own do not. Other tensors of the same length may be
+cut in other ways, so it is no error.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
+from collections import OrderedDict
 from collections.abc import MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from cp_ring.errors import ConfigError
 from cp_ring.plan.layout import Layout
 from cp_ring.runtime import RUNTIME
 
-_MANY = 64  # layouts of one length, or lengths: there, a layout follows from each microbatch
+_MANY = 64  # the layouts that are kept: those that were used last
 
-Cuts = defaultdict[int, dict[str, str]]  # by length: the digest of each layout, and its words
-
-_cuts: MutableMapping[Any, Cuts] = RUNTIME.keep(WeakKeyDictionary())
+_cuts: MutableMapping[Any, OrderedDict[str, Layout]] = RUNTIME.keep(WeakKeyDictionary())
 
 
-def _key(transport: Any) -> Any:
-    return getattr(transport, "group", transport)  # a group has a transport for each device type
+def _cuts_of(transport: Any) -> OrderedDict[str, Layout]:
+    """Return the layouts of a group, by digest; a group has a transport for each device type."""
+    return _cuts.setdefault(getattr(transport, "group", transport), OrderedDict())
 
 
 def note_cut(transport: Any, layout: Layout) -> None:
     """Note that a whole tensor of the ranks of a transport was cut by this layout."""
-    cuts = _cuts.setdefault(_key(transport), defaultdict(dict))
-    if len(cuts) < _MANY or layout.n in cuts:
-        cuts[layout.n][layout.digest] = repr(layout)
+    cuts = _cuts_of(transport)
+    cuts[layout.digest] = layout
+    cuts.move_to_end(layout.digest)
+    while len(cuts) > _MANY:
+        cuts.popitem(last=False)
 
 
-def check_cut(transport: Any, layout: Layout, call: str, named: bool) -> None:
-    """Compare the layout of a call with those by which `shard` cut sequences of this length. If
-    none of them is the same, raise `ConfigError` if the call left its layout to the default, and
-    warn if it named one: its parts may not come from `shard`.
-    """
-    cuts = _cuts.get(_key(transport))
-    of_length = cuts.get(layout.n) if cuts else None
-    if of_length and layout.digest not in of_length and len(of_length) < _MANY:
-        line = (
-            f"cp_ring.shard cut the {layout.n} tokens by {' and '.join(of_length.values())}, but "
-            f"{call} has {layout!r}: give both the same layout="
-        )
-        if not named:
-            raise ConfigError(line)
-        warnings.warn(line, stacklevel=2)
+def check_cut(transport: Any, layout: Layout, call: str) -> None:
+    """Warn if `shard` cut sequences of this length, but none by the layout of a call."""
+    cuts = _cuts_of(transport)
+    if layout.digest not in cuts:
+        others = [repr(cut) for cut in cuts.values() if cut.n == layout.n]
+        if others:
+            warnings.warn(
+                f"cp_ring.shard cut the {layout.n} tokens by {' and '.join(others)}, but {call} "
+                f"has {layout!r}: give both the same layout=",
+                stacklevel=2,
+            )
 
 
 def check_slices(tensors: tuple[Tensor, ...], dim: int, layout: Layout, rank: int) -> None:
-    """Raise `ConfigError` if q, k and v are contiguous slices of whole tensors for this rank, and
-    the layout gives the rank other tokens.
+    """Warn if q, k and v are contiguous slices of whole tensors for this rank, and the layout gives
+    the rank other tokens.
     """
     for x in tensors:
         base = x._base
@@ -67,10 +64,10 @@ def check_slices(tensors: tuple[Tensor, ...], dim: int, layout: Layout, rank: in
         if [*base.shape] != whole or first != rank * x.shape[dim] * x.stride(dim):
             return
     start, end = rank * tensors[0].shape[dim], (rank + 1) * tensors[0].shape[dim]
-    if layout.rows > 1 or layout.ranges(rank) == [(start, end)]:
-        return
-    raise ConfigError(
-        f"q, k and v are tokens {start} to {end} of whole tensors, which are not those that rank "
-        f"{rank} holds in {layout!r}: cut them by cp_ring.shard(x, group=group), or give "
-        "layout='contiguous'"
-    )
+    if layout.rows == 1 and layout.ranges(rank) != [(start, end)]:
+        warnings.warn(
+            f"q, k and v are tokens {start} to {end} of larger tensors, and rank {rank} holds "
+            f"others in {layout!r}: if these are whole tensors, cut them by cp_ring.shard(x, "
+            "group=group), or give layout='contiguous'",
+            stacklevel=2,
+        )

@@ -29,15 +29,16 @@ class Reasons:
     @contextlib.contextmanager
     def of(self) -> Iterator[None]:
         """Collect the reasons of a `ConfigError`. Later checks may fail because of it: their errors
-        of other types are dropped.
+        of other types are reasons too, with their types.
         """
         try:
             yield
         except ConfigError as error:
             self.found |= dict.fromkeys(map(str, error.args))
-        except Exception:
+        except Exception as error:
             if not self.found:
                 raise
+            self.found[f"a later check ended in {type(error).__name__}: {one_line(error)}"] = None
 
     def end(self) -> None:
         """Raise `ConfigError` with all reasons, if there are any."""

@@ -169,15 +169,16 @@ def _run_backward(
         one, minus = torch.zeros_like(dout), torch.zeros_like(out)
         one[..., 0], minus[..., 0] = 1.0, -dlse.permute(2, 0, 1)
         of_lse = Queries(one, q, minus, lse=lse)
+    zeros = v.new_zeros(0)
     for hop, k_hop, v_hop in codec.keys(order, call.transport):
         grads.start(hop)
+        if dlse is not None and zeros.shape != v_hop.shape:
+            zeros = torch.zeros_like(v_hop)
         with span("backward", hop):
             for kernel_call in work.calls[hop]:
                 dq, dk, dv = kernel_call.gradients(call.kernel, queries, k_hop, v_hop, ring.scale)
                 if dlse is not None:
-                    more = kernel_call.gradients(
-                        call.kernel, of_lse, k_hop, torch.zeros_like(v_hop), ring.scale
-                    )
+                    more = kernel_call.gradients(call.kernel, of_lse, k_hop, zeros, ring.scale)
                     dq, dk = dq + more[0], dk + more[1]
                 total.add(dq)
                 grads.add(dk, dv)

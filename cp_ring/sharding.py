@@ -301,5 +301,5 @@ def _layout_of_part(
             f"{x.shape[dim]}"
         )
     if size > 1 and not isinstance(layout, Layout | Plan):
-        check_cut(transport, of_whole, "this call", layout is not None)
+        check_cut(transport, of_whole, "this call")
     return of_whole

@@ -1,16 +1,14 @@
-"""Calls whose parts were cut for another layout, or that name no group in a job of several ranks,
-are one line: their numbers would be wrong.
+"""Calls whose parts may have been cut for another layout are warned of, and calls that name no group
+in a job of several ranks are one line: their numbers would be wrong.
 """
 
 from __future__ import annotations
-
-import re
 
 import pytest
 import torch
 
 import cp_ring
-from cp_ring import Layout, Mask, Plan, ring_attention, roll, shard, unshard
+from cp_ring import Layout, Mask, Plan, cuts, ring_attention, roll, shard, unshard
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
 from tests.rings import said
@@ -44,28 +42,34 @@ def test_a_call_without_a_group_is_one_line_in_a_job_of_several_ranks(pool):
 LINE = "shard cut the 48 tokens by Layout.* has Layout.*same layout="
 
 
-@pytest.mark.parametrize("cut", ["contiguous", Layout.contiguous(N, CP)])
-@pytest.mark.parametrize("attend", [{}, {"layout": None}])
-def test_a_layout_that_shard_alone_has_is_one_line(cut, attend):
+@pytest.mark.parametrize(("cut", "attend"), [
+    ("contiguous", {}),
+    (Layout.contiguous(N, CP), {"layout": None}),
+    ("contiguous", {"layout": "zigzag"}),
+    (None, {"layout": "contiguous"}),
+])  # fmt: skip
+def test_a_layout_that_shard_alone_has_is_a_warning(cut, attend):
     def case(group):
         parts = shard(CASE[:3], cut, group)
-        return [
-            said(ring_attention, *parts, group, causal=True, **attend),
-            said(unshard, parts[0], group=group),
-            said(roll, parts[0], -1, group=group),
-        ]
+        calls = [(ring_attention, *parts, group)]
+        if not attend.get("layout"):
+            calls += [(unshard, parts[0], None, group), (roll, parts[0], -1, None, group)]
+        for function, *inputs in calls:
+            function(*inputs, **attend if function is ring_attention else {})
+        return len(calls)
 
-    for lines in LocalRing(CP).run(case):
-        assert all(re.search(LINE, line) for line in lines), lines
+    with pytest.warns(UserWarning, match=LINE) as found:
+        calls = LocalRing(CP).run(case)
+    assert len(found) == sum(calls)
 
 
-@pytest.mark.parametrize(("cut", "attend"), [("contiguous", "zigzag"), (None, "contiguous")])
-def test_a_layout_that_attention_alone_has_is_a_warning(cut, attend):
+def test_cuts_are_kept_in_a_bounded_number():
     def case(group):
-        ring_attention(*shard(CASE[:3], cut, group), group, causal=True, layout=attend)
+        for length in range(1, 3 * cuts._MANY):
+            shard(torch.ones(1, 4 * length), None, group)
+        return len(cuts._cuts_of(group))
 
-    with pytest.warns(UserWarning, match=LINE):
-        LocalRing(CP).run(case)
+    assert LocalRing(CP).run(case) == [cuts._MANY] * CP
 
 
 def test_a_layout_of_its_own_is_taken_as_it_is():
@@ -89,3 +93,19 @@ def test_slices_that_are_no_cut_of_the_sequence_are_left_alone():
         return True
 
     assert all(LocalRing(CP).run(case)) and all(LocalRing(3).run(case))
+
+
+def test_a_slice_of_parts_that_lie_together_is_right():
+    """A warning, not an error: the buffer may hold the parts of all ranks, as here."""
+    layout = Layout.zigzag(N, CP)
+    every = torch.cat([layout.shard(CASE.q, rank, 1) for rank in range(CP)], 1)
+
+    def case(group):
+        start = group.rank * N // CP
+        q = every[:, start : start + N // CP]
+        return ring_attention(q, q, q, group, causal=True)
+
+    with pytest.warns(UserWarning, match="q, k and v are tokens 0 to 24 of larger tensors"):
+        parts = LocalRing(CP).run(case)
+    whole = ring_attention(CASE.q, CASE.q, CASE.q, causal=True)
+    assert torch.allclose(layout.unshard(parts, 1), whole, atol=1e-5)

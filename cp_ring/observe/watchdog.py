@@ -74,8 +74,8 @@ class Watch:
         now = time.monotonic()
         self.waits[threading.get_ident()] = batch, now
         first = (batch.receives or batch.sends)[0][1][0]
-        if self.sampled is None and first.is_cuda and not _capturing():
-            # on CUDA `wait` returns at once; the device waits
+        if _dogs and self.sampled is None and first.is_cuda and not _capturing():
+            # on CUDA `wait` returns at once; the device waits. A watchdog frees the works.
             self.sampled = (_describe(self, batch), now, works, first.device)
 
     def end(self) -> None:

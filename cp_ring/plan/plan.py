@@ -11,6 +11,7 @@ which members, at which hop) and gradients (the same for the gradients of keys a
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -286,6 +287,9 @@ MAX_PLANS = 64
 
 _plans: OrderedDict[tuple[object, ...], Plan] = RUNTIME.keep(OrderedDict())
 _lock = Lock()
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
 
 
 def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:

@@ -151,6 +151,7 @@ def test_what_the_device_waits_for_is_seen_though_the_host_does_not_wait(monkeyp
     work = SimpleNamespace(is_completed=is_completed)
     watch = watchdog.Watch(watchdog.Place(7, 4, 2))
     monkeypatch.setattr(watchdog, "WATCH", watch)
+    monkeypatch.setattr(watchdog, "_dogs", {"group": None})
     receive = (
         SimpleNamespace(peer=3, ranges=((0, 16),)),
         [SimpleNamespace(is_cuda=True, device=device)],

@@ -4,6 +4,8 @@ before.
 
 from __future__ import annotations
 
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -72,3 +74,23 @@ def test_a_plan_that_is_not_proven_is_not_kept(monkeypatch):
 )
 def test_what_does_not_fit_is_rejected_in_one_line(asked, says):
     assert said(plan, MASK, 4, asked) == says
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_while_a_plan_is_made_leaves_no_held_lock():
+    held, done = threading.Event(), threading.Event()
+
+    def make():
+        with maker._lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    held.wait()
+    threading.Timer(0.05, done.set).start()
+    child = os.fork()
+    if not child:
+        os._exit(0 if maker._lock.acquire(blocking=False) else 1)
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
