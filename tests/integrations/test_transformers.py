@@ -217,6 +217,46 @@ def test_a_planted_fault_shows(pool, fault):
     assert largest_error(pool.run(on_rank, 2, "Qwen3", True, fault)[0], whole("Qwen3", True)) > 1e-3
 
 
+class LowRank(torch.nn.Module):
+    """An adapter: a weight and a product of two small ones."""
+
+    def __init__(self, weight):
+        super().__init__()
+        rows, columns = weight.shape
+        self.down = torch.nn.Parameter(torch.randn(4, columns, dtype=weight.dtype) * 0.02)
+        self.up = torch.nn.Parameter(torch.zeros(rows, 4, dtype=weight.dtype))
+
+    def forward(self, weight):
+        return weight + self.up @ self.down
+
+
+def of_adapters(group, ring):
+    """The loss, and the gradients of the adapters of a frozen model."""
+    model = model_of("Llama").requires_grad_(False)
+    for layer in model.model.layers:
+        for linear in (layer.self_attn.q_proj, layer.self_attn.v_proj):
+            torch.nn.utils.parametrize.register_parametrization(
+                linear, "weight", LowRank(linear.weight)
+            )
+    if ring:
+        use_ring_attention(model, group)
+    batch = shard_batch(batch_of(False), group) if ring else batch_of(False)
+    loss, gradients = trained(model, batch)
+    mine = {name: x for name, x in gradients.items() if x is not None}
+    mean = torch.tensor([loss], dtype=torch.float64)
+    for x in (mean, *mine.values()) if ring else ():
+        dist.all_reduce(x, group=group)
+        x /= group.size()
+    return float(mean), mine
+
+
+def test_adapters_have_the_gradients_of_the_whole_batch(pool):
+    wanted = of_adapters(None, False)
+    assert len(wanted[1]) == 8 and any(x.any() for x in wanted[1].values())
+    for found in pool.run(of_adapters, 2, True):
+        assert largest_error(found, wanted) < 1e-6
+
+
 def test_what_cannot_be_split_is_rejected():
     small = SIZES | {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
     hybrid = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**small))
