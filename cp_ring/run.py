@@ -70,8 +70,7 @@ def _run_patched(script: Path, config: Options) -> None:
     """Run the script with the patches in force."""
     signals.keep_warnings(sys.argv)
     _check_batches(script, config)
-    if config.timing:
-        log_steps()
+    log_steps()
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -17,7 +17,7 @@ from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import note
-from cp_ring.megatron.settings import configure, flags
+from cp_ring.megatron.settings import configure, current, flags
 
 
 def install(argv: Sequence[str]) -> Options:
@@ -70,5 +70,6 @@ def install_for_model(args: argparse.Namespace, config: Options) -> None:
 
 
 def log_steps() -> None:
-    """Make Megatron's training loop record each logged step and the times of sampled steps."""
-    patches.get("step_line").apply()
+    """Make Megatron's training loop record the times of steps, if they are sampled."""
+    if current().timing:
+        patches.get("step_line").apply()

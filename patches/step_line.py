@@ -1,4 +1,4 @@
-"""Logs tokens per second and memory of every logged step, in addition to Megatron's own values."""
+"""Logs the times of sampled steps, in addition to Megatron's own values."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ def _replacements() -> Iterator[Replacement]:
     from megatron.training import global_vars, training
 
     from cp_ring.megatron.settings import current
-    from cp_ring.megatron.training_log import StepLine
+    from cp_ring.megatron.step_timing import step_timing
+    from cp_ring.megatron.training_log import with_times
 
-    timing = None
-    if every := current().timing:
-        from cp_ring.megatron.step_timing import step_timing
-
-        timing = step_timing(every)
-    yield training, "training_log", StepLine(training.training_log, global_vars, timing)
+    timing = step_timing(current().timing)
+    yield training, "training_log", with_times(training.training_log, global_vars, timing)
 
 
 PATCH = Patch(
-    what="records tokens per second and the peak memory of a rank in TensorBoard",
-    why="Megatron logs neither tokens per second nor, after the first step, memory, and its log "
-    "function has no hook",
+    what="writes the times of the steps that --cp-ring-timing samples to TensorBoard",
+    why="Megatron's log function has no hook",
     needed=lambda args, options: False,  # `install.log_steps` applies this patch
     replacements=_replacements,
 )
