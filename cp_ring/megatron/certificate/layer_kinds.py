@@ -123,9 +123,7 @@ def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
     if settings.packed_in_whole_rows():
         return ("packed",)
     # only pretrain_vlm.py has this flag; it packs batch rows that it pads, whatever the value
-    packed = hasattr(args, "use_packed_sequence") or any(
-        getattr(args, name, False) for name in ("dataloader_inter_document_masking", "sft")
-    )
+    packed = hasattr(args, "use_packed_sequence") or getattr(args, "sft", False)
     return ("causal", "packed") if packed else ("causal",)
 
 

@@ -30,7 +30,7 @@ _FRESH: dict[tuple[str, str], Any] = {
 """The places where Megatron collects values: classes and modules by name, with an attribute and the
 function that makes its first value.
 """
-_SWITCHES: tuple[tuple[Any, Any], ...] = (
+_SWITCHES: Any = (
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
     (torch.get_rng_state, torch.set_rng_state),
