@@ -20,6 +20,7 @@ from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
     digest,
+    expand,
     integer,
     integers,
     runs,
@@ -35,6 +36,7 @@ from cp_ring.plan.tiles import (
     joined,
     split_at_edges,
 )
+from cp_ring.runtime import RUNTIME
 
 MAX_DESCRIBED = 4
 """The most different masks of batch rows that `MaskTable.describe` names."""
@@ -88,7 +90,7 @@ class MaskTable:
                 raise PlanError(f"piece {bad.argmax()} {_numbers(tiles, int(bad.argmax()))} {what}")
         fitted = tiles.fitted()
         live = np.arange(len(tiles))[fitted.live()]
-        clash = first_overlap(n, fitted[live])
+        clash = first_overlap(fitted[live])
         if clash is not None:
             one, other = sorted(live[[clash.one, clash.other]].tolist())
             raise PlanError(
@@ -116,8 +118,7 @@ class MaskTable:
             sizes = ", ".join(f"{mask.n} tokens" for mask in masks)
             raise PlanError(f"a union of masks of {sizes}: they must have one length")
         pieces = Tiles.concatenate(*(mask.pieces for mask in masks)).trimmed()
-        if first_overlap(n, pieces) is not None:
-            pieces = joined(n, pieces)
+        pieces = joined(pieces) if len(pieces) else pieces
         words = " or ".join(_different(masks))
         return replace(first, pieces=pieces, name="union", details=words)
 
@@ -176,9 +177,12 @@ class MaskTable:
     @cached_property
     def digest(self) -> str:
         """A string that is equal for masks with equal pairs and positions, whatever their names."""
-        positions = b"" if self.segments is None else self.segments.tobytes()
-        sizes = f"{self.n} {self.pieces.data.shape} "
-        return digest(sizes.encode(), self.pieces.data.tobytes(), positions)
+        start, position = self._runs()
+        breaks = np.append(True, np.diff(position - start) != 0)
+        runs = np.stack([start, position])[:, breaks]
+        return digest(
+            f"{self.n} {_sum_of_pairs(self.n, self.pieces.trimmed())} ".encode(), runs.tobytes()
+        )
 
     @property
     def positions(self) -> Ints:
@@ -254,6 +258,33 @@ def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints | None:
         )
     start, _ = runs(np.diff(values) != 1, n)
     return _plain(np.stack([start, values[start]]))
+
+
+@RUNTIME.cache(maxsize=4)
+def _random_sums(n: int) -> tuple[NDArray[np.uint64], ...]:
+    """Return a random number for each query, and the running sums of these and of one for each key,
+    uint64 [n], [n + 1] and [n + 1]. They are the same on all ranks.
+    """
+    queries, keys = (np.random.PCG64(seed).random_raw(n) for seed in (1, 2))
+    before = [np.append(np.uint64(0), np.cumsum(x, dtype=np.uint64)) for x in (queries, keys)]
+    return queries, *before
+
+
+def _sum_of_pairs(n: int, pieces: Tiles) -> int:
+    """Return the sum, modulo 2^64, of the numbers of all pairs of disjoint pieces. It does not
+    depend on how the pairs are cut into pieces. The number of a pair is that of the query times
+    that of the key.
+    """
+    of_query, queries, keys = _random_sums(n)
+    q0, q1, k0, k1, lo, hi = pieces.data
+    # The left side slopes from query `left` on, the right side before query `right`.
+    left, right = np.clip(k0 - lo, q0, q1), np.clip(k1 - hi, q0, q1)
+    total = (queries[q1] - queries[right]) * keys[k1] - (queries[left] - queries[q0]) * keys[k0]
+    slopes = []
+    for first, end, shift in ((q0, right, hi + 1), (left, q1, lo)):
+        which, query = expand(first, end - first)
+        slopes.append((of_query[query] * keys[query + shift[which]]).sum(keepdims=True))
+    return int(np.concatenate([total, slopes[0] - slopes[1]]).sum())
 
 
 def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) -> Ints | None:

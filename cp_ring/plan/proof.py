@@ -484,32 +484,16 @@ def _same(plan: PlanTables, axis: Axis, wanted: Ints, moved: Ints, wants: str, m
 
 
 def _check_slots(plan: PlanTables, num_slots: int) -> int:
-    """At most `num_slots` buffers of keys are in use at once. A rank posts the keys of a hop before
-    it computes the hop before; a buffer is in use from then until its hop is computed, and until it
-    is sent on.
+    """Two buffers of keys are enough, of which one is read while the next one is filled; ranks that
+    receive once need one. That no slot is filled while it is read is for `check_order`.
     """
-    keys, grads, cp = plan.transfers, plan.gradients, plan.cp
-    live = np.zeros(cp * cp, bool)
-    live[::cp] = True
-    live[plan.tile_rank * cp + plan.tile_hop] = True
-    for rows in (keys, grads):
-        for rank in (rows.sender, rows.receiver):
-            live[rank * cp + rows.hop] = True
-    turn = np.cumsum(live)  # the hops of all ranks, one rank after the other
-    end, filled = turn.copy(), np.unique(keys.receiver * cp + keys.hop)
-    passed = keys[keys.buffer > 0]
-    sent = turn[passed.sender * cp + passed.hop] - 1
-    np.maximum.at(end, passed.sender * cp + passed.buffer, sent)
-    change = np.zeros(len(turn) + 2, np.int64)
-    np.add.at(change, turn[filled] - 1, 1)
-    np.subtract.at(change, end[filled] + 1, 1)
-    in_use = np.cumsum(change)
-    slots = int(in_use.max(initial=0))
-    if slots > num_slots:
-        at = int(np.searchsorted(turn, (in_use > num_slots).argmax()))
+    receiver, hops = np.unique(np.stack([plan.transfers.receiver, plan.transfers.hop]), axis=1)
+    count = np.bincount(receiver, minlength=plan.cp)
+    slots = min(2, int(count.max()))
+    for rank in _first(np.minimum(count, 2) > num_slots):
         raise PlanError(
-            f"rank {at // cp}, hop {at % cp}: {slots} receive buffers in use, num_slots is "
-            f"{num_slots}"
+            f"rank {rank}, hop {hops[receiver == rank][0]}: {slots} receive buffers in use, "
+            f"num_slots is {num_slots}"
         )
     return slots
 

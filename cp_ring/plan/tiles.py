@@ -13,7 +13,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -384,21 +383,13 @@ class Intervals:
         return Intervals(self.strip[first], self.tile[first], sides)
 
 
-def cuts_of(n: int, *tables: Tiles) -> Ints:
+def cuts_of(tiles: Tiles) -> Ints:
     """Return the queries at which a tile begins or ends, or one of its sides starts or stops to
-    slope: int64, ascending, within 0 to `n`.
-
-    The tiles must be fitted (`Tiles.fitted`) and lie within `n` queries. The cost is a byte for
-    each query.
+    slope: int64, ascending. The tiles must be fitted (`Tiles.fitted`).
     """
-    marks = np.zeros(n + 1, bool)
-    for tiles in tables:
-        slopes = (
-            np.clip(turn, tiles.q0, tiles.q1) for turn in (tiles.k0 - tiles.lo, tiles.k1 - tiles.hi)
-        )
-        for query in (tiles.q0, tiles.q1, *slopes):
-            marks[query] = True
-    return np.flatnonzero(marks)
+    q0, q1, k0, k1, lo, hi = tiles.data
+    slopes = (np.clip(turn, q0, q1) for turn in (k0 - lo, k1 - hi))
+    return np.unique(np.concatenate([q0, q1, *slopes]))
 
 
 def intervals(tiles: Tiles, cuts: Ints) -> Intervals:
@@ -430,11 +421,11 @@ class Overlap(NamedTuple):
     key: int
 
 
-def first_overlap(n: int, pieces: Tiles) -> Overlap | None:
+def first_overlap(pieces: Tiles) -> Overlap | None:
     """Return the first overlap of two fitted pieces, or None if all are disjoint. It is found by
     the interval arithmetic of `Intervals`.
     """
-    cuts = cuts_of(n, pieces)
+    cuts = cuts_of(pieces)
     keys = intervals(pieces, cuts)
     at = keys.overlap()
     if at is None:
@@ -447,27 +438,50 @@ def first_overlap(n: int, pieces: Tiles) -> Overlap | None:
     return Overlap(int(pair[0]), int(pair[1]), int(query[shared]), int(first[shared]))
 
 
-def joined(n: int, pieces: Tiles) -> Tiles:
+def joined(pieces: Tiles) -> Tiles:
     """Return disjoint pieces that allow each pair that at least one of the fitted `pieces` allows.
+
+    Pieces whose keys lie apart are joined apart, on queries that lie end to end: a strip of all
+    queries would have an interval of each piece.
+    """
+    pieces = pieces[sort_index(pieces.k0)]
+    apart = pieces.k0[1:] >= np.maximum.accumulate(pieces.k1)[:-1]
+    first, _ = runs(apart, len(pieces))
+    top = np.minimum.reduceat(pieces.q0, first)
+    start = starts_of(np.maximum.reduceat(pieces.q1, first) - top)
+    of_piece = np.cumsum(np.append(False, apart))
+    own = pieces.shifted((start - top)[of_piece], 0)
+    if first_overlap(own) is None:
+        return pieces
+    own = _joined(own)
+    tiles = own.shifted((top - start)[np.searchsorted(start, own.q0, "right") - 1], 0)
+    return coalesce(tiles, np.zeros(len(tiles), np.int64))[0]
+
+
+def _joined(pieces: Tiles) -> Tiles:
+    """Return `joined` pieces that are not coalesced.
 
     Strips are cut further where two sides cross, so that within a strip the order of all sides is
     the same at every query. Then the union of a strip's intervals can be read off its first and its
     last query.
     """
-    cuts = cuts_of(n, pieces)
+    cuts, width = cuts_of(pieces), int(pieces.k1.max()) + 2
     keys = intervals(pieces, cuts)
-    size = np.bincount(keys.strip, minlength=len(cuts))
-    one, other = expand(starts_of(size)[keys.strip], size[keys.strip])
-    crossings = [cuts]
-    for mine, its in product((0, 1), repeat=2):
-        slope, level = keys.sides[mine::2, one], keys.sides[its::2, other]
-        cross = (slope[0] < level[0]) & (slope[1] > level[1])
-        crossings.append((cuts[keys.strip[one]] + level[0] - slope[0])[cross])
-    cuts = np.unique(np.concatenate(crossings))
+    first, last = keys.sides.reshape(2, -1)
+    # A side that slopes crosses the level ones between its ends; two that slope are parallel.
+    base = np.tile(keys.strip * width, 2)
+    level = np.unique((base + first)[first == last])
+    slopes = np.flatnonzero(first < last)
+    low = np.searchsorted(level, (base + first)[slopes], "right")
+    high = np.searchsorted(level, (base + last)[slopes])
+    slope, crossed = expand(low, np.maximum(high - low, 0))
+    slope = slopes[slope]
+    crossings = np.tile(cuts[keys.strip], 2)[slope] + level[crossed] - (base + first)[slope]
+    cuts = np.unique(np.concatenate([cuts, crossings]))
     keys = intervals(pieces, cuts)
     sort = sort_index(keys.strip, keys.sides[0], keys.sides[2])
     strip, (left0, right0, left1, right1) = keys.strip[sort], keys.sides[:, sort]
-    base = strip * (n + 1)
+    base = strip * width
     reach0, reach1 = (np.maximum.accumulate(base + right) for right in (right0, right1))
     apart = ((base + left0)[1:] > reach0[:-1]) | ((base + left1)[1:] > reach1[:-1])
     first, last = runs(apart, len(strip))
@@ -476,5 +490,4 @@ def joined(n: int, pieces: Tiles) -> Tiles:
     q0, q1 = cuts[strip], cuts[strip + 1]
     lo = np.where(left1 > left0, left0 - q0, -OPEN)
     hi = np.where(right1 > right0, right0 - 1 - q0, OPEN)
-    tiles = Tiles.columns(q0, q1, left0, right1, lo, hi).trimmed()
-    return coalesce(tiles, np.zeros(len(tiles), np.int64))[0]
+    return Tiles.columns(q0, q1, left0, right1, lo, hi).trimmed()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_ring.errors import PlanError
-from cp_ring.plan import OPEN, Layout, Mask, Plan, Tiles
+from cp_ring.plan import OPEN, Layout, Mask, Plan, Tiles, tiles
 from cp_ring.plan.dense_masks import paint
 from tests.plan.strategies import disjoint_pieces, masks
 from tests.rings import said
@@ -246,3 +246,40 @@ def test_ranks_with_other_positions_have_another_mask():
     prefix = Mask.shared_prefix([(5, [3, 4])])
     plain = replace(prefix, segments=None)
     assert prefix.digest == pickle.loads(pickle.dumps(prefix)).digest != plain.digest
+
+
+@settings(max_examples=60)
+@given(data=st.data(), n=st.integers(1, 40))
+def test_equal_pairs_have_equal_digests_however_they_are_cut(data, n):
+    """Ranks may list a mask's pieces in other orders, or cut in other ways."""
+    mask = data.draw(masks(n))
+    cut = data.draw(st.integers(0, n))
+    halves = [mask.pieces.within(0, cut), mask.pieces.within(cut, n)]
+    cut_again = [half.within(k0=a, k1=b) for half in halves for a, b in ((cut, n), (0, cut))]
+    for parts in (halves, cut_again):
+        again = replace(mask, pieces=Tiles.concatenate(*parts[::-1]).trimmed(), name="other")
+        assert again.digest == mask.digest
+    allowed = mask.dense()
+    place = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1))
+    allowed[place] = ~allowed[place]
+    assert replace(Mask.from_dense(allowed), segments=mask.segments).digest != mask.digest
+
+
+def test_a_union_of_many_pieces_costs_what_they_share(monkeypatch):
+    """Not an interval for each piece in each strip: these are a thousand, and 46 s."""
+    documents, size = 512, 64
+    n, made = documents * size, []
+    starts = range(0, n, size)
+    plain = tiles.intervals
+
+    def counted(*args):
+        made.append(len((found := plain(*args)).strip))
+        return found
+
+    monkeypatch.setattr(tiles, "intervals", counted)
+    seen_by_all = Mask.from_pieces(n, [(0, n, s + 8, s + 24) for s in starts])
+    made.clear()
+    union = Mask.union(Mask.documents([*starts, n]), seen_by_all)
+    assert sum(made) < 20 * 2 * documents
+    beside = size * (size + 1) // 2 - sum(size - key for key in range(8, 24))
+    assert union.area() == documents * (16 * n + beside)
