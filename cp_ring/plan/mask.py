@@ -324,13 +324,11 @@ class Mask(MaskTable):
                     "response])"
                 )
             prompt, responses = pair
-            for what, length in (
-                ("prompt", prompt),
-                *(("response", length) for length in responses),
-            ):
-                if integer(length, f"{what} length") < 0:
+            for length in (prompt, *responses):
+                if integer(length, "length") < 0:
                     raise PlanError(
-                        f"group {group} has a {what} of {length} tokens: it must have at least 0"
+                        f"group {group} has a prompt or a response of {length} tokens: it must have "
+                        "at least 0"
                     )
             parents += [-1, *[len(parents)] * len(responses)]
             lengths += [prompt, *responses]
@@ -339,13 +337,7 @@ class Mask(MaskTable):
                 "shared prefixes need at least one group (prompt length, [response lengths])"
             )
         mask = cls.tree(parents, lengths, n)
-        tokens = sum(prompt for prompt, _ in groups)
-        words = (
-            f"{_many(len(groups), 'prompt')} and {_many(len(parents) - len(groups), 'response')}, "
-            f"{tokens} and {sum(lengths) - tokens} tokens"
-        )
-        words += _padding_in_words(sum(lengths), mask.n)
-        mask = replace(mask, name="shared_prefix", details=words)
+        mask = replace(mask, name="shared_prefix")
         return mask if window is None else mask & window
 
     @classmethod
