@@ -327,8 +327,8 @@ class Mask(MaskTable):
             for length in (prompt, *responses):
                 if integer(length, "length") < 0:
                     raise PlanError(
-                        f"group {group} has a prompt or a response of {length} tokens: it must have "
-                        "at least 0"
+                        f"group {group} has a prompt or a response of {length} tokens: it must "
+                        "have at least 0"
                     )
             parents += [-1, *[len(parents)] * len(responses)]
             lengths += [prompt, *responses]
