@@ -19,7 +19,7 @@ from cp_ring.attention import AnyPlan, Attention, attention_of
 from cp_ring.comm.agreement import LIMIT
 from cp_ring.comm.groups import Group, check_local, transport_of_call
 from cp_ring.comm.latent import LatentKeys
-from cp_ring.cuts import check_cut, check_slices
+from cp_ring.cuts import check_cut
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.observe import watchdog
@@ -229,7 +229,6 @@ def _resolved(
             plan = asked.find(transport, (q, k, v), tokens_first, latents is not None)
             if transport is not None and isinstance(asked.layout, str):
                 check_cut(transport, plan.layout, "ring_attention")
-                check_slices((q, k, v), int(not tokens_first), plan.layout, transport.rank)
     inputs = Inputs(q, k, v, sink, latents).alike()
     plain = latents is None or plan.ulysses > 1
     of_call["wire"] = of_call.get("wire") or ("plain" if plain else "latent")

@@ -14,8 +14,6 @@ from collections.abc import MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
-
 from cp_ring.plan.layout import Layout
 from cp_ring.runtime import RUNTIME
 
@@ -49,25 +47,3 @@ def check_cut(transport: Any, layout: Layout, call: str) -> None:
                 f"has {layout!r}: give both the same layout=",
                 stacklevel=2,
             )
-
-
-def check_slices(tensors: tuple[Tensor, ...], dim: int, layout: Layout, rank: int) -> None:
-    """Warn if q, k and v are contiguous slices of whole tensors for this rank, and the layout gives
-    the rank other tokens.
-    """
-    for x in tensors:
-        base = x._base
-        if base is None or base.dim() != x.dim() or base.stride() != x.stride():
-            return
-        whole = [*x.shape[:dim], layout.n, *x.shape[dim + 1 :]]
-        first = x.storage_offset() - base.storage_offset()
-        if [*base.shape] != whole or first != rank * x.shape[dim] * x.stride(dim):
-            return
-    start, end = rank * tensors[0].shape[dim], (rank + 1) * tensors[0].shape[dim]
-    if layout.rows == 1 and layout.ranges(rank) != [(start, end)]:
-        warnings.warn(
-            f"q, k and v are tokens {start} to {end} of larger tensors, and rank {rank} holds "
-            f"others in {layout!r}: if these are whole tensors, cut them by cp_ring.shard(x, "
-            "group=group), or give layout='contiguous'",
-            stacklevel=2,
-        )

@@ -23,7 +23,7 @@ from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout, dimension
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.moves import Moves
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.ranges import Ints, digest, integer, offsets
+from cp_ring.plan.ranges import digest, integer, offsets
 from cp_ring.plan.rank_plan import Fact
 from cp_ring.plan_cache import length_of
 from cp_ring.runtime import RUNTIME
@@ -164,8 +164,8 @@ def roll(
     if cu_seqlens is not None:
         edges = offsets(cu_seqlens, "cu_seqlens", layout.n)
         outside = _other_document(
-            layout.positions(rank), max(-layout.n, min(shift, layout.n)), edges, x.device
-        )
+            layout, rank, max(-layout.n, min(shift, layout.n)), edges.tobytes(), x.is_cuda
+        ).to(x.device, non_blocking=True)
     begin_backward = _agree(
         transport,
         "roll",
@@ -220,17 +220,15 @@ def _agree(
     return begin_backward
 
 
-def _other_document(positions: Ints, shift: int, edges: Ints, device: torch.device) -> Tensor:
-    """Return a boolean for each position: True if the source of its rolled value is in another
-    document. Documents begin at `edges`. The copy to a CUDA device does not wait for it.
+@RUNTIME.cache(maxsize=16)
+def _other_document(layout: Layout, rank: int, shift: int, edges: bytes, pinned: bool) -> Tensor:
+    """Return a boolean for each token of a rank, on the host: True if the source of its rolled
+    value is in another document. Documents begin at the int64 `edges`.
     """
-    source = positions - shift
-    outside = torch.from_numpy(
-        np.searchsorted(edges, source, "right") != np.searchsorted(edges, positions, "right")
-    )
-    if device.type == "cuda":
-        outside = outside.pin_memory()
-    return outside.to(device, non_blocking=True)
+    positions, starts = layout.positions(rank), np.frombuffer(edges, np.int64)
+    source = np.searchsorted(starts, positions - shift, "right")
+    outside = torch.from_numpy(source != np.searchsorted(starts, positions, "right"))
+    return outside.pin_memory() if pinned else outside
 
 
 def _check_fill(fill: float, dtype: torch.dtype) -> None:

@@ -190,7 +190,7 @@ class Agreement:
             others = {}
         mine = self._latest()
         for rank, (_, facts) in others.items():
-            if line := differences(self._meetings.rank, mine, rank, [Fact(*x) for x in facts]):
+            if line := differences(self._meetings.rank, mine, rank, facts):
                 return PlanError(line)
         return error
 
@@ -256,22 +256,19 @@ def store_of(group: dist.ProcessGroup) -> Any:
     return dist.PrefixStore(str(_numbers.get(group, "")), _store(group))
 
 
-def differences(rank: int, facts: Sequence[Fact], other: int, others: Sequence[Fact]) -> str:
+def differences(
+    rank: int, facts: Sequence[Sequence[str]], other: int, others: Sequence[Sequence[str]]
+) -> str:
     """Return one line that says in what the calls of two ranks differ; "" if they are equal."""
     if rank > other:
         rank, facts, other, others = other, others, rank, facts
-    mine, theirs = ({fact.name: fact for fact in call} for call in (facts, others))
-    nothing = Fact("", "", "nothing")
-    pairs = [
-        (name, mine.get(name, nothing), theirs.get(name, nothing))
-        for name in dict.fromkeys([*mine, *theirs])
-    ]
-    lines = [
-        f"{name} is {a.words} on rank {rank} and "
-        f"{b.words}{' with other contents' * (a.words == b.words)} on rank {other}"
-        for name, a, b in pairs
-        if a.content != b.content
-    ]
+    mine, theirs = ({name: each for name, *each in call} for call in (facts, others))
+    lines = []
+    for name in dict.fromkeys([*mine, *theirs]):
+        (content, words), (its, said) = (call.get(name, ["", "nothing"]) for call in (mine, theirs))
+        if content != its:
+            said += " with other contents" * (words == said)
+            lines.append(f"{name} is {words} on rank {rank} and {said} on rank {other}")
     return f"ranks of the group make different calls: {'; '.join(lines)}" if lines else ""
 
 
@@ -280,10 +277,7 @@ def _conclusion(calls: list[Any]) -> str:
     history, facts = calls[0]
     for rank, (its_history, its_facts) in enumerate(calls):
         if its_history != history:
-            line = differences(
-                0, [Fact(*fact) for fact in facts], rank, [Fact(*fact) for fact in its_facts]
-            )
-            return line or (
+            return differences(0, facts, rank, its_facts) or (
                 f"ranks of the group make different calls: an earlier call of rank {rank} was not "
                 "that of rank 0"
             )

@@ -451,4 +451,4 @@ def _single(queries: int, keys: int, causal: bool, device: torch.device) -> Pack
     )
 
 
-KERNEL = TransformerEngineKernel()
+KERNEL = RUNTIME.keep(TransformerEngineKernel())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +15,9 @@ from cp_ring.plan.tiles import OPEN, Tile, Tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_LONG_S = 10.0  # seconds after which a function of a mask says how long it will take
+_log = logging.getLogger(__name__)
 
 
 def of_array(allowed: Any, max_pieces: int) -> tuple[int, Tiles]:
@@ -60,9 +65,19 @@ def of_function(mask_mod: Callable[..., Any], n: int, max_pieces: int, device: s
             )
         return _booleans(allowed[0, 0])
 
-    most = _queries_at_once(n)
-    blocks = (dense(first, min(most, n - first)) for first in range(0, n, most))
-    return _pieces_of(blocks, n, max_pieces)
+    def all_blocks() -> Iterator[np.ndarray]:
+        most, begun = _queries_at_once(n), time.monotonic()
+        for first in range(0, n, most):
+            yield dense(first, min(most, n - first))
+            seconds = (time.monotonic() - begun) * n / (first + most)
+            if first == most and seconds > _LONG_S:
+                _log.warning(
+                    "from_mask_mod asks for all %.2g pairs of %d tokens, in about %.0f s on %s; "
+                    "Mask.from_pieces takes none, and device='cuda' less",
+                    n * n, n, seconds, device,
+                )  # fmt: skip
+
+    return _pieces_of(all_blocks(), n, max_pieces)
 
 
 def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:

@@ -261,13 +261,13 @@ def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints | None:
 
 
 @RUNTIME.cache(maxsize=4)
-def _random_sums(n: int) -> tuple[NDArray[np.uint64], ...]:
+def _random_sums(n: int) -> Sequence[NDArray[np.uint64]]:
     """Return a random number for each query, and the running sums of these and of one for each key,
     uint64 [n], [n + 1] and [n + 1]. They are the same on all ranks.
     """
     queries, keys = (np.random.PCG64(seed).random_raw(n) for seed in (1, 2))
-    before = [np.append(np.uint64(0), np.cumsum(x, dtype=np.uint64)) for x in (queries, keys)]
-    return queries, *before
+    sums = [np.cumsum(np.append(np.uint64(0), x), dtype=np.uint64) for x in (queries, keys)]
+    return [queries, *sums]
 
 
 def _sum_of_pairs(n: int, pieces: Tiles) -> int:

@@ -178,6 +178,10 @@ class Plan:
         spec = PlanSpec(layout, **options)
         return spec.build_rank_plan(mask, _ranks_of(spec), rank)
 
+    def __repr__(self) -> str:
+        heads = f", heads={self.ulysses}" * (self.ulysses > 1)
+        return f"<Plan of {self.mask!r}, {self.layout!r}, {self.route}, {self.schedule}{heads}>"
+
     @property
     def mask(self) -> Mask:
         return self.ring.mask

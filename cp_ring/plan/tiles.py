@@ -47,15 +47,6 @@ class Tile(NamedTuple):
     lo: int = -OPEN
     hi: int = OPEN
 
-    @property
-    def is_causal(self) -> bool:
-        """True for a square cut by its main diagonal: query i sees keys 0 to i."""
-        return (
-            self.lo == -OPEN
-            and self.hi == self.k0 - self.q0
-            and self.q1 - self.q0 == self.k1 - self.k0
-        )
-
 
 class Tiles:
     """Tiles as one int64 array `data` [6, count]: q0, q1, k0, k1, lo, hi. Iterates over `Tile`s.
@@ -346,7 +337,7 @@ class Intervals:
     """Intervals of keys in strips of queries, sorted by strip and first key.
 
     strip: int64 [count], the strip of each interval.
-    tile: int64 [count], the tile that the interval is part of; for joined intervals the first one.
+    tile: int64 [count], the tile that the interval is part of.
     sides: int64 [4, count], first key and end at the first query of the strip, and the same at its
     last query.
     """
@@ -354,9 +345,6 @@ class Intervals:
     strip: Ints
     tile: Ints
     sides: Ints
-
-    def __getitem__(self, index: Ints) -> Intervals:
-        return Intervals(self.strip[index], self.tile[index], self.sides[:, index])
 
     def overlap(self) -> int | None:
         """Return the index of the first interval that shares a key with the one before it at some
@@ -369,18 +357,6 @@ class Intervals:
         same = self.strip[1:] == self.strip[:-1]
         bad = np.flatnonzero(same & (self.sides[1::2, :-1] > self.sides[0::2, 1:]).any(0))
         return int(bad[0]) + 1 if len(bad) else None
-
-    def joined(self) -> Intervals:
-        """Join neighbors that touch at all queries of a strip into one interval. No two may
-        overlap.
-        """
-        touch = (self.strip[1:] == self.strip[:-1]) & (
-            self.sides[1::2, :-1] == self.sides[0::2, 1:]
-        ).all(0)
-        first, last = runs(~touch, len(self.strip))
-        sides = self.sides[:, first]
-        sides[1::2] = self.sides[1::2, last]
-        return Intervals(self.strip[first], self.tile[first], sides)
 
 
 def cuts_of(tiles: Tiles) -> Ints:

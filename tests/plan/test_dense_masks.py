@@ -4,6 +4,7 @@ documentation says.
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -106,3 +107,15 @@ def test_functions_are_mapped_as_flex_attention_maps_them(rules, join, n, at_onc
 )  # fmt: skip
 def test_bad_input_is_one_line(make, message):
     assert re.search(message, said(make))
+
+
+def test_a_function_that_takes_long_says_so(monkeypatch, caplog):
+    clock = itertools.count(0, 2)  # seconds a look
+    monkeypatch.setattr(dense_masks.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(dense_masks, "_queries_at_once", lambda n: 8)
+    for n, lines in ((16, 0), (64, 1)):
+        caplog.clear()
+        mask = Mask.from_mask_mod(lambda b, h, q, k: q >= k, n)
+        assert mask.digest == Mask.causal(n).digest
+        assert len(caplog.records) == lines
+    assert "all 4.1e+03 pairs of 64 tokens, in about 16 s on cpu" in caplog.records[0].message

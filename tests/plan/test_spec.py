@@ -94,3 +94,11 @@ def test_a_fork_while_a_plan_is_made_leaves_no_held_lock():
         os._exit(0 if maker._lock.acquire(blocking=False) else 1)
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_plan_is_shown_in_one_line():
+    shown = repr(plan(MASK, 4, PlanSpec(ulysses=2)))
+    assert "\n" not in shown and len(shown) < 200 and "heads=2" in shown
+    assert shown.startswith(
+        "<Plan of <Mask of 64 tokens, documents: 3, mean 21 tokens>, Layout.zig"
+    )
