@@ -93,7 +93,13 @@ def _by_default(group, case, between):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
-        rates = {"between": between, "flops": 1e9, "call": 1e-12, "processors": 1}
+        rates = {
+            "between": between,
+            "forward": 1e9,
+            "backward": 1e9,
+            "call": 1e-12,
+            "processors": 1,
+        }
         slow = partial(Conditions, rates=replace(RATES, **rates))
         patch.setattr(plan_cache, "Conditions", slow)
         q, k, v, dout = shard(tuple(case), group=group)

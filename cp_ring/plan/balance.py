@@ -183,8 +183,7 @@ def _seconds(layers: Layers, split: Chunks, limit: float = np.inf) -> tuple[floa
                     best = min(best, traffic.fastest(SLOT_SHARDS)[1].both)
                 pairs = int(traffic.pairs.sum())
         total += count * best
-        flops = sum(CONDITIONS.sizes.pair_flops) / CONDITIONS.rates.flops
-        computing += count * pairs / split.cp * flops
+        computing += count * pairs / split.cp * sum(CONDITIONS.pair_seconds())
     return total, computing
 
 
@@ -199,8 +198,8 @@ def _least(mask: Mask, members: Chunks, heads: int) -> float:
     near = CONDITIONS.members(heads)
     arriving = max(0, float(seen) - mask.n * near / members.cp) if members.cp > near else 0.0
     keys, gradients = (arriving * width / rates.between for width in sizes.on_wire())
-    pairs = mask.area() / members.cp / rates.flops
-    there, back = (pairs * flops for flops in sizes.pair_flops)
+    pairs = mask.area() / members.cp
+    there, back = (pairs * seconds for seconds in CONDITIONS.pair_seconds(heads))
     return max(there, keys) + max(back, keys + gradients)
 
 

@@ -5,7 +5,8 @@ where backward does half of hop 0 first and half of it last. A stage lasts as lo
 two things: the computation of the rank, and the messages that arrive or leave meanwhile, over links
 inside a node and between nodes. These messages are the keys of the next hop, and in backward also
 the gradients of the hop before. Computation lasts at least as long as its longest block, which one
-processor computes. Everything that chooses or predicts reads this formula (`Traffic.time`).
+processor computes; kernel calls and merges come beside. A pass lasts at least as long as its host
+needs to issue it. Everything that chooses or predicts reads this formula (`Traffic.time`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ class Conditions:
         does not hold whole members, or holds one.
         """
         return self.node // heads if self.node % heads == 0 else 1
+
+    def pair_seconds(self, heads: int = 1) -> tuple[float, float]:
+        """Return the seconds of a pair, over the heads of a rank, in forward and in backward."""
+        there, back = self.sizes.of_rank(heads).pair_flops
+        return there / self.rates.forward, back / self.rates.backward
 
     def groups(self, heads: int) -> int:
         """Return the number of groups in which a rank computes its heads."""
@@ -101,6 +107,7 @@ class AttentionTime:
     compute, moving: [members, stages], the seconds that each stage of each member of the ring
     computes, and that data moves meanwhile.
     hops: the hop of each stage of forward.
+    host: [members], the seconds in which hosts issue forward; those of backward are twice as many.
     exchange: the seconds of the exchange of heads that nothing hides.
     ideal: one kernel call on the whole sequence, divided evenly among the ranks.
     """
@@ -108,6 +115,7 @@ class AttentionTime:
     compute: tuple[Floats, Floats]
     moving: tuple[Floats, Floats]
     hops: Ints
+    host: Floats
     exchange: tuple[float, float]
     ideal: tuple[float, float]
 
@@ -121,7 +129,10 @@ class AttentionTime:
         """Return the seconds of the slowest rank in the first `passes` of forward and backward, and
         the part of them in which it waits.
         """
-        total = np.sum([stages.sum(1) for stages in self.stages[:passes]], axis=0)
+        device = [stages.sum(1) for stages in self.stages[:passes]]
+        total = np.sum(
+            [np.maximum(each, self.host * n) for n, each in enumerate(device, 1)], axis=0
+        )
         busy = np.sum([compute.sum(1) for compute in self.compute[:passes]], axis=0)
         exchange, rank = sum(self.exchange[:passes]), int(np.argmax(total))
         return float(total[rank] + exchange), float(total[rank] - busy[rank] + exchange)
@@ -131,28 +142,28 @@ class AttentionTime:
         """The seconds of forward on the slowest rank."""
         return self._slowest(1)[0]
 
-    @property
+    @cached_property
     def both(self) -> float:
         """The seconds of forward and backward together on the slowest rank."""
         return self._slowest(2)[0]
 
     @property
     def waits(self) -> tuple[float, float]:
-        """The seconds of `forward` and of `both` that the slowest rank waits for messages."""
+        """The seconds of `forward` and of `both` that the slowest rank waits for messages or its
+        host."""
         return self._slowest(1)[1], self._slowest(2)[1]
 
 
 def _stages(
-    there: Floats, back: Floats, keys: Floats, gradients: Floats
+    live: NDArray[np.bool_], there: Floats, back: Floats, keys: Floats, gradients: Floats
 ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats], Ints]:
     """Return the seconds that each stage of each rank computes and moves data, in forward and in
     backward [ranks, stages], and the hop of each stage of forward.
 
-    The arguments are seconds of each rank's hops [ranks, hops]: attention in forward (`there`) and
-    in backward (`back`), its keys, and their gradients.
+    live: True for each hop of a rank with work or messages [ranks, hops]. The other arguments are
+    seconds of these hops: attention in forward (`there`) and in backward (`back`), keys, and their
+    gradients.
     """
-    live = (there + keys + gradients) > 0
-    live[:, 0] = True
     order = np.argsort(~live, 1, kind="stable")  # a rank skips hops without work and messages
     there, back, keys, gradients = (
         np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
@@ -187,8 +198,9 @@ class Traffic:
 
     pairs: pairs of the rank's queries and these keys.
     keys: tokens that the rank reads.
-    calls: kernel calls, those for tiles without a band and with one, [2, cp, cp]: tiles that share
-        a key are calls of their own.
+    results: tokens of results of kernel calls.
+    calls: kernel calls, all and those of several tiles, each for tiles without a band and with one,
+        [2, 2, cp, cp]: tiles that share a key are calls of their own.
     longest: pairs of the longest block, see `_longest_blocks`, [2, cp, cp].
     shard: the number of tokens of the largest rank.
     heads: how many ranks exchange heads and count as one here.
@@ -197,6 +209,7 @@ class Traffic:
 
     pairs: Ints
     keys: Ints
+    results: Ints
     calls: Ints
     longest: Ints
     shard: int
@@ -226,11 +239,14 @@ class Traffic:
         keys = np.bincount(group, end - start, cp * cp).astype(np.int64).reshape(cp, cp)
         keys[:, 0] = 0
         band = (tiles.lo != -OPEN) | (tiles.hi != OPEN)
-        calls = [depth(place[of], tiles.k0[of], tiles.k1[of], cp * cp) for of in (~band, band)]
+        kinds = [(place[of], tiles.k0[of], tiles.k1[of]) for of in (~band, band)]
+        calls = np.stack([depth(*of, cp * cp) for of in kinds])
+        several = np.stack([np.bincount(of[0], minlength=cp * cp) for of in kinds]) > calls
         return cls(
             pairs.reshape(cp, cp),
             keys,
-            np.stack(calls).reshape(2, cp, cp),
+            np.bincount(place, tiles.q1 - tiles.q0, cp * cp).astype(np.int64).reshape(cp, cp),
+            np.stack([calls, calls * several]).reshape(2, 2, cp, cp),
             _longest_blocks(tiles, place, cp * cp).reshape(2, cp, cp),
             shard,
             heads,
@@ -256,13 +272,10 @@ class Traffic:
     @cached_property
     def bound(self) -> float:
         """A lower bound of the time: all that a rank computes, or all that it moves."""
-        sizes, pairs = (
-            self.given.sizes.of_rank(self.heads),
-            self.pairs.sum(1) / self.given.rates.flops,
-        )
+        pairs = self.pairs.sum(1)
         moving = self._moving[..., -1].max(0)
-        sent, returned = sizes.on_wire()
-        there, back = (pairs * flops for flops in sizes.pair_flops)
+        sent, returned = self.given.sizes.of_rank(self.heads).on_wire()
+        there, back = (pairs * seconds for seconds in self.given.pair_seconds(self.heads))
         both = np.maximum(there, moving) + np.maximum(back, moving * (1 + returned / sent))
         return float(both.max())
 
@@ -279,24 +292,39 @@ class Traffic:
             sent, returned = own.on_wire()
             links = keys, keys * returned / sent
         keys, gradients = (seconds[:, : len(first)] for seconds in links)
+        keys, gradients = (seconds + (seconds > 0) * rates.start for seconds in (keys, gradients))
         pairs, read = (np.add.reduceat(table, first, 1) for table in (self.pairs, self.keys))
-        calls = np.maximum.reduceat(self.calls, first, 2).sum(0) * groups * rates.call
+        results = np.maximum.reduceat(self.results, first, 1)
+        results[:, 0] = 0  # nothing is there to merge them with
+        merged = rates.merging / rates.memory * (own.element + 8)  # a part, and float32 twice
+        merges = (
+            results * own.out_width * merged,
+            (results * own.query_width + read * own.key_width) * merged,
+        )
+        of_calls = np.array([rates.call, rates.packed]) * groups
+        calls = np.tensordot(of_calls, np.maximum.reduceat(self.calls, first, 3).sum(1), 1)
         # one processor computes the longest blocks of its heads, a group after another
         alone = rates.processors * groups / (own.batch * own.heads)
         longest = np.maximum.reduceat(self.longest, first, 2) * alone
-        decode = own.codec.decode_flops(own.kv_heads, own.latent)
+        decode = (own.batch * flops for flops in own.codec.decode_flops(own.kv_heads, own.latent))
+        speeds, of_pair = (rates.forward, rates.backward), given.pair_seconds(self.heads)
         there, back = (
-            (np.maximum(pairs, blocks) * flops + read * own.batch * each) / rates.flops + calls
-            for flops, blocks, each in zip(own.pair_flops, longest, decode, strict=True)
+            np.maximum(pairs, blocks) * pair + read * flops / speed + calls + beside
+            for blocks, pair, flops, speed, beside in zip(
+                longest, of_pair, decode, speeds, merges, strict=True
+            )
         )
-        compute, moving, order = _stages(there, back, keys, gradients)
+        live = (there + keys + gradients) > 0
+        live[:, 0] = True
+        compute, moving, order = _stages(live, there, back, keys, gradients)
+        host = live.sum(1) * rates.host
         tokens, ideal = -(-self.shard // self.heads), int(self.pairs.sum()) / len(hops)
         forward, backward = (
             given.exchange(tokens, self.heads, float(stages.sum(1).max()))
             for stages in map(np.maximum, compute, moving)
         )
-        one, other = (ideal * flops / rates.flops for flops in own.pair_flops)
-        return AttentionTime(compute, moving, order, (forward, backward), (one, other))
+        exchange, one_call = (forward, backward), (ideal * of_pair[0], ideal * of_pair[1])
+        return AttentionTime(compute, moving, order, host, exchange, one_call)
 
     def link_seconds(self, sender: Ints, receiver: Ints, hop: Ints, size: Ints) -> Floats:
         """Return the seconds in which messages of `size` bytes travel, [cp, hops]: in and out,
@@ -323,9 +351,8 @@ class Traffic:
         most = slot_shards * self.shard
         yield auto(cp, slot_shards)
         brought = np.pad(np.cumsum(self.keys, 1), ((0, 0), (1, 0)))
-        given = self.given
-        flops = given.sizes.of_rank(self.heads).pair_flops[0] / given.rates.flops
-        worked = np.pad(np.cumsum(self.pairs, 1), ((0, 0), (1, 0))) * flops
+        seconds = self.given.pair_seconds(self.heads)[0]
+        worked = np.pad(np.cumsum(self.pairs, 1), ((0, 0), (1, 0))) * seconds
         for ratio in AHEAD:
             hops, begin, behind = [0], 1, worked[:, 1]
             while begin < cp:

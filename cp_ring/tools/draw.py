@@ -44,7 +44,7 @@ def draw(whole: Plan, path: str, given: Conditions = CONDITIONS) -> None:
     plan, report = whole.ring, whole.verify()
     time, rates = whole.time(given), given.rates
     assumed = (
-        f"{rates.flops / 1e12:g} TFLOP/s a rank, {rates.inside / 1e9:g} GB/s inside a node, "
+        f"{rates.forward / 1e12:g} TFLOP/s a rank, {rates.inside / 1e9:g} GB/s inside a node, "
         f"{rates.between / 1e9:g} GB/s between nodes"
     )
     with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):

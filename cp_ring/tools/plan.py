@@ -12,10 +12,10 @@ import typer
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.attention_sizes import attention_sizes
-from cp_ring.plan.cost import cost
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import ASSUMED, call_groups, lower
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.memory import memory
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_tiles
@@ -233,14 +233,19 @@ def predicted(times: AttentionTime) -> dict[str, float]:
 
 def summary(plan: Plan, report: Report, given: Conditions) -> dict[str, Any]:
     """Return the numbers of a plan, ready for JSON. Bytes are those of one layer: of keys and
-    values in forward, and of gradients in backward.
+    values in forward, and of gradients in backward. FLOP are those of allowed pairs: two matrix
+    products in forward, five in backward.
     """
     ring, own = plan.ring, given.sizes.of_rank(plan.ulysses)
-    costs = cost(report, own)
-    names = (
-        "bytes_in", "bytes_out", "gradient_bytes_in", "gradient_bytes_out", "forward_flops",
-        "backward_flops",
-    )  # fmt: skip
+    (keys, gradients), (forward, backward) = own.on_wire(), own.pair_flops
+    amounts = {
+        "bytes_in": report.keys_in * keys,
+        "bytes_out": report.keys_out * keys,
+        "gradient_bytes_in": report.grads_in * gradients,
+        "gradient_bytes_out": report.grads_out * gradients,
+        "forward_flops": report.work * float(forward),
+        "backward_flops": report.work * float(backward),
+    }
     return {
         "mask": ring.mask.name,
         "layout": ring.layout.name,
@@ -251,7 +256,7 @@ def summary(plan: Plan, report: Report, given: Conditions) -> dict[str, Any]:
         "members": ring.cp,
         "tokens_per_rank": report.tokens_per_rank.tolist(),
         "work_per_rank": report.work_per_rank.tolist(),
-        **{f"{name}_per_rank": getattr(costs, name).sum(1).tolist() for name in names},
+        **{f"{name}_per_rank": table.sum(1).tolist() for name, table in amounts.items()},
         "moving_hops_per_rank": report.moving_hops.tolist(),
         "share_of_full_ring": report.share_of_full_ring,
         "bytes_between_nodes": bytes_between_nodes(plan, given),
@@ -259,7 +264,7 @@ def summary(plan: Plan, report: Report, given: Conditions) -> dict[str, Any]:
         "head_parallel": plan.ulysses,
         "wire": given.sizes.wire,
         "slots": report.slots,
-        "memory": costs.memory,
+        "memory": memory(report, own),
     }
 
 

@@ -28,9 +28,9 @@ Overrides = Annotated[
 ]
 
 
-DEFAULT_RATES = next(iter(NAMED))
+DEFAULT_RATES = "h100"
 Rates = Annotated[
-    str, typer.Option(metavar="NAME", help=f"Of devices and links: {', '.join(NAMED)}.")
+    str, typer.Option(metavar="NAME", help=f"Of a device, all assumed: {', '.join(NAMED)}.")
 ]
 
 

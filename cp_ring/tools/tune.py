@@ -18,9 +18,9 @@ import typer
 import yaml
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.cost import memory
 from cp_ring.plan.layout import NamedLayout
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.memory import memory
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.report import Report
 from cp_ring.plan.sizes.device_rates import RATES, Rates
@@ -338,8 +338,9 @@ def _notes(
     """Return the assumptions of the predictions, a line each."""
     rates, experts = setup.rates, setup.model.experts
     yield (
-        f"a rank computes {rates.flops / 1e12:.3g} TFLOP/s in attention and "
-        f"{rates.flops * rates.products / 1e12:.3g} in matrix products, moves "
+        f"a rank computes {rates.forward / 1e12:.3g} TFLOP/s in attention, "
+        f"{rates.backward / 1e12:.3g} in backward and {rates.products / 1e12:.3g} in matrix "
+        "products, moves "
         f"{rates.memory / 1e9:,.0f} GB/s in memory, {rates.inside / 1e9:.3g} GB/s inside a node of "
         f"{setup.ranks_per_node} and {rates.between / 1e9:.3g} GB/s between nodes"
     )

@@ -306,7 +306,7 @@ def step_seconds(
     rates = setup.rates
     tokens = setup.tokens(sizes)
     again = recompute != "none"
-    products = rates.flops * rates.products * sizes.tp
+    products = rates.products * sizes.tp
     shared = setup.shared_norms
     layers = tokens * (
         model.token_flops / products + 2 * model.activation_bytes(sizes.tp, shared) / rates.memory

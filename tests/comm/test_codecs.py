@@ -18,7 +18,6 @@ from cp_ring import Layout, Mask, Plan
 from cp_ring.comm.codecs import CODECS, Decoding, Quantized
 from cp_ring.observe.counters import record
 from cp_ring.observe.debug import debugging
-from cp_ring.plan.cost import cost
 from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes
 from cp_ring.testing.oracle import Case, brute_force, error
 from tests.rings import attend, off
@@ -144,11 +143,11 @@ def test_forward_and_backward_use_the_same_keys(name):
 def test_messages_have_the_bytes_of_the_plan(name, dtype, shape):
     plan, case = PLANS[shape], Case.draw(96, b=2, e=24, dtype=dtype)
     sizes = AttentionSizes(4, 2, 16, 24, dtype=BYTES[dtype], batch=2, wire=name)
-    planned = cost(plan.verify(), sizes)
+    report, (keys, gradients) = plan.verify(), sizes.on_wire()
     with record() as all_ranks:
         attend(case, plan, wire=name)
-    assert all_ranks.bytes_by_kind["keys"] == 2 * planned.bytes_out.sum()
-    assert all_ranks.bytes_by_kind["gradients"] == planned.gradient_bytes_out.sum()
+    assert all_ranks.bytes_by_kind["keys"] == 2 * report.keys_out.sum() * keys
+    assert all_ranks.bytes_by_kind["gradients"] == report.grads_out.sum() * gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

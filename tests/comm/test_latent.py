@@ -14,7 +14,6 @@ import torch
 from cp_ring import LatentKeys, Layout, Mask, Plan, ring_attention
 from cp_ring.observe.counters import record
 from cp_ring.observe.debug import debugging
-from cp_ring.plan.cost import cost
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes, LatentSizes
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, brute_force
@@ -131,15 +130,13 @@ def test_messages_have_the_bytes_of_the_plan(mask):
     case, plan = LatentCase.draw(), Plan.build(MASKS[mask], Layout.zigzag(N, 4))
     dim = SIZES.nope + SIZES.rope
     sizes = AttentionSizes(H, H, dim, SIZES.value, "fp32", batch=B, wire="latent", latent=SIZES)
-    planned = cost(plan.verify(), sizes)
+    report, (keys, gradients) = plan.verify(), sizes.on_wire()
     with record() as moved:
         attend(case, plan)
-    assert moved.bytes_by_kind["keys"] == 2 * planned.bytes_out.sum()
-    assert moved.bytes_by_kind["gradients"] == planned.gradient_bytes_out.sum()
-    plain = cost(plan.verify(), replace(sizes, wire="plain"))
-    assert plain.bytes_out.sum() == planned.bytes_out.sum() * H * (dim + SIZES.value) / (
-        SIZES.latent + SIZES.rope
-    )
+    assert moved.bytes_by_kind["keys"] == 2 * report.keys_out.sum() * keys
+    assert moved.bytes_by_kind["gradients"] == report.grads_out.sum() * gradients
+    plain = replace(sizes, wire="plain").on_wire()[0]
+    assert plain == keys * H * (dim + SIZES.value) / (SIZES.latent + SIZES.rope)
 
 
 def test_bad_input_is_one_line():

@@ -249,8 +249,13 @@ def rank(n):
                 rates.append(len(sent) / (time.perf_counter() - start))
             least = torch.tensor(rates)
             dist.all_reduce(least, dist.ReduceOp.MIN)
-            found = dict(zip(("flops", "inside", "between"), least.tolist(), strict=True))
-            for name, rate in {**found, "call": 1e-3, "processors": 1}.items():
+            found = dict(zip(("forward", "inside", "between"), least.tolist(), strict=True))
+            for name, rate in {
+                **found,
+                "backward": least.tolist()[0],
+                "call": 1e-3,
+                "processors": 1,
+            }.items():
                 object.__setattr__(RATES, name, rate)
             print(json.dumps(found), flush=True)
             continue

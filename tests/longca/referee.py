@@ -42,7 +42,7 @@ def seconds(plan: Plan, sizes: AttentionSizes, node: int = 8) -> tuple[float, fl
     )
     work = report(ring, 0).work[:, :hops]
     there, back = (
-        work * flops / RATES.flops * slower[:, which, None]
+        work * flops / RATES.forward * slower[:, which, None]
         for which, flops in enumerate(own.pair_flops)
     )
     keys, gradients = (
@@ -72,7 +72,7 @@ def seconds(plan: Plan, sizes: AttentionSizes, node: int = 8) -> tuple[float, fl
         for which, time in enumerate(stages)
     )
     whole = _slower(([ring.mask.pieces],) * 2, own, groups, whole=True)
-    ideal = whole * own.pair_flops * float(work.sum()) / cp / RATES.flops
+    ideal = whole * own.pair_flops * float(work.sum()) / cp / RATES.forward
     return (
         float(ideal[0]),
         float(ideal.sum()),
@@ -170,7 +170,7 @@ def _slower(calls, sizes: AttentionSizes, groups: int, whole: bool = False) -> n
     times = []
     for which, tiles in enumerate(calls[:2]):
         product = sizes.pair_flops[which] / sizes.batch / sizes.heads * BLOCK**2
-        least = RATES.call * RATES.flops / known / PROCESSORS / product
+        least = RATES.call * RATES.forward / known / PROCESSORS / product
         heads = sizes.batch * sizes.heads // groups
         filled = _share(tiles, heads, bool(which), 0 if whole else PROCESSORS, least)
         times.append(known / filled)

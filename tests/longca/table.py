@@ -103,7 +103,7 @@ def bound(cell: Cell) -> float:
     for query in np.unique(np.concatenate([pieces.q0, begins, ends, pieces.q1 - 1])):
         row = pieces.within(query, query + 1)
         seen = max(seen, int(row.area()[row.q0 < row.q1].sum()))
-    there, back = (mask.area() / cell.cp * flops / RATES.flops for flops in SIZES.pair_flops)
+    there, back = (mask.area() / cell.cp * flops / RATES.forward for flops in SIZES.pair_flops)
     for heads in heads_of(cell.cp):
         keys, gradients = SIZES.of_rank(heads).on_wire()
         far = max(0, seen - NODE * TOKENS) / RATES.between

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from cp_ring.megatron.flags.resolve import _with_named_type
 from cp_ring.megatron.heads_choice import every_choice, with_choice
 from cp_ring.megatron.options import Options
 from cp_ring.plan.plan import PlanSpec
-from cp_ring.plan.sizes.device_rates import Rates
+from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.time import Conditions
 
 GROUP = SimpleNamespace(size=lambda: 4)
@@ -68,7 +69,7 @@ def test_each_microbatch_has_its_own(monkeypatch):
     """A document that spans all ranks wants all to exchange heads; documents of a rank each send
     nothing.
     """
-    rates = Rates(flops=1e15, inside=1e10, between=1e9, call=1e-9)
+    rates = replace(RATES, forward=1e15, backward=1e15, inside=1e10, between=1e9, call=1e-9)
     monkeypatch.setattr(heads_choice, "Conditions", partial(Conditions, rates=rates))
     found = []
     for offsets in ([0, 4096], [0, 1024, 2048, 3072, 4096]):

@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from cp_ring.kernels import REGISTRY
 from cp_ring.plan import Layout, Mask, Plan
-from cp_ring.plan.cost import cost
 from cp_ring.plan.lower import ASSUMED, call_groups, lower
+from cp_ring.plan.memory import memory
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.plan.sizes.device_rates import Rates
+from cp_ring.plan.sizes.device_rates import FOLDER, NAMED, RATES
 from cp_ring.plan.tiles import Tiles
 from cp_ring.plan.time import Conditions
-from cp_ring.tools.plan import bytes_between_nodes
+from cp_ring.tools.plan import bytes_between_nodes, summary
 
 SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32")
 
 
 def test_cost_by_hand():
     plan = Plan.build(Mask.full(8), Layout.contiguous(8, 2))
-    costs = cost(plan.verify(), SIZES)
+    report = plan.verify()
+    facts = summary(plan, report, Conditions(SIZES))
     # 16 pairs a hop, 4 heads, a multiply and an add for each element of q and v.
-    assert costs.forward_flops.tolist() == [[2 * 16 * 4 * 24] * 2] * 2
-    assert costs.backward_flops.tolist() == [[2 * 16 * 4 * (3 * 16 + 2 * 8)] * 2] * 2
-    assert costs.bytes_in.tolist() == [[0, 4 * 2 * 24 * 4]] * 2
-    assert costs.memory["both: key and value slots"] == 2 * 4 * 2 * 24 * 4
-    assert costs.memory["kept: lse"] == 4 * 4 * 4
+    assert facts["forward_flops_per_rank"] == [2 * 2 * 16 * 4 * 24] * 2
+    assert facts["backward_flops_per_rank"] == [2 * 2 * 16 * 4 * (3 * 16 + 2 * 8)] * 2
+    assert facts["bytes_in_per_rank"] == [4 * 2 * 24 * 4] * 2
+    assert memory(report, SIZES)["both: key and value slots"] == 2 * 4 * 2 * 24 * 4
+    assert memory(report, SIZES)["kept: lse"] == 4 * 4 * 4
 
 
 def test_time_by_hand():
     """Two hops of 1 s each in forward, whose keys take 0.75 s in a node and 3 s beside it."""
     plan = Plan.build(Mask.full(8), Layout.contiguous(8, 2))
     flops, keys = 2 * 16 * 4 * 24, 4 * 2 * 24 * 4
-    rates = Rates(flops=flops, inside=keys / 0.75, between=keys / 3, call=1e-9, processors=1)
+    rates = replace(
+        RATES,
+        forward=flops,
+        backward=flops,
+        inside=keys / 0.75,
+        between=keys / 3,
+        call=1e-9,
+        processors=1,
+    )
     inside, between = (plan.time(Conditions(SIZES, rates, node)) for node in (2, 1))
     back = 2 * 16 * 4 * 64 / flops
     assert inside.forward == pytest.approx(2) and between.forward == pytest.approx(3 + 1)
@@ -105,7 +119,7 @@ def test_heads_to_try(cp, heads, kv_heads, ranks_per_node, wanted):
 def test_calls_that_predictions_count_are_about_those_that_are_made(mask, schedule):
     """Predictions count the calls of one source of a hop, and take all bands for one kind."""
     plan = Plan.build(mask, Layout.zigzag(4096, 8), schedule=schedule)
-    time = plan.time(Conditions(rates=Rates(flops=1e30, call=1, processors=1)))
+    time = plan.time(Conditions(rates=replace(RATES, forward=1e30, call=1, processors=1)))
     for rank in range(8):
         made = {
             hop.index: len(call_groups(lower(hop.tiles, ASSUMED), varlen=True))
@@ -137,7 +151,7 @@ def test_an_exchange_of_heads_hides_no_longer_than_attention_takes():
     """Two groups of heads: half of the exchange travels while the other group is computed."""
     sizes = AttentionSizes(heads=4, kv_heads=4, head_dim=16, dtype="fp32")
     numbers = 10 * 4 * 2 * 16  # of 10 tokens: q, k, v and out of the 2 heads of the other rank
-    rates = Rates(inside=numbers * 4 / 8, call=1e-9)
+    rates = replace(RATES, inside=numbers * 4 / 8, call=1e-9)
     times = [Conditions(sizes, rates, 2).exchange(10, 2, hides) for hides in (float("inf"), 3, 0)]
     assert times == pytest.approx([4, 5, 8], abs=1e-6)
 
@@ -148,7 +162,50 @@ def test_a_call_takes_as_long_as_its_longest_block():
     plan = Plan.build(mask, Layout.contiguous(1025, 1))
     there, back = (1024 * flops / 4 for flops in SIZES.pair_flops)  # of a head
     for processors in (1, 8):
-        rates = Rates(flops=1, call=1e-9, processors=processors)
+        rates = replace(RATES, forward=1, backward=1, call=1e-9, processors=processors)
         time = plan.time(Conditions(SIZES, rates, 1))
         assert time.forward == pytest.approx(4 * there)  # 8 blocks of 128 queries for each head
         assert time.both - time.forward == pytest.approx(back * max(4, processors))
+
+
+def _slowed(plan, **terms):
+    """Seconds of forward, and of forward and backward, that these terms of the rates add."""
+    rates = replace(RATES, inside=1e30, between=1e30)
+    slow, known = (
+        plan.time(Conditions(SIZES, each, 8)) for each in (replace(rates, **terms), rates)
+    )
+    return slow.forward - known.forward, slow.both - known.both
+
+
+def test_what_a_hop_costs_beside_kernels_and_bytes():
+    """Of two ranks, each with two hops: keys move once in each pass, gradients once."""
+    plan = Plan.build(Mask.full(8), Layout.contiguous(8, 2))
+    assert _slowed(plan, host=1) == pytest.approx((2, 2 + 4), abs=1e-3)
+    assert _slowed(plan, start=1) == pytest.approx((1, 1 + 2), abs=1e-3)
+    assert _slowed(plan, packed=1) == (0, 0), "each call has one sequence"
+    # 4 tokens of 4 heads: a part, and a sum that is read and written; dq, dk and dv in backward
+    out, dq, dkv = (4 * width * 12 for width in (4 * 8, 4 * 16, 2 * 24))
+    added = _slowed(plan, merging=1, memory=1)
+    assert added == pytest.approx((out, out + dq + dkv))
+    packs = Plan.build(Mask.documents([0, 4, 8]), Layout.contiguous(8, 1))
+    assert _slowed(packs, packed=1) == pytest.approx((1, 2))
+
+
+def test_each_device_has_a_file_that_says_where_its_rates_are_from():
+    """The first kernel of a file is that of the device's name."""
+    page = (Path(__file__).parents[2] / "docs" / "routes.md").read_text()
+    assert {"a100", "b200", "cpu", "h100", "h200", "h100-flash_aten"} <= set(NAMED)
+    for name, rates in NAMED.items():
+        device, _, kernel = name.partition("-")
+        written = json.loads((FOLDER / f"{device}.json").read_text())
+        assert written["source"].startswith("Assumed") or device == "cpu"
+        kernel = kernel or next(iter(written["kernels"]))
+        assert [rates.forward, rates.backward] == written["kernels"][kernel]
+        assert kernel in REGISTRY and rates.backward <= rates.forward
+        speeds = f"{rates.forward / 1e12:g}, {rates.backward / 1e12:g}"
+        links = f"{rates.inside / 1e9:g}, {rates.between / 1e9:g}"
+        assert (
+            f"| `{name}` | {speeds} | {links} | {rates.memory / 1e9:g} |" in page or device != name
+        )
+        assert min(rates.forward, rates.inside, rates.between, rates.memory) > 0
+        assert min(rates.call, rates.packed, rates.start, rates.host, rates.merging) >= 0

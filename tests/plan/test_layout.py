@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan import balance as balancing
 from cp_ring.plan.balance import balance
-from cp_ring.plan.sizes.device_rates import Rates
+from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.time import Conditions
 from tests.plan import samples
 from tests.rings import said
@@ -181,7 +182,9 @@ def test_slow_links_between_nodes_are_worth_uneven_work(monkeypatch):
     mask = Mask.documents([0, 400, 1000, 1800, 2500, 4096])
     near = Layout.balanced(mask, 4)
     assert near.name == "balanced" and balance([(mask, 1)], near) <= 1.05
-    slow = Conditions(rates=Rates(flops=4e11, inside=1e9, between=2e7), node=2)
+    slow = Conditions(
+        rates=replace(RATES, forward=4e11, backward=4e11, inside=1e9, between=2e7), node=2
+    )
     monkeypatch.setattr(balancing, "CONDITIONS", slow)
     far = Layout.balanced(mask, 4)
     assert far.name == "contiguous" and balance([(mask, 1)], far) > 1.5

@@ -103,7 +103,7 @@ def test_a_job_has_the_sizes_of_its_layer():
         (f"{USUAL} --layout spiral", "layout='spiral': unknown; known are zigzag"),
         (f"{USUAL} --route spiral", "route='spiral': unknown; known are direct"),
         (f"{USUAL} --head-parallel 3", "heads=3: it must divide the 4 context-parallel ranks"),
-        (f"{USUAL} --rates warp", "--rates warp: known are h100"),
+        (f"{USUAL} --rates warp", "--rates warp: known are a100"),
         (f"{USUAL} --lengths preset:sft", "--lengths preset:sft: neither lognormal:MEAN nor a"),
         (f"{USUAL} --lengths lognormal:x", "--lengths lognormal:x: give lognormal:MEAN"),
         (f"{USUAL} --draw plan.txt", "--draw plan.txt: cannot write: Format 'txt' is not"),
@@ -120,5 +120,5 @@ def test_picture(tmp_path, cp):
     path = tmp_path / "plan.svg"
     assert f"wrote {path}" in invoke(f"--seq-length 4000 --cp {cp} --window 300 --draw {path}")
     text = path.read_text()
-    assert "which rank computes which pairs" in text and "predicted at 400 TFLOP/s" in text
+    assert "which rank computes which pairs" in text and "predicted at 600 TFLOP/s" in text
     assert ("rank 0" in text) == (cp <= draw.MAX_LEGEND)

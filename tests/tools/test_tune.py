@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.sizes.attention_sizes import LatentSizes
-from cp_ring.plan.sizes.device_rates import Rates
+from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.tools import job as jobs
 from cp_ring.tools.cli import app
 from cp_ring.tools.tune import (
@@ -52,7 +52,7 @@ MODEL = ModelSizes(
     windows=(((-1, -1), 4),),
 )
 LATENT = replace(MODEL, kv_heads=8, head_dim=96, latent=LatentSizes(64, 32, 64, 64))
-SLOW = Rates(flops=1e14, inside=2e10, between=2e9)
+SLOW = replace(RATES, forward=1e14, backward=1e14, products=1.5e14, inside=2e10, between=2e9)
 SETUP = TrainingSetup(
     MODEL, seq_length=8192, global_batch=8, gpus=8, ranks_per_node=4, rates=SLOW, memory=80e9
 )
@@ -111,7 +111,7 @@ def test_memory_decides_what_is_recomputed():
 
 def test_the_time_of_a_pipeline():
     """Stages of t and a last one of t + l: m microbatches take (m - 1)(t + l) + pp t + l."""
-    setup = replace(SETUP, rates=Rates(inside=1e30, between=1e30, memory=1e30))
+    setup = replace(SETUP, rates=replace(RATES, inside=1e30, between=1e30, memory=1e30))
     attention = (1.0, 3.5, 0.0, 0.0)
     one = step_seconds(setup, ParallelSizes(1, 4, 1, 2), "none", attention)
     two = step_seconds(setup, ParallelSizes(1, 4, 2, 1), "none", attention)
@@ -188,7 +188,7 @@ def test_the_tiny_llama_on_four_ranks(tmp_path):
     """Through all doors: JSON, and the configuration that it writes."""
     target = tmp_path / "my.yaml"
     line = "--gpus 4 --set megatron.seq_length=1024 --set megatron.max_position_embeddings=1024"
-    line += " --json --rates a100-nvlink-200g"
+    line += " --json --rates a100"
     done = run(
         *tiny_words("llama3-8b-128k"),
         *line.split(),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.sizes.head_split import split_heads
+from cp_ring.runtime import RUNTIME
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -215,6 +216,7 @@ class AttentionSizes:
         """
         return replace(self, wire="plain") if heads > 1 and self.codec.latent else self
 
+    @RUNTIME.cache(maxsize=64)
     def of_rank(self, heads: int) -> AttentionSizes:
         """Return the sizes of a rank that exchanges tokens for heads with `heads` ranks, itself
         included; see `split_heads`.

@@ -1,79 +1,62 @@
-"""Rates of devices and links for predicted times. The defaults are assumptions, not
-measurements.
+"""Rates of devices and links for predicted times, from `cp_ring/plan/rates`: a file a device. All
+are assumptions until a measurement replaces a file; each says so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import json
+from dataclasses import dataclass
+from pathlib import Path
 
-from cp_ring.errors import PlanError
-
-FLOPS_PER_SECOND = 4e14
-"""The default for the speed of an attention kernel on an H100."""
-
-NETWORK_BYTES_PER_SECOND = 4e10
-"""The default for a network card of 400 Gb/s: bytes from other nodes, and as many to them at the
-same time.
-"""
-
-NVLINK_BYTES_PER_SECOND = 3e11
-"""The default for NVLink: bytes from other ranks of the node, and as many to them at the same
-time.
-"""
-
-MEMORY_BYTES_PER_SECOND = 3e12
-"""The default for the memory of an H100: bytes read and written."""
-
-SECONDS_PER_CALL = 2e-5
-"""The seconds that a kernel call loses while its first and last blocks do not fill the device."""
-
-
-PROCESSORS = 132.0
-"""The default for the streaming multiprocessors of an H100."""
+FOLDER = Path(__file__).parents[1] / "rates"
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device and its links a second; by default an H100 with NVLink and a network card
-    of 400 Gb/s for each rank.
+    """Rates of a device and its links: amounts a second, and seconds.
 
-    flops: FLOP of attention, forward and backward alike.
+    forward, backward: FLOP of attention.
     inside, between: bytes that a rank receives from ranks of its own node, and from other nodes,
     and sends to them at the same time.
     memory: bytes that a device reads and writes.
-    call: seconds that a kernel call loses, and an exchange of heads.
+    products: FLOP of the matrix products of other layers.
     processors: how many parts of the device compute one block of a kernel call each at a time.
-    products: FLOP of the matrix products of other layers, relative to `flops`; by default 600
-    TFLOP/s for an H100.
-
-    Raises `PlanError` unless all are above 0.
+    call: seconds that a kernel call loses, and an exchange of heads.
+    packed: seconds that a call of several sequences loses beside.
+    start: seconds until a group of messages moves.
+    host: seconds in which the host issues a hop of forward; one of backward takes twice as many.
+    merging: seconds of merges and sums, relative to those of their bytes by `memory`.
     """
 
-    flops: float = FLOPS_PER_SECOND
-    inside: float = NVLINK_BYTES_PER_SECOND
-    between: float = NETWORK_BYTES_PER_SECOND
-    memory: float = MEMORY_BYTES_PER_SECOND
-    call: float = SECONDS_PER_CALL
-    processors: float = PROCESSORS
-    products: float = 1.5
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if not 0 < getattr(self, field.name) < float("inf"):
-                raise PlanError(
-                    f"{field.name}={getattr(self, field.name)}: a rate must be a number above 0"
-                )
+    forward: float
+    backward: float
+    inside: float
+    between: float
+    memory: float
+    products: float
+    processors: float
+    call: float = 0.0
+    packed: float = 0.0
+    start: float = 0.0
+    host: float = 0.0
+    merging: float = 0.0
 
 
-RATES = Rates()
-"""The rates that predictions assume if none are given."""
+def _read() -> dict[str, Rates]:
+    found = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        values = json.loads(path.read_text())
+        del values["source"]
+        for kernel, (forward, backward) in values.pop("kernels").items():
+            name = f"{path.stem}-{kernel}" if path.stem in found else path.stem
+            found[name] = Rates(forward, backward, **values)
+    return found
 
-NAMED = {
-    "h100-nvlink-400g": RATES,
-    "h100-nvlink-200g": replace(RATES, between=2e10),
-    "h200-nvlink-400g": replace(RATES, memory=4.3e12),
-    "a100-nvlink-200g": Rates(1.9e14, 2e11, 2e10, memory=1.7e12, processors=108, products=1.25),
-}
-"""Rates by the names of devices and links. The links are those of vendors' data sheets, less the
-overhead of protocols; all of them are assumptions, not measurements.
+
+NAMED = _read()
+"""Rates by the name of a device, with its fastest kernel, or of a device and another kernel, as in
+`h100-flash_aten`.
 """
+
+RATES = NAMED["cpu"]
+"""The rates by which plans are chosen if none are given."""

@@ -1,60 +1,10 @@
-"""The cost of one layer's attention by a proven plan: FLOP, bytes that travel, and memory. Its time
-is `Plan.time`.
-"""
+"""The memory of one layer's attention by a proven plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
-
-from cp_ring.plan.ranges import Ints
 from cp_ring.plan.report import Report
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.updates import MAX_PARTS
-
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class Cost:
-    """The cost of one layer's attention. Arrays are [cp, cp], rank by hop; FLOPs are float64, bytes
-    int64.
-
-    Forward FLOPs count two matrix products over the allowed pairs, backward FLOPs five. `bytes_in`
-    and `bytes_out` are the keys and values of the forward pass; the backward pass moves them again,
-    beside the gradients. `memory` names every buffer and its bytes on the rank where it is largest.
-    `decode_flops` are the codec's FLOPs: (forward, backward).
-    """
-
-    forward_flops: Floats
-    backward_flops: Floats
-    bytes_in: Ints
-    bytes_out: Ints
-    gradient_bytes_in: Ints
-    gradient_bytes_out: Ints
-    memory: dict[str, int]
-    decode_flops: tuple[Floats, Floats]
-
-
-def cost(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> Cost:
-    """Return the cost of a proven plan for tensors of these sizes."""
-    work = report.work.astype(np.float64)
-    keys, gradients = sizes.on_wire()
-    forward, backward = sizes.pair_flops
-    arriving = report.keys_in.astype(np.float64) * sizes.batch
-    decode_forward, decode_backward = sizes.codec.decode_flops(sizes.kv_heads, sizes.latent)
-    return Cost(
-        forward_flops=work * forward,
-        backward_flops=work * backward,
-        bytes_in=report.keys_in * keys,
-        bytes_out=report.keys_out * keys,
-        gradient_bytes_in=report.grads_in * gradients,
-        gradient_bytes_out=report.grads_out * gradients,
-        memory=memory(report, sizes, num_slots),
-        decode_flops=(arriving * decode_forward, arriving * decode_backward),
-    )
 
 
 def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[str, int]:
