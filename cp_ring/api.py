@@ -246,9 +246,7 @@ def _unknown(name: str) -> Exception:
     )
 
 
-@RUNTIME.cache(maxsize=64, typed=True)
-def _options(**values: Any) -> AttentionOptions:
-    return AttentionOptions(**values)
+_options = RUNTIME.cache(maxsize=64, typed=True)(AttentionOptions)
 
 
 def _made_once(values: dict[str, Any], lse: bool) -> AttentionOptions:
