@@ -125,9 +125,9 @@ def ring_attention(
             `float32` or `bfloat16`.
         qkv_format: the dimensions of q, k, v and out: `bshd`, `sbhd`, `bhsd` or `thd` (lse is then
             [h, s]).
-        timeout: seconds that this process may wait for other ranks of a process group, from then
-            on. A rank that waits longer for a message names the missing rank, and all waiting ranks
-            end with exit code 3; one that waits in its first call of a kind raises `PlanError`.
+        timeout: seconds to wait for other ranks, from then on. A rank that waits
+            longer names the missing rank: a first call of a kind raises `PlanError`, others end
+            all waiting ranks with exit code 3.
 
     Returns:
         out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s]. Sums and lse are
@@ -141,9 +141,8 @@ def ring_attention(
 
     Raises:
         ConfigError: arguments contradict each other, or the group cannot be used.
-        PlanError: tensors, group and plan disagree; or ranks make different new calls, then on all
-            ranks, or call backward in different orders. If a rank makes a new call where another
-            one repeats a known one, both wait until a timeout.
+        PlanError: tensors, group and plan disagree; or ranks make different calls, on all ranks if
+            both calls are new.
         KernelError: the kernel is unknown, not installed, or does not support these tensors.
         All three are ValueErrors, and their one line names the argument.
 
@@ -246,9 +245,7 @@ def _unknown(name: str) -> Exception:
     )
 
 
-@RUNTIME.cache(maxsize=64, typed=True)
-def _options(**values: Any) -> AttentionOptions:
-    return AttentionOptions(**values)
+_options = RUNTIME.cache(maxsize=64, typed=True)(AttentionOptions)
 
 
 def _made_once(values: dict[str, Any], lse: bool) -> AttentionOptions:

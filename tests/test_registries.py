@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import torch
 
 from cp_ring import Options, ring_attention
-from cp_ring.comm.codecs import register as register_codec
+from cp_ring.comm.codecs import CODECS
 from cp_ring.comm.plain import Plain
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.reference import ReferenceKernel
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.routes import ROUTES, Route, direct
-from cp_ring.plan.sizes.attention_sizes import Wire
+from cp_ring.plan.sizes.attention_sizes import WIRES, Wire
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
 from launch.budget import ROOT
@@ -42,7 +42,8 @@ def register():
     REGISTRY["probe"] = "tests_probe_kernel"
     ROUTES["express"] = Route(lambda need, cp: tuple(replace(table) for table in direct(need, cp)))
     LAYOUTS["striped"] = lambda mask, cp: Layout.contiguous(mask.n, cp)
-    register_codec(type("Same", (Plain,), {}), Wire("same"))
+    CODECS["same"] = type("Same", (Plain,), {"name": "same"})
+    WIRES["same"] = Wire("same")
 
 
 def test_selected_by_setting_and_by_call(registries, monkeypatch):

@@ -13,7 +13,6 @@ from cp_ring.comm.plain import Codec, Plain
 from cp_ring.comm.streams import KeyStream
 from cp_ring.comm.transport import Buffer, Transport
 from cp_ring.plan.records import Hop, Turn
-from cp_ring.plan.sizes.attention_sizes import WIRES, Wire
 
 
 class Decoding(Plain, ABC):
@@ -134,12 +133,6 @@ class Fp8(Quantized):
 
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Int8, Fp8)}
-"""Classes of codecs by name, without that of latents; see `cp_ring.attention.codec_of`."""
-
-
-def register(codec: type[Codec], wire: Wire) -> None:
-    """Make a codec known by the name of `wire`, its widths and its error: to calls, flags, the
-    costs of plans, and the bounds of the certificate.
-    """
-    codec.name = wire.name
-    CODECS[wire.name], WIRES[wire.name] = codec, wire
+"""Classes of codecs by name, without that of latents; see `cp_ring.attention.codec_of`. The widths
+and the error of each are in `WIRES`, by the same name.
+"""

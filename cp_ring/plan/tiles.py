@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -332,8 +331,7 @@ def _is_part(whole: Tiles, part: Tiles, along_queries: bool) -> NDArray[np.bool_
     return (cut.data == part.data).all(0)
 
 
-@dataclass(frozen=True, eq=False)
-class Intervals:
+class Intervals(NamedTuple):
     """Intervals of keys in strips of queries, sorted by strip and first key.
 
     strip: int64 [count], the strip of each interval.
@@ -345,18 +343,6 @@ class Intervals:
     strip: Ints
     tile: Ints
     sides: Ints
-
-    def overlap(self) -> int | None:
-        """Return the index of the first interval that shares a key with the one before it at some
-        query of their strip, or None.
-
-        It is enough to compare neighbors at both ends. Sides are linear and move by at most one key
-        from a query to the next, so two intervals cannot change places without sharing a key. If
-        they do, they are in the wrong order at the last query.
-        """
-        same = self.strip[1:] == self.strip[:-1]
-        bad = np.flatnonzero(same & (self.sides[1::2, :-1] > self.sides[0::2, 1:]).any(0))
-        return int(bad[0]) + 1 if len(bad) else None
 
 
 def cuts_of(tiles: Tiles) -> Ints:
@@ -398,15 +384,19 @@ class Overlap(NamedTuple):
 
 
 def first_overlap(pieces: Tiles) -> Overlap | None:
-    """Return the first overlap of two fitted pieces, or None if all are disjoint. It is found by
-    the interval arithmetic of `Intervals`.
+    """Return the first overlap of two fitted pieces, or None if all are disjoint.
+
+    It is enough to compare neighbors at both ends of a strip. Sides are linear and move by at most
+    one key from a query to the next, so two intervals cannot change places without sharing a key.
+    If they do, they are in the wrong order at the last query.
     """
     cuts = cuts_of(pieces)
     keys = intervals(pieces, cuts)
-    at = keys.overlap()
-    if at is None:
+    same = keys.strip[1:] == keys.strip[:-1]
+    bad = np.flatnonzero(same & (keys.sides[1::2, :-1] > keys.sides[0::2, 1:]).any(0))
+    if not len(bad):
         return None
-    strip, pair = keys.strip[at], keys.tile[[at - 1, at]]
+    strip, pair = keys.strip[bad[0]], keys.tile[[bad[0], bad[0] + 1]]
     query = np.arange(cuts[strip], cuts[strip + 1])
     _, _, k0, k1, lo, hi = pieces.data[:, pair, None]
     first, end = np.maximum(k0, query + lo).max(0), np.minimum(k1, query + hi + 1).min(0)
