@@ -9,8 +9,8 @@ runs and nothing asks the store between two meetings. So a rank that makes a new
 one repeats a known call waits for it in vain: its error names the missing rank, and the error of
 the other rank, whose messages do not come, names the new call.
 
-The order in which backward runs is compared likewise: the step from the call whose backward ran
-last to this one is new, or known.
+The order in which backward runs is compared likewise: the places of this call and of the call whose
+backward ran last, counted from the latest call, are new, or known.
 
 Every new call is compared by default. Packed documents bring a new plan with every microbatch, so a
 Megatron job compares the first `FIRST` new calls of a group one by one, then one in
@@ -152,8 +152,10 @@ class Agreement:
         return partial(self._check_backward, self._calls, min(every, 1))
 
     def _check_backward(self, call: int, every: int, place: object) -> None:
-        step, self._last = call - self._last, call
-        self._compare(("backward", step), lambda: [of_backward(call, step, place)], every)
+        # Both places: a wrong order may be made of steps that are known from other orders.
+        places = self._calls - call, self._calls - self._last
+        self._last = call
+        self._compare(("backward", places), lambda: [of_backward(call, places, place)], every)
 
     def _compare(self, key: Hashable, facts: Callable[[], Sequence[Fact]], every: int) -> None:
         self._latest, content = facts, self._known.get(key)
@@ -196,7 +198,7 @@ class Agreement:
         return error
 
 
-def of_backward(call: int, content: int, place: object) -> Fact:
+def of_backward(call: int, content: object, place: object) -> Fact:
     """Return the fact that backward of a call runs."""
     return Fact("gradient", str(content), f"that of call {call}" + f" ({place})" * bool(str(place)))
 

@@ -314,3 +314,13 @@ def test_known_calls_in_another_order_are_found_at_the_next_new_one():
     (tags, again), (others, other) = together(case)
     assert tags[0] == others[0] and tags[1] != others[1] and tags[2] != others[2]
     assert again == other
+
+
+def test_a_wrong_order_of_backward_calls_has_no_known_step():
+    agreement, seen = Agreement(dist.HashStore(), 0, 1), []
+    agreement._compare = lambda key, facts, every: seen.append(key)
+    for order in ((2, 1), (2, 1), (1, 2)):
+        calls = {n: agreement.check("a", list) for n in (1, 2)}
+        for number in order:
+            calls[number]("")
+    assert seen[6:8] != seen[10:12] and not {*seen[10:12]} & {*seen[2:4], *seen[6:8]}
