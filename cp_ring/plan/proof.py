@@ -473,13 +473,8 @@ def _same(plan: PlanTables, axis: Axis, wanted: Ints, moved: Ints, wants: str, m
     start = min(int(ranges[0, at]) for ranges in (wanted, moved) if at < ranges.shape[1])
     rank, place = divmod(start, axis.n + 1)
     hop = plan.schedule[(rank - axis.rank(place)) % plan.cp]
-    shown = []
-    for ranges in (wanted, moved):
-        ends = ranges[1, (ranges[0] <= start) & (start < ranges[1])].tolist()
-        shown.append(f"tokens up to {ends[0] - 1 - start + place}" if ends else "no tokens")
     raise PlanError(
-        f"rank {rank}, hop {hop} {wants} {shown[0]} from {axis.named(place)} on, but {moves} "
-        f"{shown[1]}"
+        f"rank {rank}, hop {hop} {wants} other tokens than it {moves}, from {axis.named(place)} on"
     )
 
 

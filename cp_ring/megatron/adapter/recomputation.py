@@ -13,7 +13,6 @@ microbatches in flight, virtual stages, or a step that is run again.
 from __future__ import annotations
 
 import contextvars
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +21,10 @@ import torch
 
 from cp_ring.inputs import KeptOutput, Output
 from cp_ring.megatron.wrapping import Function, around
-from cp_ring.runtime import RUNTIME
 
 _now: contextvars.ContextVar[KeptCall | None] = contextvars.ContextVar(
     "cp_ring_kept_call", default=None
 )
-_alive: weakref.WeakSet[KeptCall] = RUNTIME.keep(weakref.WeakSet())
 
 
 class KeptCall:
@@ -39,7 +36,6 @@ class KeptCall:
         self._function = function
         self._runs = 0
         self._kept: defaultdict[Any, deque[KeptOutput]] = defaultdict(deque)
-        _alive.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         token = _now.set(self)
@@ -61,10 +57,6 @@ class KeptCall:
         if self._runs == 1 and not torch.is_grad_enabled():
             self._kept[layer].append(KeptOutput.of(output))
 
-    def size(self) -> int:
-        """Return the number of bytes kept."""
-        return sum(each.nbytes for kept in self._kept.values() for each in kept)
-
 
 def take(layer: Any) -> KeptOutput | None:
     """Return the kept result of the next call of `layer` from the block that runs now; None outside
@@ -79,11 +71,6 @@ def keep(layer: Any, output: Output) -> None:
     call = _now.get()
     if call:
         call.keep(layer, output)
-
-
-def kept_bytes() -> int:
-    """Return how many bytes of out and lse this process keeps for later recomputations."""
-    return sum(call.size() for call in list(_alive))
 
 
 @around
