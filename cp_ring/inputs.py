@@ -177,8 +177,3 @@ class KeptOutput(NamedTuple):
         # Copies: the caller owns the tensors of the first run and may change them in place.
         parts = [tuple(x.detach().clone() for x in part) for part in output.parts]
         return cls(parts, WATCH.place)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are held."""
-        return sum(x.nbytes for part in self.parts for x in part)

@@ -46,11 +46,6 @@ class PrefixPack:
         """The position of each token in its sequences, int64 [n]."""
         return torch.from_numpy(self.mask.positions)
 
-    @property
-    def savings(self) -> float:
-        """The share of the sequences' tokens that the stream need not store, from 0 to 1."""
-        return 1 - self.mask.n / sum(map(len, self.indices))
-
 
 def prefix_pack(
     sequences: Iterable[Sequence[int] | np.ndarray | Tensor],

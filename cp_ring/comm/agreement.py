@@ -22,12 +22,13 @@ in different orders. Until then gloo delivers none of these messages, because th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import secrets
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -45,6 +46,7 @@ FIRST = 32
 EVERY = 1
 _MAX_KNOWN = 1024
 _KEY = "cp_ring/"
+_GRACE_S = 2.0  # between the errors of ranks that wait for one another
 
 LIMIT: Cell[float | None] = RUNTIME.cell(None)
 """The seconds that a rank waits for others in a meeting, in place of the timeout of the store."""
@@ -62,9 +64,9 @@ class Meetings:
         self._store, self._base = store, f"{_KEY}{topic}/"
         self.rank, self.size, self._number = rank, size, 0
 
-    def meet(self, mine: object, conclude: Callable[[list[Any]], str], what: str) -> str:
-        """Return the result of `conclude` for the list of the ranks' contributions. All ranks get
-        the same result.
+    def meet(self, mine: object, conclude: Callable[[dict[int, Any]], str], what: str) -> str:
+        """Return the result of `conclude` for the ranks' contributions by rank. All ranks get the
+        same result.
 
         The last rank that comes calls `conclude`; `mine`, this rank's contribution, reaches it as
         JSON. `what` says in an error what this rank does. Raises `PlanError` if a rank does not
@@ -74,7 +76,7 @@ class Meetings:
         self._store.set(f"{base}/{self.rank}", json.dumps(mine))
         if self._store.add(base, 1) == self.size:
             keys = [f"{base}/{rank}" for rank in range(self.size)]
-            brought = [json.loads(each) for each in self._store.multi_get(keys)]
+            brought = dict(enumerate(map(json.loads, self._store.multi_get(keys))))
             for key in (base, *keys):
                 self._store.delete_key(key)
             self._store.set(f"{base}/end", conclude(brought))
@@ -86,11 +88,22 @@ class Meetings:
         self._number += 1
         return conclusion.decode()
 
-    def waiting(self) -> dict[int, Any]:
-        """Return what ranks have brought to the next meeting, by rank."""
-        keys = [f"{self._base}{self._number}/{rank}" for rank in range(self.size)]
+    def compare(self, mine: object, conclude: Callable[[dict[int, Any]], str]) -> str:
+        """Return the result of `conclude` for `mine` and what other ranks bring to the next meeting
+        within `_GRACE_S`, by rank. It ends the meeting for those that wait in it.
+        """
+        base = f"{self._base}{self._number}"
+        keys = [f"{base}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], json.dumps(mine))
+        with contextlib.suppress(RuntimeError):
+            self._store.wait(keys, timedelta(seconds=_GRACE_S))
         store = self._store
-        return {rank: json.loads(store.get(x)) for rank, x in enumerate(keys) if store.check([x])}
+        line = conclude(
+            {rank: json.loads(store.get(x)) for rank, x in enumerate(keys) if store.check([x])}
+        )
+        if line:
+            self._store.set(f"{base}/end", line)
+        return line
 
 
 def wait_for_ranks(store: Any, keys: list[str], base: str, rank: int, size: int, what: str) -> None:
@@ -132,6 +145,7 @@ class Agreement:
         self._history = hashlib.blake2b(digest_size=16)
         self._new = self.tag = 0
         self._calls = self._last = 0  # calls so far, and the one whose backward ran last
+        self._events = 0  # calls and backward calls so far
         self._latest: Callable[[], Sequence[Fact]] = list
 
     def check(
@@ -169,33 +183,46 @@ class Agreement:
         else:
             self._known.move_to_end(key)
         self._history.update(content)
+        self._events += 1
         self.tag = int.from_bytes(self._history.digest()[:3])
         if meet:
             self._meet(facts())
 
     def _meet(self, facts: Sequence[Fact]) -> None:
-        mine = self._history.hexdigest(), facts
-        words = ", ".join(f"{fact.name} {fact.words}" for fact in facts)
-        line = self._meetings.meet(mine, _conclusion, f"made a call that is new to it ({words})")
+        mine = self._events, self._history.hexdigest(), facts
+        what = f"made a call that is new to it ({_words(facts)})"
+        line = self._meetings.meet(mine, _conclusion, what)
         if line:  # after which the ranks may agree again
             self._known.clear()
             self._history = hashlib.blake2b(digest_size=16)
-            self.tag = self._calls = self._last = 0
+            self.tag = self._calls = self._last = self._events = 0
             raise PlanError(line)
 
-    def explain(self, error: RuntimeError) -> Exception:
-        """Return the error of a message that did not come: a `PlanError` if another rank waits in a
-        meeting for this rank.
+    def explain(self, error: RuntimeError, peers: Iterable[int]) -> Exception:
+        """Return the error of messages of `peers` that did not come: a `PlanError` if ranks that
+        wait too make other calls, on all of them, else one that names the peers.
         """
+        facts, rank = self._latest(), self._meetings.rank
+        mine = self._events, self._history.hexdigest(), facts
+
+        def conclude(calls: dict[int, Any]) -> str:
+            # A rank that has made more calls, or fewer, may wait for a third one.
+            return _conclusion({r: call for r, call in calls.items() if call[0] == mine[0]})
+
         try:
-            others = self._meetings.waiting()
-        except RuntimeError:  # the store is gone
-            others = {}
-        mine = self._latest()
-        for rank, (_, facts) in others.items():
-            if line := differences(self._meetings.rank, mine, rank, facts):
-                return PlanError(line)
-        return error
+            line = self._meetings.compare(mine, conclude)
+        except RuntimeError:  # the store is gone, because the rank that held it has ended
+            line = ""
+        if line:
+            return PlanError(line)
+        return RuntimeError(
+            f"rank {rank} of {self._meetings.size} waits in vain for rank "
+            f"{', '.join(map(str, sorted({*peers})))} ({_words(facts)}): {one_line(error)}"
+        )
+
+
+def _words(facts: Sequence[Fact]) -> str:
+    return ", ".join(f"{fact.name} {fact.words}" for fact in facts)
 
 
 def of_backward(call: int, content: object, place: object) -> Fact:
@@ -275,14 +302,18 @@ def differences(
     return f"ranks of the group make different calls: {'; '.join(lines)}" if lines else ""
 
 
-def _conclusion(calls: list[Any]) -> str:
+def _conclusion(calls: dict[int, Any]) -> str:
     """Return the result of a meeting: a line if two calls differ, else ""."""
-    history, facts = calls[0]
-    for rank, (its_history, its_facts) in enumerate(calls):
+    first = min(calls)
+    _, history, facts = calls[first]
+    for rank, (_, its_history, its_facts) in calls.items():
         if its_history != history:
-            return differences(0, facts, rank, its_facts) or (
+            line = differences(
+                first, [Fact(*fact) for fact in facts], rank, [Fact(*fact) for fact in its_facts]
+            )
+            return line or (
                 f"ranks of the group make different calls: an earlier call of rank {rank} was not "
-                "that of rank 0"
+                f"that of rank {first}"
             )
     return ""
 

@@ -40,9 +40,7 @@ class BatchComparison:
         self._number += 1
         if is_due(self._number, every):
             mine, what = contents(tensors), "has a batch to split"
-            if line := self._meetings.meet(
-                mine, lambda all: difference(dict(enumerate(all))), what
-            ):
+            if line := self._meetings.meet(mine, difference, what):
                 raise PlanError(line)
 
 

@@ -5,7 +5,7 @@ with gloo for CUDA tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -144,7 +144,7 @@ class _Works:
         self,
         works: list[dist.Work],
         batch: MessageBatch,
-        explain: Callable[[RuntimeError], Exception],
+        explain: Callable[[RuntimeError, Iterable[int]], Exception],
     ):
         # The batch keeps its tensors alive until the messages are complete.
         self._works, self._batch, self._explain = works, batch, explain
@@ -157,7 +157,8 @@ class _Works:
         except BaseException as error:
             WATCH.give_up()
             if isinstance(error, RuntimeError):
-                raise self._explain(error) from None
+                messages = self._batch.receives or self._batch.sends
+                raise self._explain(error, [each.peer for each, _ in messages]) from None
             raise
         WATCH.end()
 

@@ -324,3 +324,46 @@ def test_a_wrong_order_of_backward_calls_has_no_known_step():
         for number in order:
             calls[number]("")
     assert seen[6:8] != seen[10:12] and not {*seen[10:12]} & {*seen[2:4], *seen[6:8]}
+
+
+ORDERS = {"of known steps": [(2, 1), (2, 1), None], "known from before": [(2, 1), (1, 2), None]}
+
+
+@pytest.mark.parametrize("orders", ORDERS)
+def test_known_backward_calls_in_another_order_stop_with_both_calls(orders):
+    """Backward of two calls of one shape. Where a rank knows what it does, its messages do not come;
+    the error of the last wait then compares the calls.
+    """
+
+    def case(agreement, rank):
+        for order in ORDERS[orders] * 2:
+            calls = {n: agreement.check("a", lambda: [Fact.of("plan", 7)]) for n in (1, 2)}
+            if order is not None:
+                for number in order:
+                    calls[number]("")
+        with pytest.raises(PlanError) as caught:
+            calls[2 - rank]("")
+            raise agreement.explain(RuntimeError("no message"), [1 - rank])
+        return str(caught.value)
+
+    first, second = together(case)
+    assert first == second
+    assert "gradient is that of call 12 on rank 0 and that of call 11 on rank 1" in first
+
+
+def test_a_known_call_where_another_rank_makes_a_new_one_stops_both():
+    def case(agreement, rank):
+        for key in ["a", "a", "ab"[rank]]:
+            agreement.check(key, lambda key=key: [Fact.of("plan", key)])
+        raise agreement.explain(RuntimeError("no message"), [1 - rank])
+
+    first, second = map(str, together(case))
+    assert first == second and "plan is a on rank 0 and b on rank 1" in first
+
+
+def test_an_error_of_messages_names_the_rank_that_does_not_send(monkeypatch):
+    monkeypatch.setattr("cp_ring.comm.agreement._GRACE_S", 0.01)
+    agreement = Agreement(dist.HashStore(), 0, 3)
+    agreement.check("a", lambda: [Fact.of("plan", 7)], every=0)
+    error = agreement.explain(RuntimeError("Timed out"), [2, 1, 2])
+    assert str(error) == "rank 0 of 3 waits in vain for rank 1, 2 (plan 7): Timed out"

@@ -2,6 +2,8 @@
 for longer than needed.
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -60,7 +62,8 @@ def kept_bytes():
     """Bytes of out and lse that calls which are alive keep for later recomputations."""
     gc.collect()
     calls = [each for each in gc.get_objects() if type(each) is recomputation.KeptCall]
-    return sum(out.nbytes for call in calls for kept in call._kept.values() for out in kept)
+    kept = [out for call in calls for queue in call._kept.values() for out in queue]
+    return sum(x.nbytes for out in kept for part in out.parts for x in part)
 
 
 def step(model):
