@@ -252,7 +252,7 @@ def begin_anew() -> None:
         agreement._new = 0
 
 
-_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = RUNTIME.keep(
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = RUNTIME.keep(
     weakref.WeakKeyDictionary()
 )
 
@@ -261,18 +261,22 @@ def meet_first(group: dist.ProcessGroup, device: torch.device) -> None:
     """Wait until all ranks of a group are here, then run its first collective on `device`, an
     all-reduce. Raises `PlanError` that names a rank that does not come.
 
-    It brings a random number of rank 0 that becomes part of the keys in the store, which may still
-    have those of an earlier group of the same name.
+    Rank 0 gives the others a random number that becomes part of the keys in the store, which may
+    still have those of an earlier group of the same name. It answers what each rank drew.
     """
     store, rank, size = _store(group), dist.get_rank(group), dist.get_world_size(group)
-    base = f"{_KEY}first/{device.type}"
-    keys = [f"{base}/{each}" for each in range(size)]
-    store.set(keys[rank], "")
-    wait_for_ranks(store, keys, base, rank, size, "made the first call of its group")
-    number = torch.full((1,), 0 if rank else secrets.randbits(62), device=device)
-    dist.all_reduce(number, group=group)
-    _numbers.setdefault(group, int(number))
+    base, drawn = f"{_KEY}first/{device.type}", secrets.token_hex(8)
+    keys, answer = [f"{base}/{each}" for each in range(size)], f"{base}/for/"
+    store.set(keys[rank], drawn)
+    what = "made the first call of its group"
+    if rank == 0:
+        wait_for_ranks(store, keys, base, rank, size, what)
+        for key in keys:
+            store.set(answer + store.get(key).decode(), drawn)
+    wait_for_ranks(store, [answer + drawn], base, rank, size, what)
+    _numbers.setdefault(group, store.get(answer + drawn).decode())
     store.delete_key(keys[rank])
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _store(group: dist.ProcessGroup) -> Any:
@@ -283,7 +287,7 @@ def _store(group: dist.ProcessGroup) -> Any:
 
 def store_of(group: dist.ProcessGroup) -> Any:
     """Return a store that only the ranks of a process group share, for this rank alone."""
-    return dist.PrefixStore(str(_numbers.get(group, "")), _store(group))
+    return dist.PrefixStore(_numbers.get(group, ""), _store(group))
 
 
 def differences(

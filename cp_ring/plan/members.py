@@ -17,7 +17,7 @@ from dataclasses import replace
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.moves import Moves
-from cp_ring.plan.proof import check_layout, check_moves
+from cp_ring.plan.proof import Axis, check_moves
 from cp_ring.plan.rank_plan import Fact
 from cp_ring.plan.records import RankPlan
 
@@ -44,7 +44,7 @@ def check_members(layout: Layout, members: Layout, ulysses: int, part: int | Non
     """Raise `PlanError` unless `members` is the layout of members of `ulysses` ranks each, and each
     token comes to its place in the shard of its member; of all members, or of one.
     """
-    check_layout(layout)
+    Axis(layout)  # which rejects a layout with holes
     if layout.merged(ulysses).digest != members.digest:
         raise PlanError(
             f"the ring of the plan has other members than {ulysses} neighboring ranks of the layout"

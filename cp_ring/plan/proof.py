@@ -38,7 +38,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -139,11 +138,6 @@ class Axis:
         stream = np.empty_like(self.number)
         stream[self.token] = self.number
         return _running(stream), _running(self.number)
-
-
-def check_layout(layout: Layout) -> None:
-    """Prove that the chunks of a layout hold every token once, and that their owners exist."""
-    Axis(layout)
 
 
 def _expect(good: object, message: str) -> None:
@@ -482,14 +476,13 @@ def _check_slots(plan: PlanTables, num_slots: int) -> int:
     """Two buffers of keys are enough, of which one is read while the next one is filled; ranks that
     receive once need one. That no slot is filled while it is read is for `check_order`.
     """
-    receiver, hops = np.unique(np.stack([plan.transfers.receiver, plan.transfers.hop]), axis=1)
-    count = np.bincount(receiver, minlength=plan.cp)
+    filled = np.unique(plan.transfers.receiver * plan.cp + plan.transfers.hop)
+    count = np.bincount(filled // plan.cp, minlength=plan.cp)
     slots = min(2, int(count.max()))
-    for rank in _first(np.minimum(count, 2) > num_slots):
-        raise PlanError(
-            f"rank {rank}, hop {hops[receiver == rank][0]}: {slots} receive buffers in use, "
-            f"num_slots is {num_slots}"
-        )
+    _expect(
+        slots <= num_slots,
+        f"rank {count.argmax()}: {slots} receive buffers in use, num_slots is {num_slots}",
+    )
     return slots
 
 
@@ -506,8 +499,8 @@ def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) 
     parts, rows = _in_shard(plan.mask.pieces.data, axis, own)
     allowed = _sums(parts, rows, 0, stream, len(own))
     _expect(part.num_tokens == len(own), f"rank {rank}: has not {part.num_tokens} tokens")
-    ascends = all(a.index < b.index for a, b in pairwise(part.hops))
-    _expect(ascends, f"rank {rank}: its hops do not ascend")
+    ascend = (np.diff([hop.index for hop in part.hops]) > 0).all()
+    _expect(ascend, f"rank {rank}: its hops do not ascend")
     arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
     keys, grads = _filled(axis, arriving, own), _filled(axis, leaving, own)
     for name, rows_of, peer, buffers in (
@@ -547,12 +540,8 @@ def _filled(axis: Axis, rows: Transfers, own: Ints) -> dict[int, Ints]:
     """Return the places of the tokens of each hop's buffer: those of the hop's rows, in order."""
     places, hop = axis.places(rows), np.repeat(rows.hop, rows.end - rows.start)
     first = np.flatnonzero(np.diff(hop, prepend=0))
-    indexes = hop[first].tolist()
-    return (
-        {0: own} | dict(zip(indexes, np.split(places, first[1:]), strict=True))
-        if indexes
-        else {0: own}
-    )
+    parts = np.split(places, first[1:])
+    return {0: own} | dict(zip(hop[first].tolist(), parts, strict=False))
 
 
 def _check_messages(
@@ -700,8 +689,8 @@ def check_work(
     _check_updates(f"rank {rank}: out", queries, of_queries, num_tokens)
     sizes = {hop.index: hop.num_grads for hop in hops} | {0: num_tokens}
     for index, updates in keys.items():
-        name = f"rank {rank}, hop {index}: gradients of keys"
-        _check_updates(name, updates, of_keys[index], sizes[index])
+        where = f"rank {rank}, hop {index}: gradients of keys"
+        _check_updates(where, updates, of_keys[index], sizes[index])
 
 
 def _arriving(hop: Hop) -> list[tuple[int, Ints]]:

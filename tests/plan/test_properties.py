@@ -146,9 +146,7 @@ def test_too_few_slots_are_rejected():
     for route in ("direct", "ring"):
         plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), route, "ring")
         assert plan.verify(num_slots=2).slots == 2
-        assert "rank 0, hop 1: 2 receive buffers in use, num_slots is 1" in said(
-            plan.verify, num_slots=1
-        )
+        assert "2 receive buffers in use, num_slots is 1" in said(plan.verify, num_slots=1)
 
 
 @pytest.mark.parametrize("route", ["direct", "ring"])
