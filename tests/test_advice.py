@@ -162,23 +162,6 @@ def a_mask_and_its_words():
 
 
 @on_two_ranks
-def slices_in_place_of_shards(group):
-    parts = [x.chunk(2, 1)[group.rank] for x in WHOLE]
-    line = said(ring_attention, *parts, group)
-    ring_attention(*parts, group, layout="contiguous")
-    ring_attention(*[shard(x, group=group) for x in WHOLE], group)
-    return line
-
-
-@on_two_ranks
-def two_layouts(group):
-    parts = shard(WHOLE, "contiguous", group)
-    line = said(ring_attention, *parts, group)
-    ring_attention(*parts, group, layout="contiguous")
-    return line
-
-
-@on_two_ranks
 def tokens_that_a_name_cannot_cut(group):
     x = torch.ones(1, 15, 2, 8)
     line = said(shard, x, "contiguous", group)
@@ -242,6 +225,15 @@ def values_that_are_missing():
     return line
 
 
+def values_beside_latents():
+    latents = cp_ring.LatentKeys(
+        torch.ones(1, 16, 4), torch.ones(1, 16, 2), torch.ones(2 * 14, 4), 2, key_dim=6
+    )
+    line = said(ring_attention, X, latents, X)
+    ring_attention(X, latents)
+    return line
+
+
 def positions_of_other_tokens():
     line = said(Mask.from_pieces, 8, [], positions=[0, 1])
     Mask.from_pieces(8, [], positions=range(8))
@@ -279,8 +271,6 @@ CASES = {
     "so the length of the sequence is unknown: pad": a_length_that_is_unknown,
     "and plan are both given": two_answers_to_one_question,
     "and mask are both given": a_mask_and_its_words,
-    "which are not those that rank {} holds in {}: cut": slices_in_place_of_shards,
-    "cp_ring.shard cut the {} tokens": two_layouts,
     "tokens cannot be cut evenly over": tokens_that_a_name_cannot_cut,
     "parents for {} branches: give": parents_of_branches,
     "q_ranges, {} k_ranges and {} types: give": slices_and_their_types,
@@ -290,6 +280,7 @@ CASES = {
     "; pass it as {}=": what_is_no_group,
     "pass the part of this rank that the layout says": what_is_no_plain_tensor,
     "leave it out only with LatentKeys": values_that_are_missing,
+    "which have the values too: leave it out": values_beside_latents,
     "positions of shape {} hold {} to {}: give": positions_of_other_tokens,
 }
 ON_FOUR_RANKS = {
@@ -301,6 +292,11 @@ OF_OTHERS = (
     "attention did not get the keywords of shard_batch",
     "has a head that may pool a row",
     "shard_batch shifts labels",
+    "attention_mask has no effect after shard_batch",
+    "attention_mask numbers documents",
+    "logits_to_keep would keep tokens of each rank's part",
+    "RingTrainer does not support",
+    "create_graph=True: attention and shards have no second derivative",
     "give a dict with input_ids",
     "give input_ids, a tensor",
     "pad at the end",
