@@ -290,10 +290,7 @@ MAX_PLANS = 64
 """The number of plans that are kept: those that were used last."""
 
 _plans: OrderedDict[tuple[object, ...], Plan] = RUNTIME.keep(OrderedDict())
-_lock = Lock()
-os.register_at_fork(
-    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-)
+_locks: dict[int, Lock] = {}  # by process: one that is forked finds no held lock
 
 
 def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:
@@ -309,7 +306,7 @@ def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:
     split = LAYOUTS.get(layout, layout) if isinstance(layout, str) else layout.digest
     names = spec.route, text(spec.schedule), spec.ulysses, spec.slot_shards, spec.choice
     key = mask.digest, cp, split, ROUTES.get(spec.route), *names
-    with _lock:
+    with _locks.setdefault(os.getpid(), Lock()):
         if key in _plans:
             _plans.move_to_end(key)
             return _plans[key]

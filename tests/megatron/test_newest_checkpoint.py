@@ -129,7 +129,8 @@ def test_a_job_that_a_nan_has_stopped_starts_again_from_what_megatron_saved(tmp_
     job = [*RING, *saves, "--save-interval", "1", "--train-iters", "4", "--lr", "1e30"]
     for name in ("stopped", "again"):
         done = attempt(2, name, job, tmp_path)
-        assert done.rejected.endswith(f"ended with exit code {RERUN}"), done.output
+        assert done.code == RERUN, done.output
+        assert f"cp_ring: error: rank 0: training ended with exit code {RERUN}" in done.output
     assert "at iteration 1" in done.output and "rescheduled on the same GPU" in done.output
     goes_on = ["--rerun-mode", "disabled", "--no-check-for-nan-in-loss-and-grad"]
     train(2, {"on": [*job, *goes_on]}, tmp_path)

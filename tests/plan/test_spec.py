@@ -5,6 +5,7 @@ before.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -77,21 +78,24 @@ def test_what_does_not_fit_is_rejected_in_one_line(asked, says):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_while_a_plan_is_made_leaves_no_held_lock():
-    held, done = threading.Event(), threading.Event()
+def test_a_process_that_is_forked_while_a_plan_is_made_makes_plans():
+    begun, done = threading.Event(), threading.Event()
 
-    def make():
-        with maker._lock:
-            held.set()
+    class Slow(PlanSpec):
+        def build(self, mask, cp):
+            begun.set()
             done.wait()
+            return super().build(mask, cp)
 
-    thread = threading.Thread(target=make)
+    thread = threading.Thread(target=plan, args=(MASK, 4, Slow()))
     thread.start()
-    held.wait()
-    threading.Timer(0.05, done.set).start()
+    begun.wait()
     child = os.fork()
     if not child:
-        os._exit(0 if maker._lock.acquire(blocking=False) else 1)
+        signal.alarm(60)  # ends a child that waits for the other thread
+        plan(MASK, 2)
+        os._exit(0)
+    done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
