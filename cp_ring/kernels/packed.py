@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, Room, Sizes, VarlenKernel
 from cp_ring.kernels.queries import Queries
+from cp_ring.ops.copies import Copies
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.records import Pairs
 from cp_ring.plan.tiles import Tile
@@ -31,7 +31,6 @@ class PackedCall:
     right: int
     queries: Partial
     keys: Partial
-    _packings: dict[torch.device, Packing] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -60,22 +59,18 @@ class PackedCall:
         )
 
     def pairs(self) -> Pairs:
-        lengths, widths = (np.diff(side.ends).astype(np.int64) for side in (self.q, self.k))
+        of_q, of_k = (side.ends.values.astype(np.int64) for side in (self.q, self.k))
+        lengths, widths = np.diff(of_q), np.diff(of_k)
         corner = widths - lengths  # windows are aligned bottom right
         lo = np.full(len(corner), -OPEN) if self.left < 0 else corner - self.left
         hi = np.full(len(corner), OPEN) if self.right < 0 else corner + self.right
-        of_q, of_k = (side.ends.astype(np.int64) for side in (self.q, self.k))
         queries, keys = (side.tokens.tokens()[: side.count] for side in (self.q, self.k))
         return Pairs(queries, keys, of_q, of_k, lo, hi)
 
     def prepare(self, device: torch.device) -> None:
         for side in (self.q, self.k):
             side.tokens.prepare(device)
-        if device not in self._packings:
-            cu_q, cu_k = (_copied(side.ends, device) for side in (self.q, self.k))
-            self._packings[device] = Packing(
-                cu_q, cu_k, self.q.longest, self.k.longest, self.left, self.right
-            )
+            side.ends.on(device)
 
     def attend(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
@@ -108,8 +103,8 @@ class PackedCall:
         return dq, dk, dv
 
     def _packing(self, device: torch.device) -> Packing:
-        self.prepare(device)
-        return self._packings[device]
+        cu_q, cu_k = self.q.ends.on(device), self.k.ends.on(device)
+        return Packing(cu_q, cu_k, self.q.longest, self.k.longest, self.left, self.right)
 
 
 def _window(tile: Tile) -> tuple[int, int]:
@@ -135,7 +130,7 @@ class _Side:
     """
 
     tokens: _Tokens
-    ends: NDArray[np.int32]
+    ends: Copies
     longest: int
     count: int
 
@@ -148,7 +143,7 @@ class _Side:
         empty = max(room.sequences - len(lengths), 0)
         return cls(
             _Tokens.of(spans, reverse, room.tokens),
-            np.pad(ends, (0, empty), mode="edge"),
+            Copies(np.pad(ends, (0, empty), mode="edge")),
             max(*lengths, room.longest),
             int(ends[-1]),
         )
@@ -161,8 +156,7 @@ class _Tokens:
     """
 
     span: slice
-    index: Ints | None
-    _tensors: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+    index: Copies | None
 
     @classmethod
     def of(cls, spans: list[tuple[int, int]], reverse: bool, least: int) -> _Tokens:
@@ -171,31 +165,18 @@ class _Tokens:
         if not reverse and missing <= 0 and all(a[1] == b[0] for a, b in pairwise(spans)):
             return cls(slice(spans[0][0], spans[-1][1]), None)
         parts = [np.arange(start, end)[:: -1 if reverse else 1] for start, end in spans]
-        return cls(slice(0, 0), np.concatenate([*parts, np.zeros(max(missing, 0), np.int64)]))
+        index = np.concatenate([*parts, np.zeros(max(missing, 0), np.int64)])
+        return cls(slice(0, 0), Copies(index))
 
     def tokens(self) -> Ints:
-        return np.arange(self.span.start, self.span.stop) if self.index is None else self.index
+        return np.arange(self.span.start, self.span.stop) if not self.index else self.index.values
 
     def prepare(self, device: torch.device) -> None:
-        if self.index is not None and device not in self._tensors:
-            self._tensors[device] = _copied(self.index, device)
+        if self.index:
+            self.index.on(device)
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return the tokens of x: a view of a slice, or a copy by index."""
-        if self.index is None:
+        if not self.index:
             return x.narrow(dim, self.span.start, self.span.stop - self.span.start)
-        return x.index_select(dim, self._on(x.device))
-
-    def _on(self, device: torch.device) -> Tensor:
-        self.prepare(device)
-        return self._tensors[device]
-
-
-def _copied(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy the values to `device`. On CUDA the copy does not block the host."""
-    host = torch.from_numpy(values)
-    return (
-        host.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else host.to(device)
-    )
+        return x.index_select(dim, self.index.on(x.device))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from cp_ring.kernels.te_sizes import FewSizes
 from cp_ring.kernels.versions import compute_capability, cudnn_name, dense_backward_may_be_nan
 from cp_ring.kernels.window import pad
 from cp_ring.ops.capture import capturing
+from cp_ring.ops.copies import Copies
 from cp_ring.runtime import RUNTIME
 
 _BLOCK = 128
@@ -423,7 +425,7 @@ _Ends = dict[str, Tensor | None]
 
 def _even_ends(call: Call, count: int, device: torch.device) -> _Ends:
     """Return the ends of `count` sequences of a dense call."""
-    return _ends(call, _even(call.queries, count, device), _even(call.keys, count, device))
+    return _ends(call, *(_even(size, count).on(device) for size in (call.queries, call.keys)))
 
 
 def _ends(call: Call, cu_q: Tensor, cu_k: Tensor) -> _Ends:
@@ -438,17 +440,15 @@ def _ends(call: Call, cu_q: Tensor, cu_k: Tensor) -> _Ends:
 
 
 @RUNTIME.cache(maxsize=4096)
-def _even(size: int, count: int, device: torch.device) -> Tensor:
+def _even(size: int, count: int) -> Copies:
     """Return the ends of `count` sequences of one size, int32 [count + 1]; made once."""
-    return torch.arange(0, (count + 1) * size, size, dtype=torch.int32, device=device)
+    return Copies(np.arange(0, (count + 1) * size, size, dtype=np.int32))
 
 
-@RUNTIME.cache(maxsize=4096)
 def _single(queries: int, keys: int, causal: bool, device: torch.device) -> Packing:
     """Return one tile as a packing; batch rows become heads."""
-    return Packing(
-        _even(queries, 1, device), _even(keys, 1, device), queries, keys, -1, 0 if causal else -1
-    )
+    of_q, of_k = (_even(size, 1).on(device) for size in (queries, keys))
+    return Packing(of_q, of_k, queries, keys, -1, 0 if causal else -1)
 
 
 KERNEL = RUNTIME.keep(TransformerEngineKernel())

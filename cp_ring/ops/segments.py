@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cp_ring.ops.copies import Copies
 from cp_ring.ops.dtypes import sum_dtype
 
 BLOCK_Q = 16
@@ -96,25 +97,23 @@ class Segments:
         # Some of the total is complete after this update.
         self.ends = bool(table[3].any())
         self.table = table
-        self._blocks: dict[torch.device, Tensor] = {}
 
     @cached_property
     def each(self) -> list[Segment]:
         return [_segment(self.kept.start, *column) for column in self.table.T.tolist()]
 
+    @cached_property
+    def _blocks(self) -> Copies:
+        return Copies(_blocks(self.table, self.kept.start))
+
     def blocks(self, device: torch.device) -> Tensor:
-        """Return the segments cut into blocks of at most BLOCK_Q tokens, copied to the device once:
-        int32 [blocks, 4 + parts].
+        """Return the segments cut into blocks of at most BLOCK_Q tokens, on the device: int32
+        [blocks, 4 + parts].
 
         Each block has its first token, that in the running total, the number of its tokens, 1 for
         first and 2 for last, and the positions.
         """
-        if device not in self._blocks:
-            host = torch.from_numpy(_blocks(self.table, self.kept.start))
-            self._blocks[device] = (
-                host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-            )
-        return self._blocks[device]
+        return self._blocks.on(device)
 
 
 def _segment(kept: int, start: int, end: int, first: int, last: int, *positions: int) -> Segment:

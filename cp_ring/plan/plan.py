@@ -290,7 +290,7 @@ MAX_PLANS = 64
 """The number of plans that are kept: those that were used last."""
 
 _plans: OrderedDict[tuple[object, ...], Plan] = RUNTIME.keep(OrderedDict())
-_locks: dict[int, Lock] = {}  # by process: one that is forked finds no held lock
+_locks: dict[int, Lock] = RUNTIME.keep({})  # by process: a forked one finds no held lock
 
 
 def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:

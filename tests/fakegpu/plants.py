@@ -15,6 +15,7 @@ from cp_ring.comm import heads, transport
 from cp_ring.comm.streams import KeyStream
 from cp_ring.kernels.flash_aten import FlashAtenKernel
 from cp_ring.kernels.transformer_engine import TransformerEngineKernel
+from cp_ring.ops import copies
 
 Plant = Callable[[], AbstractContextManager[Any]]
 
@@ -125,6 +126,17 @@ def _sends_first():
         yield
 
 
+def _read_at_once():
+    """A table on the device is read by streams that do not wait for its copy."""
+    return mock.patch.object(copies.Copies, "on", lambda self, device: _first_copy(self, device))
+
+
+def _first_copy(table, device):
+    if device not in table._of:
+        table._of[device] = copies._copy(table.values, device)
+    return table._of[device].tensor
+
+
 def _other_layout():
     """TransformerEngine is told of a layout that its calls do not have."""
     call = TransformerEngineKernel._call
@@ -159,6 +171,7 @@ PLANTS: dict[str, Plant] = {
     "values before keys": _swapped,
     "launch in a hop": _in_a_hop(torch.neg),
     "sends before receives": _sends_first,
+    "tables read at once": _read_at_once,
     "layout of TransformerEngine": _other_layout,
     "dtype of TransformerEngine": _other_dtype,
 }

@@ -45,6 +45,16 @@ def _steps(name, call, steps, captured):
             call()
 
 
+def on_two_streams(case, planted):
+    """Two calls of one plan, the second on a stream that does not wait for the first one's."""
+    with recorded(), PLANTS[planted]() if planted else nullcontext():
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            mark(f"{stream.stream_id}")
+            with torch.cuda.stream(stream):
+                attend(**case)
+    mark("end")
+
+
 def attend(
     tokens=256,
     sizes=(4, 2, 64, 64),

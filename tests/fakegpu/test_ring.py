@@ -204,6 +204,15 @@ def test_a_slot_is_used_again_when_its_hop_has_been_computed(gpus):
         assert not any(slow_steps(log, case) for case in cases)
 
 
+def test_tables_on_the_device_are_read_after_their_copy_on_any_stream(gpus):
+    program, case = "tests.fakegpu.programs:on_two_streams", ALL["packed"]
+    for fault in ("", "tables read at once"):
+        logs = gpus.run(program, RANKS, 90, case=case, planted=fault)
+        # what Triton's functions read counts as written, by both calls
+        early = [race for log in logs for race in log.races if "_to_copy" in race]
+        assert bool(early) == bool(fault), early
+
+
 # Of TransformerEngine with cuDNN 9.20; other kernels run them.
 LACKS = {80: ("packed", "sizes", "deterministic"), 90: ("deterministic",)}
 

@@ -65,10 +65,10 @@ def test_a_hundred_microbatches_have_few_graphs(layout, most):
                 counts = [
                     max(side.count, sizes.tokens_of(side.longest)) for side in (call.q, call.k)
                 ]
-                graphs.add((len(call.q.ends), *map(class_of, counts), call.right))
+                graphs.add((len(call.q.ends.values), *map(class_of, counts), call.right))
                 unfilled.add(
                     (
-                        len(set(call.q.ends)),
+                        len(set(call.q.ends.values)),
                         class_of(call.q.count),
                         class_of(call.k.count),
                         call.right,
