@@ -2,8 +2,10 @@
 tests.docs.troubleshooting` writes them.
 """
 
+import contextlib
 import shlex
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.flags import argument_parser, resolve
@@ -70,6 +72,7 @@ EXAMPLES = {
 --cp-ring-document-mask --sft
 --save /proc/x
 --data-path /nowhere/corpus
+--sft --data-path talks.jsonl --split 969,30,1
 """,
     "Without CUDA": """
 --distributed-backend nccl
@@ -131,9 +134,11 @@ def advised(line):
 
 def tables():
     parser, parts = argument_parser.build_parser(), []
-    for topic, examples in EXAMPLES.items():
-        lines = [advised(line_of(each, parser)) for each in examples.strip().split("\n")]
-        parts += [f"### {topic}", "", *lines, ""]
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("talks.jsonl").write_text("{}\n" * 40)
+        for topic, examples in EXAMPLES.items():
+            lines = [advised(line_of(each, parser)) for each in examples.strip().split("\n")]
+            parts += [f"### {topic}", "", *lines, ""]
     return "\n".join(["", *parts, ""])
 
 

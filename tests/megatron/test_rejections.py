@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from cp_ring import Options
 from cp_ring.errors import ConfigError
@@ -397,6 +398,26 @@ def test_megatrons_own_objections_are_one_line_and_ours_stay_as_they_are():
         == "Megatron rejects these flags: --a is not for --b"
     )
     assert said(ConfigError("ours")) == "ours" and "raise error (" in said(AssertionError())
+
+
+@pytest.mark.parametrize("sft", [True, False])
+def test_a_split_without_documents_is_rejected(parse, capsys, tmp_path, sft):
+    """Megatron's data sets divide by zero after training, or count epochs of nothing for ever."""
+    if sft:
+        (tmp_path / "talks.jsonl").write_text("{}\n" * 40)
+        data = ["--sft", "--data-path", str(tmp_path / "talks.jsonl")]
+    else:
+        builder = IndexedDatasetBuilder(str(tmp_path / "data.bin"))
+        for _ in range(40):
+            builder.add_document([1, 2, 3], [3])
+        builder.finalize(str(tmp_path / "data.idx"))
+        data = ["--data-path", str(tmp_path / "data")]
+    flags = [*(x for x in BASE if x != "--mock-data"), *CP2, *data]
+    (line,) = rejections_of(parse, capsys, *flags, "--split", "969,30,1")
+    assert line.startswith("--split 969,30,1 leaves test none of the 40 documents of --data-path")
+    assert line.endswith("give --split 100,0,0, or more documents")
+    for right in (["--split", "100,0,0"], ["--split", "80,10,10"]):
+        parse(*flags, *right)
 
 
 SLIPS = {

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from cp_ring.errors import one_line
 from cp_ring.megatron import compat
 from cp_ring.megatron.flags.asked import Asked, Check
-from cp_ring.megatron.flags.checks_documents import documents_flag
+from cp_ring.megatron.flags.checks_documents import documents_flag, splits_packed
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import note
 
@@ -107,6 +108,32 @@ def data_files(args: Asked, options: Options) -> str | None:
     return None
 
 
+def splits(args: Asked, options: Options) -> str | None:
+    """Reject a --split that leaves validation or test nothing of the data: Megatron waits for ever,
+    or with --sft divides by zero after training. Rows that cp_ring packs may be without.
+    """
+    words: Sequence[str] = args.data_path or []
+    packs = args.sft and (options.document_mask or splits_packed(args, options))
+    if len(words) != 1 or packs or data_files(args, options) or Path(words[0]).is_dir():
+        return None
+    from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+
+    (path,), split = words, args.split or "969, 30, 1"
+    with open(path if args.sft else f"{path}.idx", "rb") as file:
+        # the header of an index: a magic word of 9 bytes, version, dtype, number of documents
+        count = sum(1 for _ in file) if args.sft else int.from_bytes(file.read(26)[18:], "little")
+    shares = parse_and_normalize_split(split)
+    edges = [round(sum(shares[:end]) * count) for end in range(4)]
+    parts = zip(("train", "validation", "test"), shares, pairwise(edges), strict=True)
+    for name, share, (begin, end) in parts:
+        if share and begin == end:
+            return (
+                f"--split {split} leaves {name} none of the {count} documents of --data-path "
+                f"{path}: give --split 100,0,0, or more documents"
+            )
+    return None
+
+
 def checkpoints(args: Asked, options: Options) -> str | None:
     """Reject a folder that cannot be written, which Megatron finds at the first save, and say where
     there is no checkpoint to load, which it hides among warnings.
@@ -134,5 +161,5 @@ def _is_number(word: str) -> bool:
 
 
 JOB: tuple[Check, ...] = (ring, ranks, loss_in_parts, balance)
-HERE: tuple[Check, ...] = (layers, data_files, checkpoints)
+HERE: tuple[Check, ...] = (layers, data_files, splits, checkpoints)
 """Checks that look at files and packages of this machine."""
