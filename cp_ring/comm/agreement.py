@@ -49,7 +49,7 @@ _KEY = "cp_ring/"
 _GRACE_S = 2.0  # between the errors of ranks that wait for one another
 
 LIMIT: Cell[float | None] = RUNTIME.cell(None)
-"""The seconds that a rank waits for others in a meeting, in place of the timeout of the store."""
+"""The seconds that a rank waits for others in a meeting, in place of the group's timeout."""
 
 Backward = Callable[[object], None]
 """What backward of a call does first; its argument is the place of the call, for the error."""
@@ -282,7 +282,12 @@ def meet_first(group: dist.ProcessGroup, device: torch.device) -> None:
 def _store(group: dist.ProcessGroup) -> Any:
     # a copy, because a wait on a store blocks it for other threads
     c10d: Any = dist.distributed_c10d
-    return c10d._get_process_group_store(group).clone()
+    store = c10d._get_process_group_store(group).clone()
+    of_group: Any = group
+    options = getattr(of_group._get_backend(of_group._device_types[0]), "options", None)
+    if timeout := getattr(options, "_timeout", None):  # the store has that of the world
+        store.set_timeout(timeout)
+    return store
 
 
 def store_of(group: dist.ProcessGroup) -> Any:

@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.errors import PlanError, expect
+from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
@@ -112,6 +112,8 @@ class MaskTable:
         """
         if not masks:
             raise PlanError("a union must have at least one mask")
+        if isinstance(masks[0], Sequence):
+            raise ConfigError("a list of masks: give them one by one, as in Mask.union(a, b)")
         first = _all_masks(masks)[0]
         n = first.n
         if any(mask.n != n for mask in masks):

@@ -211,6 +211,29 @@ def test_a_rank_that_does_not_come_is_named_in_time(pool):
     assert "made a call that is new to it (gradient that of call 1), and rank 1 of the" in gradient
 
 
+def within_the_timeout_of_a_group(_):
+    """What rank 0 says of calls that rank 1 does not make, in groups with a timeout of a second."""
+    x = torch.randn(1, N // CP, 2, 8)
+    new, known = (dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1)) for _ in range(2))
+    lines = []
+    if dist.get_rank() < CP:
+        ring_attention(x, x, x, known)
+        if dist.get_rank() == 0:
+            lines = [said(ring_attention, x, x, x, new)]
+            lines += [said(ring_attention, x, x, x, known, causal=True)]
+    dist.barrier()  # of all ranks, which has the timeout of the world
+    for group in (new, known) if lines or dist.get_rank() == 1 else ():
+        dist.destroy_process_group(group)
+    return lines
+
+
+def test_a_meeting_ends_at_the_timeout_of_its_group(pool):
+    (first, later), *others = pool.run(within_the_timeout_of_a_group, 4)
+    assert others == [[]] * 3
+    for line in (first, later):
+        assert "rank 1 of the group made none within 1 s" in line
+
+
 def second_life(group):
     """What ranks that differ say in the first call after a reset, with the keys of an earlier life
     in the store. All ranks of the pool are reset, because they share other groups.
