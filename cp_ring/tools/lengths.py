@@ -1,4 +1,4 @@
-"""Lengths of packed documents, read from a file or drawn."""
+"""Batch rows of packed documents, whose lengths are read from a file or drawn."""
 
 from __future__ import annotations
 
@@ -7,23 +7,32 @@ from pathlib import Path
 import numpy as np
 
 from cp_ring.errors import PlanError
+from cp_ring.megatron.data.packing import pack
 from cp_ring.plan.ranges import Ints
 
 SIGMA = 1.2
 """Of drawn lengths, which are log-normal."""
+MOST_ROWS = 8
 
 
-def lengths(text: str, n: int | None, seed: int = 0) -> Ints:
-    """Return the lengths of documents, int64 [documents], that `text` describes: `lognormal:MEAN`,
-    or a file.
+def packed_rows(text: str, n: int | None, seed: int = 0) -> tuple[list[Ints], str]:
+    """Return the offsets of the documents of batch rows of `n` tokens, int64 [documents + 1] each,
+    and a line about them. `text` is `lognormal:MEAN`, or a file.
 
-    Drawn lengths sum to exactly `n`; the last document is cut there, and the same seed gives the
-    same ones. A file has one number a document, separated by white space, and `n` is None or at
-    least their sum. Raises `PlanError` that begins with --lengths.
+    Drawn lengths make one row; the last document is cut at its end, and the same seed gives the
+    same ones. A file has one number a document, separated by white space. If they do not fit into
+    a row, they are packed as --cp-ring-pack first-fit does, and at most `MOST_ROWS` of the rows are
+    returned, evenly spaced; longer documents are cut. `n` is None for one row of all documents.
+    Raises `PlanError` that begins with --lengths.
     """
     kind, _, mean = text.partition(":")
     if kind != "lognormal":
-        return _of_file(text, n)
+        size = _of_file(text)
+        if n is None or int(size.sum()) <= n:
+            return [np.cumsum([0, *size])], ""
+        packed = pack(size, n, cut_long=True)
+        chosen = np.unique(np.linspace(0, packed.rows - 1, MOST_ROWS).astype(int)).tolist()
+        return [packed.cu_seqlens(row) for row in chosen], packed.describe()
     if n is None:
         raise PlanError(f"--lengths {text} needs --seq-length, the tokens of all documents")
     if not mean.isdecimal() or not int(mean):
@@ -31,10 +40,10 @@ def lengths(text: str, n: int | None, seed: int = 0) -> Ints:
     rng, count = np.random.default_rng(seed), 4 * n // int(mean) + 64
     drawn = rng.lognormal(np.log(int(mean)) - SIGMA**2 / 2, SIGMA, count)
     ends = np.cumsum(np.clip(drawn, 1, n).astype(np.int64))
-    return np.diff([0, *ends[ends < n], n])
+    return [np.array([0, *ends[ends < n], n])], ""
 
 
-def _of_file(path: str, n: int | None) -> Ints:
+def _of_file(path: str) -> Ints:
     try:
         numbers = np.array(Path(path).read_text().split(), np.int64)
     except OSError as error:
@@ -45,8 +54,4 @@ def _of_file(path: str, n: int | None) -> Ints:
         raise PlanError(f"--lengths {path}: not whole numbers: {error}") from None
     if not len(numbers) or numbers.min() < 1:
         raise PlanError(f"--lengths {path}: it must have documents, each of at least 1 token")
-    if n is not None and int(numbers.sum()) > n:
-        raise PlanError(
-            f"--lengths {path}: {len(numbers)} lengths that sum to {numbers.sum()}, for {n} tokens"
-        )
     return numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import group_sizes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.time import AttentionTime, Conditions
-from cp_ring.tools import lengths as documents
+from cp_ring.tools.lengths import packed_rows
 from cp_ring.tools.terminal import (
     DEFAULT_RATES,
     AsJson,
@@ -98,17 +98,16 @@ def plan_command(
     asked = _changed(asked, **given)
     if not asked.cp:
         raise PlanError("--cp: give the context-parallel ranks, or a JOB")
-    n, offsets = asked.n, None
+    n = asked.n
     if n is not None and not 1 <= n <= MAX_TOKENS:
         raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
-    if lengths is not None:
-        offsets = np.cumsum([0, *documents.lengths(lengths, n)])
-        n = int(offsets[-1]) if n is None else n
-    of = make_mask(n, asked.window, full, offsets)
-    compared = []
+    rows, packed = packed_rows(lengths, n) if lengths is not None else ([], "")
+    n = int(rows[0][-1]) if rows and n is None else n
+    masks = [make_mask(n, asked.window, full, row) for row in rows]
+    of, compared = masks[0] if rows else make_mask(n, asked.window, full, None), []
     assumed = Conditions(asked.sizes, of_device, asked.ranks_per_node)
-    if offsets is not None and layout is head_parallel is None:
-        compared = compare(of, asked, assumed)
+    if lengths is not None and layout is head_parallel is None:
+        compared = compare(masks, asked, assumed)
         asked = replace(asked, spec=compared[0][0])
     start = time.perf_counter()
     made = asked.spec.build(of, asked.cp or 1)
@@ -118,6 +117,8 @@ def plan_command(
         "proven_ms": proven_ms,
         "kernel_calls_per_rank": kernel_calls(made),
         "predicted": predicted(made.time(assumed)),
+        "packed": packed,
+        "rows": len(rows),
         "compared": [predictions for _, predictions in compared],
     }
     emit(facts, as_json, lambda: _print(made, facts))
@@ -142,17 +143,27 @@ class Asked:
     ranks_per_node: int = 8
 
 
-def compare(mask: Mask, asked: Asked, on: Conditions) -> list[tuple[PlanSpec, dict[str, Any]]]:
-    """Return the layouts and numbers of ranks that exchange heads for a mask, each with what is
-    predicted of it, fastest first; all of their plans are proven.
+def compare(
+    masks: Sequence[Mask], asked: Asked, on: Conditions
+) -> list[tuple[PlanSpec, dict[str, Any]]]:
+    """Return the layouts and numbers of ranks that exchange heads for the masks of batch rows, each
+    with the mean predicted time and the worst balance, fastest first; all plans are proven.
     """
     cp, found = asked.cp or 1, []
-    for name in ("balanced", "zigzag")[: 1 + (mask.n >= 2 * cp)]:
+    for name in ("balanced", "zigzag")[: 1 + (masks[0].n >= 2 * cp)]:
         for heads in on.heads_to_try(cp):
             spec = replace(asked.spec, layout=name, ulysses=heads)
-            made = spec.build(mask, cp)
-            balance, times = made.verify().balance, predicted(made.time(on))
-            facts = {"layout": name, "head_parallel": heads, "balance": balance, **times}
+            made = [spec.build(mask, cp) for mask in masks]
+            times = [plan.time(on) for plan in made]
+            both = float(np.mean([each.both for each in times]))
+            ideal = float(np.mean([sum(each.ideal) for each in times]))
+            facts = {
+                "layout": name,
+                "head_parallel": heads,
+                "balance": max(plan.verify().balance for plan in made),
+                "both_s": both,
+                "share_of_one_call": ideal / (both or 1),
+            }
             found.append((spec, facts))
     return sorted(found, key=lambda each: each[1]["both_s"])
 
@@ -272,7 +283,7 @@ def _print(plan: Plan, facts: dict[str, Any]) -> None:
     ring, ranks = plan.ring, range(min(plan.ring.cp, MAX_RANKS_SHOWN))
     mean = sum(facts["work_per_rank"]) / ring.cp or 1
     if facts["compared"]:
-        _print_compared(facts["compared"])
+        _print_compared(facts)
     members = f" ({ring.cp} members of {plan.ulysses} that exchange heads)"
     show_table(
         f"{ring.mask.describe()}; {ring.n:,} tokens on {plan.cp} ranks"
@@ -306,9 +317,12 @@ def _print(plan: Plan, facts: dict[str, Any]) -> None:
     show_table("", "buffer, on the rank that needs most of it", ["MiB"], buffers)
 
 
-def _print_compared(compared: list[dict[str, Any]]) -> None:
+def _print_compared(facts: dict[str, Any]) -> None:
+    compared, rows = facts["compared"], facts["rows"]
+    if facts["packed"]:
+        typer.echo(f"{facts['packed']}; compared over {rows} of these rows")
     show_table(
-        "predicted, fastest first; the first is planned below",
+        "predicted, fastest first; the first is planned below" + " for one of them" * (rows > 1),
         "",
         ["layout", "heads", "ms with backward", "of one call's speed", "balance"],
         (

@@ -27,8 +27,8 @@ from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.head_split import unsplit
 from cp_ring.plan.time import Conditions
 from cp_ring.tools import job as jobs
-from cp_ring.tools import lengths as documents
 from cp_ring.tools.job import JobConfig
+from cp_ring.tools.lengths import packed_rows
 from cp_ring.tools.terminal import (
     DEFAULT_RATES,
     JOB,
@@ -370,7 +370,7 @@ LayerMasks = Sequence[tuple[Mask, int]]
 def layer_masks(setup: TrainingSetup, lengths: str | None = None) -> LayerMasks:
     """Return the masks of the layers for a batch row: causal, or documents of these lengths."""
     n = setup.seq_length
-    ends = np.cumsum([0, *(documents.lengths(lengths, n) if lengths else [n])])
+    ends = packed_rows(lengths, n)[0][0] if lengths else [0, n]
     return [(Mask.documents(ends, window=w, n=n), count) for w, count in setup.model.windows]
 
 

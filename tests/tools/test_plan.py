@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan import Capabilities, Layout, Mask, Plan, lower
+from cp_ring.plan import Capabilities, Layout, Mask, Plan, PlanSpec, lower
+from cp_ring.plan.time import Conditions
 from cp_ring.tools import draw
 from cp_ring.tools.cli import app
+from cp_ring.tools.lengths import packed_rows
+from cp_ring.tools.terminal import named_rates
 
 USUAL = "--seq-length 4096 --cp 4 "
 
@@ -81,6 +85,26 @@ def test_packed_documents_are_compared_and_the_fastest_is_planned(tmp_path):
     output = invoke(line)
     assert f"--cp-ring-layout {ways[0][0]} --cp-ring-heads {ways[0][1]}" in output
     assert f"on 16 ranks ({16 // ways[0][1]} members" in " ".join(output.split())
+
+
+def test_lengths_of_a_data_set_are_packed_into_rows(tmp_path):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("3000 1000 " * 20 + "9000")
+    line = f"--seq-length 4096 --lengths {lengths} --cp 4"
+    facts = facts_of(line)
+    # 9,000 tokens are cut into 4,096, 4,096 and 808
+    assert facts["packed"].startswith("41 documents in 23 rows of 4,096 tokens: ")
+    assert (facts["n"], facts["rows"]) == (4096, 8)
+    for each in facts["compared"]:
+        masks = [Mask.documents(offsets) for offsets in packed_rows(str(lengths), 4096)[0]]
+        made = [
+            PlanSpec(each["layout"], ulysses=each["head_parallel"]).build(mask, 4) for mask in masks
+        ]
+        assert each["balance"] == max(plan.verify().balance for plan in made)
+        both = [plan.time(Conditions(rates=named_rates("h100"))).both for plan in made]
+        assert each["both_s"] == pytest.approx(np.mean(both))
+    output = " ".join(invoke(line).split())
+    assert "4,096 tokens: " in output and "compared over 8 of these rows" in output
 
 
 def test_a_job_has_the_sizes_of_its_layer():
