@@ -60,6 +60,8 @@ def test_each_way_by_hand():
         [(2, 0, 4)],
     ]
     assert pack(lengths, 8).cu_seqlens(2).tolist() == [0, 4, 8]
+    # padding takes no time: it is no long document
+    assert pack(np.array([3]), 3000).cu_seqlens(0).tolist() == [0, 3, 1027, 2051, 3000]
     fill = pack(lengths, 8, "fill")
     assert [fill.pieces(row) for row in range(3)] == [
         [(0, 0, 3), (1, 0, 5)],

@@ -17,6 +17,12 @@ from cp_ring.errors import PlanError
 from cp_ring.plan.ranges import Ints, check_all, expand
 
 
+PADDING = 1024
+"""The most tokens of a document of padding: attention over all padding of a row, as one document,
+would take the time of the longest ones.
+"""
+
+
 @dataclass(frozen=True, eq=False)
 class PackedRows:
     """Rows of `capacity` tokens, filled with pieces of documents. A document that is not cut is one
@@ -46,12 +52,13 @@ class PackedRows:
         return [(document, start, length) for document, start, length in pieces.T.tolist()]
 
     def cu_seqlens(self, row: int) -> Ints:
-        """Return the offsets of a row's pieces, int64 [pieces + 1], or [pieces + 2] if padding
-        follows them.
+        """Return the offsets of a row's pieces, int64, and after them those of its padding, which
+        is cut into documents of at most `PADDING` tokens.
         """
         length = self.length[self.first[row] : self.first[row + 1]]
-        offsets = np.concatenate([[0], np.cumsum(length)])
-        return offsets if offsets[-1] == self.capacity else np.append(offsets, self.capacity)
+        ends = np.cumsum(length)
+        padding = np.arange(ends[-1], self.capacity, PADDING)
+        return np.concatenate([[0], ends[:-1], padding, [self.capacity]])
 
     def describe(self) -> str:
         """Return one line, such as `1,000 documents in 40 rows of 4,096 tokens: 99.90 % filled`."""

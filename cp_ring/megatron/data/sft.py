@@ -29,7 +29,7 @@ from megatron.training import get_args, print_rank_0
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron import compat
-from cp_ring.megatron.data.packing import PackedRows, pack
+from cp_ring.megatron.data.packing import PADDING, PackedRows, pack
 from cp_ring.megatron.rejection import first_line
 from cp_ring.megatron.settings import current
 from cp_ring.plan.ranges import Ints
@@ -191,7 +191,7 @@ class PackedConversations(MegatronDataset):
 
     A sample has tokens, labels and position_ids int64 [n], and loss_mask float32 [n]. The loss mask
     is 0 for the label of a conversation's last token, for labels that do not count, and for
-    padding. Padding at the end of a row is like a document of its own.
+    padding. Padding at the end of a row is like documents of at most `PADDING` tokens.
     """
 
     def __new__(
@@ -288,15 +288,13 @@ class PackedConversations(MegatronDataset):
             row["loss_mask"][place] = (following != IGNORED).float()
             row["labels"][place] = following.clamp(min=0)
             at = end
-        row["position_ids"][at:] = torch.arange(n - at)
+        row["position_ids"][at:] = torch.arange(n - at) % PADDING
         if index is None:  # Megatron pads a batch with such samples
             row["loss_mask"].zero_()
         return row
 
     def offsets(self, row: int) -> Ints:
-        """Return the offsets of a row's conversations, int64 [conversations + 1], or [conversations
-        + 2] if padding follows them.
-        """
+        """Return the offsets of a row's conversations and padding, as `PackedRows.cu_seqlens`."""
         return self.packing.cu_seqlens(row % self.packing.rows)
 
     def _pieces(self, row: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
