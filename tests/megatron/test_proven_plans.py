@@ -41,3 +41,17 @@ def test_the_plan_that_a_rank_makes_of_a_packed_microbatch_is_proven(monkeypatch
     )
     with pytest.raises(PlanError, match="rank"):
         masks._make_plan(mask, spec, CP, 1, kind)
+
+
+def test_what_the_balanced_layout_gains_is_said_once(capsys):
+    cp, offsets = 8, [0, 30_000, *range(31_000, 65_000, 1000), 65_536]
+    mask = Mask.documents(offsets)
+    zigzag, balanced = Layout.zigzag(mask.n, cp), Layout.balanced(mask, cp)
+    for kind in ("a kind", "another"):
+        masks._make_plan(mask, PlanSpec(zigzag), cp, 1, (kind,))
+    (line,) = capsys.readouterr().out.splitlines()
+    before, after = (Plan.build(mask, layout).time().both for layout in (zigzag, balanced))
+    assert f"{before / after:.2f} times as long by the layout zigzag as by --cp-ring-layout" in line
+    masks._make_plan(mask, PlanSpec(balanced), cp, 1, ("balanced",))
+    masks._make_plan(Mask.documents([0, 20, N]), PlanSpec(Layout.zigzag(N, cp)), cp, 1, ("few",))
+    assert not capsys.readouterr().out

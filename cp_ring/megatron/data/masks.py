@@ -21,9 +21,10 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.options import MASK_KINDS
 from cp_ring.megatron.plans import layout_of_row
+from cp_ring.megatron.rejection import note
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.plan import PlanSpec
+from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.records import RankPlan
 from cp_ring.runtime import RUNTIME
@@ -247,6 +248,24 @@ def _make_plan(
     own = spec.build_rank_plan(mask, cp, rank)
     if kind not in _proven:
         # not cached, because the next microbatch has another mask
-        spec.build(mask, cp).verify(executed=own)
+        whole = spec.build(mask, cp)
+        whole.verify(executed=own)
         _proven.add(kind)
+        if mask.n >= LONG * cp and whole.layout.name != "balanced":
+            _tell_gain(whole, spec)
     return own
+
+
+LONG = 1024
+"""The least tokens of a rank for which a line tells what the balanced layout would gain."""
+
+
+def _tell_gain(plan: Plan, spec: PlanSpec) -> None:
+    mask, cp = plan.mask, plan.cp
+    balanced = replace(spec, layout=Layout.balanced(mask, cp)).build(mask, cp)
+    ratio = plan.time().both / balanced.time().both
+    if ratio > 1.1:
+        note(
+            f"attention on the first packed microbatch is predicted to take {ratio:.2f} times as "
+            f"long by the layout {plan.layout.name} as by --cp-ring-layout balanced"
+        )

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from cp_ring.errors import PlanError
 from cp_ring.plan.ranges import Ints, check_all, expand
 
-
 PADDING = 1024
 """The most tokens of a document of padding: attention over all padding of a row, as one document,
 would take the time of the longest ones.
