@@ -56,7 +56,7 @@ def test_full_size_is_what_megatron_accepts_for_nodes_of_8_gpus(megatron, name, 
     job, line = flags(name, "cuda", f"launch.run_dir={tmp_path}")
     args, model = megatron(line, job.ranks)
     assert (
-        job.ranks == (64 if name == "million" else 8)
+        job.ranks == (64 if name in ("million", "long-tail-64") else 8)
         and args.data_parallel_size == 1
         and job.launch.device == "cuda"
     )

@@ -65,8 +65,8 @@ def other_attention(args: Asked, options: Options) -> str | None:
     """Reject features that split tokens or compute attention in another way."""
     if flag := args.first("hybrid_context_parallel", "dynamic_context_parallel"):
         return (
-            f"--cp-ring does not support {flag}: leave it out; with --sft, --cp-ring-layout "
-            "balanced shares the work of short documents"
+            f"--cp-ring does not support {flag}: leave it out; one ring over all ranks needs no "
+            "groups: give --context-parallel-size all of them, and --cp-ring-layout balanced"
         )
     if args.cp_partition_mode not in (None, "zigzag"):
         return f"--cp-ring does not support {args.shown('cp_partition_mode')}: give zigzag"
