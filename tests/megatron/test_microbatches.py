@@ -17,7 +17,7 @@ from cp_ring.megatron import settings
 from cp_ring.megatron.data.balanced_sampler import (
     BalancedSampler,
     balanced_loader,
-    mask_of,
+    row_of,
     work_of,
 )
 from cp_ring.megatron.data.masks import KEY
@@ -141,4 +141,4 @@ def test_work_is_that_of_all_layers_for_every_kind_of_sample():
     assert work_of(blend, 0) == expected and work_of(blend, 1) == work_of(Rows(), 5)
     settings.configure(Options.make(enabled=True, mask_kinds="shared-prefix"))
     declared = Mask.shared_prefix([(4, [3, 3])])
-    assert mask_of([{"tokens": torch.zeros(10), KEY: declared}], 0) is declared
+    assert row_of([{"tokens": torch.zeros(10), KEY: declared}], 0) is declared

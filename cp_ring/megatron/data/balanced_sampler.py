@@ -22,6 +22,7 @@ from cp_ring.megatron.data.packing import balanced_order, imbalance
 from cp_ring.megatron.rejection import note
 from cp_ring.megatron.settings import current, layer_windows
 from cp_ring.plan.mask import Mask
+from cp_ring.plan.ranges import Ints
 
 FLAG = "--cp-ring-balance-microbatches"
 
@@ -132,17 +133,24 @@ def _trains(dataset: Any) -> bool:
 
 def work_of(dataset: Any, index: int) -> float:
     """Return the attention work of row `index`, in query-key pairs summed over all layers."""
-    mask = mask_of(dataset, index)
-    return float(
-        sum(
-            count * (mask if window == (-1, -1) else mask & window).area()
-            for window, count in layer_windows()
-        )
-    )
+    row = row_of(dataset, index)
+    return float(sum(count * _pairs(row, window) for window, count in layer_windows()))
 
 
-def mask_of(dataset: Any, index: int) -> Mask:
-    """Return the mask of row `index`: the mask of its documents, or its declared mask.
+def _pairs(row: Mask | Ints, window: tuple[int, int]) -> int:
+    """Return the pairs of a mask, or of documents with these offsets, within a window."""
+    if isinstance(row, Mask):
+        return (row if window == (-1, -1) else row & window).area()
+    length = np.diff(row)
+    if window[0] < 0:
+        return int((length * (length + 1) // 2).sum())
+    seen = np.minimum(length, window[0] + 1)  # the keys of a document's last query
+    return int((seen * (seen + 1) // 2 + (length - seen) * seen).sum())
+
+
+def row_of(dataset: Any, index: int) -> Mask | Ints:
+    """Return the offsets of the documents of row `index`, int64 [documents + 1], or its declared
+    mask.
 
     `PackedConversations` know the documents of their rows, also in a blend. For other data sets the
     sample is read.
@@ -152,12 +160,13 @@ def mask_of(dataset: Any, index: int) -> Mask:
         getattr(dataset, "dataset_sample_index", None),
     )
     if numbers[0] is not None and numbers[1] is not None:
-        return mask_of(dataset.datasets[int(numbers[0][index])], int(numbers[1][index]))
+        return row_of(dataset.datasets[int(numbers[0][index])], int(numbers[1][index]))
     if hasattr(dataset, "offsets"):
-        return Mask.documents(dataset.offsets(index))
+        offsets: Ints = dataset.offsets(index)
+        return offsets
     sample = dataset[index]
     if current().kinds:
         return read(sample.get(KEY), 1, len(sample["tokens"]), current().kinds)[0]
     if sample.get("cu_seqlens") is not None:
-        return Mask.documents(sample["cu_seqlens"])
-    return Mask.documents(boundaries(sample["position_ids"].unsqueeze(-2)))
+        return np.asarray(sample["cu_seqlens"], np.int64)
+    return boundaries(sample["position_ids"].unsqueeze(-2))
