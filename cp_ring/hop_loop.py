@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cp_ring.comm.agreement import Backward
 from cp_ring.comm.plain import Codec
-from cp_ring.comm.transport import Transport
+from cp_ring.comm.transport import Transport, joining
 from cp_ring.kernels import AttentionKernel, determinism
 from cp_ring.kernels.queries import Queries
 from cp_ring.kernels.work import Work, work_of
@@ -160,8 +160,8 @@ def _run_backward(
     """
     (out, lse, dlse), ring = merged, call.ring
     work, order = call.of_pass(q.device, backward=True)
-    codec = ring.codec(k, v, *inputs)
-    grads = codec.gradients(work, call.transport, ring.wire_dtype)
+    codec, transport = ring.codec(k, v, *inputs), joining(call.transport)
+    grads = codec.gradients(work, transport, ring.wire_dtype)
     queries, total = Queries(dout, q, out, lse=lse), Sum(work.queries, [q.shape], q, q.dtype)
     if dlse is not None:
         # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first
@@ -170,7 +170,7 @@ def _run_backward(
         one[..., 0], minus[..., 0] = 1.0, -dlse.permute(2, 0, 1)
         of_lse = Queries(one, q, minus, lse=lse)
     zeros = v.new_zeros(0)
-    for hop, k_hop, v_hop in codec.keys(order, call.transport):
+    for hop, k_hop, v_hop in codec.keys(order, transport):
         grads.start(hop)
         if dlse is not None and zeros.shape != v_hop.shape:
             zeros = torch.zeros_like(v_hop)

@@ -25,6 +25,7 @@ Backward keeps q, k, v and out with this rank's heads of the member's tokens. No
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ class SubTransport:
     def __init__(self, whole: Transport, ranks: Sequence[int]):
         self._whole, self._ranks = whole, tuple(ranks)
         self.rank, self.size = self._ranks.index(whole.rank), len(self._ranks)
+        self.blocks = getattr(whole, "blocks", True)
 
     def post(self, batch: MessageBatch) -> Pending:
         sends, receives = (
@@ -57,7 +59,7 @@ class SubTransport:
             ]
             for transfers in (batch.sends, batch.receives)
         )
-        return self._whole.post(MessageBatch(sends, receives, batch.kind, batch.hop))
+        return self._whole.post(replace(batch, sends=sends, receives=receives))
 
 
 def sub_transports(whole: Transport, heads: int) -> tuple[Transport, Transport | None]:

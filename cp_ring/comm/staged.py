@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import override
 
 import torch
@@ -29,7 +30,7 @@ class StagedTransport(GroupTransport):
         for device in {x.device for _, buffers in batch.sends for x in buffers}:
             torch.cuda.current_stream(device).synchronize()
         return _Staged(
-            super().post(MessageBatch(sends, receives, batch.kind, batch.hop)),
+            super().post(replace(batch, sends=sends, receives=receives)),
             receives,
             batch.receives,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cp_ring.comm.transport import DONE, Buffer, MessageBatch, Pending, Transport
+from cp_ring.comm.transport import DONE, Buffer, Joining, MessageBatch, Pending, Transport
 from cp_ring.observe import debug
 from cp_ring.observe.counters import recording
 from cp_ring.observe.spans import wait_for
@@ -44,6 +44,7 @@ class KeyStream:
             launched = self._slots[0][0].is_cuda and not slot
             ahead = turns[: 0 if launched else turn.ahead]
             pending += [self._posted(later) for later in ahead[len(pending) :]]
+            self._leave()
             self._spare = ()
             for counters in self._recording:
                 counters.hops += bool(len(hop.tiles))
@@ -53,6 +54,12 @@ class KeyStream:
                 self._spare = self._slots.pop(slot)
                 for counters in self._recording:
                     counters.slot(-1)
+        self._leave()
+
+    def _leave(self) -> None:
+        """In backward, post the gradients of the last hop, unless they left with keys."""
+        if isinstance(self._transport, Joining):
+            self._transport.leave()
 
     def _posted(self, turn: Turn) -> Pending:
         """Post the messages of a hop."""

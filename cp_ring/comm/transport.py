@@ -32,7 +32,8 @@ class MessageBatch:
     it moves.
 
     `ranks[peer]` is the rank of a transfer's peer in the whole job. If `ranks` is empty, the peer
-    is that rank itself.
+    is that rank itself. `gradients` are the numbers of the first sends and receives that are those
+    of gradients which leave with these keys.
     """
 
     sends: Sequence[tuple[Transfer, Buffer]]
@@ -40,6 +41,7 @@ class MessageBatch:
     kind: str = "keys"
     hop: int = 0
     ranks: Sequence[int] = ()
+    gradients: tuple[int, int] = (0, 0)
 
     def __bool__(self) -> bool:
         return bool(self.sends or self.receives)
@@ -82,6 +84,61 @@ class Transport(Protocol):
         ...
 
 
+class Joining:
+    """The messages of a backward pass over a transport whose waits do not block: gradients of one
+    hop and keys of a later one leave together, so that the second do not wait until the first have
+    arrived.
+
+    Batches of gradients are held until the next batch of keys, or until `leave`.
+    """
+
+    def __init__(self, transport: Transport):
+        self._transport, self._held = transport, _Held()
+        self.rank, self.size = transport.rank, transport.size
+
+    def post(self, batch: MessageBatch) -> Pending:
+        if not batch:
+            return DONE
+        if batch.kind == "gradients":
+            self._held = _Held(batch)
+            return self._held
+        if (first := self._held.batch) is None:
+            return self._transport.post(batch)
+        counts = len(first.sends), len(first.receives)
+        sends, receives = [*first.sends, *batch.sends], [*first.receives, *batch.receives]
+        return self._post(MessageBatch(sends, receives, batch.kind, batch.hop, gradients=counts))
+
+    def leave(self) -> None:
+        """Post the gradients that are held, if there are any."""
+        if self._held.batch is not None:
+            self._post(self._held.batch)
+
+    def _post(self, batch: MessageBatch) -> Pending:
+        pending = self._held.pending = self._transport.post(batch)
+        self._held.batch = None
+        return pending
+
+
+def joining(transport: Transport | None) -> Transport | None:
+    """Return the transport of a backward pass. Where a wait blocks, as on gloo, gradients leave at
+    once: a rank that this one waits for may wait for them.
+    """
+    if transport is None or getattr(transport, "blocks", True):
+        return transport
+    return Joining(transport)
+
+
+@dataclass
+class _Held:
+    batch: MessageBatch | None = None
+    pending: Pending = DONE
+
+    def wait(self) -> None:
+        assert self.batch is None, "messages that nobody has posted"
+        pending, self.pending = self.pending, DONE
+        pending.wait()
+
+
 class GroupTransport:
     """Messages over a process group of torch, with the backend NCCL or gloo."""
 
@@ -92,7 +149,7 @@ class GroupTransport:
         self.ranks = dist.get_process_group_ranks(group)
         self._agreement = agreement_of(group)
         self.agree = self._agreement.check
-        self._tags = dist.get_backend(group) == "gloo"  # NCCL has none
+        self.blocks = self._tags = dist.get_backend(group) == "gloo"  # NCCL has no tags
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -150,9 +207,12 @@ class _Works:
         self._works, self._batch, self._explain = works, batch, explain
 
     def wait(self) -> None:
-        WATCH.begin(self._batch, self._works)
+        works, self._works = self._works, []
+        if not works:  # waited for by the other kind of messages that have left together
+            return
+        WATCH.begin(self._batch, works)
         try:
-            for work in self._works:
+            for work in works:
                 work.wait()
         except BaseException as error:
             WATCH.give_up()
@@ -161,6 +221,7 @@ class _Works:
                 raise self._explain(error, [each.peer for each, _ in messages]) from None
             raise
         WATCH.end()
+        self._batch = MessageBatch((), ())
 
 
 _Messages = list[tuple[int, Tensor]]
@@ -182,8 +243,13 @@ def messages(transfers: Sequence[tuple[Transfer, Buffer]]) -> _Messages:
 def count(batch: MessageBatch) -> None:
     """Add a batch to the counters that are recording."""
     for counters in recording():
-        counters.add(
-            batch.kind,
-            [(peer, part.nbytes) for peer, part in messages(batch.sends)],
-            sum(part.nbytes for _, part in messages(batch.receives)),
-        )
+        sends, receives = batch.gradients
+        for kind, sent, received in (
+            ("gradients", batch.sends[:sends], batch.receives[:receives]),
+            (batch.kind, batch.sends[sends:], batch.receives[receives:]),
+        ):
+            counters.add(
+                kind,
+                [(peer, part.nbytes) for peer, part in messages(sent)],
+                sum(part.nbytes for _, part in messages(received)),
+            )

@@ -167,6 +167,17 @@ def test_attention_to_own_keys_is_launched_before_the_first_messages(clean, sm):
 
 
 @capabilities
+def test_gradients_of_a_hop_leave_together_with_keys_of_a_later_one(clean, sm):
+    """Else each pair of groups would go one after the other before the kernels behind them."""
+    if sm == 90:
+        for log, part in zip(clean(sm), rank_plans("one source a hop"), strict=True):
+            groups = [x for x in log.groups if x.part == "one source a hop 2"]
+            keys = sum(bool(hop.receives or hop.sends) for hop in part.hops)
+            # of forward and backward; the last two sets of gradients have no keys beside them
+            assert keys == 3 and len(groups) == keys + keys + 2
+
+
+@capabilities
 def test_a_step_launches_what_its_plan_says(clean, sm):
     for case in PLANS.keys() & CASES[sm]:
         parts = rank_plans(case)
