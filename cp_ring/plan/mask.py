@@ -59,7 +59,7 @@ class Mask(MaskTable):
         The pieces allow exactly these pairs. Raises `PlanError` if `allowed` is not such a table,
         `ConfigError` if it needs more than `max_pieces` pieces.
         """
-        from cp_ring.plan.dense_masks import of_array
+        from cp_ring.integrations.dense_masks import of_array
 
         n, pieces = of_array(allowed, max_pieces)
         return cls(n, pieces, "dense")
@@ -82,7 +82,7 @@ class Mask(MaskTable):
         and h have no value: use `Mask.batch` for batch rows with different masks; all heads share a
         mask. Raises as `from_dense` does, and `ConfigError` if the function fails.
         """
-        from cp_ring.plan.dense_masks import of_function
+        from cp_ring.integrations.dense_masks import of_function
 
         n = stream_length(n)
         return cls(n, of_function(mask_mod, n, max_pieces, device), "mask_mod")

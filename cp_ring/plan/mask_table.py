@@ -34,6 +34,7 @@ from cp_ring.plan.tiles import (
     coalesce,
     first_overlap,
     joined,
+    paint,
     split_at_edges,
 )
 from cp_ring.runtime import RUNTIME
@@ -229,8 +230,6 @@ class MaskTable:
 
     def dense(self) -> np.ndarray:
         """Return the mask as a boolean `[n, n]` array, for small n."""
-        from cp_ring.plan.dense_masks import paint
-
         return paint(self.pieces, self.n, self.n) > 0
 
     def describe(self) -> str:

@@ -214,14 +214,6 @@ def runs(breaks: NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
     return first, np.append(first[1:], count)[: len(first)] - 1
 
 
-def every_other(places: Ints) -> Ints:
-    """Return the first, third, ... of each chain of consecutive numbers among the ascending
-    `places`.
-    """
-    chain, end = runs(np.diff(places) != 1, len(places))
-    return places[(np.arange(len(places)) - np.repeat(chain, end - chain + 1)) % 2 == 0]
-
-
 def check_all(good: NDArray[np.bool_], message: Callable[[int], str]) -> None:
     """Raise `PlanError` with the message of the first index that is not `good`."""
     if not good.all():

@@ -218,6 +218,15 @@ class Tiles:
         ]
 
 
+def paint(tiles: Iterable[Tile], queries: int, keys: int) -> np.ndarray:
+    """Count how many tiles allow each pair of a small score matrix: int64 `[queries, keys]`."""
+    picture = np.zeros((queries, keys), dtype=np.int64)
+    for q0, q1, k0, k1, lo, hi in tiles:
+        offset = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
+        picture[q0:q1, k0:k1] += (offset >= lo) & (offset <= hi)
+    return picture
+
+
 def _corner(height: Ints, width: Ints, depth: Ints) -> Ints:
     """Count the cells of a height x width grid whose diagonal distance from one corner is below
     `depth`.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import OPEN, Layout, Mask, Plan, Tiles, tiles
-from cp_ring.plan.dense_masks import paint
+from cp_ring.plan.tiles import paint
 from tests.plan.strategies import disjoint_pieces, masks
 from tests.rings import said
 

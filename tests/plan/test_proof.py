@@ -32,8 +32,8 @@ from cp_ring.plan import (
     tiles,
     updates,
 )
-from cp_ring.plan.dense_masks import paint
 from cp_ring.plan.shard_tiles import tiles_in_stream
+from cp_ring.plan.tiles import paint
 from tests.plan.strategies import CAPABILITIES
 from tests.rings import said
 
