@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError, expect
+from cp_ring.plan.proof import overlapping
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
@@ -32,8 +33,6 @@ from cp_ring.plan.tiles import (
     OPEN,
     Tiles,
     coalesce,
-    first_overlap,
-    joined,
     paint,
     split_at_edges,
 )
@@ -77,7 +76,7 @@ class MaskTable:
         Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi. Without lo and
         hi they see all these keys; with lo > hi they see none. `positions`, int64 [n], are those of
         `Mask.positions`. Raises `PlanError` for a piece that is outside of the stream or ends
-        before it begins, and for two pieces that overlap, with a pair that both have.
+        before it begins, and for two pieces that overlap.
         """
         n, tiles = stream_length(n), _read(pieces)
         ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1)
@@ -91,13 +90,11 @@ class MaskTable:
                 raise PlanError(f"piece {bad.argmax()} {_numbers(tiles, int(bad.argmax()))} {what}")
         fitted = tiles.fitted()
         live = np.arange(len(tiles))[fitted.live()]
-        clash = first_overlap(fitted[live])
-        if clash is not None:
-            one, other = sorted(live[[clash.one, clash.other]].tolist())
+        if (clash := overlapping(fitted[live].data)) is not None:
+            one, other = live[[*clash]].tolist()
             raise PlanError(
                 f"pieces {one} {_numbers(tiles, one)} and {other} {_numbers(tiles, other)} "
-                f"overlap: query {clash.query} sees key {clash.key} in both; Mask.union joins "
-                "masks that overlap"
+                "overlap; Mask.union joins masks that overlap"
             )
         segments = None if positions is None else _runs_of(positions, n)
         return cls(n, fitted[live], name, details, segments)
@@ -119,7 +116,10 @@ class MaskTable:
             sizes = ", ".join(f"{mask.n} tokens" for mask in masks)
             raise PlanError(f"a union of masks of {sizes}: they must have one length")
         pieces = Tiles.concatenate(*(mask.pieces for mask in masks)).trimmed()
-        pieces = joined(pieces) if len(pieces) else pieces
+        if len(pieces):
+            from cp_ring.plan.union import joined
+
+            pieces = joined(pieces)
         words = " or ".join(_different(masks))
         return replace(first, pieces=pieces, name="union", details=words)
 

@@ -278,12 +278,7 @@ def _check_hops(plan: PlanTables) -> None:
 
 
 def _check_pieces(plan: PlanTables) -> None:
-    """The pieces of the mask lie in the stream, and no two of them share a pair.
-
-    Pieces that share a query are compared at the first and the last query of each strip between two
-    cuts. There both ends of each piece's keys are linear, so pieces that are apart and in one order
-    at both are apart between them.
-    """
+    """The pieces of the mask lie in the stream, and no two of them share a pair."""
     data, n = plan.mask.pieces.data, plan.n
     data = data[:, (data[0] < data[1]) & (data[2] < data[3]) & (data[4] <= data[5])]
     inside = (data[[0, 2]] >= 0).all(0) & (data[[1, 3]] <= n).all(0)
@@ -291,14 +286,26 @@ def _check_pieces(plan: PlanTables) -> None:
         raise PlanError(
             f"the mask is for {n} tokens, but its piece {_piece(data[:, i])} lies outside"
         )
-    order = np.argsort(data[0], kind="stable")
-    reach = np.maximum.accumulate(data[1][order])
-    shares = np.append(False, reach[:-1] > data[0][order][1:])[: len(order)]
+    if (pair := overlapping(data)) is not None:
+        shown = " and ".join(str(_piece(data[:, which])) for which in pair)
+        raise PlanError(f"the mask has pairs twice: its pieces {shown} overlap")
+
+
+def overlapping(pieces: Ints) -> tuple[int, int] | None:
+    """Return the indices of two pieces [6, pieces] that share a pair, or None if there are none.
+
+    Pieces that share a query are compared at the first and the last query of each strip between two
+    cuts. There both ends of each piece's keys are linear, so pieces that are apart and in one order
+    at both are apart between them.
+    """
+    order = np.argsort(pieces[0], kind="stable")
+    reach = np.maximum.accumulate(pieces[1][order])
+    shares = np.append(False, reach[:-1] > pieces[0][order][1:])[: len(order)]
     shares |= np.append(shares[1:], False)[: len(order)]
-    data = data[:, order[shares]]
-    if not data.size:
-        return
-    q0, q1, k0, k1, lo, hi = data
+    index = order[shares]
+    if not len(index):
+        return None
+    q0, q1, k0, k1, lo, hi = pieces[:, index]
     turns = [np.clip(at - bound, q0, q1) for at in (k0, k1) for bound in (lo, hi)]
     cuts = np.unique(np.concatenate([q0, q1, *turns]))
     first = np.searchsorted(cuts, q0)
@@ -313,9 +320,9 @@ def _check_pieces(plan: PlanTables) -> None:
     one, other = order[:-1], order[1:]
     clash = (sides[1][one] > sides[0][other]) | (sides[3][one] > sides[2][other])
     for i in _first((strip[one] == strip[other]) & clash):
-        pair = sorted((piece[one[i]], piece[other[i]]))
-        shown = " and ".join(str(_piece(data[:, which])) for which in pair)
-        raise PlanError(f"the mask has pairs twice: its pieces {shown} overlap")
+        low, high = sorted(index[piece[[one[i], other[i]]]].tolist())
+        return low, high
+    return None
 
 
 def _check_cover(plan: PlanTables, axis: Axis) -> None:
