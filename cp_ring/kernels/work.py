@@ -25,7 +25,7 @@ from cp_ring.plan.lower import Lowered, call_groups, lower
 from cp_ring.plan.proof import check_work
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.records import Hop, RankPlan
-from cp_ring.plan.updates import Update, gradient_updates, query_updates, running_tokens
+from cp_ring.plan.updates import Update, gradient_updates, query_updates
 from cp_ring.runtime import RUNTIME
 
 
@@ -120,8 +120,7 @@ def _make_work(
 
 
 def _segments(updates: Sequence[Update]) -> tuple[Segments, ...]:
-    kept = running_tokens(updates)
-    return tuple(Segments(update.segments, update.whole, kept) for update in updates)
+    return tuple(Segments(*update) for update in updates)
 
 
 def kernel_calls(

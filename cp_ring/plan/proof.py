@@ -739,12 +739,11 @@ def _check_updates(name: str, updates: Sequence[Update], parts: Sequence[Ints], 
         low, high, _ = update.kept.indices(size)
         kept = (start[runs] >= low) & (end[runs] <= high)
         _expect(kept.all(), f"{name}: a running total has no memory for all of its tokens")
-        for place in update.table[4:]:
+        for position, step in zip(update.table[4::2], update.table[5::2], strict=True):
             _expect(left, f"{name}: an update waits for a part that does not come")
             part = left.pop(0)
-            mine = np.flatnonzero((place != -1)[which])
-            at = place[which[mine]]
-            at = np.where(at >= 0, at + number[mine], -2 - at - number[mine])
+            mine = np.flatnonzero((step != 0)[which])
+            at = position[which[mine]] + step[which[mine]] * number[mine]
             same = len(at) == (part >= 0).sum() and (at >= 0).all() and (at < len(part)).all()
             same = same and np.array_equal(part[at], token[mine])
             _expect(same, f"{name}: an update adds rows of a part at other tokens, or not once")

@@ -319,7 +319,7 @@ FAULTS = {
     "updates: rows of messages one token late": (updates.Partial, "of", late_tokens),
     "updates: reversed rows are not": (updates.Partial, "of", reversed_alike),
     "updates: totals begin twice": (updates, "_joined", joined_parts),
-    "updates: running total too short": (updates, "running_tokens", half_memory),
+    "updates: running total too short": (updates, "_kept", half_memory),
     "order: all keys at once": (message_order, "message_order", posted_too_early),
     "order: one slot for all": (message_order, "message_order", one_slot),
     "order: after the gradients": (message_order, "message_order", other_side_of_gradients),
