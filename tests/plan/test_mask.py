@@ -127,22 +127,9 @@ def test_block_causal_documents(case, block):
     assert np.array_equal(mask.positions, Mask.documents(offsets, n=n).positions)
 
 
-@pytest.mark.parametrize(
-    ("mask", "words"),
-    [
-        (Mask.causal(64), "causal"),
-        (Mask.causal(64, (8, 0)), "causal, window 8"),
-        (Mask.full(64, (4, 4)), "full, window 4 on both sides"),
-        (Mask.documents([0, 10, 10, 40], n=64), "documents: 2, mean 20 tokens, 24 tokens of padding"),
-        (Mask.documents([0, 64], causal=False, window=(3, -1)),
-         "documents: 1, mean 64 tokens, not causal, window 3 before, all after"),
-        (Mask.prefix(64, [1, 3], [0, 5, 64], (4, 0)),
-            "prefix: mean 2 tokens, documents: 2, mean 32 tokens, window 4"),
-        (Mask.batch([Mask.causal(8), Mask.full(8)]), "batch: 2 rows (causal; full)"),
-    ],
-)  # fmt: skip
-def test_masks_describe_themselves(mask, words):
-    assert mask.describe() == words
+def test_masks_describe_themselves():
+    assert repr(Mask.block_causal(64, 16)) == "<Mask of 64 tokens, block causal, 2,560 pairs>"
+    assert Mask.causal(64, (8, 0)).describe() == "causal, 540 pairs"
 
 
 def test_area_of_a_long_mask_is_exact():
