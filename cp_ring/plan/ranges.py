@@ -195,16 +195,6 @@ def starts_of(size: Ints) -> Ints:
     return np.cumsum(size) - size
 
 
-def starts_in_groups(size: Ints, group: Ints, groups: int) -> Ints:
-    """Return where parts of these sizes begin if the parts of each group, 0 to groups - 1, lie end
-    to end.
-    """
-    order = np.argsort(group, kind="stable")
-    starts = np.empty_like(size)
-    starts[order] = starts_of(size[order])
-    return starts - starts_of(np.bincount(group, size, groups).astype(np.int64))[group]
-
-
 def runs(breaks: NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
     """Return the first and the last index of each run of `count` entries.
 

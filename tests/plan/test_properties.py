@@ -32,7 +32,7 @@ def check_plan(plan):
     report = plan.verify(rank_plans=True)
     for rank in range(plan.cp):
         plan.verify(executed=plan.rank_plan(rank))
-    tiles, _ = tiles_in_stream(plan.ring)
+    tiles, *_ = tiles_in_stream(plan.ring)
     assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
     assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
     apart = plan.ring.tile_rank * plan.ring.cp + plan.ring.tile_source
