@@ -379,32 +379,32 @@ def _difference(plan: PlanTables, axis: Axis, place: int, turned: bool) -> str:
     """Say for the query (or the key, if `turned`) at a place of the axis with which token it is
     computed or allowed too often.
     """
-    mine, other = plan.tile_rank, plan.tile_source
-    tiles, pieces = plan.tiles.data, plan.mask.pieces.data
+    mine, other, tiles = plan.tile_rank, plan.tile_source, plan.tiles.data
+    pieces, token = plan.mask.pieces.data, int(axis.token[place])
     if turned:
         mine, other, tiles, pieces = other, mine, _turned(tiles), _turned(pieces)
-    token = int(axis.token[place])
-    counts = []
-    for table, rows, columns, at in (
-        (tiles, axis.first[mine], axis.first[other], place),
-        (pieces, np.zeros(pieces.shape[1], np.int64), np.zeros(pieces.shape[1], np.int64), token),
-    ):
-        times, inside = np.zeros(axis.n + 1, np.int64), at - rows
-        for i in np.flatnonzero((table[0] <= inside) & (inside < table[1])).tolist():
-            _, _, k0, k1, lo, hi = table[:, i]
-            start, end = max(k0, inside[i] + lo), min(k1, inside[i] + hi + 1)
-            if start < end:
-                times[columns[i] + start] += 1
-                times[columns[i] + end] -= 1
-        counts.append(np.cumsum(times)[:-1])
-    computed, allowed = counts[0], counts[1][axis.token]
-    key = int((computed != allowed).argmax())
-    query, seen = (int(axis.token[key]), token) if turned else (token, int(axis.token[key]))
-    of_query, of_key = (key, place) if turned else (place, key)
+    computed = _seen(tiles, place - axis.first[mine], axis.first[other], axis.n)
+    allowed = _seen(pieces, np.full_like(pieces[0], token), 0, axis.n)[axis.token]
+    seen = int((computed != allowed).argmax())
+    query, key = (seen, place) if turned else (place, seen)
     return (
-        f"rank {axis.rank(of_query)}: query {query} and key {seen} of rank {axis.rank(of_key)} are "
-        f"computed {computed[key]} times, but the mask allows them {allowed[key]} times"
+        f"rank {axis.rank(query)}: query {axis.token[query]} and key {axis.token[key]} of rank "
+        f"{axis.rank(key)} are computed {computed[seen]} times, but the mask allows them "
+        f"{allowed[seen]} times"
     )
+
+
+def _seen(tiles: Ints, query: Ints, columns: Ints | int, count: int) -> Ints:
+    """Return how often tiles let a query see each of `count` keys. The query is number `query[i]`
+    of tile i, whose keys are counted from `columns[i]`.
+    """
+    q0, q1, k0, k1, lo, hi = tiles
+    start, end = np.maximum(k0, query + lo), np.minimum(k1, query + hi + 1)
+    mine = (q0 <= query) & (query < q1) & (start < end)
+    times = np.zeros(count + 1, np.int64)
+    np.add.at(times, (columns + start)[mine], 1)
+    np.subtract.at(times, (columns + end)[mine], 1)
+    return np.cumsum(times)[:-1]
 
 
 def _check_keys(plan: PlanTables, axis: Axis) -> None:
