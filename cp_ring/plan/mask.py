@@ -255,15 +255,10 @@ class Mask(MaskTable):
             (parent >= -1) & (parent < np.arange(len(parent))),
             lambda i: f"branch {i} has parent {parent[i]}: it must be -1 or a branch before it",
         )
-        if (length < 0).any():
-            raise PlanError(
-                f"branch {(length < 0).argmax()} has {length.min()} tokens: it must have at least 0"
-            )
-        if (length > MAX_TOKENS).any():
-            raise PlanError(
-                f"branch {length.argmax()} has {length.max()} tokens: a stream holds at most "
-                f"{MAX_TOKENS}"
-            )
+        check_all(
+            (length >= 0) & (length <= MAX_TOKENS),
+            lambda i: f"branch {i} has {length[i]} tokens: it must have 0 to {MAX_TOKENS}",
+        )
         end = np.cumsum(length)
         start, n = end - length, stream_length(int(end[-1]) if n is None else n)
         if end[-1] > n:
@@ -296,28 +291,16 @@ class Mask(MaskTable):
         """
         parents: list[int] = []
         lengths: list[int] = []
-        groups = list(expect("groups", groups, Iterable))
-        for group, pair in enumerate(groups):
+        for group, pair in enumerate(expect("groups", groups, Iterable)):
             if not (isinstance(pair, Sequence) and len(pair) == 2 and np.ndim(pair[1]) == 1):
                 raise PlanError(
                     f"group {group} is {pair!r}: it must be (tokens of the prompt, [tokens of each "
                     "response])"
                 )
             prompt, responses = pair
-            for length in (prompt, *responses):
-                if integer(length, "length") < 0:
-                    raise PlanError(
-                        f"group {group} has a prompt or a response of {length} tokens: it must "
-                        "have at least 0"
-                    )
             parents += [-1, *[len(parents)] * len(responses)]
             lengths += [prompt, *responses]
-        if not groups:
-            raise PlanError(
-                "shared prefixes need at least one group (prompt length, [response lengths])"
-            )
-        mask = cls.tree(parents, lengths, n)
-        mask = replace(mask, name="shared_prefix")
+        mask = replace(cls.tree(parents, lengths, n), name="shared_prefix")
         return mask if window is None else mask & window
 
     @classmethod

@@ -466,17 +466,22 @@ def _joined(start: Ints, end: Ints) -> Ints:
 
 def _same(plan: PlanTables, axis: Axis, wanted: Ints, moved: Ints, wants: str, moves: str) -> None:
     """Raise `PlanError` if two lists of ranges, numbered by rank and place, differ."""
-    if np.array_equal(wanted, moved):
-        return
-    count = min(wanted.shape[1], moved.shape[1])
-    differs = (wanted[:, :count] != moved[:, :count]).any(0)
-    at = int(np.append(differs, True).argmax())
-    start = min(int(ranges[0, at]) for ranges in (wanted, moved) if at < ranges.shape[1])
-    rank, place = divmod(start, axis.n + 1)
-    hop = plan.schedule[(rank - axis.rank(place)) % plan.cp]
-    raise PlanError(
-        f"rank {rank}, hop {hop} {wants} other tokens than it {moves}, from {axis.named(place)} on"
-    )
+    for start in _difference_of(wanted, moved):
+        rank, place = divmod(start, axis.n + 1)
+        hop = plan.schedule[(rank - axis.rank(place)) % plan.cp]
+        raise PlanError(
+            f"rank {rank}, hop {hop} {wants} other tokens than it {moves}, from "
+            f"{axis.named(place)} on"
+        )
+
+
+def _difference_of(one: Ints, other: Ints) -> list[int]:
+    """Return the smaller number of the first row, where two tables differ first, or nothing."""
+    if np.array_equal(one, other):
+        return []
+    count = min(one.shape[1], other.shape[1])
+    at = int(np.append((one[:, :count] != other[:, :count]).any(0), True).argmax())
+    return [min(int(table[0, at]) for table in (one, other) if at < table.shape[1])]
 
 
 def _check_slots(plan: PlanTables, num_slots: int) -> int:
@@ -576,12 +581,8 @@ def _check_messages(
     found.sort(key=lambda each: each[0])
     pairs, places = zip(*found, strict=True)
     moved = np.stack([np.repeat(pairs, [*map(len, places)]), np.concatenate(places)])
-    if not np.array_equal(wanted, moved):
-        count = min(wanted.shape[1], moved.shape[1])
-        at = int(np.append((wanted[:, :count] != moved[:, :count]).any(0), True).argmax())
-        index, other = divmod(
-            min(int(table[0, at]) for table in (wanted, moved) if at < table.shape[1]), cp
-        )
+    for number in _difference_of(wanted, moved):
+        index, other = divmod(number, cp)
         raise PlanError(
             f"rank {part.member}, hop {index}: {name} with rank {other} has other tokens than the "
             "tables"

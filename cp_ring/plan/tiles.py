@@ -21,6 +21,7 @@ from cp_ring.plan.ranges import (
     Ints,
     integers,
     overlaps,
+    runs,
     sort_index,
 )
 
@@ -281,29 +282,13 @@ def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
         sides = (tiles.k0, tiles.q0) if along_queries else (tiles.q0, tiles.k0)
         sort = sort_index(group, *sides)
         tiles, group = tiles[sort], group[sort]
-        while len(first := _runs_of_one_tile(tiles, group, along_queries)) < len(tiles):
+        while (near := _neighbors(tiles, group, along_queries)).any():
+            # Of a chain of neighbors the first two are joined, the next two, and so on.
+            number = np.arange(1, len(tiles))
+            begin = np.maximum.accumulate(np.where(near, 0, number))
+            first, _ = runs((number - begin) % 2 == 0, len(tiles))
             tiles, group = _hulls(tiles, first), group[first]
     return tiles, group
-
-
-def _runs_of_one_tile(tiles: Tiles, group: Ints, along_queries: bool) -> Ints:
-    """Return the index of the first tile of each run of sorted tiles whose union is one tile.
-
-    A run is a chain of tiles in which each two neighbors make a tile. If the whole chain makes no
-    tile, a run is two of its neighbors.
-    """
-    near = _neighbors(tiles, group, along_queries)
-    first = np.flatnonzero(np.append(True, ~near)[: len(tiles)])
-    several = np.flatnonzero(np.append(near, False) | np.append(False, near))
-    if len(several):
-        chain = np.concatenate([[0], np.cumsum(~near)])
-        whole = _hulls(tiles, first)[chain[several]]
-        apart = ~_is_part(whole, tiles[several], along_queries)
-        bad = np.zeros(len(first), bool)
-        bad[chain[several[apart]]] = True
-        place = np.arange(len(tiles)) - first[chain]
-        first = np.flatnonzero((place == 0) | (bad[chain] & (place % 2 == 0)))
-    return first
 
 
 def _neighbors(tiles: Tiles, group: Ints, along_queries: bool) -> NDArray[np.bool_]:

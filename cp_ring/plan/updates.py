@@ -167,7 +167,7 @@ def _updates(total: _Total) -> tuple[Update, ...]:
     tables = []
     for index, (group, (low, high)) in enumerate(zip(groups, pairwise(cuts), strict=True)):
         cells = np.unique(touched[order[low:high]])
-        mine = order[low:high][order[low:high] < len(span)]
+        mine = order[low : min(high, len(span))]
         first, last = earliest[cells] == index, latest[cells] == index
         table = np.zeros((4 + 2 * len(group), len(cells)), np.int64)
         table[:4] = edges[cells], edges[cells + 1], first, last

@@ -160,7 +160,7 @@ def test_area_of_a_long_mask_is_exact():
         (lambda: Mask.union(Mask.causal(4), Mask.causal(8)),
             "a union of masks of 4 tokens, 8 tokens: they must have one length"),
         (lambda: Mask.shared_prefix([(4, [2, -1])]),
-            "group 0 has a prompt or a response of -1 tokens: it must have"),
+            "branch 2 has -1 tokens: it must have 0 to"),
         (lambda: Mask.shared_prefix([(4, [2])], n=5), "have 6 tokens, but the stream has 5"),
         (lambda: Mask.tree([0], [4]), "branch 0 has parent 0: it must be -1 or a branch before it"),
         (lambda: Mask.images(8, [(2, 4), (3, 6)]), r"spans 2\.\.4 and 3\.\.6 overlap"),

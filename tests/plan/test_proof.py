@@ -197,7 +197,7 @@ def gradients_of_first_hop(direct):
 
 
 def stale_slide(slide):
-    return lambda self, distance, start: slide(self, np.minimum(distance, 1), start)
+    return lambda self, owner, start: slide(self, np.minimum(owner, 1), start)
 
 
 def thinner_rectangle(columns):
