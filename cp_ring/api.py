@@ -4,18 +4,16 @@ and keeps both for later calls.
 
 from __future__ import annotations
 
-import difflib
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, Literal, TypedDict, Unpack, overload
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from cp_ring.attention import AnyPlan, Attention, attention_of
+from cp_ring.attention import AnyPlan, attention_of
 from cp_ring.comm.agreement import LIMIT
 from cp_ring.comm.groups import Group, check_local, transport_of_call
 from cp_ring.comm.latent import LatentKeys
@@ -23,63 +21,53 @@ from cp_ring.cuts import check_cut
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.observe import watchdog
-from cp_ring.options import UNSUPPORTED
+from cp_ring.options import CallSettings
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan_cache import PlanOptions
+from cp_ring.plan_cache import Offsets, PlanOptions
 from cp_ring.runtime import RUNTIME
 
 
-class CallOptions(TypedDict, total=False):
-    """The keywords of `ring_attention`, but for `return_lse`. Their defaults are in `PlanOptions`
-    and `AttentionOptions`.
+def _out_of_graphs[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Make a call in a compiled function break the graph. `torch.compiler.disable` would import the
+    compiler.
     """
+    disabled = _disable_dynamo(function)
 
-    causal: bool
-    window_size: tuple[int, int]
-    cu_seqlens: Sequence[int] | np.ndarray | Tensor | None
-    mask: Mask | None
-    plan: AnyPlan | None
-    layout: str | Layout
-    route: str
-    schedule: str | Sequence[int]
-    heads: int | str
-    softmax_scale: float | None
-    deterministic: bool | None
-    kernel: str
-    num_slots: int
-    wire: str | None
-    wire_dtype: str
-    qkv_format: str
-    sink: Tensor | None
-    timeout: float | None
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        return (disabled if torch.compiler.is_compiling() else function)(*args, **options)
+
+    return call
 
 
-_OF_PLAN = frozenset(field.name for field in fields(PlanOptions))
-_OF_CALL = frozenset(CallOptions.__annotations__) - _OF_PLAN
-
-
-# fmt: off
-@overload
-def ring_attention(
-    q: Tensor, k: Tensor | LatentKeys, v: Tensor | None = None, group: Group = None, *,
-    return_lse: Literal[False] = False, **options: Unpack[CallOptions],
-) -> Tensor: ...
-@overload
-def ring_attention(
-    q: Tensor, k: Tensor | LatentKeys, v: Tensor | None = None, group: Group = None, *,
-    return_lse: Literal[True], **options: Unpack[CallOptions],
-) -> tuple[Tensor, Tensor]: ...
-# fmt: on
+@_out_of_graphs
 def ring_attention(
     q: Tensor,
     k: Tensor | LatentKeys,
     v: Tensor | None = None,
     group: Group = None,
     *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens: Offsets | None = None,
+    mask: Mask | None = None,
+    plan: AnyPlan | None = None,
+    layout: str | Layout | None = CallSettings.layout,
+    route: str = CallSettings.route,
+    schedule: str | Sequence[int] = CallSettings.schedule,
+    heads: int | str = CallSettings.heads,
+    softmax_scale: float | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
-    **options: Unpack[CallOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+    deterministic: bool | None = None,
+    kernel: str = CallSettings.kernel,
+    num_slots: int = CallSettings.num_slots,
+    wire: str | None = None,
+    wire_dtype: str = CallSettings.wire_dtype,
+    qkv_format: str = "bshd",
+    timeout: float | None = None,
+) -> Any:
     """Exact, differentiable attention over a sequence that is sharded across the ranks of `group`.
 
         out = cp_ring.ring_attention(q, k, v, group, causal=True)
@@ -93,28 +81,28 @@ def ring_attention(
         group: a ProcessGroup, a one-dimensional DeviceMesh, a transport such as a rank of
             `cp_ring.testing.local_ring.LocalRing`, `cp_ring.ALONE` for this rank by itself, or None
             in a job of one rank.
-        causal: True lets each query see only the keys up to its own position.
+        causal: each query sees only the keys up to its own position.
         window_size: (left, right): query i sees keys i - left to i + right; -1 leaves a side open.
         cu_seqlens: offsets [0, ..., n] of packed documents in the whole sequence, the same on every
             rank. A query sees only its own document.
         mask: any other `Mask`, in place of `causal`, `window_size` and `cu_seqlens`.
         plan: a plan from `Plan.build`, or this rank's part of it, in place of mask, layout, route,
             schedule and heads. By default a plan is made, proven and kept.
-        layout: which rank holds which tokens: `zigzag` (the default), another name in
+        layout: which rank holds which tokens: `zigzag`, another name in
             `cp_ring.plan.layout.LAYOUTS`, or a `Layout`.
         route: `direct` sends keys straight from their owner, `ring` from neighbor to neighbor.
         schedule: how many remote sources a hop reads: `auto` (2 at first, then 4), `ring` (one),
             `gather` (all), or the hop of each ring distance, as (0, 1, 2, 2) for 4 ranks.
         heads: how many neighboring ranks exchange tokens for heads by an all-to-all: 1 is the ring
             alone, the number of all ranks is DeepSpeed-Ulysses. It divides the ranks and the query
-            heads, and divides the key/value heads or is a multiple of them. `auto` (the default) is
-            1 in one node; across nodes, 1, a divisor of the ranks of a node, or the ranks of small
-            nodes, by predicted time.
-        softmax_scale: the factor of the scores; by default d ** -0.5.
-        sink: [h], a learned softmax offset: exp(sink) is added to each softmax denominator. Sum its
+            heads, and divides the key/value heads or is a multiple of them. `auto` is 1 in one
+            node; across nodes, 1, a divisor of the ranks of a node, or the ranks of small nodes, by
+            predicted time.
+        softmax_scale: the factor of the scores; None is d ** -0.5.
+        sink: [h], a learned softmax offset: exp(sink) is added to each denominator. Sum its
             gradient over `group`.
-        return_lse: True also returns the differentiable log-sum-exp of the scores.
-        deterministic: True asks for the same bits in every run; None follows
+        return_lse: also return the differentiable log-sum-exp of the scores.
+        deterministic: True for the same bits in every run; None follows
             `torch.use_deterministic_algorithms`.
         kernel: `auto`, or a name in `cp_ring.kernels.REGISTRY`.
         num_slots: receive buffers for keys and values, 2 to 8; memory grows with it.
@@ -125,9 +113,8 @@ def ring_attention(
             `float32` or `bfloat16`.
         qkv_format: the dimensions of q, k, v and out: `bshd`, `sbhd`, `bhsd` or `thd` (lse is then
             [h, s]).
-        timeout: seconds to wait for other ranks, from then on. A rank that waits
-            longer names the missing rank: a first call of a kind raises `PlanError`, others end
-            all waiting ranks with exit code 3.
+        timeout: seconds to wait for other ranks, from then on; a rank then names the missing one: a
+            first call of a kind raises `PlanError`, others end all waiting ranks with exit code 3.
 
     Returns:
         out [b, s, h, e] in the dtype of q; with `return_lse` also lse [b, h, s]. Sums and lse are
@@ -148,67 +135,15 @@ def ring_attention(
 
     Source: ring attention, Liu et al., https://arxiv.org/abs/2310.01889.
     """
-    layout_of_tensors = expect("qkv_format", options.get("qkv_format", ""), str)
-    if layout_of_tensors in _DIMENSIONS:
-        return _in_format(layout_of_tensors, (q, k, v), group, return_lse, options)
-    if torch.compiler.is_compiling():
-        return _out_of_graph(q, k, v, group, return_lse=return_lse, **options)
-    attention, inputs = _resolved(q, k, v, group, return_lse, options)
-    out, lse, *_ = attention(inputs)
-    if not return_lse:
-        return out
-    assert lse is not None, "an lse that was asked for is missing"
-    return out, lse
-
-
-_DIMENSIONS = {"bhsd": 4, "thd": 3}
-"""Formats whose tensors are views of the format bshd, and how many dimensions they have."""
-
-
-def _in_format(
-    name: str, tensors: tuple[Any, ...], group: Group, return_lse: bool, options: Any
-) -> Any:
-    """Run `ring_attention` on tensors of a format in `_DIMENSIONS`."""
-    for of, x in zip("qkv", tensors, strict=True):
-        if not isinstance(x, Tensor) or x.dim() != _DIMENSIONS[name]:
-            shape = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise PlanError(
-                f"qkv_format={name!r}: {of} must be a tensor of {_DIMENSIONS[name]} dimensions, "
-                f"not {shape}"
-            )
-    packed = name == "thd"
-    views: list[Any] = [x[None] if packed else x.transpose(1, 2) for x in tensors]
-    call: Any = ring_attention
-    results = call(*views, group, **{**options, "return_lse": return_lse, "qkv_format": "bshd"})
-    out, *lse = results if return_lse else (results,)
-    out = out[0] if packed else out.transpose(1, 2)
-    return (out, lse[0][0] if packed else lse[0]) if return_lse else out
-
-
-# `torch.compiler.disable` that does not import the compiler: the call is a graph break
-@_disable_dynamo
-def _out_of_graph(*args: Any, **options: Any) -> Any:
-    return ring_attention(*args, **options)
-
-
-def _resolved(
-    q: Tensor,
-    k: Tensor | LatentKeys,
-    v: Tensor | None,
-    group: Group,
-    return_lse: bool,
-    options: CallOptions,
-) -> tuple[Attention, Inputs]:
-    """Return the `Attention` that the call runs, and its inputs."""
-    of_call: dict[str, Any] = dict(options)
-    of_plan = {name: of_call.pop(name) for name in options if name in _OF_PLAN}
-    if of_plan.get("layout", "") is None:  # the default, as for `shard`
-        del of_plan["layout"]
-    for name in of_call.keys() - _OF_CALL:
-        raise _unknown(name)
-    if (timeout := of_call.pop("timeout", None)) is not None:
+    if timeout is not None:
         _watch(timeout)
-    latents, sink = None, of_call.pop("sink", None)
+    layout = CallSettings.layout if layout is None else layout
+    asked = PlanOptions(causal, window_size, cu_seqlens, mask, plan, layout, route, schedule, heads)
+    of_tensors = expect("qkv_format", qkv_format, str)
+    if of_tensors in _DIMENSIONS:
+        q, k, v = (_viewed(name, x, of_tensors) for name, x in (("q", q), ("k", k), ("v", v)))
+        qkv_format = "bshd"
+    latents = None
     if isinstance(k, LatentKeys):
         if v is not None:
             raise PlanError("v is given beside LatentKeys, which have the values too: leave it out")
@@ -218,41 +153,48 @@ def _resolved(
     for name, x in {"q": q, "k": k, "v": v, "sink": sink}.items():
         if x is not None or name != "sink":
             check_local(name, x)
-    plan = of_plan.get("plan")
-    split = plan or of_plan.get("layout")
-    transport = transport_of_call(group, q.device, split)
-    if plan is None or len(of_plan) > 1:
-        asked = PlanOptions(**of_plan)
-        if plan is None:
-            tokens_first = of_call.get("qkv_format") == "sbhd"
-            plan = asked.find(transport, (q, k, v), tokens_first, latents is not None)
-            if transport is not None and isinstance(asked.layout, str):
-                check_cut(transport, plan.layout, "ring_attention")
-    inputs = Inputs(q, k, v, sink, latents).alike()
+    transport = transport_of_call(group, q.device, plan or layout)
+    if plan is None:
+        plan = asked.find(transport, (q, k, v), qkv_format == "sbhd", latents is not None)
+        if transport is not None and isinstance(layout, str):
+            check_cut(transport, plan.layout, "ring_attention")
     plain = latents is None or plan.ulysses > 1
-    of_call["wire"] = of_call.get("wire") or ("plain" if plain else "latent")
-    return attention_of(plan, transport, _made_once(of_call, return_lse), inputs), inputs
+    options = _made_once(
+        softmax_scale, deterministic, kernel, num_slots, wire or ("plain" if plain else "latent"),
+        wire_dtype, qkv_format, return_lse,
+    )  # fmt: skip
+    inputs = Inputs(q, k, v, sink, latents).alike()
+    out, lse, *_ = attention_of(plan, transport, options, inputs)(inputs)
+    if of_tensors == "bhsd":
+        out = out.transpose(1, 2)
+    elif of_tensors == "thd":
+        out, lse = out[0], None if lse is None else lse[0]
+    return (out, lse) if return_lse else out
 
 
-def _unknown(name: str) -> Exception:
-    """Return the error of a keyword that there is not."""
-    if name in UNSUPPORTED:
-        return ConfigError(f"{name} is not supported: {UNSUPPORTED[name]}")
-    near = difflib.get_close_matches(name, _OF_CALL | _OF_PLAN, 1, 0.4)
-    return TypeError(
-        f"ring_attention() got an unexpected keyword argument {name!r}"
-        + f"; did you mean {''.join(near)}?" * bool(near)
-    )
+_DIMENSIONS = {"bhsd": 4, "thd": 3}
+"""Formats whose tensors are views of the format bshd, and how many dimensions they have."""
+
+
+def _viewed(name: str, x: Any, of_tensors: str) -> Tensor:
+    """Return the view [b, s, h, d] of a tensor of a format in `_DIMENSIONS`."""
+    if not isinstance(x, Tensor) or x.dim() != _DIMENSIONS[of_tensors]:
+        shape = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise PlanError(
+            f"qkv_format={of_tensors!r}: {name} must be a tensor of {_DIMENSIONS[of_tensors]} "
+            f"dimensions, not {shape}"
+        )
+    return x[None] if of_tensors == "thd" else x.transpose(1, 2)
 
 
 _options = RUNTIME.cache(maxsize=64, typed=True)(AttentionOptions)
 
 
-def _made_once(values: dict[str, Any], lse: bool) -> AttentionOptions:
+def _made_once(*values: Any) -> AttentionOptions:
     try:
-        return _options(**values, lse=lse)
+        return _options(*values)
     except TypeError:  # a list or the like, which no option can be, and no cache can hold
-        return AttentionOptions(**values, lse=lse)
+        return AttentionOptions(*values)
 
 
 def _watch(timeout: float) -> None:

@@ -201,17 +201,12 @@ class Attention:
         """
         q, k, v, sink, latents = inputs
         more = list(latents) if latents and self._latents else []
-        if self._bshd:
-            q, k, v, *more[:1] = [x.transpose(0, 1) for x in (q, k, v, *more[:1])]
+        q, k, v, *more[:1] = map(self._in_stream, (q, k, v, *more[:1]))
         kernel, plan, transport = self._kernel, self._plan(), self.transport()
         assert plan is not None, "an attention is called without its plan"
         transport = transport if plan.cp > 1 else None
         if (counting := self._counting()) is not None:
             kernel = counting
-        if self._batch_rows:
-            q, k, v, *more[:1] = [
-                x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v, *more[:1])
-            ]
         begin_backward: Backward | None = None
         if (agree := getattr(transport, "agree", None)) is not None:
             # Raises `PlanError` on all ranks where the ranks of the transport make different calls.
@@ -231,6 +226,14 @@ class Attention:
                 None if lse is None else lse[0].unflatten(1, (self._batch_rows, -1)).transpose(0, 1)
             )
         return Output(out.transpose(0, 1) if self._bshd else out, lse, max_logit, parts)
+
+    def _in_stream(self, x: Tensor) -> Tensor:
+        """Return a tensor of the caller's format with tokens first, [s, b, ...]. Batch rows with
+        masks of their own follow one another, [b * s, 1, ...].
+        """
+        if self._batch_rows:
+            return (x if self._bshd else x.transpose(0, 1)).flatten(0, 1)[:, None]
+        return x.transpose(0, 1) if self._bshd else x
 
     def _over_heads(
         self,

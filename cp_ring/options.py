@@ -16,23 +16,6 @@ from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import SLOT_SHARDS, parse, text
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
-_CROSS = "keys are those of the queries' tokens: there is no cross attention"
-_LSE = "pass return_lse=True for the log-sum-exp"
-UNSUPPORTED = {
-    "key_layout": _CROSS,
-    "cu_seqlens_k": _CROSS,
-    "softcap": "no kernel that trains long sequences caps scores; leave it out",
-    "dropout_p": "no GPU kernel drops weights by positions; leave it out",
-    "scale": "pass softmax_scale",
-    "score_mod": "scores are not changed; a mask is mask=cp_ring.Mask.from_mask_mod(mask_mod, n)",
-    "max_seqlen": "lengths follow from cu_seqlens; leave it out",
-    "return_softmax": _LSE,
-    "return_attn_probs": _LSE,
-    "alibi_slopes": "no GPU kernel has slopes of tiles; use rotary positions",
-    "bias": "no GPU kernel has a bias of tiles; use rotary positions",
-}
-"""Keywords of other libraries' attention, and why there is none here."""
-
 
 def _kernels() -> tuple[str, ...]:
     # loads torch, which a command line that names no kernel does without

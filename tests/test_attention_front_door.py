@@ -155,11 +155,6 @@ LINES = {
     "timeout=True": {"timeout": True},
     **{f"{name} is of type list: it must be": {name: [name]}
        for name in ("kernel", "wire", "wire_dtype", "route", "layout", "qkv_format")},
-    "scale is not supported: pass softmax_scale": {"scale": 1.0},
-    "score_mod is not supported": {"score_mod": max},
-    "max_seqlen is not supported: lengths follow from cu_seqlens": {"max_seqlen": 16},
-    "return_softmax is not supported: pass return_lse=True": {"return_softmax": True},
-    "dropout_p is not supported: .* leave it out": {"dropout_p": 0.0},
 }  # fmt: skip
 
 
@@ -167,6 +162,11 @@ LINES = {
 def test_contradictions_are_one_line_that_names_the_argument(line):
     said_of_call = said(ring_attention, *Case.draw(16)[:3], **LINES[line])
     assert line in said_of_call or re.search(line, said_of_call), said_of_call
+
+
+def test_python_rejects_what_there_is_not():
+    with pytest.raises(TypeError, match=r"^ring_attention\(\) got an unexpected .* 'dropout_p'"):
+        ring_attention(*Case.draw(16)[:3], dropout_p=0.0)
 
 
 def test_values_beside_latents_and_keys_of_a_cache_are_one_line():

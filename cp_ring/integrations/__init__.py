@@ -1,3 +1,3 @@
-"""Models of other libraries with ring attention. Each module here is imported by name, and needs
-its library installed.
+"""What other libraries have: models of transformers, which must be installed, and masks as arrays
+or as functions of FlexAttention. Each module here is loaded by name.
 """

@@ -25,7 +25,7 @@ from cp_ring.plan.lower import Lowered, call_groups, lower
 from cp_ring.plan.proof import check_work
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.records import Hop, RankPlan
-from cp_ring.plan.updates import Update, gradient_updates, query_updates, running_tokens
+from cp_ring.plan.updates import Update, gradient_updates, query_updates
 from cp_ring.runtime import RUNTIME
 
 
@@ -53,10 +53,7 @@ class Work:
         """
         alone = [replace(hop, grad_receives=()) for hop in self.hops]
         calls = {hop: self.calls[one] for hop, one in zip(alone, self.hops, strict=True)}
-        updates = gradient_updates(
-            alone, [[call.keys for call in calls[hop]] for hop in alone], self.num_tokens
-        )
-        found = {index: _segments(of_hop) for index, of_hop in updates.items()}
+        found = _key_updates(alone, calls, self.num_tokens)
         check_work(self.rank, self.num_tokens, alone, calls, self.queries, found)
         return found
 
@@ -99,14 +96,9 @@ def _make_work(
     queries = query_updates(
         ([call.queries for call in calls[hop]] for hop in hops), rank_plan.num_tokens
     )
-    keys: dict[int, tuple[Update, ...]] = {}
-    if backward:
-        keys = gradient_updates(
-            hops, [[call.keys for call in calls[hop]] for hop in hops], rank_plan.num_tokens
-        )
-    of_keys = {index: _segments(updates) for index, updates in keys.items()}
     rank, num_tokens = rank_plan.member, rank_plan.num_tokens
-    work = Work(rank, hops, calls, _segments(queries), of_keys, num_tokens)
+    keys = _key_updates(hops, calls, num_tokens) if backward else {}
+    work = Work(rank, hops, calls, _segments(queries), keys, num_tokens)
     check_work(rank, num_tokens, hops, calls, work.queries, work.keys)
     for call in (call for hop in hops for call in calls[hop]):
         call.prepare(device)
@@ -119,9 +111,17 @@ def _make_work(
     return work
 
 
+def _key_updates(
+    hops: Sequence[Hop], calls: Mapping[Hop, Sequence[KernelCall]], num_tokens: int
+) -> Mapping[int, Sequence[Segments]]:
+    """Return `Work.keys`."""
+    parts = [[call.keys for call in calls[hop]] for hop in hops]
+    updates = gradient_updates(hops, parts, num_tokens)
+    return {index: _segments(of_hop) for index, of_hop in updates.items()}
+
+
 def _segments(updates: Sequence[Update]) -> tuple[Segments, ...]:
-    kept = running_tokens(updates)
-    return tuple(Segments(update.segments, update.whole, kept) for update in updates)
+    return tuple(Segments(*update) for update in updates)
 
 
 def kernel_calls(

@@ -18,16 +18,13 @@ and not read.
 
 
 @triton.jit
-def tokens_in_part(position, count, BLOCK_Q: tl.constexpr):
-    """Return the indices [BLOCK_Q] of a block's tokens in a part, and how many of them exist.
-    `position` is that of the table of blocks: -1 for none, -2 - p for tokens in reverse order from
-    p.
+def tokens_in_part(entry, count, BLOCK_Q: tl.constexpr):
+    """Return the indices [BLOCK_Q] of a block's tokens in a part, and how many of them exist. At
+    `entry` are the part's two columns of the table: the position of the first token, and the step
+    to the next one, 0 if there is none.
     """
-    i = tl.arange(0, BLOCK_Q).to(tl.int64)
-    reverse = position < -1
-    start = tl.where(reverse, -2 - position, position)
-    step = tl.where(reverse, -1, 1)
-    return start + step * i, tl.where(position == -1, 0, count)
+    start, step = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+    return start + step * tl.arange(0, BLOCK_Q), tl.where(step == 0, 0, count)
 
 
 @triton.jit

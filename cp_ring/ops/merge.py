@@ -35,7 +35,7 @@ def merge(
     that no part has get 0 and -inf. On CUDA, with Triton, it is one kernel.
     """
     fits = result.is_cuda and lse.dtype == torch.float32 and segments.parts > 0
-    if not (fits and _fused.run(segments.blocks(result.device), outs, lses, running, lse, result)):
+    if not (fits and _fused.run(segments, outs, lses, running, lse, result)):
         for segment in segments.each:
             merge_segment(segment, outs, lses, running, lse, result)
 

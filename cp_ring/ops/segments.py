@@ -1,5 +1,5 @@
-"""The segments of an update (see `cp_ring.plan.updates`), in the form that torch operations and
-Triton kernels read.
+"""The segments of an update (`cp_ring.plan.records.Update`), as torch operations and Triton kernels
+read them.
 
 An update adds parts, which are partial results, to a total: one tensor holds the running total in
 the dtype of sums, another one the result in its own dtype. They may be the same memory. The running
@@ -21,8 +21,6 @@ from cp_ring.ops.dtypes import sum_dtype
 
 BLOCK_Q = 16
 """The number of tokens of one program of a Triton kernel."""
-
-ABSENT = -1
 
 
 class PartTokens(NamedTuple):
@@ -82,63 +80,51 @@ class Segment(NamedTuple):
 
 
 class Segments:
-    """The tensors and tokens that one update reads and stores.
-
-    `table` is `Update.segments` of the plan, int64 [4 + parts, segments]: start, end, first, last,
-    and for each part the position of its first token in the segment: ABSENT for none, or -2 -
-    position if the tokens are in reverse order. `whole` is True if the one part is the whole
-    result. `kept` are the tokens of the total that the running total has; by default all.
+    """The segments of one update. `table`, `whole` and `kept` are those of
+    `cp_ring.plan.records.Update`; by default the running total has all tokens.
     """
 
     def __init__(self, table: np.ndarray, whole: bool = False, kept: slice = slice(0, None)):
-        self.parts, self.whole, self.kept = len(table) - 4, whole, kept
+        self.table, self.whole, self.kept = table, whole, kept
+        self.parts = len(table) // 2 - 2
         # Some of the total has the dtype of sums before this update, or after it.
         self.stays = not table[2:4].all()
         # Some of the total is complete after this update.
         self.ends = bool(table[3].any())
-        self.table = table
 
     @cached_property
     def each(self) -> list[Segment]:
+        """The segments, for torch operations."""
         return [_segment(self.kept.start, *column) for column in self.table.T.tolist()]
 
     @cached_property
     def _blocks(self) -> Copies:
-        return Copies(_blocks(self.table, self.kept.start))
+        return Copies(_cut(self.table).T.astype(np.int32, order="C"))
 
     def blocks(self, device: torch.device) -> Tensor:
-        """Return the segments cut into blocks of at most BLOCK_Q tokens, on the device: int32
-        [blocks, 4 + parts].
-
-        Each block has its first token, that in the running total, the number of its tokens, 1 for
-        first and 2 for last, and the positions.
+        """Return the table with its segments cut into blocks of at most BLOCK_Q tokens, for Triton
+        kernels, on the device: int32 [blocks, 4 + 2 * parts].
         """
         return self._blocks.on(device)
 
 
-def _segment(kept: int, start: int, end: int, first: int, last: int, *positions: int) -> Segment:
-    places, size = [], end - start
-    for part, position in enumerate(positions):
-        if position != ABSENT:
-            low = position if position >= 0 else -2 - position - (size - 1)
-            places.append(PartTokens(part, slice(low, low + size), size, position < 0))
+def _segment(kept: int, start: int, end: int, first: int, last: int, *parts: int) -> Segment:
+    size, places = end - start, []
+    for part, (position, step) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
+        if step:
+            low = min(position, position + step * (size - 1))
+            places.append(PartTokens(part, slice(low, low + size), size, step < 0))
     stored = slice(start - kept, end - kept)
     return Segment(slice(start, end), stored, size, bool(first), bool(last), places)
 
 
-def _blocks(table: np.ndarray, kept: int) -> np.ndarray:
-    """Return the blocks of segments. Positions, and -2 - position too, grow by the number of tokens
-    before the block.
-    """
-    size = table[1] - table[0]
-    count = -(-size // BLOCK_Q)
-    which = np.repeat(np.arange(len(size)), count)
+def _cut(table: np.ndarray) -> np.ndarray:
+    """Return the table with its segments cut into blocks."""
+    count = -(-(table[1] - table[0]) // BLOCK_Q)
+    which = np.repeat(np.arange(len(count)), count)
     before = (np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)) * BLOCK_Q
-    position = table[4:, which]
-    return np.stack([
-        table[0, which] + before,
-        table[0, which] + before - kept,
-        np.minimum(size[which] - before, BLOCK_Q),
-        table[2, which] + 2 * table[3, which],
-        *np.where(position == ABSENT, ABSENT, position + before),
-    ], axis=1).astype(np.int32)  # fmt: skip
+    blocks = table[:, which]
+    blocks[0] += before
+    blocks[1] = np.minimum(blocks[1], blocks[0] + BLOCK_Q)
+    blocks[4::2] += blocks[5::2] * before
+    return blocks

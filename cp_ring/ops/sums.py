@@ -26,7 +26,7 @@ def add(
     with Triton, it is one kernel.
     """
     fits = result.is_cuda and result.dtype != torch.float64 and segments.parts > 0
-    if not (fits and _fused.run(segments.blocks(result.device), parts, running, result)):
+    if not (fits and _fused.run(segments, parts, running, result)):
         for segment in segments.each:
             add_segment(segment, parts, running, result)
 

@@ -10,33 +10,34 @@ import triton.language as tl
 from torch import Tensor
 
 from cp_ring.ops.blocks_triton import load_tokens, padded, store_tokens, tokens_in_part
-from cp_ring.ops.segments import BLOCK_Q
+from cp_ring.ops.segments import BLOCK_Q, Segments
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept"])
 def _add(
-    table, running, result, part0, part1, part2, part3, stride_q, stride_b, stride_h, size, heads,
+    table, kept, running, result, part0, part1, part2, part3,
+    stride_q, stride_b, stride_h, size, heads,
     q0, b0, h0, q1, b1, h1, q2, b2, h2, q3, b3, h3,
     PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """result = running + up to 4 partial gradients, for one block of tokens and one head.
 
-    A row of `table` [blocks, 4 + PARTS] has the block's first token, that in `running`, the number
-    of tokens, flags, and the block's first token in each part, -1 where the part lacks it. Tensors
-    are [tokens, b, h, BLOCK_D]; strides are in elements.
+    `table` [blocks, 4 + 2 * PARTS] is that of the update, and `running` begins with token `kept`.
+    Tensors are [tokens, b, h, BLOCK_D]; strides are in elements.
     """
     # Neighboring programs take the heads of one block, whose tokens lie side by side in memory.
-    entry = table + tl.program_id(0) // heads * (4 + PARTS)
+    entry = table + tl.program_id(0) // heads * (4 + 2 * PARTS)
     at_h, at_b = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(1).to(tl.int64)
-    at_q = tl.load(entry).to(tl.int64) + tl.arange(0, BLOCK_Q)
-    at_stored = tl.load(entry + 1).to(tl.int64) + tl.arange(0, BLOCK_Q)
-    count, flags = tl.load(entry + 2), tl.load(entry + 3)
+    start, end = tl.load(entry), tl.load(entry + 1)
+    first, last = tl.load(entry + 2), tl.load(entry + 3)
+    count, at_q = end - start, start.to(tl.int64) + tl.arange(0, BLOCK_Q)
+    at_stored = at_q - kept
     total = load_tokens(
         running,
         at_stored,
         at_b,
         at_h,
-        tl.where(flags % 2 == 1, 0, count),
+        tl.where(first == 1, 0, count),
         stride_q,
         stride_b,
         stride_h,
@@ -44,18 +45,18 @@ def _add(
         BLOCK_Q,
         BLOCK_D,
     )
-    tokens, there = tokens_in_part(tl.load(entry + 4), count, BLOCK_Q)
+    tokens, there = tokens_in_part(entry + 4, count, BLOCK_Q)
     total += load_tokens(part0, tokens, at_b, at_h, there, q0, b0, h0, size, BLOCK_Q, BLOCK_D)
     if PARTS > 1:
-        tokens, there = tokens_in_part(tl.load(entry + 5), count, BLOCK_Q)
+        tokens, there = tokens_in_part(entry + 6, count, BLOCK_Q)
         total += load_tokens(part1, tokens, at_b, at_h, there, q1, b1, h1, size, BLOCK_Q, BLOCK_D)
     if PARTS > 2:
-        tokens, there = tokens_in_part(tl.load(entry + 6), count, BLOCK_Q)
+        tokens, there = tokens_in_part(entry + 8, count, BLOCK_Q)
         total += load_tokens(part2, tokens, at_b, at_h, there, q2, b2, h2, size, BLOCK_Q, BLOCK_D)
     if PARTS > 3:
-        tokens, there = tokens_in_part(tl.load(entry + 7), count, BLOCK_Q)
+        tokens, there = tokens_in_part(entry + 10, count, BLOCK_Q)
         total += load_tokens(part3, tokens, at_b, at_h, there, q3, b3, h3, size, BLOCK_Q, BLOCK_D)
-    done, stays = tl.where(flags >= 2, count, 0), tl.where(flags >= 2, 0, count)
+    done, stays = tl.where(last == 1, count, 0), tl.where(last == 1, 0, count)
     store_tokens(
         result, total, at_q, at_b, at_h, done, stride_q, stride_b, stride_h, size, BLOCK_Q, BLOCK_D
     )
@@ -75,15 +76,16 @@ def _add(
     )
 
 
-def add(table: Tensor, parts: Sequence[Tensor], running: Tensor | None, result: Tensor) -> None:
-    """Run `cp_ring.ops.sums.add` with the blocks of its segments. `running` and `result` are
-    contiguous.
-    """
+def add(
+    segments: Segments, parts: Sequence[Tensor], running: Tensor | None, result: Tensor
+) -> None:
+    """Run `cp_ring.ops.sums.add`. `running` and `result` are contiguous."""
+    table, kept = segments.blocks(result.device), segments.kept.start
     running, count, parts = result if running is None else running, len(parts), padded(parts)
     _, b, heads, size = running.shape
     strides = [stride for x in parts for stride in x.stride()[:3]]
     # On sm_100 ptxas would spill three parts to have 48 registers; a limit of all leaves it 64.
     _add[(len(table) * heads, b)](
-        table, running, result, *parts, *running.stride()[:3], size, heads, *strides,
+        table, kept, running, result, *parts, *running.stride()[:3], size, heads, *strides,
         PARTS=count, BLOCK_Q=BLOCK_Q, BLOCK_D=triton.next_power_of_2(size), maxnreg=255,
     )  # fmt: skip

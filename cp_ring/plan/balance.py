@@ -16,62 +16,77 @@ parts are balanced as a whole where neighboring ranks exchange heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, overlaps, starts_in_groups, starts_of, union
+from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of, union
 from cp_ring.plan.schedule import SLOT_SHARDS, ring_distance
 from cp_ring.plan.tiles import OPEN, Tiles, coalesce, split_at_edges
 from cp_ring.plan.time import BLOCK, CONDITIONS, Traffic
 
+if TYPE_CHECKING:
+    from cp_ring.plan.layout import Layout
+
 Floats = NDArray[np.float64]
 
-GOOD_BALANCE, ENOUGH, LOOSE = 1.05, 1.005, 1.02
-"""Maximum over mean work. Of the layouts that reach the first number, the fastest is taken.
-Exchanges end at the second one, which is smaller because parts of parts are uneven too; or at the
-third one, for fewer pieces.
-"""
 
-SHARES, COARSE, GRID = (1.0, 0.5), 2.0, 4
-"""The largest share of a part's work that a piece may hold, in the splits that are compared. Up to
-two nodes, where a split takes little time to make, the second number is tried too, and an even grid
-of so many chunks for each rank.
-"""
+@dataclass(frozen=True)
+class Tuning:
+    """The numbers that decide how splits are made and which one is taken.
 
-NEAR, ALMOST, WORTH = 1.02, 1.005, 0.9
-"""A split at most NEAR times as slow as one kernel call is fast enough to look no further. Of
-splits whose times differ by ALMOST, the simplest is taken. An even split of the stream may have
-uneven work if it takes at most WORTH of the time of others.
-"""
+    good: maximum over mean work; of the layouts that reach it, the fastest is taken.
+    enough, loose: exchanges end at this maximum over mean; `loose` is for fewer pieces, `enough` is
+    smaller than `good` because parts of parts are uneven too.
+    shares, coarse: the largest share of a part's work that a piece may hold, in the splits that are
+    compared; `coarse` for up to two nodes, where a split takes little time to make.
+    grid: chunks of each rank in an even grid, which is tried there too.
+    near: a split at most this many times as slow as one kernel call ends the search.
+    almost: of splits whose times differ by less, the simplest is taken.
+    worth: an even split may have uneven work if it takes at most this much of the time of others.
+    finest: tokens of the shortest piece of a cut.
+    runs: of short documents in a part.
+    places: of a rank where its work is measured.
+    alike: rows are alike if none sees more than this many times the keys of another.
+    aligned: pieces of so many blocks are cut between blocks.
+    exchanges: at most, for each part.
+    beyond: an exchange may gain this many times what is wanted.
 
-FINEST, RUN, FINE, ALIKE = 16, 16, 64, 3
-"""FINEST: tokens of the shortest piece of a cut. RUN: the number of runs of short documents in a
-part. FINE: the number of places of a rank where its work is measured. ALIKE: rows are alike if none
-sees more than this many times the keys of another.
-"""
+    Beside each number: what others change in the time of 125 cells of tests/longca by the formula,
+    in percent, the mean and the most.
+    """
+
+    good: float = 1.05  # 1.02: +0.05, +11; 1.1: +0.02, +3
+    enough: float = 1.005  # 1.001: +0.03, +4; 1.02: +0.05, +3
+    loose: float = 1.02  # 1.005: -0.05, +3; 1.04: +0.13, +5
+    shares: tuple[float, ...] = (1.0, 0.5)  # one: +1.1, +18; and 0.25: -0.12, 0
+    coarse: float = 2.0  # without: -0.06, +2
+    grid: int = 4  # 2: +0.07, +13; 8: +0.09, +13
+    near: float = 1.02  # 1: -0.04, 0; 1.1: +0.4, +8
+    almost: float = 1.005  # 1: +0.04, +3; 1.02: +0.24, +7
+    worth: float = 0.9  # 0: 0, 0; 1: +0.04, +2
+    finest: int = 16  # 1: 0, 0; 128: -0.07, 0
+    runs: int = 16  # 4: +1.1, +34; 64: -0.45, +10, and 1.15 times the chunks
+    places: int = 64  # 16: +0.14, +12; 256: +0.01, +7
+    alike: int = 3  # 1: +0.85, +23; 100: +0.02, +3
+    aligned: int = 8  # 2: +0.03, +5; never: -0.12, +21
+    exchanges: int = 8  # 2: 0, +0.6; 32: 0, 0
+    beyond: float = 1.1  # 1: +0.01, +7; 1.5: +0.06, +5
+
+
+TUNING = Tuning()
 
 Layers = Sequence[tuple[Mask, int]]
 """Masks of one length, and the number of layers that have each mask."""
 
 
 Range = tuple[int, int]
-
-
-class Chunks(Protocol):
-    """Chunks `[edges[c], edges[c + 1])` of a stream and their owners, as a `Layout` has them."""
-
-    @property
-    def edges(self) -> Ints: ...
-    @property
-    def owner(self) -> Ints: ...
-    @property
-    def cp(self) -> int: ...
 
 
 class Work(NamedTuple):
@@ -82,66 +97,47 @@ class Work(NamedTuple):
     edge: Ints
     before: Floats
 
-    def between(self, start: int, end: int) -> float:
-        """Return the work of queries from `start` to `end`."""
-        before, after = np.interp((start, end), self.edge, self.before)
-        return float(after - before)
-
-    def of(self, edges: Ints) -> Floats:
-        """Return the work between each two neighbors of `edges`."""
-        return np.diff(np.interp(edges, self.edge, self.before))
+    def of(self, start: Ints | int, end: Ints | int) -> Floats:
+        """Return the work of queries from each `start` to `end`."""
+        before, after = np.interp([start, end], self.edge, self.before)
+        return after - before
 
 
-class Pieces(NamedTuple):
-    """Ranges of the stream: start and end, int64 [pieces]."""
-
-    start: Ints
-    end: Ints
-
-    def work(self, work: Work) -> Floats:
-        ends = np.interp(np.concatenate([self.start, self.end]), work.edge, work.before)
-        return ends[len(self.start) :] - ends[: len(self.start)]
-
-
-class Split(NamedTuple):
-    """Chunks and their owners."""
-
-    edges: Ints
-    owner: Ints
-    cp: int
-
-
-def balanced_split(layers: Layers, cp: int, others: Sequence[Chunks]) -> Chunks:
-    """Return the split of `Layout.balanced`, which may be one of `others`, even splits for the same
-    ranks.
+def balanced_layout(
+    layers: Layers, cp: int, others: Sequence[Layout], make: Callable[[Ints, Ints], Layout]
+) -> Layout:
+    """Return the layout of `Layout.balanced`: one of `others`, even layouts for the same ranks, or
+    one that `make` makes of edges and owners.
 
     Raises `PlanError` if there are fewer tokens than ranks.
     """
-    n = _tokens(layers)
+    n = layers[0][0].n
     if n < cp:
         raise PlanError(
             f"balanced layout cuts the sequence into {cp} chunks for cp {cp}, but it has {n} tokens"
         )
     rows, work = _measured(layers, cp)
     sizes = [n // cp + (rank < n % cp) for rank in range(cp)]
-    found: list[tuple[float, float, Chunks]] = []
-    good = [split for split in others if balance(layers, split) <= GOOD_BALANCE]
+    found: list[tuple[float, float, Layout]] = []
+    good = [split for split in others if balance(layers, split) <= TUNING.good]
     ideal = 0.0
-    for split in chain(good, _deals(work, rows, sizes)):
-        even = max(GOOD_BALANCE, balance(layers, split))
+    for split in chain(good, (make(*chunks) for chunks in _deals(work, rows, sizes))):
+        even = max(TUNING.good, balance(layers, split))
         best, limit, *_ = min(found, key=lambda one: one[:2], default=(even, np.inf))
         if even > best:
             continue
-        seconds, computing = _seconds(layers, split, ALMOST * limit if even == best else np.inf)
+        seconds, computing = _seconds(
+            layers, split, TUNING.almost * limit if even == best else np.inf
+        )
         ideal = ideal or computing
         found.append((even, seconds, split))
-        if even == GOOD_BALANCE and seconds <= NEAR * ideal:
+        if even == TUNING.good and seconds <= TUNING.near * ideal:
             break
     most, seconds, _ = min(found, key=lambda one: one[:2])
-    worth = WORTH * seconds if cp > CONDITIONS.node else 0.0
+    worth = TUNING.worth * seconds if cp > CONDITIONS.node else 0.0
     for split in () if good else others:
         even = balance(layers, split)
-        busiest = ideal * balance(layers, _merged(split, heads_of(cp)[-1]))
+        busiest = ideal * balance(layers, split.merged(heads_of(cp)[-1]))
         if even <= most or busiest <= worth:
             found.append((even, _seconds(layers, split)[0], split))
     ranks = [(even if seconds > worth else 0.0, seconds) for even, seconds, _ in found]
@@ -149,24 +145,26 @@ def balanced_split(layers: Layers, cp: int, others: Sequence[Chunks]) -> Chunks:
     alike = [
         (took, split)
         for (of, took), (*_, split) in zip(ranks, found, strict=True)
-        if of == even and took <= ALMOST * seconds
+        if of == even and took <= TUNING.almost * seconds
     ]
     known = [one for one in alike if any(one[1] is other for other in others)]
     return min(known or alike, key=lambda one: (len(one[1].owner), one[0]))[1]
 
 
-def _deals(work: Work, rows: Ints, sizes: list[int]) -> Iterator[Split]:
+def _deals(work: Work, rows: Ints, sizes: list[int]) -> Iterator[tuple[Ints, Ints]]:
     """Yield the splits that are compared; few for many ranks, because they take long to make."""
     if len(sizes) > 2 * CONDITIONS.node:
-        yield from (_deal(work, rows, sizes, share, ENOUGH) for share in SHARES)
+        yield from (_deal(work, rows, sizes, share, TUNING.enough) for share in TUNING.shares)
         return
-    for enough in (ENOUGH, LOOSE):
-        yield from (_deal(work, rows, sizes, share, enough) for share in (COARSE, *SHARES))
-    grid = np.unique(np.linspace(0, rows[-1], GRID * len(sizes) + 1).astype(np.int64))
-    yield _deal(work, grid, sizes, np.inf, LOOSE)
+    for enough in (TUNING.enough, TUNING.loose):
+        yield from (
+            _deal(work, rows, sizes, share, enough) for share in (TUNING.coarse, *TUNING.shares)
+        )
+    grid = np.unique(np.linspace(0, rows[-1], TUNING.grid * len(sizes) + 1).astype(np.int64))
+    yield _deal(work, grid, sizes, np.inf, TUNING.loose)
 
 
-def _seconds(layers: Layers, split: Chunks, limit: float = np.inf) -> tuple[float, float]:
+def _seconds(layers: Layers, split: Layout, limit: float = np.inf) -> tuple[float, float]:
     """Return the seconds of forward and backward of all layers, each with its fastest number of
     ranks that exchange heads, or infinity if a layer takes more than `limit`; and the seconds in
     which all ranks would compute the same if their work were even and nobody waited.
@@ -175,7 +173,7 @@ def _seconds(layers: Layers, split: Chunks, limit: float = np.inf) -> tuple[floa
     for mask, count in layers:
         best, pairs = np.inf, 0
         for heads in reversed(heads_of(split.cp)):
-            members = _merged(split, heads)
+            members = split.merged(heads)
             around = 2 * CONDITIONS.exchange(-(-mask.n // split.cp), heads)
             if _least(mask, members, heads) + around < min(best, limit / count):
                 traffic = _traffic(mask, members, heads)
@@ -187,7 +185,7 @@ def _seconds(layers: Layers, split: Chunks, limit: float = np.inf) -> tuple[floa
     return total, computing
 
 
-def _least(mask: Mask, members: Chunks, heads: int) -> float:
+def _least(mask: Mask, members: Layout, heads: int) -> float:
     """Return a lower bound of the seconds without the exchange of heads: the work if it is even, or
     the keys that reach the node of a member, whichever takes longer.
     """
@@ -203,12 +201,11 @@ def _least(mask: Mask, members: Chunks, heads: int) -> float:
     return max(there, keys) + max(back, keys + gradients)
 
 
-def _traffic(mask: Mask, members: Chunks, heads: int) -> Traffic:
-    cp = members.cp
+def _traffic(mask: Mask, members: Layout, heads: int) -> Traffic:
+    cp, slide = members.cp, members.starts - members.edges[:-1]
     tiles, *chunks = split_at_edges(mask.pieces, members.edges)
-    starts = starts_in_groups(np.diff(members.edges), members.owner, cp) - members.edges[:-1]
     rank, source = (members.owner[chunk] for chunk in chunks)
-    tiles = tiles.shifted(*(starts[chunk] for chunk in chunks))
+    tiles = tiles.shifted(*(slide[chunk] for chunk in chunks))
     tiles, group = coalesce(tiles, rank * cp + ring_distance(rank, source, cp))
     pairs, shard = _pairs_of_blocks(tiles), -(-mask.n // cp)
     return Traffic.of(tiles, pairs, *np.divmod(group, cp), cp, shard, heads, CONDITIONS)
@@ -227,13 +224,6 @@ def _pairs_of_blocks(tiles: Tiles) -> Ints:
     return np.where(banded, ragged, whole) + begin.astype(np.int64)
 
 
-def _merged(split: Chunks, heads: int) -> Chunks:
-    """Return the chunks of the members, each of so many neighboring ranks, as `Layout.merged`."""
-    member = split.owner // heads
-    first = np.flatnonzero(np.append(True, member[1:] != member[:-1]))
-    return Split(np.append(split.edges[first], split.edges[-1]), member[first], split.cp // heads)
-
-
 def heads_of(cp: int) -> list[int]:
     """Return how many ranks may exchange heads: inside one node only 1, else up to the ranks of a
     node.
@@ -243,7 +233,7 @@ def heads_of(cp: int) -> list[int]:
     ]
 
 
-def balance(layers: Layers, layout: Chunks) -> float:
+def balance(layers: Layers, layout: Layout) -> float:
     """Return the largest work of a rank over the mean."""
     load = np.bincount(layout.owner, chunk_work(layers, layout.edges), layout.cp)
     return float(load.max() / load.mean()) if load.any() else 1.0
@@ -258,18 +248,14 @@ def chunk_work(layers: Layers, edges: Ints) -> Ints:
     return work
 
 
-def _tokens(layers: Layers) -> int:
-    return layers[0][0].n
-
-
 def _measured(layers: Layers, cp: int) -> tuple[Ints, Work]:
     """Return where the stream may be cut without a loss, with 0 and n; and the work of the
     stream.
     """
-    n = _tokens(layers)
+    n = layers[0][0].n
     starts = [edge for mask, _ in layers for edge in (mask.pieces.q0, mask.pieces.q1)]
     rows = np.unique(np.concatenate([[0, n], *starts]))
-    edge = np.union1d(rows, np.arange(0, n, max(1, n // (cp * FINE))))
+    edge = np.union1d(rows, np.arange(0, n, max(1, n // (cp * TUNING.places))))
     pairs = chunk_work(layers, edge)
     # Rows that continue the keys of the rows before them, and see about as many, are one part.
     first = np.full(len(rows), n)
@@ -277,18 +263,21 @@ def _measured(layers: Layers, cp: int) -> tuple[Ints, Work]:
         np.minimum.at(first, np.searchsorted(rows, mask.pieces.q0), mask.pieces.k0)
     keys = pairs / np.diff(edge)
     at = np.searchsorted(edge, rows[1:-1])
-    alike = np.maximum(keys[at], keys[at - 1]) <= ALIKE * np.minimum(keys[at], keys[at - 1])
+    alike = np.maximum(keys[at], keys[at - 1]) <= TUNING.alike * np.minimum(keys[at], keys[at - 1])
     goes_on = alike & (first[1:-1] < rows[1:-1])
     return rows[~np.pad(goes_on, 1)], Work(edge, np.append(0.0, np.cumsum(pairs)))
 
 
-def _deal(work: Work, segments: Ints, sizes: list[int], share: float, enough: float) -> Split:
+def _deal(
+    work: Work, segments: Ints, sizes: list[int], share: float, enough: float
+) -> tuple[Ints, Ints]:
     """Deal segments, tokens `[segments[i], segments[i + 1])`, to ranks of `sizes` tokens. No piece
-    holds more than `share` of the work of a part. Exchanges end at `enough`.
+    holds more than `share` of the work of a part. Exchanges end at `enough`. Returns the edges of
+    the chunks and their owners.
     """
-    held, ranks = [Pieces(segments[:-1], segments[1:])], [sizes]
+    held, ranks = [np.stack([segments[:-1], segments[1:]])], [sizes]
     while len(ranks[0]) > 1:
-        parts: list[Pieces] = []
+        parts: list[Ints] = []
         smaller: list[list[int]] = []
         for pieces, of in zip(held, ranks, strict=True):
             each = _part_of(len(of))
@@ -296,12 +285,12 @@ def _deal(work: Work, segments: Ints, sizes: list[int], share: float, enough: fl
             parts += _parts(work, _split(pieces, segments), list(map(sum, rooms)), share, enough)
             smaller += rooms
         held, ranks = parts, smaller
-    start = np.concatenate([part.start for part in held])
-    owner = np.repeat(np.arange(len(held)), [len(part.start) for part in held])
+    start = np.concatenate([part[0] for part in held])
+    owner = np.repeat(np.arange(len(held)), [part.shape[1] for part in held])
     order = np.argsort(start)
     start, owner = start[order], owner[order]
-    first = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
-    return Split(np.append(start[first], segments[-1]), owner[first], len(sizes))
+    first, _ = runs(owner[1:] != owner[:-1], len(owner))
+    return np.append(start[first], segments[-1]), owner[first]
 
 
 def _part_of(ranks: int) -> int:
@@ -313,16 +302,18 @@ def _part_of(ranks: int) -> int:
     return ranks // 2 if ranks % 2 == 0 else 1
 
 
-def _parts(
-    work: Work, pieces: Pieces, rooms: list[int], share: float, enough: float
-) -> list[Pieces]:
-    """Deal the pieces to parts of `rooms` tokens each."""
+def _parts(work: Work, pieces: Ints, rooms: list[int], share: float, enough: float) -> list[Ints]:
+    """Deal the pieces to parts of `rooms` tokens each. Pieces are start and end, int64 [2,
+    pieces].
+    """
     if len(rooms) == 1:
         return [pieces]
-    mean = float(pieces.work(work).sum()) / len(rooms)
-    units = _units(work, _runs(work, pieces, max(rooms) // RUN, mean / RUN), share * mean)
-    flat = Pieces(*np.array([piece for unit in units for piece in unit], np.int64).T)
-    amounts = np.add.reduceat(flat.work(work), starts_of(np.array([len(unit) for unit in units])))
+    mean = float(work.of(*pieces).sum()) / len(rooms)
+    units = _units(
+        work, _runs(work, pieces, max(rooms) // TUNING.runs, mean / TUNING.runs), share * mean
+    )
+    flat = np.array([piece for unit in units for piece in unit], np.int64).T
+    amounts = np.add.reduceat(work.of(*flat), starts_of(np.array([len(unit) for unit in units])))
     load, room = [0.0] * len(rooms), list(rooms)
     parts: list[list[Range]] = [[] for _ in rooms]
     for index in np.argsort(-amounts, kind="stable").tolist():
@@ -341,53 +332,54 @@ def _parts(
                 todo.append([(start + size, end)])
             parts[part] += unit
             whole = unit is units[index]
-            load[part] += amounts[index] if whole else sum(work.between(*piece) for piece in unit)
+            load[part] += amounts[index] if whole else sum(float(work.of(*piece)) for piece in unit)
             room[part] -= size
     _even(work, parts, np.array(load), mean, enough)
-    return [Pieces(*np.array(sorted(part), np.int64).reshape(-1, 2).T) for part in parts]
+    return [np.array(sorted(part), np.int64).reshape(-1, 2).T for part in parts]
 
 
-def _split(pieces: Pieces, segments: Ints) -> Pieces:
+def _split(pieces: Ints, segments: Ints) -> Ints:
     """Cut the pieces, which ascend, where segments begin, and long pieces of a segment that other
     parts have pieces of too in the middle. So both halves of a node send the keys that others need.
     """
-    which, segment = overlaps(pieces.start, pieces.end, segments[:-1], segments[1:])
-    start = np.maximum(pieces.start[which], segments[segment])
-    end = np.minimum(pieces.end[which], segments[segment + 1])
+    which, segment = overlaps(pieces[0], pieces[1], segments[:-1], segments[1:])
+    start = np.maximum(pieces[0, which], segments[segment])
+    end = np.minimum(pieces[1, which], segments[segment + 1])
     size = end - start
     shared = np.bincount(segment, size, len(segments) - 1) < np.diff(segments)
-    middle = (start + size // 2 // BLOCK * BLOCK)[shared[segment] & (size >= 8 * BLOCK)]
-    return Pieces(np.sort(np.append(start, middle)), np.sort(np.append(end, middle)))
+    middle = (start + size // 2 // BLOCK * BLOCK)[
+        shared[segment] & (size >= TUNING.aligned * BLOCK)
+    ]
+    return np.sort([np.append(start, middle), np.append(end, middle)])
 
 
-def _runs(work: Work, pieces: Pieces, size: int, most: float) -> Pieces:
+def _runs(work: Work, pieces: Ints, size: int, most: float) -> Ints:
     """Join neighboring short pieces of little work into one piece."""
     start, end = pieces
-    long = (end - start > size // 2) | (pieces.work(work) > most)
+    long = (end - start > size // 2) | (work.of(*pieces) > most)
     bucket = start // max(size, 1)
     apart = (start[1:] != end[:-1]) | long[1:] | long[:-1] | (bucket[1:] != bucket[:-1])
-    first = np.flatnonzero(np.append(True, apart))
-    return Pieces(start[first], end[np.append(first[1:], len(start)) - 1])
+    first, last = runs(apart, len(start))
+    return np.stack([start[first], end[last]])
 
 
-def _units(work: Work, pieces: Pieces, most: float) -> list[list[Range]]:
+def _units(work: Work, pieces: Ints, most: float) -> list[list[Range]]:
     """Return what is dealt as a whole: the pieces, and parts of each piece of more than `most`
     work. It is cut into as few equal parts as needed, of which the first and the last are a unit,
     then the second and the last but one, and so on: as in zigzag, units of a causal document have
     equal work.
     """
-    amounts = pieces.work(work)
-    units = [[(start, end)] for start, end in zip(*(x.tolist() for x in pieces), strict=True)]
+    amounts, units = work.of(*pieces), [[(start, end)] for start, end in pieces.T.tolist()]
     for index in np.flatnonzero(amounts > most).tolist():
         [(first, last)] = units[index]
-        finest = max((last - first) // FINEST // 2, 1)
+        finest = max((last - first) // TUNING.finest // 2, 1)
         count, largest, edges = 1, float(amounts[index]), np.array([first, last])
         while largest > 1.001 * most and count < finest:
             count = min(max(count + 1, int(count * largest / most)), finest)
             edges = np.linspace(first, last, 2 * count + 1).astype(np.int64)
-            if (last - first) // count >= 8 * BLOCK:
+            if (last - first) // count >= TUNING.aligned * BLOCK:
                 edges[1:-1] = first + (edges[1:-1] - first) // BLOCK * BLOCK
-            of = work.of(edges)
+            of = work.of(edges[:-1], edges[1:])
             largest = float((of + of[::-1]).max())
         cuts = list(pairwise(edges.tolist()))
         units[index] = cuts[count - 1 : count + 1]
@@ -400,27 +392,28 @@ def _even(work: Work, parts: list[list[Range]], load: Floats, mean: float, enoug
     the idlest part, until no load is above `enough` of the mean: most masks show a query the keys
     before it, so ends hold more work.
     """
-    for _ in range(8 * len(parts)):
+    for _ in range(TUNING.exchanges * len(parts)):
         top, low = int(load.argmax()), int(load.argmin())
         wanted = min(load[top] - mean, mean - load[low])
         if load[top] <= enough * mean:
             break
-        mine, its = (Pieces(*np.array(parts[part], np.int64).T) for part in (top, low))
-        dense, thin = (x.work(work) / (x.end - x.start) for x in (mine, its))
-        tokens = np.minimum((mine.end - mine.start)[:, None], its.end - its.start)
+        pieces = [np.array(parts[part], np.int64).T for part in (top, low)]
+        mine, its = (end - start for start, end in pieces)
+        dense, thin = (work.of(*x) / size for x, size in zip(pieces, (mine, its), strict=True))
+        tokens = np.minimum(mine[:, None], its)
         gain = tokens * (dense[:, None] - thin)
         # If a pair gains too much, only a part of it is exchanged, which cuts two more pieces; the
         # larger this part, the better.
         some = wanted * (0.5 - 0.2 * wanted / np.maximum(gain, wanted))
-        miss = np.where(gain > 1.1 * wanted, some, abs(wanted - gain))
+        miss = np.where(gain > TUNING.beyond * wanted, some, abs(wanted - gain))
         one, two = np.unravel_index(int(miss.argmin()), miss.shape)
         count, reached = int(tokens[one, two]), float(gain[one, two])
         if reached <= 0:
             break
         (start, end), (begin, stop) = parts[top][one], parts[low][two]
         for _ in range(4):
-            reached = work.between(end - count, end) - work.between(begin, begin + count)
-            if reached <= 1.1 * wanted or count == 1:
+            reached = float(work.of(end - count, end) - work.of(begin, begin + count))
+            if reached <= TUNING.beyond * wanted or count == 1:
                 break
             count = max(1, int(count * wanted / reached))
             count = max(count // BLOCK, 1) * BLOCK if count > BLOCK else count

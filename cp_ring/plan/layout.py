@@ -35,7 +35,7 @@ from cp_ring.plan.ranges import (
     offsets,
     runs,
     size_within,
-    starts_in_groups,
+    starts_of,
 )
 
 if TYPE_CHECKING:
@@ -177,11 +177,10 @@ class Layout:
         zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []
         even = [*zigzag, cls.contiguous(n, cp)] if n >= cp else []
         even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (n % cp > 0)]
-        from cp_ring.plan.balance import balanced_split
+        from cp_ring.plan.balance import balanced_layout
 
-        split = balanced_split(layers, cp, even)
-        return (
-            split if isinstance(split, Layout) else cls(n, cp, split.edges, split.owner, "balanced")
+        return balanced_layout(
+            layers, cp, even, lambda edges, owner: cls(n, cp, edges, owner, "balanced")
         )
 
     @classmethod
@@ -225,9 +224,28 @@ class Layout:
         return digest(sizes.encode(), self.edges.tobytes(), self.owner.tobytes())
 
     @cached_property
+    def order(self) -> Ints:
+        """The chunks in the order of the axis on which the shards of all ranks lie end to end,
+        int64 [chunks].
+        """
+        return np.argsort(self.owner, kind="stable")
+
+    @cached_property
+    def axis(self) -> Ints:
+        """Where the chunks of `order` begin on that axis, and its end, int64 [chunks + 1]."""
+        return np.append(0, np.cumsum(np.diff(self.edges)[self.order]))
+
+    @cached_property
+    def first(self) -> Ints:
+        """Where the shard of each rank begins on that axis, int64 [cp]."""
+        return starts_of(self.tokens_per_rank)
+
+    @cached_property
     def starts(self) -> Ints:
         """The token of its owner's shard at which each chunk begins, int64 [chunks]."""
-        return starts_in_groups(np.diff(self.edges), self.owner, self.cp)
+        starts = np.empty_like(self.owner)
+        starts[self.order] = self.axis[:-1] - self.first[self.owner[self.order]]
+        return starts
 
     @cached_property
     def tokens_per_rank(self) -> Ints:

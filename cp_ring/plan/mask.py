@@ -18,9 +18,7 @@ from cp_ring.plan.mask_table import (
     MaskTable,
     band_of,
     in_order,
-    listed,
     segments_of,
-    window_in_words,
 )
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
@@ -34,7 +32,6 @@ from cp_ring.plan.ranges import (
     range_pairs,
     sort_index,
     stream_length,
-    window_of,
 )
 from cp_ring.plan.tiles import OPEN, Tiles
 
@@ -59,7 +56,7 @@ class Mask(MaskTable):
         The pieces allow exactly these pairs. Raises `PlanError` if `allowed` is not such a table,
         `ConfigError` if it needs more than `max_pieces` pieces.
         """
-        from cp_ring.plan.dense_masks import of_array
+        from cp_ring.integrations.dense_masks import of_array
 
         n, pieces = of_array(allowed, max_pieces)
         return cls(n, pieces, "dense")
@@ -82,7 +79,7 @@ class Mask(MaskTable):
         and h have no value: use `Mask.batch` for batch rows with different masks; all heads share a
         mask. Raises as `from_dense` does, and `ConfigError` if the function fails.
         """
-        from cp_ring.plan.dense_masks import of_function
+        from cp_ring.integrations.dense_masks import of_function
 
         n = stream_length(n)
         return cls(n, of_function(mask_mod, n, max_pieces, device), "mask_mod")
@@ -118,7 +115,7 @@ class Mask(MaskTable):
             first, last = _SLICES[_slice_type(kind)]
             pieces.append((q0, q1, k0, k1, k0 - q0 if first else -OPEN, k1 - q1 if last else OPEN))
         n = int(max(queries.max(initial=0), keys.max(initial=0))) if n is None else n
-        return cls.from_pieces(n, pieces, "ranges", _many(len(pieces), "slice"))
+        return cls.from_pieces(n, pieces, "ranges")
 
     @classmethod
     def full(cls, n: int, window: tuple[int, int] = (-1, -1)) -> Mask:
@@ -127,8 +124,7 @@ class Mask(MaskTable):
 
             mask = Mask.full(8192, window=(128, 128))
         """
-        mask = cls.documents([0, stream_length(n)], False, window)
-        return replace(mask, name="full", details=window_in_words(window_of(window), causal=False))
+        return replace(cls.documents([0, stream_length(n)], False, window), name="full")
 
     @classmethod
     def causal(cls, n: int, window: tuple[int, int] = (-1, 0)) -> Mask:
@@ -138,8 +134,7 @@ class Mask(MaskTable):
 
         Raises `PlanError` for a window that is not a pair, or below -1.
         """
-        mask = cls.documents([0, stream_length(n)], True, window)
-        return replace(mask, name="causal", details=window_in_words(window_of(window), causal=True))
+        return replace(cls.documents([0, stream_length(n)], True, window), name="causal")
 
     @classmethod
     def documents(
@@ -161,16 +156,10 @@ class Mask(MaskTable):
         """
         start, end, n = documents_of(cu_seqlens, n)
         expect("causal", causal, bool)
-        window = window_of(window) if window is not None else (-1, 0 if causal else -1)
-        left, right = band_of(window)
+        left, right = band_of((-1, -1) if window is None else window)
         right = min(right, 0) if causal else right
-        details = listed(
-            _documents_in_words(start, end, n),
-            "" if causal else "not causal",
-            window_in_words(window, causal),
-        )
         pieces = Tiles.columns(start, end, start, end, left, right).trimmed()
-        return cls(n, pieces, "documents", details, segments_of(start, end, n))
+        return cls(n, pieces, "documents", segments_of(start, end, n))
 
     @classmethod
     def blockwise(
@@ -211,8 +200,7 @@ class Mask(MaskTable):
         default one document of `n` tokens. Raises `PlanError` as `documents` does, and for a prefix
         that is below 0 or longer than its document.
         """
-        start, end, n, documents = _documents_or_one(cu_seqlens, n)
-        window = window_of(window)
+        start, end, n = _documents_or_one(cu_seqlens, n)
         lo, hi = band_of(window)
         prefix = integers(lengths, "prefix lengths")
         if prefix.ndim and prefix.shape != start.shape:
@@ -234,10 +222,7 @@ class Mask(MaskTable):
         early = Tiles.columns(start, turn, start, stop, lo=lo)
         late = Tiles.columns(turn, end, start, end, lo, hi)
         pieces = Tiles.concatenate(early, late).trimmed()
-        mean = f"{'mean ' * (prefix.size > 1)}{prefix.sum() / max(prefix.size, 1):.0f} tokens"
-        details = listed(mean, documents, window_in_words(window, causal=window[1] == 0))
-        pieces = pieces[sort_index(pieces.q0)]
-        return cls(n, pieces, "prefix", details, segments_of(start, end, n))
+        return cls(n, pieces[sort_index(pieces.q0)], "prefix", segments_of(start, end, n))
 
     @classmethod
     def tree(
@@ -270,15 +255,10 @@ class Mask(MaskTable):
             (parent >= -1) & (parent < np.arange(len(parent))),
             lambda i: f"branch {i} has parent {parent[i]}: it must be -1 or a branch before it",
         )
-        if (length < 0).any():
-            raise PlanError(
-                f"branch {(length < 0).argmax()} has {length.min()} tokens: it must have at least 0"
-            )
-        if (length > MAX_TOKENS).any():
-            raise PlanError(
-                f"branch {length.argmax()} has {length.max()} tokens: a stream holds at most "
-                f"{MAX_TOKENS}"
-            )
+        check_all(
+            (length >= 0) & (length <= MAX_TOKENS),
+            lambda i: f"branch {i} has {length[i]} tokens: it must have 0 to {MAX_TOKENS}",
+        )
         end = np.cumsum(length)
         start, n = end - length, stream_length(int(end[-1]) if n is None else n)
         if end[-1] > n:
@@ -290,13 +270,8 @@ class Mask(MaskTable):
         q0, q1, ancestor = _descendants(parent, start, end)
         shared = Tiles.columns(q0, q1, start[ancestor], end[ancestor])
         tiles = Tiles.concatenate(Tiles.columns(start, end, start, end, hi=0), shared)
-        tokens = int(end[-1])
-        words = (
-            f"{len(parent)} branches of {_many(int((parent < 0).sum()), 'root')}, {tokens} tokens"
-        )
-        words += _padding_in_words(tokens, n)
         segments = segments_of(start, end, n, np.array(depth))
-        return cls(n, in_order(tiles.trimmed()), "tree", words, segments)
+        return cls(n, in_order(tiles.trimmed()), "tree", segments)
 
     @classmethod
     def shared_prefix(
@@ -316,28 +291,16 @@ class Mask(MaskTable):
         """
         parents: list[int] = []
         lengths: list[int] = []
-        groups = list(expect("groups", groups, Iterable))
-        for group, pair in enumerate(groups):
+        for group, pair in enumerate(expect("groups", groups, Iterable)):
             if not (isinstance(pair, Sequence) and len(pair) == 2 and np.ndim(pair[1]) == 1):
                 raise PlanError(
                     f"group {group} is {pair!r}: it must be (tokens of the prompt, [tokens of each "
                     "response])"
                 )
             prompt, responses = pair
-            for length in (prompt, *responses):
-                if integer(length, "length") < 0:
-                    raise PlanError(
-                        f"group {group} has a prompt or a response of {length} tokens: it must "
-                        "have at least 0"
-                    )
             parents += [-1, *[len(parents)] * len(responses)]
             lengths += [prompt, *responses]
-        if not groups:
-            raise PlanError(
-                "shared prefixes need at least one group (prompt length, [response lengths])"
-            )
-        mask = cls.tree(parents, lengths, n)
-        mask = replace(mask, name="shared_prefix")
+        mask = replace(cls.tree(parents, lengths, n), name="shared_prefix")
         return mask if window is None else mask & window
 
     @classmethod
@@ -355,8 +318,8 @@ class Mask(MaskTable):
         `cu_seqlens` are packed documents, by default one of `n` tokens. Raises `PlanError` for
         spans that overlap, are empty, or are not inside one document.
         """
-        starts, ends, n, documents = _documents_or_one(cu_seqlens, n)
-        (first, last), words = _spans(spans, n)
+        starts, ends, n = _documents_or_one(cu_seqlens, n)
+        first, last = ordered_spans(spans, n)
         document = np.searchsorted(ends, first, side="right")
         check_all(
             last <= np.append(ends, 0)[document],
@@ -372,7 +335,7 @@ class Mask(MaskTable):
         begin, visual = np.append(starts, 0)[document], np.isin(q0, first)
         pieces = Tiles.columns(q0, q1, begin, q1, hi=np.where(visual, OPEN, 0))
         pieces = pieces[document < len(ends)].trimmed()
-        return cls(n, pieces, "images", listed(words, documents), segments_of(starts, ends, n))
+        return cls(n, pieces, "images", segments_of(starts, ends, n))
 
     @classmethod
     def with_global(
@@ -393,8 +356,7 @@ class Mask(MaskTable):
         the stream.
         """
         n = stream_length(n)
-        (first, last), words = _spans(spans, n)
-        window = window_of(window)
+        first, last = ordered_spans(spans, n)
         left, right = band_of(window)
         right = min(right, 0) if causal else right
         pieces = [
@@ -407,8 +369,7 @@ class Mask(MaskTable):
                 before = [(q0, q1, s, e, -OPEN, left - 1)] if left != -OPEN else []
                 after = [(q0, q1, s, e, right + 1, OPEN)] if not causal and right != OPEN else []
                 pieces += before + after
-        details = listed(words, "" if causal else "not causal", window_in_words(window, causal))
-        return cls(n, in_order(Tiles.of(pieces).trimmed()), "global", details)
+        return cls(n, in_order(Tiles.of(pieces).trimmed()), "global")
 
     @classmethod
     def block_causal(
@@ -421,15 +382,14 @@ class Mask(MaskTable):
         `cu_seqlens` are packed documents, by default one of `n` tokens; blocks are counted from the
         first token of each. Raises `PlanError` for blocks below 1 and as `documents` does.
         """
-        starts, ends, n, documents = _documents_or_one(cu_seqlens, n)
+        starts, ends, n = _documents_or_one(cu_seqlens, n)
         block = _block(block, n)
         document, number = expand(np.zeros_like(starts), -(-(ends - starts) // block))
         first = starts[document]
         start = first + number * block
         end = np.minimum(start + block, ends[document])
-        words = listed(f"blocks of {block} tokens", documents)
         pieces = Tiles.columns(start, end, first, end)
-        return cls(n, pieces, "block_causal", words, segments_of(starts, ends, n))
+        return cls(n, pieces, "block_causal", segments_of(starts, ends, n))
 
     @classmethod
     def block_diffusion(cls, n: int, block: int) -> Mask:
@@ -455,8 +415,7 @@ class Mask(MaskTable):
         before = Tiles.columns(half + start, half + end, 0, start)
         itself = Tiles.columns(start, end, start, end).shifted(half, half)
         pieces = in_order(Tiles.concatenate(clean, before, itself).trimmed())
-        words, segments = f"blocks of {block} tokens", np.array([[0, half], [0, 0]])
-        return cls(n, pieces, "block_diffusion", words, segments)
+        return cls(n, pieces, "block_diffusion", np.array([[0, half], [0, 0]]))
 
 
 _SLICES = {
@@ -520,35 +479,8 @@ def _block(block: int, n: int) -> int:
     return min(int(block), n)
 
 
-def _spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tuple[tuple[Ints, Ints], str]:
-    """Return the checked spans in ascending order as (starts, ends), and their description."""
-    start, end = ordered_spans(spans, n)
-    return (start, end), f"{_many(len(start), 'span')}, {int((end - start).sum())} tokens"
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}" + "s" * (count != 1)
-
-
-def _padding_in_words(used: int, n: int) -> str:
-    return f", {n - used} tokens of padding" if n > used else ""
-
-
 def _documents_or_one(
     cu_seqlens: Sequence[int] | np.ndarray | None, n: int
-) -> tuple[Ints, Ints, int, str]:
-    """Return `documents_of` with a description of the documents; without `cu_seqlens`, one
-    document.
-    """
-    if cu_seqlens is None:
-        return *documents_of([0, stream_length(n)], n), ""
-    start, end, n = documents_of(cu_seqlens, n)
-    return start, end, n, f"documents: {_documents_in_words(start, end, n)}"
-
-
-def _documents_in_words(start: Ints, end: Ints, n: int) -> str:
-    """Describe the documents: how many hold a token, their mean length, and the padding behind
-    them.
-    """
-    count, total = int((end > start).sum()), int((end - start).sum())
-    return f"{count}, mean {total / max(count, 1):.0f} tokens{_padding_in_words(total, n)}"
+) -> tuple[Ints, Ints, int]:
+    """Return `documents_of`; without `cu_seqlens`, of one document."""
+    return documents_of([0, stream_length(n)] if cu_seqlens is None else cu_seqlens, n)

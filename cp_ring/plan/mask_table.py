@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import ConfigError, PlanError, expect
+from cp_ring.plan.proof import overlapping
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
@@ -32,14 +33,10 @@ from cp_ring.plan.tiles import (
     OPEN,
     Tiles,
     coalesce,
-    first_overlap,
-    joined,
+    paint,
     split_at_edges,
 )
 from cp_ring.runtime import RUNTIME
-
-MAX_DESCRIBED = 4
-"""The most different masks of batch rows that `MaskTable.describe` names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,16 +44,14 @@ class MaskTable:
     """Which keys each query of a stream of `n` tokens may see, as disjoint `pieces` in token
     positions. Queries and keys are those of the same tokens.
 
-    `name` is the constructor, and `describe` shows `details` beside it. `segments` are the runs of
-    tokens whose positions go up by one: int64 [2, count], the first token of each run and its
-    position; the first run begins at token 0. None means one run from position 0, so that every
-    token's position is its place in the stream.
+    `name` is the constructor. `segments` are the runs of tokens whose positions go up by one: int64
+    [2, count], the first token of each run and its position; the first run begins at token 0. None
+    means one run from position 0, so that every token's position is its place in the stream.
     """
 
     n: int
     pieces: Tiles
     name: str = "mask"
-    details: str = ""
     segments: Ints | None = None
 
     @classmethod
@@ -65,7 +60,6 @@ class MaskTable:
         n: int,
         pieces: Iterable[Sequence[int]],
         name: str = "mask",
-        details: str = "",
         positions: Sequence[int] | np.ndarray | None = None,
     ) -> Self:
         """A mask of `n` tokens from pieces (q0, q1, k0, k1) or (q0, q1, k0, k1, lo, hi), which must
@@ -76,7 +70,7 @@ class MaskTable:
         Queries q0 <= q < q1 see the keys k0 <= k < k1 for which lo <= k - q <= hi. Without lo and
         hi they see all these keys; with lo > hi they see none. `positions`, int64 [n], are those of
         `Mask.positions`. Raises `PlanError` for a piece that is outside of the stream or ends
-        before it begins, and for two pieces that overlap, with a pair that both have.
+        before it begins, and for two pieces that overlap.
         """
         n, tiles = stream_length(n), _read(pieces)
         ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1)
@@ -90,16 +84,14 @@ class MaskTable:
                 raise PlanError(f"piece {bad.argmax()} {_numbers(tiles, int(bad.argmax()))} {what}")
         fitted = tiles.fitted()
         live = np.arange(len(tiles))[fitted.live()]
-        clash = first_overlap(fitted[live])
-        if clash is not None:
-            one, other = sorted(live[[clash.one, clash.other]].tolist())
+        if (clash := overlapping(fitted[live].data)) is not None:
+            one, other = live[[*clash]].tolist()
             raise PlanError(
                 f"pieces {one} {_numbers(tiles, one)} and {other} {_numbers(tiles, other)} "
-                f"overlap: query {clash.query} sees key {clash.key} in both; Mask.union joins "
-                "masks that overlap"
+                "overlap; Mask.union joins masks that overlap"
             )
         segments = None if positions is None else _runs_of(positions, n)
-        return cls(n, fitted[live], name, details, segments)
+        return cls(n, fitted[live], name, segments)
 
     @classmethod
     def union(cls, *masks: Self) -> Self:
@@ -120,9 +112,11 @@ class MaskTable:
             sizes = ", ".join(f"{mask.n} tokens" for mask in masks)
             raise PlanError(f"a union of masks of {sizes}: they must have one length")
         pieces = Tiles.concatenate(*(mask.pieces for mask in masks)).trimmed()
-        pieces = joined(pieces) if len(pieces) else pieces
-        words = " or ".join(_different(masks))
-        return replace(first, pieces=pieces, name="union", details=words)
+        if len(pieces):
+            from cp_ring.plan.union import joined
+
+            pieces = joined(pieces)
+        return replace(first, pieces=pieces, name="union")
 
     def __or__(self, other: Self) -> Self:
         """Return `union` of this mask and another one."""
@@ -137,7 +131,6 @@ class MaskTable:
         Distances are between `positions`: a response sees the last tokens of its prompt, however
         many responses lie between them in the stream.
         """
-        window = window_of(window)
         left, right = band_of(window)
         start, position = self._runs()
         pieces = self.pieces
@@ -156,8 +149,7 @@ class MaskTable:
         narrow = Tiles(data).trimmed()
         if several:
             narrow = coalesce(narrow, np.zeros(len(narrow), np.int64))[0]
-        words = listed(self.details, window_in_words(window, causal=False))
-        return replace(self, pieces=narrow, details=words)
+        return replace(self, pieces=narrow)
 
     @classmethod
     def batch(cls, rows: Sequence[Self]) -> Self:
@@ -172,9 +164,8 @@ class MaskTable:
         starts = np.cumsum([0, *(row.n for row in rows)]).tolist()
         masks = list(zip(rows, starts, strict=False))
         tiles = Tiles.concatenate(*(mask.pieces.shifted(start, start) for mask, start in masks))
-        words = f"{len(rows)} rows ({'; '.join(_different(rows))})"
         runs = [np.add(mask._runs(), [[start], [0]]) for mask, start in masks]
-        return cls(stream_length(starts[-1]), tiles, "batch", words, np.concatenate(runs, axis=1))
+        return cls(stream_length(starts[-1]), tiles, "batch", np.concatenate(runs, axis=1))
 
     @cached_property
     def digest(self) -> str:
@@ -231,14 +222,11 @@ class MaskTable:
 
     def dense(self) -> np.ndarray:
         """Return the mask as a boolean `[n, n]` array, for small n."""
-        from cp_ring.plan.dense_masks import paint
-
         return paint(self.pieces, self.n, self.n) > 0
 
     def describe(self) -> str:
-        """Describe the mask, as in "causal, window 4096" or "documents: 113, mean 580 tokens"."""
-        separator = ", " if self.name in ("full", "causal") else ": "
-        return self.name.replace("_", " ") + separator * bool(self.details) + self.details
+        """Describe the mask, as in "block causal, 2,080 pairs"."""
+        return f"{self.name.replace('_', ' ')}, {self.area():,} pairs"
 
     def __repr__(self) -> str:
         return f"<Mask of {self.n} tokens, {self.describe()}>"
@@ -309,34 +297,12 @@ def in_order(pieces: Tiles) -> Tiles:
     return pieces[sort_index(pieces.q0, pieces.k0)]
 
 
-def listed(*words: str) -> str:
-    """Join the words that are not empty with commas."""
-    return ", ".join(filter(None, words))
-
-
-def _different(masks: Sequence[MaskTable]) -> list[str]:
-    """Describe the first few different masks."""
-    words = list(dict.fromkeys(mask.describe() for mask in masks))
-    return words[:MAX_DESCRIBED] + ["..."] * (len(words) > MAX_DESCRIBED)
-
-
 def band_of(window: tuple[int, int]) -> tuple[int, int]:
-    """Return a checked window (left, right) as bounds on key - query."""
-    left, right = window
-    return -OPEN if left < 0 else -left, OPEN if right < 0 else right
-
-
-def window_in_words(window: tuple[int, int], causal: bool) -> str:
-    """Describe a checked window (left, right); "" if it hides nothing. A causal mask has no keys on
-    the right.
+    """Return a window (left, right) as bounds on key - query. Raises `PlanError` as `window_of`
+    does.
     """
-    left, right = window
-    if causal:
-        return f"window {left}" if left >= 0 else ""
-    if left == right:
-        return f"window {left} on both sides" if left >= 0 else ""
-    before, after = (str(side) if side >= 0 else "all" for side in (left, right))
-    return f"window {before} before, {after} after"
+    left, right = window_of(window)
+    return -OPEN if left < 0 else -left, OPEN if right < 0 else right
 
 
 def _read(pieces: Iterable[Sequence[int]]) -> Tiles:

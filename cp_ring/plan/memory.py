@@ -42,7 +42,7 @@ def _codec_memory(
         "both: a hop's keys and values, decoded": arriving * sizes.key_width * sizes.element,
     }
     if sizes.codec.latent and sizes.latent is not None:
-        weight = sizes.kv_heads * (sizes.latent.nope + sizes.latent.value) * sizes.latent.latent
+        weight = sizes.kv_heads * sizes.latent.decoded
         buffers["backward: a hop's dk, dv before the up-projection"] = (
             leaving * sizes.key_width * sizes.element
         )

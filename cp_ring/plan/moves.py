@@ -58,8 +58,7 @@ class Moves:
         `layout.merged(u)`; where u is the number of all ranks, each gets the whole sequence.
         """
         ranks = layout.cp // members.cp
-        chunk = np.flatnonzero(layout.owner // ranks == member)
-        chunk = chunk[np.argsort(layout.owner[chunk], kind="stable")]
+        chunk = layout.order[layout.owner[layout.order] // ranks == member]
         sender, size = layout.owner[chunk] - member * ranks, np.diff(layout.edges)[chunk]
         source, target = layout.starts[chunk], _places(members, layout.edges[chunk])[1]
         apart = (sender[1:] != sender[:-1]) | (target[1:] != (target + size)[:-1])

@@ -278,12 +278,7 @@ def _check_hops(plan: PlanTables) -> None:
 
 
 def _check_pieces(plan: PlanTables) -> None:
-    """The pieces of the mask lie in the stream, and no two of them share a pair.
-
-    Pieces that share a query are compared at the first and the last query of each strip between two
-    cuts. There both ends of each piece's keys are linear, so pieces that are apart and in one order
-    at both are apart between them.
-    """
+    """The pieces of the mask lie in the stream, and no two of them share a pair."""
     data, n = plan.mask.pieces.data, plan.n
     data = data[:, (data[0] < data[1]) & (data[2] < data[3]) & (data[4] <= data[5])]
     inside = (data[[0, 2]] >= 0).all(0) & (data[[1, 3]] <= n).all(0)
@@ -291,14 +286,26 @@ def _check_pieces(plan: PlanTables) -> None:
         raise PlanError(
             f"the mask is for {n} tokens, but its piece {_piece(data[:, i])} lies outside"
         )
-    order = np.argsort(data[0], kind="stable")
-    reach = np.maximum.accumulate(data[1][order])
-    shares = np.append(False, reach[:-1] > data[0][order][1:])[: len(order)]
+    if (pair := overlapping(data)) is not None:
+        shown = " and ".join(str(_piece(data[:, which])) for which in pair)
+        raise PlanError(f"the mask has pairs twice: its pieces {shown} overlap")
+
+
+def overlapping(pieces: Ints) -> tuple[int, int] | None:
+    """Return the indices of two pieces [6, pieces] that share a pair, or None if there are none.
+
+    Pieces that share a query are compared at the first and the last query of each strip between two
+    cuts. There both ends of each piece's keys are linear, so pieces that are apart and in one order
+    at both are apart between them.
+    """
+    order = np.argsort(pieces[0], kind="stable")
+    reach = np.maximum.accumulate(pieces[1][order])
+    shares = np.append(False, reach[:-1] > pieces[0][order][1:])[: len(order)]
     shares |= np.append(shares[1:], False)[: len(order)]
-    data = data[:, order[shares]]
-    if not data.size:
-        return
-    q0, q1, k0, k1, lo, hi = data
+    index = order[shares]
+    if not len(index):
+        return None
+    q0, q1, k0, k1, lo, hi = pieces[:, index]
     turns = [np.clip(at - bound, q0, q1) for at in (k0, k1) for bound in (lo, hi)]
     cuts = np.unique(np.concatenate([q0, q1, *turns]))
     first = np.searchsorted(cuts, q0)
@@ -313,9 +320,9 @@ def _check_pieces(plan: PlanTables) -> None:
     one, other = order[:-1], order[1:]
     clash = (sides[1][one] > sides[0][other]) | (sides[3][one] > sides[2][other])
     for i in _first((strip[one] == strip[other]) & clash):
-        pair = sorted((piece[one[i]], piece[other[i]]))
-        shown = " and ".join(str(_piece(data[:, which])) for which in pair)
-        raise PlanError(f"the mask has pairs twice: its pieces {shown} overlap")
+        low, high = sorted(index[piece[[one[i], other[i]]]].tolist())
+        return low, high
+    return None
 
 
 def _check_cover(plan: PlanTables, axis: Axis) -> None:
@@ -372,32 +379,32 @@ def _difference(plan: PlanTables, axis: Axis, place: int, turned: bool) -> str:
     """Say for the query (or the key, if `turned`) at a place of the axis with which token it is
     computed or allowed too often.
     """
-    mine, other = plan.tile_rank, plan.tile_source
-    tiles, pieces = plan.tiles.data, plan.mask.pieces.data
+    mine, other, tiles = plan.tile_rank, plan.tile_source, plan.tiles.data
+    pieces, token = plan.mask.pieces.data, int(axis.token[place])
     if turned:
         mine, other, tiles, pieces = other, mine, _turned(tiles), _turned(pieces)
-    token = int(axis.token[place])
-    counts = []
-    for table, rows, columns, at in (
-        (tiles, axis.first[mine], axis.first[other], place),
-        (pieces, np.zeros(pieces.shape[1], np.int64), np.zeros(pieces.shape[1], np.int64), token),
-    ):
-        times, inside = np.zeros(axis.n + 1, np.int64), at - rows
-        for i in np.flatnonzero((table[0] <= inside) & (inside < table[1])).tolist():
-            _, _, k0, k1, lo, hi = table[:, i]
-            start, end = max(k0, inside[i] + lo), min(k1, inside[i] + hi + 1)
-            if start < end:
-                times[columns[i] + start] += 1
-                times[columns[i] + end] -= 1
-        counts.append(np.cumsum(times)[:-1])
-    computed, allowed = counts[0], counts[1][axis.token]
-    key = int((computed != allowed).argmax())
-    query, seen = (int(axis.token[key]), token) if turned else (token, int(axis.token[key]))
-    of_query, of_key = (key, place) if turned else (place, key)
+    computed = _seen(tiles, place - axis.first[mine], axis.first[other], axis.n)
+    allowed = _seen(pieces, np.full_like(pieces[0], token), 0, axis.n)[axis.token]
+    seen = int((computed != allowed).argmax())
+    query, key = (seen, place) if turned else (place, seen)
     return (
-        f"rank {axis.rank(of_query)}: query {query} and key {seen} of rank {axis.rank(of_key)} are "
-        f"computed {computed[key]} times, but the mask allows them {allowed[key]} times"
+        f"rank {axis.rank(query)}: query {axis.token[query]} and key {axis.token[key]} of rank "
+        f"{axis.rank(key)} are computed {computed[seen]} times, but the mask allows them "
+        f"{allowed[seen]} times"
     )
+
+
+def _seen(tiles: Ints, query: Ints, columns: Ints | int, count: int) -> Ints:
+    """Return how often tiles let a query see each of `count` keys. The query is number `query[i]`
+    of tile i, whose keys are counted from `columns[i]`.
+    """
+    q0, q1, k0, k1, lo, hi = tiles
+    start, end = np.maximum(k0, query + lo), np.minimum(k1, query + hi + 1)
+    mine = (q0 <= query) & (query < q1) & (start < end)
+    times = np.zeros(count + 1, np.int64)
+    np.add.at(times, (columns + start)[mine], 1)
+    np.subtract.at(times, (columns + end)[mine], 1)
+    return np.cumsum(times)[:-1]
 
 
 def _check_keys(plan: PlanTables, axis: Axis) -> None:
@@ -459,17 +466,22 @@ def _joined(start: Ints, end: Ints) -> Ints:
 
 def _same(plan: PlanTables, axis: Axis, wanted: Ints, moved: Ints, wants: str, moves: str) -> None:
     """Raise `PlanError` if two lists of ranges, numbered by rank and place, differ."""
-    if np.array_equal(wanted, moved):
-        return
-    count = min(wanted.shape[1], moved.shape[1])
-    differs = (wanted[:, :count] != moved[:, :count]).any(0)
-    at = int(np.append(differs, True).argmax())
-    start = min(int(ranges[0, at]) for ranges in (wanted, moved) if at < ranges.shape[1])
-    rank, place = divmod(start, axis.n + 1)
-    hop = plan.schedule[(rank - axis.rank(place)) % plan.cp]
-    raise PlanError(
-        f"rank {rank}, hop {hop} {wants} other tokens than it {moves}, from {axis.named(place)} on"
-    )
+    for start in _difference_of(wanted, moved):
+        rank, place = divmod(start, axis.n + 1)
+        hop = plan.schedule[(rank - axis.rank(place)) % plan.cp]
+        raise PlanError(
+            f"rank {rank}, hop {hop} {wants} other tokens than it {moves}, from "
+            f"{axis.named(place)} on"
+        )
+
+
+def _difference_of(one: Ints, other: Ints) -> list[int]:
+    """Return the smaller number of the first row, where two tables differ first, or nothing."""
+    if np.array_equal(one, other):
+        return []
+    count = min(one.shape[1], other.shape[1])
+    at = int(np.append((one[:, :count] != other[:, :count]).any(0), True).argmax())
+    return [min(int(table[0, at]) for table in (one, other) if at < table.shape[1])]
 
 
 def _check_slots(plan: PlanTables, num_slots: int) -> int:
@@ -569,12 +581,8 @@ def _check_messages(
     found.sort(key=lambda each: each[0])
     pairs, places = zip(*found, strict=True)
     moved = np.stack([np.repeat(pairs, [*map(len, places)]), np.concatenate(places)])
-    if not np.array_equal(wanted, moved):
-        count = min(wanted.shape[1], moved.shape[1])
-        at = int(np.append((wanted[:, :count] != moved[:, :count]).any(0), True).argmax())
-        index, other = divmod(
-            min(int(table[0, at]) for table in (wanted, moved) if at < table.shape[1]), cp
-        )
+    for number in _difference_of(wanted, moved):
+        index, other = divmod(number, cp)
         raise PlanError(
             f"rank {part.member}, hop {index}: {name} with rank {other} has other tokens than the "
             "tables"
@@ -732,12 +740,11 @@ def _check_updates(name: str, updates: Sequence[Update], parts: Sequence[Ints], 
         low, high, _ = update.kept.indices(size)
         kept = (start[runs] >= low) & (end[runs] <= high)
         _expect(kept.all(), f"{name}: a running total has no memory for all of its tokens")
-        for place in update.table[4:]:
+        for position, step in zip(update.table[4::2], update.table[5::2], strict=True):
             _expect(left, f"{name}: an update waits for a part that does not come")
             part = left.pop(0)
-            mine = np.flatnonzero((place != -1)[which])
-            at = place[which[mine]]
-            at = np.where(at >= 0, at + number[mine], -2 - at - number[mine])
+            mine = np.flatnonzero((step != 0)[which])
+            at = position[which[mine]] + step[which[mine]] * number[mine]
             same = len(at) == (part >= 0).sum() and (at >= 0).all() and (at < len(part)).all()
             same = same and np.array_equal(part[at], token[mine])
             _expect(same, f"{name}: an update adds rows of a part at other tokens, or not once")

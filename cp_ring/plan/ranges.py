@@ -195,16 +195,6 @@ def starts_of(size: Ints) -> Ints:
     return np.cumsum(size) - size
 
 
-def starts_in_groups(size: Ints, group: Ints, groups: int) -> Ints:
-    """Return where parts of these sizes begin if the parts of each group, 0 to groups - 1, lie end
-    to end.
-    """
-    order = np.argsort(group, kind="stable")
-    starts = np.empty_like(size)
-    starts[order] = starts_of(size[order])
-    return starts - starts_of(np.bincount(group, size, groups).astype(np.int64))[group]
-
-
 def runs(breaks: NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
     """Return the first and the last index of each run of `count` entries.
 
@@ -212,14 +202,6 @@ def runs(breaks: NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
     """
     first = np.flatnonzero(np.append(True, breaks)[:count])
     return first, np.append(first[1:], count)[: len(first)] - 1
-
-
-def every_other(places: Ints) -> Ints:
-    """Return the first, third, ... of each chain of consecutive numbers among the ascending
-    `places`.
-    """
-    chain, end = runs(np.diff(places) != 1, len(places))
-    return places[(np.arange(len(places)) - np.repeat(chain, end - chain + 1)) % 2 == 0]
 
 
 def check_all(good: NDArray[np.bool_], message: Callable[[int], str]) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, sort_index, starts_of
 from cp_ring.plan.records import Hop, Hops, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.schedule import ring_distance
@@ -16,46 +17,41 @@ from cp_ring.plan.tiles import Tiles, coalesce
 
 
 class _HopBuffers:
-    """A rank's buffers, one for each hop, in which the ranges of the hop's sources lie end to end.
-    At hop 0 the buffer is the rank's whole shard.
-
-    `distance` is the distance of the rank from the owner of each range. Ranges are sorted by
-    distance and start.
+    """A rank's buffers, one for each hop, in which the ranges of a table of messages lie end to
+    end. At hop 0 the buffer is the rank's whole shard. Tokens have their places on the axis of all
+    shards (`Layout.axis`).
     """
 
-    def __init__(self, ranges: Transfers, distance: Ints, num_tokens: int, cp: int):
-        size = ranges.tokens
-        self._span = int(ranges.end.max(initial=0)) + 1
-        self._keys = distance * self._span + ranges.start
+    def __init__(self, layout: Layout, rank: int, table: Transfers):
+        self.table, self._first = table, layout.first
+        size = table.tokens
         before = starts_of(size)
-        self._slide = before - before[np.searchsorted(ranges.hop, ranges.hop)] - ranges.start
-        self.sizes = np.bincount(ranges.hop, size, cp).astype(np.int64)
-        self.sizes[0] = num_tokens
+        begin = np.append(0, before - before[np.searchsorted(table.hop, table.hop)])
+        place = np.append(self._first[rank], self._first[table.owner] + table.start)
+        order = np.argsort(place, kind="stable")
+        self._place, self._slide = place[order], (begin - place)[order]
+        self.sizes = np.bincount(table.hop, size, layout.cp).astype(np.int64)
+        self.sizes[0] = layout.tokens_per_rank[rank]
 
-    def slide(self, distance: Ints, start: Ints) -> Ints:
+    def slide(self, owner: Ints, start: Ints) -> Ints:
         """Return the number to add to a token of the owner's shard for its place in the buffer that
         holds it.
         """
-        if not len(self._keys):
-            return np.zeros_like(distance)
-        key = distance * self._span + np.minimum(start, self._span - 1)
-        place = np.searchsorted(self._keys, key, "right") - 1
-        return np.where(distance == 0, 0, self._slide[place])
+        first = self._first[owner]
+        return first + self._slide[np.searchsorted(self._place, first + start, "right") - 1]
 
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     """Return the plan of one rank, made from the tables of all ranks."""
-    cp = plan.cp
-    num_tokens = int(plan.layout.tokens_per_rank[rank])
-    arriving, grads_leaving, keys, grads = _buffers(plan, rank)
+    cp, (keys, grads) = plan.cp, _buffers(plan, rank)
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     tiles, tile_hop, grad_shift, tile_far = _own_tiles(plan, rank, keys, grads)
-    receives = _Messages(arriving, rank, "receiver", "receiver", cp, keys)
+    receives = _Messages(keys.table, rank, "receiver", "receiver", cp, keys)
     sends = _Messages(leaving, rank, "sender", "receiver", cp, keys)
-    grad_sends = _Messages(grads_leaving, rank, "sender", "sender", cp, grads)
+    grad_sends = _Messages(grads.table, rank, "sender", "sender", cp, grads)
     grad_receives = _Messages(grads_arriving, rank, "receiver", "sender", cp, grads)
-    every = (tile_hop, arriving.hop, leaving.hop, grads_leaving.hop, grads_arriving.hop)
+    every = (tile_hop, keys.table.hop, leaving.hop, grads.table.hop, grads_arriving.hop)
     distances = _numbers([0], tile_far, receives.distance, grad_sends.distance)
     hop_of = np.array(plan.schedule)[distances]
 
@@ -76,7 +72,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
 
     hops, pieces = Hops(make, _numbers(*every).tolist()), len(plan.mask.pieces)
     return RankPlan(
-        rank, cp, num_tokens, hops, plan.layout.rows, identity(plan), pieces,
+        rank, cp, int(keys.sizes[0]), hops, plan.layout.rows, identity(plan), pieces,
         forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
     )  # fmt: skip
 
@@ -88,21 +84,15 @@ def _numbers(*lists: Ints | list[int]) -> Ints:
 
 def rank_tiles(plan: PlanTables, rank: int) -> tuple[Tiles, Ints]:
     """Return the tiles of one rank's plan and the hop of each, without the rest of the plan."""
-    _, _, keys, grads = _buffers(plan, rank)
-    return _own_tiles(plan, rank, keys, grads)[:2]
+    return _own_tiles(plan, rank, *_buffers(plan, rank))[:2]
 
 
-def _buffers(plan: PlanTables, rank: int) -> tuple[Transfers, Transfers, _HopBuffers, _HopBuffers]:
-    """Return the messages that fill a rank's key buffers, the messages that leave its gradient
-    buffers, and both kinds of buffers.
+def _buffers(plan: PlanTables, rank: int) -> tuple[_HopBuffers, _HopBuffers]:
+    """Return a rank's buffers of keys, filled by messages that arrive, and of gradients, which
+    leave.
     """
     arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
-    num_tokens = int(plan.layout.tokens_per_rank[rank])
-    keys, grads = (
-        _HopBuffers(t, ring_distance(rank, t.owner, plan.cp), num_tokens, plan.cp)
-        for t in (arriving, leaving)
-    )
-    return arriving, leaving, keys, grads
+    return _HopBuffers(plan.layout, rank, arriving), _HopBuffers(plan.layout, rank, leaving)
 
 
 def _own_tiles(
@@ -115,10 +105,10 @@ def _own_tiles(
     one kernel call.
     """
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
-    tiles, hop = plan.tiles[mine], plan.tile_hop[mine]
-    far = ring_distance(rank, plan.tile_source[mine], plan.cp)
-    slide = keys.slide(far, tiles.k0)
-    shift = grads.slide(far, tiles.k0) - slide
+    tiles, hop, source = plan.tiles[mine], plan.tile_hop[mine], plan.tile_source[mine]
+    far = ring_distance(rank, source, plan.cp)
+    slide = keys.slide(source, tiles.k0)
+    shift = grads.slide(source, tiles.k0) - slide
     tiles = tiles.shifted(0, slide)
     several = np.zeros(int(hop.max(initial=0)) + 1, bool)
     several[hop[1:][(hop[1:] == hop[:-1]) & (far[1:] != far[:-1])]] = True
@@ -155,7 +145,7 @@ class _Messages:
         peer = table.sender if end == "receiver" else table.receiver
         buffer = table.hop if end == holder else table.buffer
         self.distance: Ints = ring_distance(rank, table.owner, cp)
-        slide = buffers.slide(self.distance, table.start)
+        slide = buffers.slide(table.owner, table.start)
         # `Transfer.buffer` is 0 for the buffer of the message's own hop.
         named = np.where(buffer == table.hop, 0, buffer)
         of_holder = ring_distance(getattr(table, holder), table.owner, cp)

@@ -326,13 +326,19 @@ class Call(Protocol):
 
 
 class Update(Protocol):
-    """One pass over a total (`cp_ring.plan.updates`).
+    """One pass over a total, which adds parts to it (`cp_ring.plan.updates`).
 
-    table: int64 [4 + parts, segments]: start, end, 1 if nothing was stored there before, 1 if the
-    total is then complete, and for each part the position of the segment's first token: -1 for
-    none, or -2 - position if the tokens go down.
-    whole: the one part is the total itself.
-    kept: the tokens for which the running total has memory.
+    table: int64 [4 + 2 * parts, segments], for each segment of the total's tokens
+        start and end;
+        1 if no earlier update has stored something there, else 0;
+        1 if no later update will, else 0;
+        and for each part the position of the segment's first token there, and the step from one
+        token to the next: 1, -1 if the part has them in reverse order, or 0 if it has none of them.
+        A segment without parts is filled with zeros.
+    whole: True if a kernel call's part is the whole total: nothing has to be computed, nor moved if
+    its dtype is right. It is False for parts that arrive, because the next messages will overwrite
+    their buffer.
+    kept: the tokens of the total for which the running total has memory.
     """
 
     table: Ints

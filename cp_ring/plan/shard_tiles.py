@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, expand, overlaps, runs, sort_index, starts_of
+from cp_ring.plan.ranges import Ints, expand, overlaps, runs, sort_index
 from cp_ring.plan.records import PlanTables
-from cp_ring.plan.tiles import OPEN, Tiles
+from cp_ring.plan.schedule import ring_distance
+from cp_ring.plan.tiles import OPEN, Tiles, split_at_edges
 
 Parts = tuple[Tiles, Ints, Ints, Ints]
 """Tiles with keys in their shard, the rank of each tile's queries, the owner of its keys, and the
@@ -134,39 +135,19 @@ def _key_ranges(part: Ints, first: Ints, last: Ints, layout: Layout) -> Ints:
 
 def _tokens_before(owner: Ints, chunk: Ints, layout: Layout) -> Ints:
     """Return the number of an owner's tokens in chunks before `chunk`."""
-    count = len(layout.owner) + 1
-    order = np.argsort(layout.owner, kind="stable")
-    numbers = layout.owner[order] * count + order
-    place = np.searchsorted(numbers, owner * count + chunk)
-    starts = np.append(layout.starts[order], 0)[place]
-    none = np.append(layout.owner[order], -1)[place] != owner
-    return np.where(none, layout.tokens_per_rank[owner], starts)
+    order, count = layout.order, len(layout.owner) + 1
+    place = np.searchsorted(layout.owner[order] * count + order, owner * count + chunk)
+    return layout.axis[place] - layout.first[owner]
 
 
-def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints]:
-    """Return the plan's tiles in positions of the stream, split where chunks of a shard meet, and
-    the index of the tile of each.
+def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints, Ints]:
+    """Return the plan's tiles in positions of the stream, cut where chunks meet, and the rank and
+    hop of each.
     """
-    start, end, slide, shard = _shards(plan.layout)
-    # All shards lie end to end on one axis, so that one search finds the tiles of all ranks.
-    tiles = plan.tiles.shifted(shard[plan.tile_rank], shard[plan.tile_source])
-    parent, cell = overlaps(tiles.q0, tiles.q1, start, end)
-    part, key_cell = overlaps(tiles.k0[parent], tiles.k1[parent], start, end)
-    parent, cell = parent[part], cell[part]
-    split = (
-        tiles[parent]
-        .within(start[cell], end[cell], start[key_cell], end[key_cell])
-        .shifted(slide[cell], slide[key_cell])
-    )
-    live = split.live()
-    return split[live], parent[live]
-
-
-def _shards(layout: Layout) -> tuple[Ints, Ints, Ints, Ints]:
-    """Lay all shards end to end: return the start and end of each chunk there, the number to add
-    for its tokens in the stream, and the start of each shard.
-    """
-    chunk = np.argsort(layout.owner, kind="stable")
-    size = np.diff(layout.edges)[chunk]
-    start = starts_of(size)
-    return start, np.cumsum(size), layout.edges[chunk] - start, starts_of(layout.tokens_per_rank)
+    layout, rank, source = plan.layout, plan.tile_rank, plan.tile_source
+    on_axis = plan.tiles.shifted(layout.first[rank], layout.first[source])
+    tiles, *chunks = split_at_edges(on_axis, layout.axis)
+    slide, owner = layout.edges[layout.order] - layout.axis[:-1], layout.owner[layout.order]
+    rank, source = (owner[chunk] for chunk in chunks)
+    hop = np.array(plan.schedule)[ring_distance(rank, source, plan.cp)]
+    return tiles.shifted(*(slide[chunk] for chunk in chunks)), rank, hop

@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 
 from cp_ring.plan.ranges import (
     Ints,
-    expand,
     integers,
     overlaps,
     runs,
     sort_index,
-    starts_of,
 )
 
 OPEN = 1 << 60
@@ -218,6 +216,15 @@ class Tiles:
         ]
 
 
+def paint(tiles: Iterable[Tile], queries: int, keys: int) -> np.ndarray:
+    """Count how many tiles allow each pair of a small score matrix: int64 `[queries, keys]`."""
+    picture = np.zeros((queries, keys), dtype=np.int64)
+    for q0, q1, k0, k1, lo, hi in tiles:
+        offset = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
+        picture[q0:q1, k0:k1] += (offset >= lo) & (offset <= hi)
+    return picture
+
+
 def _corner(height: Ints, width: Ints, depth: Ints) -> Ints:
     """Count the cells of a height x width grid whose diagonal distance from one corner is below
     `depth`.
@@ -275,29 +282,13 @@ def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
         sides = (tiles.k0, tiles.q0) if along_queries else (tiles.q0, tiles.k0)
         sort = sort_index(group, *sides)
         tiles, group = tiles[sort], group[sort]
-        while len(first := _runs_of_one_tile(tiles, group, along_queries)) < len(tiles):
+        while (near := _neighbors(tiles, group, along_queries)).any():
+            # Of a chain of neighbors the first two are joined, the next two, and so on.
+            number = np.arange(1, len(tiles))
+            begin = np.maximum.accumulate(np.where(near, 0, number))
+            first, _ = runs((number - begin) % 2 == 0, len(tiles))
             tiles, group = _hulls(tiles, first), group[first]
     return tiles, group
-
-
-def _runs_of_one_tile(tiles: Tiles, group: Ints, along_queries: bool) -> Ints:
-    """Return the index of the first tile of each run of sorted tiles whose union is one tile.
-
-    A run is a chain of tiles in which each two neighbors make a tile. If the whole chain makes no
-    tile, a run is two of its neighbors.
-    """
-    near = _neighbors(tiles, group, along_queries)
-    first = np.flatnonzero(np.append(True, ~near)[: len(tiles)])
-    several = np.flatnonzero(np.append(near, False) | np.append(False, near))
-    if len(several):
-        chain = np.concatenate([[0], np.cumsum(~near)])
-        whole = _hulls(tiles, first)[chain[several]]
-        apart = ~_is_part(whole, tiles[several], along_queries)
-        bad = np.zeros(len(first), bool)
-        bad[chain[several[apart]]] = True
-        place = np.arange(len(tiles)) - first[chain]
-        first = np.flatnonzero((place == 0) | (bad[chain] & (place % 2 == 0)))
-    return first
 
 
 def _neighbors(tiles: Tiles, group: Ints, along_queries: bool) -> NDArray[np.bool_]:
@@ -329,131 +320,3 @@ def _is_part(whole: Tiles, part: Tiles, along_queries: bool) -> NDArray[np.bool_
     """
     cut = whole.within(part.q0, part.q1) if along_queries else whole.within(k0=part.k0, k1=part.k1)
     return (cut.data == part.data).all(0)
-
-
-class Intervals(NamedTuple):
-    """Intervals of keys in strips of queries, sorted by strip and first key.
-
-    strip: int64 [count], the strip of each interval.
-    tile: int64 [count], the tile that the interval is part of.
-    sides: int64 [4, count], first key and end at the first query of the strip, and the same at its
-    last query.
-    """
-
-    strip: Ints
-    tile: Ints
-    sides: Ints
-
-
-def cuts_of(tiles: Tiles) -> Ints:
-    """Return the queries at which a tile begins or ends, or one of its sides starts or stops to
-    slope: int64, ascending. The tiles must be fitted (`Tiles.fitted`).
-    """
-    q0, q1, k0, k1, lo, hi = tiles.data
-    slopes = (np.clip(turn, q0, q1) for turn in (k0 - lo, k1 - hi))
-    return np.unique(np.concatenate([q0, q1, *slopes]))
-
-
-def intervals(tiles: Tiles, cuts: Ints) -> Intervals:
-    """Return the keys that each tile allows in each strip between two of `cuts`. The cost is an
-    entry for each pair (tile, strip).
-    """
-    first = np.searchsorted(cuts, tiles.q0)
-    tile, strip = expand(first, np.searchsorted(cuts, tiles.q1) - first)
-    ends = [_keys(tiles, tile, query) for query in (cuts[strip], cuts[strip + 1] - 1)]
-    sides = np.concatenate(ends)
-    sort = sort_index(strip, sides[0])
-    return Intervals(strip[sort], tile[sort], sides[:, sort])
-
-
-def _keys(tiles: Tiles, which: Ints, query: Ints) -> Ints:
-    """Return the first key that tile `which` allows a query, and the end of its keys: int64 [2,
-    pairs].
-    """
-    k0, k1, lo, hi = tiles.data[2:, which]
-    return np.stack([np.maximum(k0, query + lo), np.minimum(k1, query + hi + 1)])
-
-
-class Overlap(NamedTuple):
-    """Two pieces that share the pair (query, key)."""
-
-    one: int
-    other: int
-    query: int
-    key: int
-
-
-def first_overlap(pieces: Tiles) -> Overlap | None:
-    """Return the first overlap of two fitted pieces, or None if all are disjoint.
-
-    It is enough to compare neighbors at both ends of a strip. Sides are linear and move by at most
-    one key from a query to the next, so two intervals cannot change places without sharing a key.
-    If they do, they are in the wrong order at the last query.
-    """
-    cuts = cuts_of(pieces)
-    keys = intervals(pieces, cuts)
-    same = keys.strip[1:] == keys.strip[:-1]
-    bad = np.flatnonzero(same & (keys.sides[1::2, :-1] > keys.sides[0::2, 1:]).any(0))
-    if not len(bad):
-        return None
-    strip, pair = keys.strip[bad[0]], keys.tile[[bad[0], bad[0] + 1]]
-    query = np.arange(cuts[strip], cuts[strip + 1])
-    _, _, k0, k1, lo, hi = pieces.data[:, pair, None]
-    first, end = np.maximum(k0, query + lo).max(0), np.minimum(k1, query + hi + 1).min(0)
-    shared = int((first < end).argmax())
-    return Overlap(int(pair[0]), int(pair[1]), int(query[shared]), int(first[shared]))
-
-
-def joined(pieces: Tiles) -> Tiles:
-    """Return disjoint pieces that allow each pair that at least one of the fitted `pieces` allows.
-
-    Pieces whose keys lie apart are joined apart, on queries that lie end to end: a strip of all
-    queries would have an interval of each piece.
-    """
-    pieces = pieces[sort_index(pieces.k0)]
-    apart = pieces.k0[1:] >= np.maximum.accumulate(pieces.k1)[:-1]
-    first, _ = runs(apart, len(pieces))
-    top = np.minimum.reduceat(pieces.q0, first)
-    start = starts_of(np.maximum.reduceat(pieces.q1, first) - top)
-    of_piece = np.cumsum(np.append(False, apart))
-    own = pieces.shifted((start - top)[of_piece], 0)
-    if first_overlap(own) is None:
-        return pieces
-    own = _joined(own)
-    tiles = own.shifted((top - start)[np.searchsorted(start, own.q0, "right") - 1], 0)
-    return coalesce(tiles, np.zeros(len(tiles), np.int64))[0]
-
-
-def _joined(pieces: Tiles) -> Tiles:
-    """Return `joined` pieces that are not coalesced.
-
-    Strips are cut further where two sides cross, so that within a strip the order of all sides is
-    the same at every query. Then the union of a strip's intervals can be read off its first and its
-    last query.
-    """
-    cuts, width = cuts_of(pieces), int(pieces.k1.max()) + 2
-    keys = intervals(pieces, cuts)
-    first, last = keys.sides.reshape(2, -1)
-    # A side that slopes crosses the level ones between its ends; two that slope are parallel.
-    base = np.tile(keys.strip * width, 2)
-    level = np.unique((base + first)[first == last])
-    slopes = np.flatnonzero(first < last)
-    low = np.searchsorted(level, (base + first)[slopes], "right")
-    high = np.searchsorted(level, (base + last)[slopes])
-    slope, crossed = expand(low, np.maximum(high - low, 0))
-    slope = slopes[slope]
-    crossings = np.tile(cuts[keys.strip], 2)[slope] + level[crossed] - (base + first)[slope]
-    cuts = np.unique(np.concatenate([cuts, crossings]))
-    keys = intervals(pieces, cuts)
-    sort = sort_index(keys.strip, keys.sides[0], keys.sides[2])
-    strip, (left0, right0, left1, right1) = keys.strip[sort], keys.sides[:, sort]
-    base = strip * width
-    reach0, reach1 = (np.maximum.accumulate(base + right) for right in (right0, right1))
-    apart = ((base + left0)[1:] > reach0[:-1]) | ((base + left1)[1:] > reach1[:-1])
-    first, last = runs(apart, len(strip))
-    strip, left0, left1 = strip[first], left0[first], left1[first]
-    right0, right1 = reach0[last] - base[first], reach1[last] - base[first]
-    q0, q1 = cuts[strip], cuts[strip + 1]
-    lo = np.where(left1 > left0, left0 - q0, -OPEN)
-    hi = np.where(right1 > right0, right0 - 1 - q0, OPEN)
-    return Tiles.columns(q0, q1, left0, right1, lo, hi).trimmed()

@@ -306,12 +306,11 @@ class Traffic:
         # one processor computes the longest blocks of its heads, a group after another
         alone = rates.processors * groups / (own.batch * own.heads)
         longest = np.maximum.reduceat(self.longest, first, 2) * alone
-        decode = (own.batch * flops for flops in own.codec.decode_flops(own.kv_heads, own.latent))
         speeds, of_pair = (rates.forward, rates.backward), given.pair_seconds(self.heads)
         there, back = (
             np.maximum(pairs, blocks) * pair + read * flops / speed + calls + beside
             for blocks, pair, flops, speed, beside in zip(
-                longest, of_pair, decode, speeds, merges, strict=True
+                longest, of_pair, own.decode_flops, speeds, merges, strict=True
             )
         )
         live = (there + keys + gradients) > 0

@@ -9,7 +9,7 @@ stored, and stores the new total.
 - Tokens that no earlier update has touched are stored, not added to zeros. So totals are not filled
   with zeros.
 - Tokens that no later update will touch are stored in the dtype of the result. So the result needs
-  no cast.
+  no cast, and such tokens at the ends of a total need no memory between updates.
 - Partial results are added one by one, in their order. So the result does not depend on how they
   are grouped.
 
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,23 +31,19 @@ from cp_ring.plan.records import Hop, Transfer
 MAX_PARTS = 4
 """The most partial results of one update, and so the most that wait for it."""
 
-ABSENT = -1
-"""The position of a segment in a partial result that has none of its tokens."""
-
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """The tokens of a partial result: range i of the total, [start[i], end[i]), is at `position[i]`
-    of the partial result.
+    """The tokens of a partial result.
 
-    With `reverse`, each range is in reverse order there. `arrived` is True if the partial result
-    comes from another rank.
+    ranges: int64 [3, count], ranges of the total (start and end), and the position of the first
+    token of each in the partial result.
+    step: from a token's position to that of the next one, 1 or, in reverse order, -1.
+    arrived: True if the partial result comes from another rank.
     """
 
-    start: Ints
-    end: Ints
-    position: Ints
-    reverse: bool = False
+    ranges: Ints
+    step: int = 1
     arrived: bool = False
 
     @classmethod
@@ -58,30 +55,20 @@ class Partial:
         arrived: bool = False,
     ) -> Partial:
         """Make a `Partial` of ranges that lie end to end in the partial result, from token `first`
-        on.
+        on; with `reverse`, each is in reverse order there.
         """
         start, end = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-        return cls(start, end, first + starts_of(end - start), reverse, arrived)
+        size = end - start
+        position = first + starts_of(size) + (size - 1) * reverse
+        return cls(np.stack([start, end, position]), -1 if reverse else 1, arrived)
 
 
-@dataclass(frozen=True, eq=False)
-class Update:
-    """One pass over memory.
+class Update(NamedTuple):
+    """One pass over a total; see `cp_ring.plan.records.Update`."""
 
-    segments: int64 [4 + parts, count], for each segment of the total's tokens
-        start and end;
-        1 if no earlier update has stored something there, else 0;
-        1 if no later update will, else 0;
-        and for each part the position of its first token, ABSENT if the part has none of the
-        tokens, or -2 - position if the part has them in reverse order. A segment without parts is
-        filled with zeros.
-    whole: True if a kernel call's part is the whole total: nothing has to be computed, nor moved if
-    its dtype is right. It is False for parts that arrive, because the next messages will overwrite
-    their buffer.
-    """
-
-    segments: Ints
+    table: Ints
     whole: bool
+    kept: slice
 
 
 @dataclass
@@ -90,20 +77,16 @@ class _Total:
 
     num_tokens: int
     most: int = MAX_PARTS
-    groups: list[list[Partial]] = field(default_factory=list)
-    closed: bool = True
+    groups: list[list[Partial]] = field(default_factory=lambda: [[]])
 
     def add(self, part: Partial) -> None:
-        if self.closed or len(self.groups[-1]) == self.most:
-            self.groups.append([])
+        if len(self.groups[-1]) == self.most:
+            self.close()
         self.groups[-1].append(part)
-        self.closed = False
 
     def close(self) -> None:
-        """Close the last fused update. The next partial result starts another one, because the
-        input buffer is reused.
-        """
-        self.closed = True
+        """Begin another update, because the buffers of these partial results are used again."""
+        self.groups.append([])
 
 
 def query_updates(
@@ -121,7 +104,7 @@ def query_updates(
             total.add(part)
         if place:
             total.close()
-    return _updates(total.groups, num_tokens)
+    return _updates(total)
 
 
 def gradient_updates(
@@ -136,10 +119,11 @@ def gradient_updates(
     totals = {0: _Total(num_tokens)} | {
         hop.index: _Total(hop.num_grads) for hop in hops if hop.index
     }
-    arriving: list[tuple[Transfer, Partial]] = []
+    arriving: Sequence[tuple[Transfer, Transfer]] = ()
 
     def collect() -> None:
-        for transfer, part in arriving:
+        for transfer, packed in arriving:
+            part = Partial.of(transfer.ranges, packed.ranges[0][0], arrived=True)
             totals[transfer.buffer].add(part)
         for transfer, _ in arriving:
             totals[transfer.buffer].close()
@@ -148,79 +132,73 @@ def gradient_updates(
         for part in mine:
             totals[hop.index].add(part)
         collect()
-        sizes = [transfer.tokens for transfer in hop.grad_receives]
-        places = accumulate(sizes, initial=0)
-        arriving = [
-            (t, Partial.of(t.ranges, first, arrived=True))
-            for t, first in zip(hop.grad_receives, places, strict=False)
-        ]
+        arriving = hop.arrivals
     collect()
-    return {index: _updates(total.groups, total.num_tokens) for index, total in totals.items()}
+    return {index: _updates(total) for index, total in totals.items()}
 
 
-def running_tokens(updates: Sequence[Update]) -> slice:
-    """Return the range of a total's tokens that are incomplete after one of its updates. Others
-    need no memory between updates.
-    """
-    spans = [update.segments[:2, update.segments[3] == 0] for update in updates]
-    start, end = np.concatenate([np.zeros((2, 0), np.int64), *spans], 1)
-    return slice(int(start.min()), int(end.max())) if len(start) else slice(0, 0)
-
-
-def _updates(groups: Sequence[Sequence[Partial]], num_tokens: int) -> tuple[Update, ...]:
+def _updates(total: _Total) -> tuple[Update, ...]:
     """Make one update for each group. The last one fills tokens that no part has with zeros."""
+    groups = [group for group in total.groups if group] or [[]]
     parts = [part for group in groups for part in group]
-    start, end, position = (
-        np.concatenate([np.zeros(0, np.int64), *(getattr(part, name) for part in parts)])
-        for name in ("start", "end", "position")
+    start, end, position = np.concatenate(
+        [np.zeros((3, 0), np.int64), *(part.ranges for part in parts)], axis=1
     )
-    owner = np.repeat(np.arange(len(parts)), [len(part.start) for part in parts])
-    slot = np.array([i for group in groups for i in range(len(group))], np.int64)[owner]
-    number = np.repeat(np.arange(len(groups)), [len(group) for group in groups])[owner]
-    reverse = np.array([part.reverse for part in parts], bool)[owner]
+    facts = [(i, j, part.step) for i, of in enumerate(groups) for j, part in enumerate(of)]
+    number, slot, step = np.repeat(
+        np.array(facts, np.int64).reshape(-1, 3),
+        [part.ranges.shape[1] for part in parts],
+        axis=0,
+    ).T
 
     # Cells are the pieces of the total that no range begins or ends in.
-    edges = np.unique(np.concatenate([[0, num_tokens], start, end]))
+    edges = np.unique(np.concatenate([[0, total.num_tokens], start, end]))
     span, cell = overlaps(start, end, edges[:-1], edges[1:])
-    backward, onward = -2 - (position + end - 1)[span], (position - start)[span]
-    place = np.where(reverse[span], backward, onward) + edges[cell]
-    earliest, latest = np.full(len(edges) - 1, len(groups)), np.full(len(edges) - 1, -1)
-    np.minimum.at(earliest, cell, number[span])
-    np.maximum.at(latest, cell, number[span])
-    bare = np.flatnonzero(latest < 0)
+    position = position[span] + step[span] * (edges[cell] - start[span])
+    bare = np.setdiff1d(np.arange(len(edges) - 1), cell)
+    touched = np.append(cell, bare)
+    by = np.append(number[span], np.full_like(bare, len(groups) - 1))
+    earliest, latest = np.full(len(edges), len(groups)), np.full(len(edges), -1)
+    np.minimum.at(earliest, touched, by)
+    np.maximum.at(latest, touched, by)
 
-    order = np.argsort(number[span], kind="stable")
-    cuts = np.searchsorted(number[span][order], np.arange(max(len(groups), 1) + 1))
-    updates = []
-    for index, (low, high) in enumerate(pairwise(cuts)):
-        pairs = order[low:high]
-        cells = np.unique(cell[pairs])
-        if index == len(cuts) - 2:
-            cells = np.union1d(cells, bare)
-        members = groups[index] if groups else ()
-        table = np.full((4 + len(members), len(cells)), ABSENT)
-        table[:2] = edges[cells], edges[cells + 1]
-        unseen = latest[cells] < 0
-        table[2], table[3] = unseen | (earliest[cells] == index), unseen | (latest[cells] == index)
-        table[4 + slot[span[pairs]], np.searchsorted(cells, cell[pairs])] = place[pairs]
+    order = np.argsort(by, kind="stable")
+    cuts = np.searchsorted(by[order], np.arange(len(groups) + 1))
+    tables = []
+    for index, (group, (low, high)) in enumerate(zip(groups, pairwise(cuts), strict=True)):
+        cells = np.unique(touched[order[low:high]])
+        mine = order[low : min(high, len(span))]
+        first, last = earliest[cells] == index, latest[cells] == index
+        table = np.zeros((4 + 2 * len(group), len(cells)), np.int64)
+        table[:4] = edges[cells], edges[cells + 1], first, last
+        row, column = 4 + 2 * slot[span[mine]], np.searchsorted(cells, cell[mine])
+        table[row, column], table[row + 1, column] = position[mine], step[span[mine]]
         if len(cells):
-            table = _joined(table)
-            whole = table.T.tolist() == [[0, num_tokens, 1, 1, 0]]
-            updates.append(Update(table, whole and not members[0].arrived))
-    return tuple(updates)
+            tables.append((_joined(table), group))
+    kept = _kept([table for table, _ in tables])
+    whole = [[0, total.num_tokens, 1, 1, 0, 1]]
+    return tuple(
+        Update(table, table.T.tolist() == whole and not group[0].arrived, kept)
+        for table, group in tables
+    )
 
 
 def _joined(table: Ints) -> Ints:
     """Join neighboring segments of an update that are adjacent in all parts."""
     before, after = table[:, :-1], table[:, 1:]
     size = before[1] - before[0]
-    goes_on = np.where(
-        before[4:] == ABSENT,
-        after[4:] == ABSENT,
-        (after[4:] == before[4:] + size) & (after[4:] != ABSENT),
-    )
-    joins = (before[1] == after[0]) & (before[2:4] == after[2:4]).all(0) & goes_on.all(0)
+    joins = (before[1] == after[0]) & (before[2:4] == after[2:4]).all(0)
+    joins &= (before[5::2] == after[5::2]).all(0)
+    joins &= (before[4::2] + before[5::2] * size == after[4::2]).all(0)
     first, last = runs(~joins, table.shape[1])
     joined = table[:, first]
     joined[1] = table[1, last]
     return joined
+
+
+def _kept(tables: Sequence[Ints]) -> slice:
+    """Return the range of a total's tokens that are incomplete after one of its updates."""
+    start, end = np.concatenate(
+        [np.zeros((2, 0), np.int64), *(table[:2, table[3] == 0] for table in tables)], axis=1
+    )
+    return slice(int(start.min()), int(end.max())) if len(start) else slice(0, 0)

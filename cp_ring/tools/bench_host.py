@@ -44,13 +44,13 @@ def measure(repeats: int) -> list[dict[str, Any]]:
         for cp, rank in _RANKS.items():
             n = cp * _TOKENS
             plan = Plan.build(Mask.causal(n), Layout.zigzag(n, cp), schedule="ring")
-            inputs = [torch.zeros(1, _TOKENS, _HEADS, _SIZE, requires_grad=True) for _ in range(3)]
+            q, k, v = (torch.zeros(1, _TOKENS, _HEADS, _SIZE, requires_grad=True) for _ in "qkv")
             silent = _Silent(rank, cp)
-            attend = partial(ring_attention, *inputs, silent, plan=plan, kernel="nothing")
+            attend = partial(ring_attention, q, k, v, silent, plan=plan, kernel="nothing")
             times: dict[str, list[float]] = {"forward": [], "backward": []}
             for _ in range(2 * repeats):
                 out = _timed(attend, times["forward"])
-                _timed(partial(torch.autograd.grad, out, inputs, out), times["backward"])
+                _timed(partial(torch.autograd.grad, out, (q, k, v), out), times["backward"])
             hops = len(plan.rank_plan(rank).hops)
             for name, seconds in times.items():
                 hop_us = 1e6 * min(seconds[repeats:]) / hops

@@ -99,8 +99,8 @@ def _draw_scores(axes: Axes, plan: PlanTables) -> None:
     """Draw the score matrix: queries from top to bottom, keys from left to right. A tile has the
     color of its rank and hop.
     """
-    tiles, parent = tiles_in_stream(plan)
-    places = zip(plan.tile_rank[parent].tolist(), plan.tile_hop[parent].tolist(), strict=True)
+    tiles, *places_of = tiles_in_stream(plan)
+    places = zip(*(numbers.tolist() for numbers in places_of), strict=True)
     few, hops = plan.cp <= MAX_LEGEND, plan.schedule[-1] + 1
     shapes, fills = [_outline(tile) for tile in tiles], []
     for shape, (rank, hop), area in zip(shapes, places, tiles.area().tolist(), strict=True):

@@ -25,7 +25,10 @@ from tests.rings import rank_of, said
 
 N, CP = 64, 2
 CALLS = {
-    "mask is <Mask of 64 tokens, (full|causal)> on rank": ({}, {"causal": True}),
+    "mask is <Mask of 64 tokens, (full, 4,096|causal, 2,080) pairs> on rank": (
+        {},
+        {"causal": True},
+    ),
     "mask is .*with other contents": ({"cu_seqlens": [0, 31, 64]}, {"cu_seqlens": [0, 33, 64]}),
     "layout": ({"layout": "zigzag"}, {"layout": "contiguous"}),
     "route": ({}, {"route": "ring"}),
@@ -205,9 +208,12 @@ def test_a_rank_that_does_not_come_is_named_in_time(pool):
         "rank 0 of 2 made the first call of its group, and rank 1 of the group made none" in first
     )
     assert "within 0.5 s" in first
-    assert "rank 1 of 2 made a call that is new to it (mask <Mask of 64 tokens, causal>" in new
+    assert (
+        "rank 1 of 2 made a call that is new to it (mask <Mask of 64 tokens, causal, 2,080 pairs>"
+        in new
+    )
     assert "and rank 0 of the group made none within 0.5 s" in new
-    assert "calls: mask is <Mask of 64 tokens, full> on rank 0 and <Mask of 64 tokens, ca" in known
+    assert "calls: mask is <Mask of 64 tokens, full, 4,096 pairs> on rank 0 and <Mask of" in known
     assert "made a call that is new to it (gradient that of call 1), and rank 1 of the" in gradient
 
 
@@ -249,7 +255,7 @@ def second_life(group):
 def test_the_first_call_after_a_reset_is_compared(pool):
     first, *others = pool.run(second_life, 4)
     assert others == [first] * 3 and first[0] == ""
-    assert "mask is <Mask of 64 tokens, causal> on rank 0 and" in first[1]
+    assert "mask is <Mask of 64 tokens, causal, 2,080 pairs> on rank 0 and" in first[1]
 
 
 def together(case, *args):

@@ -6,12 +6,14 @@ from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from triton.runtime.jit import JITFunction
 
 import cp_ring
 from cp_ring.ops import merge_triton, sums_triton
+from cp_ring.ops.segments import Segments
 from tests.fakegpu.accesses import mark, recorded
 from tests.fakegpu.plants import PLANTS
 
@@ -105,11 +107,11 @@ def fused(folder, sizes, dtypes, skipped=0, registers=None):
         ]
         result = made[0].contiguous()
         running = result.to(getattr(torch, total)) if total else None
-        table = torch.zeros(7, 4 + parts, dtype=torch.int32, device="cuda")
+        segments = Segments(np.array([[0, 100, 0, 1, *[0, 1] * parts]]).T)
         lse = torch.empty(1, 4, 100, device="cuda")
         calls = {
-            "merge": (merge_triton, (table, made, [lse] * parts, running, lse, result)),
-            "add": (sums_triton, (table, made, running, result)),
+            "merge": (merge_triton, (segments, made, [lse] * parts, running, lse, result)),
+            "add": (sums_triton, (segments, made, running, result)),
         }
         for function, (module, arguments) in calls.items():
             jit = getattr(module, f"_{function}")

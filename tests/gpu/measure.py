@@ -249,12 +249,13 @@ def merges(job: Job) -> None:
                 lses = [torch.randn(1, h, tokens, device=job.device) for _ in outs]
                 running = torch.zeros(tokens, 1, h, 128, device=job.device)
                 result, lse = torch.empty_like(outs[0]), torch.zeros_like(lses[0])
-                rows = [[0], [tokens], [first], [last], *[[0]] * parts]
-                table = Segments(np.array(rows)).blocks(job.device)
+                segments = Segments(np.array([[0, tokens, first, last, *[0, 1] * parts]]).T)
                 moved = tokens * h * 128 * (2 * parts + 4 * (not first) + (2 if last else 4))
                 for name, work in {
-                    "merge": partial(merge_triton.merge, table, outs, lses, running, lse, result),
-                    "sum": partial(sums_triton.add, table, outs, running, result),
+                    "merge": partial(
+                        merge_triton.merge, segments, outs, lses, running, lse, result
+                    ),
+                    "sum": partial(sums_triton.add, segments, outs, running, result),
                 }.items():
                     ms = timed(job, work)
                     job.row(

@@ -316,7 +316,6 @@ def test_options_that_the_integration_cannot_follow_are_rejected():
         line = said(use_ring_attention, model, **{name: value})
         assert f"does not take {name}=" in line and "shard_batch and the layers" in line
     assert "known here are route, schedule" in said(use_ring_attention, model, rout="ring")
-    assert "dropout_p is not supported" in said(use_ring_attention, model, dropout_p=0.1)
     use_ring_attention(model, layout="zigzag", route="ring", kernel="cpu")
 
 

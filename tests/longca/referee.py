@@ -144,13 +144,13 @@ def _merges(calls, sizes: AttentionSizes, groups: int) -> np.ndarray:
 
 def _read(update: Update) -> int:
     """Tokens read from partial results."""
-    size = update.segments[1] - update.segments[0]
-    return sum(int(size[place != -1].sum()) for place in update.segments[4:])
+    size = update.table[1] - update.table[0]
+    return sum(int(size[step != 0].sum()) for step in update.table[5::2])
 
 
 def _stored(update: Update) -> tuple[int, int, int]:
     """Tokens of the running total that are read and written, and of the result."""
-    start, end, first, last = update.segments[:4]
+    start, end, first, last = update.table[:4]
     return tuple(int((end - start)[x].sum()) for x in (first == 0, last == 0, last == 1))
 
 

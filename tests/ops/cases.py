@@ -7,7 +7,7 @@ import math
 import torch
 
 from cp_ring.ops.segments import Segments
-from cp_ring.plan.updates import MAX_PARTS, Partial, query_updates, running_tokens
+from cp_ring.plan.updates import MAX_PARTS, Partial, query_updates
 
 # Tokens of the total that each partial result has, in its order; the last is in reverse order.
 # Tokens 40 and 41 are in none, and the first ones in the first two.
@@ -23,10 +23,9 @@ def parts():
 def updates(most):
     """The updates of the totals, of at most so many parts each, and the parts of each."""
     made, found, first = query_updates([parts()], TOKENS, most), [], 0
-    kept = running_tokens(made)
-    assert kept == slice(12 if most == 4 else 3 if most > 1 else 0, 40)
     for update in made:
-        segments = Segments(update.segments, update.whole, kept)
+        assert update.kept == slice(12 if most == 4 else 3 if most > 1 else 0, 40)
+        segments = Segments(*update)
         found.append((segments, slice(first, first + segments.parts)))
         first += segments.parts
     return found
@@ -48,13 +47,8 @@ def totals(shape, dtype):
 
 def tokens_of(part):
     """The tokens of the total that a partial result has, in the order of the partial result."""
-    spans = zip(part.start.tolist(), part.end.tolist(), strict=True)
-    return torch.cat(
-        [
-            torch.arange(start, end).flip(0) if part.reverse else torch.arange(start, end)
-            for start, end in spans
-        ]
-    )
+    spans = [torch.arange(start, end) for start, end, _ in part.ranges.T.tolist()]
+    return torch.cat([span.flip(0) if part.step < 0 else span for span in spans])
 
 
 def merges_agree_with_float64(merge, exact=True):

@@ -32,6 +32,5 @@ def test_triton_source_through_the_interpreter(function, check):
     module = function.partition(".")[0]
     interpreted(
         f"import tests.ops.cases as cases; from cp_ring.ops import {module};"
-        f"cases.{check}(lambda segments, *tensors: "
-        f"{function}(segments.blocks(torch.device('cpu')), *tensors))"
+        f"cases.{check}({function})"
     )

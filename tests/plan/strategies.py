@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cp_ring.plan import OPEN, Capabilities, Layout, Mask, Plan
-from cp_ring.plan.dense_masks import paint
+from cp_ring.plan.tiles import paint
 
 CAPABILITIES = (
     Capabilities(),

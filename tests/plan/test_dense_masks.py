@@ -22,9 +22,10 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
-from cp_ring.plan import Layout, Mask, Plan, dense_masks
+from cp_ring.integrations import dense_masks
+from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan import mask as mask_module
-from cp_ring.plan.dense_masks import paint
+from cp_ring.plan.tiles import paint
 from tests.plan.strategies import masks
 from tests.rings import said
 

@@ -127,22 +127,9 @@ def test_block_causal_documents(case, block):
     assert np.array_equal(mask.positions, Mask.documents(offsets, n=n).positions)
 
 
-@pytest.mark.parametrize(
-    ("mask", "words"),
-    [
-        (Mask.causal(64), "causal"),
-        (Mask.causal(64, (8, 0)), "causal, window 8"),
-        (Mask.full(64, (4, 4)), "full, window 4 on both sides"),
-        (Mask.documents([0, 10, 10, 40], n=64), "documents: 2, mean 20 tokens, 24 tokens of padding"),
-        (Mask.documents([0, 64], causal=False, window=(3, -1)),
-         "documents: 1, mean 64 tokens, not causal, window 3 before, all after"),
-        (Mask.prefix(64, [1, 3], [0, 5, 64], (4, 0)),
-            "prefix: mean 2 tokens, documents: 2, mean 32 tokens, window 4"),
-        (Mask.batch([Mask.causal(8), Mask.full(8)]), "batch: 2 rows (causal; full)"),
-    ],
-)  # fmt: skip
-def test_masks_describe_themselves(mask, words):
-    assert mask.describe() == words
+def test_masks_describe_themselves():
+    assert repr(Mask.block_causal(64, 16)) == "<Mask of 64 tokens, block causal, 2,560 pairs>"
+    assert Mask.causal(64, (8, 0)).describe() == "causal, 540 pairs"
 
 
 def test_area_of_a_long_mask_is_exact():
@@ -165,8 +152,7 @@ def test_area_of_a_long_mask_is_exact():
         (lambda: Mask.prefix(8, 9), "document 0 of 8 tokens has a prefix of 9"),
         (lambda: Mask.causal(8).allowed(0, 8), r"pair \(0, 8\) is outside the 8 tokens"),
         (lambda: Mask.from_pieces(8, [(0, 4, 0, 4), (3, 5, 2, 6)]),
-         r"pieces 0 \(0, 4, 0, 4\) and 1 \(3, 5, 2, 6\) overlap: query 3 sees key 2 in both; "
-         r"Mask.union joins"),
+         r"pieces 0 \(0, 4, 0, 4\) and 1 \(3, 5, 2, 6\) overlap; Mask.union joins"),
         (lambda: Mask.from_pieces(8, [(0, 4, 0, 9)]),
             r"piece 0 \(0, 4, 0, 9\) is outside the 8 tokens of the mask"),
         (lambda: Mask.from_pieces(8, [(0, 1, 0, 1), (4, 2, 0, 8)]),
@@ -174,7 +160,7 @@ def test_area_of_a_long_mask_is_exact():
         (lambda: Mask.union(Mask.causal(4), Mask.causal(8)),
             "a union of masks of 4 tokens, 8 tokens: they must have one length"),
         (lambda: Mask.shared_prefix([(4, [2, -1])]),
-            "group 0 has a prompt or a response of -1 tokens: it must have"),
+            "branch 2 has -1 tokens: it must have 0 to"),
         (lambda: Mask.shared_prefix([(4, [2])], n=5), "have 6 tokens, but the stream has 5"),
         (lambda: Mask.tree([0], [4]), "branch 0 has parent 0: it must be -1 or a branch before it"),
         (lambda: Mask.images(8, [(2, 4), (3, 6)]), r"spans 2\.\.4 and 3\.\.6 overlap"),

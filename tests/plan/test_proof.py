@@ -32,8 +32,8 @@ from cp_ring.plan import (
     tiles,
     updates,
 )
-from cp_ring.plan.dense_masks import paint
 from cp_ring.plan.shard_tiles import tiles_in_stream
+from cp_ring.plan.tiles import paint
 from tests.plan.strategies import CAPABILITIES
 from tests.rings import said
 
@@ -197,7 +197,7 @@ def gradients_of_first_hop(direct):
 
 
 def stale_slide(slide):
-    return lambda self, distance, start: slide(self, np.minimum(distance, 1), start)
+    return lambda self, owner, start: slide(self, np.minimum(owner, 1), start)
 
 
 def thinner_rectangle(columns):
@@ -319,7 +319,7 @@ FAULTS = {
     "updates: rows of messages one token late": (updates.Partial, "of", late_tokens),
     "updates: reversed rows are not": (updates.Partial, "of", reversed_alike),
     "updates: totals begin twice": (updates, "_joined", joined_parts),
-    "updates: running total too short": (updates, "running_tokens", half_memory),
+    "updates: running total too short": (updates, "_kept", half_memory),
     "order: all keys at once": (message_order, "message_order", posted_too_early),
     "order: one slot for all": (message_order, "message_order", one_slot),
     "order: after the gradients": (message_order, "message_order", other_side_of_gradients),

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cp_ring.plan import Layout, Mask, Plan, lower
-from cp_ring.plan.dense_masks import paint
 from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED, call_groups
 from cp_ring.plan.proof import check_rank_plan, verify
 from cp_ring.plan.shard_tiles import tiles_in_stream
+from cp_ring.plan.tiles import paint
 from tests.plan.mutations import PLAN_MUTATIONS, RANK_PLAN_MUTATIONS
 from tests.plan.strategies import CAPABILITIES, plans
 from tests.rings import said
@@ -32,7 +32,7 @@ def check_plan(plan):
     report = plan.verify(rank_plans=True)
     for rank in range(plan.cp):
         plan.verify(executed=plan.rank_plan(rank))
-    tiles, _ = tiles_in_stream(plan.ring)
+    tiles, *_ = tiles_in_stream(plan.ring)
     assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
     assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
     apart = plan.ring.tile_rank * plan.ring.cp + plan.ring.tile_source

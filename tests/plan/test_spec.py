@@ -103,6 +103,4 @@ def test_a_process_that_is_forked_while_a_plan_is_made_makes_plans():
 def test_a_plan_is_shown_in_one_line():
     shown = repr(plan(MASK, 4, PlanSpec(ulysses=2)))
     assert "\n" not in shown and len(shown) < 200 and "heads=2" in shown
-    assert shown.startswith(
-        "<Plan of <Mask of 64 tokens, documents: 3, mean 21 tokens>, Layout.zig"
-    )
+    assert shown.startswith(f"<Plan of {MASK!r}, Layout.zig")

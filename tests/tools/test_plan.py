@@ -51,7 +51,9 @@ def test_numbers_are_those_of_the_plan():
     assert 0 < times["forward_s"] < times["both_s"] and 0.5 < times["share_of_one_call"] < 1
     text = " ".join(invoke("--seq-length 64K --cp 8").split())
     assert "remote sources of each hop: 2, 4, 1; at most 5 kernel calls of a rank" in text
-    assert "causal; 65,536 tokens on 8 ranks, zigzag layout, direct route" in text
+    assert (
+        "causal, 2,147,516,416 pairs; 65,536 tokens on 8 ranks, zigzag layout, direct route" in text
+    )
 
 
 def test_heads_inside_a_node_send_keys_once_to_each_other_node():

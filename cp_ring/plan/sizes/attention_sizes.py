@@ -30,6 +30,11 @@ class LatentSizes(NamedTuple):
     nope: int
     value: int
 
+    @property
+    def decoded(self) -> int:
+        """The elements of the weight that makes a head's key and value of the latent."""
+        return self.latent * (self.nope + self.value)
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -59,37 +64,6 @@ class Wire:
         the probes have few tokens, and other masks and draws.
         """
         return 2 * self.error
-
-    def elements(self, kv_heads: int, head_sizes: int, latent: LatentSizes | None) -> int:
-        """Return the number of a token's elements that travel, which is also that of its gradients;
-        `head_sizes` is d + e.
-        """
-        if self.latent:
-            assert latent is not None
-            return latent.latent + latent.rope
-        return kv_heads * head_sizes
-
-    def key_bytes(
-        self, kv_heads: int, head_sizes: int, element: int, latent: LatentSizes | None = None
-    ) -> int:
-        """Return the bytes of a token's keys and values; an element of the inputs has `element`
-        bytes.
-        """
-        width = self.elements(kv_heads, head_sizes, latent) * (self.key_element or element)
-        return width + (2 * kv_heads * SCALE_BYTES if self.scales else 0)
-
-    def decode_flops(self, kv_heads: int, latent: LatentSizes | None) -> tuple[int, int]:
-        """Return the FLOPs in which the reader decodes a token: (forward, backward). Only matrix
-        products count.
-
-        Backward decodes again, and multiplies by the weight for the latent's gradient and by the
-        latent for the weight's gradient.
-        """
-        if not self.latent:
-            return 0, 0
-        assert latent is not None
-        product = 2 * latent.latent * kv_heads * (latent.nope + latent.value)
-        return product, 3 * product
 
 
 def widening(wire: str) -> float:
@@ -199,16 +173,26 @@ class AttentionSizes:
         """Elements of a token's keys and values, in all batch rows."""
         return self.batch * self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
-    def on_wire(self, kv_heads: int | None = None) -> tuple[int, int]:
-        """Return the bytes of a token in the ring: (keys and values, their gradients). `kv_heads`
-        is by default the number of all key/value heads.
+    def on_wire(self) -> tuple[int, int]:
+        """Return the bytes of a token in the ring: (keys and values, their gradients)."""
+        codec, width = self.codec, self.key_width
+        if codec.latent and self.latent is not None:
+            width = self.batch * (self.latent.latent + self.latent.rope)
+        scales = 2 * self.batch * self.kv_heads * SCALE_BYTES * codec.scales
+        return width * (codec.key_element or self.element) + scales, width * self.wire_element
+
+    @property
+    def decode_flops(self) -> tuple[int, int]:
+        """FLOPs in which the reader decodes a token: (forward, backward). Only matrix products
+        count.
+
+        Backward decodes again, and multiplies by the weight for the latent's gradient and by the
+        latent for the weight's gradient.
         """
-        heads = self.kv_heads if kv_heads is None else kv_heads
-        size = self.head_dim + (self.value_dim or self.head_dim)
-        keys = self.codec.key_bytes(heads, size, self.element, self.latent)
-        return self.batch * keys, self.batch * self.codec.elements(
-            heads, size, self.latent
-        ) * self.wire_element
+        if not self.codec.latent or self.latent is None:
+            return 0, 0
+        product = 2 * self.batch * self.kv_heads * self.latent.decoded
+        return product, 3 * product
 
     def exchanging(self, heads: int) -> AttentionSizes:
         """Return the sizes if `heads` ranks exchange heads. Latents have no heads to exchange, so

@@ -1,17 +1,20 @@
-"""Dense masks: pieces from arrays and functions of FlexAttention, and arrays from pieces."""
+"""Dense masks: pieces from arrays, and from functions of FlexAttention.
+
+`Mask.from_dense` and `Mask.from_mask_mod` load this when they are called.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cp_ring.errors import ConfigError, PlanError, one_line
-from cp_ring.plan.ranges import every_other, integer, runs, sort_index, stream_length
-from cp_ring.plan.tiles import OPEN, Tile, Tiles
+from cp_ring.plan.ranges import Ints, integer, runs, sort_index, stream_length
+from cp_ring.plan.tiles import OPEN, Tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,15 +83,6 @@ def of_function(mask_mod: Callable[..., Any], n: int, max_pieces: int, device: s
     return _pieces_of(all_blocks(), n, max_pieces)
 
 
-def paint(tiles: Tiles | Sequence[Tile], queries: int, keys: int) -> np.ndarray:
-    """Count how many tiles allow each pair of a small score matrix: int64 `[queries, keys]`."""
-    picture = np.zeros((queries, keys), dtype=np.int64)
-    for q0, q1, k0, k1, lo, hi in tiles:
-        offset = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
-        picture[q0:q1, k0:k1] += (offset >= lo) & (offset <= hi)
-    return picture
-
-
 class _NoValue:
     """Stands in for an argument on which a function must not depend. It makes constants, because
     torch's `and_masks` needs that.
@@ -148,7 +142,7 @@ def _pieces_of(blocks: Iterable[np.ndarray], n: int, most: int) -> Tiles:
     late, early = np.diff(start), np.diff(end)
     breaks = np.diff(chain[order]) != 0
     bent = (late[1:] < late[:-1]) | (early[1:] > early[:-1])
-    breaks[every_other(np.flatnonzero(bent & ~breaks[1:] & ~breaks[:-1]) + 1)] = True
+    breaks[_every_other(np.flatnonzero(bent & ~breaks[1:] & ~breaks[:-1]) + 1)] = True
     one, last = runs(breaks, len(query))
     if len(one) > most:
         raise ConfigError(
@@ -161,3 +155,11 @@ def _pieces_of(blocks: Iterable[np.ndarray], n: int, most: int) -> Tiles:
     hi = np.where(end[one] < k1, end[one] - 1 - q0, OPEN)
     pieces = Tiles.columns(q0, query[last] + 1, k0, k1, lo, hi).trimmed()
     return pieces[sort_index(pieces.q0, pieces.k0)]
+
+
+def _every_other(places: Ints) -> Ints:
+    """Return the first, third, ... of each chain of consecutive numbers among the ascending
+    `places`.
+    """
+    chain, end = runs(np.diff(places) != 1, len(places))
+    return places[(np.arange(len(places)) - np.repeat(chain, end - chain + 1)) % 2 == 0]
