@@ -47,7 +47,7 @@ _NOT_READ = {
 _LATER = {"softcap": 0.0, "use_flash_attn_4": False, "load_balancing_strategy": None}
 """Parameters that later versions add to `attn_forward_func_with_cp`."""
 
-_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _OPTIONS = ("route", "schedule", "kernel", "num_slots", "wire", "wire_dtype", "timeout")
 """Keywords of `ring_attention` that the arguments of TransformerEngine do not settle."""
 
@@ -86,8 +86,8 @@ def use_ring(
     2.20, https://github.com/NVIDIA/TransformerEngine.
     """
     comm_types = {cp_comm_type} if isinstance(cp_comm_type, str) else set(cp_comm_type)
-    for name in comm_types.difference(_COMM_TYPES):
-        raise ConfigError(f"cp_comm_type={name!r}: known are {', '.join(_COMM_TYPES)}")
+    for name in comm_types.difference(COMM_TYPES):
+        raise ConfigError(f"cp_comm_type={name!r}: known are {', '.join(COMM_TYPES)}")
     for name in options.keys() - set(_OPTIONS):
         known = ", ".join(_OPTIONS)
         raise ConfigError(f"use_ring() has no option {name}: known are {known}")

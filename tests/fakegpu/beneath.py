@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_ring import Options, patches
 from cp_ring.integrations import transformer_engine as beneath
+from cp_ring.megatron import settings
 from tests.fakegpu.accesses import mark, recorded
 from tests.gpu.beside import Groups, connect
 
@@ -50,6 +52,21 @@ def blocks(cases: dict[str, dict[str, Any]], steps: int = 3, **options: Any) -> 
         "transformer_engine.pytorch.attention.dot_product_attention.backends"
     )
     assert backends.attn_forward_func_with_cp.__name__ == "attn_forward_func_with_cp"
+
+
+def layers(cases: dict[str, dict[str, Any]]) -> None:
+    """Megatron's layers with its own attention class, as `tests.fakegpu.layers.blocks`, and the
+    patch of --cp-ring-beneath. Raises `AssertionError` if a layer did not end in the ring.
+    """
+    from tests.fakegpu.layers import blocks
+
+    calls: list[object] = []
+    right = beneath.ring_attention
+    beneath.ring_attention = lambda *x, **named: calls.append(x) or right(*x, **named)  # type: ignore
+    settings.configure(Options(beneath="te"))
+    patches.get("beneath_te").apply()
+    blocks(cases, "transformer_engine", steps=3)
+    assert len(calls) == 2 * 3 * len(cases), f"{len(calls)} calls of the ring"
 
 
 def _step_of(

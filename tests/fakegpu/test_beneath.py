@@ -12,7 +12,7 @@ from tests.fakegpu import te_build
 from tests.fakegpu.conftest import _started
 from tests.fakegpu.process import FakeGpus
 from tests.fakegpu.replay import hangs, in_flight_together, mismatches
-from tests.fakegpu.test_ring import races
+from tests.fakegpu.test_ring import races, slow_steps
 
 CASES = {
     "causal": {},
@@ -49,3 +49,15 @@ def test_windows_and_sinks_end_in_the_ring(version, ranks, sm, cases):
                 assert len(waits) == 2 * (case == "packed"), waits  # a copy, and the wait for it
             assert not log.allocations(f"{case} 2")
             assert log.kernels(f"{case} 1") == log.kernels(f"{case} 2") != []
+
+
+@pytest.mark.slow
+def test_layers_of_megatron_keep_their_class(with_te):
+    cases = {
+        name: CASES[name] | {"options": None} for name in ("window", "sink", "window and sink")
+    }
+    logs = with_te.run("tests.fakegpu.beneath:layers", 2, 90, cases=cases)
+    assert not hangs(logs) and not mismatches(logs)
+    for log in logs:
+        assert not races(log) and not log.unknown()
+        assert not any(slow_steps(log, case) for case in cases)

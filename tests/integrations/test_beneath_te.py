@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from cp_ring import Options, patches
 from cp_ring.errors import ConfigError
 from cp_ring.integrations import transformer_engine as beneath
 from cp_ring.integrations.transformer_engine import use_ring
+from cp_ring.megatron.settings import configure
 from cp_ring.testing.oracle import dense, error
 from tests.integrations import te_stand_in
 from tests.integrations.te_stand_in import BACKENDS, Left, forward, installed
@@ -423,6 +425,22 @@ def test_it_is_undone_and_is_there_once():
         undo()
         now = package.backends.attn_forward_func_with_cp, package.utils.get_attention_backend
         assert now == stock
+
+
+def test_the_flag_puts_it_there_with_the_options_of_a_job(monkeypatch, applied):
+    asked = []
+    monkeypatch.setattr(beneath, "ring_attention", lambda *x, **named: asked.append(named))
+    configure(Options(beneath="te", num_slots=3, kernel="reference", hop_timeout=7))
+    with installed() as package:
+        stock = package.backends.attn_forward_func_with_cp
+        applied("beneath_te")
+        x = torch.zeros(4, 1, 2, 8)
+        first = True, x, x, x, None, None, 8, 8, None, None, 0.0, "group", [0], None, "a2a"
+        package.backends.attn_forward_func_with_cp(*first, qkv_format="sbhd", window_size=(3, 0))
+        patches.get("beneath_te").revert()
+        assert package.backends.attn_forward_func_with_cp is stock
+    wanted = {"num_slots": 3, "kernel": "reference", "timeout": 7, "window_size": (3, 0)}
+    assert asked[0].items() >= wanted.items()
 
 
 def test_wrong_arguments_have_a_line():
