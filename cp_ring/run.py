@@ -2,8 +2,8 @@
 `torchrun ... -m cp_ring.run pretrain_gpt.py <flags> --cp-ring`.
 
 The script runs as `__main__`, with its own `sys.argv` and its own folder first on `sys.path`, as if
-Python ran it. Without --cp-ring, --cp-ring-cpu or --help among the flags, nothing in Megatron is
-changed.
+Python ran it. Without --cp-ring, --cp-ring-beneath, --cp-ring-cpu or --help among the flags,
+nothing in Megatron is changed.
 """
 
 from __future__ import annotations

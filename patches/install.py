@@ -24,12 +24,12 @@ def install(argv: Sequence[str]) -> Options:
     """Apply the patches that the flags in `argv` ask for, and return the cp_ring settings among the
     flags.
 
-    Applies nothing without --cp-ring or --cp-ring-cpu. Raises `ConfigError` for a bad value, if the
-    installed Megatron is outside the supported versions, or if there is neither CUDA nor
-    --cp-ring-cpu.
+    Applies nothing without --cp-ring, --cp-ring-beneath or --cp-ring-cpu. Raises `ConfigError` for
+    a bad value, if the installed Megatron is outside the supported versions, or if there is neither
+    CUDA nor --cp-ring-cpu.
     """
     config = flags(argv)
-    if not (config.enabled or config.cpu):
+    if not (config.enabled or config.cpu or config.beneath):
         return config
     check_version()
     if config.enabled and not config.cpu:
@@ -42,9 +42,9 @@ def install(argv: Sequence[str]) -> Options:
     if said := development():
         note(said)
     asked = asked_of(argv)
-    patches.apply_for(asked, config)
     whole = asked.dataloader_inter_document_masking or splits_packed(asked, config)
     configure(config, whole_rows=bool(whole))
+    patches.apply_for(asked, config)
     return config
 
 

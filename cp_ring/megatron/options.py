@@ -72,6 +72,12 @@ class Options(Settings, CallSettings):
         False,
         "Replace core attention by ring attention over the context-parallel group.",
     )
+    beneath: str = setting(
+        "",
+        "In place of --cp-ring: leave all attention classes as they are, and run the ring beneath "
+        "TransformerEngine's own context parallelism (te).",
+        choices=("te",),
+    )
     cpu: bool = setting(
         False,
         "Let Megatron run on a machine without CUDA (gloo); inert where CUDA is present.",
@@ -160,6 +166,11 @@ class Options(Settings, CallSettings):
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds in `mask_kinds`."""
         return tuple(self.mask_kinds.split(",")) if self.mask_kinds else ()
+
+    def of_ring(self) -> dict[str, Any]:
+        """Return what TransformerEngine's arguments do not settle: options of `use_ring`."""
+        names = ("route", "schedule", "kernel", "num_slots", "wire_dtype")
+        return {name: getattr(self, name) for name in names} | {"timeout": self.hop_timeout or None}
 
     def without_auto(self) -> Options:
         """Return the settings with the simplest value in place of `auto`. A job that runs with

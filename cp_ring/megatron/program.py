@@ -98,6 +98,11 @@ def check_settings(options: Options, seq_length: int, cp: int = 1) -> None:
             "--cp-ring-certify only (certify=) needs a job of flags: leave it out, and call "
             "cp_ring.megatron.certify"
         )
+    if options.beneath:
+        raise ConfigError(
+            "--cp-ring-beneath (beneath=) needs a job of flags: leave it out, and call "
+            "cp_ring.integrations.transformer_engine.use_ring in place of enable"
+        )
     if options.balance_microbatches:
         raise ConfigError(
             "--cp-ring-balance-microbatches (balance_microbatches=) needs a job of flags: leave it "

@@ -66,8 +66,8 @@ def ring_core_attention(core_attention: Any) -> Any:
 def _not_replaced(core_attention: Any) -> ConfigError:
     name = getattr(core_attention, "__name__", repr(core_attention))
     return ConfigError(
-        f"--cp-ring replaces DotProductAttention and TEDotProductAttention, not {name}: give a "
-        "stock layer specification"
+        f"--cp-ring replaces DotProductAttention and TEDotProductAttention, not {name}: give "
+        "--cp-ring-beneath te in place of --cp-ring, or a stock layer specification"
     )
 
 

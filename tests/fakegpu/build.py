@@ -24,6 +24,8 @@ LIBRARIES = {  # the names by which programs load them, and the sources
     "libcublasLt.so.13": "cublas.c",
     "libfakecudnn.so": "cudnn.c",
 }
+NEWER = {"libcublasLt.so.13": {"cublasLtGroupedMatrixLayoutInit_internal"}}
+"""Functions of later libraries, which TransformerEngine 2.14 links and calls for grouped products."""
 
 
 class Missing(Exception):
@@ -118,7 +120,8 @@ def _names(library: str, nvidia: Path, includes: list[Path]) -> set[str]:
         "libcublas.so.13": nvidia / "cu13" / "lib" / "libcublas.so.13",
         "libcublasLt.so.13": nvidia / "cu13" / "lib" / "libcublasLt.so.13",
     }
-    return _symbols(real[library], "-D") if library in real else set()
+    found = _symbols(real[library], "-D") if library in real else set()
+    return found | NEWER.get(library, set())
 
 
 def _symbols(path: Path, *options: str) -> set[str]:

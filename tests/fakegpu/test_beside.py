@@ -3,13 +3,14 @@ TransformerEngine's own context parallelism stands beside it.
 """
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.fakegpu.beside import compare
 from tests.fakegpu.build import HERE
-from tests.gpu.beside import CONTESTANTS
+from tests.gpu.beside import CONTESTANTS, TE
 
 FILE = HERE.parents[1] / "docs" / "benchmarks" / "beside.json"
 COUNTS = ("launches", "kinds", "memcpys", "waits", "allocations", "events", "groups", "messages",
@@ -52,3 +53,14 @@ def test_the_table_has_cp_ring_ahead(recorded):
         assert ours["launches"] + ours["memcpys"] < theirs["launches"] + theirs["memcpys"]
         assert ours["received"] <= 0.75 * theirs["received"]
         assert not ours["waits"] and not ours["allocations"]
+
+
+def test_beneath_transformer_engine_the_ring_asks_for_what_it_asks_alone(recorded):
+    """Of packed documents, which it then splits one by one, it reads the offsets once a step."""
+    for case, ranks in product(("causal", "window", "mla"), (2, 4, 8)):
+        rows = counted(recorded, case, ranks)
+        beneath, alone = rows[f"cp_ring beneath {TE}"], rows["cp_ring"]
+        assert abs(beneath.pop("MiB") - alone.pop("MiB")) < 2 and beneath == alone
+        assert case != "window" or f"{TE} p2p" not in rows
+    for ranks in (2, 4, 8):
+        assert counted(recorded, "documents", ranks)[f"cp_ring beneath {TE}"]["waits"] == 2

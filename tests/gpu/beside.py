@@ -78,6 +78,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     f"{RING} ring": {"schedule": "ring"},
     f"{RING} heads": {"heads": 0},
     f"{RING} flash_aten": {"kernel": "flash_aten"},
+    f"{RING} beneath {TE}": {"comm": "p2p", "beneath": {}},
 }
 """`heads` 0 stands for the number of ranks."""
 
@@ -125,6 +126,8 @@ def layer(name: str, case: Case, groups: Groups, more: dict[str, Any] | None = N
     called.
     """
     options = CONTESTANTS[name] | (more or {})
+    if "beneath" in options:
+        return _beneath(_stock(options["comm"], case, groups), more or {})
     if "comm" in options:
         return _stock(options["comm"], case, groups)
     if options.get("heads") == 0:
@@ -135,6 +138,20 @@ def layer(name: str, case: Case, groups: Groups, more: dict[str, Any] | None = N
         options |= {"window_size": (case.window - 1, 0)}
     options |= {"qkv_format": "thd" if case.packed else "sbhd", "causal": True}
     return partial(cp_ring.ring_attention, group=groups.world, **options)
+
+
+def _beneath(layer: Layer, options: dict[str, Any]) -> Layer:
+    """The layer with the ring beneath it, which is there in its calls alone."""
+    from cp_ring.integrations.transformer_engine import use_ring
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        undo = use_ring(**options)
+        try:
+            return layer(q, k, v)
+        finally:
+            undo()
+
+    return call
 
 
 def _stock(comm: str, case: Case, groups: Groups) -> Layer:

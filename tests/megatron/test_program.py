@@ -132,6 +132,8 @@ def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):
         enabled(rout="ring")
     with pytest.raises(ConfigError, match=r"--cp-ring-certify only \(certify=\) needs a job of"):
         enabled(certify="only")
+    with pytest.raises(ConfigError, match=r"transformer_engine\.use_ring in place of enable"):
+        enabled(beneath="te")
     with pytest.raises(ConfigError, match=r"call cp_ring\.megatron\.enable first"):
         cp_ring.megatron.certify(None, None, None)
     with pytest.raises(AttributeError, match="has no attribute 'enabel'"):

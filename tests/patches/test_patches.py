@@ -1,6 +1,7 @@
 """Each patch does what it says, fails to be there without it, and is undone without a trace."""
 
 import argparse
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from cp_ring.patches.patch import Patch
+from tests.integrations.te_stand_in import installed
 
 
 def test_the_table_describes_every_patch():
@@ -30,6 +32,12 @@ def test_apply_and_revert_leave_no_trace(name):
     patch = patches.get(name)
     if patch.unneeded():
         pytest.skip(patch.unneeded())
+    with installed() if name == "beneath_te" else nullcontext():
+        _apply_and_revert(patch)
+
+
+def _apply_and_revert(patch):
+    name = patch.name
     before = [
         (owner, attribute, vars(owner).get(attribute, "absent"), new)
         for owner, attribute, new in patch.replacements()

@@ -32,7 +32,8 @@ class Case:
     """tokens: of queries and of keys. heads: of queries and of keys. sizes: of keys and of values.
     allowed: bool [b or 1, h or 1, queries, keys]. call: keywords of `ring_attention`; a function
     among them is called. split: the layout.
-    sinks: their shape, [sinks, h] or [queries, sinks, h]. rejected: the words of the line that says why there is no such call.
+    sinks: their shape, [sinks, h] or [queries, sinks, h]. rejected: the words of the line that says
+    why there is no such call. table: what the other library's table says.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case:
     sinks: tuple[int, ...] = ()
     way: str = "threads"
     rejected: str = ""
+    table: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.tokens[0] != self.tokens[1]:

@@ -106,12 +106,14 @@ def transformer_engine() -> Iterator[Case]:
             batch = 1 if form == "thd" else 2
             bias = isinstance(extra, str)
             call |= {"bias": extra} if bias else {}
+            said = {"form": form, "comm": way, "causal": causal, "window": window}
+            said |= {"edges": edges, "ends": ends} if form == "thd" else {}
             sinks = (1, heads[0]) if isinstance(extra, float) else ()
             for dtype in (BF16,) if bias else (BF16, FP16):
                 yield Case(
                     f"{table} {model} {form} {way} {'pads ' * pads}{dtype}", cp, (n, n), heads,
                     sizes, allowed[None, None], call, batch, dtype=dtype, sinks=sinks,
-                    rejected="bias is not supported" * bias,
+                    rejected="bias is not supported" * bias, table=said,
                 )  # fmt: skip
 
 
