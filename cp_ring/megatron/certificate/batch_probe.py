@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.megatron import compat
+from cp_ring.megatron.certificate.batch import VOCABULARY
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.wrapping import replaced
 
@@ -50,9 +51,8 @@ class _LayersBegin(Exception):
     """Ends the forward pass of the tiny model before its first layer."""
 
 
-def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabulary: int) -> Seen:
-    """Run the forward step `step` and its loss on `data`, without the layers of `model`, which has
-    `vocabulary` tokens.
+def observe(model: Any, step: Callable[..., Any], data: dict[str, Any]) -> Seen:
+    """Run the forward step `step` and its loss on `data`, without the layers of `model`.
 
     The model returns a loss of 1 for each token. If the step calls it without labels, it is unknown
     what the step wants in place of losses, and the step ends there.
@@ -68,7 +68,7 @@ def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabula
         for name in (each for each in TOKENS if each in given):
             seen.update({key: given[key] for key in NAMES if key in given})
             tokens = seen["tokens"] = given[name]
-            inputs[name] = tokens % vocabulary
+            inputs[name] = tokens % VOCABULARY
             _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
         if "labels" not in seen:
             raise _LayersBegin

@@ -67,6 +67,12 @@ class LayerKind:
         return replace(self, tokens=min(tokens, self.tokens), probed=window)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Return Megatron's arguments that give the size of a probe's microbatch."""
+        lengths = dict.fromkeys(("seq_length", "max_position_embeddings"), self.tokens)
+        return lengths | {"micro_batch_size": self.batch_size}
+
+    @property
     def layer_name(self) -> str:
         """Return a name, such as `layer 2 (window 128, learnable sinks)`."""
         about = [f"window {self.window[0]}" if self.window[0] >= 0 else "no window"]

@@ -1,11 +1,11 @@
-"""Probes a tiny model made from the job's flags: losses and gradients of one microbatch, against
+"""Probes a tiny model made from the job's flags: losses and gradients of two microbatches, against
 context parallel size 1.
 
 The model runs forward and backward of one training step as the job does: the job's split of the
-batch, its forward step and loss, Megatron's schedule, DistributedDataParallel and reduction of
-gradients. The reference run has the same weights, holds whole batch rows, and attends by a dense
-mask in float64. Both compute in float32. So they differ only in context parallelism, and in the
-labels that the loss mask hides, which must not count.
+batch, its forward step and loss, its recomputation, Megatron's schedule, DistributedDataParallel
+and reduction of gradients. The reference run has the same weights, holds whole batch rows, and
+attends by a dense mask in float64. Both compute in float32. So they differ only in context
+parallelism and recomputation, and in the labels that the loss mask hides, which must not count.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from __future__ import annotations
 import argparse
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cp_ring.megatron import compat, settings
 from cp_ring.megatron.certificate import batch_probe
+from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.layer_kinds import (
     LayerKind,
     find_layer_kinds,
@@ -30,10 +33,8 @@ from cp_ring.megatron.certificate.reference_run import (
     whole_rows_in_force,
 )
 from cp_ring.megatron.certificate.report import Certificate
-from cp_ring.megatron.certificate.tiny_batch import Microbatch
 from cp_ring.megatron.certificate.tiny_layers import uncovered_layers
 from cp_ring.megatron.certificate.tiny_model import (
-    VOCABULARY,
     arguments_in_force,
     build,
     one_stage,
@@ -44,9 +45,12 @@ from cp_ring.megatron.certificate.tiny_model import (
     with_changes,
 )
 from cp_ring.megatron.certificate.training_step import ForwardStep, Outcome, compare, train
+from cp_ring.megatron.data.masks import KEY
 from cp_ring.megatron.wrapping import replaced
 
 NAME = "tiny model"
+MICROBATCHES = 2
+MOST_TOKENS = 1 << 20  # limit for a microbatch of the job's own length
 
 
 def _group_of_this_rank() -> Any:
@@ -131,56 +135,78 @@ def _probe_loss(
         from cp_ring.megatron.gpt import forward_step  # imports Megatron
 
         step = forward_step
-    batch = Microbatch.draw(args, kinds[0], seed)
-    long = Microbatch.draw_long(args, kinds[0], seed)
-    tiny = tiny_args(args, kinds, len(batch.positions[0]))
-    whole = with_changes(tiny, {"context_parallel_size": 1})
-    seen, ours, weights = _run(tiny, step, batch.blind(), long, alone)
-    if own:
-        batch, long = batch.undeclared(), long.undeclared()
-    truth, wanted, _ = _run(whole, step, batch, long, alone, weights)
+    cp, long_kind = args.context_parallel_size, _long_kind(args, kinds[0])
+    batch, long = Batch.draw(kinds[0], cp), Batch.draw(long_kind, cp)
+    tiny = tiny_args(args, kinds)
+    whole = with_changes(tiny, {"context_parallel_size": 1, "recompute_granularity": None})
+    run = partial(_run, step=step, batch=batch, long=long, alone=alone, seed=seed)
+    seen, ours, weights = run(tiny)
+    truth, wanted, _ = run(whole, weights=weights, declared=not own)
     rank = compat.group_of(None, "cp").rank()
     mine, mine_long = (each.positions[rank].to(own_device()) for each in (batch, long))
-    counts = batch.data["loss_mask"].to(own_device()).gather(1, mine) > 0
     sums = ours.sums and not settings.current().stock_loss_average
     exact = args.calculate_per_token_loss or sums
-    results.probes += compare(ours, wanted, counts, mine, (NAME, kinds[0].mask), exact)
-    kind = long.batch_rows.kind
-    results.probes += batch_probe.compare(seen, truth, long.data, mine_long, kind.mask)
-    gaps = [*batch_probe.uncovered(seen), *_unseen(args, kind)]
+    masks = [batch.data(seed + i)["loss_mask"] for i in range(MICROBATCHES)]
+    places = mine.repeat(MICROBATCHES, 1)
+    counts = torch.cat(masks).to(own_device()).gather(1, places) > 0
+    results.probes += compare(ours, wanted, counts, places, (NAME, kinds[0].mask), exact)
+    data = long.data(seed, distinct=True)
+    results.probes += batch_probe.compare(seen, truth, data, mine_long, long_kind.mask)
+    gaps = [*batch_probe.uncovered(seen), *_unseen(args, long_kind)]
     if not exact:
         gaps.append("loss and gradients: the ranks average means, in which tokens weigh unlike")
     results.not_covered += [gap for gap in gaps if gap not in results.not_covered]
 
 
+def _long_kind(args: argparse.Namespace, kind: LayerKind) -> LayerKind:
+    """Return the kind of a microbatch of the job's own length, with as many batch rows as the job
+    has, or as fit into `MOST_TOKENS`.
+    """
+    n, most = args.seq_length or kind.tokens, 1
+    if kind.mask != "packed":
+        most = max(1, min(args.micro_batch_size, MOST_TOKENS // n))
+    elif not settings.packed_in_whole_rows():
+        n -= n % (4 * args.context_parallel_size)
+    return replace(kind, tokens=n, batch_size=most)
+
+
 def _run(
     args: argparse.Namespace,
     step: ForwardStep,
-    batch: Microbatch,
-    long: Microbatch,
+    batch: Batch,
+    long: Batch,
     alone: Any,
+    seed: int,
     weights: Any = None,
+    declared: bool = True,
 ) -> tuple[batch_probe.Seen, Outcome, Any]:
     """Build the tiny model of `args` and train one step. Return the inputs that the step makes of
-    `long`, the outcome of training on `batch`, and the initial weights. The run with given
-    `weights` is the reference run.
+    `long`, the outcome of training on `batch`, and the initial weights.
+
+    The run with given `weights` is the reference run, whose data has the declared masks only if
+    `declared`.
     """
 
-    def in_force(args: argparse.Namespace, batch: Microbatch) -> Any:
+    def in_force(args: argparse.Namespace, batch: Batch) -> Any:
         if weights is None:
             return arguments_in_force(args, one_stage(alone))
-        return whole_rows_in_force(args, alone, batch)
+        return whole_rows_in_force(args, alone, batch, declared)
+
+    def data(batch: Batch, seed: int, **options: bool) -> dict[str, Any]:
+        drawn = batch.data(seed, **options)
+        return drawn if declared else {name: x for name, x in drawn.items() if name != KEY}
 
     with in_force(args, batch):
         model = build(args)
         if weights is not None:
             model.load_state_dict(weights)
-            follow_rules(model, batch.batch_rows.rules)
+            follow_rules(model, batch.rules)
         began = copy.deepcopy(model.state_dict())  # a step may change buffers
-    with in_force(with_changes(args, long.sizes), long):
-        seen = batch_probe.observe(model, step, long.fresh(), VOCABULARY)
+    with in_force(with_changes(args, long.kind.sizes), long):
+        seen = batch_probe.observe(model, step, data(long, seed, distinct=True))
+    microbatches = [data(batch, seed + i, blind=weights is None) for i in range(MICROBATCHES)]
     with in_force(args, batch):
-        return seen, train(args, model, batch, step), began
+        return seen, train(args, model, microbatches, step), began
 
 
 def _unseen(args: argparse.Namespace, long: LayerKind) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.megatron import settings
+from cp_ring.megatron.certificate.batch import VOCABULARY
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
 from cp_ring.megatron.certificate.tiny_layers import (
     changes_of_layers,
@@ -24,7 +25,6 @@ from cp_ring.megatron.flags.layer_pattern import attends, pattern_of
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.plan.sizes.head_split import unsplit
 
-VOCABULARY = 128
 HIDDEN = 64
 EXPERTS = 4
 PACKING = ("sft", "dataloader_inter_document_masking")
@@ -33,6 +33,7 @@ PACKING = ("sft", "dataloader_inter_document_masking")
 KEPT = """
     tensor_model_parallel_size sequence_parallel context_parallel_size
     hierarchical_context_parallel_sizes use_cpu_initialization transformer_impl attention_backend
+    recompute_granularity recompute_method recompute_num_layers distribute_saved_activations
     kv_channels softmax_scale softmax_type
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     rope_type mrope_section apply_rope_fusion activation_func
@@ -46,28 +47,28 @@ depends on them. Other fields have Megatron's default.
 """
 
 
-def tiny_args(
-    args: argparse.Namespace, kinds: list[LayerKind], batch_size: int
-) -> argparse.Namespace:
+def tiny_args(args: argparse.Namespace, kinds: list[LayerKind]) -> argparse.Namespace:
     """Return the job's arguments with the sizes of a tiny model and one layer of each kind, in
     float32, without pipeline stages. `tiny_config` is the configuration of the model.
     """
     config = transformer_config(args)
     tiny = _tiny_config(args, config, kinds)
     types = tiny.cp_comm_type if isinstance(tiny.cp_comm_type, list) else [tiny.cp_comm_type]
-    changes = vars(tiny) | {
-        "vocab_size": VOCABULARY,
-        "padded_vocab_size": VOCABULARY * args.tensor_model_parallel_size,
-        "num_experts": tiny.num_moe_experts,
-        "seq_length": kinds[0].tokens,
-        "micro_batch_size": batch_size,
-        # The table of positions keeps the job's length, because a microbatch of that length is
-        # probed too.
-        "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
-        "check_for_nan_in_loss_and_grad": False,
-        "check_for_spiky_loss": False,
-        "cp_comm_type": types,
-    }
+    changes = (
+        vars(tiny)
+        | kinds[0].sizes
+        | {
+            "vocab_size": VOCABULARY,
+            "padded_vocab_size": VOCABULARY * args.tensor_model_parallel_size,
+            "num_experts": tiny.num_moe_experts,
+            # The table of positions keeps the job's length, because a microbatch of that length is
+            # probed too.
+            "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
+            "check_for_nan_in_loss_and_grad": False,
+            "check_for_spiky_loss": False,
+            "cp_comm_type": types,
+        }
+    )
     if kinds[0].mask != "packed":
         changes |= dict.fromkeys(PACKING, False)
     changes |= tiny_pattern(args, chosen_layers(args, config, kinds))
@@ -112,6 +113,7 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
         "add_bias_linear": False,
     }
     values |= _experts(config) | changes_of_layers(args, config, kinds, tp)
+    values |= _recomputation(config, values["num_layers"])
     return made(**{name: value for name, value in values.items() if name in fields})
 
 
@@ -150,6 +152,14 @@ def _experts(config: Any) -> dict[str, Any]:
         # Megatron defines it by the tokens of a rank, so another cp size makes another model.
         "moe_router_load_balancing_type": "none" if "sinkhorn" in balance else balance,
     }
+
+
+def _recomputation(config: Any, layers: int) -> dict[str, Any]:
+    """Return the recomputation of the job, as far as it concerns attention, for fewer layers."""
+    if config.recompute_granularity == "full":
+        return {"recompute_num_layers": min(config.recompute_num_layers, layers)}
+    modules = {"core_attn", "mla_up_proj"} & {*(config.recompute_modules or ())}
+    return {"recompute_modules": sorted(modules)}
 
 
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
