@@ -40,6 +40,10 @@ KINDS = {
     "order of chunks": ("oss", "chunk order swapped"),
     "documents": ("documents", "boundary shifted by one"),
     "recurrent state": ("hybrid-documents", "states run across documents"),
+    "pipeline stages": ("production", "documents lost on later stages"),
+    "virtual stages": ("production", "documents lost on virtual stages"),
+    "recomputation": ("production", "kept output halved"),
+    "microbatches": ("production", "second microbatch lost"),
     "latent gradient": ("latents", "rotated part not returned"),
 }
 """Kinds of faults: a job, and a fault that is planted in it."""

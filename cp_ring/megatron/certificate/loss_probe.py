@@ -36,6 +36,7 @@ from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.tiny_layers import uncovered_layers
 from cp_ring.megatron.certificate.tiny_model import (
     arguments_in_force,
+    arguments_of_microbatch,
     build,
     one_stage,
     own_device,
@@ -125,7 +126,7 @@ def _probe_loss(
 ) -> None:
     """Run the tiny model of `args`, whose layers are `kinds`, with the job's context parallel size
     and at size 1, and append to `results` how far losses by token, their average and the gradients
-    differ. Probe a microbatch of the job's length too.
+    differ. Probe a microbatch of the job's length too, on the job's pipeline stages.
 
     `alone` is a process group of this rank only. `step` is the job's forward step; it runs in both,
     because the step may compute another loss than Megatron's.
@@ -138,24 +139,48 @@ def _probe_loss(
     cp, long_kind = args.context_parallel_size, _long_kind(args, kinds[0])
     batch, long = Batch.draw(kinds[0], cp), Batch.draw(long_kind, cp)
     tiny = tiny_args(args, kinds)
-    whole = with_changes(tiny, {"context_parallel_size": 1, "recompute_granularity": None})
     run = partial(_run, step=step, batch=batch, long=long, alone=alone, seed=seed)
-    seen, ours, weights = run(tiny)
-    truth, wanted, _ = run(whole, weights=weights, declared=not own)
+    model, weights, seen, ours = run(tiny)
+    stages = _stages(args, model, step, long, seed, seen)
+    whole = with_changes(tiny, {"context_parallel_size": 1, "recompute_granularity": None})
+    *_, truth, wanted = run(whole, weights=weights, declared=not own)
     rank = compat.group_of(None, "cp").rank()
     mine, mine_long = (each.positions[rank].to(own_device()) for each in (batch, long))
-    sums = ours.sums and not settings.current().stock_loss_average
-    exact = args.calculate_per_token_loss or sums
     masks = [batch.data(seed + i)["loss_mask"] for i in range(MICROBATCHES)]
     places = mine.repeat(MICROBATCHES, 1)
     counts = torch.cat(masks).to(own_device()).gather(1, places) > 0
+    sums = ours.sums and not settings.current().stock_loss_average
+    exact = args.calculate_per_token_loss or sums
     results.probes += compare(ours, wanted, counts, places, (NAME, kinds[0].mask), exact)
+    about = f"microbatch of {len(mine_long)}x{long_kind.tokens} tokens", long_kind.mask
     data = long.data(seed, distinct=True)
-    results.probes += batch_probe.compare(seen, truth, data, mine_long, long_kind.mask)
+    results.probes += batch_probe.compare(seen, truth, data, mine_long, about)
+    results.probes += batch_probe.compare_stages(seen, stages, about)
     gaps = [*batch_probe.uncovered(seen), *_unseen(args, long_kind)]
     if not exact:
         gaps.append("loss and gradients: the ranks average means, in which tokens weigh unlike")
     results.not_covered += [gap for gap in gaps if gap not in results.not_covered]
+
+
+def _stages(
+    args: argparse.Namespace, model: Any, step: ForwardStep, long: Batch, seed: int, whole: Any
+) -> list[batch_probe.Seen]:
+    """Return what `step` gives each virtual pipeline stage of this rank, of the microbatch `long`, of
+    which a whole model gets `whole`; [] without pipeline stages, and for unknown models.
+    """
+    from megatron.core import parallel_state
+
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1 or "embedded" not in whole:
+        return []
+    args = argparse.Namespace(**vars(args) | arguments_of_microbatch(long.kind))
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    seen = []
+    for stage in range(virtual) if virtual else [None]:
+        in_force = arguments_in_force(args, {"_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": stage})
+        with in_force, replaced((model, "vp_stage", stage)):
+            data = long.data(seed, distinct=True)
+            seen.append(batch_probe.observe(model, step, data, whole))
+    return seen
 
 
 def _long_kind(args: argparse.Namespace, kind: LayerKind) -> LayerKind:
@@ -179,9 +204,9 @@ def _run(
     seed: int,
     weights: Any = None,
     declared: bool = True,
-) -> tuple[batch_probe.Seen, Outcome, Any]:
-    """Build the tiny model of `args` and train one step. Return the inputs that the step makes of
-    `long`, the outcome of training on `batch`, and the initial weights.
+) -> tuple[Any, Any, batch_probe.Seen, Outcome]:
+    """Build the tiny model of `args` and train one step. Return the model, its initial weights, the
+    inputs that the step makes of `long`, and the outcome of training on `batch`.
 
     The run with given `weights` is the reference run, whose data has the declared masks only if
     `declared`.
@@ -206,7 +231,7 @@ def _run(
         seen = batch_probe.observe(model, step, data(long, seed, distinct=True))
     microbatches = [data(batch, seed + i, blind=weights is None) for i in range(MICROBATCHES)]
     with in_force(args, batch):
-        return seen, train(args, model, microbatches, step), began
+        return model, began, seen, train(args, model, microbatches, step)
 
 
 def _unseen(args: argparse.Namespace, long: LayerKind) -> list[str]:

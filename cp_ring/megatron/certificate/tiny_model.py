@@ -27,6 +27,7 @@ from cp_ring.plan.sizes.head_split import unsplit
 
 HIDDEN = 64
 EXPERTS = 4
+CHECKS = ("check_for_nan_in_loss_and_grad", "check_for_spiky_loss")
 PACKING = ("sft", "dataloader_inter_document_masking")
 """Arguments with which Megatron's scripts pack their batches."""
 
@@ -45,6 +46,12 @@ KEPT = """
 """Fields of the job's `TransformerConfig` that its tiny model keeps, because context parallelism
 depends on them. Other fields have Megatron's default.
 """
+
+
+def arguments_of_microbatch(kind: LayerKind) -> dict[str, Any]:
+    """Return the arguments with which a forward step takes a microbatch of this kind."""
+    off = CHECKS + (PACKING if kind.mask != "packed" else ())
+    return kind.sizes | dict.fromkeys(off, False)
 
 
 def tiny_args(args: argparse.Namespace, kinds: list[LayerKind]) -> argparse.Namespace:
@@ -69,8 +76,6 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind]) -> argparse.Name
             "cp_comm_type": types,
         }
     )
-    if kinds[0].mask != "packed":
-        changes |= dict.fromkeys(PACKING, False)
     changes |= tiny_pattern(args, chosen_layers(args, config, kinds))
     # a program may have fields of its own, such as the length of a batch row
     own = copy.copy(config)
