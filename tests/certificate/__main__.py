@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.certificate import doors
-from tests.certificate.jobs import FAULTY, SECONDS, Job, right_job
+from tests.certificate.jobs import FAULTY, Job, right_job
 from tests.megatron.launch import fork
 
 SCRIPT = "pretrain_gpt.py"
@@ -31,7 +31,6 @@ def examine(
         "argv": job.argv(),
         "script": path if job.by_script else "",
         "step": job.step,
-        "seconds": SECONDS,
         "skew": job.skew,
     }
     log, result = folder / f"{job.name}.log", folder / f"{job.name}.json"

@@ -18,8 +18,8 @@ STOPPED = 3
 
 
 def run(job, folder):
-    """Job {"name", "argv", "script", "step", "cases": [(fault, seed)], "seconds", "skew"}: script is
-    "" for cp_ring's own entry; seconds are those for probes at the job's length.
+    """Job {"name", "argv", "script", "step", "cases": [(fault, seed)], "skew"}: script is "" for
+    cp_ring's own entry.
 
     FOLDER/name.json gets a list of {"fault", "seed", "rejections", "failure", "not_covered",
     "changed"} with the certificate, which ends with the first case that ends the job (exit code
@@ -47,7 +47,7 @@ def run(job, folder):
             before, misread = process_state.whole(), certificate_steps.MISREAD.get(fault)
             with planted("" if misread else fault, step):
                 try:
-                    certificate = module.run_probes(args, seed, misread or step, job["seconds"])
+                    certificate = module.run_probes(args, seed, misread or step)
                 except (
                     ConfigError,
                     KernelError,

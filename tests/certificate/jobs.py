@@ -64,7 +64,6 @@ REAL_ALONE = (
 """Flags as they stand in the examples and functional tests of Megatron-LM: right in any model here,
 in models of experts, and in some models.
 """
-SECONDS = 600.0  # for probes at the job's own length, which machines of any speed must reach
 
 
 @dataclass(frozen=True)

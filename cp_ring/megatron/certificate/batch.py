@@ -6,7 +6,7 @@ Shapes: b batch rows, n tokens of a batch row, s tokens that a rank holds of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,79 +28,62 @@ DOCUMENTS = 4  # of a batch row
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch rows of a microbatch of `kind`, for `cp` ranks.
+    """The batch rows of a microbatch of `kind`.
 
     Attributes:
         rules: the mask rule of each batch row.
         masks: the declared mask of each batch row; [] if the job's masks are not declared.
-        offsets: of documents in the stream of all batch rows, with their padding: int64
-            [documents + 1].
-        lengths: of these documents, without padding: int64 [documents].
+        packed: the `packed_seq_params` of layers, or None if every batch row is one document.
         positions: the indices in their batch rows of each rank's tokens, int64 [b, s].
     """
 
     kind: LayerKind
-    cp: int
     rules: list[MaskRule]
     masks: list[Mask]
-    offsets: Ints
-    lengths: Ints
-    positions: tuple[Tensor, ...] = ()
+    packed: Any
+    positions: list[Tensor]
 
     @classmethod
     def draw(cls, kind: LayerKind, cp: int, padded: bool = False) -> Batch:
-        """Draw the masks. With `padded`, packed documents have padding if the job's may."""
-        n, seeds = kind.tokens, range(1, kind.batch_size + 1)
+        """Draw the masks, and split the batch rows as the settings in force say. With `padded`,
+        packed documents have padding if the job's may.
+        """
+        n, seeds, layout = kind.tokens, range(1, kind.batch_size + 1), current().layout
+        packed: Any = None
+        masks = []
         if kind.mask.startswith(PREFIX):
             from cp_ring.megatron.certificate.user_masks import sample  # few jobs declare masks
 
             masks = [sample(kind.mask.removeprefix(PREFIX), n, seed) for seed in seeds]
-            rules, none = [declared_rule(mask) for mask in masks], np.zeros(0, np.int64)
-            return cls(kind, cp, rules, masks, none, none)._split()
-        unit = 1
-        if kind.mask == "packed" and not packed_in_whole_rows():
-            unit = 4 * cp  # each document is split separately
-        parts = 1 if kind.mask == "causal" else DOCUMENTS
-        rules, ends, lengths = [], [0], list[int]()
-        for batch_row, seed in enumerate(seeds):
-            edges = _edges(n // unit, parts, seed) * unit
-            real = np.diff(edges)
-            if padded and unit > 1:
-                real -= np.arange(1, len(real) + 1) % 3 + 1
-            spans = np.stack([edges[:-1], edges[:-1] + real], 1)
-            rules.append(document_rule(n, spans.tolist()))
-            ends += (edges[1:] + n * batch_row).tolist()
-            lengths += real.tolist()
-        return cls(kind, cp, rules, [], np.array(ends), np.array(lengths))._split()
-
-    def _split(self) -> Batch:
-        """Add the positions, as the settings in force split the batch rows."""
-        n, b, cp, params = self.kind.tokens, len(self.rules), self.cp, self.params()
-        if params is None:
-            layout = make_layout(current().layout, n, cp)
-            ranks = [torch.from_numpy(layout.positions(r)).expand(b, -1) for r in range(cp)]
+            rules = [declared_rule(mask) for mask in masks]
+            packed = DocumentParams.carry(DeclaredMask.of_rows(masks, layout, cp))
         else:
-            split = documents_of(params, n * b // cp, cp, packed_in_whole_rows())
-            ranks = [split.places(rank).T for rank in range(cp)]
-        return replace(self, positions=tuple(ranks))
-
-    def params(self) -> Any:
-        """Return the `packed_seq_params` of a layer, split as the settings in force say; None if
-        every batch row is one document.
-        """
-        if self.masks:
-            return DocumentParams.carry(DeclaredMask.of_rows(self.masks, current().layout, self.cp))
-        if self.kind.mask == "documents":
-            in_rows = Documents.in_rows(self.offsets, len(self.rules), current().layout, self.cp)
-            return DocumentParams.carry(in_rows)
-        if self.kind.mask == "packed":
-            ends = np.append(0, np.cumsum(self.lengths)), self.offsets
-            return thd_params(*(torch.from_numpy(edges).to(torch.int32) for edges in ends))
-        return None
-
-    def last(self) -> Tensor:
-        """Return True for the last token of each document or declared sequence, bool [b, n]."""
-        return torch.stack([rule.last for rule in self.rules])
+            unit = 1
+            if kind.mask == "packed" and not packed_in_whole_rows():
+                unit = 4 * cp  # each document is split separately
+            parts = 1 if kind.mask == "causal" else DOCUMENTS
+            edges = np.stack([_edges(n // unit, parts, seed) * unit for seed in seeds])
+            ends = edges[:, 1:].copy()
+            if padded and unit > 1:
+                ends -= np.arange(1, ends.shape[1] + 1) % 3 + 1
+            spans = np.stack([edges[:, :-1], ends], 2)
+            rules = [document_rule(n, of_row) for of_row in spans.tolist()]
+            if kind.mask == "documents":
+                offsets = np.unique(edges + n * np.arange(len(edges))[:, None])
+                in_rows = Documents.in_rows(offsets, len(edges), layout, cp)
+                packed = DocumentParams.carry(in_rows)
+            elif kind.mask == "packed":
+                real = np.append(0, np.cumsum(ends - edges[:, :-1]))
+                both = (torch.from_numpy(x).to(torch.int32) for x in (real, edges[0]))
+                packed = thd_params(*both)
+        if packed is None:
+            split = make_layout(layout, n, cp)
+            of_ranks = [torch.from_numpy(split.positions(rank))[:, None] for rank in range(cp)]
+        else:
+            documents = documents_of(packed, n * len(rules) // cp, cp, packed_in_whole_rows())
+            of_ranks = [documents.places(rank) for rank in range(cp)]
+        positions = [places.T.expand(len(rules), -1) for places in of_ranks]
+        return cls(kind, rules, masks, packed, positions)
 
     def data(self, seed: int, distinct: bool = False, blind: bool = False) -> dict[str, Any]:
         """Draw a microbatch. The loss mask differs between ranks, and has fractions. A new one each
@@ -127,8 +110,8 @@ class Batch:
         if self.masks:
             data[KEY] = self.masks
         if self.kind.mask == "packed":  # as in the data sets of Megatron's scripts
-            data["cu_seqlens"] = torch.from_numpy(self.offsets)[None].to(torch.int32)
-            data["max_seqlen"] = torch.tensor([int(self.lengths.max())], dtype=torch.int32)
+            data["cu_seqlens"] = self.packed.cu_seqlens_q_padded[None]
+            data["max_seqlen"] = torch.tensor([self.packed.max_seqlen_q], dtype=torch.int32)
         return data
 
     def _loss_mask(self, random: torch.Generator) -> Tensor:
@@ -138,11 +121,12 @@ class Batch:
         The weights of a rank add up to a whole number: loss functions of Megatron's scripts cut off
         fractions of this sum, with and without context parallelism.
         """
-        b, n = len(self.rules), self.kind.tokens
+        last = torch.stack([rule.last for rule in self.rules])
+        b, n = last.shape
         some = torch.rand(b, n, generator=random) < torch.linspace(0.4, 1.0, n)
         mask = some * torch.randint(1, 8, (b, n), generator=random) / 4
         if self.kind.mask in ("documents", "packed"):
-            mask[self.last()] = 0
+            mask[last] = 0
         for mine in self.positions:
             part = mask.gather(1, mine)
             for batch_row, token in part.nonzero()[-1:].tolist():

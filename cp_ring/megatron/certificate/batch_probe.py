@@ -28,7 +28,6 @@ from cp_ring.megatron.wrapping import replaced
 # relative difference of two weights; drawn weights differ by a tenth or more
 SAME = 1e-4
 TOKENS = ("input_ids", "tokens")
-BATCH = "by the batch itself"
 NAMES = {
     "tokens": "token",
     "labels": "label",
@@ -175,47 +174,51 @@ def compare(
     weight must have their own label.
     """
     batch_rows, s = positions.shape
-    probes: list[Probe] = []
-
-    def probe(name: str, mine: Tensor, expected: Tensor, places: Tensor, source: str) -> None:
-        """Count the tokens [b, s, ...] whose value differs from the value expected by `source`."""
-        same = SAME * torch.maximum(mine.abs(), expected.abs()) if mine.is_floating_point() else 0
-        right = (mine - expected).abs() <= same
-        wrong = ~right.flatten(2).all(2) if right.dim() > 2 else ~right
-        where = ""
-        for row, place in wrong.nonzero()[:1].tolist():
-            has = f"another {name} than {source}"
-            if mine.dim() == 2:
-                has = f"{mine[row, place]:.6g}, {source} {expected[row, place]:.6g}"
-            where = f"token {int(places[row, place])} of batch row {row} has {has}"
-        probes.append(Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens"))
-
+    index = torch.arange(batch_rows, device=positions.device)[:, None], positions
+    probes = []
     for name, shown in NAMES.items():
         mine, whole = ours.get(name), truth.get(name)
         # A model that splits positions itself, such as positions of several axes, gets whole ones;
         # a table for packed documents ends with the longest document.
         if mine is None or whole is None or not 1 < mine.dim() == whole.dim():
             continue
-        shapes = {len(mine), len(whole)} <= {1, batch_rows} and mine.shape[1] == s
-        if not shapes or whole.shape[1] <= int(positions.max()):
-            continue
-        of_rows = zip(whole.expand(batch_rows, *whole.shape[1:]), positions, strict=True)
-        expected = torch.stack([row[places] for row, places in of_rows])
-        mine = mine.expand(expected.shape)
-        if name == "weights":
-            # Megatron, or the loss function, divides by numbers of tokens; the tiny model shows
-            # whether the numbers are right.
-            mine, expected = (x / x.sum() if x.sum() else x for x in (mine, expected))
-        probe(shown, mine, expected, positions, "at cp 1")
+        rows_fit = {len(mine), len(whole)} <= {1, batch_rows}
+        if rows_fit and mine.shape[1] == s and whole.shape[1] > int(positions.max()):
+            expected = whole.expand(batch_rows, *whole.shape[1:])[index]
+            mine = mine.expand_as(expected)
+            if name == "weights":
+                # Megatron, or the loss function, divides by numbers of tokens; the tiny model shows
+                # whether the numbers are right.
+                mine, expected = (x / (x.sum() or 1) for x in (mine, expected))
+            probes.append(_probe(shown, mine, expected, positions, "at cp 1", about))
     if "weights" in truth and truth["labels"].shape == data["labels"].shape:
         labels, weights = truth["labels"], truth["weights"]
         hidden, declared = (data[name].to(labels.device) for name in ("loss_mask", "labels"))
         places = torch.arange(labels.shape[1]).expand_as(labels)
         unseen = torch.where(hidden == 0, 0.0, weights)
-        probe("weight of a token that the loss mask hides", weights, unseen, places, BATCH)
         counted = torch.where(weights == 0, labels, declared)
-        probe("label that counts", labels, counted, places, BATCH)
+        for name, mine, expected in (
+            ("weight of a token that the loss mask hides", weights, unseen),
+            ("label that counts", labels, counted),
+        ):
+            probes.append(_probe(name, mine, expected, places, "by the batch itself", about))
     return probes
+
+
+def _probe(
+    name: str, mine: Tensor, expected: Tensor, places: Tensor, source: str, about: tuple[str, str]
+) -> Probe:
+    """Count the tokens at `places` [b, s] whose value [b, s, ...] differs from the value expected
+    by `source`.
+    """
+    same = SAME * torch.maximum(mine.abs(), expected.abs()) if mine.is_floating_point() else 0
+    wrong = ~((mine - expected).abs() <= same)
+    wrong = wrong.flatten(2).any(2) if wrong.dim() > 2 else wrong
+    where = ""
+    for row, place in wrong.nonzero()[:1].tolist():
+        token = f"token {int(places[row, place])} of batch row {row}"
+        where = f"{token} has another {name} than {source}"
+    return Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens")
 
 
 def uncovered(seen: Seen) -> list[str]:

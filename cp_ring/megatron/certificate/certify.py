@@ -31,7 +31,6 @@ from cp_ring.runtime import RUNTIME
 
 FILE = "cp_ring_certificate.json"
 SEED = 20261121
-LENGTH_SECONDS = 5.0  # limit for all probes at the job's own sequence length together
 SKEW_S = 5.0  # largest time between ranks that fail in the same way
 _ARGUMENTS = """
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size world_size
@@ -100,22 +99,18 @@ def _save(folder: Path, certificate: Certificate) -> None:
 
 
 def run_probes(
-    args: argparse.Namespace,
-    seed: int = SEED,
-    step: ForwardStep | None = None,
-    seconds: float = LENGTH_SECONDS,
+    args: argparse.Namespace, seed: int = SEED, step: ForwardStep | None = None
 ) -> Certificate:
     """Run all probes of the job of `args` over its own groups. Every rank calls it and gets the
     same certificate, with the worst result of all ranks for each probe.
 
-    `seconds` limits the time of the probes at the job's own sequence length. Errors of attention
-    are raised, and so are errors of the loss that only some ranks have.
+    Errors of attention are raised, and so are errors of the loss that only some ranks have.
     """
     start = time.monotonic()
     certificate = Certificate(about=_about(args))
     of_ranks = [certificate.probes] * dist.get_world_size()
     with states_restored():
-        layer_probe.probe_layers(args, certificate, seed, seconds)
+        layer_probe.probe_layers(args, certificate, seed)
         _probe_losses(args, certificate, step, seed)
         dist.all_gather_object(of_ranks, certificate.probes)
     certificate.merge(of_ranks)

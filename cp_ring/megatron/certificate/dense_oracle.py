@@ -96,14 +96,13 @@ def attend(
     q, k, v = (x.double() for x in (q, k, v))
     shared = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
-    scores = torch.einsum("shd,nhd->hsn", q, k) * scale
-    scores = scores.masked_fill(~allowed, -math.inf)
-    extra = torch.full((q.shape[1], q.shape[0], 1), -math.inf, dtype=scores.dtype, device=q.device)
-    if sink is not None:
-        extra = sink.double()[:, None, None].expand_as(extra)
     blind = ~allowed.any(1)[:, None]
-    everything = torch.cat([scores, extra], -1).masked_fill(blind, 0.0)
-    weight = everything.softmax(-1)[..., :-1].masked_fill(blind, 0.0)
+    scores = torch.einsum("shd,nhd->hsn", q, k) * scale
+    scores = scores.masked_fill(~(allowed | blind), -math.inf)
+    total = scores.logsumexp(-1, keepdim=True)
+    if sink is not None:
+        total = torch.logaddexp(total, sink.double()[:, None, None])
+    weight = (scores - total).exp().masked_fill(blind, 0.0)
     return torch.einsum("hsn,nhe->she", weight, v)
 
 
@@ -137,10 +136,10 @@ class DenseAttention(torch.nn.Module):
         """
         if query.dim() == 3:
             return self.forward(query[:, None], key[:, None], value[:, None])[:, 0]
-        positions = torch.arange(query.shape[0], device=query.device)
+        positions = torch.arange(len(query), device=query.device)
         outputs = []
-        for batch_row, rule in enumerate(self.rules):
+        for row, rule in enumerate(self.rules):
             allowed = rule.allowed(positions, positions, self.window)
-            q, k, v = (x[:, batch_row] for x in (query, key, value))
+            q, k, v = (x[:, row] for x in (query, key, value))
             outputs.append(attend(q, k, v, allowed, self.scale, self.softmax_offset))
         return torch.stack(outputs, 1).flatten(2).to(query.dtype)

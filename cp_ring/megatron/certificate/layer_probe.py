@@ -1,17 +1,14 @@
 """Probes every attention layer of the job over the context-parallel group: each must be built as
 the flags declare, and compute what the declared layer computes.
 
-The first layer of a kind is probed completely on a short microbatch, and at a few positions on the
-job's own sequence length, as far as time and memory allow. The others run forward and backward
-once, on so few tokens that a model of a hundred layers takes about a second. They must also plan
-long microbatches as the first one does.
+Layers of a kind run on the same short microbatch, and must share the plan of the job's own sequence
+length. The first one is also probed at a few positions of that length, up to `LONG` tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,7 +16,6 @@ from typing import Any
 import torch
 
 from cp_ring.megatron import settings
-from cp_ring.megatron.certificate import value_probe
 from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.layer_kinds import (
     GRAIN,
@@ -31,18 +27,17 @@ from cp_ring.megatron.certificate.mask_probe import mask_probes
 from cp_ring.megatron.certificate.report import Certificate, Probe
 from cp_ring.megatron.certificate.tested_layer import TestedLayer
 from cp_ring.megatron.certificate.tiny_model import own_device, transformer_config
+from cp_ring.megatron.certificate.value_probe import value_probes
 from cp_ring.megatron.flags.layer_pattern import config_of_layer
 from cp_ring.megatron.heads_choice import every_choice
 from cp_ring.megatron.wrapping import replaced
 
 SAMPLED = 16  # queries of a rank and batch row that are compared at the job's own length
-PASSES = 10  # all probes of one length take as long as this many forward passes
-MEMORY = 1 << 30  # bytes that a probe may use on the CPU
+LONG = {"cpu": 2048, "cuda": 8192}  # most tokens of all these batch rows together
 
 
-def probe_layers(args: argparse.Namespace, results: Certificate, seed: int, seconds: float) -> None:
-    """Probe every kind of layer of the job over the context-parallel group in force. `seconds`
-    limits the time of the probes at the job's own sequence length.
+def probe_layers(args: argparse.Namespace, results: Certificate, seed: int) -> None:
+    """Probe every kind of layer of the job over the context-parallel group in force.
 
     Where latents travel, layers are probed with their keys and values: the tiny model has latents.
     """
@@ -59,23 +54,26 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int, seco
         if dtype != torch.float32:
             results.not_covered.append(f"latents in {str(dtype).removeprefix('torch.')}")
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
-    kinds = find_layer_kinds(args, config, masks_of(args))
+    kinds = [kind for kind in find_layer_kinds(args, config, masks_of(args)) if kind.numbers]
     for kind in kinds:
         with settings.in_force(used):
             layers = {number: _make_layer(config, kind, number, groups) for number in kind.numbers}
-        layer, batch = layers[kind.layer], Batch.draw(kind, groups.cp.size(), padded=True)
-        tested = TestedLayer(layer, groups.cp, dtype, own_device(), seed, batch)
-        tokens = _longest_in_time(tested, args.seq_length, seconds / len(kinds))
-        long = _at_length(tested, tokens)
-        results.probes += [_settings(long, layers), *_values_of_all(tested, layers)]
-        for spec in every_choice(layer.spec, groups.cp.size()):
-            note = f" with heads {spec.ulysses}" if spec != layer.spec else ""
-            with replaced((layer, "window", kind.probed), (layer, "spec", spec)):
-                one = replace(tested, note=note)
-                one.draw_sink()
-                results.probes += [*mask_probes(one, 4), *value_probe.value_probes(one)]
+        first, batch = layers[kind.layer], Batch.draw(kind, groups.cp.size(), padded=True)
+        tested = TestedLayer(first, groups.cp, dtype, own_device(), seed, batch)
+        results.probes.append(_settings(_at_length(tested, args.seq_length), layers))
+        for spec in every_choice(first.spec, groups.cp.size()):
+            one = tested
+            if spec != first.spec:
+                one = replace(tested, note=f" with heads {spec.ulysses}")
+            changes = ("window", kind.probed), ("spec", spec)
+            with replaced(*((layer, *each) for layer in layers.values() for each in changes)):
+                results.probes += [*mask_probes(one, 4), *value_probes(one, layers)]
+        most = min(args.seq_length, LONG[tested.device.type] // kind.batch_size)
+        long = _at_length(tested, most)
+        tokens = long.kind.tokens
         if tokens > kind.tokens or kind.probed != kind.window:
-            results.probes += [*mask_probes(long, 1), *value_probe.value_probes(long, SAMPLED)]
+            alone = {kind.layer: first}
+            results.probes += [*mask_probes(long, 1), *value_probes(long, alone, SAMPLED)]
         if reach := _reach(args, kind, tokens):
             results.up_to[f"{kind.layer_name} under {kind.mask}"] = reach
 
@@ -91,7 +89,7 @@ def _make_layer(config: Any, kind: LayerKind, number: int, groups: Any) -> Any:
         sizes = {"softmax_scale": kind.scale, "k_channels": kind.d, "v_channels": kind.e}
     elif config.softmax_scale:
         sizes = {"softmax_scale": config.softmax_scale}
-    return RingDotProductAttention(
+    layer: Any = RingDotProductAttention(
         config_of_layer(config, number),
         number,
         AttnMaskType.causal,
@@ -99,56 +97,26 @@ def _make_layer(config: Any, kind: LayerKind, number: int, groups: Any) -> Any:
         cp_comm_type=kind.comm_type,
         pg_collection=groups,
         **sizes,
-    ).eval()
+    )
+    if kind.sink == "learnable":  # which begins near 0
+        with torch.no_grad():
+            layer.softmax_offset.copy_(torch.linspace(-1.0, 2.0, kind.heads))
+    return layer.eval()
 
 
 def _at_length(tested: TestedLayer, tokens: int) -> TestedLayer:
-    """Return the same layer on batch rows of `tokens` tokens, with its own window."""
-    kind = replace(tested.kind, tokens=tokens, probed=tested.kind.window)
-    return tested.of_kind(kind, f" at {tokens} tokens")
-
-
-def _longest_in_time(tested: TestedLayer, wanted: int, seconds: float) -> int:
-    """Return the largest length up to `wanted` whose probes fit into `seconds` and into memory. All
-    ranks of the group agree on it.
-
-    Doubles the length and measures a forward pass each time, because the time of a short pass
-    predicts little.
+    """Return the same layer with its own window on batch rows of about `tokens` tokens, and not
+    fewer than before.
     """
-    kind, on_cuda = tested.kind, tested.device.type == "cuda"
-    unit = _unit(kind, tested.batch.cp)
-    wanted = wanted // unit * unit
-    free = torch.cuda.mem_get_info(tested.device)[0] // 4 if on_cuda else MEMORY
-    # whole tensors, and keys and their gradients in float64
-    size = kind.batch_size * (kind.d + kind.e) * (16 * kind.heads + 32 * kind.groups)
-    n = kind.tokens
-    while n < wanted:
-        longer = min(2 * n, wanted)
-        predicted = PASSES * _forward_seconds(_at_length(tested, n)) * (longer / n) ** 2
-        too_large = predicted > seconds or longer * size > free
-        if tested.summed(torch.tensor(float(too_large), device=tested.device)):
-            return n
-        n = longer
-    return n
+    kind, unit = tested.kind, _unit(tested.kind, tested.group.size())
+    tokens = max(tokens // unit * unit, kind.tokens)
+    kind = replace(kind, tokens=tokens, probed=kind.window)
+    return tested.of_kind(kind, f" at {tokens} tokens")
 
 
 def _unit(kind: LayerKind, cp: int) -> int:
     """Return the number of tokens of which the length of a probe's batch rows is a multiple."""
     return 1 if kind.mask == "causal" else 2 * cp * GRAIN
-
-
-def _forward_seconds(tested: TestedLayer) -> float:
-    """Return the seconds of a forward pass, the better of two, because the first one makes the
-    plan.
-    """
-    inputs = *tested.equal_scores(), tested.zeros(tested.kind.groups, tested.kind.e)
-    times = []
-    for _ in range(2):
-        start = time.monotonic()
-        with torch.no_grad():
-            float(tested.call(*inputs).sum())  # waits for the device
-        times.append(time.monotonic() - start)
-    return min(times)
 
 
 def _reach(args: argparse.Namespace, kind: LayerKind, tokens: int) -> str:
@@ -167,34 +135,12 @@ def _settings(tested: TestedLayer, layers: Mapping[int, Any]) -> Probe:
     """Probe that `layers`, by number, have the declared window and share one plan for the
     microbatch, which is made once.
     """
-    query = tested.local(tested.zeros(1, 1)).transpose(0, 1)
-    plans = {n: layer.plan_of(query, "causal", tested.packed) for n, layer in layers.items()}
-    wrong = []
+    query, declared = tested.local(tested.zeros(1, 1)).transpose(0, 1), tested.kind.window
+    plan, wrong = tested.layer.plan_of(query, "causal", tested.batch.packed), []
     for number, layer in layers.items():
-        if layer.window != tested.kind.window:
-            wrong.append(f"layer {number} has window {layer.window}, declared {tested.kind.window}")
-        elif plans[number] is not plans[tested.kind.layer]:
+        if layer.window != declared:
+            wrong.append(f"layer {number} has window {layer.window}, declared {declared}")
+        elif layer.plan_of(query, "causal", tested.batch.packed) is not plan:
             wrong.append(f"layer {number} has another plan")
     probe = tested.probe("settings", len(wrong), 0.0, min(wrong, default=""))
     return replace(probe, unit="layers")
-
-
-def _values_of_all(tested: TestedLayer, layers: Mapping[int, Any]) -> list[Probe]:
-    """Compare outputs and gradients of `layers`, by number, on one short microbatch; return the
-    worst layer for each tensor.
-    """
-    short = tested.of_kind(tested.kind.short(tested.batch.cp), f" of {len(layers)} layers")
-    worst: dict[str, Probe] = {}
-    inputs = value_probe.draw(short)
-    truth = None
-    for number, layer in layers.items():
-        one = replace(short, layer=layer)
-        one.draw_sink()
-        truth = truth or value_probe.reference(one, inputs)
-        window = layer.window if one.kind.probed == one.kind.window else one.kind.probed
-        with replaced((layer, "window", window)):
-            for probe in value_probe.compare(one, inputs, truth):
-                probe = replace(probe, where=f"layer {number}, {probe.where}")
-                known = worst.get(probe.name, probe)
-                worst[probe.name] = max(known, probe, key=lambda each: each.badness)
-    return [*worst.values()]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ from cp_ring.megatron.certificate.tiny_model import (
     with_changes,
 )
 from cp_ring.megatron.certificate.training_step import ForwardStep, Outcome, compare, train
-from cp_ring.megatron.data.masks import KEY
 from cp_ring.megatron.wrapping import replaced
 
 NAME = "tiny model"
@@ -83,22 +81,15 @@ def probe_losses(
     config = transformer_config(args)
     results.not_covered += [f"{what}, in the loss" for what in uncovered_layers(args, config)]
     alone = _group_of_this_rank()
-    used = settings.current()
     try:
-        for mask in _masks_of_loss(args, step):
-            if reason := uncovered_states(args, mask):
-                results.not_covered.append(reason)
-                continue
-            kinds = find_layer_kinds(args, config, (mask,), whole_rows=True)
-            tokens = max(kind.tokens for kind in kinds)
-            kinds = [replace(kind, tokens=tokens) for kind in kinds]
-            # this kernel supports float32
-            with settings.in_force(replace(used, kernel="reference")):
+        # this kernel supports float32
+        with settings.in_force(replace(settings.current(), kernel="reference")):
+            for mask in _masks_of_loss(args, step):
+                if reason := uncovered_states(args, mask):
+                    results.not_covered.append(reason)
+                    continue
+                kinds = find_layer_kinds(args, config, (mask,))
                 _probe_loss(args, kinds, alone, step, seed, results)
-            rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")
-            shown = any(probe.name == batch_probe.NAMES["rotary"] for probe in results.probes)
-            if rotates and tokens < args.seq_length and not shown:
-                results.up_to[f"{NAME} under {mask}"] = f"{tokens} of {args.seq_length} tokens"
     finally:
         dist.destroy_process_group(alone)
 
@@ -136,37 +127,46 @@ def _probe_loss(
         from cp_ring.megatron.gpt import forward_step  # imports Megatron
 
         step = forward_step
-    cp, long_kind = args.context_parallel_size, _long_kind(args, kinds[0])
-    batch, long = Batch.draw(kinds[0], cp), Batch.draw(long_kind, cp)
+    tokens, mask = max(kind.tokens for kind in kinds), kinds[0].mask
+    kinds = [replace(kind, tokens=tokens) for kind in kinds]
+    rows = [
+        Batch.draw(each, args.context_parallel_size) for each in (kinds[0], _long(args, kinds[0]))
+    ]
+    batch, long = rows
+    rank = compat.group_of(None, "cp").rank()
+    mine, mine_long = (each.positions[rank].to(own_device()) for each in rows)
+    about = f"microbatch of {len(mine_long)}x{long.kind.tokens} tokens", mask
     tiny = tiny_args(args, kinds)
-    run = partial(_run, step=step, batch=batch, long=long, alone=alone, seed=seed)
-    model, weights, seen, ours = run(tiny)
+    model, weights, seen, ours = _run(tiny, step, rows, alone, seed)
     stages = _stages(args, model, step, long, seed, seen)
     whole = with_changes(tiny, {"context_parallel_size": 1, "recompute_granularity": None})
-    *_, truth, wanted = run(whole, weights=weights, declared=not own)
-    rank = compat.group_of(None, "cp").rank()
-    mine, mine_long = (each.positions[rank].to(own_device()) for each in (batch, long))
+    # the job's step then needs no code of declared masks
+    rows = [replace(each, masks=[]) for each in rows] if own else rows
+    *_, truth, wanted = _run(whole, step, rows, alone, seed, weights)
     masks = [batch.data(seed + i)["loss_mask"] for i in range(MICROBATCHES)]
     places = mine.repeat(MICROBATCHES, 1)
     counts = torch.cat(masks).to(own_device()).gather(1, places) > 0
     sums = ours.sums and not settings.current().stock_loss_average
     exact = args.calculate_per_token_loss or sums
-    results.probes += compare(ours, wanted, counts, places, (NAME, kinds[0].mask), exact)
-    about = f"microbatch of {len(mine_long)}x{long_kind.tokens} tokens", long_kind.mask
     data = long.data(seed, distinct=True)
+    results.probes += compare(ours, wanted, counts, places, (NAME, mask), exact)
     results.probes += batch_probe.compare(seen, truth, data, mine_long, about)
     results.probes += batch_probe.compare_stages(seen, stages, about)
-    gaps = [*batch_probe.uncovered(seen), *_unseen(args, long_kind)]
+    gaps = [*batch_probe.uncovered(seen), *_unseen(args, long.kind)]
     if not exact:
         gaps.append("loss and gradients: the ranks average means, in which tokens weigh unlike")
     results.not_covered += [gap for gap in gaps if gap not in results.not_covered]
+    rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")
+    shown = any(probe.name == batch_probe.NAMES["rotary"] for probe in results.probes)
+    if rotates and tokens < args.seq_length and not shown:
+        results.up_to[f"{NAME} under {mask}"] = f"{tokens} of {args.seq_length} tokens"
 
 
 def _stages(
     args: argparse.Namespace, model: Any, step: ForwardStep, long: Batch, seed: int, whole: Any
 ) -> list[batch_probe.Seen]:
-    """Return what `step` gives each virtual pipeline stage of this rank, of the microbatch `long`, of
-    which a whole model gets `whole`; [] without pipeline stages, and for unknown models.
+    """Return what `step` gives each virtual pipeline stage of this rank, of the microbatch `long`
+    from which a whole model gets `whole`; [] without pipeline stages, and for unknown models.
     """
     from megatron.core import parallel_state
 
@@ -183,7 +183,7 @@ def _stages(
     return seen
 
 
-def _long_kind(args: argparse.Namespace, kind: LayerKind) -> LayerKind:
+def _long(args: argparse.Namespace, kind: LayerKind) -> LayerKind:
     """Return the kind of a microbatch of the job's own length, with as many batch rows as the job
     has, or as fit into `MOST_TOKENS`.
     """
@@ -198,28 +198,21 @@ def _long_kind(args: argparse.Namespace, kind: LayerKind) -> LayerKind:
 def _run(
     args: argparse.Namespace,
     step: ForwardStep,
-    batch: Batch,
-    long: Batch,
+    rows: list[Batch],
     alone: Any,
     seed: int,
     weights: Any = None,
-    declared: bool = True,
 ) -> tuple[Any, Any, batch_probe.Seen, Outcome]:
-    """Build the tiny model of `args` and train one step. Return the model, its initial weights, the
-    inputs that the step makes of `long`, and the outcome of training on `batch`.
-
-    The run with given `weights` is the reference run, whose data has the declared masks only if
-    `declared`.
+    """Build the tiny model of `args` and train one step on the short one of `rows`. Return the
+    model, its initial weights, the inputs that the step makes of the long one, and the outcome of
+    training. The run with given `weights` is the reference run.
     """
+    batch, long = rows
 
     def in_force(args: argparse.Namespace, batch: Batch) -> Any:
         if weights is None:
             return arguments_in_force(args, one_stage(alone))
-        return whole_rows_in_force(args, alone, batch, declared)
-
-    def data(batch: Batch, seed: int, **options: bool) -> dict[str, Any]:
-        drawn = batch.data(seed, **options)
-        return drawn if declared else {name: x for name, x in drawn.items() if name != KEY}
+        return whole_rows_in_force(args, alone, batch)
 
     with in_force(args, batch):
         model = build(args)
@@ -228,8 +221,9 @@ def _run(
             follow_rules(model, batch.rules)
         began = copy.deepcopy(model.state_dict())  # a step may change buffers
     with in_force(with_changes(args, long.kind.sizes), long):
-        seen = batch_probe.observe(model, step, data(long, seed, distinct=True))
-    microbatches = [data(batch, seed + i, blind=weights is None) for i in range(MICROBATCHES)]
+        seen = batch_probe.observe(model, step, long.data(seed, distinct=True))
+    blind = weights is None
+    microbatches = [batch.data(seed + i, blind=blind) for i in range(MICROBATCHES)]
     with in_force(args, batch):
         return model, began, seen, train(args, model, microbatches, step)
 

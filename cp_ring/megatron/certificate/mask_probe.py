@@ -34,29 +34,16 @@ def mask_probes(tested: TestedLayer, rounds: int) -> list[Probe]:
 
 
 def _chosen_tokens(tested: TestedLayer, most: int) -> list[int]:
-    """Return at most `most` positions to probe: half of them edges, or all edges if there are
-    fewer, and others evenly between them.
+    """Return at most `most` positions to probe, evenly spread and beside edges of chunks, documents
+    and windows, where a mask is most likely wrong.
     """
-    n, edges = tested.kind.tokens, _edges(tested)
-    edges = _evenly(edges, max(most // 2, most - n + len(edges)))
-    others = _evenly(sorted(set(range(n)) - set(edges)), most - len(edges))
-    return sorted([*edges, *others])
-
-
-def _edges(tested: TestedLayer) -> list[int]:
-    """Return the positions beside edges of chunks, documents and windows, where a mask is most
-    likely wrong.
-    """
-    n, window, parts = tested.kind.tokens, tested.kind.probed[0], 2 * tested.batch.cp
+    n, window, parts = tested.kind.tokens, tested.kind.probed[0], 2 * tested.group.size()
     edges = [n * i // parts for i in range(parts)]
     edges += [edge + window for edge in edges] if window >= 0 else []
     edges += [edge for rule in tested.batch.rules for edge in rule.edges]
-    return sorted({min(max(edge + side, 0), n - 1) for edge in edges for side in (-1, 0, 1)})
-
-
-def _evenly(values: list[int], most: int) -> list[int]:
-    """Return at most `most` of the values, evenly spread."""
-    return values[:: -(-len(values) // most) or 1] if most > 0 else []
+    near = {edge + side for edge in edges for side in (-1, 0, 1)} & {*range(n)}
+    chosen = sorted(near.union(range(0, n, -(-n // most))))
+    return chosen[:: -(-len(chosen) // most)]
 
 
 def _ones(tested: TestedLayer, heads: int, picked: list[int]) -> Tensor:

@@ -21,7 +21,7 @@ from cp_ring.megatron import settings
 from cp_ring.megatron.adapter.rotary import positions_in_force
 from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.dense_oracle import DenseAttention, MaskRule
-from cp_ring.megatron.certificate.layer_kinds import declared_scale, declared_window
+from cp_ring.megatron.certificate.layer_kinds import PREFIX, declared_scale, declared_window
 from cp_ring.megatron.certificate.tiny_model import arguments_in_force, one_stage
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, is_recurrent, letters_of
 from cp_ring.megatron.wrapping import loaded_modules, replaced
@@ -71,17 +71,15 @@ def _by_document(
 
 
 @contextmanager
-def whole_rows_in_force(
-    args: argparse.Namespace, alone: Any, batch: Batch, declared: bool
-) -> Iterator[None]:
+def whole_rows_in_force(args: argparse.Namespace, alone: Any, batch: Batch) -> Iterator[None]:
     """Put Megatron's arguments and groups, and cp_ring's settings, of the reference run in force:
     batch rows in order, and multi-token prediction inside the declared documents.
 
-    Rotary embeddings follow the declared positions. The kinds of masks stay set if the data has
-    `declared` masks, which a script's own step reads.
+    Rotary embeddings follow the declared positions. The kinds of masks stay set if the batch has
+    masks, which a script's own step reads.
     """
-    last, places = batch.last(), None
-    if batch.masks:
+    last, places = torch.stack([rule.last for rule in batch.rules]), None
+    if batch.kind.mask.startswith(PREFIX):
         positions = torch.stack([rule.positions for rule in batch.rules], 1)
         places = positions, torch.arange(len(positions))[:, None].expand_as(positions)
 
@@ -99,7 +97,7 @@ def whole_rows_in_force(
         if "roll_tensor" in vars(module)
     )
     used = settings.current()
-    kinds = used.mask_kinds if declared else ""
+    kinds = used.mask_kinds if batch.masks else ""
     plain = replace(used, layout="zigzag", document_mask=False, mask_kinds=kinds, loss_chunk=0)
     with (
         arguments_in_force(args, one_stage(alone, whole=True)),

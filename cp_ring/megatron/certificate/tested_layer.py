@@ -42,14 +42,9 @@ class TestedLayer:
         """The indices in their batch rows of this rank's tokens, int64 [b, s]."""
         return self.batch.positions[self.group.rank()].to(self.device)
 
-    @cached_property
-    def packed(self) -> Any:
-        """The layer's `packed_seq_params`."""
-        return self.batch.params()
-
     def of_kind(self, kind: LayerKind, note: str = "") -> TestedLayer:
         """Return the same layer on a microbatch of `kind`."""
-        return replace(self, batch=Batch.draw(kind, self.batch.cp, padded=True), note=note)
+        return replace(self, batch=Batch.draw(kind, self.group.size(), padded=True), note=note)
 
     def probe(self, name: str, error: float, bound: float, where: str) -> Probe:
         """Make the result of a probe of this layer."""
@@ -77,15 +72,6 @@ class TestedLayer:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def draw_sink(self) -> None:
-        """Give learnable sinks random values, the same on all ranks of a group."""
-        if self.kind.sink == "learnable":
-            sink = self.layer.softmax_offset
-            seed = self.seed + 1 + dist.get_global_rank(self.group, 0)
-            drawn = torch.randn(sink.shape, generator=torch.Generator().manual_seed(seed)) + 1.0
-            with torch.no_grad():
-                sink.copy_(drawn)
-
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Call the layer with this rank's tokens of whole batch rows [b, n, heads, size]; return
         out [b, s, h, e].
@@ -93,7 +79,7 @@ class TestedLayer:
         thd = self.kind.mask == "packed"
         local = [self.local(x) for x in (q, k, v)]
         given = [x[0] if thd else x.transpose(0, 1).contiguous() for x in local]
-        out = self.layer(*given, None, packed_seq_params=self.packed)
+        out = self.layer(*given, None, packed_seq_params=self.batch.packed)
         out = out[:, None] if thd else out
         heads: Tensor = out.unflatten(-1, (self.kind.heads, -1)).transpose(0, 1)
         return heads

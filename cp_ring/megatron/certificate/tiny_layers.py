@@ -34,7 +34,12 @@ def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind])
     if hasattr(args, "transformer_config") and getattr(config, "is_hybrid_model", False):
         return list(range(1, args.num_layers + 1))
     alike = _kinds_of_layers(args)
-    return sorted({*(kind.layer for kind in kinds), *(alike.index(kind) + 1 for kind in alike)})
+    return sorted(
+        {
+            *(kind.numbers[0] for kind in kinds if kind.numbers),
+            *(alike.index(kind) + 1 for kind in alike),
+        }
+    )
 
 
 def _kinds_of_layers(args: argparse.Namespace) -> list[Any]:

@@ -23,7 +23,6 @@ from cp_ring.megatron.certificate.tiny_layers import (
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import attends, pattern_of
 from cp_ring.megatron.wrapping import replaced
-from cp_ring.plan.sizes.head_split import unsplit
 
 HIDDEN = 64
 EXPERTS = 4
@@ -61,21 +60,16 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind]) -> argparse.Name
     config = transformer_config(args)
     tiny = _tiny_config(args, config, kinds)
     types = tiny.cp_comm_type if isinstance(tiny.cp_comm_type, list) else [tiny.cp_comm_type]
-    changes = (
-        vars(tiny)
-        | kinds[0].sizes
-        | {
-            "vocab_size": VOCABULARY,
-            "padded_vocab_size": VOCABULARY * args.tensor_model_parallel_size,
-            "num_experts": tiny.num_moe_experts,
-            # The table of positions keeps the job's length, because a microbatch of that length is
-            # probed too.
-            "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
-            "check_for_nan_in_loss_and_grad": False,
-            "check_for_spiky_loss": False,
-            "cp_comm_type": types,
-        }
-    )
+    changes = vars(tiny) | arguments_of_microbatch(kinds[0])
+    changes |= {
+        "vocab_size": VOCABULARY,
+        "padded_vocab_size": VOCABULARY * args.tensor_model_parallel_size,
+        "num_experts": tiny.num_moe_experts,
+        # The table of positions keeps the job's length, because a microbatch of that length is
+        # probed too.
+        "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
+        "cp_comm_type": types,
+    }
     changes |= tiny_pattern(args, chosen_layers(args, config, kinds))
     # a program may have fields of its own, such as the length of a batch row
     own = copy.copy(config)
@@ -168,17 +162,12 @@ def _recomputation(config: Any, layers: int) -> dict[str, Any]:
 
 
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
-    """Return the key/value heads of a tiny model: two for each tensor-parallel rank, or as many as
-    the ranks that exchange heads need.
+    """Return the key/value heads of a tiny model: two for each tensor-parallel rank and each rank
+    that exchanges heads, or as many as the job has.
     """
-    tp, all_heads = args.tensor_model_parallel_size, args.num_attention_heads // sharing
-    specs = [spec for _, spec in comm_types.specs(args, settings.current())]
-    fitting = (
-        groups
-        for groups in range(2 * tp, all_heads, tp)
-        if not any(unsplit(groups * sharing // tp, groups // tp, spec.ulysses) for spec in specs)
-    )
-    return min(all_heads, next(fitting, all_heads))
+    specs = comm_types.specs(args, settings.current())
+    ranks = args.tensor_model_parallel_size * max(spec.ulysses for _, spec in specs)
+    return int(min(args.num_attention_heads // sharing, 2 * ranks))
 
 
 def uncovered(args: argparse.Namespace) -> str:
@@ -256,18 +245,14 @@ def one_stage(alone: Any, whole: bool = False) -> dict[str, Any]:
 
     tensor = parallel_state.get_tensor_model_parallel_group()
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    kinds = ("PIPELINE", "EMBEDDING", "EXPERT") + ("DATA", "CONTEXT") * whole
     state: dict[str, Any] = {}
     for name, group in vars(parallel_state).items():
         if not isinstance(group, dist.ProcessGroup) or "GLOO" in name:
             continue
-        if "TENSOR" in name:
-            if whole or "EXPERT" in name:
-                state[name] = tensor
-        elif "EXPERT" in name and "DATA" in name:
-            state[name] = alone if whole else data
-        elif any(kind in name for kind in kinds):
-            state[name] = alone
+        expert, stage = "EXPERT" in name, "PIPELINE" in name or "EMBEDDING" in name
+        if whole or expert or stage:
+            of_experts = data if expert and "DATA" in name and not whole else alone
+            state[name] = tensor if "TENSOR" in name else of_experts
     for kind in ("PIPELINE", "EMBEDDING", "POSITION_EMBEDDING") + ("CONTEXT_PARALLEL",) * whole:
         state[f"_{kind}_GLOBAL_RANKS"] = [dist.get_rank()]
     for kind in ("MPU", "VIRTUAL"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -109,32 +108,29 @@ def compare(
     labels of the others differ between the runs, and must change nothing. `about` names the model
     and its mask.
     """
-    device = ours.losses.device.type
-    wider = widening(settings.current().wire)
+    device, wider = ours.losses.device.type, widening(settings.current().wire)
     truth = reference.losses.gather(1, positions)
     difference = (ours.losses - truth).masked_fill(~counts, 0.0)
     batch_row, token = divmod(int(difference.abs().nan_to_num(torch.inf).argmax()), truth.shape[1])
-    worst, error = _worst_gradient(ours.gradients, reference.gradients)
-    probes = (
-        ("loss of each token", float(difference.norm() / truth.norm()), BOUND[device] + wider,
-         f"worst at query {int(positions[batch_row, token])} of batch row {batch_row}"),
-        ("loss", abs(ours.loss / reference.loss - 1), BOUND[device] + wider,
-         f"{ours.loss:.6g}, at cp 1 {reference.loss:.6g}"),
-        ("gradients", error, GRADIENTS_BOUND[device] + 10 * wider,
-         f"worst in {worst}; labels that the loss mask hides are others"),
-    )  # fmt: skip
-    found = [Probe(name, *about, error, bound, where) for name, error, bound, where in probes]
-    return found if exact else found[:1]
+    place = f"worst at query {int(positions[batch_row, token])} of batch row {batch_row}"
+    error, bound = float(difference.norm() / truth.norm()), BOUND[device] + wider
+    probes = [Probe("loss of each token", *about, error, bound, place)]
+    if exact:
+        both = f"{ours.loss:.6g}, at cp 1 {reference.loss:.6g}"
+        probes.append(Probe("loss", *about, abs(ours.loss / reference.loss - 1), bound, both))
+        worst, error = _worst_gradient(ours.gradients, reference.gradients)
+        place = f"worst in {worst}; labels that the loss mask hides are others"
+        bound = GRADIENTS_BOUND[device] + 10 * wider
+        probes.append(Probe("gradients", *about, error, bound, place))
+    return probes
 
 
 def _worst_gradient(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[str, float]:
     """Return the parameter with the largest gradient error, and this error relative to the norm of
     its gradient, or to a hundredth of the norm of all gradients.
     """
-    least = float(torch.stack([x.norm() for x in truth.values()]).norm()) * 1e-2
-    errors = {
-        name: float((ours[name] - gradient).norm() / gradient.norm().clamp(min=least))
-        for name, gradient in truth.items()
-    }
-    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    return worst, errors[worst]
+    norms = torch.stack([gradient.norm() for gradient in truth.values()])
+    errors = torch.stack([(ours[name] - gradient).norm() for name, gradient in truth.items()])
+    errors /= norms.clamp(min=float(norms.norm()) * 1e-2)
+    worst = int(errors.nan_to_num(torch.inf).argmax())
+    return list(truth)[worst], float(errors[worst])

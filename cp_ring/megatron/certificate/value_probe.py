@@ -1,4 +1,4 @@
-"""Compares the outputs and gradients of one attention layer for random tensors with float64.
+"""Compares the outputs and gradients of attention layers for random tensors with float64.
 
 Shapes: as in `tested_layer`; m sampled queries of a rank.
 """
@@ -6,7 +6,8 @@ Shapes: as in `tested_layer`; m sampled queries of a rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,43 +23,34 @@ BOUNDS = {torch.float64: 5e-6, torch.float32: 5e-6, torch.float16: 8e-4, torch.b
 # factor of the bound: the gradient of a sink is a sum over all queries in which much cancels out
 SINK_FACTOR = 20.0
 
+Tensors = dict[str, Tensor]
 
-@dataclass(frozen=True)
-class RandomTensors:
-    """Random tensors of whole batch rows, the same on all ranks: q [b, n, h, d], k [b, n, g, d] and
-    v [b, n, g, e].
 
-    `sampled` are the indices, int64 [m], among this rank's tokens of the compared queries, the same
-    for every batch row. `dout` [b, s, h, e], the gradient of this rank's outputs, is zero for other
-    queries.
+def value_probes(
+    tested: TestedLayer, layers: Mapping[int, Any], samples: int | None = None
+) -> list[Probe]:
+    """Compare outputs and gradients of `layers`, by number, for the same random tensors; return the
+    worst layer for each of them. With `samples`, compare that number of queries of this rank only.
     """
+    inputs, sampled = _draw(tested, samples)
+    truth = _reference(tested, inputs, sampled)
+    worst: dict[str, Probe] = {}
+    for number, layer in layers.items():
+        computed = _of_layer(replace(tested, layer=layer), inputs, sampled)
+        for name, expected in truth.items():
+            probe = _probe(tested, name, computed[name], expected, sampled)
+            if number != tested.kind.layer:
+                probe = replace(probe, where=f"layer {number}, {probe.where}")
+            worst[name] = max(worst.get(name, probe), probe, key=lambda each: each.badness)
+    return [*worst.values()]
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    sampled: Tensor
 
+def _draw(tested: TestedLayer, samples: int | None) -> tuple[Tensors, Tensor]:
+    """Draw random tensors of whole batch rows, the same on all ranks: q, k, v, and the gradient of
+    this rank's outputs, dout [b, s, h, e], which is zero for queries that are not compared.
 
-def value_probes(tested: TestedLayer, samples: int | None = None) -> list[Probe]:
-    """Compare outputs and gradients for random tensors with float64; with `samples`, for that
-    number of queries of this rank only.
+    Returns them and the indices, int64 [m], of the compared queries among this rank's tokens.
     """
-    inputs = draw(tested, samples)
-    return compare(tested, inputs, reference(tested, inputs))
-
-
-def compare(tested: TestedLayer, inputs: RandomTensors, truth: dict[str, Tensor]) -> list[Probe]:
-    """Compare the layer's results for `inputs` with the truth."""
-    computed = _of_layer(tested, inputs)
-    return [
-        _probe(tested, name, computed[name], expected, inputs.sampled)
-        for name, expected in truth.items()
-    ]
-
-
-def draw(tested: TestedLayer, samples: int | None = None) -> RandomTensors:
-    """Draw random tensors for the microbatch of `tested`."""
     kind, (batch_size, s) = tested.kind, tested.positions.shape
     # large tensors are drawn on the device that needs them
     on_device = tested.device if samples else torch.device("cpu")
@@ -69,47 +61,48 @@ def draw(tested: TestedLayer, samples: int | None = None) -> RandomTensors:
         x = torch.randn(shape, generator=generator, dtype=torch.float32, device=on_device)
         return x.to(tested.device, tested.dtype)
 
-    q, k, v = normal(kind.heads, kind.d), normal(kind.groups, kind.d), normal(kind.groups, kind.e)
+    sizes = {"q": (kind.heads, kind.d), "k": (kind.groups, kind.d), "v": (kind.groups, kind.e)}
+    inputs = {name: normal(*size) for name, size in sizes.items()}
     dout = tested.local(normal(kind.heads, kind.e))
-    places = {*range(s)}
-    if samples is not None and samples < s:
-        ends = [0, s // 2 - 1, s // 2, s - 1]  # ends of the chunks that a rank holds
-        places = {*ends, *torch.linspace(1, s - 2, samples - len(ends)).long().tolist()}
-    sampled = torch.tensor(sorted(places), device=tested.device)
+    spread = torch.linspace(0, s - 1, min(samples or s, s))
+    inner = torch.tensor([s // 2 - 1, s // 2])  # the two chunks that a rank holds meet here
+    sampled = torch.cat([spread.long(), inner]).unique().to(tested.device)
     kept = torch.zeros_like(dout).index_copy(1, sampled, dout[:, sampled])
-    return RandomTensors(q, k, v, kept, sampled)
+    return inputs | {"dout": kept}, sampled
 
 
-def _of_layer(tested: TestedLayer, inputs: RandomTensors) -> dict[str, Tensor]:
+def _of_layer(tested: TestedLayer, inputs: Tensors, sampled: Tensor) -> Tensors:
     """Return the layer's results by name: out and dq of the sampled queries [b, m, h, size], dk and
     dv of this rank's keys, and the gradient `dsink` [h] of a learnable sink.
     """
-    sink, sampled = tested.layer.softmax_offset, inputs.sampled
-    leaves = {name: getattr(inputs, name).detach().clone().requires_grad_() for name in "qkv"}
+    leaves = {name: inputs[name].detach().clone().requires_grad_() for name in "qkv"}
     with torch.enable_grad():
         out = tested.call(**leaves)
     if tested.kind.sink == "learnable":
-        leaves["sink"] = sink
-    grads = _gradients(out, leaves, inputs.dout)
-    dq, dk, dv = (tested.local(grads.pop(f"d{name}")) for name in "qkv")
-    sums = {name: tested.summed(grad.double()) for name, grad in grads.items()}
-    return {"out": out.detach()[:, sampled], "dq": dq[:, sampled], "dk": dk, "dv": dv} | sums
+        leaves["sink"] = tested.layer.softmax_offset
+    grads = _gradients(out, leaves, inputs["dout"])
+    computed = {name: tested.local(grads[name]) for name in ("dq", "dk", "dv")}
+    computed |= {"out": out.detach()[:, sampled], "dq": computed["dq"][:, sampled]}
+    if "dsink" in grads:
+        computed["dsink"] = tested.summed(grads["dsink"].double())
+    return computed
 
 
-def _gradients(out: Tensor, leaves: Mapping[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
+def _gradients(out: Tensor, leaves: Tensors, dout: Tensor) -> Tensors:
     grads = torch.autograd.grad(
         out, list(leaves.values()), dout, allow_unused=True, materialize_grads=True
     )
     return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
-def reference(tested: TestedLayer, inputs: RandomTensors) -> dict[str, Tensor]:
+def _reference(tested: TestedLayer, inputs: Tensors, sampled: Tensor) -> Tensors:
     """Compute the results of the declared layer in float64. Each rank computes its own queries, and
     gradients of keys are summed over the group.
     """
-    kind, sampled = tested.kind, inputs.sampled
+    kind = tested.kind
     keys = torch.arange(kind.tokens, device=tested.device)
-    leaves = {"q": tested.local(inputs.q)[:, sampled], "k": inputs.k, "v": inputs.v}
+    leaves = inputs | {"q": tested.local(inputs["q"])[:, sampled]}
+    dout = leaves.pop("dout")[:, sampled].double()
     if kind.sink != "vanilla":
         leaves["sink"] = tested.layer.softmax_offset
     leaves = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
@@ -123,10 +116,12 @@ def reference(tested: TestedLayer, inputs: RandomTensors) -> dict[str, Tensor]:
             for q, k, v, mine, rule in of_rows
         ]
         out = torch.stack(outputs)
-    grads = _gradients(out, leaves, inputs.dout[:, sampled].double())
+    grads = _gradients(out, leaves, dout)
     truth = {"out": out.detach(), "dq": grads["dq"]}
     truth |= {name: tested.local(tested.summed(grads[name])) for name in ("dk", "dv")}
-    return truth | ({"dsink": tested.summed(grads["dsink"])} if kind.sink == "learnable" else {})
+    if kind.sink == "learnable":
+        truth["dsink"] = tested.summed(grads["dsink"])
+    return truth
 
 
 def _probe(
