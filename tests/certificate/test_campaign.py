@@ -90,10 +90,7 @@ def test_a_mean_loss_of_a_script(tmp_path):
 @pytest.mark.ci
 def test_experts_with_biases_are_covered(tmp_path):
     """Megatron itself cannot have them on one rank alone, as the tiny model does."""
-    flags = (
-        f"{EXPERTS} --context-parallel-size 2 --expert-model-parallel-size 2 "
-        "--moe-token-dispatcher-type alltoall"
-    )
+    flags = f"{EXPERTS} --context-parallel-size 2 --moe-token-dispatcher-type alltoall"
     job = Job("biases", 2, flags, without=("--disable-bias-linear",))
     (right,) = campaign.examine(job, [("", 1)], "", tmp_path)
     assert (right["rejections"], right["failure"], right["not_covered"]) == ([], "", []), right

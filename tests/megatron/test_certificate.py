@@ -73,7 +73,7 @@ def test_a_right_job_passes_with_any_seed(tmp_path, name):
         assert entry["rejections"] == [] and entry["failure"] == "", entry
         assert {probe["name"] for probe in entry["probes"]} >= EVERY
         assert entry["changed"] == {}
-        assert entry["not_covered"] == []
+        assert entry["not_covered"] == ["experts of other ranks, in the loss"] * (name == "moe")
 
 
 TRAINED = shlex.split(

@@ -82,8 +82,8 @@ def probe_losses(
     results.not_covered += [f"{what}, in the loss" for what in uncovered_layers(args, config)]
     alone = _group_of_this_rank()
     try:
-        # this kernel supports float32
-        with settings.in_force(replace(settings.current(), kernel="reference")):
+        # the job's kernel may not know float32
+        with settings.in_force(replace(settings.current(), kernel="auto")):
             for mask in _masks_of_loss(args, step):
                 if reason := uncovered_states(args, mask):
                     results.not_covered.append(reason)
