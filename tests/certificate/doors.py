@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import asdict
 
 from tests.certificate import process_state
 from tests.certificate.faults import planted
@@ -58,7 +59,7 @@ def run(job, folder):
             entry["rejections"] = [probe.rejection() for probe in certificate.failures]
             entry |= {"failure": certificate.failure, "not_covered": certificate.not_covered}
             changed = process_state.changes(before, process_state.whole())
-            found.append(entry | certificate.as_dict() | {"changed": changed})
+            found.append(asdict(certificate) | entry | {"changed": changed})
         if os.environ["RANK"] == "0":
             write(found)
         if any(fault for fault, _ in job["cases"]):

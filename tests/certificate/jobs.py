@@ -89,18 +89,10 @@ class Job:
 
     def argv(self) -> list[str]:
         common = [word for word in COMMON if word not in self.without]
-        common += [
-            "--num-layers",
-            "2",
-            "--seq-length",
-            "64",
-            "--cp-ring",
-            "--context-parallel-size",
-            str(self.ranks),
-        ]
+        sizes = "--num-layers 2 --seq-length 64 --cp-ring --context-parallel-size"
         return [
             *common,
-            *shlex.split(self.flags),
+            *shlex.split(f"{sizes} {self.ranks} {self.flags}"),
             *(shlex.split(OF_SCRIPT) if self.by_script else []),
         ]
 

@@ -76,12 +76,11 @@ def test_linear_attention_of_a_gpt_model(every, letters, tiny, experts):
 
 
 def test_what_no_tiny_model_has_is_named():
-    why = "(which Megatron defines by the tokens of a rank)"
     args = flags("", moe_expert_capacity_factor=0.5, moe_router_load_balancing_type="sinkhorn")
     config = configuration(cpu_offloading=True, expert_model_parallel_size=2)
     assert tiny_layers.uncovered_layers(args, config) == [
-        f"the capacity of experts {why}",
-        f"Sinkhorn routing {why}",
+        "the capacity of experts (which Megatron defines by the tokens of a rank)",
+        "Sinkhorn routing (which Megatron defines by the tokens of a rank)",
         "experts of other ranks",
         "activations in host memory",
     ]

@@ -11,6 +11,7 @@ import itertools
 import json
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def _save(folder: Path, certificate: Certificate) -> None:
     """Write the certificate as JSON into the folder of --save."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps(certificate.as_dict(), indent=2, default=str))
+        (folder / FILE).write_text(json.dumps(asdict(certificate), indent=2, default=str))
     except OSError as error:
         rejection.note(f"the certificate could not be written to {folder}: {error.strerror}")
 

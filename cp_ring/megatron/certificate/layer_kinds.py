@@ -117,9 +117,10 @@ def find_layer_kinds(
 
 def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the kinds of mask that the job's microbatches can have."""
-    if settings.current().kinds:
-        return tuple(PREFIX + kind for kind in settings.current().kinds)
-    if settings.current().document_mask:
+    used = settings.current()
+    if used.kinds:
+        return tuple(PREFIX + kind for kind in used.kinds)
+    if used.document_mask:
         return ("documents", "packed")
     if settings.packed_in_whole_rows():
         return ("packed",)
@@ -133,9 +134,9 @@ def declared_window(config: Any, layer: int) -> tuple[int, int]:
     from megatron.core.transformer.utils import is_layer_window_attention  # slow to import
 
     size = config.window_size
-    if size is None or not is_layer_window_attention(size, config.window_attn_skip_freq, layer):
-        return -1, -1
-    return int(size[0]), int(size[1])
+    if is_layer_window_attention(size, config.window_attn_skip_freq, layer):
+        return int(size[0]), int(size[1])
+    return -1, -1
 
 
 def declared_scale(config: Any) -> tuple[float, int, int]:

@@ -153,6 +153,8 @@ def _probe_loss(
     results.probes += batch_probe.compare(seen, truth, data, mine_long, about)
     results.probes += batch_probe.compare_stages(seen, stages, about)
     gaps = [*batch_probe.uncovered(seen), *_unseen(args, long.kind)]
+    if args.pipeline_model_parallel_size > 1 and not stages:
+        gaps.append("inputs of later pipeline stages")
     if not exact:
         gaps.append("loss and gradients: the ranks average means, in which tokens weigh unlike")
     results.not_covered += [gap for gap in gaps if gap not in results.not_covered]

@@ -255,7 +255,5 @@ def one_stage(alone: Any, whole: bool = False) -> dict[str, Any]:
             state[name] = tensor if "TENSOR" in name else of_experts
     for kind in ("PIPELINE", "EMBEDDING", "POSITION_EMBEDDING") + ("CONTEXT_PARALLEL",) * whole:
         state[f"_{kind}_GLOBAL_RANKS"] = [dist.get_rank()]
-    for kind in ("MPU", "VIRTUAL"):
-        for what in ("RANK", "WORLD_SIZE"):
-            state[f"_{kind}_PIPELINE_MODEL_PARALLEL_{what}"] = None
-    return state
+    virtual = ("RANK", "WORLD_SIZE")
+    return state | {f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{what}": None for what in virtual}
