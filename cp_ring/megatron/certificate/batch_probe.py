@@ -130,7 +130,8 @@ def compare_stages(whole: Seen, stages: list[Seen], about: tuple[str, str]) -> l
         if not _alike(name, seen.get(name), whole[name], whole["tokens"].shape)
     ]
     first = min(wrong, default="")
-    return [Probe("inputs of pipeline stages", *about, len(wrong), 0.0, first, "places")]
+    probe = Probe("inputs of pipeline stages", *about, len(wrong), 0.0, first, "places")
+    return [probe] if stages else []
 
 
 def _alike(name: str, mine: Any, whole: Any, shape: Any) -> bool:
