@@ -82,8 +82,9 @@ def probe_losses(
     results.not_covered += [f"{what}, in the loss" for what in uncovered_layers(args, config)]
     alone = _group_of_this_rank()
     try:
-        # the job's kernel may not know float32
-        with settings.in_force(replace(settings.current(), kernel="auto")):
+        # the job's kernel may not know float32, and matrix products on CUDA may round to TF32
+        kernel = "reference" if own_device().type == "cuda" else "auto"
+        with settings.in_force(replace(settings.current(), kernel=kernel)):
             for mask in _masks_of_loss(args, step):
                 if reason := uncovered_states(args, mask):
                     results.not_covered.append(reason)
