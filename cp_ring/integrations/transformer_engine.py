@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_ring.api import CallOptions, ring_attention
+from cp_ring.api import ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.ops.capture import capturing
 from cp_ring.plan.layout import Layout
@@ -180,7 +180,7 @@ class _Ring:
             return self._attend(*given, **named)
         causal, (left, right) = "causal" in call.attn_mask_type, call.window_size or (-1, -1)
         window = left, 0 if causal else right
-        asked: CallOptions = {"causal": causal, "window_size": window}
+        asked: dict[str, Any] = {"causal": causal, "window_size": window}
         if packed:
             asked = documents.split(len(call.q), dist.get_world_size(group), causal, window)
         sink = None if call.softmax_type == "vanilla" else call.softmax_offset.reshape(-1)
@@ -309,13 +309,13 @@ class _Documents:
         read = {key: offsets(*each) for key, each in distinct.items()}  # each waits for the device
         self._real, keys, self._padded, padded_keys = (read[id(x)] for x in tensors)
         self.same = np.array_equal(self._real, keys) and np.array_equal(self._padded, padded_keys)
-        self._splits: dict[object, CallOptions] = {}
+        self._splits: dict[object, dict[str, Any]] = {}
 
     def made_of(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if these are the tensors whose values were read."""
         return all(of() is x for of, x in zip(self._tensors, tensors, strict=True))
 
-    def split(self, tokens: int, cp: int, causal: bool, window: tuple[int, int]) -> CallOptions:
+    def split(self, tokens: int, cp: int, causal: bool, window: tuple[int, int]) -> dict[str, Any]:
         """Return mask and layout of the documents over `cp` ranks with `tokens` tokens each."""
         key = tokens, cp, causal, window
         if key not in self._splits:

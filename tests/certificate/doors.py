@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import asdict
 
 from tests.certificate import process_state
 from tests.certificate.faults import planted
@@ -18,8 +19,8 @@ STOPPED = 3
 
 
 def run(job, folder):
-    """Job {"name", "argv", "script", "step", "cases": [(fault, seed)], "seconds", "skew"}: script is
-    "" for cp_ring's own entry; seconds are those for probes at the job's length.
+    """Job {"name", "argv", "script", "step", "cases": [(fault, seed)], "skew"}: script is "" for
+    cp_ring's own entry.
 
     FOLDER/name.json gets a list of {"fault", "seed", "rejections", "failure", "not_covered",
     "changed"} with the certificate, which ends with the first case that ends the job (exit code
@@ -47,7 +48,7 @@ def run(job, folder):
             before, misread = process_state.whole(), certificate_steps.MISREAD.get(fault)
             with planted("" if misread else fault, step):
                 try:
-                    certificate = module.run_probes(args, seed, misread or step, job["seconds"])
+                    certificate = module.run_probes(args, seed, misread or step)
                 except (
                     ConfigError,
                     KernelError,
@@ -58,7 +59,7 @@ def run(job, folder):
             entry["rejections"] = [probe.rejection() for probe in certificate.failures]
             entry |= {"failure": certificate.failure, "not_covered": certificate.not_covered}
             changed = process_state.changes(before, process_state.whole())
-            found.append(entry | certificate.as_dict() | {"changed": changed})
+            found.append(asdict(certificate) | entry | {"changed": changed})
         if os.environ["RANK"] == "0":
             write(found)
         if any(fault for fault, _ in job["cases"]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from dataclasses import replace
 from unittest.mock import patch
@@ -548,6 +549,43 @@ ATTENTION = {
     **OF_ONE_LAYER,
     **OF_LENGTH,
 }
+
+
+# Faults of what production has: pipeline stages, microbatches, and layers that run twice.
+
+
+def _documents_lost(stage):
+    def faulty(get_batch, iterator, vp_stage):
+        batch = get_batch(iterator, vp_stage)
+        return batch | {"packed_seq_params": None} if stage(vp_stage) else batch
+
+    return _at("cp_ring.megatron.gpt.get_batch", faulty)
+
+
+def _stage(vp_stage):
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_rank()
+
+
+def _kept_halved(take, self, layer):
+    kept = take(self, layer)
+    return kept and kept._replace(parts=[(part[0] * 0.5, *part[1:]) for part in kept.parts])
+
+
+def _second_lost(function, *args, **kwargs):
+    loss, *rest = function(*args, **kwargs)
+    return loss * 0 if _cp() > 1 and next(_calls) % 2 else loss, *rest
+
+
+_calls = itertools.count()
+PRODUCTION = {
+    "documents lost on later stages": _documents_lost(_stage),
+    "documents lost on virtual stages": _documents_lost(lambda vp_stage: vp_stage),
+    "kept output halved": _at("cp_ring.megatron.adapter.recomputation.KeptCall.take", _kept_halved),
+    "second microbatch lost": _at("cp_ring.megatron.gpt.loss_function", _second_lost),
+}
+ATTENTION |= PRODUCTION
 
 
 # Faults of other layers, each where the job has them.

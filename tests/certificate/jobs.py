@@ -18,6 +18,7 @@ from tests.certificate.faults import (
     OF_ONE_LAYER,
     OF_WEIGHTS,
     PACKED,
+    PRODUCTION,
     SUBTLE,
 )
 from tests.certificate.faults import OF_LENGTH as OF_LONG_POSITIONS
@@ -63,7 +64,6 @@ REAL_ALONE = (
 """Flags as they stand in the examples and functional tests of Megatron-LM: right in any model here,
 in models of experts, and in some models.
 """
-SECONDS = 600.0  # for probes at the job's own length, which machines of any speed must reach
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,10 @@ class Job:
 
     def argv(self) -> list[str]:
         common = [word for word in COMMON if word not in self.without]
-        common += [
-            "--num-layers",
-            "2",
-            "--seq-length",
-            "64",
-            "--cp-ring",
-            "--context-parallel-size",
-            str(self.ranks),
-        ]
+        sizes = "--num-layers 2 --seq-length 64 --cp-ring --context-parallel-size"
         return [
             *common,
-            *shlex.split(self.flags),
+            *shlex.split(f"{sizes} {self.ranks} {self.flags}"),
             *(shlex.split(OF_SCRIPT) if self.by_script else []),
         ]
 
@@ -140,7 +132,7 @@ ELSEWHERE = (
     *OF_FOUR,
 )
 ELSEWHERE += (*OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP)
-ELSEWHERE += (*LAYERS, *SUBTLE)
+ELSEWHERE += (*LAYERS, *SUBTLE, *PRODUCTION)
 OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
 
 _LATENTS = f"{LATENT} --cp-ring-wire latent --calculate-per-token-loss"
@@ -154,6 +146,11 @@ _ROWS = (
     "--mtp-num-layers 1"
 )
 _ROWS += " --calculate-per-token-loss"
+_PRODUCTION = (
+    f"{UNTIED} --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
+    "--num-layers-per-virtual-pipeline-stage 1 --cp-ring-document-mask --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1"
+)
 OF_ROWS = (*OF_WEIGHTS, *OF_LONG_ROWS, *OF_LONG_POSITIONS)
 _LAYERS = (
     f"{UNTIED} --num-layers 5 --window-size 5,0 --window-attn-skip-freq [1,0,0,1,1] --softmax-type "
@@ -189,6 +186,7 @@ _OWN = (
     Job("linear-attention", 2, f"{LINEAR} --calculate-per-token-loss", OF_STATES),
     Job("linear-attention-documents", 2, f"{LINEAR} --cp-ring-document-mask", tuple(LAYERS)[1:]),
     Job("heterogeneous", 2, f"{HETEROGENEOUS} --calculate-per-token-loss", OF_OTHER_LAYERS),
+    Job("production", 4, _PRODUCTION, tuple(PRODUCTION)),
     Job("latents", 2, _LATENTS, OF_LATENTS),
     Job("latents-on-tp", 4, _ON_TP, OF_LATENTS_ON_TP),
 )

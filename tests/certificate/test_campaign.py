@@ -40,6 +40,10 @@ KINDS = {
     "order of chunks": ("oss", "chunk order swapped"),
     "documents": ("documents", "boundary shifted by one"),
     "recurrent state": ("hybrid-documents", "states run across documents"),
+    "pipeline stages": ("production", "documents lost on later stages"),
+    "virtual stages": ("production", "documents lost on virtual stages"),
+    "recomputation": ("production", "kept output halved"),
+    "microbatches": ("production", "second microbatch lost"),
     "latent gradient": ("latents", "rotated part not returned"),
 }
 """Kinds of faults: a job, and a fault that is planted in it."""
@@ -86,10 +90,7 @@ def test_a_mean_loss_of_a_script(tmp_path):
 @pytest.mark.ci
 def test_experts_with_biases_are_covered(tmp_path):
     """Megatron itself cannot have them on one rank alone, as the tiny model does."""
-    flags = (
-        f"{EXPERTS} --context-parallel-size 2 --expert-model-parallel-size 2 "
-        "--moe-token-dispatcher-type alltoall"
-    )
+    flags = f"{EXPERTS} --context-parallel-size 2 --moe-token-dispatcher-type alltoall"
     job = Job("biases", 2, flags, without=("--disable-bias-linear",))
     (right,) = campaign.examine(job, [("", 1)], "", tmp_path)
     assert (right["rejections"], right["failure"], right["not_covered"]) == ([], "", []), right

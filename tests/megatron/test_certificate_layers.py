@@ -75,9 +75,12 @@ def test_linear_attention_of_a_gpt_model(every, letters, tiny, experts):
     assert changes["linear_value_head_dim"] == tiny_layers.STATE
 
 
-def test_routing_by_the_tokens_of_a_rank_is_named():
-    why = "(which Megatron defines by the tokens of a rank)"
-    args = flags("", num_experts=4, moe_expert_capacity_factor=0.5)
-    assert tiny_layers.uncovered_layers(args, configuration()) == [f"the capacity of experts {why}"]
-    args = flags("", num_experts=4, moe_router_load_balancing_type="sinkhorn")
-    assert tiny_layers.uncovered_layers(args, configuration()) == [f"Sinkhorn routing {why}"]
+def test_what_no_tiny_model_has_is_named():
+    args = flags("", moe_expert_capacity_factor=0.5, moe_router_load_balancing_type="sinkhorn")
+    config = configuration(cpu_offloading=True, expert_model_parallel_size=2)
+    assert tiny_layers.uncovered_layers(args, config) == [
+        "the capacity of experts (which Megatron defines by the tokens of a rank)",
+        "Sinkhorn routing (which Megatron defines by the tokens of a rank)",
+        "experts of other ranks",
+        "activations in host memory",
+    ]

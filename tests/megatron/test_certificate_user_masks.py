@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from cp_ring.megatron.certificate.dense_oracle import declared_rule
 from cp_ring.megatron.certificate.user_masks import sample
 from cp_ring.megatron.options import MASK_KINDS
 
@@ -12,10 +13,9 @@ from cp_ring.megatron.options import MASK_KINDS
 @pytest.mark.parametrize("kind", MASK_KINDS)
 def test_rules_and_masks_agree(kind, window):
     for seed in range(8):
-        mask, rule = sample(kind, 64, seed)
-        place = torch.arange(64)
-        seen = mask & (window[0], -1) if window[0] >= 0 else mask
-        assert np.array_equal(rule.allowed(place, place, window).numpy(), seen.dense()), seed
+        mask, place = sample(kind, 64, seed), torch.arange(64)
+        rule, seen = declared_rule(mask), mask & (window[0], -1) if window[0] >= 0 else mask
+        assert np.array_equal(rule.allowed(place, place, window).numpy(), seen.dense())
         assert rule.positions.tolist() == mask.positions.tolist()
-        assert rule.last().tolist() == mask.last.tolist()
+        assert rule.last.tolist() == mask.last.tolist()
         assert kind == "any" or mask.name.replace("_", "-") == kind

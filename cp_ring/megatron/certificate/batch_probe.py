@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from cp_ring.megatron import compat
+from cp_ring.megatron.certificate.batch import VOCABULARY
 from cp_ring.megatron.certificate.report import Probe
+from cp_ring.megatron.data.documents import documents_of, without_whole_rows
+from cp_ring.megatron.settings import packed_in_whole_rows
 from cp_ring.megatron.wrapping import replaced
 
 # relative difference of two weights; drawn weights differ by a tenth or more
 SAME = 1e-4
 TOKENS = ("input_ids", "tokens")
-BATCH = "by the batch itself"
 NAMES = {
     "tokens": "token",
     "labels": "label",
@@ -37,9 +39,9 @@ NAMES = {
     "rotary": "rotary embedding",
 }
 
-Seen = dict[str, Tensor]
+Seen = dict[str, Any]
 """The inputs that the forward step gave the model: tensors [b or 1, s, ...] by the names of
-`NAMES`.
+`NAMES`, and `packed`, the `packed_seq_params` of the layers.
 
 `weights` are the derivatives of the loss by the losses of tokens. They are missing if the step gave
 the model no labels.
@@ -50,12 +52,16 @@ class _LayersBegin(Exception):
     """Ends the forward pass of the tiny model before its first layer."""
 
 
-def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabulary: int) -> Seen:
-    """Run the forward step `step` and its loss on `data`, without the layers of `model`, which has
-    `vocabulary` tokens.
+def observe(
+    model: Any, step: Callable[..., Any], data: dict[str, Any], before: Seen | None = None
+) -> Seen:
+    """Run the forward step `step` and its loss on `data`, without the layers of `model`.
 
     The model returns a loss of 1 for each token. If the step calls it without labels, it is unknown
     what the step wants in place of losses, and the step ends there.
+
+    With `before`, what a whole model gets, the model is a later pipeline stage: it has no
+    embedding, and the stage before it sends the hidden states.
     """
     seen: Seen = {}
     forward, signature = model.forward, inspect.signature(model.forward)
@@ -68,7 +74,8 @@ def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabula
         for name in (each for each in TOKENS if each in given):
             seen.update({key: given[key] for key in NAMES if key in given})
             tokens = seen["tokens"] = given[name]
-            inputs[name] = tokens % vocabulary
+            inputs[name] = tokens % VOCABULARY
+        if before or "tokens" in seen:
             _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
         if "labels" not in seen:
             raise _LayersBegin
@@ -76,7 +83,11 @@ def observe(model: Any, step: Callable[..., Any], data: dict[str, Any], vocabula
             seen["next"] = _next_labels(seen["labels"], inputs.get("packed_seq_params"))
         return torch.ones_like(seen["labels"], dtype=torch.float32, requires_grad=True)
 
-    with replaced((model, "forward", record)), suppress(_LayersBegin):
+    stage = []
+    if before:
+        sent = before["embedded"].transpose(0, 1)
+        stage = [(model, "pre_process", False), (model.decoder, "input_tensor", sent)]
+    with replaced((model, "forward", record), *stage), suppress(_LayersBegin):
         output, loss = step(iter([data]), model)
         if output.numel() == seen["labels"].numel():
             (weights,) = torch.autograd.grad(
@@ -100,10 +111,44 @@ def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
             if isinstance(x, Tensor):
                 # Megatron's [s, b or 1, ...] as [b or 1, s, x]
                 seen[name] = x.detach().transpose(0, 1).flatten(2)
+        seen["packed"] = kwargs.get("packed_seq_params")
         raise _LayersBegin
 
     with suppress(_LayersBegin), torch.no_grad(), replaced((layers, "forward", begin)):
         forward()
+
+
+def compare_stages(whole: Seen, stages: list[Seen], about: tuple[str, str]) -> list[Probe]:
+    """Compare the inputs of each of this rank's pipeline stages with those of a whole model on this
+    rank: documents and masks, rotary embeddings, and labels and their weights if the stage has
+    them. `about` names the microbatch and its mask.
+    """
+    wrong = [
+        f"stage {number} of this rank has another {NAMES.get(name, 'mask')} than a whole model"
+        for number, seen in enumerate(stages)
+        for name in seen.keys() | {"packed", "rotary"} & whole.keys()
+        if not _alike(name, seen.get(name), whole[name], whole["tokens"].shape)
+    ]
+    first = min(wrong, default="")
+    probe = Probe("inputs of pipeline stages", *about, len(wrong), 0.0, first, "places")
+    return [probe] if stages else []
+
+
+def _alike(name: str, mine: Any, whole: Any, shape: Any) -> bool:
+    """Return True if both tensors are equal, or if both `packed_seq_params` split tokens of this
+    shape [b, s] alike, by the same mask.
+    """
+    if name != "packed":
+        return mine is not None and torch.equal(mine, whole)
+    b, s = shape
+    group = compat.group_of(None, "cp")
+    cp = group.size()
+    packed = [without_whole_rows(each, s * cp) for each in (mine, whole)]
+    if None in packed:
+        return packed == [None, None]
+    ours, theirs = (documents_of(each, b * s, cp, packed_in_whole_rows()) for each in packed)
+    places = ours.positions(group.rank()), theirs.positions(group.rank())
+    return ours.mask().digest == theirs.mask().digest and torch.equal(*places)
 
 
 def _next_labels(labels: Tensor, packed: Any) -> Tensor:
@@ -119,59 +164,62 @@ def _next_labels(labels: Tensor, packed: Any) -> Tensor:
 
 
 def compare(
-    ours: Seen, truth: Seen, data: dict[str, Any], positions: Tensor, mask: str
+    ours: Seen, truth: Seen, data: dict[str, Any], positions: Tensor, about: tuple[str, str]
 ) -> list[Probe]:
     """Compare the inputs of this rank with those of whole batch rows, and the latter with the batch
-    `data`. `positions` [b, s] are the indices of this rank's tokens in the batch rows.
+    `data`. `positions` [b, s] are the indices of this rank's tokens in the batch rows. `about`
+    names the microbatch and its mask.
 
     The last comparison finds faults of the forward step that are the same at any size: tokens whose
     loss mask is 0 must have no weight, though the step may leave out more tokens, and tokens with a
     weight must have their own label.
     """
     batch_rows, s = positions.shape
-    probes: list[Probe] = []
-
-    def probe(name: str, mine: Tensor, expected: Tensor, places: Tensor, source: str) -> None:
-        """Count the tokens [b, s, ...] whose value differs from the value expected by `source`."""
-        same = SAME * torch.maximum(mine.abs(), expected.abs()) if mine.is_floating_point() else 0
-        right = (mine - expected).abs() <= same
-        wrong = ~right.flatten(2).all(2) if right.dim() > 2 else ~right
-        where = ""
-        for row, place in wrong.nonzero()[:1].tolist():
-            has = f"another {name} than {source}"
-            if mine.dim() == 2:
-                has = f"{mine[row, place]:.6g}, {source} {expected[row, place]:.6g}"
-            where = f"token {int(places[row, place])} of batch row {row} has {has}"
-        size = "x".join(map(str, data["tokens"].shape))
-        about = f"microbatch of {size} tokens", mask
-        probes.append(Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens"))
-
+    index = torch.arange(batch_rows, device=positions.device)[:, None], positions
+    probes = []
     for name, shown in NAMES.items():
         mine, whole = ours.get(name), truth.get(name)
         # A model that splits positions itself, such as positions of several axes, gets whole ones;
         # a table for packed documents ends with the longest document.
         if mine is None or whole is None or not 1 < mine.dim() == whole.dim():
             continue
-        shapes = {len(mine), len(whole)} <= {1, batch_rows} and mine.shape[1] == s
-        if not shapes or whole.shape[1] <= int(positions.max()):
-            continue
-        of_rows = zip(whole.expand(batch_rows, *whole.shape[1:]), positions, strict=True)
-        expected = torch.stack([row[places] for row, places in of_rows])
-        mine = mine.expand(expected.shape)
-        if name == "weights":
-            # Megatron, or the loss function, divides by numbers of tokens; the tiny model shows
-            # whether the numbers are right.
-            mine, expected = (x / x.sum() if x.sum() else x for x in (mine, expected))
-        probe(shown, mine, expected, positions, "at cp 1")
+        rows_fit = {len(mine), len(whole)} <= {1, batch_rows}
+        if rows_fit and mine.shape[1] == s and whole.shape[1] > int(positions.max()):
+            expected = whole.expand(batch_rows, *whole.shape[1:])[index]
+            mine = mine.expand_as(expected)
+            if name == "weights":
+                # Megatron, or the loss function, divides by numbers of tokens; the tiny model shows
+                # whether the numbers are right.
+                mine, expected = (x / (x.sum() or 1) for x in (mine, expected))
+            probes.append(_probe(shown, mine, expected, positions, "at cp 1", about))
     if "weights" in truth and truth["labels"].shape == data["labels"].shape:
         labels, weights = truth["labels"], truth["weights"]
         hidden, declared = (data[name].to(labels.device) for name in ("loss_mask", "labels"))
         places = torch.arange(labels.shape[1]).expand_as(labels)
         unseen = torch.where(hidden == 0, 0.0, weights)
-        probe("weight of a token that the loss mask hides", weights, unseen, places, BATCH)
         counted = torch.where(weights == 0, labels, declared)
-        probe("label that counts", labels, counted, places, BATCH)
+        for name, mine, expected in (
+            ("weight of a token that the loss mask hides", weights, unseen),
+            ("label that counts", labels, counted),
+        ):
+            probes.append(_probe(name, mine, expected, places, "by the batch itself", about))
     return probes
+
+
+def _probe(
+    name: str, mine: Tensor, expected: Tensor, places: Tensor, source: str, about: tuple[str, str]
+) -> Probe:
+    """Count the tokens at `places` [b, s] whose value [b, s, ...] differs from the value expected
+    by `source`.
+    """
+    same = SAME * torch.maximum(mine.abs(), expected.abs()) if mine.is_floating_point() else 0
+    wrong = ~((mine - expected).abs() <= same)
+    wrong = wrong.flatten(2).any(2) if wrong.dim() > 2 else wrong
+    where = ""
+    for row, place in wrong.nonzero()[:1].tolist():
+        token = f"token {int(places[row, place])} of batch row {row}"
+        where = f"{token} has another {name} than {source}"
+    return Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens")
 
 
 def uncovered(seen: Seen) -> list[str]:

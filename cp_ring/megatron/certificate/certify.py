@@ -1,28 +1,44 @@
-"""Probes a job before it trains, and ends it if a probe fails."""
+"""Probes a job before it trains, ends it if a probe fails, and writes the certificate beside the
+checkpoints.
+"""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import itertools
+import json
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
-from cp_ring.megatron.certificate import layer_probe, loss_probe, record
+from cp_ring.megatron.certificate import layer_probe, loss_probe
 from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.states import states_restored
 from cp_ring.megatron.certificate.training_step import ForwardStep
+from cp_ring.megatron.compat import megatron_version
+from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.rejection import first_line
 from cp_ring.runtime import RUNTIME
 
+FILE = "cp_ring_certificate.json"
 SEED = 20261121
-LENGTH_SECONDS = 5.0  # limit for all probes at the job's own sequence length together
 SKEW_S = 5.0  # largest time between ranks that fail in the same way
+_ARGUMENTS = """
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size world_size
+    num_attention_heads kv_channels multi_latent_attention window_size window_attn_skip_freq
+    softmax_type softmax_scale position_embedding_type rotary_base rotary_percent mtp_num_layers
+    cp_ring_document_mask cp_ring_mask_kinds
+"""
 
 _runs = RUNTIME.of_process(itertools.count())
 
@@ -42,8 +58,8 @@ def certify(args: argparse.Namespace, step: ForwardStep | None = None) -> Certif
         certificate = run_probes(args, step=step)
     if problem := verdict(certificate):
         rejection.reject(problem)
-    if dist.get_rank() == 0:
-        record.save(args, certificate)
+    if dist.get_rank() == 0 and getattr(args, "save", None):
+        _save(Path(args.save), certificate)
     return certificate
 
 
@@ -51,49 +67,51 @@ def verdict(certificate: Certificate) -> str:
     """Return why the job must not train, in one line, or "" after rank 0 has printed what was
     probed.
     """
-    failures = certificate.failures
-    if failures:
-        more = f" (and {len(failures) - 1} more probes failed)" if len(failures) > 1 else ""
-        return failures[0].rejection() + more
-    if settings.current().certify == "strict" and certificate.not_covered:
-        return (
-            "--cp-ring-certify strict: the probes do not cover "
-            f"{', '.join(certificate.not_covered)}; to train all the same, give "
-            "--cp-ring-certify on"
-        )
-    rejection.note(summary(certificate))
-    return ""
+    problem = certificate.problem(settings.current().certify == "strict")
+    if not problem:
+        rejection.note(certificate.summary())
+    return problem
 
 
-def summary(certificate: Certificate) -> str:
-    """Return one line: what was not probed, what was, and how long it took."""
-    limits, gaps = certificate.up_to, certificate.not_covered
-    layers = sorted({f"{probe.layer} under {probe.mask}" for probe in certificate.probes})
-    shown = "; ".join(
-        f"{each}, up to {limits[each]}" if each in limits else each for each in layers
-    )
-    missing = f"not covered: {', '.join(gaps)}; " if gaps else ""
-    count, seconds = len(certificate.probes), certificate.seconds
-    return f"certificate: {missing}{count} probes passed in {seconds:.1f} s ({shown})"
+def _about(args: argparse.Namespace) -> dict[str, Any]:
+    """Return date, versions, sizes, and the settings on which attention depends."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "cp_ring": importlib.metadata.version("cp-ring"),
+            # Megatron adds the git revision of the folder that it lies in, which may be that of
+            # another project
+            "megatron-core": Version(megatron_version() or "0").public,
+            "torch": torch.__version__,
+        },
+        "ring": vars(settings.current()) | {"comm_types": comm_types.types_by_layer(args)},
+        "dtype": str(args.params_dtype).removeprefix("torch."),
+        "arguments": {name: getattr(args, name, None) for name in _ARGUMENTS.split()},
+    }
+
+
+def _save(folder: Path, certificate: Certificate) -> None:
+    """Write the certificate as JSON into the folder of --save."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(json.dumps(asdict(certificate), indent=2, default=str))
+    except OSError as error:
+        rejection.note(f"the certificate could not be written to {folder}: {error.strerror}")
 
 
 def run_probes(
-    args: argparse.Namespace,
-    seed: int = SEED,
-    step: ForwardStep | None = None,
-    seconds: float = LENGTH_SECONDS,
+    args: argparse.Namespace, seed: int = SEED, step: ForwardStep | None = None
 ) -> Certificate:
     """Run all probes of the job of `args` over its own groups. Every rank calls it and gets the
     same certificate, with the worst result of all ranks for each probe.
 
-    `seconds` limits the time of the probes at the job's own sequence length. Errors of attention
-    are raised, and so are errors of the loss that only some ranks have.
+    Errors of attention are raised, and so are errors of the loss that only some ranks have.
     """
     start = time.monotonic()
-    certificate = Certificate(about=record.about(args))
+    certificate = Certificate(about=_about(args))
     of_ranks = [certificate.probes] * dist.get_world_size()
     with states_restored():
-        layer_probe.probe_layers(args, certificate, seed, seconds)
+        layer_probe.probe_layers(args, certificate, seed)
         _probe_losses(args, certificate, step, seed)
         dist.all_gather_object(of_ranks, certificate.probes)
     certificate.merge(of_ranks)

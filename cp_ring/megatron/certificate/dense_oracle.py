@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cp_ring.plan.mask import Mask
+
 
 @dataclass(frozen=True)
 class MaskRule:
@@ -24,13 +26,13 @@ class MaskRule:
         sees: (queries, keys) to bool; both are int64 indices in the batch row on the CPU, of shapes
             that broadcast.
         positions: the position of each token, int64 [n].
-        part: the number of the sequence that each token continues, int64 [n].
+        last: True for tokens without a next token in their sequence, bool [n].
         edges: indices at which the mask is most likely wrong.
     """
 
     sees: Callable[[Tensor, Tensor], Tensor]
     positions: Tensor
-    part: Tensor
+    last: Tensor
     edges: tuple[int, ...]
 
     def allowed(self, queries: Tensor, keys: Tensor, window: tuple[int, int]) -> Tensor:
@@ -46,38 +48,37 @@ class MaskRule:
             allowed = allowed & (self.positions[places] - self.positions[others] <= window[0])
         return allowed.to(queries.device)
 
-    def last(self) -> Tensor:
-        """Return True for tokens without a next token in their sequence, bool [n]."""
-        place = torch.arange(len(self.part) - 1)
-        continued = (self.part[1:] == self.part[:-1]) & self.sees(place + 1, place)
-        return torch.cat([~continued, torch.ones(1, dtype=torch.bool)])
 
-
-def document_rule(
-    n: int, spans: Sequence[tuple[int, int]], prefixes: Sequence[int] = ()
-) -> MaskRule:
-    """Return the rule in which tokens see the earlier tokens of their own document [start, end),
-    and of its prefix, whose length is in `prefixes`. Tokens outside all documents are padding,
-    which neither sees nor is seen.
+def document_rule(n: int, spans: Sequence[tuple[int, int]]) -> MaskRule:
+    """Return the rule in which tokens see the earlier tokens of their own document [start, end).
+    Tokens outside all documents are padding, which neither sees nor is seen.
     """
-    document = numbered(n, spans)
-    # padding has the document -1, which is the last entry: 0
-    start = torch.tensor([*(first for first, _ in spans), 0])[document]
-    border = start + torch.tensor([*(prefixes or [0] * len(spans)), 0])[document]
+    document, position = torch.full((n,), -1), torch.arange(n)
+    for number, (start, end) in enumerate(spans):
+        document[start:end] = number
+        position[start:end] -= start
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        together = (document[query] >= 0) & (document[query] == document[key])
-        return together & ((key <= query) | (key < border[query]))
+        return (document[query] >= 0) & (document[query] == document[key]) & (key <= query)
 
-    return MaskRule(sees, torch.arange(n) - start, document, tuple(itertools.chain(*spans)))
+    last = (document < 0) | (document.roll(-1) != document)
+    last[-1] = True
+    return MaskRule(sees, position, last, tuple(itertools.chain(*spans)))
 
 
-def numbered(n: int, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the number of the span [start, end) that holds each token, or -1."""
-    numbers = torch.full((n,), -1)
-    for number, (start, end) in enumerate(spans):
-        numbers[start:end] = number
-    return numbers
+def declared_rule(mask: Mask) -> MaskRule:
+    """Return the rule of a mask that a batch declares: a pair is visible in one of its pieces."""
+    pieces = list(mask.pieces)
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        seen = (query < 0) & (key < 0)
+        for q0, q1, k0, k1, low, high in pieces:
+            inside = (query >= q0) & (query < q1) & (key >= k0) & (key < k1)
+            seen |= inside & (key - query >= low) & (key - query <= high)
+        return seen
+
+    edges = {edge for piece in pieces for edge in piece[:4]}
+    return MaskRule(sees, torch.from_numpy(mask.positions), torch.from_numpy(mask.last), (*edges,))
 
 
 def attend(
@@ -95,14 +96,13 @@ def attend(
     q, k, v = (x.double() for x in (q, k, v))
     shared = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
-    scores = torch.einsum("shd,nhd->hsn", q, k) * scale
-    scores = scores.masked_fill(~allowed, -math.inf)
-    extra = torch.full((q.shape[1], q.shape[0], 1), -math.inf, dtype=scores.dtype, device=q.device)
-    if sink is not None:
-        extra = sink.double()[:, None, None].expand_as(extra)
     blind = ~allowed.any(1)[:, None]
-    everything = torch.cat([scores, extra], -1).masked_fill(blind, 0.0)
-    weight = everything.softmax(-1)[..., :-1].masked_fill(blind, 0.0)
+    scores = torch.einsum("shd,nhd->hsn", q, k) * scale
+    scores = scores.masked_fill(~(allowed | blind), -math.inf)
+    total = scores.logsumexp(-1, keepdim=True)
+    if sink is not None:
+        total = torch.logaddexp(total, sink.double()[:, None, None])
+    weight = (scores - total).exp().masked_fill(blind, 0.0)
     return torch.einsum("hsn,nhe->she", weight, v)
 
 
@@ -136,10 +136,10 @@ class DenseAttention(torch.nn.Module):
         """
         if query.dim() == 3:
             return self.forward(query[:, None], key[:, None], value[:, None])[:, 0]
-        positions = torch.arange(query.shape[0], device=query.device)
+        positions = torch.arange(len(query), device=query.device)
         outputs = []
-        for batch_row, rule in enumerate(self.rules):
+        for row, rule in enumerate(self.rules):
             allowed = rule.allowed(positions, positions, self.window)
-            q, k, v = (x[:, batch_row] for x in (query, key, value))
+            q, k, v = (x[:, row] for x in (query, key, value))
             outputs.append(attend(q, k, v, allowed, self.scale, self.softmax_offset))
         return torch.stack(outputs, 1).flatten(2).to(query.dtype)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cp_ring.megatron import settings
@@ -17,7 +17,7 @@ from cp_ring.megatron.flags.layer_pattern import (
     predicting_layers,
 )
 
-# scores that a rank computes for one batch row; a probe that needs more uses a smaller window
+# scores of one batch row that a rank may hold; a probe that needs more uses a smaller window
 MAX_SCORES = 1 << 24
 MAX_ROWS = 32  # maximum of batch rows in a probe
 PREFIX = "declared "  # of the kinds of `mask_kinds` in the certificate, as in `declared tree`
@@ -30,8 +30,7 @@ class LayerKind:
     its probe.
 
     Attributes:
-        layer: number of the first layer of this kind, counted from 1.
-        numbers: the numbers of all layers of this kind.
+        numbers: the numbers of the layers of this kind, counted from 1.
         mask: `causal`, `documents` (boundaries in sbhd), `packed` (thd with padding), or `declared`
             and a kind of `mask_kinds`.
         window: how many keys before and after itself a query sees; -1 means any number.
@@ -45,7 +44,6 @@ class LayerKind:
         comm_type: Megatron's `cp_comm_type` of the layer.
     """
 
-    layer: int
     numbers: tuple[int, ...]
     mask: str
     window: tuple[int, int]
@@ -60,11 +58,16 @@ class LayerKind:
     batch_size: int = 1
     comm_type: str = "p2p"
 
-    def short(self, cp: int) -> LayerKind:
-        """Return this kind with the shortest probe, and a window that such a probe can show."""
-        tokens = 2 * cp * GRAIN
-        window = self.window if self.window[0] < tokens // 2 else (tokens // 3, self.window[1])
-        return replace(self, tokens=min(tokens, self.tokens), probed=window)
+    @property
+    def layer(self) -> int:
+        """The number of the first layer of this kind."""
+        return self.numbers[0]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return Megatron's arguments that give the size of a probe's microbatch."""
+        lengths = dict.fromkeys(("seq_length", "max_position_embeddings"), self.tokens)
+        return lengths | {"micro_batch_size": self.batch_size}
 
     @property
     def layer_name(self) -> str:
@@ -78,16 +81,15 @@ class LayerKind:
 
 
 def find_layer_kinds(
-    args: argparse.Namespace, config: Any, masks: tuple[str, ...], whole_rows: bool = False
+    args: argparse.Namespace, config: Any, masks: tuple[str, ...]
 ) -> list[LayerKind]:
-    """Return every distinct kind of layer of the job, with each of `masks`.
+    """Return every distinct kind of attention layer of the job, with each of `masks`.
 
-    With `whole_rows`, each rank will hold the scores of whole batch rows, so large windows get
-    smaller probes. A model without attention has one kind, which gives the size of its batch rows.
+    A model without attention has one kind without layers, which gives the size of its batch rows.
     """
     alike: dict[tuple[tuple[int, int], str, int], list[int]] = {}
-    layers = attention_layers(args, config) or [1] * whole_rows
-    for layer in layers if whole_rows else sorted({*layers, *predicting_layers(args)}):
+    layers = sorted({*attention_layers(args, config), *predicting_layers(args)})
+    for layer in layers or [1]:
         key_heads = config_of_layer(config, layer).num_query_groups
         alike.setdefault(
             (declared_window(config, layer), comm_types.type_of(args, layer), key_heads), []
@@ -97,17 +99,16 @@ def find_layer_kinds(
     scale, d, e = declared_scale(config)
     sink = getattr(config, "softmax_type", "vanilla")
     batch_size = min(args.micro_batch_size, MAX_ROWS)
-    scores = MAX_SCORES // heads // batch_size * (1 if whole_rows else cp)
     kinds = []
     for (window, comm_type, key_heads), numbers in alike.items():
-        tokens, probed = _size_of_probe(window, cp, scores)
+        tokens, probed = _size_of_probe(window, cp, MAX_SCORES // heads // batch_size)
         groups = (
             heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
         )
         kinds += [
             LayerKind(
-                numbers[0], tuple(numbers), mask, window, probed, scale, sink, heads, groups, d, e,
-                tokens, 1 if mask == "packed" else batch_size, comm_type,
+                tuple(numbers if layers else ()), mask, window, probed, scale, sink, heads, groups,
+                d, e, tokens, 1 if mask == "packed" else batch_size, comm_type,
             )
             for mask in masks
         ]  # fmt: skip
@@ -116,9 +117,10 @@ def find_layer_kinds(
 
 def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the kinds of mask that the job's microbatches can have."""
-    if settings.current().kinds:
-        return tuple(PREFIX + kind for kind in settings.current().kinds)
-    if settings.current().document_mask:
+    used = settings.current()
+    if used.kinds:
+        return tuple(PREFIX + kind for kind in used.kinds)
+    if used.document_mask:
         return ("documents", "packed")
     if settings.packed_in_whole_rows():
         return ("packed",)
@@ -132,9 +134,9 @@ def declared_window(config: Any, layer: int) -> tuple[int, int]:
     from megatron.core.transformer.utils import is_layer_window_attention  # slow to import
 
     size = config.window_size
-    if size is None or not is_layer_window_attention(size, config.window_attn_skip_freq, layer):
-        return -1, -1
-    return int(size[0]), int(size[1])
+    if is_layer_window_attention(size, config.window_attn_skip_freq, layer):
+        return int(size[0]), int(size[1])
+    return -1, -1
 
 
 def declared_scale(config: Any) -> tuple[float, int, int]:

@@ -1,9 +1,8 @@
-"""Probes every layer of the job: each must be built as the flags declare, and compute what the
-declared layer computes.
+"""Probes every attention layer of the job over the context-parallel group: each must be built as
+the flags declare, and compute what the declared layer computes.
 
-The first layer of a kind is probed completely, see `attention_probe`. The others run forward and
-backward once, on so few tokens that a model of a hundred layers takes about a second. They must
-also plan long microbatches as the first one does.
+Layers of a kind run on the same short microbatch, and must share the plan of the job's own sequence
+length. The first one is also probed at a few positions of that length, up to `LONG` tokens.
 """
 
 from __future__ import annotations
@@ -12,30 +11,35 @@ import argparse
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cp_ring.megatron.certificate import attention_probe, value_probe
+import torch
+
+from cp_ring.megatron import settings
+from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.layer_kinds import (
     GRAIN,
     LayerKind,
     find_layer_kinds,
     masks_of,
 )
-from cp_ring.megatron.certificate.probe_batch import ProbeBatch
+from cp_ring.megatron.certificate.mask_probe import mask_probes
 from cp_ring.megatron.certificate.report import Certificate, Probe
 from cp_ring.megatron.certificate.tested_layer import TestedLayer
 from cp_ring.megatron.certificate.tiny_model import own_device, transformer_config
+from cp_ring.megatron.certificate.value_probe import value_probes
 from cp_ring.megatron.flags.layer_pattern import config_of_layer
 from cp_ring.megatron.heads_choice import every_choice
 from cp_ring.megatron.wrapping import replaced
 
-if TYPE_CHECKING:
-    from cp_ring.attention import AnyPlan
+SAMPLED = 16  # queries of a rank and batch row that are compared at the job's own length
+LONG = {"cpu": 2048, "cuda": 8192}  # most tokens of all these batch rows together
 
 
-def probe_layers(args: argparse.Namespace, results: Certificate, seed: int, seconds: float) -> None:
-    """Probe every kind of layer of the job over the context-parallel group in force. `seconds`
-    limits the time of the probes at the job's own sequence length.
+def probe_layers(args: argparse.Namespace, results: Certificate, seed: int) -> None:
+    """Probe every kind of layer of the job over the context-parallel group in force.
+
+    Where latents travel, layers are probed with their keys and values: the tiny model has latents.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -44,45 +48,38 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int, seco
         results.not_covered.append("windows that core attention classes set by layer")
         config = copy.copy(config)
         config.window_size = None
+    used, dtype = settings.current(), args.params_dtype
+    if used.wire == "latent":
+        used = replace(used, wire="plain")
+        if dtype != torch.float32:
+            results.not_covered.append(f"latents in {str(dtype).removeprefix('torch.')}")
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
-    kinds = find_layer_kinds(args, config, masks_of(args))
+    kinds = [kind for kind in find_layer_kinds(args, config, masks_of(args)) if kind.numbers]
     for kind in kinds:
-        layers = {
-            number: _make_layer(config, replace(kind, layer=number), groups)
-            for number in kind.numbers
-        }
-        layer = layers[kind.layer]
-        device = own_device()
-        batch = ProbeBatch.make(kind, groups.cp, device)
-        tested = TestedLayer(kind, layer, groups.cp, args.params_dtype, device, seed, batch)
-        tokens = attention_probe.longest_in_time(tested, args.seq_length, seconds / len(kinds))
-        long = attention_probe.at_length(tested, tokens)
-        results.probes += [probe_settings(long, layers), *probe_others(tested, layers)]
-        for spec in every_choice(layer.spec, groups.cp.size()):
-            note = f" with heads {spec.ulysses}" if spec != layer.spec else ""
-            with replaced((layer, "window", kind.probed), (layer, "spec", spec)):
-                results.probes += attention_probe.probe(replace(tested, note=note))
+        with settings.in_force(used):
+            layers = {number: _make_layer(config, kind, number, groups) for number in kind.numbers}
+        first, batch = layers[kind.layer], Batch.draw(kind, groups.cp.size(), padded=True)
+        tested = TestedLayer(first, groups.cp, dtype, own_device(), seed, batch)
+        results.probes.append(_settings(_at_length(tested, args.seq_length), layers))
+        for spec in every_choice(first.spec, groups.cp.size()):
+            one = tested
+            if spec != first.spec:
+                one = replace(tested, note=f" with heads {spec.ulysses}")
+            changes = ("window", kind.probed), ("spec", spec)
+            with replaced(*((layer, *each) for layer in layers.values() for each in changes)):
+                results.probes += [*mask_probes(one, 4), *value_probes(one, layers)]
+        most = min(args.seq_length, LONG[tested.device.type] // kind.batch_size)
+        long = _at_length(tested, most)
+        tokens = long.kind.tokens
         if tokens > kind.tokens or kind.probed != kind.window:
-            results.probes += attention_probe.probe_long(long)
+            alone = {kind.layer: first}
+            results.probes += [*mask_probes(long, 1), *value_probes(long, alone, SAMPLED)]
         if reach := _reach(args, kind, tokens):
             results.up_to[f"{kind.layer_name} under {kind.mask}"] = reach
 
 
-def _reach(args: argparse.Namespace, kind: LayerKind, tokens: int) -> str:
-    """Return how much of the job the probes of a kind covered, such as `512 of 4096 tokens`; "" if
-    all of it.
-    """
-    unit = 1 if kind.mask == "causal" else 2 * args.context_parallel_size * GRAIN
-    words = []
-    if tokens + unit <= args.seq_length:
-        words.append(f"{tokens} of {args.seq_length} tokens")
-    if kind.batch_size < args.micro_batch_size and kind.mask != "packed":
-        words.append(f"{kind.batch_size} of {args.micro_batch_size} batch rows")
-    return " and ".join(words)
-
-
-def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
-    """Build the job's core attention of this kind of layer, as its attention layer does."""
+def _make_layer(config: Any, kind: LayerKind, number: int, groups: Any) -> Any:
+    """Build the job's core attention of this layer, as its attention layer does."""
     from megatron.core.transformer.enums import AttnMaskType
 
     from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
@@ -92,58 +89,58 @@ def _make_layer(config: Any, kind: LayerKind, groups: Any) -> Any:
         sizes = {"softmax_scale": kind.scale, "k_channels": kind.d, "v_channels": kind.e}
     elif config.softmax_scale:
         sizes = {"softmax_scale": config.softmax_scale}
-    config = config_of_layer(config, kind.layer)
-    layer = RingDotProductAttention(
-        config,
-        kind.layer,
+    layer: Any = RingDotProductAttention(
+        config_of_layer(config, number),
+        number,
         AttnMaskType.causal,
         "self",
         cp_comm_type=kind.comm_type,
         pg_collection=groups,
         **sizes,
     )
+    if kind.sink == "learnable":  # which begins near 0
+        with torch.no_grad():
+            layer.softmax_offset.copy_(torch.linspace(-1.0, 2.0, kind.heads))
     return layer.eval()
 
 
-def probe_settings(tested: TestedLayer, layers: Mapping[int, Any]) -> Probe:
+def _at_length(tested: TestedLayer, tokens: int) -> TestedLayer:
+    """Return the same layer with its own window on batch rows of about `tokens` tokens, and not
+    fewer than before.
+    """
+    kind, unit = tested.kind, _unit(tested.kind, tested.group.size())
+    tokens = max(tokens // unit * unit, kind.tokens)
+    kind = replace(kind, tokens=tokens, probed=kind.window)
+    return tested.of_kind(kind, f" at {tokens} tokens")
+
+
+def _unit(kind: LayerKind, cp: int) -> int:
+    """Return the number of tokens of which the length of a probe's batch rows is a multiple."""
+    return 1 if kind.mask == "causal" else 2 * cp * GRAIN
+
+
+def _reach(args: argparse.Namespace, kind: LayerKind, tokens: int) -> str:
+    """Return how much of the job the probes of a kind covered, such as `512 of 4096 tokens`; "" if
+    all of it.
+    """
+    words = []
+    if tokens + _unit(kind, args.context_parallel_size) <= args.seq_length:
+        words.append(f"{tokens} of {args.seq_length} tokens")
+    if kind.batch_size < args.micro_batch_size and kind.mask != "packed":
+        words.append(f"{kind.batch_size} of {args.micro_batch_size} batch rows")
+    return " and ".join(words)
+
+
+def _settings(tested: TestedLayer, layers: Mapping[int, Any]) -> Probe:
     """Probe that `layers`, by number, have the declared window and share one plan for the
     microbatch, which is made once.
     """
-    wrong = []
+    query, declared = tested.local(tested.zeros(1, 1)).transpose(0, 1), tested.kind.window
+    plan, wrong = tested.layer.plan_of(query, "causal", tested.batch.packed), []
     for number, layer in layers.items():
-        if layer.window != tested.kind.window:
-            wrong.append(f"layer {number} has window {layer.window}, declared {tested.kind.window}")
-        elif _plan_of(layer, tested) is not _plan_of(tested.layer, tested):
+        if layer.window != declared:
+            wrong.append(f"layer {number} has window {layer.window}, declared {declared}")
+        elif layer.plan_of(query, "causal", tested.batch.packed) is not plan:
             wrong.append(f"layer {number} has another plan")
     probe = tested.probe("settings", len(wrong), 0.0, min(wrong, default=""))
     return replace(probe, unit="layers")
-
-
-def _plan_of(layer: Any, tested: TestedLayer) -> AnyPlan:
-    query = tested.batch.local(tested.zeros(1, 1)).transpose(0, 1)
-    return layer.plan_of(query, "causal", tested.batch.packed)
-
-
-def probe_others(tested: TestedLayer, layers: Mapping[int, Any]) -> list[Probe]:
-    """Compare outputs and gradients of `layers`, by number, on one short microbatch; return the
-    worst layer for each tensor.
-    """
-    short = tested.of_kind(tested.kind.short(tested.group.size()))
-    worst: dict[str, Probe] = {}
-    inputs = value_probe.draw(short)
-    truth = None
-    for number, layer in layers.items():
-        one = replace(short, kind=replace(short.kind, layer=number), layer=layer)
-        one.draw_sink()
-        truth = truth or value_probe.reference(one, inputs)
-        window = layer.window if one.kind.probed == one.kind.window else one.kind.probed
-        with replaced((layer, "window", window)):
-            for probe in value_probe.compare(one, inputs, truth):
-                known = worst.get(probe.name, probe)
-                worst[probe.name] = max(known, probe, key=lambda each: each.badness)
-    return [
-        replace(probe, layer=tested.kind.layer_name, name=f"{name} of {len(layers)} layers")
-        if probe.passed
-        else probe
-        for name, probe in worst.items()
-    ]

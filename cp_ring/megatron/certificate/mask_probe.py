@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_ring.megatron.certificate.probe_batch import CHANNELS
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.certificate.tested_layer import TestedLayer
+
+CHANNELS = 512  # most channels of values that a call needs
 
 
 def mask_probes(tested: TestedLayer, rounds: int) -> list[Probe]:
@@ -33,18 +34,16 @@ def mask_probes(tested: TestedLayer, rounds: int) -> list[Probe]:
 
 
 def _chosen_tokens(tested: TestedLayer, most: int) -> list[int]:
-    """Return at most `most` positions to probe: half of them edges, or all edges if there are
-    fewer, and others evenly between them.
+    """Return at most `most` positions to probe, evenly spread and beside edges of chunks, documents
+    and windows, where a mask is most likely wrong.
     """
-    n, edges = tested.kind.tokens, list(tested.batch.edges)
-    edges = _evenly(edges, max(most // 2, most - n + len(edges)))
-    others = _evenly(sorted(set(range(n)) - set(edges)), most - len(edges))
-    return sorted([*edges, *others])
-
-
-def _evenly(values: list[int], most: int) -> list[int]:
-    """Return at most `most` of the values, evenly spread."""
-    return values[:: -(-len(values) // most) or 1] if most > 0 else []
+    n, window, parts = tested.kind.tokens, tested.kind.probed[0], 2 * tested.group.size()
+    edges = [n * i // parts for i in range(parts)]
+    edges += [edge + window for edge in edges] if window >= 0 else []
+    edges += [edge for rule in tested.batch.rules for edge in rule.edges]
+    near = {edge + side for edge in edges for side in (-1, 0, 1)} & {*range(n)}
+    chosen = sorted(near.union(range(0, n, -(-n // most))))
+    return chosen[:: -(-len(chosen) // most)]
 
 
 def _ones(tested: TestedLayer, heads: int, picked: list[int]) -> Tensor:
@@ -62,14 +61,14 @@ def _changed(tested: TestedLayer, picked: list[int], of_keys: bool) -> Tensor:
     """Return [b, s, g, e]: what each picked key adds to outputs, or what the output of each picked
     query adds to the gradients of values.
     """
-    kind, batch = tested.kind, tested.batch
+    kind = tested.kind
     v = _ones(tested, kind.groups, picked if of_keys else []).requires_grad_()
     with torch.enable_grad():
         out = tested.call(*tested.equal_scores(), v)
     if of_keys:
         return out.detach()[:, :, :: kind.heads // kind.groups]
-    (dv,) = torch.autograd.grad(out, v, batch.local(_ones(tested, kind.heads, picked)))
-    return batch.local(dv)
+    (dv,) = torch.autograd.grad(out, v, tested.local(_ones(tested, kind.heads, picked)))
+    return tested.local(dv)
 
 
 def _smallest_weight(tested: TestedLayer) -> float:
@@ -85,9 +84,9 @@ def _wrong_pairs(tested: TestedLayer, picked: list[int], of_keys: bool) -> tuple
     """
     changed = _changed(tested, picked, of_keys)
     seen = changed.flatten(2)[..., : len(picked)].abs() > _smallest_weight(tested)
-    others, batch = torch.tensor(picked, device=seen.device), tested.batch
-    count, where = 0, ""
-    for batch_row, (mine, rule) in enumerate(zip(batch.positions, batch.rules, strict=True)):
+    others, count, where = torch.tensor(picked, device=seen.device), 0, ""
+    of_rows = zip(tested.positions, tested.batch.rules, strict=True)
+    for batch_row, (mine, rule) in enumerate(of_rows):
         queries, keys = (mine, others) if of_keys else (others, mine)
         allowed = rule.allowed(queries, keys, tested.kind.probed)
         wrong = (seen[batch_row] != (allowed if of_keys else allowed.T)).nonzero()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from cp_ring.megatron import settings
-from cp_ring.megatron.adapter.rotary import positions_in_force
+from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.dense_oracle import DenseAttention, MaskRule
-from cp_ring.megatron.certificate.layer_kinds import declared_scale, declared_window
-from cp_ring.megatron.certificate.tiny_batch import Microbatch
+from cp_ring.megatron.certificate.layer_kinds import PREFIX, declared_scale, declared_window
 from cp_ring.megatron.certificate.tiny_model import arguments_in_force, one_stage
-from cp_ring.megatron.data.masks import KEY
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, is_recurrent, letters_of
 from cp_ring.megatron.wrapping import loaded_modules, replaced
 
@@ -45,7 +43,7 @@ def follow_rules(model: Any, rules: list[MaskRule]) -> None:
     from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
 
     scale = declared_scale(model.config)[0]
-    ends = [torch.cat([torch.tensor([-1]), rule.last().nonzero()[:, 0]]) for rule in rules]
+    ends = [torch.cat([torch.tensor([-1]), rule.last.nonzero()[:, 0]]) for rule in rules]
     lengths = [of_row.diff().tolist() for of_row in ends]
     for module in model.modules():
         ring = getattr(module, "core_attention", None)
@@ -72,35 +70,33 @@ def _by_document(
 
 
 @contextmanager
-def whole_rows_in_force(args: argparse.Namespace, alone: Any, batch: Microbatch) -> Iterator[None]:
+def whole_rows_in_force(args: argparse.Namespace, alone: Any, batch: Batch) -> Iterator[None]:
     """Put Megatron's arguments and groups, and cp_ring's settings, of the reference run in force:
     batch rows in order, and multi-token prediction inside the declared documents.
 
-    Rotary embeddings follow the declared positions. The kinds of masks stay set if a script's own
-    step needs them.
+    Rotary embeddings follow the declared positions. The kinds of masks stay set if the batch has
+    masks, which a script's own step reads.
     """
-    last = batch.last()
+    last = torch.stack([rule.last for rule in batch.rules])
+    places: AbstractContextManager[None] = nullcontext()
+    if batch.kind.mask.startswith(PREFIX):
+        from cp_ring.megatron.adapter.rotary import positions_in_force  # few jobs declare masks
+
+        ids = torch.stack([rule.positions for rule in batch.rules], 1)
+        places = positions_in_force((ids, torch.arange(len(ids))[:, None].expand_as(ids)))
 
     def roll(tensor: Tensor | None, *rest: Any, **named: Any) -> Any:
         if tensor is None:
             return None, None
-        rolled = torch.roll(tensor, -1, -1).masked_fill(
-            last.to(tensor.device).view(tensor.shape), 0
-        )
+        ends = last.to(tensor.device).view(tensor.shape)
+        rolled = tensor.roll(-1, -1).masked_fill(ends, 0)
         return rolled, rolled.sum()
 
-    rolls = (
-        (module, "roll_tensor", roll)
-        for module in loaded_modules("megatron.core")
-        if "roll_tensor" in vars(module)
-    )
+    modules = loaded_modules("megatron.core")
+    rolls = ((each, "roll_tensor", roll) for each in modules if "roll_tensor" in vars(each))
     used = settings.current()
-    kinds = used.mask_kinds if KEY in batch.data else ""
+    kinds = used.mask_kinds if batch.masks else ""
     plain = replace(used, layout="zigzag", document_mask=False, mask_kinds=kinds, loss_chunk=0)
-    with (
-        arguments_in_force(args, one_stage(alone, whole=True)),
-        replaced(*rolls),
-        positions_in_force(batch.selected()),
-        settings.in_force(plain),
-    ):
+    groups = one_stage(alone, whole=True)
+    with arguments_in_force(args, groups), replaced(*rolls), places, settings.in_force(plain):
         yield

@@ -1,11 +1,9 @@
-"""The results of the probes: a line for each failed one, and the content of the file beside the
-checkpoints.
-"""
+"""The results of the probes, and the lines about them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -85,10 +83,23 @@ class Certificate:
                 worst[key] = max(worst.get(key, probe), probe, key=lambda each: each.badness)
         self.probes = list(worst.values())
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the content of the file."""
-        return {
-            "about": self.about | {"not_covered": self.not_covered, "up_to": self.up_to},
-            "seconds": round(self.seconds, 3),
-            "probes": [asdict(p) | {"passed": p.passed} for p in self.probes],
-        }
+    def problem(self, strict: bool) -> str:
+        """Return why the job must not train, in one line, or ""."""
+        if failures := self.failures:
+            more = f" (and {len(failures) - 1} more probes failed)" if len(failures) > 1 else ""
+            return failures[0].rejection() + more
+        if strict and self.not_covered:
+            return (
+                f"--cp-ring-certify strict: the probes do not cover {', '.join(self.not_covered)}; "
+                "to train all the same, give --cp-ring-certify on"
+            )
+        return ""
+
+    def summary(self) -> str:
+        """Return one line: what was not probed, what was, and how long it took."""
+        layers = sorted({f"{probe.layer} under {probe.mask}" for probe in self.probes})
+        reach = {layer: f", up to {self.up_to[layer]}" for layer in self.up_to}
+        shown = "; ".join(layer + reach.get(layer, "") for layer in layers)
+        missing = f"not covered: {', '.join(self.not_covered)}; " if self.not_covered else ""
+        passed = f"{len(self.probes)} probes passed in {self.seconds:.1f} s"
+        return f"certificate: {missing}{passed} ({shown})"

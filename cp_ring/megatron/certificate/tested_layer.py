@@ -7,45 +7,44 @@ d and e head sizes of keys and values.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
-from cp_ring.megatron.certificate.probe_batch import ProbeBatch
 from cp_ring.megatron.certificate.report import Probe
-
-if TYPE_CHECKING:
-    from cp_ring.comm.latent import Latents
 
 
 @dataclass(frozen=True)
 class TestedLayer:
     """The job's core attention of one kind, with its context-parallel group, dtype and device, the
-    seed of its random tensors, and the microbatch of this rank.
+    seed of its random tensors, and the batch rows of its microbatch.
     """
 
-    kind: LayerKind
     layer: Any
     group: Any
     dtype: torch.dtype
     device: torch.device
     seed: int
-    batch: ProbeBatch
+    batch: Batch
     note: str = ""  # appended to the names of its probes
+
+    @property
+    def kind(self) -> LayerKind:
+        return self.batch.kind
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The indices in their batch rows of this rank's tokens, int64 [b, s]."""
+        return self.batch.positions[self.group.rank()].to(self.device)
 
     def of_kind(self, kind: LayerKind, note: str = "") -> TestedLayer:
         """Return the same layer on a microbatch of `kind`."""
-        batch = ProbeBatch.make(kind, self.group, self.device)
-        return replace(self, kind=kind, batch=batch, note=note)
-
-    @property
-    def of_latents(self) -> bool:
-        """Return True if latents travel instead of keys and values."""
-        return getattr(self.layer, "tap", None) is not None
+        return replace(self, batch=Batch.draw(kind, self.group.size(), padded=True), note=note)
 
     def probe(self, name: str, error: float, bound: float, where: str) -> Probe:
         """Make the result of a probe of this layer."""
@@ -53,7 +52,7 @@ class TestedLayer:
 
     def zeros(self, heads: int, size: int) -> Tensor:
         """Return zeros [b, n, heads, size] of whole batch rows."""
-        shape = len(self.batch.rules), self.kind.tokens, heads, size
+        shape = len(self.positions), self.kind.tokens, heads, size
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def equal_scores(self) -> tuple[Tensor, Tensor]:
@@ -62,41 +61,25 @@ class TestedLayer:
         """
         return self.zeros(self.kind.heads, self.kind.d), self.zeros(self.kind.groups, self.kind.d)
 
+    def local(self, whole: Tensor) -> Tensor:
+        """Select this rank's tokens of whole batch rows: [b, n, ...] to [b, s, ...]."""
+        of_each = zip(whole, self.positions, strict=True)
+        return torch.stack([batch_row.index_select(0, mine) for batch_row, mine in of_each])
+
     def summed(self, x: Tensor) -> Tensor:
         """Sum x over the context-parallel ranks, in place, and return it."""
         if self.group.size() > 1:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def draw_sink(self) -> None:
-        """Give learnable sinks random values, the same on all ranks of a group."""
-        if self.kind.sink == "learnable":
-            sink = self.layer.softmax_offset
-            seed = self.seed + 1 + dist.get_global_rank(self.group, 0)
-            drawn = torch.randn(sink.shape, generator=torch.Generator().manual_seed(seed)) + 1.0
-            with torch.no_grad():
-                sink.copy_(drawn)
-
-    def call(self, q: Tensor, k: Tensor, v: Tensor, latents: Latents | None = None) -> Tensor:
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Call the layer with this rank's tokens of whole batch rows [b, n, heads, size]; return
         out [b, s, h, e].
-
-        Keys and values were made from `latents` [b, n, c]; the default are latents that make the
-        values.
         """
         thd = self.kind.mask == "packed"
-
-        def local(x: Tensor) -> Tensor:
-            mine = self.batch.local(x)
-            return mine[0] if thd else mine.transpose(0, 1).contiguous()
-
-        if self.of_latents:
-            from cp_ring.megatron.certificate import latent_probe
-
-            whole = latents or latent_probe.copies(k, v, self.layer.config.qk_head_dim)
-            mine = whole._replace(latent=local(whole.latent))
-            self.layer.tap = SimpleNamespace(take=lambda *sizes: mine)  # replaces a LatentTap
-        out = self.layer(*map(local, (q, k, v)), None, packed_seq_params=self.batch.packed)
+        local = [self.local(x) for x in (q, k, v)]
+        given = [x[0] if thd else x.transpose(0, 1).contiguous() for x in local]
+        out = self.layer(*given, None, packed_seq_params=self.batch.packed)
         out = out[:, None] if thd else out
         heads: Tensor = out.unflatten(-1, (self.kind.heads, -1)).transpose(0, 1)
         return heads

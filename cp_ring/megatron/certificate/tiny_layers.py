@@ -27,24 +27,17 @@ STATE = 16  # channels of a head of a recurrent layer, and of its state
 
 def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> list[int]:
     """Return the numbers, counted from 1, of the layers that a tiny model copies: the first one of
-    each of `kinds` and of each other kind.
+    each of `kinds`, and of each letter with and without experts.
 
     A program builds a hybrid model of its own pattern, so its tiny model has all layers.
     """
+    numbers = range(1, args.num_layers + 1)
     if hasattr(args, "transformer_config") and getattr(config, "is_hybrid_model", False):
-        return list(range(1, args.num_layers + 1))
-    alike = _kinds_of_layers(args)
-    return sorted({*(kind.layer for kind in kinds), *(alike.index(kind) + 1 for kind in alike)})
-
-
-def _kinds_of_layers(args: argparse.Namespace) -> list[Any]:
-    """Return what distinguishes the layers of the job apart from their attention, one entry per
-    layer; [] if nothing does.
-    """
-    if letters := main_layers(letters_of(args)):
-        experts = layers_with_experts(args) or [0] * len(letters)
-        return list(zip(letters, experts, strict=True))
-    return [(kind,) for kind in layers_with_experts(args)]
+        return list(numbers)
+    letters, experts = main_layers(letters_of(args)), layers_with_experts(args)
+    first = {kind.numbers[0] for kind in kinds if kind.numbers}
+    alike = {(letters[at - 1 : at], *experts[at - 1 : at]): at for at in reversed(numbers)}
+    return sorted(first.union(alike.values() if letters or experts else ()))
 
 
 def layers_with_experts(args: argparse.Namespace) -> list[int]:
@@ -57,17 +50,19 @@ def layers_with_experts(args: argparse.Namespace) -> list[int]:
 
 def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
     """Return texts about layers of the job that no tiny model can have."""
-    reasons = []
-    if SPARSE in letters_of(args) and getattr(args, "dsa_indexer_scoring_relu", True):
-        reasons.append("relu of sparse attention's scores")
-    if hasattr(config, "per_block_parameters"):
-        reasons.append("the kinds of heterogeneous blocks")
     by_rank = "which Megatron defines by the tokens of a rank"
-    if getattr(args, "moe_expert_capacity_factor", None) is not None:
-        reasons.append(f"the capacity of experts ({by_rank})")
-    if "sinkhorn" in (getattr(args, "moe_router_load_balancing_type", None) or ""):
-        reasons.append(f"Sinkhorn routing ({by_rank})")
-    return reasons
+    relu = SPARSE in letters_of(args) and getattr(args, "dsa_indexer_scoring_relu", True)
+    offloads = ("cpu_offloading", "fine_grained_activation_offloading")
+    texts = {
+        "relu of sparse attention's scores": relu,
+        "the kinds of heterogeneous blocks": hasattr(config, "per_block_parameters"),
+        f"the capacity of experts ({by_rank})": getattr(args, "moe_expert_capacity_factor", None),
+        f"Sinkhorn routing ({by_rank})": "sinkhorn"
+        in (getattr(args, "moe_router_load_balancing_type", None) or ""),
+        "experts of other ranks": getattr(config, "expert_model_parallel_size", 1) > 1,
+        "activations in host memory": any(getattr(config, name, False) for name in offloads),
+    }
+    return [text for text, uncovered in texts.items() if uncovered]
 
 
 def changes_of_layers(

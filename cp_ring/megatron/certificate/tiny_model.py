@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.megatron import settings
+from cp_ring.megatron.certificate.batch import VOCABULARY
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
 from cp_ring.megatron.certificate.tiny_layers import (
     changes_of_layers,
@@ -22,17 +23,17 @@ from cp_ring.megatron.certificate.tiny_layers import (
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import attends, pattern_of
 from cp_ring.megatron.wrapping import replaced
-from cp_ring.plan.sizes.head_split import unsplit
 
-VOCABULARY = 128
 HIDDEN = 64
 EXPERTS = 4
+CHECKS = ("check_for_nan_in_loss_and_grad", "check_for_spiky_loss")
 PACKING = ("sft", "dataloader_inter_document_masking")
 """Arguments with which Megatron's scripts pack their batches."""
 
 KEPT = """
     tensor_model_parallel_size sequence_parallel context_parallel_size
     hierarchical_context_parallel_sizes use_cpu_initialization transformer_impl attention_backend
+    recompute_granularity recompute_method recompute_num_layers distribute_saved_activations
     kv_channels softmax_scale softmax_type
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     rope_type mrope_section apply_rope_fusion activation_func
@@ -46,30 +47,29 @@ depends on them. Other fields have Megatron's default.
 """
 
 
-def tiny_args(
-    args: argparse.Namespace, kinds: list[LayerKind], batch_size: int
-) -> argparse.Namespace:
+def arguments_of_microbatch(kind: LayerKind) -> dict[str, Any]:
+    """Return the arguments with which a forward step takes a microbatch of this kind."""
+    off = CHECKS + (PACKING if kind.mask != "packed" else ())
+    return kind.sizes | dict.fromkeys(off, False)
+
+
+def tiny_args(args: argparse.Namespace, kinds: list[LayerKind]) -> argparse.Namespace:
     """Return the job's arguments with the sizes of a tiny model and one layer of each kind, in
     float32, without pipeline stages. `tiny_config` is the configuration of the model.
     """
     config = transformer_config(args)
     tiny = _tiny_config(args, config, kinds)
     types = tiny.cp_comm_type if isinstance(tiny.cp_comm_type, list) else [tiny.cp_comm_type]
-    changes = vars(tiny) | {
+    changes = vars(tiny) | arguments_of_microbatch(kinds[0])
+    changes |= {
         "vocab_size": VOCABULARY,
         "padded_vocab_size": VOCABULARY * args.tensor_model_parallel_size,
         "num_experts": tiny.num_moe_experts,
-        "seq_length": kinds[0].tokens,
-        "micro_batch_size": batch_size,
         # The table of positions keeps the job's length, because a microbatch of that length is
         # probed too.
         "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
-        "check_for_nan_in_loss_and_grad": False,
-        "check_for_spiky_loss": False,
         "cp_comm_type": types,
     }
-    if kinds[0].mask != "packed":
-        changes |= dict.fromkeys(PACKING, False)
     changes |= tiny_pattern(args, chosen_layers(args, config, kinds))
     # a program may have fields of its own, such as the length of a batch row
     own = copy.copy(config)
@@ -112,6 +112,7 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
         "add_bias_linear": False,
     }
     values |= _experts(config) | changes_of_layers(args, config, kinds, tp)
+    values |= _recomputation(config, values["num_layers"])
     return made(**{name: value for name, value in values.items() if name in fields})
 
 
@@ -152,18 +153,21 @@ def _experts(config: Any) -> dict[str, Any]:
     }
 
 
+def _recomputation(config: Any, layers: int) -> dict[str, Any]:
+    """Return the recomputation of the job, as far as it concerns attention, for fewer layers."""
+    if config.recompute_granularity == "full":
+        return {"recompute_num_layers": min(config.recompute_num_layers, layers)}
+    modules = {"core_attn", "mla_up_proj"} & {*(config.recompute_modules or ())}
+    return {"recompute_modules": sorted(modules)}
+
+
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
-    """Return the key/value heads of a tiny model: two for each tensor-parallel rank, or as many as
-    the ranks that exchange heads need.
+    """Return the key/value heads of a tiny model: two for each tensor-parallel rank and each rank
+    that exchanges heads, or as many as the job has.
     """
-    tp, all_heads = args.tensor_model_parallel_size, args.num_attention_heads // sharing
-    specs = [spec for _, spec in comm_types.specs(args, settings.current())]
-    fitting = (
-        groups
-        for groups in range(2 * tp, all_heads, tp)
-        if not any(unsplit(groups * sharing // tp, groups // tp, spec.ulysses) for spec in specs)
-    )
-    return min(all_heads, next(fitting, all_heads))
+    specs = comm_types.specs(args, settings.current())
+    ranks = args.tensor_model_parallel_size * max(spec.ulysses for _, spec in specs)
+    return int(min(args.num_attention_heads // sharing, 2 * ranks))
 
 
 def uncovered(args: argparse.Namespace) -> str:
@@ -241,21 +245,15 @@ def one_stage(alone: Any, whole: bool = False) -> dict[str, Any]:
 
     tensor = parallel_state.get_tensor_model_parallel_group()
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    kinds = ("PIPELINE", "EMBEDDING", "EXPERT") + ("DATA", "CONTEXT") * whole
     state: dict[str, Any] = {}
     for name, group in vars(parallel_state).items():
         if not isinstance(group, dist.ProcessGroup) or "GLOO" in name:
             continue
-        if "TENSOR" in name:
-            if whole or "EXPERT" in name:
-                state[name] = tensor
-        elif "EXPERT" in name and "DATA" in name:
-            state[name] = alone if whole else data
-        elif any(kind in name for kind in kinds):
-            state[name] = alone
+        expert, stage = "EXPERT" in name, "PIPELINE" in name or "EMBEDDING" in name
+        if whole or expert or stage:
+            of_experts = data if expert and "DATA" in name and not whole else alone
+            state[name] = tensor if "TENSOR" in name else of_experts
     for kind in ("PIPELINE", "EMBEDDING", "POSITION_EMBEDDING") + ("CONTEXT_PARALLEL",) * whole:
         state[f"_{kind}_GLOBAL_RANKS"] = [dist.get_rank()]
-    for kind in ("MPU", "VIRTUAL"):
-        for what in ("RANK", "WORLD_SIZE"):
-            state[f"_{kind}_PIPELINE_MODEL_PARALLEL_{what}"] = None
-    return state
+    virtual = ("RANK", "WORLD_SIZE")
+    return state | {f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{what}": None for what in virtual}

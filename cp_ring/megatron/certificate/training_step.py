@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.report import Probe
-from cp_ring.megatron.certificate.tiny_batch import Microbatch
 from cp_ring.plan.sizes.attention_sizes import widening
 
 # Norm of the error over norm of the truth; matrix products on CUDA may round to TF32.
@@ -26,8 +24,8 @@ ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a step: losses of this rank's tokens [b, s], the reported loss, and gradients
-    by parameter.
+    """The results of a step: losses of this rank's tokens [b, s], with the batch rows of all
+    microbatches, the reported loss, and gradients by parameter.
 
     `sums` is true if the loss function returns a number of tokens and reports a sum and a number,
     which Megatron adds up over ranks. Megatron averages a mean over ranks.
@@ -39,8 +37,10 @@ class Outcome:
     sums: bool
 
 
-def train(args: argparse.Namespace, model: Any, batch: Microbatch, step: ForwardStep) -> Outcome:
-    """Run forward, backward and the reduction of gradients on one microbatch, as Megatron's
+def train(
+    args: argparse.Namespace, model: Any, microbatches: list[dict[str, Any]], step: ForwardStep
+) -> Outcome:
+    """Run forward, backward and the reduction of gradients on `microbatches`, as Megatron's
     training loop does.
     """
     from megatron.core import parallel_state
@@ -52,16 +52,17 @@ def train(args: argparse.Namespace, model: Any, batch: Microbatch, step: Forward
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
+    batch_size, n = microbatches[0]["tokens"].shape
     seen: list[Tensor] = []
-    returned: list[int] = []
+    returned: set[int] = set()
 
     def observed(iterator: Any, module: Any) -> Any:
         output, loss = step(iterator, module)
-        seen.append(output.detach().clone())
+        seen.append(output.detach().reshape(batch_size, -1).double())
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             outputs = loss(*args, **kwargs)
-            returned.append(len(outputs))
+            returned.add(len(outputs))
             return outputs
 
         return output, counted
@@ -72,18 +73,17 @@ def train(args: argparse.Namespace, model: Any, batch: Microbatch, step: Forward
     model.config.finalize_model_grads_func = finalize_model_grads
     model.model_type = ModelType.encoder_or_decoder
     wrapped.zero_grad_buffer()
-    batch_size, n = batch.data["tokens"].shape
     reports = forward_backward_no_pipelining(
         forward_step_func=observed,
-        data_iterator=iter([batch.fresh()]),
+        data_iterator=iter(microbatches),
         model=[wrapped],
-        num_microbatches=1,
+        num_microbatches=len(microbatches),
         seq_length=n,
         micro_batch_size=batch_size,
         forward_only=False,
     )
     wrapped.grad_accs.clear()  # breaks a cycle through autograd, which would keep the model
-    report = next(iter(reports[0].values())).detach().clone().double().reshape(-1)
+    report = sum(next(iter(each.values())).detach().double().reshape(-1) for each in reports)
     dist.all_reduce(
         report, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
@@ -91,9 +91,8 @@ def train(args: argparse.Namespace, model: Any, batch: Microbatch, step: Forward
         name: parameter.main_grad.detach().double().clone()
         for name, parameter in wrapped.module.named_parameters()
     }
-    losses = seen[0].reshape(batch_size, -1).double()
-    sums = len(report) == 2 and returned == [3]
-    return Outcome(losses, float(report[0] / report[-1]), gradients, sums)
+    sums = len(report) == 2 and returned == {3}
+    return Outcome(torch.cat(seen), float(report[0] / report[-1]), gradients, sums)
 
 
 def compare(
@@ -109,32 +108,29 @@ def compare(
     labels of the others differ between the runs, and must change nothing. `about` names the model
     and its mask.
     """
-    device = ours.losses.device.type
-    wider = widening(settings.current().wire)
+    device, wider = ours.losses.device.type, widening(settings.current().wire)
     truth = reference.losses.gather(1, positions)
     difference = (ours.losses - truth).masked_fill(~counts, 0.0)
     batch_row, token = divmod(int(difference.abs().nan_to_num(torch.inf).argmax()), truth.shape[1])
-    worst, error = _worst_gradient(ours.gradients, reference.gradients)
-    probes = (
-        ("loss of each token", float(difference.norm() / truth.norm()), BOUND[device] + wider,
-         f"worst at query {int(positions[batch_row, token])} of batch row {batch_row}"),
-        ("loss", abs(ours.loss / reference.loss - 1), BOUND[device] + wider,
-         f"{ours.loss:.6g}, at cp 1 {reference.loss:.6g}"),
-        ("gradients", error, GRADIENTS_BOUND[device] + 10 * wider,
-         f"worst in {worst}; labels that the loss mask hides are others"),
-    )  # fmt: skip
-    found = [Probe(name, *about, error, bound, where) for name, error, bound, where in probes]
-    return found if exact else found[:1]
+    place = f"worst at query {int(positions[batch_row, token])} of batch row {batch_row}"
+    error, bound = float(difference.norm() / truth.norm()), BOUND[device] + wider
+    probes = [Probe("loss of each token", *about, error, bound, place)]
+    if exact:
+        both = f"{ours.loss:.6g}, at cp 1 {reference.loss:.6g}"
+        probes.append(Probe("loss", *about, abs(ours.loss / reference.loss - 1), bound, both))
+        worst, error = _worst_gradient(ours.gradients, reference.gradients)
+        place = f"worst in {worst}; labels that the loss mask hides are others"
+        bound = GRADIENTS_BOUND[device] + 10 * wider
+        probes.append(Probe("gradients", *about, error, bound, place))
+    return probes
 
 
 def _worst_gradient(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[str, float]:
     """Return the parameter with the largest gradient error, and this error relative to the norm of
     its gradient, or to a hundredth of the norm of all gradients.
     """
-    least = float(torch.stack([x.norm() for x in truth.values()]).norm()) * 1e-2
-    errors = {
-        name: float((ours[name] - gradient).norm() / gradient.norm().clamp(min=least))
-        for name, gradient in truth.items()
-    }
-    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    return worst, errors[worst]
+    norms = torch.stack([gradient.norm() for gradient in truth.values()])
+    errors = torch.stack([(ours[name] - gradient).norm() for name, gradient in truth.items()])
+    errors /= norms.clamp(min=float(norms.norm()) * 1e-2)
+    worst = int(errors.nan_to_num(torch.inf).argmax())
+    return list(truth)[worst], float(errors[worst])

@@ -1,0 +1,142 @@
+"""The batch rows of a probe: their masks, their split over the ranks as the job splits its own, and
+random tokens in the form of a data set's.
+
+Shapes: b batch rows, n tokens of a batch row, s tokens that a rank holds of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cp_ring.megatron.certificate.dense_oracle import MaskRule, declared_rule, document_rule
+from cp_ring.megatron.certificate.layer_kinds import PREFIX, LayerKind
+from cp_ring.megatron.data.documents import DocumentParams, Documents, documents_of, thd_params
+from cp_ring.megatron.data.masks import KEY, DeclaredMask
+from cp_ring.megatron.plans import make_layout
+from cp_ring.megatron.settings import current, packed_in_whole_rows
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.ranges import Ints
+
+VOCABULARY = 128
+DOCUMENTS = 4  # of a batch row
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch rows of a microbatch of `kind`.
+
+    Attributes:
+        rules: the mask rule of each batch row.
+        masks: the declared mask of each batch row; [] if the job's masks are not declared.
+        packed: the `packed_seq_params` of layers, or None if every batch row is one document.
+        positions: the indices in their batch rows of each rank's tokens, int64 [b, s].
+    """
+
+    kind: LayerKind
+    rules: list[MaskRule]
+    masks: list[Mask]
+    packed: Any
+    positions: list[Tensor]
+
+    @classmethod
+    def draw(cls, kind: LayerKind, cp: int, padded: bool = False) -> Batch:
+        """Draw the masks, and split the batch rows as the settings in force say. With `padded`,
+        packed documents have padding if the job's may.
+        """
+        n, seeds, layout = kind.tokens, range(1, kind.batch_size + 1), current().layout
+        packed: Any = None
+        masks = []
+        if kind.mask.startswith(PREFIX):
+            from cp_ring.megatron.certificate.user_masks import sample  # few jobs declare masks
+
+            masks = [sample(kind.mask.removeprefix(PREFIX), n, seed) for seed in seeds]
+            rules = [declared_rule(mask) for mask in masks]
+            packed = DocumentParams.carry(DeclaredMask.of_rows(masks, layout, cp))
+        else:
+            unit = 1
+            if kind.mask == "packed" and not packed_in_whole_rows():
+                unit = 4 * cp  # each document is split separately
+            parts = 1 if kind.mask == "causal" else DOCUMENTS
+            edges = np.stack([_edges(n // unit, parts, seed) * unit for seed in seeds])
+            ends = edges[:, 1:].copy()
+            if padded and unit > 1:
+                ends -= np.arange(1, ends.shape[1] + 1) % 3 + 1
+            spans = np.stack([edges[:, :-1], ends], 2)
+            rules = [document_rule(n, of_row) for of_row in spans.tolist()]
+            if kind.mask == "documents":
+                offsets = np.unique(edges + n * np.arange(len(edges))[:, None])
+                in_rows = Documents.in_rows(offsets, len(edges), layout, cp)
+                packed = DocumentParams.carry(in_rows)
+            elif kind.mask == "packed":
+                real = np.append(0, np.cumsum(ends - edges[:, :-1]))
+                both = (torch.from_numpy(x).to(torch.int32) for x in (real, edges[0]))
+                packed = thd_params(*both)
+        if packed is None:
+            split = make_layout(layout, n, cp)
+            of_ranks = [torch.from_numpy(split.positions(rank))[:, None] for rank in range(cp)]
+        else:
+            documents = documents_of(packed, n * len(rules) // cp, cp, packed_in_whole_rows())
+            of_ranks = [documents.places(rank) for rank in range(cp)]
+        positions = [places.T.expand(len(rules), -1) for places in of_ranks]
+        return cls(kind, rules, masks, packed, positions)
+
+    def data(self, seed: int, distinct: bool = False, blind: bool = False) -> dict[str, Any]:
+        """Draw a microbatch. The loss mask differs between ranks, and has fractions. A new one each
+        time, because a script may write into the dictionary and its tensors.
+
+        With `distinct`, all tokens differ, beyond any vocabulary. With `blind`, labels are others
+        where the loss mask is 0.
+        """
+        random, shape = torch.Generator().manual_seed(seed), (len(self.rules), self.kind.tokens + 1)
+        tokens = (
+            torch.arange(shape[0] * shape[1]).view(shape)
+            if distinct
+            else torch.randint(VOCABULARY, shape, generator=random)
+        )
+        loss_mask, labels = self._loss_mask(random), tokens[:, 1:].contiguous()
+        if blind:
+            labels = torch.where(loss_mask == 0, (labels + 1) % VOCABULARY, labels)
+        data: dict[str, Any] = {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": labels,
+            "position_ids": torch.stack([rule.positions for rule in self.rules]),
+            "loss_mask": loss_mask,
+        }
+        if self.masks:
+            data[KEY] = self.masks
+        if self.kind.mask == "packed":  # as in the data sets of Megatron's scripts
+            data["cu_seqlens"] = self.packed.cu_seqlens_q_padded[None]
+            data["max_seqlen"] = torch.tensor([self.packed.max_seqlen_q], dtype=torch.int32)
+        return data
+
+    def _loss_mask(self, random: torch.Generator) -> Tensor:
+        """Draw zeros, and weights of up to 1.75 in quarters, which become more frequent along the
+        sequence: float32 [b, n].
+
+        The weights of a rank add up to a whole number: loss functions of Megatron's scripts cut off
+        fractions of this sum, with and without context parallelism.
+        """
+        last = torch.stack([rule.last for rule in self.rules])
+        b, n = last.shape
+        some = torch.rand(b, n, generator=random) < torch.linspace(0.4, 1.0, n)
+        mask = some * torch.randint(1, 8, (b, n), generator=random) / 4
+        if self.kind.mask in ("documents", "packed"):
+            mask[last] = 0
+        for mine in self.positions:
+            part = mask.gather(1, mine)
+            for batch_row, token in part.nonzero()[-1:].tolist():
+                missing = -float(part.sum(dtype=torch.float64)) % 1
+                mask[batch_row, mine[batch_row, token]] += missing
+        return mask
+
+
+def _edges(n: int, parts: int, seed: int) -> Ints:
+    """Return offsets, int64 [parts + 1], of documents of uneven length that fill n tokens."""
+    random = np.random.default_rng(seed)
+    inner = np.sort(random.choice(np.arange(1, n), size=min(parts, n) - 1, replace=False))
+    return np.array([0, *inner, n], dtype=np.int64)
