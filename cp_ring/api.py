@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import wraps
+from operator import is_
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ def ring_attention(
     group: Group = None,
     *,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = PlanOptions.window_size,
     cu_seqlens: Offsets | None = None,
     mask: Mask | None = None,
     plan: AnyPlan | None = None,
@@ -138,7 +140,10 @@ def ring_attention(
     if timeout is not None:
         _watch(timeout)
     layout = CallSettings.layout if layout is None else layout
-    asked = PlanOptions(causal, window_size, cu_seqlens, mask, plan, layout, route, schedule, heads)
+    of_plan = causal, window_size, cu_seqlens, mask, layout, route, schedule, heads
+    # a plan that is given alone needs no check of others, which takes the host longer
+    if plan is None or not all(map(is_, of_plan, _DEFAULTS)):
+        asked = PlanOptions(*of_plan, plan)
     of_tensors = expect("qkv_format", qkv_format, str)
     if of_tensors in _DIMENSIONS:
         q, k, v = (_viewed(name, x, of_tensors) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -171,6 +176,8 @@ def ring_attention(
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
 
+
+_DEFAULTS = tuple(field.default for field in fields(PlanOptions))
 
 _DIMENSIONS = {"bhsd": 4, "thd": 3}
 """Formats whose tensors are views of the format bshd, and how many dimensions they have."""

@@ -43,11 +43,11 @@ class PlanOptions:
     window_size: tuple[int, int] = (-1, -1)
     cu_seqlens: Offsets | None = None
     mask: Mask | None = None
-    plan: Plan | RankPlan | None = None
     layout: str | Layout = CallSettings.layout
     route: str = CallSettings.route
     schedule: str | Sequence[int] = CallSettings.schedule
     heads: int | str = CallSettings.heads
+    plan: Plan | RankPlan | None = None
 
     def __post_init__(self) -> None:
         mask, heads, layout = self.mask, self.heads, self.layout
@@ -81,8 +81,8 @@ class PlanOptions:
     def _asks(self, name: str) -> bool:
         """Return True if a keyword has another value than its default."""
         value, default = getattr(self, name), getattr(PlanOptions, name)
-        if default is None:
-            return value is not None
+        if value is default or default is None:
+            return value is not default
         return bool((tuple(value) if name == "window_size" else value) != default)
 
     def find(
