@@ -63,6 +63,13 @@ def on_two_ranks(case):
     return functools.wraps(case)(lambda: str(LocalRing(2).run(case)[0]))
 
 
+def a_list_of_masks():
+    masks = [Mask.causal(16), Mask.full(16)]
+    line = said(Mask.union, masks)
+    assert Mask.union(*masks).area() == 256
+    return line
+
+
 @on_two_ranks
 def a_layout_that_follows_from_the_mask(group):
     mask = Mask.documents([0, 5, 16])
@@ -275,6 +282,7 @@ CASES = {
     "parents for {} branches: give": parents_of_branches,
     "q_ranges, {} k_ranges and {} types: give": slices_and_their_types,
     "more than max_pieces={}": a_mask_of_many_pieces,
+    "a list of masks: give them one by one": a_list_of_masks,
     "mask_mod failed with {}": a_function_that_reads_b_and_h,
     ": give its mask_mod": a_block_mask_as_a_function,
     "; pass it as {}=": what_is_no_group,

@@ -53,7 +53,7 @@ class Case:
 
     def __post_init__(self):
         if self.tokens[0] != self.tokens[1]:
-            object.__setattr__(self, "rejected", "key_layout is not supported")
+            object.__setattr__(self, "rejected", "unexpected keyword argument 'key_layout'")
 
 
 def run(case, processes=None):
@@ -121,7 +121,7 @@ def _told(*given):
     """What a rank finds, or the line of a rejection: an error would end the processes."""
     try:
         return _on_rank(*given)
-    except (ConfigError, PlanError, KernelError) as rejection:
+    except (ConfigError, PlanError, KernelError, TypeError) as rejection:
         return str(rejection)
 
 

@@ -9,11 +9,9 @@ import re
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_ring.errors import ConfigError
 from cp_ring.plan import OPEN, Layout, Mask, Plan, Tiles, union
 from cp_ring.plan.tiles import paint
 from tests.plan.strategies import disjoint_pieces, masks
@@ -281,8 +279,3 @@ def test_a_union_of_many_pieces_costs_what_they_share(monkeypatch):
     assert sum(made) < 20 * 2 * documents
     beside = size * (size + 1) // 2 - sum(size - key for key in range(8, 24))
     assert either.area() == documents * (16 * n + beside)
-
-
-def test_masks_of_a_union_are_given_one_by_one():
-    with pytest.raises(ConfigError, match=r"give them one by one, as in Mask.union\(a, b\)"):
-        Mask.union([Mask.causal(8), Mask.full(8)])
