@@ -53,6 +53,9 @@ def _replacements() -> Iterator[Replacement]:
                 start(self)
         finally:
             del self.run
+        # A SIGTERM of the parent is lost while one of another process is pending.
+        popen: Any = self._popen  # type: ignore[attr-defined]
+        popen.terminate = popen.kill
 
     yield from replace_everywhere([module, data_samplers], "DistributedSignalHandler", Handler)
     yield BaseProcess, "start", start_apart
