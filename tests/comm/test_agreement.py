@@ -214,7 +214,8 @@ def test_a_rank_that_does_not_come_is_named_in_time(pool):
     )
     assert "and rank 0 of the group made none within 0.5 s" in new
     assert "calls: mask is <Mask of 64 tokens, full, 4,096 pairs> on rank 0 and <Mask of" in known
-    assert "made a call that is new to it (gradient that of call 1), and rank 1 of the" in gradient
+    # the place is that of the layer that an earlier test of the pool has run last
+    assert re.search(r"new to it \(gradient that of call 1.*\), and rank 1 of the group", gradient)
 
 
 def within_the_timeout_of_a_group(_):
