@@ -140,6 +140,12 @@ def _machine() -> Lines:
         card = torch.cuda.get_device_properties(index)
         about = f"{card.name}, {card.total_memory >> 30} GiB, sm_{card.major}{card.minor}"
         yield f"GPU {index}", about
+    if torch.cuda.is_available():
+        high = os.environ.get("TORCH_NCCL_HIGH_PRIORITY") == "1"
+        advice = (
+            "messages of groups of your own wait for kernels; Megatron jobs have it by themselves"
+        )
+        yield "TORCH_NCCL_HIGH_PRIORITY", "1" if high else f"absent: {advice}"
 
 
 def _kernels() -> Lines:
