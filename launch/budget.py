@@ -79,7 +79,7 @@ ROOMS = (
         cp_ring/megatron/options.py cp_ring/megatron/plans.py cp_ring/megatron/settings.py"""),
     room("checkpoints", 1_000, 1_000, "cp_ring/megatron/newest_checkpoint.py"),
     room("certificate", 15_500, 17_350, "cp_ring/megatron/certificate"),
-    room("patches", 10_000, 10_500, "patches"),
+    room("patches", 10_000, 10_520, "patches"),
     room("train", 3_500, 3_900, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
     room("corpus", 1_500, 1_500, "cp_ring/tools/corpus.py"),
