@@ -2,8 +2,6 @@
 give, pass, make, cut, pad, drop or leave has a case here that provokes it, and then follows it.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

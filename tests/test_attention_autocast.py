@@ -2,8 +2,6 @@
 every way to compute.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

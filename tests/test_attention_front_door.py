@@ -1,7 +1,5 @@
 """ring_attention without a plan, its arguments, and their errors."""
 
-from __future__ import annotations
-
 import gc
 import re
 import subprocess

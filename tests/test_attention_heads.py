@@ -2,8 +2,6 @@
 processes and in threads.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from functools import partial

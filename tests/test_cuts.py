@@ -2,8 +2,6 @@
 in a job of several ranks are one line: their numbers would be wrong.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """shard, unshard and roll, against the whole tensor on one rank."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that make different calls stop with one line that says in what they differ."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import re

@@ -4,8 +4,6 @@ A new codec needs no test of its own: its class in `CODECS` and its widths and e
 enough.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

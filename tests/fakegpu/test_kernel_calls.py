@@ -1,7 +1,5 @@
 """That `auto` takes no kernel that cannot run the calls of a plan, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 
 from cp_ring.kernels import te_library

@@ -12,8 +12,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu.job import Job
-
 MODEL = shlex.split("""
     --num-layers 2 --group-query-attention --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
     --untie-embeddings-and-output-weights --attention-dropout 0 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3
@@ -78,11 +76,11 @@ ROWS = (
 )
 
 
-def training(job: Job) -> None:
+def training(job):
     """Losses of 5 steps of each row, beside those of another; a job that several need runs once."""
-    done: dict[tuple[int, str, str], list[float]] = {}
+    done = {}
 
-    def losses(*key: int | str) -> list[float]:
+    def losses(*key):
         if key not in done:
             done[key] = _train(job, *key)
         return done[key]
@@ -96,7 +94,7 @@ def training(job: Job) -> None:
             job.check("least loss over the first", min(found) / found[0], 0.999, row=row.what)
 
 
-def _train(job: Job, cp: int, flags: str, variables: str) -> list[float]:
+def _train(job, cp, flags, variables):
     """The losses of 5 training steps on `cp` ranks of this device; none if the job failed."""
     line = [*MODEL, "--transformer-impl", "transformer_engine", *shlex.split(flags)]
     line += ["--context-parallel-size", str(cp)]
@@ -131,7 +129,7 @@ def _train(job: Job, cp: int, flags: str, variables: str) -> list[float]:
     return losses
 
 
-def _free_port() -> int:
+def _free_port():
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])

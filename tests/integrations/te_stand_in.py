@@ -3,8 +3,6 @@ modules, the choice of a backend, and the arguments with which its two backends 
 `attn_forward_func_with_cp`. Its own context parallelism only says that it was called.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import contextmanager
 from dataclasses import field, make_dataclass

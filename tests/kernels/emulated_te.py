@@ -2,8 +2,6 @@
 from the arguments.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

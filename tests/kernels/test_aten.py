@@ -2,8 +2,6 @@
 CPU, and the order of kernels. tests/fakegpu calls the operators themselves.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

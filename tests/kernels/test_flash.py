@@ -5,8 +5,6 @@ Where a version registers its functions as `torch.library.custom_op`, the stand-
 the version's schemas.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Packed calls of a training run with packed documents have few sizes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

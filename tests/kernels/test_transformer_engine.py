@@ -2,8 +2,6 @@
 emulation of them.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

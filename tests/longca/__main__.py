@@ -2,8 +2,6 @@
 in whose name a part of TEXT is.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from tests.longca.masks import cells
@@ -15,7 +13,7 @@ parser.add_argument("--baseline", default="", help="record baseline.json from th
 parser.add_argument("--each", action="store_true", help="a line for each cell too")
 
 
-def main() -> None:
+def main():
     args = parser.parse_args()
     chosen = [c for c in cells() if str(c).startswith(tuple(args.cells.split(",")))]
     if args.baseline:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from os import environ
 from pathlib import Path
@@ -51,7 +50,7 @@ class Row:
     milliseconds: tuple[float, float, float, float]
 
 
-def row(cell: Cell) -> Row:
+def row(cell):
     """The balanced layout, with the heads of least time by the formula."""
     mask, clock = cell.mask(), [process_time()]
     layout = Layout.balanced(mask, cell.cp)
@@ -80,17 +79,17 @@ def row(cell: Cell) -> Row:
     )
 
 
-def _by_formula(plan: Plan) -> tuple[float, float]:
+def _by_formula(plan):
     time = plan.time(FULL)
     return time.ideal[0] / time.forward, sum(time.ideal) / time.both
 
 
-def _by_referee(plan: Plan) -> tuple[float, float]:
+def _by_referee(plan):
     forward, both, slowest, slowest_both = referee.seconds(plan, SIZES, NODE)
     return forward / slowest, both / slowest_both
 
 
-def bound(cell: Cell) -> float:
+def bound(cell):
     """What no layout, hops and heads of `heads_of` exceed, as a share in forward and backward: the
     keys of the query that sees the most reach its node from others.
     """
@@ -113,19 +112,19 @@ def bound(cell: Cell) -> float:
     return best
 
 
-def before() -> dict[str, list[float]]:
+def before():
     """Shares of the version before: by the formula (forward, both), by its own model (the same)."""
     return json.loads(BASELINE.read_text())
 
 
-def slower(one: Row, before: list[float]) -> bool:
+def slower(one, before):
     """Whether forward and backward are slower than before by either model, by more than a tenth of
     a percent.
     """
     return one.formula[1] < 0.999 * before[1] or one.referee[1] < 0.999 * before[3]
 
 
-def record(cells: Iterable[Cell], checkout: str) -> None:
+def record(cells, checkout):
     """Writes `baseline.json` anew, from a checkout of the version before."""
     shares = {str(cell): shares for cell, shares in _recorded(cells, checkout)}
     lines = (
@@ -134,7 +133,7 @@ def record(cells: Iterable[Cell], checkout: str) -> None:
     BASELINE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def _recorded(cells: Iterable[Cell], checkout: str) -> Iterator[tuple[Cell, list[float]]]:
+def _recorded(cells, checkout):
     run = subprocess.Popen(
         [sys.executable, FOLDER / "baseline.py"],
         stdin=subprocess.PIPE,
@@ -155,7 +154,7 @@ def _recorded(cells: Iterable[Cell], checkout: str) -> Iterator[tuple[Cell, list
         yield cell, [*_by_formula(plan), *made["shares"]]
 
 
-def printed(rows: list[Row]) -> Iterator[str]:
+def printed(rows):
     """A line of Markdown for each kind and number of ranks; means of the draws, and the worst."""
     yield (
         "| mask, cp | draws | formula | before | referee | before | slower | balance | heads | "
@@ -186,5 +185,5 @@ def printed(rows: list[Row]) -> Iterator[str]:
         yield "| " + " | ".join(map(str, columns)) + " |"
 
 
-def _pair(shares: np.ndarray) -> str:
+def _pair(shares):
     return " ".join(f"{share:.2f}" for share in shares)

@@ -2,8 +2,6 @@
 script, and ones that are wrong.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 

@@ -6,8 +6,6 @@ line of JSON for each case: exit codes of the ranks, seconds from the end of the
 the last process that any of them has started, and whether that had to be killed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json
@@ -60,7 +58,7 @@ def launch(case):
     store = TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-    codes: dict[int, int] = {}
+    codes = {}
     first = hung = 0.0
     begun = time.monotonic()
     while True:

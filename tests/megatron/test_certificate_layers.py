@@ -1,7 +1,5 @@
 """The layers of the certificate's tiny model: one of each kind that the flags describe."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from types import SimpleNamespace
 

@@ -2,8 +2,6 @@
 against one rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

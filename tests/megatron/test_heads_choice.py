@@ -1,7 +1,5 @@
 """`--cp-ring-heads auto`: where a group spans nodes, the formula chooses for each microbatch."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Which latents Megatron's layers give to core attention, and where their gradients go."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -2,8 +2,6 @@
 rank's own tokens.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

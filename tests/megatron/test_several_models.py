@@ -1,7 +1,5 @@
 """Models of one process with context parallel sizes of their own: each is one rank."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

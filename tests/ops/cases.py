@@ -1,7 +1,5 @@
 """Updates to run on random partial results, and what they must give."""
 
-from __future__ import annotations
-
 import math
 
 import torch

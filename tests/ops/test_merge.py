@@ -2,8 +2,6 @@
 in a process of its own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """Logits and losses in chunks: the same losses and gradients, and logits of few tokens at a time."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

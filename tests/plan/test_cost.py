@@ -1,7 +1,5 @@
 """FLOP, bytes and memory of plans, and the formula of time."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The head axis of plans: the exchange of tokens for heads, and which rank computes which heads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Layouts: positions, equal shares, balance, and agreement with other splits."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Masks against masks painted pair by pair, their words, and what they reject."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 
@@ -16,13 +14,7 @@ from tests.rings import said
 windows = st.tuples(*[st.one_of(st.just(-1), st.integers(0, 9))] * 2)
 
 
-def painted(
-    n,
-    offsets,
-    window,
-    causal,
-    prefixes=None,
-):
+def painted(n, offsets, window, causal, prefixes=None):
     """The mask, from its definition."""
     left, right = window
     allowed = np.zeros((n, n), bool)

@@ -2,8 +2,6 @@
 and what is rejected.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 from dataclasses import replace

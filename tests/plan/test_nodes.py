@@ -1,7 +1,5 @@
 """How many neighboring ranks of a group share a node."""
 
-from __future__ import annotations
-
 import pytest
 
 from cp_ring.comm.nodes import node_size, ranks_per_node

@@ -1,7 +1,5 @@
 """Random plans are right, and the proof notices every way to spoil one."""
 
-from __future__ import annotations
-
 import re
 import tracemalloc
 from dataclasses import replace

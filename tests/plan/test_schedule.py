@@ -1,7 +1,5 @@
 """Schedules: what they accept, what `auto` chooses, and what hops of several sources save."""
 
-from __future__ import annotations
-
 import pytest
 
 from cp_ring.plan import Layout, Mask, Plan

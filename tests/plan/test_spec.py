@@ -2,8 +2,6 @@
 before.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,11 +1,8 @@
 """Recipes of Megatron Bridge with ring attention: `bash launch/test.sh --bridge`."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +22,7 @@ def run(folder, model, work, cp, ring, pp=1):
     job = ["-m", "tests.programs.bridge_worker", model, work, str(folder), str(int(ring)), str(pp)]
     ended = launch(cp * pp, job, python_path=os.pathsep.join([str(BRIDGE), str(ROOT)]))
     assert ended.returncode == 0, ended.stdout[-8000:]
-    found: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
+    found = json.loads((folder / "outcome.json").read_text())
     return found
 
 

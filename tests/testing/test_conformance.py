@@ -1,7 +1,5 @@
 """The conformance suite passes our kernels and catches planted faults by name."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A whole group in one process: more ranks than this machine has cores."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

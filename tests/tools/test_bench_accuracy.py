@@ -1,7 +1,5 @@
 """The ring is as accurate as one rank on the whole sequence."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

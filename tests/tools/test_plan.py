@@ -1,7 +1,5 @@
 """The `cp-ring plan` command and its picture."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

@@ -2,8 +2,6 @@
 Megatron accepts what it recommends.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace
