@@ -21,12 +21,13 @@ from cp_ring.errors import ConfigError
 from cp_ring.integrations import transformer_engine as beneath
 from cp_ring.integrations.transformer_engine import use_ring
 from cp_ring.megatron.settings import configure
-from cp_ring.testing.oracle import dense, error
+from cp_ring.testing.oracle import Case
+from tests import rings
 from tests.integrations import te_stand_in
 from tests.integrations.te_stand_in import BACKENDS, Left, forward, installed
 from tests.peers.attend import LIMITS
 from tests.peers.tables import packed, seen, transformer_engine
-from tests.rings import said
+from tests.rings import said, truth
 
 FULL = (-1, -1)
 ALL = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -64,12 +65,10 @@ class Call:
         return allowed
 
     def draw(self):
-        """q, k, v, dout [b, n, heads, size] and the sink [h]."""
-        generator, b = torch.Generator().manual_seed(5), 1 if self.edges else self.batch
-        (h, g), (d, e) = self.heads, self.sizes
-        shapes = (b, self.n, h, d), (b, self.n, g, d), (b, self.n, g, e), (b, self.n, h, e)
-        made = [torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes]
-        return [x.to(self.dtype) for x in made], torch.randn(h, generator=generator)
+        """q, k, v, dout [b, n, heads, size], and the sink [h] or None."""
+        b, (h, g), (d, e) = 1 if self.edges else self.batch, self.heads, self.sizes
+        case = Case.draw(self.n, seed=5, dtype=self.dtype, b=b, h=h, g=g, d=d, e=e)
+        return case, torch.linspace(-1, 2, h) if self.sink else None
 
     def tokens(self, rank):
         """Of a rank: two chunks of each document, and its part of what is behind them."""
@@ -145,7 +144,7 @@ def _attend(group, call, package, version):
     rank = dist.get_rank(group)
     tensors, sink = call.draw()
     q, k, v, dout = (shard(call, x, rank) for x in tensors)
-    leaves = [x.requires_grad_() for x in (q, k, v, sink)][: 3 + call.sink]
+    leaves = [x.requires_grad_() for x in (q, k, v, sink) if x is not None]
     BACKENDS.fused = not call.flash
     try:
         out = forward(package, *leaves[:3], softmax_offset=leaves[3] if call.sink else None,
@@ -161,18 +160,15 @@ def _attend(group, call, package, version):
 
 
 def off(call, parts):
-    """The largest error of out and gradients, divided by its limit."""
-    tensors, sink = call.draw()
-    leaves = [x.double().requires_grad_() for x in (*tensors[:3], sink)]
-    truth, _ = dense(*leaves[:3], call.allowed(), sink=leaves[3] if call.sink else None)
-    wanted = torch.autograd.grad(truth, leaves[: 3 + call.sink], tensors[3].double())
-    whole = [torch.full_like(x, np.nan) for x in (truth.detach(), *leaves[:3])]
+    """The largest error of out and gradients, divided by its limit; NaN where one has NaN."""
+    case, sink = call.draw()
+    wanted = truth(case, call.allowed(), sink)
+    whole = [torch.full_like(x, np.nan) for x in wanted[:4]]
     for rank, part in enumerate(parts):
         for x, mine in zip(whole, part[:4], strict=True):
             x[:, call.tokens(rank)] = mine.to(x)
     found = [*whole, *([sum(part[4] for part in parts)] if call.sink else [])]
-    errors = [error(x, y) for x, y in zip(found, (truth, *wanted), strict=True)]
-    return max(errors) / LIMITS[call.dtype] if not np.isnan(errors).any() else np.inf
+    return rings.off(found, wanted) / LIMITS[call.dtype]
 
 
 def run(pool, calls, **more):

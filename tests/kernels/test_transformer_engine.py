@@ -221,13 +221,12 @@ def test_without_packed_tiles_documents_take_the_next_kernel(monkeypatch):
     """As on an A100. Packed calls of other plans, whose tiles are uneven, go to torch's flash
     attention.
     """
-    plain = emulated_te.backend
+    plain = emulated_te.backend_for
 
-    def backend(training, q_type, kv_type, layout, *rest):
-        found = plain(training, q_type, kv_type, layout, *rest)
-        return emulated_te.NO_BACKEND if layout[1] == "thd_thd_thd" else found
+    def backend(p):
+        return emulated_te.NO_BACKEND if p.qkv_layout[1] == "thd_thd_thd" else plain(p)
 
-    monkeypatch.setattr(emulated_te, "backend", backend)
+    monkeypatch.setattr(emulated_te, "backend_for", backend)
     for name in ("forward_varlen", "backward_varlen"):
         monkeypatch.setattr(adapter.FLASH, name, getattr(REFERENCE, name))
     tensors = {"device": CPU, "dtype": torch.bfloat16, "d": 64, "e": 64}
