@@ -94,12 +94,12 @@ def installed(version, cudnn=92600):
 
 BY_POSITION = """is_training q_type kv_type qkv_layout bias_type attn_mask_type softmax_type dropout
     num_attn_heads num_gqa_groups max_seqlen_q max_seqlen_kv head_dim_qk head_dim_v window_size_left
-    window_size_right return_max_logit cuda_graph deterministic""".split()
+    window_size_right return_max_logit cuda_graph deterministic"""
 
 
 def backend(*x):
     """Arguments by position, before 2.20."""
-    p = types.SimpleNamespace(**dict(zip(BY_POSITION, x, strict=True)))
+    p = types.SimpleNamespace(**dict(zip(BY_POSITION.split(), x, strict=True)))
     assert p.q_type == p.kv_type
     assert isinstance(p.return_max_logit, bool) and p.cuda_graph is False
     return backend_for(p)
