@@ -46,7 +46,7 @@ def _kept(group, case, plan):
     return sum(size for pointer, size in sizes.items() if pointer not in own)
 
 
-@pytest.mark.parametrize(("ulysses", "tensors"), [(1, 1), (4, 4)])
+@pytest.mark.parametrize("ulysses, tensors", [(1, 1), (4, 4)])
 def test_backward_keeps_inputs_out_and_lse_once(pool, ulysses, tensors):
     """The inputs are the caller's, or where heads are exchanged those that arrived."""
     plan = causal(64, 4, ulysses=ulysses)

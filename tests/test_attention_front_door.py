@@ -83,7 +83,7 @@ def _both(group, case, plan, options):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize(("cp", "qkv_format"), [(2, "sbhd"), (4, "bshd"), (2, "bhsd"), (2, "thd")])
+@pytest.mark.parametrize("cp, qkv_format", [(2, "sbhd"), (4, "bshd"), (2, "bhsd"), (2, "thd")])
 def test_same_bits_as_with_a_plan(pool, cp, qkv_format, name):
     options, plan_of = CALLS[name]
     options, plan = options | {"qkv_format": qkv_format}, plan_of(cp)

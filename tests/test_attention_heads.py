@@ -63,7 +63,7 @@ def check(case, plan, sink, results):
     assert off(results, wanted) < FLOAT32, (plan.mask, plan.layout, plan.ulysses, case.k.shape)
 
 
-@pytest.mark.parametrize(("cp", "heads"), FACTORS)
+@pytest.mark.parametrize("cp, heads", FACTORS)
 def test_equals_brute_force(cp, heads):
     """Of two ranks, several key/value heads are exchanged and computed in 2 or 3 groups."""
     assert [split_heads(h, g, 2).groups for h, g in GROUPED[3:]] == [2, 3]
@@ -108,7 +108,7 @@ def _by_default(group, case, between):
 
 
 # of different lengths, because plans are kept
-@pytest.mark.parametrize(("n", "between", "heads"), [(64, 1e12, 1), (96, 1e6, 2)])
+@pytest.mark.parametrize("n, between, heads", [(64, 1e12, 1), (96, 1e6, 2)])
 def test_heads_of_two_nodes_are_chosen_by_their_links(pool, n, between, heads):
     """The default: the ring where links are fast, heads of the ranks of a node where those between
     nodes are slow; the results are the same.
@@ -121,7 +121,7 @@ def test_heads_of_two_nodes_are_chosen_by_their_links(pool, n, between, heads):
     assert off(results, brute_force(case, plan.mask.dense())) < FLOAT32
 
 
-@pytest.mark.parametrize(("h", "g"), [(4, 2), (4, 1)])
+@pytest.mark.parametrize("h, g", [(4, 2), (4, 1)])
 def test_bytes_of_the_exchange(pool, h, g):
     """q, k, v and out once each way: u - 1 of u parts of them leave; keys that ranks share go to
     each of them.

@@ -28,9 +28,7 @@ def version(request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "sm", "cases"), [(2, 90, CASES), (2, 80, ON_AMPERE), (4, 90, OF_FOUR)]
-)
+@pytest.mark.parametrize("ranks, sm, cases", [(2, 90, CASES), (2, 80, ON_AMPERE), (4, 90, OF_FOUR)])
 def test_windows_and_sinks_end_in_the_ring(version, ranks, sm, cases):
     logs = version.run("tests.fakegpu.beneath:blocks", ranks, sm, cases=cases)
     assert not hangs(logs) and not mismatches(logs)

@@ -95,7 +95,7 @@ EFFICIENT = Efficient(), efficient, efficient_forward, efficient_backward
 
 
 @pytest.mark.parametrize(
-    ("operators", "heads", "exact"),
+    "operators, heads, exact",
     [
         (FLASH, [(4, 2, 16, 24)], False),
         # copies of key/value heads, sizes padded, and lse to a multiple of 32

@@ -32,8 +32,8 @@ def test_calls_bind_to_every_version(version):
             KERNEL, CPU, torch.bfloat16, only="merged backward", heads=[(4, 2, 16, 16)]
         )
         q, k, v, dout = Case.draw(128, b=2, dtype=torch.bfloat16)
-        out, lse = KERNEL.forward(q, k, v, lo=-(1 << 60), hi=0, scale=0.25)
-        KERNEL.backward(dout, q, k, v, out, lse, lo=-(1 << 60), hi=0, scale=0.25)
+        out, lse = KERNEL.forward(q, k, v, lo=-OPEN, hi=0, scale=0.25)
+        KERNEL.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=0.25)
         names = [
             parameter.split("=")[0] for parameter in SIGNATURES[version]["fused_attn_bwd"].split()
         ]
@@ -76,7 +76,7 @@ def test_largest_logits_name_the_cudnn_that_they_need():
 
 
 @pytest.mark.parametrize(
-    ("cp", "version", "mask"),
+    "cp, version, mask",
     [
         (2, "2.14", lambda n: Mask.causal(n)),
         (2, "2.14.1", lambda n: Mask.causal(n, window=(70, 0))),
@@ -132,7 +132,7 @@ def test_a_graph_gets_the_generator_that_it_knows(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("generation", "version", "cudnn", "exact", "limit", "reason"),
+    "generation, version, cudnn, exact, limit, reason",
     [
         (9, "2.20.2", 91701, False, "", "needs cuDNN 9.18.0 or later on Hopper, where"),
         (9, "2.20.2", 91800, False, "", None),

@@ -83,7 +83,7 @@ def test_what_a_model_takes_is_asked_of_the_innermost_one():
 
 
 @pytest.mark.parametrize(
-    ("backend", "named", "wanted"),
+    "backend, named, wanted",
     [("nccl", [], ["cp"]), ("nccl", ["cp", "dp_cp"], ["cp", "dp_cp"]), ("gloo", [], [])],
 )
 def test_messages_of_the_ring_have_priority_over_attention(backend, named, wanted):

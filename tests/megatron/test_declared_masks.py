@@ -95,7 +95,7 @@ def test_a_data_loader_makes_batches_of_samples_with_masks():
 
 
 @pytest.mark.parametrize(
-    ("kinds", "given", "message"),
+    "kinds, given, message",
     [
         ("", GROUP,
             "the batch carries cp_ring_mask, but the job declares no kinds of masks: give "

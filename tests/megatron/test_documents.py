@@ -72,7 +72,7 @@ def test_padding_sees_nothing_and_is_seen_by_nobody():
 
 
 @pytest.mark.parametrize(
-    ("changes", "tokens", "message"),
+    "changes, tokens, message",
     [
         ({}, 12, "cu_seqlens end at 32, but the 2 ranks .* hold 12 tokens each, 24 together"),
         ({"cu_seqlens_kv": torch.tensor([0, 5, 7, 7, 15])}, 16,

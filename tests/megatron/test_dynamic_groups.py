@@ -117,7 +117,7 @@ def difference(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    "kind, settings",
     [
         ("window", {"layout": "balanced"}),
         pytest.param("window", {}, marks=pytest.mark.ci),

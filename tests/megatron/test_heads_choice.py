@@ -80,7 +80,7 @@ def test_each_microbatch_has_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("argv", "heads"),
+    "argv, heads",
     [
         ([], "auto"),
         (["--cp-comm-type", "p2p"], 1),

@@ -110,7 +110,7 @@ SPARSE = {"experimental_attention_variant": "dsa", "num_layers": 2, "dsa_indexer
 
 
 @pytest.mark.parametrize(
-    ("changes", "settings", "chosen", "printed"),
+    "changes, settings, chosen, printed",
     [
         (
             {},

@@ -127,7 +127,7 @@ def test_a_failed_step_leaves_nothing_behind(ring):
 
 
 @pytest.mark.parametrize(
-    ("reentrant", "hops", "kept"),
+    "reentrant, hops, kept",
     [(True, 2, ROWS * TOKENS * (HIDDEN * 2 + HEADS * 4)), (False, 3, 0)],
 )
 def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):

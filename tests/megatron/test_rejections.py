@@ -116,7 +116,7 @@ def test_what_is_accepted(flags):
 
 
 @pytest.mark.parametrize(
-    ("flags", "part"),
+    "flags, part",
     [
         (f"{PLAN} --cp-ring-schedule 0,1,2,2", "4 hops for 2 ranks"),
         (
@@ -205,7 +205,7 @@ def test_all_reasons_at_once(parse, capsys):
 
 
 @pytest.mark.parametrize(
-    ("settings", "arguments", "message"),
+    "settings, arguments, message",
     [
         ({}, {"attention_type": "cross"}, "supports self attention; layer 1 is cross attention"),
         ({}, {"cp_comm_type": "pigeon"}, "--cp-comm-type pigeon is unknown: give p2p"),
@@ -233,7 +233,7 @@ def test_layers(one_rank, settings, arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "message"),
+    "inputs, message",
     [
         (
             {"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)},
@@ -254,7 +254,7 @@ def test_inputs(one_rank, inputs, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "whole_rows", "flag"),
+    "options, whole_rows, flag",
     [
         ({"document_mask": True}, False, "--cp-ring-document-mask"),
         ({"mask_kinds": "images"}, False, "--cp-ring-mask-kinds"),

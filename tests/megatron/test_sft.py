@@ -198,7 +198,7 @@ def test_messages_that_call_tools_are_the_template_s_matter():
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line, message",
     [
         ("{", "line 2 is not a JSON object with \"messages\""),
         ('{"messages": 3}', "line 2 is not a JSON object with"),

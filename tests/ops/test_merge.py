@@ -19,7 +19,7 @@ def test_torch_operations():
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("function", "check"),
+    "function, check",
     [
         ("merge_triton.merge", "merges_agree_with_float64"),
         ("sums_triton.add", "sums_agree_with_float64"),

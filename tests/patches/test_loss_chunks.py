@@ -62,7 +62,7 @@ def gradients(model, losses):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("size", "most"), [(10, 10), (1, 2), (1 << 20, 24), (47, 24)])
+@pytest.mark.parametrize("size, most", [(10, 10), (1, 2), (1 << 20, 24), (47, 24)])
 def test_losses_and_gradients_are_those_of_all_logits(applied, model, monkeypatch, size, most):
     """A chunk is of whole positions of all batch rows, and there are at least two."""
     seen, whole = [], type(model).compute_language_model_loss

@@ -83,7 +83,7 @@ def test_heads_are_chosen_where_links_between_nodes_are_slow():
 
 
 @pytest.mark.parametrize(
-    ("cp", "heads", "kv_heads", "ranks_per_node", "wanted"),
+    "cp, heads, kv_heads, ranks_per_node, wanted",
     [
         (8, 32, 8, 8, [1]),  # inside a node the ring
         (16, 32, 8, 8, [1, 2, 4, 8]),

@@ -92,7 +92,7 @@ def test_functions_are_mapped_as_flex_attention_maps_them(rules, join, n, at_onc
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make, message",
     [
         (lambda: Mask.from_dense(np.eye(4)), "must be boolean.*, not float64"),
         (lambda: Mask.from_dense([True]), r"shape \[1\]: it must be \[n, n\]"),

@@ -84,7 +84,7 @@ def test_balanced_is_no_worse_than_zigzag_where_zigzag_is_good(mask):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make, message",
     [
         (
             lambda: Layout.zigzag(7, 4),

@@ -131,7 +131,7 @@ def test_area_of_a_long_mask_is_exact():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make, message",
     [
         (lambda: Mask.documents([1, 4]),
             r"cu_seqlens must start at 0 and not decrease, not \[1 4\]"),

@@ -58,7 +58,7 @@ def test_a_plan_that_is_not_proven_is_not_kept(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    "asked, says",
     [
         (
             PlanSpec("diagonal"),

@@ -27,7 +27,7 @@ def run(folder, model, work, cp, ring, pp=1):
 
 
 @pytest.mark.parametrize(
-    ("model", "work", "pp"),
+    "model, work, pp",
     [
         ("qwen3", "pretrain", 1), ("qwen3", "packed", 1), ("gpt_oss", "pretrain", 1),
         ("gpt_oss", "packed", 1), ("qwen3", "packed", 2), ("gpt_oss", "pretrain", 2),

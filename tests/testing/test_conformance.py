@@ -68,7 +68,7 @@ def own_lse_backward(self, dout, q, k, v, out, lse, *, lo, hi, scale):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "prop", "says"),
+    "kernel, prop, says",
     [
         (fault(base_2), "full rectangles", "lse of a .* is off by"),
         (fault(no_window), "bands", "is off by|-inf in other rows"),

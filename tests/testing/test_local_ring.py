@@ -15,7 +15,7 @@ N = 128
 
 
 @pytest.mark.parametrize(
-    ("route", "schedule"),
+    "route, schedule",
     [*((route, "ring") for route in ROUTES), ("direct", "auto"), ("ring", "gather")],
 )
 @pytest.mark.parametrize("cp", [1, 5, 8, 9, 13])

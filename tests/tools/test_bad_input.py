@@ -128,7 +128,7 @@ def named(message, words):
     assert not missing, f"{message!r} lacks {missing}"
 
 
-@pytest.mark.parametrize(("override", "words"), TRAIN, ids=[override[:60] for override, _ in TRAIN])
+@pytest.mark.parametrize("override, words", TRAIN, ids=[override[:60] for override, _ in TRAIN])
 def test_train(file, no_rank, monkeypatch, tmp_path, override, words):
     monkeypatch.chdir(tmp_path)
     more = ["--set", "data.path=/nosuch"] if "mock_data" in override else []
@@ -139,7 +139,7 @@ def test_train(file, no_rank, monkeypatch, tmp_path, override, words):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("text", "words"), FILES)
+@pytest.mark.parametrize("text, words", FILES)
 def test_file(no_rank, monkeypatch, tmp_path, text, words):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "bad.yaml"
@@ -171,7 +171,7 @@ def test_a_model_from_elsewhere_needs_no_sizes(file, no_rank, monkeypatch, tmp_p
     assert capsys.readouterr().out.count("env ") == 3
 
 
-@pytest.mark.parametrize(("line", "words"), USAGE)
+@pytest.mark.parametrize("line, words", USAGE)
 def test_usage(monkeypatch, capsys, line, words):
     monkeypatch.setattr(sys, "argv", ["cp-ring", *shlex.split(line)])
     with pytest.raises(SystemExit) as ended:
@@ -183,7 +183,7 @@ def test_usage(monkeypatch, capsys, line, words):
 
 
 @pytest.mark.parametrize(
-    ("settings", "wrong"),
+    "settings, wrong",
     [
         (["cp_ring.num_slots=0", "cp_ring.zz=1", "launch.nnodes=0"],
          ["cp_ring.num_slots: ", "cp_ring.zz: ", "launch.nnodes: there is no setting"]),

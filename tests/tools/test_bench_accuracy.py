@@ -21,7 +21,7 @@ KINDS = list(accuracy.masks(64))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes", "names"),
+    "dtype, sizes, names",
     [
         pytest.param("float32", [8], ["full"], marks=pytest.mark.ci),
         pytest.param("float32", [8], ["documents"], marks=pytest.mark.ci),

@@ -93,7 +93,7 @@ def test_full_size_is_planned_and_proven(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "windowed"),
+    "name, layers, windowed",
     [
         ("gpt-oss-style", 24, set(range(1, 24, 2))),
         ("gemma-style-window", 34, set(range(1, 35)) - {6, 12, 18, 24, 30}),

@@ -116,7 +116,7 @@ def test_nvidias_apex_is_told_from_the_other_by_what_it_holds(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("requirement", "advice"),
+    "requirement, advice",
     [
         ("nosuchpackage>=2", "not installed: pip install 'nosuchpackage>=2'"),
         ("numpy<1", "cp_ring needs <1: pip install 'numpy<1'"),
