@@ -9,6 +9,7 @@ from dataclasses import field, make_dataclass
 from inspect import Parameter, Signature
 from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -101,15 +102,10 @@ def installed(version="2.20.2", **signature):
     modules[f"{PACKAGE}.backends"].attn_forward_func_with_cp = Stock(version, **signature)
     modules[f"{PACKAGE}.utils"].get_attention_backend = get_attention_backend
     modules[f"{PACKAGE}.dot_product_attention"]._attention_backends = {"attention_params": "kept"}
-    kept = {name: sys.modules.get(name) for name in modules}
-    sys.modules |= modules
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
         yield modules[PACKAGE]
-    finally:
-        for name, module in kept.items():
-            sys.modules.pop(name)
-            if module is not None:
-                sys.modules[name] = module
 
 
 def forward(

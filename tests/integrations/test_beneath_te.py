@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -124,20 +125,22 @@ def shard(call, x, rank):
     return {"thd": part[0], "bshd": part, "sbhd": part.transpose(0, 1)}[call.form].contiguous()
 
 
+@contextmanager
+def ring(version="2.20.2", *given, **options):
+    """TransformerEngine, whose calls end in the ring while this lasts; and pytest's patches."""
+    with installed(version) as package, pytest.MonkeyPatch.context() as patch:
+        undo = use_ring(*given, **options)
+        yield package, patch
+        undo()
+
+
 def on_rank(group, calls, version="2.20.2", fault=None):
     """out, dq, dk, dv [b, s, heads, size] and the gradient of the sink, or "left", of each call."""
-    with (
-        installed(version) as package,
-        pytest.MonkeyPatch.context() as patch,
-        warnings.catch_warnings(),
-    ):
+    with ring(version, ALL) as (package, patch), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        undo = use_ring(ALL)
         if fault:
             PLANTED[fault](patch)
-        found = [_attend(group, call, package, version) for call in calls]
-        undo()
-    return found
+        return [_attend(group, call, package, version) for call in calls]
 
 
 def _attend(group, call, package, version):
@@ -273,17 +276,14 @@ PAIRS = ([0, 1], [2, 3]), ([0, 2], [1, 3])
 def microbatches(group, calls, planted):
     """A call with each of `PAIRS`, with the same offsets in all."""
     _groups(group, "a2a+p2p")
-    with installed() as package, pytest.MonkeyPatch.context() as patch:
-        undo = use_ring()
+    with ring() as (package, patch):
         if planted:
             _first_group(patch)
         groups = [next(x for x in pair if dist.get_rank() in x) for pair in PAIRS]
-        found = [
+        return [
             _attend(_made(ranks)[-1], call, package, "2.20.2")
             for call, ranks in zip(calls, groups, strict=True)
         ]
-        undo()
-    return found
 
 
 @pytest.mark.ci
@@ -305,9 +305,8 @@ def passes(group):
     call, rank = Call(form="thd", edges=edges), dist.get_rank(group)
     tensors, _ = call.draw()
     q, k, v = (shard(call, x, rank) for x in tensors[:3])
-    with installed() as package, pytest.MonkeyPatch.context() as patch:
+    with ring() as (package, patch):
         patch.setattr(beneath, "offsets", lambda *x: reads.append(x) or right(*x))
-        undo = use_ring()
 
         def layer(q, number, given):
             return forward(package, q, k, v, layer_number=number, **given)
@@ -331,7 +330,6 @@ def passes(group):
         leaves = [shard(moved, x, rank).requires_grad_() for x in tensors[:3]]
         out = forward(package, *leaves, layer_number=4, **given)
         grads = torch.autograd.grad(out, leaves, shard(moved, tensors[3], rank))
-        undo()
     return counts, [x[None] for x in (out.detach(), *grads)]
 
 
@@ -367,19 +365,16 @@ def left(group, window, strict):
         keys = given.pop("keys", None)
         parts = q, k[:keys], v[:keys]
         with (
-            installed() as package,
+            ring(strict=strict) as (package, patch),
             warnings.catch_warnings(record=True) as found,
-            pytest.MonkeyPatch.context() as patch,
         ):
             patch.setattr(beneath, "capturing", lambda _, name=name: "graph" in name.lower())
             warnings.simplefilter("always")
-            undo = use_ring(strict=strict)
             for _ in range(2):
                 try:
                     forward(package, *parts, **given)
                 except Exception as error:
                     ends[name] = type(error).__name__, str(error)
-            undo()
         ends[name] += ([str(each.message) for each in found],)
     return ends
 
@@ -460,13 +455,11 @@ WRONG_OFFSETS = {
 def wrong_offsets(group):
     call, lines = Call(form="thd", edges=(0, 24, 64)), []
     parts = [shard(call, x, dist.get_rank(group)) for x in call.draw()[0][:3]]
-    with installed() as package:
-        undo = use_ring()
+    with ring() as (package, _):
         for each in WRONG_OFFSETS.values():
             given = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in each]
             more = arguments(call, group) | {"cu_seqlens": given}
             lines.append(said(forward, package, *parts, **more))
-        undo()
     return lines
 
 

@@ -91,9 +91,8 @@ def packing_of(label, a):
     dense = a.get("cu_seqlens_q") is None
     q, k = a["q"], a["k"]
     assert q.dtype in (torch.float16, torch.bfloat16)
-    assert q.shape[-1] % 8 == v_size(a) % 8 == 0
-    if label[0] != "4":
-        assert q.shape[-1] == v_size(a)
+    d, e = q.shape[-1], a["v"].shape[-1]
+    assert d % 8 == e % 8 == 0 and (d == e or label[0] == "4")
     left, right = (
         a["window_size"] if "window_size" in a else (a["window_size_left"], a["window_size_right"])
     )
@@ -112,10 +111,6 @@ def packing_of(label, a):
     return Packing(
         a["cu_seqlens_q"], a["cu_seqlens_k"], a["max_seqlen_q"], a["max_seqlen_k"], left, right
     ), False
-
-
-def v_size(a):
-    return a["v"].shape[-1]
 
 
 def forward(label, a):

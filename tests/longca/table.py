@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from os import environ
 from pathlib import Path
 from time import process_time
 
@@ -19,7 +16,7 @@ from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.time import Conditions
 from cp_ring.tools.plan import kernel_calls
 from tests.longca import referee
-from tests.longca.masks import TOKENS, Cell, named
+from tests.longca.masks import TOKENS, Cell
 
 SIZES, NODE = AttentionSizes(64, 8, 128), 8
 GIVEN = Conditions(SIZES, RATES, NODE)
@@ -122,36 +119,6 @@ def slower(one, before):
     a percent.
     """
     return one.formula[1] < 0.999 * before[1] or one.referee[1] < 0.999 * before[3]
-
-
-def record(cells, checkout):
-    """Writes `baseline.json` anew, from a checkout of the version before."""
-    shares = {str(cell): shares for cell, shares in _recorded(cells, checkout)}
-    lines = (
-        f'"{cell}": {json.dumps([round(x, 4) for x in found])}' for cell, found in shares.items()
-    )
-    BASELINE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def _recorded(cells, checkout):
-    run = subprocess.Popen(
-        [sys.executable, FOLDER / "baseline.py"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**environ, "PYTHONPATH": checkout},
-    )
-    assert run.stdin and run.stdout
-    run.stdin.write("\n".join(map(str, cells)))
-    run.stdin.close()
-    for line in run.stdout:
-        made = json.loads(line)
-        cell = named(made["cell"])
-        mask = cell.mask()
-        chunks = (np.array(made[name], np.int64) for name in ("edges", "owner"))
-        layout = Layout(mask.n, cell.cp, *chunks)
-        plan = Plan.build(mask, layout, schedule=made["schedule"])
-        yield cell, [*_by_formula(plan), *made["shares"]]
 
 
 def printed(rows):

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,8 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import FOLDER, NAMED, RATES
 from cp_ring.plan.tiles import Tiles
 from cp_ring.plan.time import Conditions
-from cp_ring.tools.plan import bytes_between_nodes, summary
+from cp_ring.tools.plan import summary
+from launch.budget import ROOT
 
 SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32")
 
@@ -54,21 +54,6 @@ def test_time_by_hand():
     assert inside.both == pytest.approx(2 + 2 * back)
     assert between.both == pytest.approx(4 + 3 + back + 3)
     assert sum(inside.ideal) == pytest.approx(2 + 2 * back)
-
-
-def test_bytes_between_nodes():
-    for heads in (1, 2, 4):
-        plan = PlanSpec(ulysses=heads).build(Mask.causal(4096), 8)
-        own = SIZES.of_rank(heads).on_wire()[0] * heads
-        keys = plan.ring.transfers
-        assert bytes_between_nodes(plan, Conditions(SIZES, node=1)) == int(keys.tokens.sum()) * own
-        assert bytes_between_nodes(plan, Conditions(SIZES, node=8)) == 0
-    # 2 nodes of 4 ranks: with a node's ranks as a member every key crosses once
-    nodes = PlanSpec(ulysses=4).build(Mask.full(4096), 8)
-    assert (
-        bytes_between_nodes(nodes, Conditions(SIZES, node=4))
-        == 4096 * SIZES.of_rank(4).on_wire()[0] * 4
-    )
 
 
 def test_heads_are_chosen_where_links_between_nodes_are_slow():
@@ -191,7 +176,7 @@ def test_what_a_hop_costs_beside_kernels_and_bytes():
 
 def test_each_device_has_a_file_that_says_where_its_rates_are_from():
     """The first kernel of a file is that of the device's name."""
-    page = (Path(__file__).parents[2] / "docs" / "routes.md").read_text()
+    page = (ROOT / "docs" / "routes.md").read_text()
     assert {"a100", "b200", "cpu", "h100", "h200", "h100-flash_aten"} <= set(NAMED)
     for name, rates in NAMED.items():
         device, _, kernel = name.partition("-")

@@ -2,13 +2,12 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
+from launch.budget import ROOT
 from tests.megatron.launch import launch
 
-ROOT = Path(__file__).parents[2]
 BRIDGE = ROOT / ".compat" / "bridge"
 
 pytestmark = [

@@ -12,16 +12,16 @@ from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.reference import ReferenceKernel
 from tests import conformance
 
-
-@pytest.mark.parametrize("prop", conformance.PROPERTIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cpu_kernel(prop, dtype):
-    conformance.check(CPU, "cpu", dtype, only=prop)
+FEW = {"heads": conformance.HEADS[1:3]}
 
 
 @pytest.mark.parametrize("prop", conformance.PROPERTIES)
-def test_reference_kernel(prop):
-    conformance.check(REFERENCE, "cpu", torch.float32, only=prop, heads=conformance.HEADS[1:3])
+@pytest.mark.parametrize(
+    "kernel, dtype, more",
+    [(CPU, torch.float32, {}), (CPU, torch.bfloat16, {}), (REFERENCE, torch.float32, FEW)],
+)
+def test_kernels_of_the_cpu(kernel, dtype, more, prop):
+    conformance.check(kernel, "cpu", dtype, only=prop, **more)
 
 
 def fault(forward=lambda kernel, call, *x, **options: call(*x, **options), **methods):

@@ -4,17 +4,16 @@ made tiny train.
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from cp_ring.tools import job as config
 from cp_ring.tools.cli import app
+from launch.budget import ROOT
 from tests.megatron.launch import trace, train
 from tests.tools.tiny_configs import tiny
 
-ROOT = Path(__file__).parents[2]
 FULL_SIZE = tuple(name for name in config.packaged() if name not in ("quickstart", "million-cpu"))
 QUICK = ("gpt-oss-style", "packed-sft-64k")
 NOTHING_SAVED = [

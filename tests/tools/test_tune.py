@@ -220,7 +220,6 @@ def test_the_table_names_reasons_and_assumptions():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--gpus 7", "--gpus 7: no sizes"),
         ("--gpus 12", "--gpus 12 is not a multiple of --ranks-per-node 8"),
         ("--gpus 8 --memory 3", "--memory 3: nothing fits; tp"),
         *(
