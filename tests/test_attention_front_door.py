@@ -182,11 +182,6 @@ def test_what_cannot_be_cut_is_named():
     assert "epoch=3: it must be a Tensor" in said(cp_ring.shard, {"tokens": x, "epoch": 3})
 
 
-def test_masks_are_joined_by_an_operator():
-    one, other = Mask.documents([0, 8, 16]), Mask.from_pieces(16, [(9, 12, 2, 4)])
-    assert ((one | other).dense() == (one.dense() | other.dense())).all()
-
-
 def test_a_part_of_another_rank():
     plan = Plan.build(Mask.causal(32), Layout.zigzag(32, 2))
     q, k, v, _ = Case.draw(16)

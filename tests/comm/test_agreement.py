@@ -279,16 +279,6 @@ def test_a_difference_between_two_comparisons_is_found_at_the_next():
     assert len(lines) == 1 and "an earlier call of rank" in lines.pop()
 
 
-def test_a_rank_that_makes_no_new_call_is_reported_after_the_timeout_of_the_store():
-    store = dist.HashStore()
-    store.set_timeout(datetime.timedelta(seconds=0.2))
-    with pytest.raises(
-        PlanError,
-        match=r"rank 1 of 2 made a call that is new to it \(plan 7\), and .* none within 0.2 s",
-    ):
-        Agreement(store, 1, 2).check(7, lambda: [Fact.of("plan", 7)])
-
-
 @pytest.mark.parametrize("kind", ["keys", "gradients"])
 @pytest.mark.parametrize("active", [True, False])
 def test_under_debugging_what_is_not_received_is_nan(monkeypatch, kind, active):

@@ -22,7 +22,7 @@ from cp_ring.megatron.flags import (
     comm_types,
     resolve,
 )
-from cp_ring.megatron.settings import configure, current
+from cp_ring.megatron.settings import configure
 from tests.docs.troubleshooting import PAGE, line_of
 from tests.megatron.launch import MODEL, TINY, TRAIN, launch
 from tests.megatron.layers import core_attention
@@ -268,14 +268,10 @@ def test_inputs(one_rank, inputs, message):
 )
 def test_documents_that_a_pipeline_stage_has_lost(one_rank, options, whole_rows, flag):
     """A layer without packed_seq_params would attend to whole batch rows."""
-    before = current()
     configure(Options.make(enabled=True, **options), whole_rows=whole_rows)
-    try:
-        attention, q = core_attention(), torch.randn(8, 1, 4, 8)
-        with pytest.raises(ConfigError, match=f"^{flag}: layer 1 got a microbatch without"):
-            attention(q, q, q)
-    finally:
-        configure(before, whole_rows=False)
+    attention, q = core_attention(), torch.randn(8, 1, 4, 8)
+    with pytest.raises(ConfigError, match=f"^{flag}: layer 1 got a microbatch without"):
+        attention(q, q, q)
 
 
 def test_double_backward(one_rank):
