@@ -5,6 +5,7 @@ milliseconds.
 import datetime
 import multiprocessing as mp
 import os
+import socket
 import sys
 import tempfile
 import traceback
@@ -16,6 +17,13 @@ LIMIT_S = 1800.0  # of whatever may hang; a slow or busy machine does not come n
 
 class RankError(AssertionError):
     """A case failed on a rank. The message is the traceback of that rank."""
+
+
+def free_port():
+    """A port of loopback on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def start(process):

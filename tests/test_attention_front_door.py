@@ -48,10 +48,7 @@ CALLS = {
     "ring": ({"causal": True, "schedule": "ring"}, zigzag(Mask.causal(N), schedule="ring")),
     "gather": ({"causal": True, "schedule": "gather"}, zigzag(Mask.causal(N), schedule="gather")),
     "route": ({"mask": UNEVEN, "route": "ring"}, zigzag(UNEVEN, route="ring")),
-    "heads": (
-        {"causal": True, "heads": 2},
-        lambda cp: Plan.build(Mask.causal(N), Layout.zigzag(N, cp), ulysses=2),
-    ),
+    "heads": ({"causal": True, "heads": 2}, zigzag(Mask.causal(N), ulysses=2)),
     "balanced": (
         {"mask": UNEVEN, "layout": "balanced"},
         lambda cp: Plan.build(UNEVEN, Layout.balanced(UNEVEN, cp)),

@@ -77,11 +77,8 @@ def test_equals_brute_force(cp, heads):
     "options", [{"route": "ring"}, {"schedule": "gather"}, {"schedule": (0, 1, 2, 2)}], ids=str
 )
 def test_routes_and_schedules_of_the_ring(options):
-    case, plan = (
-        Case.draw(96, h=4, g=2),
-        Plan.build(Mask.causal(96), Layout.zigzag(96, 8), ulysses=2, **options),
-    )
-    sink = torch.zeros(4)
+    case, sink = Case.draw(96, h=4, g=2), torch.zeros(4)
+    plan = Plan.build(Mask.causal(96), Layout.zigzag(96, 8), ulysses=2, **options)
     check(case, plan, sink, attend(case, plan, sink=sink))
 
 

@@ -108,10 +108,8 @@ def wires(job):
     for codec in (Int8, Fp8):
         results = []
         for keys, values in ((k, v), (k.cpu(), v.cpu())):
-            coded, decoded = (
-                codec(keys, values).encode(),
-                (torch.empty_like(keys), torch.empty_like(values)),
-            )
+            coded = codec(keys, values).encode()
+            decoded = torch.empty_like(keys), torch.empty_like(values)
             codec(keys, values).decode(coded, *decoded)
             results.append([x.cpu() for x in (*coded, *decoded)])
         different = [int((x != y).sum()) for x, y in zip(*results, strict=True)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.rank_pool import free_port
 
 MODEL = shlex.split("""
     --num-layers 2 --group-query-attention --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
@@ -105,7 +106,7 @@ def _train(job, cp, flags, variables):
         "WORLD_SIZE": str(cp),
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         **dict(x.split("=") for x in variables.split()),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -127,9 +128,3 @@ def _train(job, cp, flags, variables):
         return []
     job.row(**facts, certificate=certificate)
     return losses
-
-
-def _free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])

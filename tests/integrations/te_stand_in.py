@@ -123,8 +123,7 @@ def forward(
     cp = 1
     for each in groups:
         cp *= dist.get_world_size(each)
-    heads = {"thd": 1, "sbhd": 2, "bshd": 2}[qkv_format]
-    tokens = {"thd": 0, "sbhd": 0, "bshd": 1}[qkv_format]
+    heads, tokens = q.dim() - 2, int(qkv_format == "bshd")
     longest = [x.shape[tokens] * cp for x in (q, k)]
     softmax_type = "vanilla" if softmax_offset is None else "learnable"
     shared = {

@@ -11,13 +11,13 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
 from tests.megatron import imported  # noqa: F401  # once for all ranks
+from tests.rank_pool import free_port
 
 RANKS = 2
 LIMIT_S = float(os.environ.get("LIMIT_S", "240"))
@@ -45,9 +45,7 @@ def launch(case):
 
     # orphans become children of this process
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = []
     for number in range(RANKS):
         pid = os.fork()

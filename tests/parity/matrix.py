@@ -246,10 +246,8 @@ def cells(models=(), splits=(), planted=False):
     """The cells of the named models and splits, by default of all. Raises `KeyError` for an unknown
     name.
     """
-    by_model, by_split = (
-        {model.name: model for model in MODELS},
-        {split.name: split for split in SPLITS},
-    )
+    by_model = {model.name: model for model in MODELS}
+    by_split = {split.name: split for split in SPLITS}
     chosen = [by_split[name] for name in splits] or list(SPLITS)
     return [
         Cell(model, split, planted)

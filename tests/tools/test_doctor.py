@@ -13,12 +13,9 @@ from tests.rank_pool import LIMIT_S
 BROKEN = "libcudnn.so.9: cannot open shared object file: No such file or directory"
 
 
-def run(*options, path=""):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(path),
-    }
-    line = [sys.executable, "-m", "cp_ring.tools", "doctor", *options]
+def run(path=""):
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    line = [sys.executable, "-m", "cp_ring.tools", "doctor"]
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 

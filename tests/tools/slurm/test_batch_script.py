@@ -86,11 +86,16 @@ class Machine:
         code, last, _ = self.run(*words, **more)
         return code, last.split(":")[0], self.requeues
 
+    def begun(self, file, *words, **more):
+        """The script of a try in which there is a file."""
+        script = self.start(*words, **more)
+        until((self.folder / file).exists)
+        return script
+
     def warned(self, *words, **more):
         """The exit code and the last line of a try that is warned when its rank is ready."""
-        script, ready = self.start(*words, **more), self.folder / "ready"
-        until(ready.exists)
-        ready.unlink()
+        script = self.begun("ready", *words, **more)
+        (self.folder / "ready").unlink()
         warn(script)
         return end(script)
 
@@ -314,8 +319,7 @@ def test_a_warning_before_the_ranks_are_started_is_no_try(machine, tmp_path):
         tmp_path, f"{wait}; echo -m cp_ring.pretrain_gpt touch trained {shlex.join(FLAGS)}"
     )
     for attempt in range(4):
-        script = machine.start("my.yaml", attempt=attempt, **given)
-        until((tmp_path / "reads").exists)
+        script = machine.begun("reads", "my.yaml", attempt=attempt, **given)
         script.send_signal(signal.SIGUSR1)
         time.sleep(0.1)
         (tmp_path / "reads").unlink()
@@ -324,9 +328,8 @@ def test_a_warning_before_the_ranks_are_started_is_no_try(machine, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["exit 4", "exit 0"])
-def test_canceled_stays_canceled(machine, tmp_path, command):
-    script = machine.start(*machine.bash(f"touch ready; sleep 1; {command}"))
-    until((tmp_path / "ready").exists)
+def test_canceled_stays_canceled(machine, command):
+    script = machine.begun("ready", *machine.bash(f"touch ready; sleep 1; {command}"))
     script.send_signal(signal.SIGTERM)
     code, last = end(script)
     assert (code, machine.requeues) == (4 if command == "exit 4" else 143, 0)
@@ -334,10 +337,8 @@ def test_canceled_stays_canceled(machine, tmp_path, command):
 
 
 def test_canceled_while_the_yaml_file_is_read(machine, tmp_path):
-    script = machine.start(
-        "my.yaml", **cp_ring(tmp_path, f"touch {tmp_path}/reads; sleep 1; exit 1")
-    )
-    until((tmp_path / "reads").exists)
+    given = cp_ring(tmp_path, f"touch {tmp_path}/reads; sleep 1; exit 1")
+    script = machine.begun("reads", "my.yaml", **given)
     script.send_signal(signal.SIGTERM)
     code, last = end(script)
     assert (code, last.split(":")[0], machine.requeues) == (2, "canceled", 0)
