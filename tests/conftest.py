@@ -2,8 +2,6 @@
 among worker processes.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing as mp
 import os

@@ -2,22 +2,28 @@
 milliseconds.
 """
 
-from __future__ import annotations
-
 import datetime
 import multiprocessing as mp
 import os
+import socket
 import sys
 import tempfile
 import traceback
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 
 LIMIT_S = 1800.0  # of whatever may hang; a slow or busy machine does not come near it
 
 
 class RankError(AssertionError):
     """A case failed on a rank. The message is the traceback of that rank."""
+
+
+def free_port():
+    """A port of loopback on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def start(process):
@@ -39,7 +45,7 @@ def _end_of_fork_server():
     """How the fork server ended, once it has; "" without one. multiprocessing finds it ended too,
     and makes another one.
     """
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    pid = forkserver._forkserver._forkserver_pid
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) if pid else None
     if ended is None:
         return ""
@@ -61,7 +67,7 @@ class Ranks:
     def __init__(self, size):
         context = mp.get_context("forkserver")
         self._folder = tempfile.TemporaryDirectory()
-        self._pipes: list[Connection] = []
+        self._pipes = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()

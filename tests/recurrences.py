@@ -5,8 +5,6 @@ Documents arrive as these take them: the number of each token's document, or off
 row. A call that the real kernels would not take is an error.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 
@@ -126,14 +124,7 @@ def _numbers(cu_seqlens, x):
 
 
 @_called_as("causal_conv1d")
-def causal_conv1d(
-    x,
-    weight,
-    bias=None,
-    activation="",
-    cu_seqlens=None,
-    **ignored,
-):
+def causal_conv1d(x, weight, bias=None, activation="", cu_seqlens=None, **ignored):
     """As `fla.modules.convolution.causal_conv1d`: x [b, n, d], weight [d, width]."""
     assert activation == "silu"
     out = _convolved(x, weight, _together(_numbers(cu_seqlens, x)))
@@ -146,18 +137,7 @@ def l2norm(x):
 
 
 @_called_as("chunk_gated_delta_rule", "chunk_gdn2")
-def delta_rule(
-    q,
-    k,
-    v,
-    *,
-    g,
-    beta=None,
-    b=None,
-    w=None,
-    cu_seqlens=None,
-    **ignored,
-):
+def delta_rule(q, k, v, *, g, beta=None, b=None, w=None, cu_seqlens=None, **ignored):
     """As `fla.ops.gated_delta_rule.chunk_gated_delta_rule`: q, k, v [b, n, heads, d], g and beta
     [b, n, heads]. As `fla.ops.gdn2.chunk.chunk_gdn2`: g and b of each channel of k, w of v.
 

@@ -2,8 +2,6 @@
 line that a wrong call ends in.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
@@ -32,14 +30,7 @@ def rank_of(group):
     return group.rank() if callable(group.rank) else group.rank
 
 
-def attend_to_shard(
-    group,
-    case,
-    plan,
-    sink=None,
-    rows=None,
-    **options,
-):
+def attend_to_shard(group, case, plan, sink=None, rows=None, **options):
     """Runs on a rank: out, dq, dk and dv of its shard, and with a sink its part of that gradient.
     Batch rows that are one stream are cut by the layout `rows` of each.
     """
@@ -66,11 +57,7 @@ def attend(case, plan, pool=None, **options):
     return joined(plan, ranks.run(attend_to_shard, *size, case, plan, **options))
 
 
-def truth(
-    case,
-    allowed,
-    sink=None,
-):
+def truth(case, allowed, sink=None):
     """out and gradients in float64; with a `sink` [h], also of it."""
     leaves = [x.detach().double().requires_grad_() for x in (*case[:3], sink) if x is not None]
     out, _ = dense(*leaves[:3], allowed, sink=leaves[3] if sink is not None else None)

@@ -2,8 +2,6 @@
 give, pass, make, cut, pad, drop or leave has a case here that provokes it, and then follows it.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -223,21 +221,27 @@ def what_is_no_group():
     return line
 
 
+LATENTS = cp_ring.LatentKeys(
+    torch.ones(1, 16, 4), torch.ones(1, 16, 2), torch.ones(2 * 14, 4), 2, key_dim=6
+)
+
+
 def values_that_are_missing():
     line = said(ring_attention, X, X)
-    latents = cp_ring.LatentKeys(
-        torch.ones(1, 16, 4), torch.ones(1, 16, 2), torch.ones(2 * 14, 4), 2, key_dim=6
-    )
-    ring_attention(X, latents)
+    ring_attention(X, LATENTS)
     return line
 
 
 def values_beside_latents():
-    latents = cp_ring.LatentKeys(
-        torch.ones(1, 16, 4), torch.ones(1, 16, 2), torch.ones(2 * 14, 4), 2, key_dim=6
-    )
-    line = said(ring_attention, X, latents, X)
-    ring_attention(X, latents)
+    line = said(ring_attention, X, LATENTS, X)
+    ring_attention(X, LATENTS)
+    return line
+
+
+def masks_of_a_union():
+    several = [Mask.causal(16), Mask.full(16)]
+    line = said(Mask.union, several)
+    Mask.union(*several)
     return line
 
 
@@ -290,6 +294,7 @@ CASES = {
     "leave it out only with LatentKeys": values_that_are_missing,
     "which have the values too: leave it out": values_beside_latents,
     "positions of shape {} hold {} to {}: give": positions_of_other_tokens,
+    "give them one by one, as in Mask.union(a, b)": masks_of_a_union,
 }
 ON_FOUR_RANKS = {
     "group is not given, but this job has": 0,

@@ -1,7 +1,5 @@
 """ring_attention against brute force in float64, on real processes."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace
@@ -20,7 +18,7 @@ from tests.rings import FLOAT32, attend, attend_to_shard, off, said, same_bits
 TOLERANCE = {torch.float64: 1e-12, torch.float32: FLOAT32, torch.bfloat16: 1e-2}
 
 
-def causal(n: int, cp: int, **options) -> Plan:
+def causal(n, cp, **options):
     return Plan.build(Mask.causal(n), Layout.zigzag(n, cp), **options)
 
 
@@ -48,7 +46,7 @@ def _kept(group, case, plan):
     return sum(size for pointer, size in sizes.items() if pointer not in own)
 
 
-@pytest.mark.parametrize(("ulysses", "tensors"), [(1, 1), (4, 4)])
+@pytest.mark.parametrize("ulysses, tensors", [(1, 1), (4, 4)])
 def test_backward_keeps_inputs_out_and_lse_once(pool, ulysses, tensors):
     """The inputs are the caller's, or where heads are exchanged those that arrived."""
     plan = causal(64, 4, ulysses=ulysses)

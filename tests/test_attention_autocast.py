@@ -2,8 +2,6 @@
 every way to compute.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest
@@ -38,7 +36,7 @@ def gradients(group, tensors, options, forward, backward):
         return [out.detach(), *torch.autograd.grad(out, leaves, tensors[-1])]
 
 
-@pytest.mark.parametrize(("forward", "backward"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("forward, backward", [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_same_bits_as_without(name, dtype, forward, backward):

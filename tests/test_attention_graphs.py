@@ -2,8 +2,6 @@
 graphs.
 """
 
-from __future__ import annotations
-
 import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention

@@ -2,8 +2,6 @@
 processes and in threads.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from functools import partial
@@ -65,7 +63,7 @@ def check(case, plan, sink, results):
     assert off(results, wanted) < FLOAT32, (plan.mask, plan.layout, plan.ulysses, case.k.shape)
 
 
-@pytest.mark.parametrize(("cp", "heads"), FACTORS)
+@pytest.mark.parametrize("cp, heads", FACTORS)
 def test_equals_brute_force(cp, heads):
     """Of two ranks, several key/value heads are exchanged and computed in 2 or 3 groups."""
     assert [split_heads(h, g, 2).groups for h, g in GROUPED[3:]] == [2, 3]
@@ -79,11 +77,8 @@ def test_equals_brute_force(cp, heads):
     "options", [{"route": "ring"}, {"schedule": "gather"}, {"schedule": (0, 1, 2, 2)}], ids=str
 )
 def test_routes_and_schedules_of_the_ring(options):
-    case, plan = (
-        Case.draw(96, h=4, g=2),
-        Plan.build(Mask.causal(96), Layout.zigzag(96, 8), ulysses=2, **options),
-    )
-    sink = torch.zeros(4)
+    case, sink = Case.draw(96, h=4, g=2), torch.zeros(4)
+    plan = Plan.build(Mask.causal(96), Layout.zigzag(96, 8), ulysses=2, **options)
     check(case, plan, sink, attend(case, plan, sink=sink))
 
 
@@ -110,7 +105,7 @@ def _by_default(group, case, between):
 
 
 # of different lengths, because plans are kept
-@pytest.mark.parametrize(("n", "between", "heads"), [(64, 1e12, 1), (96, 1e6, 2)])
+@pytest.mark.parametrize("n, between, heads", [(64, 1e12, 1), (96, 1e6, 2)])
 def test_heads_of_two_nodes_are_chosen_by_their_links(pool, n, between, heads):
     """The default: the ring where links are fast, heads of the ranks of a node where those between
     nodes are slow; the results are the same.
@@ -123,7 +118,7 @@ def test_heads_of_two_nodes_are_chosen_by_their_links(pool, n, between, heads):
     assert off(results, brute_force(case, plan.mask.dense())) < FLOAT32
 
 
-@pytest.mark.parametrize(("h", "g"), [(4, 2), (4, 1)])
+@pytest.mark.parametrize("h, g", [(4, 2), (4, 1)])
 def test_bytes_of_the_exchange(pool, h, g):
     """q, k, v and out once each way: u - 1 of u parts of them leave; keys that ranks share go to
     each of them.

@@ -1,7 +1,5 @@
 """The returned lse and its gradients, alone and with those of out, against dense scores in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,8 +2,6 @@
 processes.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Calls of ranks that differ in one keyword end in one line on all ranks, or in the right results."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 

@@ -2,8 +2,6 @@
 in a job of several ranks are one line: their numbers would be wrong.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -42,7 +40,7 @@ def test_a_call_without_a_group_is_one_line_in_a_job_of_several_ranks(pool):
 LINE = "shard cut the 48 tokens by Layout.* has Layout.*same layout="
 
 
-@pytest.mark.parametrize(("cut", "attend"), [
+@pytest.mark.parametrize("cut, attend", [
     ("contiguous", {}),
     (Layout.contiguous(N, CP), {"layout": None}),
     ("contiguous", {"layout": "zigzag"}),

@@ -1,7 +1,5 @@
 """Errors that several checks collect."""
 
-from __future__ import annotations
-
 import pytest
 
 from cp_ring.errors import ConfigError, Reasons

@@ -1,7 +1,5 @@
 """Packed prefixes, against each sequence by itself in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -3,8 +3,6 @@ cp_ring, which are selectable by name once registered; a setting, a rule and a p
 its tree.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

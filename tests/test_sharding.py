@@ -1,7 +1,5 @@
 """shard, unshard and roll, against the whole tensor on one rank."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -114,7 +112,7 @@ def test_roll_equals_torch(pool, cp, name):
 
 
 @pytest.mark.parametrize(
-    ("line", "wrong"),
+    "line, wrong",
     [
         ("layout is of type Mask: it must be a Layout or a Plan or a name or None",
          lambda x: cp_ring.shard(x, Mask.causal(N))),

@@ -1,27 +1,21 @@
 """Runs the campaign; exit code 1 unless every fault is stopped and every right job passes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from tests.certificate import doors
-from tests.certificate.jobs import FAULTY, Job, right_job
+from tests.certificate.jobs import FAULTY, right_job
 from tests.megatron.launch import fork
 
 SCRIPT = "pretrain_gpt.py"
 
 
-def examine(
-    job: Job, cases: list[tuple[str, int]], script: str, folder: Path
-) -> list[dict[str, Any]]:
+def examine(job, cases, script, folder):
     """What the certificate of `job` found in each case, (fault or "", seed); {"error"} where the
     job did not get there.
     """
@@ -34,7 +28,7 @@ def examine(
         "skew": job.skew,
     }
     log, result = folder / f"{job.name}.log", folder / f"{job.name}.json"
-    found: list[dict[str, Any]] = []
+    found = []
     while left := cases[len(found) :]:
         result.unlink(missing_ok=True)
         code = fork(job.ranks, (entry | {"cases": left}, folder, log), target=doors.rank)
@@ -45,7 +39,7 @@ def examine(
     return found
 
 
-def faults(jobs: Iterable[Job], script: str, folder: Path) -> list[dict[str, Any]]:
+def faults(jobs, script, folder):
     """Each fault of the jobs: {"door", "job", "fault", "stopped", "how"}."""
     entries = []
     for job in jobs:
@@ -68,7 +62,7 @@ def faults(jobs: Iterable[Job], script: str, folder: Path) -> list[dict[str, Any
     return entries
 
 
-def right(jobs: Iterable[Job], script: str, folder: Path) -> list[dict[str, Any]]:
+def right(jobs, script, folder):
     """Each right job: {"door", "job", "flags", "passed", "why", "not_covered"}."""
     entries = []
     for job in jobs:
@@ -88,15 +82,15 @@ def right(jobs: Iterable[Job], script: str, folder: Path) -> list[dict[str, Any]
     return entries
 
 
-def _door(job: Job) -> str:
+def _door(job):
     return "script" if job.by_script else "own"
 
 
-def _tell(line: str) -> None:
+def _tell(line):
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.certificate", description=__doc__)
     parser.add_argument(
         "--megatron-lm",

@@ -7,8 +7,6 @@ run, so that each has a process of its own. A checkout must have built its data 
 in megatron/core/datasets).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -16,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from tests.certificate.jobs import HETEROGENEOUS, HYBRID, OF_HYBRID, Job
 from tests.parity.models import EXPERTS, QWEN, SPARSE, UNTIED
@@ -48,7 +45,7 @@ KNOWN = {"relu of sparse attention's scores, in the loss"}
 EXPERTS_ON_TP = "--num-layers 1 --sequence-parallel --spec tests.certificate.specs experts"
 
 
-def job(model: str, split: str) -> Job:
+def job(model, split):
     """The job of this model under this split, through the script."""
     ranks, sizes = SPLITS[split]
     more = EXPERTS_ON_TP if model == "moe" and "tensor" in sizes else ""
@@ -62,7 +59,7 @@ def job(model: str, split: str) -> Job:
     )
 
 
-def examine_here(checkout: str, models: list[str], splits: list[str]) -> list[dict[str, Any]]:
+def examine_here(checkout, models, splits):
     """The entries of a checkout, whose Megatron is the one of this process."""
     from tests.certificate import __main__ as campaign
 
@@ -71,7 +68,7 @@ def examine_here(checkout: str, models: list[str], splits: list[str]) -> list[di
         return campaign.right(jobs, str(Path(checkout) / campaign.SCRIPT), Path(folder))
 
 
-def examine(checkout: str, models: list[str], splits: list[str]) -> list[dict[str, Any]]:
+def examine(checkout, models, splits):
     """The entries of a checkout: {"job", "passed", "why", "not_covered"}, from a process with its
     Megatron.
     """
@@ -92,18 +89,18 @@ def examine(checkout: str, models: list[str], splits: list[str]) -> list[dict[st
     done = subprocess.run(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
     )
-    entries: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    entries = json.loads(done.stdout.splitlines()[-1])
     return entries
 
 
-def version_of(checkout: str) -> str:
+def version_of(checkout):
     """The version of megatron.core in a checkout."""
     from cp_ring.megatron.compat import _read_version
 
     return _read_version(str(Path(checkout) / "megatron" / "core" / "package_info.py"))
 
 
-def cell(entry: dict[str, Any]) -> str:
+def cell(entry):
     """What became of a job, in a few words."""
     lines = entry["why"].strip().splitlines() or [""]
     if not entry["passed"]:
@@ -113,7 +110,7 @@ def cell(entry: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         prog="python -m tests.certificate.checkouts", description=__doc__
     )

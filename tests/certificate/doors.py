@@ -2,8 +2,6 @@
 of its cases.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -6,8 +6,6 @@ is. It acts at context-parallel sizes above 1 alone: what is the same at size 1 
 means.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -356,15 +354,7 @@ def _key_gradients_in_bf16(finish, self):
     return [total.copy_(total.bfloat16()) for total in finish(self)]
 
 
-def _aux_loss_twice(
-    attach,
-    self,
-    activation,
-    coefficient,
-    loss,
-    *args,
-    **kwargs,
-):
+def _aux_loss_twice(attach, self, activation, coefficient, loss, *args, **kwargs):
     """The load-balancing loss weighs twice as much with context parallelism as without."""
     twice = 2 if self.config.context_parallel_size > 1 else 1
     return attach(self, activation, coefficient, loss * twice, *args, **kwargs)

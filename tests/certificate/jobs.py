@@ -87,7 +87,7 @@ class Job:
     step: str = ""
     skew: float = 5.0
 
-    def argv(self) -> list[str]:
+    def argv(self):
         common = [word for word in COMMON if word not in self.without]
         sizes = "--num-layers 2 --seq-length 64 --cp-ring --context-parallel-size"
         return [
@@ -192,7 +192,7 @@ _OWN = (
 )
 
 
-def _by_script(name: str, script: str = "") -> Job:
+def _by_script(name, script=""):
     """The job of this name through the script."""
     (job,) = (job for job in _OWN if job.name == name)
     return replace(job, name=f"{name}-script", by_script=True, script=script)
@@ -213,7 +213,7 @@ FAULTY = (
 assert set(FAULTS) == {fault for job in FAULTY for fault in job.faults if not job.by_script}
 
 
-def _of_other_layers(number: int, hybrid: bool, ranks: int, by_script: bool, more: str) -> Job:
+def _of_other_layers(number, hybrid, ranks, by_script, more):
     """A right job with layers of several kinds."""
     model = HYBRID.replace("M*M-", "M*-M*M*-"[: 4 + number % 4]) if hybrid else HETEROGENEOUS
     words = [
@@ -231,25 +231,25 @@ def _of_other_layers(number: int, hybrid: bool, ranks: int, by_script: bool, mor
     )
 
 
-def flags_of(scripts: str) -> list[str]:
+def flags_of(scripts):
     return [each.strip() for each in scripts.replace("\n", ";").split(";") if each.strip()]
 
 
-def real_job(number: int, of: int, by_script: bool) -> Job:
+def real_job(number, of, by_script):
     """One of `of` right jobs that together have every flag of real scripts."""
     flags = flags_of(f"{REAL}; {REAL_OF_EXPERTS}; {REAL_ALONE}")[number::of]
     words = [EXPERTS, "--calculate-per-token-loss", *flags]
     return Job(f"real{number}", 2, " ".join(words), by_script=by_script)
 
 
-def right_job(number: int, with_script: bool) -> Job:
+def right_job(number, with_script):
     """The right job of this number, the same in every run; every second one through the script,
     where there is one.
     """
     rng = np.random.default_rng([4, number])
     by_script = with_script and number % 2 == 1
 
-    def pick(*choices: str) -> str:
+    def pick(*choices):
         return str(rng.choice(choices))
 
     other = rng.random()

@@ -2,8 +2,6 @@
 is no weight.
 """
 
-from __future__ import annotations
-
 import gc
 import locale
 import logging

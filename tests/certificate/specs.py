@@ -2,8 +2,6 @@
 0.19 wants it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -12,7 +10,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from tests.parity.specs import Norm
 
 
-def _experts() -> TransformerBlockSubmodules:
+def _experts():
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")
     norms = dataclasses.replace(spec.submodules, input_layernorm=Norm, pre_mlp_layernorm=Norm)
     return TransformerBlockSubmodules(

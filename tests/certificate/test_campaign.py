@@ -2,8 +2,6 @@
 fault of each kind is stopped, and right jobs pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

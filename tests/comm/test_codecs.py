@@ -4,8 +4,6 @@ A new codec needs no test of its own: its class in `CODECS` and its widths and e
 enough.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -117,17 +115,11 @@ def test_forward_and_backward_use_the_same_keys(name):
     """dq and out are those of attention in which each rank sees other ranks' keys as they were
     decoded.
     """
-    plan, case = (
-        Plan.build(Mask.full(64), Layout.contiguous(64, 2)),
-        Case.draw(64, dtype=torch.float64),
-    )
+    plan = Plan.build(Mask.full(64), Layout.contiguous(64, 2))
+    case = Case.draw(64, dtype=torch.float64)
     out, dq, _, _ = attend(case, plan, wire=name)
-    k, v = (
-        x.transpose(0, 1)
-        for x in roundtrip(
-            name, case.k.transpose(0, 1).contiguous(), case.v.transpose(0, 1).contiguous()
-        )
-    )
+    first = [x.transpose(0, 1).contiguous() for x in (case.k, case.v)]
+    k, v = (x.transpose(0, 1) for x in roundtrip(name, *first))
     for rank in range(2):
         mine = slice(32 * rank, 32 * rank + 32)
         seen_k, seen_v = k.clone(), v.clone()

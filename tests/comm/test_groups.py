@@ -2,8 +2,6 @@
 many.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

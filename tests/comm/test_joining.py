@@ -1,7 +1,5 @@
 """Gradients and keys that leave together arrive as they do alone."""
 
-from __future__ import annotations
-
 import torch
 
 from cp_ring.comm.groups import transport_for

@@ -1,7 +1,5 @@
 """Ranks that hold different batches stop with one line before any of them takes its part."""
 
-from __future__ import annotations
-
 import datetime
 
 import pytest

@@ -2,8 +2,6 @@
 when there are some.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """Different process groups, used by parallel threads of one process."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import torch

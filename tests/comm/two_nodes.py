@@ -12,8 +12,6 @@ an exchange has half of a link's limit. Where the kernel can limit processors (c
 rank has two fifths of one, lest a rank with much work run faster while others wait.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,13 +4,13 @@ python -m tests.docs.reference writes it.
 
 import inspect
 from dataclasses import fields
-from pathlib import Path
 
 import cp_ring
 from cp_ring.megatron.options import Options
 from cp_ring.tools.job import SECTIONS
+from launch.budget import ROOT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
+PAGE = ROOT / "docs" / "reference.md"
 TOP = """# Reference
 
 Made of the code: `python -m tests.docs.reference` writes this page.

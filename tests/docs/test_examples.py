@@ -6,16 +6,16 @@ import functools
 import importlib
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from cp_ring.kernels.cpu import KERNEL
+from launch.budget import ROOT
 from tests.megatron.launch import launch
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+EXAMPLES = ROOT / "docs" / "examples"
 ON_TWO_RANKS = ("ring_attention", "packed_documents", "hugging_face")
 ON_FOUR_RANKS = ("grpo", "device_mesh", "hugging_face_trainer")
 # tests/megatron/test_declared_masks.py runs them

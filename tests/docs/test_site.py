@@ -5,15 +5,14 @@ lines that exist.
 import ast
 import logging
 import re
-from pathlib import Path
 
 import pytest
 
 from cp_ring.megatron.options import SETTINGS, Options
+from launch.budget import ROOT
 from tests.docs import reference
 from tests.docs.troubleshooting import BEGIN, END, PAGE, written
 
-ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
 BLOCKS = re.MULTILINE | re.DOTALL
 LOADED = re.compile(

@@ -8,14 +8,13 @@ on the line before a block leaves it out.
 import re
 import shlex
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from cp_ring.tools.cli import app
+from launch.budget import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>.*?) -->\n+)?```(?P<language>python|bash)\n(?P<code>.*?)^```$",

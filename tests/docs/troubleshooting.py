@@ -12,9 +12,10 @@ from cp_ring.megatron.flags import argument_parser, resolve
 from cp_ring.megatron.flags.checks_job import HERE, JOB
 from cp_ring.megatron.flags.codec_choice import check_latent
 from cp_ring.megatron.options import Options
+from launch.budget import ROOT
 from tests.megatron.launch import TINY
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "troubleshooting.md"
 BEGIN, END = "<!-- made of what checks say -->\n", "<!-- the rest is written by hand -->\n"
 
 EXAMPLES = {

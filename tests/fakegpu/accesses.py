@@ -4,16 +4,12 @@ The libraries see kernels and streams, but not which of a kernel's arguments are
 The dispatcher of torch knows it: its schemas say what an operator changes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import BuiltinFunctionType
-from typing import Any
 from unittest import mock
 
 import torch
@@ -28,12 +24,12 @@ _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_stride
 _PROCESS = ctypes.CDLL(None)  # with the fake libraries, where they are loaded
 
 
-def note(text: str) -> None:
+def note(text):
     """Writes a line to the log."""
     _PROCESS.fakegpu_note(text.encode())
 
 
-def mark(name: str) -> None:
+def mark(name):
     """Begins the part of the log with this name."""
     note(f"mark {name}")
 
@@ -43,9 +39,7 @@ class Accesses(TorchDispatchMode):
     byte>:<end> ...", where n is for new memory.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
@@ -67,7 +61,7 @@ class Accesses(TorchDispatchMode):
 
 
 @contextmanager
-def recorded() -> Iterator[None]:
+def recorded():
     """In the block, accesses of torch's operators and of Triton's functions are in the log."""
     try:
         from triton.runtime.jit import JITFunction
@@ -77,7 +71,7 @@ def recorded() -> Iterator[None]:
         return
     run = JITFunction.run
 
-    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, *args, **kwargs):
         done = run(self, *args, **kwargs)
         # a schema of these does not exist: they may write whatever they are given
         _write(self.__name__, [], [], _on_device((args, kwargs)))
@@ -88,7 +82,7 @@ def recorded() -> Iterator[None]:
 
 
 @contextmanager
-def _of_transformer_engine() -> Iterator[None]:
+def _of_transformer_engine():
     """In the block, the log has what functions of its extension read and write, for which torch has
     no schema: they read what they are given, and write what they return.
     """
@@ -102,9 +96,9 @@ def _of_transformer_engine() -> Iterator[None]:
         yield
 
 
-def _told(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _told(name, function):
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         out = function(*args, **kwargs)
         given = _on_device((args, kwargs))
         old = {x.untyped_storage().data_ptr() for x in given}
@@ -115,11 +109,11 @@ def _told(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _on_device(value: Any) -> list[Tensor]:
+def _on_device(value):
     return [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_cuda and x.numel()]
 
 
-def _write(name: str, made: list[Tensor], read: list[Tensor], written: list[Tensor]) -> None:
+def _write(name, made, read, written):
     new = [x.untyped_storage() for x in made]
     parts = [f"n:{x.data_ptr()}:{x.data_ptr() + x.nbytes()}" for x in new]
     parts += [f"r:{_bytes(x)}" for x in read] + [f"w:{_bytes(x)}" for x in written]
@@ -129,6 +123,6 @@ def _write(name: str, made: list[Tensor], read: list[Tensor], written: list[Tens
         note(f"access {stream} {name} {' '.join(parts)}")
 
 
-def _bytes(x: Tensor) -> str:
+def _bytes(x):
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return f"{x.data_ptr()}:{x.data_ptr() + (last + 1) * x.element_size()}"

@@ -1,13 +1,9 @@
 """TransformerEngine's `DotProductAttention` on fake GPUs with cp_ring's ring beneath it."""
 
-from __future__ import annotations
-
 import importlib
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from cp_ring import Options, patches
 from cp_ring.integrations import transformer_engine as beneath
@@ -19,21 +15,21 @@ LAYERS = (4, 5)
 """Numbers of the two layers of a step."""
 
 
-def blocks(cases: dict[str, dict[str, Any]], steps: int = 3, **options: Any) -> None:
+def blocks(cases, steps=3, **options):
     """Two layers a case, each `steps` times; "<case> <step>" is the part of the log.
 
     A case has arguments of the module, `comm`, `heads` and `edges` of packed documents. Raises
     `AssertionError` if a layer did not end in the ring.
     """
-    calls: list[dict[str, Any]] = []
+    calls = []
     right = beneath.ring_attention
 
-    def counted(*tensors: Any, **named: Any) -> Tensor:
+    def counted(*tensors, **named):
         calls.append(named)
-        out: Tensor = right(*tensors, **named)
+        out = right(*tensors, **named)
         return out
 
-    beneath.ring_attention = counted  # type: ignore[assignment]
+    beneath.ring_attention = counted
     undo = beneath.use_ring(("p2p", "a2a", "a2a+p2p"), strict=True, **options)
     with recorded():
         groups = Groups()
@@ -54,15 +50,15 @@ def blocks(cases: dict[str, dict[str, Any]], steps: int = 3, **options: Any) -> 
     assert backends.attn_forward_func_with_cp.__name__ == "attn_forward_func_with_cp"
 
 
-def layers(cases: dict[str, dict[str, Any]]) -> None:
+def layers(cases):
     """Megatron's layers with its own attention class, as `tests.fakegpu.layers.blocks`, and the
     patch of --cp-ring-beneath. Raises `AssertionError` if a layer did not end in the ring.
     """
     from tests.fakegpu.layers import blocks
 
-    calls: list[object] = []
+    calls = []
     right = beneath.ring_attention
-    beneath.ring_attention = lambda *x, **named: calls.append(x) or right(*x, **named)  # type: ignore
+    beneath.ring_attention = lambda *x, **named: calls.append(x) or right(*x, **named)
     settings.configure(Options(beneath="te"))
     patches.get("beneath_te").apply()
     blocks(cases, "transformer_engine", steps=3)
@@ -70,9 +66,9 @@ def layers(cases: dict[str, dict[str, Any]]) -> None:
 
 
 def _step_of(
-    groups: Groups, comm: str = "p2p", heads: tuple[int, int] = (4, 2), edges: Any = None,
-    tokens: int = 256, **settings: Any,
-) -> Any:  # fmt: skip
+    groups, comm="p2p", heads=(4, 2), edges=None,
+    tokens=256, **settings,
+):  # fmt: skip
     from transformer_engine.pytorch import DotProductAttention
 
     h, g = heads
@@ -97,8 +93,8 @@ def _step_of(
     ends = [torch.tensor(edges or [0], dtype=torch.int32, device="cuda") for _ in range(3)]
     sinks = [x for module in modules for x in module.parameters()]
 
-    def step() -> None:
-        more: dict[str, Any] = {}
+    def step():
+        more = {}
         if edges:
             names = "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"
             more = dict.fromkeys(names, ends.pop()) | {"max_seqlen_q": 512, "max_seqlen_kv": 512}

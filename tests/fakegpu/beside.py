@@ -8,8 +8,6 @@ allocator, streams, and the calls of NCCL. Not real are values, and how long a k
 takes. Host time is that of the thread, pinned to a core, where CUDA's and NCCL's calls cost nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc
@@ -19,11 +17,9 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,15 +27,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.fakegpu import te_build
 from tests.fakegpu.accesses import mark
-from tests.fakegpu.log import Log
 from tests.fakegpu.process import FakeGpus
 from tests.gpu.beside import (
     CASES,
     CONTESTANTS,
     RING,
-    Column,
     Groups,
-    Step,
     kind_of,
     layer,
     memory_of,
@@ -52,7 +45,7 @@ STEPS = (2, 3, 4)
 """Steps 3 to 5, of which each must be like the one before."""
 
 
-def counts(log: Log, name: str, number: int) -> dict[str, Any]:
+def counts(log, name, number):
     """What a step of a contestant asked of CUDA and NCCL."""
     parts = [f"{name} {number} {way}" for way in ("forward", "backward")]
     forward, backward = (Counter(kind_of(x.name) for x in log.kernels(part)) for part in parts)
@@ -77,24 +70,22 @@ def counts(log: Log, name: str, number: int) -> dict[str, Any]:
     }
 
 
-def _received(kind: str, size: int, ranks: int) -> int:
+def _received(kind, size, ranks):
     """Bytes that a rank receives by a message; the size of a collective is that of all ranks."""
     return size if kind == "recv" else size * (ranks - 1) // ranks if kind == "all" else 0
 
 
-def measured(rank: int, ranks: int) -> bool:
+def measured(rank, ranks):
     """Whether a rank counts and is timed: the first, the middle and the last one do. The others
     send and receive the same with a kernel that needs no plans of cuDNN, which take seconds.
     """
     return rank in (0, ranks // 2, ranks - 1)
 
 
-Makers = Iterator[tuple[str, Callable[[], Step]]]
-"""Contestants, and what makes the step of each."""
-
-
-def attention(case: str, names: list[str], counts: bool) -> Makers:
-    """Those of `CONTESTANTS`; on a rank that does not count, those of cp_ring."""
+def attention(case, names, counts):
+    """Contestants, and what makes the step of each: those of `CONTESTANTS`, and on a rank that does
+    not count those of cp_ring.
+    """
     groups, inputs = Groups(), CASES[case].draw(torch.empty)
     for name in names:
         if counts or name.startswith(RING):
@@ -102,14 +93,12 @@ def attention(case: str, names: list[str], counts: bool) -> Makers:
             yield name, lambda x=(name, CASES[case], groups, more): step_of(layer(*x), inputs)
 
 
-def on_rank(
-    folder: str, makers: str, rounds: int, deterministic: bool = False, **options: Any
-) -> None:
+def on_rank(folder, makers, rounds, deterministic=False, **options):
     """Five steps of each contestant, "<contestant> <step> <pass>" in the log; then their times, one
     rank after another. Writes <rank>.json.
     """
     torch.use_deterministic_algorithms(deterministic)
-    made, found = dict[str, Step](), dict[str, dict[str, Any]]()
+    made, found = {}, {}
     rank, ranks, store = dist.get_rank(), dist.get_world_size(), _get_default_store()
     module, function = makers.split(":")
     counting, first = measured(rank, ranks), None
@@ -144,7 +133,7 @@ def on_rank(
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 
-def _steps(name: str, step: Step, of_others: int) -> dict[str, Any]:
+def _steps(name, step, of_others):
     """Peak memory of the steps that count, without what other contestants hold."""
     for number in range(STEPS[-1] + 1):
         if number == STEPS[0]:
@@ -158,9 +147,9 @@ def _steps(name: str, step: Step, of_others: int) -> dict[str, Any]:
     }
 
 
-def _times(made: dict[str, Step], rounds: int) -> dict[str, float]:
+def _times(made, rounds):
     """Microseconds of the host for a step of each: the median of rounds in which all take turns."""
-    taken: dict[str, list[int]] = {name: [] for name in made}
+    taken = {name: [] for name in made}
     gc.collect()
     gc.disable()
     for _ in range(rounds + 2):
@@ -173,9 +162,9 @@ def _times(made: dict[str, Step], rounds: int) -> dict[str, float]:
 
 
 def compare(
-    gpus: FakeGpus, ranks: int, case: str, rounds: int = 0, capability: int = 90,
-    makers: str = "tests.fakegpu.beside:attention", **options: Any,
-) -> list[dict[str, Any]]:  # fmt: skip
+    gpus, ranks, case, rounds=0, capability=90,
+    makers="tests.fakegpu.beside:attention", **options,
+):  # fmt: skip
     """A row for each contestant: counts, memory and time are those of the `measured` rank that has
     most, allocations those of the step that has most, received bytes the mean of all ranks. Raises
     `AssertionError` where steps differ.
@@ -212,11 +201,11 @@ def compare(
     return rows
 
 
-def _of_kinds(row: dict[str, Any]) -> str:
+def _of_kinds(row):
     return ", ".join(f"{kind} {count}" for kind, count in row["kinds"].items())
 
 
-COLUMNS: dict[str, Column] = {
+COLUMNS = {
     "launches, memcpys": lambda row: f"{row['launches']}, {row['memcpys']}",
     "forward beside attention": lambda row: f"{row['beside attention in forward']}",
     "waits, allocations": lambda row: f"{row['waits']}, {row['allocations']}",
@@ -231,7 +220,7 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))

@@ -3,8 +3,6 @@
 python -m tests.fakegpu.build      prints the folder
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import re
@@ -32,7 +30,7 @@ class Missing(Exception):
     """What this machine lacks for the libraries, in one line."""
 
 
-def wheels() -> Path:
+def wheels():
     """The folder of NVIDIA's wheels, which torch's CUDA build installs. Raises `Missing`."""
     for place in _folders("nvidia"):
         if (place / "cu13" / "lib" / "libcudart.so.13").exists():
@@ -40,12 +38,12 @@ def wheels() -> Path:
     raise Missing("no torch for CUDA 13 is installed here")
 
 
-def _folders(package: str) -> list[Path]:
+def _folders(package):
     spec = importlib.util.find_spec(package)
     return [Path(each) for each in (spec and spec.submodule_search_locations) or ()]
 
 
-def includes(nvidia: Path) -> list[Path]:
+def includes(nvidia):
     """Folders of headers: CUDA's, cuDNN's and NCCL's, and Triton's, which has CUDA's crt/ too."""
     of_triton = [each / "backends" / "nvidia" / "include" for each in _folders("triton")]
     folders = [*(nvidia / name / "include" for name in ("cu13", "cudnn", "nccl")), *of_triton]
@@ -55,7 +53,7 @@ def includes(nvidia: Path) -> list[Path]:
     return folders
 
 
-def build() -> Path:
+def build():
     """The folder of the built libraries. Raises `Missing` where they cannot be built."""
     for program in ("gcc", "nm"):
         if shutil.which(program) is None:
@@ -81,9 +79,7 @@ def build() -> Path:
     return place
 
 
-def _library(
-    made: Path, work: Path, name: str, source: str, includes: list[Path], nvidia: Path
-) -> None:
+def _library(made, work, name, source, includes, nvidia):
     include = [f"-I{folder}" for folder in includes]
     own, stubs, versions = (work / f"{name}{end}" for end in (".o", "_stubs.c", ".map"))
     if name == "libcublasLt.so.13":
@@ -107,7 +103,7 @@ def _library(
          "-lpthread", "-o", str(made / name))  # fmt: skip
 
 
-def _names(library: str, nvidia: Path, includes: list[Path]) -> set[str]:
+def _names(library, nvidia, includes):
     """The functions that programs may want of a library: those of the real one or its header."""
     if library == "libcuda.so.1":
         header = next(x for x in includes if (x / "cuda.h").exists()) / "cuda.h"
@@ -124,14 +120,14 @@ def _names(library: str, nvidia: Path, includes: list[Path]) -> set[str]:
     return found | NEWER.get(library, set())
 
 
-def _symbols(path: Path, *options: str) -> set[str]:
+def _symbols(path, *options):
     """The functions that a file defines."""
     text = run("nm", *options, "--defined-only", str(path))
     found = re.findall(r" [TW] (\w+)", text)
     return {name for name in found if not name.startswith("_") or name.startswith("__cuda")}
 
 
-def run(*command: str) -> str:
+def run(*command):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")

@@ -1,9 +1,5 @@
 """The fake GPUs, for the tests of a module."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from tests import needs
@@ -12,7 +8,7 @@ from tests.fakegpu.build import Missing
 from tests.fakegpu.process import FakeGpus
 
 
-def _started(*versions: str) -> Iterator[FakeGpus]:
+def _started(*versions):
     try:
         gpus = FakeGpus(*versions)
     except Missing as missing:
@@ -22,7 +18,7 @@ def _started(*versions: str) -> Iterator[FakeGpus]:
 
 
 @pytest.fixture(scope="module")
-def gpus() -> Iterator[FakeGpus]:
+def gpus():
     """Runs programs on fake GPUs. Skips the test where torch has no CUDA, or headers are missing;
     in CI it fails.
     """
@@ -30,12 +26,12 @@ def gpus() -> Iterator[FakeGpus]:
 
 
 @pytest.fixture(scope="module")
-def with_te() -> Iterator[FakeGpus]:
+def with_te():
     """The same with the newest TransformerEngine."""
     yield from _started(te_build.VERSION)
 
 
 @pytest.fixture(scope="module")
-def newest() -> Iterator[FakeGpus]:
+def newest():
     """With the newest TransformerEngine and the newest cuDNN."""
     yield from _started(te_build.VERSION, te_build.CUDNN)

@@ -5,13 +5,10 @@ python -m tests.fakegpu.kernel_calls [VERSION [CUDNN]]     with these versions o
 and cuDNN; prints what `docs/kernels.md` sums up
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -20,7 +17,6 @@ from cp_ring.kernels import choose, te_library
 from cp_ring.kernels.base import OPEN, Packing
 from cp_ring.kernels.flash_aten import FlashAtenKernel
 from tests.fakegpu.accesses import mark
-from tests.fakegpu.log import Log
 from tests.fakegpu.process import FakeGpus
 from tests.fakegpu.te_build import VERSION
 
@@ -29,7 +25,7 @@ KERNELS = ("transformer_engine", "auto")
 HEADS = (32, 8, 128, 128)
 DOCUMENTS = [1024, 3000, 40, 4128]  # 8,192 tokens
 # Queries and keys of a tile (hi 0 is causal) or packed documents, and heads h, g and sizes d, e.
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "8,192 x 4,096": {"tile": (8192, 4096), "hi": OPEN},
     "2,304 x 5,888": {"tile": (2304, 5888), "hi": OPEN},
     "4,096 causal": {"tile": (4096, 4096)},
@@ -60,12 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def calls(
-    kernels: list[str],
-    cases: dict[str, dict[str, Any]],
-    planted: bool = False,
-    variables: dict[str, str] | None = None,
-) -> None:
+def calls(kernels, cases, planted=False, variables=None):
     """Runs on a fake GPU. Of each kernel and case, forward and backward are the parts "<kernel>
     <case> forward" and "... backward" of the log; where the kernel rejects the case or fails, "<kernel>
     <case> rejected: <why>" comes last. planted: `flash_aten` rejects nothing, and
@@ -73,7 +64,7 @@ def calls(
     """
     os.environ.update(variables or {})
     if planted:
-        FlashAtenKernel.rejection = lambda *_: None  # type: ignore[method-assign]
+        FlashAtenKernel.rejection = lambda *_: None
         te_library.fault_of = lambda *_: None
     for name, case in cases.items():
         for kernel in kernels:
@@ -85,18 +76,10 @@ def calls(
     mark("end")
 
 
-def _call(
-    name: str,
-    part: str,
-    tile: tuple[int, int] = (0, 0),
-    documents: list[int] | None = None,
-    sizes: tuple[int, ...] = HEADS,
-    hi: int = 0,
-    deterministic: bool = False,
-) -> None:
+def _call(name, part, tile=(0, 0), documents=None, sizes=HEADS, hi=0, deterministic=False):
     h, g, d, e = sizes
     device, dtype = torch.device("cuda"), torch.bfloat16
-    kernel: Any = choose(name, device=device, dtype=dtype, d=d, e=e, packed=documents is not None)
+    kernel = choose(name, device=device, dtype=dtype, d=d, e=e, packed=documents is not None)
     make = partial(torch.empty, device=device, dtype=dtype)
     if documents is not None and kernel.capabilities.varlen:
         ends = torch.tensor([0, *accumulate(documents)], dtype=torch.int32).to(device)
@@ -110,14 +93,14 @@ def _call(
     for queries, keys in [tile] if documents is None else zip(documents, documents, strict=True):
         shapes = ((queries, h, d), (keys, g, d), (keys, g, e))
         q, k, v = (make(1, *shape) for shape in shapes)
-        band: dict[str, Any] = {"lo": -OPEN, "hi": hi, "scale": 0.1}
+        band = {"lo": -OPEN, "hi": hi, "scale": 0.1}
         mark(f"{part} forward")
         out, lse = kernel.forward(q, k, v, **band)
         mark(f"{part} backward")
         kernel.backward(torch.empty_like(out), q, k, v, out, lse, **band)
 
 
-def verdict(log: Log, kernel: str, case: str, least: int = 64 << 20) -> str:
+def verdict(log, kernel, case, least=64 << 20):
     """What runs, forward and backward, with the workspace of a call from `least` bytes on:
     "cuDNN", "flash", "efficient", "products" of matrices; "no" where the kernel rejects the call.
     """
@@ -135,7 +118,7 @@ def verdict(log: Log, kernel: str, case: str, least: int = 64 << 20) -> str:
     return ", then ".join(dict.fromkeys(kinds)) + size
 
 
-def main(version: str = VERSION, cudnn: str | None = None) -> None:
+def main(version=VERSION, cudnn=None):
     gpus = FakeGpus(version, cudnn)
     arguments = {"kernels": KERNELS, "cases": CASES}
     logs = {

@@ -2,12 +2,8 @@
 backward.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +22,7 @@ from cp_ring.megatron.options import Options
 from cp_ring.megatron.specs import with_ring_attention
 from tests.fakegpu.accesses import mark, recorded
 from tests.fakegpu.plants import PLANTS
-from tests.gpu.beside import CASES, Step, connect
+from tests.gpu.beside import CASES, connect
 
 SMALL = {"tokens": 256, "num_layers": 2, "hidden_size": 256, "num_attention_heads": 4,
          "num_query_groups": 2, "kv_channels": 64}  # fmt: skip
@@ -35,7 +31,7 @@ LARGE = {"tokens": 8192, "num_layers": 1, "hidden_size": 4096, "num_attention_he
 """`tokens` of a rank, and settings of Megatron's configuration."""
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-LAYERS: dict[str, dict[str, Any]] = {
+LAYERS = {
     "Megatron": {"options": None},
     "Megatron --cp-ring": {"options": {}},
     "Megatron, recomputed": {"options": None, **FULL},
@@ -44,12 +40,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 """What `beside` compares, with the layers of TransformerEngine."""
 
 
-def blocks(
-    cases: dict[str, dict[str, Any]],
-    implementation: str = "local",
-    steps: int = 3,
-    planted: bool = False,
-) -> None:
+def blocks(cases, implementation="local", steps=3, planted=False):
     """Two layers a case, each `steps` times; "<case> <step>" is the part of the log.
 
     A case has settings of Megatron's configuration, `options` of cp_ring and `documents`, the ends
@@ -67,7 +58,7 @@ def blocks(
     mark("end")
 
 
-def beside(case: str, counts: bool) -> Iterator[tuple[str, Callable[[], Step]]]:
+def beside(case, counts):
     """What makes the step of each of `LAYERS`; as `tests.fakegpu.beside.attention`."""
     _start()
     # Else a rank of stock attention would wait for one that does not count, and has none.
@@ -84,17 +75,12 @@ def beside(case: str, counts: bool) -> Iterator[tuple[str, Callable[[], Step]]]:
             yield name, partial(_step_of, "local", documents=documents, **light)
 
 
-def _start() -> None:
+def _start():
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(5)
 
 
-def _step_of(
-    implementation: str,
-    options: dict[str, Any] | None,
-    documents: list[int] | None = None,
-    **more: Any,
-) -> Step:
+def _step_of(implementation, options, documents=None, **more):
     """Without `options`, the layers have Megatron's own attention."""
     more = SMALL | more
     tokens, latent = more.pop("tokens"), "kv_lora_rank" in more
@@ -122,7 +108,7 @@ def _step_of(
     return partial(_step, block, x, {} if packed is None else {"packed_seq_params": packed})
 
 
-def _packed(documents: list[int], ring: bool) -> Any:
+def _packed(documents, ring):
     if ring:
         rows = Documents.in_rows(np.array(documents), 1, "zigzag", dist.get_world_size())
         return DocumentParams.carry(rows)
@@ -131,9 +117,7 @@ def _packed(documents: list[int], ring: bool) -> Any:
     return PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)
 
 
-def _step(
-    block: Any, x: torch.Tensor, more: dict[str, Any], between: Callable[[], object] = int
-) -> None:
+def _step(block, x, more, between=int):
     out = block(x, attention_mask=None, **more)
     between()
     with torch.autograd.set_multithreading_enabled(False):

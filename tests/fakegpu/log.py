@@ -9,10 +9,8 @@ was before. What a thread launches comes after all that the thread has seen.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 Clock = dict[int, int]
 """How much of each stream is known to be done."""
@@ -32,7 +30,7 @@ class Event:
     part: str
 
     @property
-    def touched(self) -> Iterator[tuple[str, int, int]]:
+    def touched(self):
         """(mode, start, end) of the memory that work on a stream uses; the mode is n for what torch
         has newly allocated, w for what is written, and r for what is read.
         """
@@ -48,7 +46,7 @@ class Event:
         elif self.kind == "fill":
             yield "w", int(words[1]), int(words[1]) + int(words[0])
 
-    def __str__(self) -> str:
+    def __str__(self):
         name = {"access": self.words[:1], "nccl": self.words[:4:3]}.get(self.kind, self.words[:1])
         return f"{self.kind} {' '.join(name)} on stream {self.stream} in {self.part}"
 
@@ -74,10 +72,10 @@ class Group:
     last: Step
 
     @property
-    def part(self) -> str:
+    def part(self):
         return self.first.event.part
 
-    def follows(self, other: Group) -> bool:
+    def follows(self, other):
         """Whether the group begins after the other is complete, however long both take."""
         return self.first.knows(other.last)
 
@@ -89,9 +87,9 @@ class Log:
     events: list[Event]
 
     @classmethod
-    def read(cls, path: Path) -> Log:
+    def read(cls, path):
         """Of a file; empty where there is none."""
-        events, part = list[Event](), ""
+        events, part = [], ""
         for line in path.read_text().splitlines() if path.exists() else ():
             thread, kind, *words = line.split(" ")
             if kind == "mark":
@@ -113,11 +111,11 @@ class Log:
             events.append(Event(int(thread), kind, stream, tuple(words), part))
         return cls(events)
 
-    def of(self, part: str | None, *kinds: str) -> list[Event]:
+    def of(self, part, *kinds):
         """The events of these kinds, in one part or in all."""
         return [x for x in self.events if x.kind in kinds and part in (None, x.part)]
 
-    def kernels(self, part: str | None = None) -> list[Kernel]:
+    def kernels(self, part=None):
         found = []
         for event in self.of(part, "launch"):
             grid, threads, size, *name = event.words
@@ -125,21 +123,21 @@ class Log:
             found.append(Kernel(" ".join(name), blocks, int(threads), int(size), event.stream))
         return found
 
-    def copies(self, part: str | None = None) -> list[Event]:
+    def copies(self, part=None):
         """Copies between host and device."""
         return [x for x in self.of(part, "copy") if x.words[0].count("D") == 1]
 
-    def syncs(self, part: str | None = None) -> list[Event]:
+    def syncs(self, part=None):
         """Where the host waited for the device."""
         return self.of(part, "sync")
 
-    def allocations(self, part: str | None = None) -> list[Event]:
+    def allocations(self, part=None):
         """Where memory was asked of CUDA, or given back."""
         return self.of(part, "malloc", "hostmalloc", "free")
 
-    def unknown(self) -> list[str]:
+    def unknown(self):
         """Kernels of which the log does not say what memory they use."""
-        found, waiting = list[str](), defaultdict[tuple[int, int], list[Event]](list)
+        found, waiting = [], defaultdict(list)
         for event in self.events:
             place = event.thread, event.stream
             if event.kind == "launch":
@@ -150,20 +148,20 @@ class Log:
                 found += [str(x) for x in waiting.pop(place, ())]
         return found
 
-    def stubs(self) -> set[str]:
+    def stubs(self):
         """The functions that were called although the libraries do nothing in them."""
         return {x.words[0] for x in self.of(None, "stub")}
 
     @cached_property
-    def races(self) -> list[str]:
+    def races(self):
         """Pairs of accesses to the same memory by two streams, one of which writes, where nothing
         makes the second wait for the first: a message that is read before it has arrived, or a
         buffer that is used again before its last use is over.
         """
-        found, of_graphs = list[str](), defaultdict[int, list[_Use]](list)
+        found, of_graphs = [], defaultdict(list)
         for step in walk(self.events):
             for mode, start, end in step.event.touched:
-                use, left = _Use(start, end, mode == "w", step), list[_Use]()
+                use, left = _Use(start, end, mode == "w", step), []
                 # a graph that is captured runs later: what is in it is ordered within it alone
                 for other in of_graphs[step.capture]:
                     known = step.knows(other.step)
@@ -181,9 +179,9 @@ class Log:
         return list(dict.fromkeys(found))
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self):
         """NCCL's groups, in the order in which the host started them."""
-        found, open_groups = list[Group](), defaultdict[int, list[Step]](list)
+        found, open_groups = [], defaultdict(list)
         for step in walk(self.events):
             mine = open_groups[step.event.thread]
             if step.event.kind == "nccl":
@@ -198,7 +196,7 @@ class Log:
         return found
 
     @cached_property
-    def capture_faults(self) -> list[str]:
+    def capture_faults(self):
         """What CUDA would reject in captures of graphs, or what they would lose: streams that are
         not joined at the end, waits for what was before the capture, and calls that it forbids.
         """
@@ -218,15 +216,15 @@ class Step:
     capture: int
     found_done: Clock
 
-    def kept(self) -> Step:
+    def kept(self):
         """With a clock that does not change."""
         return replace(self, clock=dict(self.clock))
 
-    def knows(self, other: Step) -> bool:
+    def knows(self, other):
         """Whether the other event is over when this one begins."""
         return self.clock.get(other.event.stream, 0) >= other.place
 
-    def asked(self, other: Step) -> bool:
+    def asked(self, other):
         """Whether the thread has been told that the other event is over. On a GPU it might not be
         yet, and the thread would do something else: it does not make this event wait.
         """
@@ -240,19 +238,19 @@ class _Use:
     writes: bool
     step: Step
 
-    def overlaps(self, other: _Use) -> bool:
+    def overlaps(self, other):
         return self.start < other.end and other.start < self.end
 
-    def inside(self, other: _Use) -> bool:
+    def inside(self, other):
         return other.start <= self.start and self.end <= other.end
 
 
-def walk(events: list[Event]) -> Iterator[Step]:
+def walk(events):
     """The events in order."""
-    streams, threads = defaultdict[int, Clock](dict), defaultdict[int, Clock](dict)
-    asked = defaultdict[int, Clock](dict)
-    recorded, of_events = defaultdict[str, Clock](dict), dict[str, int]()
-    capturing, captures = dict[int, int](), 0
+    streams, threads = defaultdict(dict), defaultdict(dict)
+    asked = defaultdict(dict)
+    recorded, of_events = defaultdict(dict), {}
+    capturing, captures = {}, 0
     for event in events:
         clock, seen = streams[event.stream], threads[event.thread]
         number = event.words[0] if event.words else ""
@@ -283,15 +281,15 @@ def walk(events: list[Event]) -> Iterator[Step]:
             capturing = {x: y for x, y in capturing.items() if y != capture}
 
 
-def _join(clock: Clock, other: Clock) -> None:
+def _join(clock, other):
     for stream, place in other.items():
         clock[stream] = max(clock.get(stream, 0), place)
 
 
-def _capture_faults(events: list[Event]) -> Iterator[str]:
-    now, modes = 0, dict[int, int]()  # the capture that is open; the modes of threads
-    of_events, streams = dict[str, int](), dict[int, int]()  # in which capture they are
-    last: dict[int, int] = {}  # the place of the last captured work of a stream
+def _capture_faults(events):
+    now, modes = 0, {}  # the capture that is open; the modes of threads
+    of_events, streams = {}, {}  # in which capture they are
+    last = {}  # the place of the last captured work of a stream
     for step in walk(events):
         event, where = step.event, f", in {step.event.part}"
         number = event.words[0] if event.words else ""

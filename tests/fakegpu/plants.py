@@ -1,11 +1,7 @@
 """Faults that are planted in cp_ring, each of which one assertion about the log must see."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -16,8 +12,6 @@ from cp_ring.comm.streams import KeyStream
 from cp_ring.kernels.flash_aten import FlashAtenKernel
 from cp_ring.kernels.transformer_engine import TransformerEngineKernel
 from cp_ring.ops import copies
-
-Plant = Callable[[], AbstractContextManager[Any]]
 
 
 def _lost_wait(kind):
@@ -34,7 +28,7 @@ def _lost_wait(kind):
 @contextmanager
 def _early_reuse():
     """All slots are the same memory, so that a hop receives where the one before it is computed."""
-    allocated, memory = KeyStream._allocated, dict[int, Any]()
+    allocated, memory = KeyStream._allocated, {}
 
     def same(self, num_tokens):
         kept = memory.get(id(self))
@@ -157,7 +151,7 @@ def _other_dtype():
     return mock.patch.object(TransformerEngineKernel, "forward", other)
 
 
-PLANTS: dict[str, Plant] = {
+PLANTS = {
     "lost wait for keys": _lost_wait("keys"),
     "lost wait for gradients": _lost_wait("gradients"),
     "early reuse of a slot": _early_reuse,

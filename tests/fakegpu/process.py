@@ -1,7 +1,5 @@
 """Programs on the fake GPUs, each rank in a process of its own, and what they asked of CUDA."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from tests.fakegpu import te_build
 from tests.fakegpu.build import HERE, LIBRARIES, build, wheels
@@ -22,7 +19,7 @@ class ProgramError(AssertionError):
     """A rank failed. The message is what it printed."""
 
 
-def environment(cudnn: str | None = None) -> dict[str, str]:
+def environment(cudnn=None):
     """Variables with which a process has the fake libraries, and cuDNN of this version in place of
     torch's. Raises `Missing`.
     """
@@ -52,11 +49,7 @@ class FakeGpus:
     that of cuDNN; None is torch's.
     """
 
-    def __init__(
-        self,
-        transformer_engine: str | None = None,
-        cudnn: str | None = None,
-    ) -> None:
+    def __init__(self, transformer_engine=None, cudnn=None):
         self.transformer_engine = transformer_engine
         paths = [ROOT, *sys.path]
         if transformer_engine is not None:
@@ -64,9 +57,9 @@ class FakeGpus:
         self._environment = (
             os.environ | environment(cudnn) | {"PYTHONPATH": ":".join(map(str, paths))}
         )
-        self._server: subprocess.Popen[str] | None = None
+        self._server = None
 
-    def run(self, program: str, size: int = 1, capability: int = 90, **arguments: Any) -> list[Log]:
+    def run(self, program, size=1, capability=90, **arguments):
         """Calls the function `module:name` with `arguments` on each of `size` ranks, whose GPUs
         have this compute capability, and returns the ranks' logs. Raises `ProgramError`.
         """
@@ -93,14 +86,14 @@ class FakeGpus:
                 raise ProgramError(f"exit codes {codes}\n" + "\n".join(texts))
             return [Log.read(Path(folder) / f"{rank}.log") for rank in range(size)]
 
-    def close(self) -> None:
+    def close(self):
         """Ends the server."""
         if self._server is not None:
             self._server.communicate()
             self._server = None
 
 
-def main() -> None:
+def main():
     """Prints shell commands that set `environment()` for an H100, and FAKEGPU_SITE to the folder of
     TransformerEngine if it was built.
     """

@@ -1,7 +1,5 @@
 """What ranks run on the fake GPUs."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -18,12 +16,7 @@ from tests.fakegpu.accesses import mark, recorded
 from tests.fakegpu.plants import PLANTS
 
 
-def rings(
-    cases,
-    steps=3,
-    planted=False,
-    captured=False,
-):
+def rings(cases, steps=3, planted=False, captured=False):
     """Calls of `ring_attention` one after another, each forward and backward `steps` times;
     "<case> <step>" is the part of the log.
 
@@ -57,13 +50,7 @@ def on_two_streams(case, planted):
     mark("end")
 
 
-def attend(
-    tokens=256,
-    sizes=(4, 2, 64, 64),
-    sink=False,
-    latent=0,
-    **options,
-):
+def attend(tokens=256, sizes=(4, 2, 64, 64), sink=False, latent=0, **options):
     """Of `tokens` on each rank; sizes are h, g, d, e. latent: the size of the latents that stand
     for keys and values, whose keys have 64 rotated channels.
     """

@@ -5,25 +5,21 @@ peer. Nothing here is a choice: a group that can complete stays so, whichever go
 replay stands for every interleaving of the ranks.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from itertools import combinations
-
-from tests.fakegpu.log import Group, Log
 
 _PARTNER = {"send": "recv", "recv": "send"}
 
 
-def hangs(logs: list[Log], case: str = "") -> str:
+def hangs(logs, case=""):
     """Where the ranks, by number, wait for each other for ever in parts that begin with `case`; ""
     if all groups complete.
     """
     queues, members = [_of(log, case) for log in logs], _members(logs)
-    at, entered = [0] * len(queues), Counter[tuple[object, ...]]()
-    needs: list[list[tuple[tuple[object, ...], int]]] = [[] for _ in queues]
+    at, entered = [0] * len(queues), Counter()
+    needs = [[] for _ in queues]
 
-    def enter(rank: int) -> None:
+    def enter(rank):
         """Starts the rank's next group: what it offers to its peers, and what it needs of them."""
         needs[rank] = []
         for group in queues[rank][at[rank] : at[rank] + 1]:
@@ -53,12 +49,12 @@ def hangs(logs: list[Log], case: str = "") -> str:
     )
 
 
-def mismatches(logs: list[Log], case: str = "") -> list[str]:
+def mismatches(logs, case=""):
     """In parts that begin with `case`, messages whose two ends differ in size, or are empty, or
     which have one end only. The ends of a communicator's messages from one rank to another meet in
     the order of their groups.
     """
-    ends: dict[tuple[str, int, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    ends = defaultdict(lambda: defaultdict(list))
     members = _members(logs)
     for rank, log in enumerate(logs):
         for group in _of(log, case):
@@ -74,7 +70,7 @@ def mismatches(logs: list[Log], case: str = "") -> list[str]:
     ]
 
 
-def in_flight_together(log: Log, case: str = "") -> list[tuple[Group, Group]]:
+def in_flight_together(log, case=""):
     """Groups of different communicators of a rank of which neither waits for the other. NCCL
     promises progress for none of them: on another rank the device may begin with the other one.
     """
@@ -87,13 +83,13 @@ def in_flight_together(log: Log, case: str = "") -> list[tuple[Group, Group]]:
     ]
 
 
-def _of(log: Log, case: str) -> list[Group]:
+def _of(log, case):
     return [group for group in log.groups if group.part.startswith(case)]
 
 
-def _members(logs: list[Log]) -> dict[str, list[int]]:
+def _members(logs):
     """The ranks of each communicator, by their rank in it."""
-    found: dict[str, dict[int, int]] = defaultdict(dict)
+    found = defaultdict(dict)
     for rank, log in enumerate(logs):
         for event in log.of(None, "communicator"):
             name, _, place = event.words

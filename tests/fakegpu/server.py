@@ -5,15 +5,12 @@ It is started by `tests.fakegpu.process`, and reads a line of JSON for each prog
 input.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,7 +29,7 @@ IMPORTED = (
 )
 
 
-def main() -> None:
+def main():
     for name in IMPORTED:
         importlib.import_module(name)
     importlib.import_module("triton.runtime.cache").triton_key()  # a digest of all of Triton
@@ -43,7 +40,7 @@ def main() -> None:
         print(json.dumps(codes), flush=True)
 
 
-def _forked(task: dict[str, Any], rank: int) -> int:
+def _forked(task, rank):
     child = os.fork()
     if child:
         return child

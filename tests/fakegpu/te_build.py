@@ -7,8 +7,6 @@ All sources of the extension are one unit of compilation, so that torch's header
 minute of one core in place of half an hour.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -29,12 +27,12 @@ IMPORTED = ("onnxscript", "onnx", "onnx_ir", "ml_dtypes", "nvidia-cudnn-frontend
 CCCL = "nvidia-cuda-cccl==13.0.*"  # headers of CUDA's that no wheel of torch's brings
 
 
-def place(version: str) -> Path:
+def place(version):
     """Where `build` puts it."""
     return CACHE / f"transformer-engine-{version}-torch-{version_of('torch')}"
 
 
-def build(version: str) -> Path:
+def build(version):
     """A folder for PYTHONPATH, made once. Raises `Missing` where it cannot be built."""
     nvidia = wheels()
     if shutil.which("g++") is None:
@@ -65,7 +63,7 @@ def build(version: str) -> Path:
     return found
 
 
-def cudnn(version: str) -> Path:
+def cudnn(version):
     """The folder of cuDNN's libraries of a version, got once. Raises `Missing`."""
     place = CACHE / f"cudnn-{version}"
     if not place.exists():
@@ -79,18 +77,18 @@ def cudnn(version: str) -> Path:
     return place / "nvidia" / "cudnn" / "lib"
 
 
-def _pip(command: str, *arguments: str) -> None:
+def _pip(command, *arguments):
     run(sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", "--no-deps",
         *arguments)  # fmt: skip
 
 
-def _unpacked(work: Path) -> Path:
+def _unpacked(work):
     with tarfile.open(next(work.glob("transformer_engine_torch-*.tar.gz"))) as archive:
         archive.extractall(work / "source", filter="data")
     return next((work / "source").iterdir())
 
 
-def _extension(source: Path, site: Path, headers: list[Path], nvidia: Path) -> None:
+def _extension(source, site, headers, nvidia):
     code, common = source / "csrc", source / "common_headers"
     unit, made = source / "unit.cpp", source / "unit.o"
     unit.write_text("".join(f'#include "{x}"\n' for x in sorted(code.rglob("*.cpp"))))

@@ -2,15 +2,10 @@
 waits for the device once a microbatch of packed documents, and else never.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from tests.fakegpu import te_build
 from tests.fakegpu.conftest import _started
-from tests.fakegpu.process import FakeGpus
 from tests.fakegpu.replay import hangs, in_flight_together, mismatches
 from tests.fakegpu.test_ring import races, slow_steps
 
@@ -28,14 +23,12 @@ OF_FOUR = {"window": CASES["window"], "two groups": {"comm": "a2a+p2p", "window_
 
 
 @pytest.fixture(scope="module", params=[te_build.VERSION, "2.14.0"])
-def version(request: pytest.FixtureRequest) -> Iterator[FakeGpus]:
+def version(request):
     yield from _started(request.param)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "sm", "cases"), [(2, 90, CASES), (2, 80, ON_AMPERE), (4, 90, OF_FOUR)]
-)
+@pytest.mark.parametrize("ranks, sm, cases", [(2, 90, CASES), (2, 80, ON_AMPERE), (4, 90, OF_FOUR)])
 def test_windows_and_sinks_end_in_the_ring(version, ranks, sm, cases):
     logs = version.run("tests.fakegpu.beneath:blocks", ranks, sm, cases=cases)
     assert not hangs(logs) and not mismatches(logs)

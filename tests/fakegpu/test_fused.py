@@ -12,8 +12,6 @@ from typing import NamedTuple
 import pytest
 import triton
 
-from tests.fakegpu.process import FakeGpus
-
 REGISTERS = 160  # 3 blocks of 128 threads on a processor of 65,536
 
 
@@ -23,14 +21,14 @@ class Code(NamedTuple):
     widths: set[int]  # bits of loads and stores of tensors in global memory, but for lse and tables
 
 
-def compiled(gpus: FakeGpus, folder: Path, sm: int, sizes: list[int], **faults: int) -> list[Code]:
+def compiled(gpus, folder, sm, sizes, **faults):
     """Of all variants."""
     gpus.run("tests.fakegpu.programs:fused", 1, sm, folder=str(folder), sizes=sizes,
              dtypes=["bfloat16"], **faults)  # fmt: skip
     return [_assembled(path, sm) for path in sorted(folder.iterdir())]
 
 
-def _assembled(path: Path, sm: int) -> Code:
+def _assembled(path, sm):
     text = path.read_text()
     (target,) = re.findall(r"\.target (sm_\w+)", text)
     assembler = "ptxas-blackwell" if sm >= 100 else "ptxas"

@@ -1,7 +1,5 @@
 """That `auto` takes no kernel that cannot run the calls of a plan, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 
 from cp_ring.kernels import te_library
@@ -30,7 +28,7 @@ def test_auto_runs_every_call(with_te, sm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sm", "expected"),
+    "sm, expected",
     [(80, {"cuDNN 1,088 MiB"}), (90, {"cuDNN 131,072 MiB"}), (100, {"cuDNN", "no"})],
 )
 def test_deterministic_calls_that_no_fault_keeps_away_are_seen(with_te, sm, expected):
@@ -40,7 +38,7 @@ def test_deterministic_calls_that_no_fault_keeps_away_are_seen(with_te, sm, expe
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("planted", "limit", "expected"),
+    "planted, limit, expected",
     [(False, "", "flash"), (True, "", "cuDNN 131,072 MiB"), (False, "268435456", "cuDNN")],
 )
 def test_the_newest_cudnn_needs_a_variable_on_hopper(newest, planted, limit, expected):

@@ -2,8 +2,6 @@
 modules on PyTorch's kernels, and those of TransformerEngine with its real library.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.fakegpu.process import ProgramError
@@ -27,7 +25,7 @@ CASES = {
 PLANTED = ("sync in a hop", "lost wait for keys", "values before keys")
 
 
-def checked(logs, cases) -> None:
+def checked(logs, cases):
     assert not hangs(logs) and not mismatches(logs)
     for log in logs:
         assert not races(log) and not log.unknown() and not log.stubs()
@@ -37,7 +35,7 @@ def checked(logs, cases) -> None:
             assert log.kernels(f"{case} 1") == log.kernels(f"{case} 2") != []
 
 
-def with_kernel(kernel: str) -> dict[str, dict]:
+def with_kernel(kernel):
     return {
         name: case | {"options": {"kernel": kernel, **case.get("options", {})}}
         for name, case in CASES.items()

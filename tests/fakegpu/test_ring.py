@@ -4,8 +4,6 @@ code on fake GPUs: waits, copies, memory, the order of streams, graphs and messa
 Each assertion finds faults that are planted for it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from itertools import groupby

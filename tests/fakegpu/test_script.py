@@ -1,7 +1,5 @@
 """The script for a real GPU, step by step, with the real libraries of an H100 on a fake one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

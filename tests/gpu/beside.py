@@ -12,19 +12,17 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import cp_ring
+from tests.rings import off
 
 DOCUMENTS = (4096, 1024, 8192, 3072)
 """Lengths of packed documents, again and again: 16,384 tokens, all divisible by two parts a rank."""
@@ -44,14 +42,14 @@ class Case:
     d: int = 128
     e: int = 128
 
-    def draw(self, fill: Callable[..., Tensor] = torch.randn) -> list[Tensor]:
+    def draw(self, fill=torch.randn):
         """q, k, v, dout: [tokens, 1, heads, size], without the 1 for packed documents."""
         sizes = (self.h, self.d), (self.g, self.d), (self.g, self.e), (self.h, self.e)
         row = (self.tokens,) if self.packed else (self.tokens, 1)
         made = [fill((*row, *x), device="cuda", dtype=torch.bfloat16) for x in sizes]
         return [*(x.requires_grad_() for x in made[:3]), made[3]]
 
-    def ends(self, ranks: int) -> list[int]:
+    def ends(self, ranks):
         """Where the documents of the whole sequence begin and end."""
         ends, total = [0], self.tokens * ranks
         for number in range(total):
@@ -69,7 +67,7 @@ CASES = {
     "mla": Case(g=32, d=192),
 }
 TE, RING = "TransformerEngine", "cp_ring"
-CONTESTANTS: dict[str, dict[str, Any]] = {
+CONTESTANTS = {
     f"{TE} p2p": {"comm": "p2p"},
     f"{TE} a2a": {"comm": "a2a"},
     f"{TE} all_gather": {"comm": "all_gather"},
@@ -82,17 +80,13 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 }
 """`heads` 0 stands for the number of ranks."""
 
-Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
-Step = Callable[[Callable[[], object]], object]
-"""Forward and backward of a layer; what it gets is called between them."""
-
 
 class Groups:
     """The group of all ranks, and those in which pairs exchange heads and rings cross pairs; with
     their communicators, so that no rank waits for another one later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.world, self.size, self.rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
         pairs = [[x, x + 1] for x in range(0, self.size, 2)]
         rings = [list(range(x, self.size, 2)) for x in range(2)]
@@ -105,7 +99,7 @@ class Groups:
             connect(group)
 
 
-def connect(group: dist.ProcessGroup) -> None:
+def connect(group):
     """Make the communicators of a group and, for messages that torch does not batch, those of each
     two neighbors on its ring. All ranks of the group must call it.
     """
@@ -121,7 +115,7 @@ def connect(group: dist.ProcessGroup) -> None:
             work.wait()
 
 
-def layer(name: str, case: Case, groups: Groups, more: dict[str, Any] | None = None) -> Layer:
+def layer(name, case, groups, more=None):
     """The attention of a contestant, with `more` options. What rejects a case raises when it is
     called.
     """
@@ -140,11 +134,11 @@ def layer(name: str, case: Case, groups: Groups, more: dict[str, Any] | None = N
     return partial(cp_ring.ring_attention, group=groups.world, **options)
 
 
-def _beneath(layer: Layer, options: dict[str, Any]) -> Layer:
+def _beneath(layer, options):
     """The layer with the ring beneath it, which is there in its calls alone."""
     from cp_ring.integrations.transformer_engine import use_ring
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def call(q, k, v):
         undo = use_ring(**options)
         try:
             return layer(q, k, v)
@@ -154,7 +148,7 @@ def _beneath(layer: Layer, options: dict[str, Any]) -> Layer:
     return call
 
 
-def _stock(comm: str, case: Case, groups: Groups) -> Layer:
+def _stock(comm, case, groups):
     from transformer_engine.pytorch import DotProductAttention
 
     module = DotProductAttention(
@@ -165,7 +159,7 @@ def _stock(comm: str, case: Case, groups: Groups) -> Layer:
     )  # fmt: skip
     cp_group = groups.levels if comm == "a2a+p2p" else groups.world
     module.set_context_parallel_group(cp_group, list(range(groups.size)), groups.stream, comm)
-    more: dict[str, Any] = {}
+    more = {}
     if case.packed:
         ends = torch.tensor(case.ends(groups.size), dtype=torch.int32, device="cuda")
         longest = max(DOCUMENTS) * case.tokens // 8192
@@ -173,17 +167,19 @@ def _stock(comm: str, case: Case, groups: Groups) -> Layer:
             ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), ends
         ) | {"max_seqlen_q": longest, "max_seqlen_kv": longest}
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def call(q, k, v):
         return module(q, k, v, **more).unflatten(-1, (case.h, case.e))
 
     return call
 
 
-def step_of(attend: Layer, inputs: list[Tensor]) -> Step:
-    """The step of an attention: it returns out, dq, dk and dv."""
+def step_of(attend, inputs):
+    """The step of an attention, which calls `between` between forward and backward: it returns out,
+    dq, dk and dv.
+    """
     *leaves, dout = inputs
 
-    def step(between: Callable[[], object] = int) -> tuple[Tensor, ...]:
+    def step(between=int):
         out = attend(*leaves)
         between()
         # the engine's own thread would free the tensors of a step while the next one begins
@@ -193,7 +189,7 @@ def step_of(attend: Layer, inputs: list[Tensor]) -> Step:
     return step
 
 
-def rejection(error: Exception) -> str:
+def rejection(error):
     """The first line of what a contestant says of a case that it does not take."""
     return next(iter(str(error).splitlines()), type(error).__name__).split(". Please run")[0]
 
@@ -212,20 +208,17 @@ KINDS = {
 """What a launch is, by the first of these that its name has; else it is "others"."""
 
 
-def kind_of(kernel: str) -> str:
+def kind_of(kernel):
     """Of KINDS' kinds."""
     return next((kind for part, kind in KINDS.items() if part in kernel), "others")
 
 
-Column = Callable[[dict[str, Any]], str]
-
-
-def memory_of(row: dict[str, Any]) -> str:
+def memory_of(row):
     """Peaks, by torch's allocator."""
     return f"{row['allocated'] / 2**20:.0f}, {row['reserved'] / 2**20:.0f}"
 
 
-def table(rows: list[dict[str, Any]], columns: dict[str, Column]) -> str:
+def table(rows, columns):
     """A table in Markdown for each case: a line for each contestant, whose cells have a value for
     each number of ranks.
     """
@@ -244,20 +237,20 @@ def table(rows: list[dict[str, Any]], columns: dict[str, Column]) -> str:
     return "\n".join(text)
 
 
-def _joined(rows: list[dict[str, Any]], column: Column) -> str:
+def _joined(rows, column):
     cells = ["rejected" if "rejected" in row else column(row) for row in rows]
     return cells[0] if len(set(cells)) == 1 else " / ".join(cells)
 
 
-def on_gpus(case: str, groups: Groups, repeats: int = 20) -> list[dict[str, Any]]:
+def on_gpus(case, groups, repeats=20):
     """A row for each contestant: milliseconds of forward and of both passes on the slowest rank,
     all taking turns; how far out and gradients are from those of the first that takes the case; and
     what torch's profiler counts in one step.
     """
-    inputs, made, rows = CASES[case].draw(), dict[str, Step](), dict[str, dict[str, Any]]()
-    first: dict[bool, tuple[Tensor, ...]] = {}
+    inputs, made, rows = CASES[case].draw(), {}, {}
+    first = {}
     for name in CONTESTANTS:
-        row: dict[str, Any] = {"case": case, "cp": groups.size, "contestant": name}
+        row = {"case": case, "cp": groups.size, "contestant": name}
         try:
             step = step_of(layer(name, CASES[case], groups), inputs)
             for _ in range(3):
@@ -269,9 +262,8 @@ def on_gpus(case: str, groups: Groups, repeats: int = 20) -> list[dict[str, Any]
         made[name] = step
         # of packed documents, ranks hold other tokens in cp_ring
         right = first.setdefault(CASES[case].packed and name.startswith(RING), results)
-        errors = [float((x - y).norm() / y.norm()) for x, y in zip(results, right, strict=True)]
-        rows[name]["difference"] = max(errors)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
+        rows[name]["difference"] = off(results, right)
+    times = {name: [] for name in made}
     for _ in range(repeats):
         for name, step in made.items():
             dist.barrier()
@@ -283,7 +275,7 @@ def on_gpus(case: str, groups: Groups, repeats: int = 20) -> list[dict[str, Any]
     return list(rows.values())
 
 
-def _profiled(step: Step) -> dict[str, Any]:
+def _profiled(step):
     """Launches and waits of a step, and its peak memory."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -308,7 +300,7 @@ def _profiled(step: Step) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _timed(step: Step) -> tuple[float, float]:
+def _timed(step):
     """Milliseconds of forward, and of forward and backward."""
     begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     torch.cuda.synchronize()
@@ -319,7 +311,7 @@ def _timed(step: Step) -> tuple[float, float]:
     return begin.elapsed_time(middle), begin.elapsed_time(end)
 
 
-ON_GPUS: dict[str, Column] = {
+ON_GPUS = {
     "launches, memcpys": lambda row: f"{row['launches']}, {row['memcpys']}",
     "waits": lambda row: f"{row['waits']}",
     "MiB allocated, reserved": memory_of,
@@ -329,7 +321,7 @@ ON_GPUS: dict[str, Column] = {
 }
 
 
-def main() -> None:
+def main():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     groups = Groups()

@@ -2,24 +2,19 @@
 was not captured with.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from cp_ring import ring_attention
-from tests.gpu.job import Job
+from cp_ring.testing.oracle import error
 from tests.gpu.one_device import causal_plan
 from tests.loopback import LoopbackTransport
 
 RANK, CP = 3, 8
 
 
-def captured(job: Job) -> None:
+def captured(job):
     """A replayed rank in a graph: elements that differ from a call with the same values, and times
     of both, for each kernel.
     """
@@ -28,7 +23,7 @@ def captured(job: Job) -> None:
     compare(job, "auto", True)
 
 
-def capture(call: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+def capture(call):
     """What repeats the device work of a call, forward and backward, and the tensors that it fills."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -42,7 +37,7 @@ def capture(call: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[
     return graph.replay, results
 
 
-def compare(job: Job, kernel: str, exact: bool) -> None:
+def compare(job, kernel, exact):
     """A graph beside calls, by one kernel; `exact` asks for determinism, with which all bits must
     be equal.
     """
@@ -51,11 +46,11 @@ def compare(job: Job, kernel: str, exact: bool) -> None:
     *values, dout = job.draw(tokens)
     inputs = [x.requires_grad_() for x in values]
 
-    def call() -> list[Tensor]:
+    def call():
         out = ring_attention(*inputs, transport, plan=plan, kernel=kernel, deterministic=exact)
         return [out, *torch.autograd.grad(out, inputs, dout)]
 
-    where: dict[str, Any] = {"kernel": kernel, "deterministic": exact, "cp": CP, "rank": RANK}
+    where = {"kernel": kernel, "deterministic": exact, "cp": CP, "rank": RANK}
     replay, results = capture(call)
     with torch.no_grad():
         for old, new in zip((*inputs, dout), job.draw(tokens, seed=1), strict=True):
@@ -71,7 +66,7 @@ def compare(job: Job, kernel: str, exact: bool) -> None:
         else:  # additions in another order
             job.check(
                 "error norm over norm, from a call",
-                float((got - its).norm() / its.norm()),
+                error(got, its),
                 1e-2,
                 of=name,
                 **where,
@@ -81,7 +76,7 @@ def compare(job: Job, kernel: str, exact: bool) -> None:
     job.row(**where, seconds_a_hop=times, graph_over_call=times["graph"] / times["call"])
 
 
-def _seconds(job: Job, work: Callable[[], Any]) -> float:
+def _seconds(job, work):
     work()
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -8,14 +8,11 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from cp_ring.kernels import REGISTRY, AttentionKernel
+from cp_ring.kernels import REGISTRY
 
 ERROR = 1.5e-2
 """Limit of the error norm divided by the norm, of a ring in bfloat16. A key left out of 4,096 gives
@@ -37,7 +34,7 @@ class RankSizes:
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
 
-    def draw(self, tokens: int, seed: int = 0) -> list[Tensor]:
+    def draw(self, tokens, seed=0):
         """q, k, v, dout: [tokens, 1, heads, head size]."""
         generator = torch.Generator(self.device).manual_seed(seed)
         shapes = (self.h, self.d), (self.g, self.d), (self.g, self.e), (self.h, self.e)
@@ -58,20 +55,20 @@ class Job:
         failed: whether a check did not hold.
     """
 
-    def __init__(self, step: str, device: str, out: str):
+    def __init__(self, step, device, out):
         self.step, self.out, self.failed = step, out, False
         self.kind, self.values, self.device = device, device == "cuda", torch.device("cuda")
         self.sizes = RankSizes() if self.values else RankSizes(128, 4, 2)
         self.repeats = 5 if self.values else 1
 
-    def row(self, **facts: Any) -> None:
+    def row(self, **facts):
         """Appends one line of results."""
         with open(self.out, "a") as file:
             file.write(json.dumps({"step": self.step, **facts}, default=str) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def check(self, what: str, value: float, limit: float, **facts: Any) -> None:
+    def check(self, what, value, limit, **facts):
         """Appends a line with a value and its limit; the step fails if the value exceeds the limit
         or is NaN.
         """
@@ -79,19 +76,19 @@ class Job:
         self.failed = self.failed or not holds
         self.row(check=what, value=value, limit=limit, holds=holds, **facts)
 
-    def fail(self, what: str, **facts: Any) -> None:
+    def fail(self, what, **facts):
         """Appends a line of what did not run; the step fails."""
         self.failed = True
         self.row(check=what, holds=False, **facts)
 
-    def random(self, *shape: int) -> Tensor:
+    def random(self, *shape):
         return torch.randn(*shape, device=self.device, dtype=self.sizes.dtype)
 
-    def draw(self, tokens: int, seed: int = 0) -> list[torch.Tensor]:
+    def draw(self, tokens, seed=0):
         """q, k, v, dout, [1, tokens, heads, head size]."""
         return [x.transpose(0, 1).contiguous() for x in self.sizes.draw(tokens, seed)]
 
-    def kernels(self) -> Iterator[AttentionKernel]:
+    def kernels(self):
         """The kernels that support the sizes, fastest first, without the reference; a line for each
         that does not.
         """

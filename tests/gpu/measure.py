@@ -2,8 +2,6 @@
 ring is made of. Each row is a line of JSON; the formula of time takes its rates from these rows.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -18,6 +16,7 @@ import torch
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.kernels.base import OPEN, Packing, VarlenKernel
 from cp_ring.ops.segments import Segments
+from cp_ring.testing.oracle import error
 from tests.gpu.job import Job, RankSizes
 from tests.loopback import LoopbackTransport
 
@@ -34,7 +33,7 @@ TILES = [
 """(queries, keys, causal) of timed tiles."""
 
 
-def timed(job: Job, work, warm: int = 3) -> float:
+def timed(job, work, warm=3):
     """The median of ten runs in milliseconds, by events."""
     for _ in range(warm):
         work()
@@ -49,7 +48,7 @@ def timed(job: Job, work, warm: int = 3) -> float:
     return sorted(found)[len(found) // 2]
 
 
-def tensors(job: Job, queries: int, keys: int, h: int, g: int, seed: int = 0):
+def tensors(job, queries, keys, h, g, seed=0):
     """q, k, v, dout [1, tokens, heads, 128]."""
     sizes = RankSizes(h=h, g=g)
     q, _, _, dout = sizes.draw(queries, seed)
@@ -57,15 +56,15 @@ def tensors(job: Job, queries: int, keys: int, h: int, g: int, seed: int = 0):
     return [x.transpose(0, 1).contiguous() for x in (q, k, v, dout)]
 
 
-def cut(job: Job, tokens: int) -> int:
+def cut(job, tokens):
     return tokens if job.values else max(tokens // CUT, 33)
 
 
-def band(causal: bool) -> dict[str, float]:
+def band(causal):
     return {"lo": -OPEN, "hi": 0 if causal else OPEN, "scale": SCALE}
 
 
-def values(job: Job) -> None:
+def values(job):
     """Tiles of two heads against float64; backward with out and lse merged with 512 other keys."""
     odd = (4001, 4097, False)
     for queries, keys, causal in (*TILES[:3], TILES[5], odd):
@@ -101,13 +100,12 @@ def values(job: Job) -> None:
             grads = kernel.backward(dout, q, k, v, *both, **band(causal))
             found = dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True))
             for name, truth in wanted.items():
-                error = float((found[name][0].double() - truth).norm() / truth.norm())
-                job.check(f"error of {name}", error, VALUES, **where)
-            error = float((lse[0].double() - own_lse).abs().max())
-            job.check("error of lse", error, LSE, **where)
+                job.check(f"error of {name}", error(found[name][0], truth), VALUES, **where)
+            of_lse = float((lse[0].double() - own_lse).abs().max())
+            job.check("error of lse", of_lse, LSE, **where)
 
 
-def streams(job: Job) -> None:
+def streams(job):
     """Whether attention waits for messages that it does not need, and messages for attention: with
     one queue for all streams, as Megatron sets it, and with eight.
     """
@@ -118,12 +116,12 @@ def streams(job: Job) -> None:
         )  # fmt: skip
 
 
-def _streams(job: Job) -> None:
+def _streams(job):
     _behind_messages(job)
     _beside_attention(job)
 
 
-def _behind_messages(job: Job) -> None:
+def _behind_messages(job):
     """When a kernel ends that was issued behind one or two messages on another stream. If behind
     two it takes one message longer, it waited for the first one to end.
     """
@@ -151,7 +149,7 @@ def _behind_messages(job: Job) -> None:
             )  # fmt: skip
 
 
-def _beside_attention(job: Job) -> None:
+def _beside_attention(job):
     """When a copy by 32 blocks ends that becomes ready together with attention, and how long
     attention takes beside it.
     """
@@ -188,7 +186,7 @@ def _beside_attention(job: Job) -> None:
                 )  # fmt: skip
 
 
-def tiles(job: Job) -> None:
+def tiles(job):
     """TFLOP/s of tiles, and what a call takes of the host."""
     for (h, g), (queries, keys, causal) in (
         (heads, tile) for heads in ((32, 8), (4, 1)) for tile in TILES
@@ -214,7 +212,7 @@ def tiles(job: Job) -> None:
             )  # fmt: skip
 
 
-def empties(job: Job) -> None:
+def empties(job):
     """What empty tiles cost with which packed calls are filled up."""
     tokens = cut(job, 8192)
     for documents in (1, 4, 16, 32):
@@ -237,7 +235,7 @@ def empties(job: Job) -> None:
                 )  # fmt: skip
 
 
-def merges(job: Job) -> None:
+def merges(job):
     """GB/s of merges and sums of 1, 2 and 4 partial results."""
     from cp_ring.ops import merge_triton, sums_triton
 
@@ -264,7 +262,7 @@ def merges(job: Job) -> None:
                     )  # fmt: skip
 
 
-def replays(job: Job) -> None:
+def replays(job):
     """Ranks 0, 3 and 7 of 8, alone, with copies for messages: time of the device and of the host,
     and the device's by kernel. No network is in these numbers.
     """

@@ -2,21 +2,16 @@
 tiles, merges and slots. What the network would deliver is copied within the device.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from cp_ring.api import ring_attention
 from cp_ring.plan import Layout, Mask, Plan
-from tests.gpu.job import Job, RankSizes
 from tests.loopback import LoopbackTransport
 
 
-def replay(plan: Plan, rank: int, sizes: RankSizes) -> int:
+def replay(plan, rank, sizes):
     """Bytes of the peak beyond q, k, v, out and lse of one rank, forward and backward, after a
     first time that does not count.
     """
@@ -24,7 +19,7 @@ def replay(plan: Plan, rank: int, sizes: RankSizes) -> int:
     q, k, v, dout = sizes.draw(plan.rank_plan(rank).num_tokens)
     inputs = [x.requires_grad_() for x in (q, k, v)]
 
-    def both() -> None:
+    def both():
         out = ring_attention(q, k, v, transport, plan=plan.rank_plan(rank), qkv_format="sbhd")
         torch.autograd.grad(out, inputs, dout)
 
@@ -32,7 +27,7 @@ def replay(plan: Plan, rank: int, sizes: RankSizes) -> int:
     return _peak_bytes(both, torch.device(sizes.device))
 
 
-def _peak_bytes(work: Callable[[], Any], device: torch.device) -> int:
+def _peak_bytes(work, device):
     """The most bytes that were allocated at one time during `work`, beyond those allocated before
     it.
     """
@@ -51,11 +46,11 @@ def _peak_bytes(work: Callable[[], Any], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def causal_plan(cp: int, tokens: int) -> Plan:
+def causal_plan(cp, tokens):
     return Plan.build(Mask.causal(cp * tokens), Layout.zigzag(cp * tokens, cp))
 
 
-def memory(job: Job) -> None:
+def memory(job):
     """The peak for more and more ranks of as many tokens: it stays."""
     peaks = {}
     for cp in (2, 4, 8, 16, 32, 64) if job.values else (4, 16, 32):

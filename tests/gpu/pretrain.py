@@ -5,18 +5,15 @@ are left out. Nor does it bind the process to cores, for which fine-grained offl
 driver.
 """
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import torch.distributed as dist
 
 from cp_ring import pretrain_gpt
 
 
-def without(function: Any, name: str) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
+def without(function, name):
+    def call(*args, **kwargs):
         return function(*args, **{key: value for key, value in kwargs.items() if key != name})
 
     return call

@@ -3,8 +3,6 @@
 torchrun --nproc-per-node RANKS -m tests.gpu.ring BACKEND KERNEL FOLDER
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import sys
@@ -20,7 +18,7 @@ from tests.rings import attend_to_shard
 HEADS = {"h": 8, "g": 2, "d": 64, "e": 64}
 
 
-def main(backend: str, kernel: str, folder: str) -> None:
+def main(backend, kernel, folder):
     options = {"device_id": torch.device("cuda", 0)} if backend == "nccl" else {}
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60), **options)
     rank, size, group, n = dist.get_rank(), dist.get_world_size(), dist.group.WORLD, 1024

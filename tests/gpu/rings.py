@@ -2,8 +2,6 @@
 processes over gloo and NCCL.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -11,11 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -29,7 +25,7 @@ from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, error
 from cp_ring.tools import bench_accuracy as bench
 from tests import conformance
-from tests.gpu.job import ERROR, Job
+from tests.gpu.job import ERROR
 from tests.rings import attend_to_shard
 
 ROUNDED = 1.35
@@ -41,7 +37,7 @@ emulated on the CPU gave at most 1.26 over all masks, at cp 2, 4 and 8.
 HEADS = ((8, 8, 64, 64), (8, 1, 128, 128), (8, 2, 192, 128), (8, 2, 256, 256))
 
 
-def accuracy(job: Job) -> None:
+def accuracy(job):
     """The error of rings of 2, 4 and 8 ranks against float64, over that of one rank, for every kind
     of mask.
     """
@@ -66,7 +62,7 @@ def accuracy(job: Job) -> None:
             )
 
 
-def merging(job: Job) -> None:
+def merging(job):
     """Merges and sums by Triton against torch operations, in rings of 4: batch 2, value heads of
     192, queries without keys.
     """
@@ -106,16 +102,14 @@ def merging(job: Job) -> None:
     job.check("Triton functions that cannot be compiled", len(_rejected()), 0, rejected=_rejected())
 
 
-def wires(job: Job) -> None:
+def wires(job):
     """Quantized keys and values have the same bits as on the CPU, coded and decoded."""
     k, v = (x.transpose(0, 1).contiguous() for x in job.draw(256)[1:3])
     for codec in (Int8, Fp8):
         results = []
         for keys, values in ((k, v), (k.cpu(), v.cpu())):
-            coded, decoded = (
-                codec(keys, values).encode(),
-                (torch.empty_like(keys), torch.empty_like(values)),
-            )
+            coded = codec(keys, values).encode()
+            decoded = torch.empty_like(keys), torch.empty_like(values)
             codec(keys, values).decode(coded, *decoded)
             results.append([x.cpu() for x in (*coded, *decoded)])
         different = [int((x != y).sum()) for x, y in zip(*results, strict=True)]
@@ -129,13 +123,13 @@ def wires(job: Job) -> None:
 
 
 @contextmanager
-def _torch_operations() -> Iterator[None]:
+def _torch_operations():
     """In the block no Triton function runs."""
     with mock.patch.object(FusedFunction, "run", lambda self, *args: False):
         yield
 
 
-def _rejected() -> list[str]:
+def _rejected():
     """The Triton functions that could not be compiled here."""
     modules = [importlib.import_module(f"cp_ring.ops.{name}") for name in ("merge", "sums")]
     functions = [
@@ -144,7 +138,7 @@ def _rejected() -> list[str]:
     return [f"{x._module}.{x._name}" for x in functions if x.rejected]
 
 
-def suite(job: Job) -> None:
+def suite(job):
     """The conformance suite for each kernel and property, on head sizes up to 256, in two dtypes."""
     dtypes = torch.bfloat16, torch.float16
     for name, home in REGISTRY.items():
@@ -170,7 +164,7 @@ def suite(job: Job) -> None:
                 job.check(prop, float(bool(what)), 0, kernel=name, dtype=dtype, fault=what)
 
 
-def _fault(work: Any) -> str:
+def _fault(work):
     try:
         work()
         return ""
@@ -180,7 +174,7 @@ def _fault(work: Any) -> str:
         return f"{type(wrong).__name__}: {str(wrong)[:400]}"
 
 
-def processes(job: Job, nccl: str = "") -> None:
+def processes(job, nccl=""):
     """Two processes on this device: over gloo through host memory with each kernel; over NCCL with
     the library `nccl`.
     """
@@ -202,7 +196,7 @@ def processes(job: Job, nccl: str = "") -> None:
     _ring(job, "nccl", best, settings)
 
 
-def _ring(job: Job, backend: str, kernel: str, settings: dict[str, str]) -> None:
+def _ring(job, backend, kernel, settings):
     where = {"backend": backend, "kernel": kernel}
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with tempfile.TemporaryDirectory() as folder:
@@ -217,7 +211,7 @@ def _ring(job: Job, backend: str, kernel: str, settings: dict[str, str]) -> None
                 job.check("worst of out, dq, dk, dv", max(errors), ERROR, mask=mask, **where)
 
 
-def beside(job: Job) -> None:
+def beside(job):
     """TransformerEngine's own context parallelism and cp_ring on all GPUs of this machine; counted
     on two fake ones. The table is in the output of the steps.
     """

@@ -4,8 +4,6 @@
 Exits with 1 if a check does not hold, and after an error, which is appended to the results.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import os
@@ -42,7 +40,7 @@ STEPS = {
 }
 
 
-def facts(job: Job) -> None:
+def facts(job):
     device = torch.cuda.get_device_properties(0)
     job.row(
         **bench.facts(), cuda=torch.version.cuda, gpu=device.name, memory=device.total_memory,
@@ -52,7 +50,7 @@ def facts(job: Job) -> None:
     )  # fmt: skip
 
 
-def run(name: str, device: str, results: str, nccl: str = "") -> bool:
+def run(name, device, results, nccl=""):
     """Whether all checks of the step hold."""
     job = Job(name, device, results)
     for home in STEPS[name]:

@@ -1,7 +1,5 @@
 """The peak of memory of a rank, on the CPU."""
 
-from __future__ import annotations
-
 import torch
 
 from cp_ring import Layout, Mask, Plan

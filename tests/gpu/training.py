@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu.job import Job
+from tests.rank_pool import free_port
 
 MODEL = shlex.split("""
     --num-layers 2 --group-query-attention --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
@@ -78,11 +77,11 @@ ROWS = (
 )
 
 
-def training(job: Job) -> None:
+def training(job):
     """Losses of 5 steps of each row, beside those of another; a job that several need runs once."""
-    done: dict[tuple[int, str, str], list[float]] = {}
+    done = {}
 
-    def losses(*key: int | str) -> list[float]:
+    def losses(*key):
         if key not in done:
             done[key] = _train(job, *key)
         return done[key]
@@ -96,7 +95,7 @@ def training(job: Job) -> None:
             job.check("least loss over the first", min(found) / found[0], 0.999, row=row.what)
 
 
-def _train(job: Job, cp: int, flags: str, variables: str) -> list[float]:
+def _train(job, cp, flags, variables):
     """The losses of 5 training steps on `cp` ranks of this device; none if the job failed."""
     line = [*MODEL, "--transformer-impl", "transformer_engine", *shlex.split(flags)]
     line += ["--context-parallel-size", str(cp)]
@@ -107,7 +106,7 @@ def _train(job: Job, cp: int, flags: str, variables: str) -> list[float]:
         "WORLD_SIZE": str(cp),
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         **dict(x.split("=") for x in variables.split()),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -129,9 +128,3 @@ def _train(job: Job, cp: int, flags: str, variables: str) -> list[float]:
         return []
     job.row(**facts, certificate=certificate)
     return losses
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])

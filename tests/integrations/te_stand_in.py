@@ -3,14 +3,13 @@ modules, the choice of a backend, and the arguments with which its two backends 
 `attn_forward_func_with_cp`. Its own context parallelism only says that it was called.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import contextmanager
 from dataclasses import field, make_dataclass
 from inspect import Parameter, Signature
 from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -103,15 +102,10 @@ def installed(version="2.20.2", **signature):
     modules[f"{PACKAGE}.backends"].attn_forward_func_with_cp = Stock(version, **signature)
     modules[f"{PACKAGE}.utils"].get_attention_backend = get_attention_backend
     modules[f"{PACKAGE}.dot_product_attention"]._attention_backends = {"attention_params": "kept"}
-    kept = {name: sys.modules.get(name) for name in modules}
-    sys.modules |= modules
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
         yield modules[PACKAGE]
-    finally:
-        for name, module in kept.items():
-            sys.modules.pop(name)
-            if module is not None:
-                sys.modules[name] = module
 
 
 def forward(
@@ -129,8 +123,7 @@ def forward(
     cp = 1
     for each in groups:
         cp *= dist.get_world_size(each)
-    heads = {"thd": 1, "sbhd": 2, "bshd": 2}[qkv_format]
-    tokens = {"thd": 0, "sbhd": 0, "bshd": 1}[qkv_format]
+    heads, tokens = q.dim() - 2, int(qkv_format == "bshd")
     longest = [x.shape[tokens] * cp for x in (q, k)]
     softmax_type = "vanilla" if softmax_offset is None else "learnable"
     shared = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -21,12 +22,13 @@ from cp_ring.errors import ConfigError
 from cp_ring.integrations import transformer_engine as beneath
 from cp_ring.integrations.transformer_engine import use_ring
 from cp_ring.megatron.settings import configure
-from cp_ring.testing.oracle import dense, error
+from cp_ring.testing.oracle import Case
+from tests import rings
 from tests.integrations import te_stand_in
 from tests.integrations.te_stand_in import BACKENDS, Left, forward, installed
 from tests.peers.attend import LIMITS
 from tests.peers.tables import packed, seen, transformer_engine
-from tests.rings import said
+from tests.rings import said, truth
 
 FULL = (-1, -1)
 ALL = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -64,12 +66,10 @@ class Call:
         return allowed
 
     def draw(self):
-        """q, k, v, dout [b, n, heads, size] and the sink [h]."""
-        generator, b = torch.Generator().manual_seed(5), 1 if self.edges else self.batch
-        (h, g), (d, e) = self.heads, self.sizes
-        shapes = (b, self.n, h, d), (b, self.n, g, d), (b, self.n, g, e), (b, self.n, h, e)
-        made = [torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes]
-        return [x.to(self.dtype) for x in made], torch.randn(h, generator=generator)
+        """q, k, v, dout [b, n, heads, size], and the sink [h] or None."""
+        b, (h, g), (d, e) = 1 if self.edges else self.batch, self.heads, self.sizes
+        case = Case.draw(self.n, seed=5, dtype=self.dtype, b=b, h=h, g=g, d=d, e=e)
+        return case, torch.linspace(-1, 2, h) if self.sink else None
 
     def tokens(self, rank):
         """Of a rank: two chunks of each document, and its part of what is behind them."""
@@ -125,27 +125,29 @@ def shard(call, x, rank):
     return {"thd": part[0], "bshd": part, "sbhd": part.transpose(0, 1)}[call.form].contiguous()
 
 
+@contextmanager
+def ring(version="2.20.2", *given, **options):
+    """TransformerEngine, whose calls end in the ring while this lasts; and pytest's patches."""
+    with installed(version) as package, pytest.MonkeyPatch.context() as patch:
+        undo = use_ring(*given, **options)
+        yield package, patch
+        undo()
+
+
 def on_rank(group, calls, version="2.20.2", fault=None):
     """out, dq, dk, dv [b, s, heads, size] and the gradient of the sink, or "left", of each call."""
-    with (
-        installed(version) as package,
-        pytest.MonkeyPatch.context() as patch,
-        warnings.catch_warnings(),
-    ):
+    with ring(version, ALL) as (package, patch), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        undo = use_ring(ALL)
         if fault:
             PLANTED[fault](patch)
-        found = [_attend(group, call, package, version) for call in calls]
-        undo()
-    return found
+        return [_attend(group, call, package, version) for call in calls]
 
 
 def _attend(group, call, package, version):
     rank = dist.get_rank(group)
     tensors, sink = call.draw()
     q, k, v, dout = (shard(call, x, rank) for x in tensors)
-    leaves = [x.requires_grad_() for x in (q, k, v, sink)][: 3 + call.sink]
+    leaves = [x.requires_grad_() for x in (q, k, v, sink) if x is not None]
     BACKENDS.fused = not call.flash
     try:
         out = forward(package, *leaves[:3], softmax_offset=leaves[3] if call.sink else None,
@@ -161,18 +163,15 @@ def _attend(group, call, package, version):
 
 
 def off(call, parts):
-    """The largest error of out and gradients, divided by its limit."""
-    tensors, sink = call.draw()
-    leaves = [x.double().requires_grad_() for x in (*tensors[:3], sink)]
-    truth, _ = dense(*leaves[:3], call.allowed(), sink=leaves[3] if call.sink else None)
-    wanted = torch.autograd.grad(truth, leaves[: 3 + call.sink], tensors[3].double())
-    whole = [torch.full_like(x, np.nan) for x in (truth.detach(), *leaves[:3])]
+    """The largest error of out and gradients, divided by its limit; NaN where one has NaN."""
+    case, sink = call.draw()
+    wanted = truth(case, call.allowed(), sink)
+    whole = [torch.full_like(x, np.nan) for x in wanted[:4]]
     for rank, part in enumerate(parts):
         for x, mine in zip(whole, part[:4], strict=True):
             x[:, call.tokens(rank)] = mine.to(x)
     found = [*whole, *([sum(part[4] for part in parts)] if call.sink else [])]
-    errors = [error(x, y) for x, y in zip(found, (truth, *wanted), strict=True)]
-    return max(errors) / LIMITS[call.dtype] if not np.isnan(errors).any() else np.inf
+    return rings.off(found, wanted) / LIMITS[call.dtype]
 
 
 def run(pool, calls, **more):
@@ -277,17 +276,14 @@ PAIRS = ([0, 1], [2, 3]), ([0, 2], [1, 3])
 def microbatches(group, calls, planted):
     """A call with each of `PAIRS`, with the same offsets in all."""
     _groups(group, "a2a+p2p")
-    with installed() as package, pytest.MonkeyPatch.context() as patch:
-        undo = use_ring()
+    with ring() as (package, patch):
         if planted:
             _first_group(patch)
         groups = [next(x for x in pair if dist.get_rank() in x) for pair in PAIRS]
-        found = [
+        return [
             _attend(_made(ranks)[-1], call, package, "2.20.2")
             for call, ranks in zip(calls, groups, strict=True)
         ]
-        undo()
-    return found
 
 
 @pytest.mark.ci
@@ -309,9 +305,8 @@ def passes(group):
     call, rank = Call(form="thd", edges=edges), dist.get_rank(group)
     tensors, _ = call.draw()
     q, k, v = (shard(call, x, rank) for x in tensors[:3])
-    with installed() as package, pytest.MonkeyPatch.context() as patch:
+    with ring() as (package, patch):
         patch.setattr(beneath, "offsets", lambda *x: reads.append(x) or right(*x))
-        undo = use_ring()
 
         def layer(q, number, given):
             return forward(package, q, k, v, layer_number=number, **given)
@@ -335,7 +330,6 @@ def passes(group):
         leaves = [shard(moved, x, rank).requires_grad_() for x in tensors[:3]]
         out = forward(package, *leaves, layer_number=4, **given)
         grads = torch.autograd.grad(out, leaves, shard(moved, tensors[3], rank))
-        undo()
     return counts, [x[None] for x in (out.detach(), *grads)]
 
 
@@ -371,19 +365,16 @@ def left(group, window, strict):
         keys = given.pop("keys", None)
         parts = q, k[:keys], v[:keys]
         with (
-            installed() as package,
+            ring(strict=strict) as (package, patch),
             warnings.catch_warnings(record=True) as found,
-            pytest.MonkeyPatch.context() as patch,
         ):
             patch.setattr(beneath, "capturing", lambda _, name=name: "graph" in name.lower())
             warnings.simplefilter("always")
-            undo = use_ring(strict=strict)
             for _ in range(2):
                 try:
                     forward(package, *parts, **given)
                 except Exception as error:
                     ends[name] = type(error).__name__, str(error)
-            undo()
         ends[name] += ([str(each.message) for each in found],)
     return ends
 
@@ -464,13 +455,11 @@ WRONG_OFFSETS = {
 def wrong_offsets(group):
     call, lines = Call(form="thd", edges=(0, 24, 64)), []
     parts = [shard(call, x, dist.get_rank(group)) for x in call.draw()[0][:3]]
-    with installed() as package:
-        undo = use_ring()
+    with ring() as (package, _):
         for each in WRONG_OFFSETS.values():
             given = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in each]
             more = arguments(call, group) | {"cu_seqlens": given}
             lines.append(said(forward, package, *parts, **more))
-        undo()
     return lines
 
 

@@ -104,20 +104,24 @@ def whole(family, packed):
     return sum(losses), {name: x.grad for name, x in model.named_parameters()}
 
 
-def on_rank(group, family, packed, fault=""):
-    model = model_of(family)
+def averaged(group, loss, gradients):
+    """The means over the ranks."""
+    mean = torch.tensor([loss], dtype=torch.float64)
+    for x in (mean, *gradients.values()):
+        dist.all_reduce(x, group=group)
+        x /= group.size()
+    return mean.item(), gradients
+
+
+def on_rank(group, family, packed, fault="", make=model_of):
+    model = make(family)
     use_ring_attention(model, group)
     batch = shard_batch(batch_of(packed), group)
     if fault == "documents":
         batch[OFFSETS] = (0, batch[OFFSETS][-1])
     elif fault:
         batch[fault] = batch[fault].roll(1, -1)
-    loss, gradients = trained(model, batch)
-    mean = torch.tensor([loss], dtype=torch.float64)
-    for x in (mean, *gradients.values()):
-        dist.all_reduce(x, group=group)
-        x /= group.size()
-    return mean.item(), gradients
+    return averaged(group, *trained(model, batch))
 
 
 def largest_error(found, wanted):
@@ -147,17 +151,6 @@ def balanced(family):
     return model
 
 
-def balanced_on_rank(group, family):
-    model = balanced(family)
-    use_ring_attention(model, group)
-    loss, gradients = trained(model, shard_batch(batch_of(False), group))
-    mean = torch.tensor([loss], dtype=torch.float64)
-    for x in (mean, *gradients.values()):
-        dist.all_reduce(x, group=group)
-        x /= group.size()
-    return mean.item(), gradients
-
-
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
 def test_the_balance_loss_of_experts_is_that_of_the_whole_batch(pool, family):
     """Of its tokens that are no padding, at any context parallel size."""
@@ -165,7 +158,7 @@ def test_the_balance_loss_of_experts_is_that_of_the_whole_batch(pool, family):
     model.set_attn_implementation("eager")
     wanted = trained(model, batch_of(False))
     for cp in (1, 2):
-        for found in pool.run(balanced_on_rank, cp, family):
+        for found in pool.run(on_rank, cp, family, False, make=balanced):
             assert largest_error(found, wanted) < 1e-6
 
 
@@ -243,11 +236,7 @@ def of_adapters(group, ring):
     batch = shard_batch(batch_of(False), group) if ring else batch_of(False)
     loss, gradients = trained(model, batch)
     mine = {name: x for name, x in gradients.items() if x is not None}
-    mean = torch.tensor([loss], dtype=torch.float64)
-    for x in (mean, *mine.values()) if ring else ():
-        dist.all_reduce(x, group=group)
-        x /= group.size()
-    return float(mean), mine
+    return averaged(group, loss, mine) if ring else (loss, mine)
 
 
 def test_adapters_have_the_gradients_of_the_whole_batch(pool):
@@ -326,9 +315,7 @@ def with_positions_of_a_mask(group):
     batch["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
     use_ring_attention(model, group)
     loss, _ = trained(model, shard_batch(batch, group))
-    mean = torch.tensor(loss, dtype=torch.float64)
-    dist.all_reduce(mean, group=group)
-    return mean.item() / group.size()
+    return averaged(group, loss, {})[0]
 
 
 def test_positions_of_hidden_tokens_begin_no_document(pool):

@@ -2,8 +2,6 @@
 from the arguments.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -94,51 +92,17 @@ def installed(version, cudnn=92600):
     te_library.installed.cache_clear()
 
 
+BY_POSITION = """is_training q_type kv_type qkv_layout bias_type attn_mask_type softmax_type dropout
+    num_attn_heads num_gqa_groups max_seqlen_q max_seqlen_kv head_dim_qk head_dim_v window_size_left
+    window_size_right return_max_logit cuda_graph deterministic"""
+
+
 def backend(*x):
-    """19 arguments by position, before 2.20."""
-    assert len(x) == 19, len(x)
-    (
-        training,
-        q_type,
-        kv_type,
-        layout,
-        bias,
-        mask,
-        softmax,
-        dropout,
-        h,
-        g,
-        rows,
-        columns,
-        d,
-        e,
-        left,
-        right,
-        max_logit,
-        graph,
-        exact,
-    ) = x
-    assert (graph, exact) == (False, deterministic())
-    assert training is True
-    assert q_type == kv_type
-    assert isinstance(max_logit, bool)
-    assert (bias, softmax, dropout) == (
-        ("bias", "no_bias"),
-        ("softmax", "vanilla"),
-        0.0,
-    )
-    kind = layout[1].split("_")[0]
-    assert mask[1] in {"sbhd": ("no_mask", "causal"), "thd": ("padding", "padding_causal")}[kind]
-    assert (left, right) == (-1, 0 if "causal" in mask[1] else -1)
-    assert h % g == 0
-    assert min(rows, columns) >= 1
-    good = (
-        d % 8 == 0
-        and e % 8 == 0
-        and max(d, e) <= 256
-        and not (d != e and min(d, e) >= 128 and (d, e) != (192, 128))
-    )
-    return F16 if good else NO_BACKEND
+    """Arguments by position, before 2.20."""
+    p = types.SimpleNamespace(**dict(zip(BY_POSITION.split(), x, strict=True)))
+    assert p.q_type == p.kv_type
+    assert isinstance(p.return_max_logit, bool) and p.cuda_graph is False
+    return backend_for(p)
 
 
 def backend_of(p):
@@ -152,26 +116,29 @@ def backend_of(p):
     assert p.attn_scale > 0
     assert p.batch_size >= 1
     assert (p.num_tokens_q > 0) == (p.num_tokens_kv > 0) == packed
-    sizes = (
-        p.num_attn_heads,
-        p.num_gqa_groups,
-        p.max_seqlen_q,
-        p.max_seqlen_kv,
-        p.head_dim_qk,
-        p.head_dim_v,
+    return backend_for(p)
+
+
+def backend_for(p):
+    """That of the attention which all versions name alike."""
+    assert p.is_training is True
+    assert p.deterministic == deterministic()
+    kinds = p.bias_type, p.softmax_type, p.dropout
+    assert kinds == (("bias", "no_bias"), ("softmax", "vanilla"), 0.0)
+    kind, mask = p.qkv_layout[1].split("_")[0], p.attn_mask_type[1]
+    assert mask in {"sbhd": ("no_mask", "causal"), "thd": ("padding", "padding_causal")}[kind]
+    window = p.window_size_left, p.window_size_right
+    assert window == (-1, 0 if "causal" in mask else -1)
+    assert p.num_attn_heads % p.num_gqa_groups == 0
+    assert min(p.max_seqlen_q, p.max_seqlen_kv) >= 1
+    d, e = p.head_dim_qk, p.head_dim_v
+    good = (
+        d % 8 == 0
+        and e % 8 == 0
+        and max(d, e) <= 256
+        and not (d != e and min(d, e) >= 128 and (d, e) != (192, 128))
     )
-    types_ = p.qkv_dtype, p.qkv_dtype, p.qkv_layout, p.bias_type, p.attn_mask_type, p.softmax_type
-    return backend(
-        p.is_training,
-        *types_,
-        p.dropout,
-        *sizes,
-        p.window_size_left,
-        p.window_size_right,
-        False,
-        False,
-        p.deterministic,
-    )
+    return F16 if good else NO_BACKEND
 
 
 def forward(a):

@@ -2,8 +2,6 @@
 CPU, and the order of kernels. tests/fakegpu calls the operators themselves.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,7 +20,7 @@ def test_flash_aten_leaves_torchs_switch_alone(monkeypatch):
     """The operator obeys nothing else, and the switch is that of all threads: so it is rejected
     where determinism is asked of the call alone.
     """
-    kind = torch.device("cuda"), torch.bfloat16, 64, 64
+    kind = CUDA, torch.bfloat16, 64, 64
     switch = torch.use_deterministic_algorithms
     monkeypatch.setattr(torch, "use_deterministic_algorithms", None)
     with determinism(True):
@@ -97,7 +95,7 @@ EFFICIENT = Efficient(), efficient, efficient_forward, efficient_backward
 
 
 @pytest.mark.parametrize(
-    ("operators", "heads", "exact"),
+    "operators, heads, exact",
     [
         (FLASH, [(4, 2, 16, 24)], False),
         # copies of key/value heads, sizes padded, and lse to a multiple of 32
@@ -115,10 +113,8 @@ def test_conformance_with_operators_that_compute_on_the_cpu(monkeypatch, operato
 
 
 def test_order_on_cuda_and_rejections():
-    cuda = torch.device("cuda")
-
     def auto(d, e, dtype=torch.bfloat16, **more):
-        return choose("auto", device=cuda, dtype=dtype, d=d, e=e, **more).name
+        return choose("auto", device=CUDA, dtype=dtype, d=d, e=e, **more).name
 
     assert auto(64, 64) == auto(64, 64, packed=True) == auto(256, 192) == "flash_aten"
     with determinism(True):
@@ -137,7 +133,6 @@ def test_flash_attn_comes_before_torchs_own_kernels_where_it_fits(version, monke
     """Without TransformerEngine."""
     made = stand_in("3: flash-attn August 2026" if version == "3" else "4: flash-attn August 2026")
     monkeypatch.setattr(flash, "_installed", lambda: made.functions)
-    cuda = torch.device("cuda")
     of_256 = {"3": "flash", "4": "flash_aten"}[version]
     for size, wanted in ((128, "flash"), (256, of_256), (512, "efficient")):
-        assert choose("auto", device=cuda, dtype=torch.bfloat16, d=size, e=size).name == wanted
+        assert choose("auto", device=CUDA, dtype=torch.bfloat16, d=size, e=size).name == wanted

@@ -1,7 +1,5 @@
 """The choice of a kernel. tests/testing has the kernels on tiles."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -2,8 +2,6 @@
 mask.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Packed calls of a training run with packed documents have few sizes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -51,7 +49,7 @@ def calls_of(plan):
     return [call for hop in plan.hops for call in kernel_calls(hop, KERNEL.capabilities, sizes)]
 
 
-@pytest.mark.parametrize(("layout", "most"), [("zigzag", 10), ("balanced", 20)])
+@pytest.mark.parametrize("layout, most", [("zigzag", 10), ("balanced", 20)])
 def test_a_hundred_microbatches_have_few_graphs(layout, most):
     n, cp, rank = 32768, 4, 1
     graphs, unfilled = set(), set()
@@ -79,7 +77,7 @@ def test_a_hundred_microbatches_have_few_graphs(layout, most):
     assert len(graphs) <= most < len(unfilled), sorted(graphs)
 
 
-@pytest.mark.parametrize(("n", "packed"), [(4096, False), (4000, True)])
+@pytest.mark.parametrize("n, packed", [(4096, False), (4000, True)])
 def test_uneven_tiles_are_packed_and_even_ones_are_not(n, packed):
     plan = Plan.build_rank_plan(Mask.causal(n), Layout.zigzag(n, 2), 1)
     calls = calls_of(plan)

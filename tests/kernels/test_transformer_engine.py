@@ -2,8 +2,6 @@
 emulation of them.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np
@@ -34,8 +32,8 @@ def test_calls_bind_to_every_version(version):
             KERNEL, CPU, torch.bfloat16, only="merged backward", heads=[(4, 2, 16, 16)]
         )
         q, k, v, dout = Case.draw(128, b=2, dtype=torch.bfloat16)
-        out, lse = KERNEL.forward(q, k, v, lo=-(1 << 60), hi=0, scale=0.25)
-        KERNEL.backward(dout, q, k, v, out, lse, lo=-(1 << 60), hi=0, scale=0.25)
+        out, lse = KERNEL.forward(q, k, v, lo=-OPEN, hi=0, scale=0.25)
+        KERNEL.backward(dout, q, k, v, out, lse, lo=-OPEN, hi=0, scale=0.25)
         names = [
             parameter.split("=")[0] for parameter in SIGNATURES[version]["fused_attn_bwd"].split()
         ]
@@ -78,7 +76,7 @@ def test_largest_logits_name_the_cudnn_that_they_need():
 
 
 @pytest.mark.parametrize(
-    ("cp", "version", "mask"),
+    "cp, version, mask",
     [
         (2, "2.14", lambda n: Mask.causal(n)),
         (2, "2.14.1", lambda n: Mask.causal(n, window=(70, 0))),
@@ -134,7 +132,7 @@ def test_a_graph_gets_the_generator_that_it_knows(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("generation", "version", "cudnn", "exact", "limit", "reason"),
+    "generation, version, cudnn, exact, limit, reason",
     [
         (9, "2.20.2", 91701, False, "", "needs cuDNN 9.18.0 or later on Hopper, where"),
         (9, "2.20.2", 91800, False, "", None),
@@ -223,13 +221,12 @@ def test_without_packed_tiles_documents_take_the_next_kernel(monkeypatch):
     """As on an A100. Packed calls of other plans, whose tiles are uneven, go to torch's flash
     attention.
     """
-    plain = emulated_te.backend
+    plain = emulated_te.backend_for
 
-    def backend(training, q_type, kv_type, layout, *rest):
-        found = plain(training, q_type, kv_type, layout, *rest)
-        return emulated_te.NO_BACKEND if layout[1] == "thd_thd_thd" else found
+    def backend(p):
+        return emulated_te.NO_BACKEND if p.qkv_layout[1] == "thd_thd_thd" else plain(p)
 
-    monkeypatch.setattr(emulated_te, "backend", backend)
+    monkeypatch.setattr(emulated_te, "backend_for", backend)
     for name in ("forward_varlen", "backward_varlen"):
         monkeypatch.setattr(adapter.FLASH, name, getattr(REFERENCE, name))
     tensors = {"device": CPU, "dtype": torch.bfloat16, "d": 64, "e": 64}

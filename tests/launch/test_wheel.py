@@ -118,7 +118,7 @@ def test_the_source_distribution_passes_its_tests(tmp_path):
 
 @pytest.mark.parametrize("folder", ["checkout", "elsewhere"])
 @pytest.mark.parametrize(
-    ("command", "line"),
+    "command, line",
     [
         ("cp_ring.run nothere.py", "nothere.py does not exist"),
         ("cp_ring.tools train nothere.yaml", "nothere.yaml: no such file, nor one of the packaged"),

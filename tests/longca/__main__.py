@@ -1,26 +1,20 @@
-"""python -m tests.longca [--cells TEXT] [--baseline CHECKOUT]: the table of all cells, or of those
+"""python -m tests.longca [--cells TEXT]: the table of all cells, or of those
 in whose name a part of TEXT is.
 """
-
-from __future__ import annotations
 
 import argparse
 
 from tests.longca.masks import cells
-from tests.longca.table import printed, record, row
+from tests.longca.table import printed, row
 
 parser = argparse.ArgumentParser(prog="python -m tests.longca", description=__doc__)
 parser.add_argument("--cells", default="", help="beginnings of names, as in 'causal 8,full 16'")
-parser.add_argument("--baseline", default="", help="record baseline.json from this checkout")
 parser.add_argument("--each", action="store_true", help="a line for each cell too")
 
 
-def main() -> None:
+def main():
     args = parser.parse_args()
     chosen = [c for c in cells() if str(c).startswith(tuple(args.cells.split(",")))]
-    if args.baseline:
-        record(chosen, args.baseline)
-        return
     rows = []
     for cell in chosen:
         rows.append(row(cell))

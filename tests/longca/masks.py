@@ -7,7 +7,6 @@ have at most, as three public collections of texts have them. Within a class all
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -32,17 +31,17 @@ class Cell(NamedTuple):
     source: str = ""
     seed: int = 0
 
-    def __str__(self) -> str:
+    def __str__(self):
         return " ".join(map(str, [part for part in self if part]))
 
-    def mask(self) -> Mask:
+    def mask(self):
         """The mask of all ranks."""
         n = TOKENS * self.cp
         rng = np.random.default_rng([self.seed, *self.source.encode(), self.cp])
         return globals()[f"_{self.kind}"](n, self.source, rng)
 
 
-def counted_ranks(members: int, cp: int) -> list[int]:
+def counted_ranks(members, cp):
     """The members of a ring of `cp` ranks whose kernel calls and merges the older model of time
     counts: of up to 16 ranks all, else the first, one in the middle and the last. It takes others
     to be as the slowest of these.
@@ -50,12 +49,12 @@ def counted_ranks(members: int, cp: int) -> list[int]:
     return list(range(members)) if cp <= 16 else sorted({0, members // 2, members - 1})
 
 
-def named(name: str) -> Cell:
+def named(name):
     """The cell that `str` shows so."""
     return next(cell for cell in cells() if str(cell) == name)
 
 
-def cells() -> Iterator[Cell]:
+def cells():
     """All 500 cells."""
     for kind, draws in KINDS.items():
         for cp in SIZES:
@@ -85,11 +84,11 @@ KINDS = {
 
 
 @cache
-def _sources() -> dict[str, dict[str, float]]:
+def _sources():
     return json.loads((Path(__file__).parent / "lengths.json").read_text())
 
 
-def _lengths(n: int, source: str, rng: np.random.Generator) -> np.ndarray:
+def _lengths(n, source, rng):
     """Lengths of documents of `n` tokens together; the last one is cut."""
     shares = _sources()[source]
     most, share = np.array(list(shares), np.int64), np.array(list(shares.values()))
@@ -99,53 +98,53 @@ def _lengths(n: int, source: str, rng: np.random.Generator) -> np.ndarray:
     return _cut(rng.integers(least[kind], most[kind] + 1), n)
 
 
-def _cut(lengths: np.ndarray, n: int) -> np.ndarray:
+def _cut(lengths, n):
     ends = np.cumsum(lengths)
     return np.diff(np.concatenate([[0], ends[ends < n], [n]]))
 
 
-def _offsets(n: int, source: str, rng: np.random.Generator) -> np.ndarray:
+def _offsets(n, source, rng):
     return np.cumsum([0, *_lengths(n, source, rng)])
 
 
-def _long_offsets(n: int, source: str, rng: np.random.Generator) -> np.ndarray:
+def _long_offsets(n, source, rng):
     """Two fifths of the tokens in short documents, the others in long ones, in any order."""
     short = n * 2 // 5
     long = _cut(rng.integers(*LONG, n // LONG[0] + 1, endpoint=True), n - short)
     return np.cumsum([0, *rng.permutation([*_lengths(short, source, rng), *long])])
 
 
-def _full(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _full(n, source, rng):
     return Mask.full(n)
 
 
-def _causal(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _causal(n, source, rng):
     return Mask.causal(n)
 
 
-def _causal_document(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _causal_document(n, source, rng):
     return Mask.documents(_offsets(n, source, rng))
 
 
-def _full_document(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _full_document(n, source, rng):
     return Mask.documents(_offsets(n, source, rng), causal=False)
 
 
-def _full_document_long(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _full_document_long(n, source, rng):
     return Mask.documents(_long_offsets(n, source, rng), causal=False)
 
 
-def _causal_document_long(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _causal_document_long(n, source, rng):
     return Mask.documents(_long_offsets(n, source, rng))
 
 
-def _share_question(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _share_question(n, source, rng):
     """The first document is the question of all others."""
     first, *others = _lengths(n, source, rng).tolist()
     return Mask.shared_prefix([(first, others)])
 
 
-def _causal_blockwise(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _causal_blockwise(n, source, rng):
     """Causal documents, of which the last one also sees all others."""
     edges = _offsets(n, source, rng)
     start, end = edges[:-1], edges[1:]
@@ -153,26 +152,26 @@ def _causal_blockwise(n: int, source: str, rng: np.random.Generator) -> Mask:
     return Mask(n, Tiles.columns(start, end, begin, end, hi=0).trimmed(), "causal_blockwise")
 
 
-def _prefix_lm_causal(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _prefix_lm_causal(n, source, rng):
     return Mask.prefix(n, int(rng.integers(1, n + 1)))
 
 
-def _prefix_lm_document(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _prefix_lm_document(n, source, rng):
     """Documents with prefixes of one length, that of a part of the first document."""
     edges = _offsets(n, source, rng)
     prefix = int(rng.integers(1, edges[1] + 1))
     return Mask.prefix(n, np.minimum(prefix, np.diff(edges)), edges)
 
 
-def _sliding_window(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _sliding_window(n, source, rng):
     return Mask.full(n, (WINDOW, WINDOW))
 
 
-def _sliding_window_causal(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _sliding_window_causal(n, source, rng):
     return Mask.causal(n, (WINDOW, 0))
 
 
-def _global_sliding_window(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _global_sliding_window(n, source, rng):
     """The first tokens with those behind them and the last tokens with the first, each cut by a
     diagonal to the bottom right corner, and a window of as many tokens behind the first.
     """
@@ -186,7 +185,7 @@ def _global_sliding_window(n: int, source: str, rng: np.random.Generator) -> Mas
     return Mask(n, pieces[np.argsort(pieces.q0, kind="stable")], "global_sliding_window")
 
 
-def _block_causal_document(n: int, source: str, rng: np.random.Generator) -> Mask:
+def _block_causal_document(n, source, rng):
     """Documents of 1 to 8 blocks: a query sees its document up to the end of its own block."""
     blocks = _cut(rng.integers(1, 9, n // BLOCK), n // BLOCK)
     begin = BLOCK * np.repeat(np.cumsum(blocks) - blocks, blocks)

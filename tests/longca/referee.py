@@ -7,27 +7,22 @@ and calls are counted on the ranks of `counted_ranks`, and others are taken to b
 these.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from cp_ring.kernels.work import kernel_calls
-from cp_ring.plan import Plan
 from cp_ring.plan.lower import ASSUMED, BLOCK, call_groups, lower
-from cp_ring.plan.ranges import Ints, expand
-from cp_ring.plan.records import RankPlan
+from cp_ring.plan.ranges import expand
 from cp_ring.plan.report import report
-from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.sizes.head_split import split_heads
 from cp_ring.plan.tiles import OPEN, Tiles
-from cp_ring.plan.updates import Update, gradient_updates, query_updates
+from cp_ring.plan.updates import gradient_updates, query_updates
 from tests.longca.masks import counted_ranks
 
 PROCESSORS, BEGIN = 132, 1
 
 
-def seconds(plan: Plan, sizes: AttentionSizes, node: int = 8) -> tuple[float, float, float, float]:
+def seconds(plan, sizes, node=8):
     """Forward, and forward and backward, of one kernel call divided evenly, and of the plan on its
     slowest rank.
     """
@@ -81,12 +76,12 @@ def seconds(plan: Plan, sizes: AttentionSizes, node: int = 8) -> tuple[float, fl
     )
 
 
-def _of_all(counted: dict[int, np.ndarray], members: int) -> np.ndarray:
+def _of_all(counted, members):
     most = np.max(list(counted.values()), axis=0)
     return np.array([counted.get(rank, most) for rank in range(members)])
 
 
-def _amounts(table, size: int, near: int, shape: tuple[int, int]) -> np.ndarray:
+def _amounts(table, size, near, shape):
     """Bytes in and out inside nodes, in and out between nodes: [4, members, hops]."""
     crosses = table.sender // near != table.receiver // near
     return np.stack(
@@ -100,11 +95,11 @@ def _amounts(table, size: int, near: int, shape: tuple[int, int]) -> np.ndarray:
     )
 
 
-def _link(amounts: np.ndarray) -> np.ndarray:
+def _link(amounts):
     return np.maximum(amounts[:2].max(0) / RATES.inside, amounts[2:].max(0) / RATES.between)
 
 
-def _calls(rank: RankPlan):
+def _calls(rank):
     """The tiles of each kernel call in forward and in backward, and the updates of out, of dq, and
     of dk and dv by hop.
     """
@@ -129,7 +124,7 @@ def _calls(rank: RankPlan):
     return grids[0], grids[1], *queries, keys
 
 
-def _merges(calls, sizes: AttentionSizes, groups: int) -> np.ndarray:
+def _merges(calls, sizes, groups):
     """Seconds in which merges and sums read and write, in forward and in backward."""
     *_, out, dq, keys = calls
     element, lse = sizes.element, 0
@@ -142,26 +137,26 @@ def _merges(calls, sizes: AttentionSizes, groups: int) -> np.ndarray:
     return np.array([forward + lse * sizes.batch * sizes.heads, backward]) / RATES.memory
 
 
-def _read(update: Update) -> int:
+def _read(update):
     """Tokens read from partial results."""
     size = update.table[1] - update.table[0]
     return sum(int(size[step != 0].sum()) for step in update.table[5::2])
 
 
-def _stored(update: Update) -> tuple[int, int, int]:
+def _stored(update):
     """Tokens of the running total that are read and written, and of the result."""
     start, end, first, last = update.table[:4]
     return tuple(int((end - start)[x].sum()) for x in (first == 0, last == 0, last == 1))
 
 
-def _accumulated(update: Update, element: int) -> int:
+def _accumulated(update, element):
     if update.whole:
         return 0
     loaded, kept, completed = _stored(update)
     return (_read(update) + completed) * element + (loaded + kept) * 4
 
 
-def _slower(calls, sizes: AttentionSizes, groups: int, whole: bool = False) -> np.ndarray:
+def _slower(calls, sizes, groups, whole=False):
     """The time of calls in forward and in backward, relative to that at the speed of a full call of
     8,192 tokens and 16 heads. whole: no processor is ever without a block, no call is too short.
     """
@@ -177,9 +172,7 @@ def _slower(calls, sizes: AttentionSizes, groups: int, whole: bool = False) -> n
     return np.array(times)
 
 
-def _share(
-    calls, heads: int, backward: bool = False, processors: int = 0, least: float = 0.0
-) -> float:
+def _share(calls, heads, backward=False, processors=0, least=0.0):
     """The share of the processors' time in which they compute allowed pairs; without `processors`
     of one block after another.
     """
@@ -196,7 +189,7 @@ def _share(
     return work / time if work else 1.0
 
 
-def _products(tiles: Tiles, backward: bool) -> Ints:
+def _products(tiles, backward):
     """Matrix products of 128 x 128 of each block of a call."""
     q0, q1, k0, k1, lo, hi = tiles.data
     if backward:  # a strip of keys sees queries: the band as they see it
@@ -209,7 +202,7 @@ def _products(tiles: Tiles, backward: bool) -> Ints:
     return np.maximum(-(-(end - start) // BLOCK), 0)
 
 
-def _hand_out(durations: Ints, counts: Ints, free: np.ndarray) -> float:
+def _hand_out(durations, counts, free):
     """When the last block ends, the longest first, each on the processor that is free first."""
     end = 0.0
     for duration, left in zip(durations[::-1].tolist(), counts[::-1].tolist(), strict=True):

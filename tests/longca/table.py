@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from os import environ
 from pathlib import Path
 from time import process_time
 
@@ -20,7 +16,7 @@ from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.time import Conditions
 from cp_ring.tools.plan import kernel_calls
 from tests.longca import referee
-from tests.longca.masks import TOKENS, Cell, named
+from tests.longca.masks import TOKENS, Cell
 
 SIZES, NODE = AttentionSizes(64, 8, 128), 8
 GIVEN = Conditions(SIZES, RATES, NODE)
@@ -51,7 +47,7 @@ class Row:
     milliseconds: tuple[float, float, float, float]
 
 
-def row(cell: Cell) -> Row:
+def row(cell):
     """The balanced layout, with the heads of least time by the formula."""
     mask, clock = cell.mask(), [process_time()]
     layout = Layout.balanced(mask, cell.cp)
@@ -80,17 +76,17 @@ def row(cell: Cell) -> Row:
     )
 
 
-def _by_formula(plan: Plan) -> tuple[float, float]:
+def _by_formula(plan):
     time = plan.time(FULL)
     return time.ideal[0] / time.forward, sum(time.ideal) / time.both
 
 
-def _by_referee(plan: Plan) -> tuple[float, float]:
+def _by_referee(plan):
     forward, both, slowest, slowest_both = referee.seconds(plan, SIZES, NODE)
     return forward / slowest, both / slowest_both
 
 
-def bound(cell: Cell) -> float:
+def bound(cell):
     """What no layout, hops and heads of `heads_of` exceed, as a share in forward and backward: the
     keys of the query that sees the most reach its node from others.
     """
@@ -113,49 +109,19 @@ def bound(cell: Cell) -> float:
     return best
 
 
-def before() -> dict[str, list[float]]:
+def before():
     """Shares of the version before: by the formula (forward, both), by its own model (the same)."""
     return json.loads(BASELINE.read_text())
 
 
-def slower(one: Row, before: list[float]) -> bool:
+def slower(one, before):
     """Whether forward and backward are slower than before by either model, by more than a tenth of
     a percent.
     """
     return one.formula[1] < 0.999 * before[1] or one.referee[1] < 0.999 * before[3]
 
 
-def record(cells: Iterable[Cell], checkout: str) -> None:
-    """Writes `baseline.json` anew, from a checkout of the version before."""
-    shares = {str(cell): shares for cell, shares in _recorded(cells, checkout)}
-    lines = (
-        f'"{cell}": {json.dumps([round(x, 4) for x in found])}' for cell, found in shares.items()
-    )
-    BASELINE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def _recorded(cells: Iterable[Cell], checkout: str) -> Iterator[tuple[Cell, list[float]]]:
-    run = subprocess.Popen(
-        [sys.executable, FOLDER / "baseline.py"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**environ, "PYTHONPATH": checkout},
-    )
-    assert run.stdin and run.stdout
-    run.stdin.write("\n".join(map(str, cells)))
-    run.stdin.close()
-    for line in run.stdout:
-        made = json.loads(line)
-        cell = named(made["cell"])
-        mask = cell.mask()
-        chunks = (np.array(made[name], np.int64) for name in ("edges", "owner"))
-        layout = Layout(mask.n, cell.cp, *chunks)
-        plan = Plan.build(mask, layout, schedule=made["schedule"])
-        yield cell, [*_by_formula(plan), *made["shares"]]
-
-
-def printed(rows: list[Row]) -> Iterator[str]:
+def printed(rows):
     """A line of Markdown for each kind and number of ranks; means of the draws, and the worst."""
     yield (
         "| mask, cp | draws | formula | before | referee | before | slower | balance | heads | "
@@ -186,5 +152,5 @@ def printed(rows: list[Row]) -> Iterator[str]:
         yield "| " + " | ".join(map(str, columns)) + " |"
 
 
-def _pair(shares: np.ndarray) -> str:
+def _pair(shares):
     return " ".join(f"{share:.2f}" for share in shares)

@@ -1,7 +1,5 @@
 """Some cells of the benchmark: even work, and no plan slower than that of the version before."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from cp_ring.plan import Layout, Mask
 from cp_ring.plan.balance import balance
 from cp_ring.plan.plan import PlanSpec
 from tests.longca.masks import KINDS, cells, named
-from tests.longca.table import BASELINE, GIVEN, Row, before, bound, row, slower
+from tests.longca.table import BASELINE, GIVEN, before, bound, row, slower
 
 LEAST = {
     "full 16": 0.99,
@@ -34,19 +32,19 @@ LEAST = {
 
 
 @pytest.mark.parametrize("name", LEAST)
-def test_plans_are_even_and_fast(name: str) -> None:
-    one: Row = row(named(name))
+def test_plans_are_even_and_fast(name):
+    one = row(named(name))
     assert one.balance <= 1.05
     assert one.formula[1] >= LEAST[name]
     assert not slower(one, before()[name])
 
 
-def test_the_baseline_has_every_cell() -> None:
+def test_the_baseline_has_every_cell():
     assert list(before()) == [str(cell) for cell in cells()], BASELINE
     assert len(before()) == 500 and {cell.kind for cell in cells()} == set(KINDS)
 
 
-def test_few_tokens_that_see_all_are_dealt_evenly() -> None:
+def test_few_tokens_that_see_all_are_dealt_evenly():
     """Longformer's tokens that see every other: on an even grid a rank had 4.4 times the mean."""
     mask = Mask.with_global(1 << 19, [(0, 128)], (1024, 1024), causal=False)
     layout = Layout.balanced(mask, 64)
@@ -54,7 +52,7 @@ def test_few_tokens_that_see_all_are_dealt_evenly() -> None:
     assert set(layout.tokens_per_rank.tolist()) == {8192}
 
 
-def test_heads_of_a_node_are_for_documents_that_nodes_share() -> None:
+def test_heads_of_a_node_are_for_documents_that_nodes_share():
     """One giant document among short ones: all keys would go to each rank of a node alone."""
     cell = named("causal_document 64 pile 42")
     layout = Layout.balanced(cell.mask(), 64)
@@ -62,7 +60,7 @@ def test_heads_of_a_node_are_for_documents_that_nodes_share() -> None:
     assert together.time(GIVEN).both < alone.time(GIVEN).both
 
 
-def test_no_plan_of_these_is_near_one_call() -> None:
+def test_no_plan_of_these_is_near_one_call():
     """Means of the draws whose goal, 0.85, no layout, hops and heads reach."""
     for kind, cp, most in (("causal_blockwise", 64, 0.716), ("global_sliding_window", 16, 0.8501)):
         draws = [bound(cell) for cell in cells() if (cell.kind, cell.cp) == (kind, cp)]

@@ -2,8 +2,6 @@
 script, and ones that are wrong.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 
@@ -11,14 +9,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from tests.megatron.small_script import loss_function
+
 KEYS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
-
-
-def loss_function(loss_mask, output):
-    mask = loss_mask.reshape(-1)
-    loss = torch.sum(output.reshape(-1) * mask)
-    tokens = mask.sum().to(torch.int)
-    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
 def get_batch(data_iterator):

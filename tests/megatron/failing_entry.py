@@ -2,8 +2,6 @@
 `enable`, whose batches do; see `failing_script`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -6,20 +6,18 @@ line of JSON for each case: exit codes of the ranks, seconds from the end of the
 the last process that any of them has started, and whether that had to be killed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
 from tests.megatron import imported  # noqa: F401  # once for all ranks
+from tests.rank_pool import free_port
 
 RANKS = 2
 LIMIT_S = float(os.environ.get("LIMIT_S", "240"))
@@ -47,9 +45,7 @@ def launch(case):
 
     # orphans become children of this process
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = []
     for number in range(RANKS):
         pid = os.fork()
@@ -60,7 +56,7 @@ def launch(case):
     store = TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-    codes: dict[int, int] = {}
+    codes = {}
     first = hung = 0.0
     begun = time.monotonic()
     while True:

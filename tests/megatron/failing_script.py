@@ -76,13 +76,7 @@ def main():
         return state_dict(*args, **named)
 
     checkpointing.generate_state_dict = failing_state_dict
-    arguments = small.parse_and_validate_args()
-    container = small.pretrain_cfg_container_from_args(
-        arguments, small.gpt_config_from_args(arguments)
-    )
-    small.pretrain(
-        container, small.datasets, small.ModelType.encoder_or_decoder, small.forward_step
-    )
+    small.main()
     fail("end")
 
 

@@ -2,8 +2,6 @@
 and TransformerEngine.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from unittest import mock
@@ -67,8 +65,8 @@ class MarkedOnly:
 
     def __init__(self):
         self.inside_context = False
-        self.moved: list[tuple[int, ...]] = []
-        self.left: list[tuple[int, ...]] = []
+        self.moved = []
+        self.left = []
 
     def __enter__(self):
         self.inside_context = True

@@ -39,21 +39,21 @@ class Kill:
     problem: str = ""
 
 
-def rank(number: int, ranks: int, port: int, kill: Kill | None, saves: Path, *job) -> None:
+def rank(number, ranks, port, kill, saves, *job):
     """As `worker.rank`, with the kill planted."""
     if kill is not None and kill.rank in (number, -1):
         threading.Thread(target=_die, args=(kill, saves), daemon=True).start()
     worker.rank(number, ranks, port, *job)
 
 
-def _die(kill: Kill, saves: Path) -> None:
+def _die(kill, saves):
     while not (saves / f"iter_{kill.step:07d}").exists():
         time.sleep(0.001)
     time.sleep(kill.delay)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(folder: Path, kills: int, chance: random.Random, flags: list[str]) -> list[Kill]:
+def run(folder, kills, chance, flags):
     """Kills `kills` jobs once each, and tells how each went on."""
     _, straight, _ = _train(folder, "straight", flags)
     outcomes = []
@@ -85,7 +85,7 @@ def run(folder: Path, kills: int, chance: random.Random, flags: list[str]) -> li
     return outcomes
 
 
-def _tracked(saves: Path) -> int | None:
+def _tracked(saves):
     """The step that the tracker names, 0 without a tracker; None where a kill has emptied it."""
     try:
         word = (saves / TRACKER).read_text()
@@ -94,9 +94,7 @@ def _tracked(saves: Path) -> int | None:
     return int(word) if word else None
 
 
-def _train(
-    folder: Path, name: str, flags: list[str], kill: Kill | None = None, saves: Path | None = None
-) -> tuple[int, dict[int, float], str]:
+def _train(folder, name, flags, kill=None, saves=None):
     """Exit code, loss of each step and end of the output of a job."""
     argv = [*TINY, "--cp-ring", "--cp-ring-cpu", "--context-parallel-size", str(RANKS), *flags]
     argv += ["--train-iters", str(STEPS)]
@@ -111,7 +109,7 @@ def _train(
     return code, losses, log.read_text()[-3000:]
 
 
-def main() -> None:
+def main():
     """Prints a line for each kill; exit code 1 unless each job has resumed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)

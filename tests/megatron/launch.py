@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,7 +36,7 @@ TRAIN = shlex.split("""
 TINY = MODEL + DATA + TRAIN
 
 
-def environment() -> dict[str, str]:
+def environment():
     """The environment of a rank: one thread, loopback, and no settings of a surrounding job."""
     kept = {
         name: value
@@ -47,9 +46,7 @@ def environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
 
 
-def launch(
-    ranks: int, command: list[str], timeout_s: float = LIMIT_S, python_path: str = ""
-) -> subprocess.CompletedProcess:
+def launch(ranks, command, timeout_s=LIMIT_S, python_path=""):
     """Runs `python command` on `ranks` ranks and waits for it; the output holds both streams."""
     elastic = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
@@ -62,13 +59,7 @@ def launch(
     )
 
 
-def train(
-    ranks: int,
-    jobs: dict[str, list[str]],
-    folder: Path,
-    common: list[str] = TINY,
-    data: str = "",
-) -> None:
+def train(ranks, jobs, folder, common=TINY, data=""):
     """Runs the jobs (name: flags beside `common`) one after another on `ranks` ranks; traces go to
     `folder`.
 
@@ -94,15 +85,7 @@ class Outcome:
     rejected: str = ""
 
 
-def attempt(
-    ranks: int,
-    name: str,
-    flags: list[str],
-    folder: Path,
-    common: list[str] = TINY,
-    fault: str = "",
-    data: str = "",
-) -> Outcome:
+def attempt(ranks, name, flags, folder, common=TINY, fault="", data=""):
     """Runs one job as `train` does, and tells what became of it."""
     log = folder / f"{name}.log"
     code = fork(ranks, (_job(name, flags, common, fault, data), folder, log))
@@ -120,9 +103,7 @@ def attempt(
     )
 
 
-def fork(
-    ranks: int, job: tuple, timeout_s: float = LIMIT_S, target: Callable[..., None] = worker.rank
-) -> int:
+def fork(ranks, job, timeout_s=LIMIT_S, target=worker.rank):
     """Runs `target(rank, ranks, port, *job)` in processes forked from one that has imported
     Megatron, else seconds of CPU each.
 
@@ -133,7 +114,7 @@ def fork(
     context.set_forkserver_preload(["tests.megatron.imported"])
     # held here, so that nobody else takes its port
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes: list = []
+    processes = []
     for rank in range(ranks):
         leader = processes[0].pid if processes else 0
         processes.append(
@@ -158,7 +139,7 @@ def fork(
     return failed or _first_failure(processes)
 
 
-def _in_a_group(target: Callable[..., None], leader: int, *args) -> None:
+def _in_a_group(target, leader, *args):
     """Is a rank in the process group of the first one, which may not have made it yet."""
     for _ in range(1000):
         with contextlib.suppress(PermissionError):
@@ -168,13 +149,13 @@ def _in_a_group(target: Callable[..., None], leader: int, *args) -> None:
     target(*args)
 
 
-def _first_failure(processes: list) -> int:
+def _first_failure(processes):
     """0 if none has failed; several may have until this is asked, after one that was killed."""
     codes = [process.exitcode for process in processes if process.exitcode]
     return min(codes, key=lambda code: code > 0, default=0)
 
 
-def _job(name: str, flags: list[str], common: list[str], fault: str, data: str) -> dict:
+def _job(name, flags, common, fault, data):
     script = [] if flags[0].startswith("-") else flags[:1]
     return {
         "name": name,
@@ -184,11 +165,11 @@ def _job(name: str, flags: list[str], common: list[str], fault: str, data: str) 
     }
 
 
-def trace(folder: Path, name: str) -> dict[int, dict]:
+def trace(folder, name):
     """Per step of job `name`: loss, grad_norm, and the sorted checksums of all sequences that any
     rank read.
     """
-    steps: dict[int, dict] = {}
+    steps = {}
     for line in _lines(folder, name):
         if "step" in line:
             step = steps.setdefault(
@@ -199,7 +180,7 @@ def trace(folder: Path, name: str) -> dict[int, dict]:
     return steps
 
 
-def _lines(folder: Path, name: str) -> list[dict]:
+def _lines(folder, name):
     return [
         json.loads(line)
         for path in sorted(folder.glob(f"{name}.*.jsonl"))

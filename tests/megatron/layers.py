@@ -1,7 +1,5 @@
 """The core attention of a layer, as Megatron makes it."""
 
-from __future__ import annotations
-
 
 def core_attention(kind=None, settings=None, **arguments):
     """Ring attention, or the class `kind`, of 4 heads of 8; `settings` are of its configuration."""

@@ -4,14 +4,11 @@
 Rank 0 writes what they find to FOLDER/found.json.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -30,7 +27,7 @@ def main(folder):
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         cp_2 = example.main(2)
-    found: dict[str, Any] = {
+    found = {
         "version": megatron.core.__version__,
         "cp 2": cp_2,
         "printed": text.getvalue(),
@@ -53,7 +50,7 @@ def packed_documents(example):
     """Certificates of packed documents; with a wrong split too."""
     import cp_ring.megatron
 
-    found: dict[str, Any] = {}
+    found = {}
     cp_ring.megatron.enable(cpu=True, seq_length=128, packed=True)
     initialized = []
 

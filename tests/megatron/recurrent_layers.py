@@ -1,7 +1,5 @@
 """Mamba and gated delta net layers alone, with whole batch rows on one rank."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
@@ -59,5 +57,5 @@ def whole_rows():
 def call(layer, hidden, packed):
     """Output [s, b, HIDDEN] of hidden states [s, b, HIDDEN]."""
     mask = {} if "MambaMixer" in type(layer).__name__ else {"attention_mask": None}
-    out: torch.Tensor = layer(hidden, packed_seq_params=packed, **mask)[0]
+    out = layer(hidden, packed_seq_params=packed, **mask)[0]
     return out

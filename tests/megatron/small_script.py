@@ -51,7 +51,11 @@ def forward_step(data_iterator, model):
     return output, partial(loss_function, batch["loss_mask"])
 
 
-if __name__ == "__main__":
+def main():
     arguments = parse_and_validate_args()
     container = pretrain_cfg_container_from_args(arguments, gpt_config_from_args(arguments))
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,6 @@
 faults are in tests/certificate.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 

@@ -1,7 +1,5 @@
 """The layers of the certificate's tiny model: one of each kind that the flags describe."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -40,7 +38,7 @@ def configuration(**more):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "tiny"), [("*-*-*-", "*-"), ("E*-E|*-/*-*", "E*-/*-"), ("--E*", "-E*"), ("*", "*")]
+    "pattern, tiny", [("*-*-*-", "*-"), ("E*-E|*-/*-*", "E*-/*-"), ("--E*", "-E*"), ("*", "*")]
 )
 def test_a_tiny_pattern_has_each_kind_of_layer_once(pattern, tiny):
     args, config = flags(pattern), configuration()
@@ -52,7 +50,7 @@ def test_a_tiny_pattern_has_each_kind_of_layer_once(pattern, tiny):
 
 
 @pytest.mark.parametrize(
-    ("every", "letters", "tiny", "experts"),
+    "every, letters, tiny, experts",
     [
         (4, "GGG*GGG*", [1, 1, 0], [1, 0, 0]),
         ([0, 1, 1, 1, 0, 1, 1, 1], "*GGG*GGG", [0, 1, 1], [1, 0, 1]),

@@ -1,7 +1,5 @@
 """What the certificate leaves as it was, and its process group of one rank."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

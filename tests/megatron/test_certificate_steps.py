@@ -2,8 +2,6 @@
 own length and batch size.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from launch.budget import ROOT
 from tests.megatron.launch import environment
 from tests.rank_pool import LIMIT_S
 
@@ -34,7 +34,7 @@ def test_rejected_in_one_line_that_names_the_range(monkeypatch, version):
 
 
 def test_the_supported_versions_are_those_of_the_package():
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    text = (ROOT / "pyproject.toml").read_text()
     assert f'"megatron-core[training]{compat.SUPPORTED}"' in text
 
 
@@ -83,7 +83,7 @@ def test_what_a_model_takes_is_asked_of_the_innermost_one():
 
 
 @pytest.mark.parametrize(
-    ("backend", "named", "wanted"),
+    "backend, named, wanted",
     [("nccl", [], ["cp"]), ("nccl", ["cp", "dp_cp"], ["cp", "dp_cp"]), ("gloo", [], [])],
 )
 def test_messages_of_the_ring_have_priority_over_attention(backend, named, wanted):

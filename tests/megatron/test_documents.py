@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.data import documents as documents_module
+from tests.peers import tables
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,13 +37,6 @@ def packed(**changes):
     return PackedSeqParams(**(values | changes))
 
 
-def dense(real, padded):
-    allowed = np.zeros((padded[-1], padded[-1]), bool)
-    for start, length in zip(padded, np.diff(real), strict=False):
-        allowed[start : start + length, start : start + length] = np.tri(length, dtype=bool)
-    return allowed
-
-
 def test_a_document_ends_with_its_end_of_document_token_as_in_megatron():
     from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
@@ -63,16 +57,16 @@ def test_position_ids_that_do_not_begin_anew_are_rejected():
 
 def test_padding_sees_nothing_and_is_seen_by_nobody():
     split = Documents.in_thd(packed(), 16, 2, whole_row=False)
-    assert (split.mask().dense() == dense(REAL, PADDED)).all()
+    ends = [*(PADDED[:-1] + np.diff(REAL))]
+    for window in ((-1, -1), (2, 0)):
+        wanted = tables.packed(PADDED, ends, causal=True, window=window)
+        assert (split.mask(window=window).dense() == wanted).all()
     assert split.layout.name == "per_document_zigzag"
     assert Documents.in_thd(packed(), 16, 2, whole_row=True).layout.name == "zigzag"
-    assert (
-        split.mask(window=(2, 0)).dense() == (dense(REAL, PADDED) & ~np.tri(32, k=-3, dtype=bool))
-    ).all()
 
 
 @pytest.mark.parametrize(
-    ("changes", "tokens", "message"),
+    "changes, tokens, message",
     [
         ({}, 12, "cu_seqlens end at 32, but the 2 ranks .* hold 12 tokens each, 24 together"),
         ({"cu_seqlens_kv": torch.tensor([0, 5, 7, 7, 15])}, 16,

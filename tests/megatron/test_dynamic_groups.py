@@ -2,8 +2,6 @@
 against one rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_ring.errors import ConfigError
 from tests.megatron.groups import program
+from tests.rings import said
 
 pytestmark = pytest.mark.xdist_group("pool")
 
@@ -119,7 +117,7 @@ def difference(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    "kind, settings",
     [
         ("window", {"layout": "balanced"}),
         pytest.param("window", {}, marks=pytest.mark.ci),
@@ -145,40 +143,35 @@ def lines(group):
     from cp_ring.megatron import settings as in_force
     from cp_ring.megatron.data.documents import ALONE
 
-    def line(batch, thd=True, patched=True, **more):
-        try:
-            mine = cp_ring.megatron.split_batch(batch)
-            packed = mine["packed_seq_params"]
-            if not thd:
-                packed.qkv_format, packed.max_seqlen_q = "sbhd", 48
-            model = build(4, **more)
-            for layer in model.decoder.layers if not patched else ():
-                layer.self_attention.core_attention.positions_by_group = False
-            model(mine["tokens"], mine["position_ids"], None, packed_seq_params=packed)
-        except ConfigError as error:
-            return str(error)
-        return ""
+    def run(batch, thd=True, patched=True, **more):
+        mine = cp_ring.megatron.split_batch(batch)
+        packed = mine["packed_seq_params"]
+        if not thd:
+            packed.qkv_format, packed.max_seqlen_q = "sbhd", 48
+        model = build(4, **more)
+        for layer in model.decoder.layers if not patched else ():
+            layer.self_attention.core_attention.positions_by_group = False
+        model(mine["tokens"], mine["position_ids"], None, packed_seq_params=packed)
 
     with program(4, hybrid=True, packed=True):
         batch = {name: x for name, x in microbatches(True)[1].items() if name != "labels"}
         on_two = batch | {"local_cp_size": 2}
         found = [
-            line(on_two, patched=False),
-            line(on_two, calculate_per_token_loss=False),
-            line(on_two, num_moe_experts=2, moe_aux_loss_coeff=0.1),
-            line(on_two, is_hybrid_model=True),
-            line(batch | {"local_cp_size": 3}),
-            line({"tokens": batch["tokens"], "local_cp_size": 2}),
-            line(on_two, thd=False),
+            said(run, on_two, patched=False),
+            said(run, on_two, calculate_per_token_loss=False),
+            said(run, on_two, num_moe_experts=2, moe_aux_loss_coeff=0.1),
+            said(run, on_two, is_hybrid_model=True),
+            said(run, batch | {"local_cp_size": 3}),
+            said(run, {"tokens": batch["tokens"], "local_cp_size": 2}),
+            said(run, on_two, thd=False),
         ]
         in_force.configure(replace(in_force.current(), layout="balanced"))
-        found.append(line(batch))
-        try:
-            documents_of = cp_ring.megatron.data.documents.group_of_microbatch
-            documents_of(SimpleNamespace(local_cp_size=2, cp_group=None), ALONE)
-        except ConfigError as error:
-            found.append(str(error))
-    return found
+        packed = SimpleNamespace(local_cp_size=2, cp_group=None)
+        return [
+            *found,
+            said(run, batch),
+            said(cp_ring.megatron.data.documents.group_of_microbatch, packed, ALONE),
+        ]
 
 
 def test_what_cannot_run_on_a_group_of_its_own_ends_in_one_line(pool):

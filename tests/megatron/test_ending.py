@@ -26,7 +26,7 @@ def args(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "text"),
+    "error, text",
     [
         (SystemExit(), "46 50\n"),
         (SystemExit(0), "46 50\n"),
@@ -64,7 +64,7 @@ def test_other_ranks_and_other_jobs_tell_nothing(args, tmp_path, monkeypatch):
     assert not (tmp_path / "progress").exists()
 
 
-@pytest.mark.parametrize(("step", "code"), [(None, 2), (40, 2), (41, 1)])
+@pytest.mark.parametrize("step, code", [(None, 2), (40, 2), (41, 1)])
 def test_code_2_is_for_settings_that_are_wrong_before_any_step(args, step, code, capsys):
     args.curr_iteration = step
     if step is None:

@@ -1,7 +1,5 @@
 """`cp_ring.pretrain_gpt` obeys each flag that Megatron's `pretrain_gpt.py` reads, or rejects it."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import sys

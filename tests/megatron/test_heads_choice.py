@@ -1,7 +1,5 @@
 """`--cp-ring-heads auto`: where a group spans nodes, the formula chooses for each microbatch."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
@@ -82,7 +80,7 @@ def test_each_microbatch_has_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("argv", "heads"),
+    "argv, heads",
     [
         ([], "auto"),
         (["--cp-comm-type", "p2p"], 1),

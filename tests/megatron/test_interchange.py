@@ -35,7 +35,7 @@ def traces(tmp_path_factory):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("job", "straight"), [("ring_from_stock", "stock"), ("stock_from_ring", "ring")]
+    "job, straight", [("ring_from_stock", "stock"), ("stock_from_ring", "ring")]
 )
 def test_continues_with_the_loss_it_would_have_had(traces, job, straight):
     found, wanted = trace(traces, job), trace(traces, straight)

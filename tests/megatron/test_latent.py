@@ -1,7 +1,5 @@
 """Which latents Megatron's layers give to core attention, and where their gradients go."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -112,7 +110,7 @@ SPARSE = {"experimental_attention_variant": "dsa", "num_layers": 2, "dsa_indexer
 
 
 @pytest.mark.parametrize(
-    ("changes", "settings", "chosen", "printed"),
+    "changes, settings, chosen, printed",
     [
         (
             {},

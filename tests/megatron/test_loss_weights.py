@@ -2,8 +2,6 @@
 same at any split.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

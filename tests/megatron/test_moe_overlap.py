@@ -6,8 +6,6 @@ context-parallel group keep one order on all of its ranks, and the buffers of a 
 that call alone.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from types import SimpleNamespace

@@ -14,6 +14,7 @@ from tests.megatron.test_recompute import (
     build,
     forward,
 )
+from tests.rings import same_bits
 
 LAYER = ROWS * TOKENS * (4 * HIDDEN + HEADS) * 4  # q, k, v, out and lse in float32
 
@@ -61,9 +62,7 @@ def test_fine_grained_offloading_of_megatron(ring):
         model.zero_grad()
         found = steps(model, offloading.FineGrainedActivationOffloadingInterface.reset)
         moved = host_memory.moved_bytes(offloading)
-    assert len(found) == len(expected) and all(
-        torch.equal(x, y) for x, y in zip(found, expected, strict=True)
-    )
+    assert same_bits(found, expected)
     # The last layer stays where it is: its backward follows at once. out is what the output
     # projection saves too.
     projected = ROWS * TOKENS * HIDDEN * 4
@@ -77,7 +76,7 @@ def test_offloading_of_transformer_engine_takes_marked_tensors(ring):
             cpu_offloading=True, cpu_offloading_num_layers=LAYERS - 1, cpu_offloading_weights=False
         )
         found = steps(model)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert same_bits(found, expected)
     head, runs = (TOKENS, ROWS, HEADS, HIDDEN // HEADS), 4 * LAYERS
     assert store.moved.count(head) == 4 * runs and store.moved.count((ROWS, HEADS, TOKENS)) == runs
     # a learned sink is a weight

@@ -2,12 +2,10 @@
 rank's own tokens.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from cp_ring.testing.oracle import dense
+from cp_ring.testing.oracle import dense, error
 from tests.megatron.groups import program
 
 pytestmark = pytest.mark.xdist_group("pool")
@@ -61,9 +59,7 @@ def errors(group, settings):
                 truth = dense(*rows, allowed)[0].transpose(0, 1).reshape(dout.shape)
                 ours = [out, *torch.autograd.grad(out, leaves, dout)]
                 theirs = [truth, *torch.autograd.grad(truth, exact, dout.double())]
-                found += [
-                    float((x - y).norm() / y.norm()) for x, y in zip(ours, theirs, strict=True)
-                ]
+                found += map(error, ours, theirs)
     return found
 
 

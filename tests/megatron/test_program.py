@@ -4,8 +4,6 @@ megatron.core alone.
 `bash launch/test.sh --compat` runs this with each supported version of megatron-core.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

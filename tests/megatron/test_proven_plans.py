@@ -1,7 +1,5 @@
 """Ranks prove what they run, and not only the tables from which it follows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -127,7 +127,7 @@ def test_a_failed_step_leaves_nothing_behind(ring):
 
 
 @pytest.mark.parametrize(
-    ("reentrant", "hops", "kept"),
+    "reentrant, hops, kept",
     [(True, 2, ROWS * TOKENS * (HIDDEN * 2 + HEADS * 4)), (False, 3, 0)],
 )
 def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):
@@ -135,10 +135,8 @@ def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):
     checkpoint = recomputation.keeping(
         lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=reentrant)
     )
-    layer, q = (
-        core_attention(),
-        torch.randn(TOKENS, ROWS, HEADS, HIDDEN // HEADS, dtype=torch.bfloat16, requires_grad=True),
-    )
+    layer, shape = core_attention(), (TOKENS, ROWS, HEADS, HIDDEN // HEADS)
+    q = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
     (wanted,) = torch.autograd.grad(layer(q, q, q).square().sum(), q)
     with record() as ledger:
         out = checkpoint(lambda q: layer(q, q, q), q)

@@ -4,8 +4,6 @@ every layout.
 The CUDA kernels of mamba_ssm and fla have stand-ins in torch (tests/parity/recurrent.py).
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

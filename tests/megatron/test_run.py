@@ -82,7 +82,7 @@ def test_without_cuda_the_flag_for_the_cpu_is_named():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         (["nowhere.py", "--cp-ring"], "nowhere.py does not exist"),
         (

@@ -1,7 +1,5 @@
 """Sparse attention in Megatron's layers is Megatron's own, whatever split other layers have."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("megatron.core.transformer.experimental_attention_variant.absorbed_mla")

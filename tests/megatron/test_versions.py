@@ -4,8 +4,6 @@
 With the installed version tests.parity says more; there this runs only with `-m compat`.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.parity import matrix

@@ -18,7 +18,7 @@ import sys
 from tests.parity.deliveries import delivered
 from tests.parity.faults import planted
 
-rows: list[str] = []
+rows = []
 
 
 REJECTED = 2

@@ -1,7 +1,5 @@
 """A process whose threads ask the store ends as it should."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -3,7 +3,6 @@
 import json
 import multiprocessing as mp
 import os
-import socket
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.comm import transport
 from cp_ring.observe import watchdog
-from tests.rank_pool import LIMIT_S
+from tests.rank_pool import LIMIT_S, free_port
 
 # seconds: a busy machine must not keep a healthy rank waiting for as long
 TIMEOUT, RANKS, SLEEPER = 20.0, 4, 2
@@ -55,9 +54,7 @@ def run(folder):
     context = mp.get_context("forkserver")
     # as the training jobs, which share this server
     context.set_forkserver_preload(["tests.megatron.imported"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         context.Process(target=hanging_rank, args=(rank, port, folder)) for rank in range(RANKS)
     ]

@@ -1,13 +1,12 @@
 """Updates to run on random partial results, and what they must give."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 
 from cp_ring.ops.segments import Segments
 from cp_ring.plan.updates import MAX_PARTS, Partial, query_updates
+from cp_ring.testing.oracle import error
 
 # Tokens of the total that each partial result has, in its order; the last is in reverse order.
 # Tokens 40 and 41 are in none, and the first ones in the first two.
@@ -86,8 +85,7 @@ def merges_agree_with_float64(merge, exact=True):
                 merge(segments, outs[mine], lses[mine], running, lse, result)
             assert torch.equal(lse.isneginf(), ~seen)
             assert not result.permute(1, 2, 0, 3)[~seen].any()
-            off = float((result.double() - truth).norm() / truth.norm())
-            assert off < {2: 5e-3, 4: 1e-6}[result.itemsize]
+            assert error(result, truth) < {2: 5e-3, 4: 1e-6}[result.itemsize]
             assert float((lse[seen] - truth_lse[seen]).abs().max()) < 1e-5
             if result.dtype == dtype:
                 found.append(result)

@@ -1,7 +1,5 @@
 """Runs a program whose Triton kernels are interpreted, in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

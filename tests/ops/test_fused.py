@@ -2,8 +2,6 @@
 cause another compilation.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import sys

@@ -2,8 +2,6 @@
 in a process of its own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest
@@ -21,7 +19,7 @@ def test_torch_operations():
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("function", "check"),
+    "function, check",
     [
         ("merge_triton.merge", "merges_agree_with_float64"),
         ("sums_triton.add", "sums_agree_with_float64"),

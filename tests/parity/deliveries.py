@@ -2,8 +2,6 @@
 sequences (thd), uneven loss masks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Faults of context parallelism, planted one at a time: each must turn a cell of the matrix red."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -12,13 +12,11 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.megatron import conversations, documents
-from tests.megatron.launch import Outcome, attempt
+from tests.megatron.launch import attempt
 from tests.parity.models import COMMON, MODELS, SPLITS, Model, Split
 
 
@@ -39,12 +37,12 @@ class Job:
     start: str = ""
     resumes: str = ""
 
-    def argv(self, folder: Path) -> list[str]:
+    def argv(self, folder):
         """Its flags where checkpoints are in `folder`; a script comes first."""
         flags = sorted(self.flags, key=lambda word: not word.endswith(".py"))
         return [*flags, *self._checkpoints(folder)]
 
-    def _checkpoints(self, folder: Path) -> list[str]:
+    def _checkpoints(self, folder):
         if self.resumes:
             halves = str(folder / f"{self.resumes}-half")
             if self.resumes == self.name:
@@ -66,7 +64,7 @@ class Cell:
     split: Split
     planted: bool = False
 
-    def job(self) -> Job:
+    def job(self):
         """Training with ring attention."""
         split, model = self.split, self.model
         name = f"{model.name}-{split.name}{'-planted' if self.planted else ''}"
@@ -83,7 +81,7 @@ class Cell:
             self._resumed(),
         )
 
-    def baseline(self) -> Job:
+    def baseline(self):
         """The same model at context parallel size 1 without pipeline stages."""
         model, start = self.model, self._start()
         same_tp = (self._redrawn and not start) or model.differs_by_tp
@@ -92,7 +90,7 @@ class Cell:
         name = f"{model.name}-baseline-tp{tp}{'-loaded' if start else ''}"
         return Job(name, tp * model.experts, _without_stages(flags), data=model.data, start=start)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self):
         """Its jobs, in the order in which they must run."""
         baseline, start = self.baseline(), self._start()
         first = [dataclasses.replace(baseline, name=start)] if start else []
@@ -102,21 +100,21 @@ class Cell:
             first.append(dataclasses.replace(half, name=name, start=""))
         return [*first, baseline, self.job()]
 
-    def _resumed(self) -> str:
+    def _resumed(self):
         return f"{self.model.name}-{self.model.resumes}-until-2" if self.model.resumes else ""
 
-    def _start(self) -> str:
+    def _start(self):
         if self.model.resumes:
             return ""
         other = self.split.pp > 1 or (self._redrawn and "fsdp" not in self.model.ring)
         return f"{self.model.name}-start" if other else ""
 
     @property
-    def _redrawn(self) -> bool:
+    def _redrawn(self):
         """Whether its tensor-parallel ranks draw other weights than one rank does."""
         return self.model.drawn_by_tp and self.split.tp > 1
 
-    def _flags(self, tp: int, pp: int | None = None) -> list[str]:
+    def _flags(self, tp, pp=None):
         model = self.model
         sizes = {
             "--num-layers": model.layers,
@@ -144,13 +142,13 @@ class Verdict:
     failed: str = ""
 
     @property
-    def ok(self) -> bool:
+    def ok(self):
         """Whether it trained, with errors within the tolerance of the model."""
         errors = self.loss_error, self.grad_norm_error
         return None not in errors and max(errors) <= self.cell.model.tolerance
 
     @property
-    def expected(self) -> bool:
+    def expected(self):
         """Whether the cell is as it must be: right, rejected if the model says so, or wrong if a
         fault is planted.
         """
@@ -161,7 +159,7 @@ class Verdict:
             return bool(reason) and reason in self.rejected
         return self.ok is not self.cell.planted
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self):
         """The entry of this cell in the JSON output."""
         label = {"model": self.cell.model.name, "parallel": self.cell.split.name}
         if self.rejected:
@@ -175,7 +173,7 @@ class Verdict:
         }
 
 
-def verdict(cell: Cell, outcomes: dict[str, Outcome]) -> Verdict:
+def verdict(cell, outcomes):
     """The verdict over a cell from the outcomes of its jobs by name, all of which must succeed."""
     job, baseline = cell.job().name, cell.baseline().name
     for name in (job, *(each.name for each in cell.jobs() if each.name != job)):
@@ -187,7 +185,7 @@ def verdict(cell: Cell, outcomes: dict[str, Outcome]) -> Verdict:
     return compare(cell, outcomes[job], outcomes[baseline])
 
 
-def compare(cell: Cell, ours: Outcome, theirs: Outcome) -> Verdict:
+def compare(cell, ours, theirs):
     """The errors of a job of a cell against its baseline."""
     steps = 1 if cell.model.resumes else 3
     losses = [*ours.losses, *ours.validation]
@@ -202,7 +200,7 @@ def compare(cell: Cell, ours: Outcome, theirs: Outcome) -> Verdict:
     return Verdict(cell, _error(losses, expected), _error(ours.grad_norms, norms))
 
 
-def _without_stages(flags: tuple[str, ...]) -> tuple[str, ...]:
+def _without_stages(flags):
     """The flags without virtual pipeline stages."""
     word = "--num-layers-per-virtual-pipeline-stage"
     if word not in flags:
@@ -211,11 +209,11 @@ def _without_stages(flags: tuple[str, ...]) -> tuple[str, ...]:
     return (*flags[:at], *flags[at + 2 :])
 
 
-def _error(ours: list[float], theirs: list[float]) -> float:
+def _error(ours, theirs):
     return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
 
 
-def common(data: str, folder: Path) -> list[str]:
+def common(data, folder):
     """The flags of every job on such data; the files of "sft" and "corpus" are written to `folder`."""
     if data not in FILES:
         return COMMON
@@ -229,31 +227,27 @@ def common(data: str, folder: Path) -> list[str]:
     return [*kept, *FILES[data](folder), "--data-cache-path", str(folder / "cache")]
 
 
-def _conversations(folder: Path) -> list[str]:
+def _conversations(folder):
     (folder / "sft").mkdir(exist_ok=True)
     return [*conversations.data(folder / "sft"), "--split", "80,20,0"]
 
 
-def _corpus(folder: Path) -> list[str]:
+def _corpus(folder):
     prefix = str(folder / "corpus")
     if not Path(f"{prefix}.bin").exists():
         documents.write(Path(prefix))
     return documents.data(prefix)
 
 
-FILES: dict[str, Callable[[Path], list[str]]] = {"sft": _conversations, "corpus": _corpus}
+FILES = {"sft": _conversations, "corpus": _corpus}
 
 
-def cells(
-    models: Iterable[str] = (), splits: Iterable[str] = (), planted: bool = False
-) -> list[Cell]:
+def cells(models=(), splits=(), planted=False):
     """The cells of the named models and splits, by default of all. Raises `KeyError` for an unknown
     name.
     """
-    by_model, by_split = (
-        {model.name: model for model in MODELS},
-        {split.name: split for split in SPLITS},
-    )
+    by_model = {model.name: model for model in MODELS}
+    by_split = {split.name: split for split in SPLITS}
     chosen = [by_split[name] for name in splits] or list(SPLITS)
     return [
         Cell(model, split, planted)
@@ -263,11 +257,7 @@ def cells(
     ]
 
 
-def run(
-    wanted: Iterable[Cell],
-    folder: Path | None = None,
-    tell: Callable[[str], None] = lambda line: None,
-) -> dict[Cell, Verdict]:
+def run(wanted, folder=None, tell=lambda line: None):
     """Trains the cells and their baselines, each once; calls `tell` with a line after each job."""
     wanted, outcomes = list(wanted), {}
     jobs = {job.name: job for cell in wanted for job in cell.jobs()}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,7 +115,7 @@ class Model:
     rejected: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
-    def differs_by_tp(self) -> bool:
+    def differs_by_tp(self):
         """Whether stock Megatron's gradients depend on the tensor-parallel size: those of latents,
         and those of a gated delta net's norm without sequence parallelism.
         """
@@ -163,7 +163,7 @@ DENSE = f"{SCRIPT} --reset-attention-mask --reset-position-ids --eod-mask-loss"
 RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 
 
-def _of_files() -> Iterator[Model]:
+def _of_files():
     """Models that train on files: conversations (`--sft`), and documents whose baseline is stock
     Megatron with dense masks.
     """
@@ -191,7 +191,7 @@ def _of_files() -> Iterator[Model]:
         ring="--cp-ring-document-mask --reset-position-ids --eod-mask-loss")  # fmt: skip
 
 
-def _recurrent(name: str, flags: str, balanced: float = 1e-6) -> Iterator[Model]:
+def _recurrent(name, flags, balanced=1e-6):
     """Models with recurrent layers, under each layout and with documents; `balanced` is the
     tolerance of that layout.
     """

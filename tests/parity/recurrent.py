@@ -5,8 +5,6 @@ The kernels are those of the packages mamba_ssm and fla. Documents arrive as the
 number of each token's document, or offsets in one batch row.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 norms elsewhere.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from unittest.mock import patch
 

@@ -2,8 +2,6 @@
 `python -m tests.parity [--planted]`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

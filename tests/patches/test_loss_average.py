@@ -2,8 +2,6 @@
 bits are those of stock Megatron.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Logits and losses in chunks: the same losses and gradients, and logits of few tokens at a time."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
@@ -47,14 +45,15 @@ def model(one_rank, request):
     return GPTModel(config, layer, **size)
 
 
-def losses_of(model, grad=True):
+def losses_of(model, grad=True, **more):
     tokens = torch.randint(
         VOCABULARY, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(3)
     )
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
     with torch.set_grad_enabled(grad):
         positions = torch.arange(TOKENS).expand(BATCH, -1)
-        return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
+        labels = tokens[:, 1:].contiguous()
+        return model(tokens[:, :-1], positions, mask, labels=labels, **more)
 
 
 def gradients(model, losses):
@@ -64,7 +63,7 @@ def gradients(model, losses):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("size", "most"), [(10, 10), (1, 2), (1 << 20, 24), (47, 24)])
+@pytest.mark.parametrize("size, most", [(10, 10), (1, 2), (1 << 20, 24), (47, 24)])
 def test_losses_and_gradients_are_those_of_all_logits(applied, model, monkeypatch, size, most):
     """A chunk is of whole positions of all batch rows, and there are at least two."""
     seen, whole = [], type(model).compute_language_model_loss
@@ -101,27 +100,16 @@ def test_a_script_with_an_output_processor_of_its_own_is_rejected(applied, model
         pytest.skip("this model takes none")
 
     def own(*, labels, **_):
-        return labels.float()
-
-    def run():
-        tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
-        mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
-        return model(
-            tokens,
-            torch.arange(TOKENS).expand(BATCH, -1),
-            mask,
-            labels=tokens + 1,
-            output_processor=own,
-        )
+        return torch.ones_like(labels).float()
 
     chunk(0)
-    assert run().sum() == BATCH * TOKENS
+    assert losses_of(model, output_processor=own).sum() == BATCH * TOKENS
     chunk(10)
     with pytest.raises(
         ConfigError,
         match="--cp-ring-loss-chunk: the script gives the model an output processor of its own",
     ):
-        run()
+        losses_of(model, output_processor=own)
 
 
 def test_sequence_parallel_tokens_get_their_own_labels():

@@ -137,7 +137,7 @@ def test_gated_delta_product_layers_are_rejected(applied):
 
 @pytest.mark.compat
 @pytest.mark.parametrize(
-    ("layers", "wanted"),
+    "layers, wanted",
     [({"mtp_num_layers": 1}, "mtp_roll"), ({"num_experts": 4}, "moe_aux_loss"), ({}, "")],
 )
 def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers, wanted):

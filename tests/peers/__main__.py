@@ -2,19 +2,16 @@
 or rejected without a line of its own in the tables.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 
 from tests.peers import gym, tables
-from tests.peers.attend import Case, run
+from tests.peers.attend import run
 from tests.rank_pool import Ranks
 
-PEERS: dict[str, Callable[[], Iterator[Case]]] = {
+PEERS = {
     "TransformerEngine": tables.transformer_engine,
     "torch": tables.torch_context_parallel,
     "MagiAttention": tables.magi_attention,
@@ -26,7 +23,7 @@ PEERS: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
-def table(name: str, every: int, processes: Ranks | None = None) -> tuple[str, list[str]]:
+def table(name, every, processes=None):
     """A line about each n-th case of a table, and lines about those that failed. Without processes,
     those that need some are left out.
     """
@@ -51,12 +48,12 @@ def table(name: str, every: int, processes: Ranks | None = None) -> tuple[str, l
     )
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.peers", description=__doc__)
     parser.add_argument("--only", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--every", type=int, default=1, help="each n-th case")
     given = parser.parse_args()
-    failures: list[str] = []
+    failures = []
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     processes = Ranks(2)
     try:

@@ -24,7 +24,7 @@ from tests.rings import rank_of
 LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Of the error of out and of gradients; a wrong tile is off by 0.1 or more."""
 
-_RINGS: dict[int, LocalRing] = {}
+_RINGS = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ def _on_rank(group, case, call, layout, tensors):
     call.setdefault("layout", layout)
     if case.tokens[0] != case.tokens[1]:
         call["key_layout"] = layout
-    attend: Any = partial(ring_attention, return_lse=True)
+    attend = partial(ring_attention, return_lse=True)
     if case.way == "graph":
         # Cases are many kinds of one function.
         torch._dynamo.reset()

@@ -162,7 +162,9 @@ def attention_gym() -> Iterator[Case]:
         }.items(),
         (2, 4),
     ):
-        yield _case(f"{name}, cp {cp}", causal, cp, call=call, rejected="unexpected keyword argument")
+        yield _case(
+            f"{name}, cp {cp}", causal, cp, call=call, rejected="unexpected keyword argument"
+        )
     for shape in ((1, 4, N, N), (1, 1, N, N), (2, 4, N, N), (1, 4, 1, N)):
         yield _case(
             f"bias {shape}", causal, 2, call={"bias": shape}, batch=2,

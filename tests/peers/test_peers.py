@@ -1,7 +1,5 @@
 """The cases of other libraries' tests: a sample; all of them by `python -m tests.peers`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

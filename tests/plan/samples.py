@@ -2,8 +2,6 @@
 the same documents.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """Random masks, layouts and plans."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,10 +1,7 @@
 """FLOP, bytes and memory of plans, and the formula of time."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,8 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import FOLDER, NAMED, RATES
 from cp_ring.plan.tiles import Tiles
 from cp_ring.plan.time import Conditions
-from cp_ring.tools.plan import bytes_between_nodes, summary
+from cp_ring.tools.plan import summary
+from launch.budget import ROOT
 
 SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32")
 
@@ -30,8 +28,9 @@ def test_cost_by_hand():
     assert facts["forward_flops_per_rank"] == [2 * 2 * 16 * 4 * 24] * 2
     assert facts["backward_flops_per_rank"] == [2 * 2 * 16 * 4 * (3 * 16 + 2 * 8)] * 2
     assert facts["bytes_in_per_rank"] == [4 * 2 * 24 * 4] * 2
-    assert memory(report, SIZES)["both: key and value slots"] == 2 * 4 * 2 * 24 * 4
-    assert memory(report, SIZES)["kept: lse"] == 4 * 4 * 4
+    needs = memory(report, SIZES)
+    assert needs["both: key and value slots"] == 2 * 4 * 2 * 24 * 4
+    assert needs["kept: lse"] == 4 * 4 * 4
 
 
 def test_time_by_hand():
@@ -58,21 +57,6 @@ def test_time_by_hand():
     assert sum(inside.ideal) == pytest.approx(2 + 2 * back)
 
 
-def test_bytes_between_nodes():
-    for heads in (1, 2, 4):
-        plan = PlanSpec(ulysses=heads).build(Mask.causal(4096), 8)
-        own = SIZES.of_rank(heads).on_wire()[0] * heads
-        keys = plan.ring.transfers
-        assert bytes_between_nodes(plan, Conditions(SIZES, node=1)) == int(keys.tokens.sum()) * own
-        assert bytes_between_nodes(plan, Conditions(SIZES, node=8)) == 0
-    # 2 nodes of 4 ranks: with a node's ranks as a member every key crosses once
-    nodes = PlanSpec(ulysses=4).build(Mask.full(4096), 8)
-    assert (
-        bytes_between_nodes(nodes, Conditions(SIZES, node=4))
-        == 4096 * SIZES.of_rank(4).on_wire()[0] * 4
-    )
-
-
 def test_heads_are_chosen_where_links_between_nodes_are_slow():
     given = Conditions()
     near = PlanSpec(choice=given).settled(Mask.causal(1 << 17), 8)
@@ -85,7 +69,7 @@ def test_heads_are_chosen_where_links_between_nodes_are_slow():
 
 
 @pytest.mark.parametrize(
-    ("cp", "heads", "kv_heads", "ranks_per_node", "wanted"),
+    "cp, heads, kv_heads, ranks_per_node, wanted",
     [
         (8, 32, 8, 8, [1]),  # inside a node the ring
         (16, 32, 8, 8, [1, 2, 4, 8]),
@@ -132,18 +116,15 @@ def test_calls_that_predictions_count_are_about_those_that_are_made(mask, schedu
 def test_hops_without_work_take_no_time():
     """Their last gradients hide behind the second half of hop 0 as those of a hop of many sources."""
     mask = Mask.causal(4096, (400, 0))
-    times = [
-        plan.time()
-        for plan in (
-            Plan.build(mask, Layout.contiguous(4096, 8), schedule=name)
-            for name in ("ring", "gather")
-        )
-    ]
-    assert times[0].forward == pytest.approx(times[1].forward)
-    assert times[0].both == pytest.approx(times[1].both)
-    assert times[0].hops[1, :2].tolist() == [0, 1]
-    assert (times[0].compute[0][0, 1:] == 0).all(), "the first rank has no key of another"
-    compute, moving = times[0].compute[1][1], times[0].moving[1][1]
+    ring, gather = (
+        Plan.build(mask, Layout.contiguous(4096, 8), schedule=name).time()
+        for name in ("ring", "gather")
+    )
+    assert ring.forward == pytest.approx(gather.forward)
+    assert ring.both == pytest.approx(gather.both)
+    assert ring.hops[1, :2].tolist() == [0, 1]
+    assert (ring.compute[0][0, 1:] == 0).all(), "the first rank has no key of another"
+    compute, moving = ring.compute[1][1], ring.moving[1][1]
     assert compute[2] == compute[0] > 0 and moving[2] > 0 and not compute[3:].any()
 
 
@@ -193,7 +174,7 @@ def test_what_a_hop_costs_beside_kernels_and_bytes():
 
 def test_each_device_has_a_file_that_says_where_its_rates_are_from():
     """The first kernel of a file is that of the device's name."""
-    page = (Path(__file__).parents[2] / "docs" / "routes.md").read_text()
+    page = (ROOT / "docs" / "routes.md").read_text()
     assert {"a100", "b200", "cpu", "h100", "h200", "h100-flash_aten"} <= set(NAMED)
     for name, rates in NAMED.items():
         device, _, kernel = name.partition("-")

@@ -2,11 +2,8 @@
 documentation says.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,15 +23,16 @@ from cp_ring.integrations import dense_masks
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan import mask as mask_module
 from cp_ring.plan.tiles import paint
+from launch.budget import ROOT
 from tests.plan.strategies import masks
 from tests.rings import said
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "masks-and-layouts.md"
+PAGE = ROOT / "docs" / "masks-and-layouts.md"
 TABLE = re.findall(r"^ +(\d+)  .*?: (.*)$", PAGE.read_text(), re.MULTILINE)
 N = 256
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), n=st.integers(1, 24))
 def test_any_array_becomes_disjoint_pieces(data, n):
     allowed = data.draw(st.one_of(arrays(bool, (n, n)), masks(n).map(Mask.dense)))
@@ -77,7 +75,7 @@ def _function(rules, join):
     return (and_masks if join == "and" else or_masks)(*functions)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rules=st.lists(st.sampled_from(sorted(RULES)), min_size=1, max_size=3),
     join=st.sampled_from(["and", "or", "of a BlockMask"]),
@@ -94,7 +92,7 @@ def test_functions_are_mapped_as_flex_attention_maps_them(rules, join, n, at_onc
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make, message",
     [
         (lambda: Mask.from_dense(np.eye(4)), "must be boolean.*, not float64"),
         (lambda: Mask.from_dense([True]), r"shape \[1\]: it must be \[n, n\]"),

@@ -1,7 +1,5 @@
 """The head axis of plans: the exchange of tokens for heads, and which rank computes which heads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
@@ -24,7 +22,7 @@ def layouts(n, cp):
 
 
 @pytest.mark.parametrize(
-    ("cp", "heads"), [(cp, u) for cp in (1, 2, 4, 6, 8) for u in range(2, cp + 1) if cp % u == 0]
+    "cp, heads", [(cp, u) for cp in (1, 2, 4, 6, 8) for u in range(2, cp + 1) if cp % u == 0]
 )
 def test_members_hold_the_tokens_of_their_ranks(cp, heads):
     n = 16 * cp
@@ -78,7 +76,7 @@ def test_every_query_head_meets_its_key_head_once(kv_heads, size):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    "change, says",
     [
         ({"queries": (((0, 3), (2, 4)),)}, "2 key/value heads do not divide 3 query heads"),
         (

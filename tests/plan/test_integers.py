@@ -2,8 +2,6 @@
 one line.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

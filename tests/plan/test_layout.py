@@ -1,7 +1,5 @@
 """Layouts: positions, equal shares, balance, and agreement with other splits."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -86,7 +84,7 @@ def test_balanced_is_no_worse_than_zigzag_where_zigzag_is_good(mask):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make, message",
     [
         (
             lambda: Layout.zigzag(7, 4),

@@ -1,7 +1,5 @@
 """Lowering adds little work."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

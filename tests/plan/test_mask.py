@@ -1,7 +1,5 @@
 """Masks against masks painted pair by pair, their words, and what they reject."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 
@@ -16,13 +14,7 @@ from tests.rings import said
 windows = st.tuples(*[st.one_of(st.just(-1), st.integers(0, 9))] * 2)
 
 
-def painted(
-    n,
-    offsets,
-    window,
-    causal,
-    prefixes=None,
-):
+def painted(n, offsets, window, causal, prefixes=None):
     """The mask, from its definition."""
     left, right = window
     allowed = np.zeros((n, n), bool)
@@ -42,7 +34,7 @@ def offsets_of(draw):
     return n, [0, *sorted(draw(st.lists(st.integers(0, n), max_size=4)))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=offsets_of(), window=windows, causal=st.booleans())
 def test_documents(case, window, causal):
     n, offsets = case
@@ -53,7 +45,7 @@ def test_documents(case, window, causal):
     assert all(mask.allowed(i, j) == wanted[i, j] for i in range(0, n, 3) for j in range(n))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), case=offsets_of(), window=windows)
 def test_prefixes(data, case, window):
     n, offsets = case
@@ -64,7 +56,7 @@ def test_prefixes(data, case, window):
     assert mask.area() == wanted.sum()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(n=st.integers(1, 30), window=windows)
 def test_full_and_causal(n, window):
     assert np.array_equal(Mask.full(n, window).dense(), painted(n, [0, n], window, causal=False))
@@ -83,7 +75,7 @@ def slices(draw):
     return n, made
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=slices(), named=st.booleans())
 def test_slices(case, named):
     n, made = case
@@ -101,7 +93,7 @@ def test_slices(case, named):
     assert mask.area() == wanted.sum()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=offsets_of(), causal=st.booleans())
 def test_the_last_document_sees_all(case, causal):
     n, offsets = case
@@ -114,7 +106,7 @@ def test_the_last_document_sees_all(case, causal):
     assert mask.positions.tolist() == list(range(n))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=offsets_of(), block=st.integers(1, 9))
 def test_block_causal_documents(case, block):
     n, offsets = case
@@ -139,7 +131,7 @@ def test_area_of_a_long_mask_is_exact():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make, message",
     [
         (lambda: Mask.documents([1, 4]),
             r"cu_seqlens must start at 0 and not decrease, not \[1 4\]"),

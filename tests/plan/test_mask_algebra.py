@@ -2,8 +2,8 @@
 and what is rejected.
 """
 
-from __future__ import annotations
-
+import functools
+import operator
 import pickle
 import re
 from dataclasses import replace
@@ -157,16 +157,17 @@ def test_documents_and_batch_rows_begin_at_position_0():
 # The algebra
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), n=st.integers(1, 24))
 def test_a_union_has_the_pairs_of_all(data, n):
     several = data.draw(st.lists(masks(n), min_size=1, max_size=4))
     made = Mask.union(*several)
     assert np.array_equal(made.dense(), np.any([mask.dense() for mask in several], axis=0))
     assert paint(made.pieces, n, n).max(initial=0) <= 1
+    assert functools.reduce(operator.or_, several).digest == made.digest
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), n=st.integers(1, 24), window=st.tuples(*[st.integers(-1, 9)] * 2))
 def test_a_window_hides_what_is_further_away(data, n, window):
     mask = data.draw(masks(n))
@@ -177,7 +178,7 @@ def test_a_window_hides_what_is_further_away(data, n, window):
     assert paint(made.pieces, n, n).max(initial=0) <= 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), n=st.integers(1, 24))
 def test_overlaps_are_found_and_named(data, n):
     """One more piece is rejected exactly where it shares a pair with another, and the message names

@@ -1,14 +1,12 @@
 """How many neighboring ranks of a group share a node."""
 
-from __future__ import annotations
-
 import pytest
 
 from cp_ring.comm.nodes import node_size, ranks_per_node
 
 
 @pytest.mark.parametrize(
-    ("ranks", "per_node", "size"),
+    "ranks, per_node, size",
     [
         (range(8), 4, 4),
         (range(8), None, 1),
@@ -25,7 +23,7 @@ def test_ranks_of_a_group_on_a_node(ranks, per_node, size):
 
 
 @pytest.mark.parametrize(
-    ("environment", "ranks"),
+    "environment, ranks",
     [
         ({}, None),
         ({"LOCAL_WORLD_SIZE": "8"}, 8),

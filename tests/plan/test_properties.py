@@ -1,7 +1,5 @@
 """Random plans are right, and the proof notices every way to spoil one."""
 
-from __future__ import annotations
-
 import re
 import tracemalloc
 from dataclasses import replace
@@ -22,7 +20,7 @@ from tests.plan.strategies import CAPABILITIES, plans
 from tests.rings import said
 
 MUTATIONS = [*PLAN_MUTATIONS, *RANK_PLAN_MUTATIONS]
-QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+QUIET = {"suppress_health_check": list(HealthCheck)}
 
 
 def check_plan(plan):

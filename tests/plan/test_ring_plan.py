@@ -1,7 +1,5 @@
 """Plans: what travels, how their cost grows, and what they reject."""
 
-from __future__ import annotations
-
 import sys
 import tracemalloc
 

@@ -1,7 +1,5 @@
 """Schedules: what they accept, what `auto` chooses, and what hops of several sources save."""
 
-from __future__ import annotations
-
 import pytest
 
 from cp_ring.plan import Layout, Mask, Plan
@@ -32,7 +30,7 @@ def test_auto_is_a_schedule_of_bounded_hops(slot_shards):
 
 
 @pytest.mark.parametrize(
-    ("mask", "hops"),
+    "mask, hops",
     [
         (Mask.causal(1 << 16, (1000, 0)), 1),
         (Mask.documents(range(0, (1 << 16) + 1, 1000), n=1 << 16), 1),
@@ -58,7 +56,7 @@ def test_hops_follow_bytes_and_work(mask, hops):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "message"),
+    "schedule, message",
     [
         ((0, 1, 2, 1), "schedule 0,1,2,1: it decreases from hop 2 to hop 1 at ring distance 3"),
         ((0, 1, 3, 3), "schedule 0,1,3,3: it leaves out hop 2, before ring distance 2"),

@@ -2,8 +2,6 @@
 before.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -60,7 +58,7 @@ def test_a_plan_that_is_not_proven_is_not_kept(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    "asked, says",
     [
         (
             PlanSpec("diagonal"),

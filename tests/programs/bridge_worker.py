@@ -6,14 +6,11 @@ is qwen3 or gpt_oss, WORK is pretrain or packed, RING is 0 for stock attention, 
 pipeline stages. FOLDER gets the weights, and what was found as outcome.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +27,7 @@ def tiny(model, folder):
     import tokenizers
     import transformers
 
-    sizes: dict[str, Any] = {
+    sizes = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "max_position_embeddings": 128, "initializer_range": 0.3, "dtype": "float32",
@@ -154,7 +151,7 @@ def main():
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import layers
 
-    weights, same = Path(folder), list[bool]()
+    weights, same = Path(folder), []
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         tiny(model, weights)
@@ -162,8 +159,8 @@ def main():
     cfg = recipe(model, work, weights, same)
     on_the_cpu(cfg, cp, pp)
     with_data(cfg, work, weights)
-    steps: list[list[float]] = []
-    outcome: dict[str, Any] = {"steps": steps, "same": same}
+    steps = []
+    outcome = {"steps": steps, "same": same}
 
     def build(config):
         config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()

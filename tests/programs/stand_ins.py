@@ -2,11 +2,8 @@
 megatron.core and cp_ring find that these packages are missing, as on any machine without CUDA.
 """
 
-from __future__ import annotations
-
 import builtins
 from abc import ABCMeta
-from typing import Any
 
 PACKAGES = ("transformer_engine", "modelopt", "nvidia_resiliency_ext", "megatron.energon")
 DECORATORS = ("stateless",)
@@ -17,31 +14,29 @@ class _Anything(ABCMeta):
     base classes and decorators work, and nothing else does.
     """
 
-    def __getattr__(cls, name: str) -> Any:
+    def __getattr__(cls, name):
         if name.startswith("__"):
             raise AttributeError(name)
         made = _stand_in(name)
         setattr(cls, name, made)
         return made
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args, **kwargs):
         decorates = cls.__name__ in DECORATORS and len(args) == 1
         return args[0] if decorates else super().__call__(*args, **kwargs)
 
 
-def _stand_in(name: str) -> Any:
+def _stand_in(name):
     body = {"__init__": lambda self, *args, **kwargs: None, "__call__": lambda self, what: what}
     return _Anything(name, (), body)
 
 
-def install() -> None:
+def install():
     """From now on modules of Bridge import stand-ins."""
     found = builtins.__import__
     packages = {name: _stand_in(name) for name in PACKAGES}
 
-    def load(
-        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
-    ) -> Any:
+    def load(name, globals=None, locals=None, fromlist=(), level=0):
         package = next((known for known in packages if (name + ".").startswith(known + ".")), None)
         asks = str((globals or {}).get("__name__"))
         if level or package is None or not asks.startswith("megatron.bridge"):

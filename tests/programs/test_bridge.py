@@ -1,17 +1,13 @@
 """Recipes of Megatron Bridge with ring attention: `bash launch/test.sh --bridge`."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from launch.budget import ROOT
 from tests.megatron.launch import launch
 
-ROOT = Path(__file__).parents[2]
 BRIDGE = ROOT / ".compat" / "bridge"
 
 pytestmark = [
@@ -25,12 +21,12 @@ def run(folder, model, work, cp, ring, pp=1):
     job = ["-m", "tests.programs.bridge_worker", model, work, str(folder), str(int(ring)), str(pp)]
     ended = launch(cp * pp, job, python_path=os.pathsep.join([str(BRIDGE), str(ROOT)]))
     assert ended.returncode == 0, ended.stdout[-8000:]
-    found: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
+    found = json.loads((folder / "outcome.json").read_text())
     return found
 
 
 @pytest.mark.parametrize(
-    ("model", "work", "pp"),
+    "model, work, pp",
     [
         ("qwen3", "pretrain", 1), ("qwen3", "packed", 1), ("gpt_oss", "pretrain", 1),
         ("gpt_oss", "packed", 1), ("qwen3", "packed", 2), ("gpt_oss", "pretrain", 2),

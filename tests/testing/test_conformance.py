@@ -1,7 +1,5 @@
 """The conformance suite passes our kernels and catches planted faults by name."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -14,16 +12,16 @@ from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.reference import ReferenceKernel
 from tests import conformance
 
-
-@pytest.mark.parametrize("prop", conformance.PROPERTIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cpu_kernel(prop, dtype):
-    conformance.check(CPU, "cpu", dtype, only=prop)
+FEW = {"heads": conformance.HEADS[1:3]}
 
 
 @pytest.mark.parametrize("prop", conformance.PROPERTIES)
-def test_reference_kernel(prop):
-    conformance.check(REFERENCE, "cpu", torch.float32, only=prop, heads=conformance.HEADS[1:3])
+@pytest.mark.parametrize(
+    "kernel, dtype, more",
+    [(CPU, torch.float32, {}), (CPU, torch.bfloat16, {}), (REFERENCE, torch.float32, FEW)],
+)
+def test_kernels_of_the_cpu(kernel, dtype, more, prop):
+    conformance.check(kernel, "cpu", dtype, only=prop, **more)
 
 
 def fault(forward=lambda kernel, call, *x, **options: call(*x, **options), **methods):
@@ -70,7 +68,7 @@ def own_lse_backward(self, dout, q, k, v, out, lse, *, lo, hi, scale):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "prop", "says"),
+    "kernel, prop, says",
     [
         (fault(base_2), "full rectangles", "lse of a .* is off by"),
         (fault(no_window), "bands", "is off by|-inf in other rows"),

@@ -1,7 +1,5 @@
 """A whole group in one process: more ranks than this machine has cores."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -17,7 +15,7 @@ N = 128
 
 
 @pytest.mark.parametrize(
-    ("route", "schedule"),
+    "route, schedule",
     [*((route, "ring") for route in ROUTES), ("direct", "auto"), ("ring", "gather")],
 )
 @pytest.mark.parametrize("cp", [1, 5, 8, 9, 13])

@@ -1,7 +1,5 @@
 """The ring is as accurate as one rank on the whole sequence."""
 
-from __future__ import annotations
-
 import json
 import shlex
 
@@ -23,7 +21,7 @@ KINDS = list(accuracy.masks(64))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes", "names"),
+    "dtype, sizes, names",
     [
         pytest.param("float32", [8], ["full"], marks=pytest.mark.ci),
         pytest.param("float32", [8], ["documents"], marks=pytest.mark.ci),

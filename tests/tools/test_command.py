@@ -39,7 +39,7 @@ def job_of(tmp_path, data, *overrides):
 
 
 @pytest.mark.parametrize(
-    ("settings", "line"),
+    "settings, line",
     [
         ({"num_layers": 2, "lr": 1e-3}, ["--num-layers", "2", "--lr", "0.001"]),
         ({"swiglu": True}, ["--swiglu"]),
@@ -210,7 +210,7 @@ def test_help_is_quick_and_loads_no_torch(cp_ring):
 
 
 @pytest.mark.parametrize(
-    ("sharded", "connections"),
+    "sharded, connections",
     [(None, "1"), ("use_torch_fsdp2", None), ("use_megatron_fsdp", None)],
 )
 def test_sharded_parameters_get_more_than_one_cuda_connection(monkeypatch, sharded, connections):
@@ -223,7 +223,7 @@ def test_sharded_parameters_get_more_than_one_cuda_connection(monkeypatch, shard
 
 
 @pytest.mark.parametrize(
-    ("setting", "line"),
+    "setting, line",
     [
         (
             "cp_ring.wire=latent",

@@ -23,7 +23,7 @@ def test_sections_and_defaults(file):
 
 
 @pytest.mark.parametrize(
-    ("override", "read"),
+    "override, read",
     [
         ("megatron.train_iters=120", lambda job: job.megatron["train_iters"] == 120),
         ("megatron.lr=1.0e-3", lambda job: job.megatron["lr"] == pytest.approx(1e-3)),

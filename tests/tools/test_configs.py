@@ -4,17 +4,16 @@ made tiny train.
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from cp_ring.tools import job as config
 from cp_ring.tools.cli import app
+from launch.budget import ROOT
 from tests.megatron.launch import trace, train
 from tests.tools.tiny_configs import tiny
 
-ROOT = Path(__file__).parents[2]
 FULL_SIZE = tuple(name for name in config.packaged() if name not in ("quickstart", "million-cpu"))
 QUICK = ("gpt-oss-style", "packed-sft-64k")
 NOTHING_SAVED = [
@@ -93,7 +92,7 @@ def test_full_size_is_planned_and_proven(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "windowed"),
+    "name, layers, windowed",
     [
         ("gpt-oss-style", 24, set(range(1, 24, 2))),
         ("gemma-style-window", 34, set(range(1, 35)) - {6, 12, 18, 24, 30}),

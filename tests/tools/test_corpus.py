@@ -142,7 +142,7 @@ def lines_of(text):
 
 
 @pytest.mark.parametrize(
-    ("make_source", "words"),
+    "make_source, words",
     [
         (lambda path: None, "no such file or folder"),
         (lambda path: path.mkdir(), "is empty"),

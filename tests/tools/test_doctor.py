@@ -13,12 +13,9 @@ from tests.rank_pool import LIMIT_S
 BROKEN = "libcudnn.so.9: cannot open shared object file: No such file or directory"
 
 
-def run(*options, path=""):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(path),
-    }
-    line = [sys.executable, "-m", "cp_ring.tools", "doctor", *options]
+def run(path=""):
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    line = [sys.executable, "-m", "cp_ring.tools", "doctor"]
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 
@@ -116,7 +113,7 @@ def test_nvidias_apex_is_told_from_the_other_by_what_it_holds(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("requirement", "advice"),
+    "requirement, advice",
     [
         ("nosuchpackage>=2", "not installed: pip install 'nosuchpackage>=2'"),
         ("numpy<1", "cp_ring needs <1: pip install 'numpy<1'"),

@@ -83,7 +83,7 @@ if rank:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("end", "code", "ending"),
+    "end, code, ending",
     [
         ("raise ValueError('my own bug')", 1, "exit code 1"),
         ("os.kill(os.getpid(), 9)", 137, "signal 9"),

@@ -1,7 +1,5 @@
 """The `cp-ring plan` command and its picture."""
 
-from __future__ import annotations
-
 import json
 import shlex
 
@@ -121,7 +119,7 @@ def test_a_job_has_the_sizes_of_its_layer():
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    "options, line",
     [
         ("--seq-length 64", "--cp: give the context-parallel ranks, or a JOB"),
         ("--cp 2", "--seq-length: give the number of tokens of the sequence"),

@@ -1,7 +1,5 @@
 """A real Slurm on this machine for as long as the tests need it, and the jobs on it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -36,7 +33,7 @@ class Cluster:
     all.
     """
 
-    def __init__(self, folder: Path, **environment: str):
+    def __init__(self, folder, **environment):
         self.folder = folder
         line = [str(HERE / "with_slurm.sh"), "-d", str(folder), "sleep", "infinity"]
         self.log = (folder / "cluster.log").open("w+")
@@ -44,7 +41,7 @@ class Cluster:
             line, env=os.environ | environment, stdout=self.log, stderr=self.log
         )
 
-    def wait_until_up(self) -> None:
+    def wait_until_up(self):
         self.until(lambda: self._init() is not None)
         self.until(
             lambda: (
@@ -53,7 +50,7 @@ class Cluster:
             )
         )
 
-    def _init(self) -> int | None:
+    def _init(self):
         """The first process of the cluster's namespaces."""
         pid = self._process.pid
         if self._process.poll() is not None:
@@ -63,13 +60,13 @@ class Cluster:
             return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
         return None
 
-    def line(self, *command: str) -> list[str]:
+    def line(self, *command):
         """`command` inside the cluster's namespaces."""
         inside = ["--mount", "--pid", "--net", "--uts", "--wdns=/", "--"]
         return ["nsenter", f"--target={self._init()}", *inside, *command]
 
     @property
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -77,26 +74,24 @@ class Cluster:
         }
         return kept | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONWARNINGS": "ignore"}
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command):
         return subprocess.run(
             self.line(*command), env=self.environment, capture_output=True, text=True,
             timeout=LIMIT_S,
         )  # fmt: skip
 
-    def until(
-        self, happened: Callable[[], object], timeout: float = LIMIT_S, every: float = 0.25
-    ) -> None:
+    def until(self, happened, timeout=LIMIT_S, every=0.25):
         end = time.monotonic() + timeout
         while not happened():
             if time.monotonic() > end:
                 raise TimeoutError(f"not within {timeout} s: {happened}")
             time.sleep(every)
 
-    def kill_node(self, name: str) -> None:
+    def kill_node(self, name):
         """The node is gone, with every process on it."""
         self.run("kill", "-KILL", (self.folder / "run" / f"node.{name}.pid").read_text().strip())
 
-    def start_node(self, name: str) -> None:
+    def start_node(self, name):
         subprocess.Popen(
             self.line(str(HERE / "node.sh"), name),
             env=self.environment,
@@ -104,7 +99,7 @@ class Cluster:
             stderr=self.log,
         )
 
-    def close(self) -> None:
+    def close(self):
         self._process.send_signal(signal.SIGKILL)  # and with it everything in its namespaces
         self._process.wait()
         self.log.close()
@@ -115,15 +110,7 @@ class Job:
     `settings`, or a command.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        name: str,
-        *options: str,
-        ranks: int = 4,
-        command: Sequence[str] = (),
-        **settings: object,
-    ):
+    def __init__(self, cluster, name, *options, ranks=4, command=(), **settings):
         self.cluster, self.run_dir = cluster, cluster.folder / name
         self.checkpoints = self.run_dir / "checkpoints"
         path = cluster.folder / f"{name}.yaml"
@@ -146,29 +133,29 @@ class Job:
         assert done.returncode == 0, done.stderr
         self.number = done.stdout.strip()
 
-    def facts(self) -> dict[str, str]:
+    def facts(self):
         words = self.cluster.run(
             "scontrol", "--oneliner", "show", "job", self.number
         ).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     @property
-    def state(self) -> str:
+    def state(self):
         return self.facts().get("JobState", "")
 
     @property
-    def restarts(self) -> int:
+    def restarts(self):
         return int(self.facts()["Restarts"])
 
-    def trace(self) -> dict[int, float]:
+    def trace(self):
         """Step to loss; a step that was done twice must have had the same loss."""
-        losses: dict[int, float] = {}
+        losses = {}
         for step, loss in self._steps():
             first = losses.setdefault(step, loss)
             assert abs(first - loss) <= PRINTED, (step, first, loss)
         return losses
 
-    def _steps(self) -> list[tuple[int, float]]:
+    def _steps(self):
         """The steps of all tries, from the logs of the ranks that have the loss. The second line
         after a start is Megatron's mean of two steps.
         """
@@ -182,26 +169,26 @@ class Job:
         return found
 
     @property
-    def step(self) -> int:
+    def step(self):
         return max((step for step, _ in self._steps()), default=0)
 
     @property
-    def saved(self) -> int:
+    def saved(self):
         tracker = self.checkpoints / "latest_checkpointed_iteration.txt"
         return int(tracker.read_text()) if tracker.is_file() else 0
 
     @property
-    def log(self) -> str:
+    def log(self):
         """What the batch script has printed."""
         path = self.run_dir / "job.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     @property
-    def starts(self) -> list[int]:
+    def starts(self):
         """The iteration from which each try started."""
         return [*map(int, re.findall(r"start at iteration (\d+)", self.log))]
 
-    def processes(self) -> list[psutil.Process]:
+    def processes(self):
         """All that name this job's run directory, on any node."""
         found = []
         for process in psutil.process_iter():
@@ -210,7 +197,7 @@ class Job:
                     found.append(process)
         return found
 
-    def ranks(self) -> list[psutil.Process]:
+    def ranks(self):
         """The ranks, without what starts them and what they fork."""
         lines = {process.pid: (process, process.cmdline()) for process in self.processes()}
         own = {
@@ -220,7 +207,7 @@ class Job:
         }
         return [process for process in own.values() if process.ppid() not in own]
 
-    def reach(self, step: int) -> None:
+    def reach(self, step):
         """Waits until training has done `step`."""
         turns = itertools.count()  # a question to Slurm costs a process
         self.cluster.until(
@@ -228,13 +215,13 @@ class Job:
         )
         assert self.state not in ENDED, self.logs()
 
-    def end(self) -> str:
+    def end(self):
         """Waits until the job is over and returns its state; no process of it may be left."""
         self.cluster.until(lambda: self.state in ENDED, every=1.0)
         self.cluster.until(lambda: not self.processes())
         return self.state
 
-    def warn(self) -> None:
+    def warn(self):
         """Sends the batch script the warning before a time limit, until it has come: a daemon may
         drop a signal.
         """
@@ -245,14 +232,14 @@ class Job:
             with contextlib.suppress(TimeoutError):
                 self.cluster.until(lambda: line in self.log, 20, every=1.0)
 
-    def logs(self) -> str:
+    def logs(self):
         paths = [self.run_dir / "job.log", *sorted((self.run_dir / "logs").rglob("*.log"))]
         found = [path for path in paths if path.exists()]
         return "\n".join(f"== {path.name}\n{path.read_text()[-2500:]}" for path in found)
 
 
 @contextlib.contextmanager
-def running(**environment: str) -> Iterator[Cluster]:
+def running(**environment):
     """A cluster in a folder that all may enter, as munge demands."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         cluster = Cluster(Path(folder), **environment)

@@ -1,7 +1,5 @@
 """A job of a second or two beside what its ranks need to start."""
 
-from pathlib import Path
-
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -40,7 +38,7 @@ TINY = {
 }
 
 
-def data_that_fails(folder: Path) -> dict[str, object]:
+def data_that_fails(folder):
     """Settings of data whose tokens the model does not have, read by workers of the data loader:
     ranks raise in the first step.
     """

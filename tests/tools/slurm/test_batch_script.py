@@ -42,6 +42,11 @@ case $1 in show) printf 'n1\\nn2\\n' ;; *) echo "$@" >>"$CALLS"; exit ${REFUSES:
 GETENT = "#!/bin/bash\necho 127.0.0.1 STREAM n2\n"
 
 
+def program(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 class Machine:
     """Runs the script with srun and scontrol that only write down how they were called."""
 
@@ -51,8 +56,7 @@ class Machine:
         self.state = self.logs / "state"
         (folder / "bin").mkdir()
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("getent", GETENT)):
-            (folder / "bin" / name).write_text(text)
-            (folder / "bin" / name).chmod(0o755)
+            program(folder / "bin" / name, text)
 
     def start(self, *words, attempt=0, **more):
         slurm = {
@@ -77,6 +81,24 @@ class Machine:
         output = done.communicate(timeout=LIMIT_S)[0]
         return done.returncode, output.splitlines()[-1].split(f" try {attempt}: ")[-1], output
 
+    def outcome(self, *words, **more):
+        """The exit code and the outcome of a try, and how often the job was queued again by then."""
+        code, last, _ = self.run(*words, **more)
+        return code, last.split(":")[0], self.requeues
+
+    def begun(self, file, *words, **more):
+        """The script of a try in which there is a file."""
+        script = self.start(*words, **more)
+        until((self.folder / file).exists)
+        return script
+
+    def warned(self, *words, **more):
+        """The exit code and the last line of a try that is warned when its rank is ready."""
+        script = self.begun("ready", *words, **more)
+        (self.folder / "ready").unlink()
+        warn(script)
+        return end(script)
+
     @property
     def flags(self):
         """What the script asks for in each command."""
@@ -97,11 +119,7 @@ class Machine:
 
     def saves(self, iteration, code):
         """A rank that saves and ends with `code`."""
-        return self.python(
-            f"import pathlib, sys; tracker = pathlib.Path({str(self.tracker)!r}); "
-            f"tracker.parent.mkdir(exist_ok=True); tracker.write_text('{iteration}'); "
-            f"sys.exit({code})"
-        )
+        return self.bash(f"echo {iteration} >{self.tracker}; exit {code}")
 
     def obedient(self, before="", save=True, after=""):
         """A rank that saves and leaves when it is told to."""
@@ -152,8 +170,7 @@ def test_finished_is_code_0_without_a_warning(machine):
     assert "start at iteration 0 on n1 n2" in output
     assert (machine.logs / "try-0" / "hosts").read_text().split() == ["n1", "n2"]
     # queued again after that by hand: the ranks load the last checkpoint and have nothing to do
-    code, last, _ = machine.run(*machine.python("print('out')"), attempt=1)
-    assert (code, last.split(":")[0], machine.requeues) == (0, "finished", 0)
+    assert machine.outcome(*machine.python("print('out')"), attempt=1) == (0, "finished", 0)
     assert (machine.logs / "try-1" / "rank0000-n1.log").read_text() == "out\n"
 
 
@@ -191,18 +208,13 @@ def test_ranks_that_end_before_the_steps_asked_for_go_on(machine):
         "requeued: ended early; the ranks ended with exit code 0 after step 5 of 12; "
         "iteration 0, now 5"
     )
-    code, last, _ = machine.run(*machine.steps(10, 12), attempt=1)
-    assert (code, last.split(":")[0], machine.requeues) == (0, "requeued", 2)
-    code, last, _ = machine.run(*machine.steps(12, 12), attempt=2)
-    assert (code, last.split(":")[0], machine.requeues) == (0, "finished", 2)
+    assert machine.outcome(*machine.steps(10, 12), attempt=1) == (0, "requeued", 2)
+    assert machine.outcome(*machine.steps(12, 12), attempt=2) == (0, "finished", 2)
 
 
-def test_a_warning_in_the_last_step_needs_no_other_try(machine, tmp_path):
+def test_a_warning_in_the_last_step_needs_no_other_try(machine):
     done = "import os; pathlib.Path(os.environ['CP_RING_PROGRESS']).write_text('5 5')"
-    script = machine.start(*machine.obedient(after=done))
-    until((tmp_path / "ready").exists)
-    warn(script)
-    code, last = end(script)
+    code, last = machine.warned(*machine.obedient(after=done))
     assert (code, last.split(":")[0], machine.requeues) == (0, "finished", 0)
 
 
@@ -221,10 +233,8 @@ def test_old_files_do_not_make_a_failure_a_success(machine):
     (machine.logs / "DONE").touch()
     (machine.tracker.parent / "DONE").touch()
     machine.state.write_text("6 1\n")
-    code, last, _ = machine.run(*machine.python("raise SystemExit(1)"))
-    assert (code, last.split(":")[0], machine.requeues) == (1, "requeued", 1)
-    code, last, _ = machine.run(*machine.python("raise SystemExit(1)"), attempt=1)
-    assert (code, last.split(":")[0], machine.requeues) == (1, "given up", 1)
+    assert machine.outcome(*machine.bash("exit 1")) == (1, "requeued", 1)
+    assert machine.outcome(*machine.bash("exit 1"), attempt=1) == (1, "given up", 1)
 
 
 def test_tries_whose_script_was_lost_count_too(machine):
@@ -237,32 +247,22 @@ def test_tries_whose_script_was_lost_count_too(machine):
     assert (code, last) == (1, "given up: 2 tries without a new checkpoint")
 
 
-def test_warned_ranks_save_and_are_queued_again(machine, tmp_path):
-    script = machine.start(*machine.obedient())
-    until((tmp_path / "ready").exists)
-    warn(script)
-    code, last = end(script)
+def test_warned_ranks_save_and_are_queued_again(machine):
+    code, last = machine.warned(*machine.obedient())
     assert (code, machine.requeues) == (0, 1)
     assert last == "requeued: warned; the ranks ended with exit code 0; iteration 0, now 5"
 
 
-def test_warned_twice_without_a_checkpoint_is_given_up(machine, tmp_path):
+def test_warned_twice_without_a_checkpoint_is_given_up(machine):
     for attempt, outcome in enumerate(("requeued", "given up")):
-        script = machine.start(*machine.obedient(save=False), attempt=attempt)
-        until((tmp_path / "ready").exists)
-        (tmp_path / "ready").unlink()
-        warn(script)
-        code, last = end(script)
+        code, last = machine.warned(*machine.obedient(save=False), attempt=attempt)
         assert (code, last.split(":")[0], machine.requeues) == (attempt, outcome, 1)
 
 
 @pytest.mark.parametrize("rank", ["saves", "fails"])
-def test_a_refused_requeue_is_a_failure_with_a_line(machine, tmp_path, rank):
+def test_a_refused_requeue_is_a_failure_with_a_line(machine, rank):
     if rank == "saves":
-        script = machine.start(*machine.obedient(), REFUSES="1")
-        until((tmp_path / "ready").exists)
-        warn(script)
-        code, last = end(script)
+        code, last = machine.warned(*machine.obedient(), REFUSES="1")
         assert last == f"{REFUSED}, it resumes from iteration 5"
     else:
         code, last, _ = machine.run(*machine.bash("false"), REFUSES="1")
@@ -293,8 +293,7 @@ def cp_ring(folder, text):
     """A stand-in for the Python that has cp_ring; as a rank it runs what it is given."""
     rank = '[[ $2 != cp_ring.pretrain_gpt ]] || exec "${@:3}"'
     split = f'[[ $1 != -c ]] || exec {sys.executable} "$@"'
-    (folder / "python").write_text(f"#!/bin/bash\n{rank}\n{split}\n{text}\n")
-    (folder / "python").chmod(0o755)
+    program(folder / "python", f"#!/bin/bash\n{rank}\n{split}\n{text}\n")
     return {"PYTHON": str(folder / "python")}
 
 
@@ -320,8 +319,7 @@ def test_a_warning_before_the_ranks_are_started_is_no_try(machine, tmp_path):
         tmp_path, f"{wait}; echo -m cp_ring.pretrain_gpt touch trained {shlex.join(FLAGS)}"
     )
     for attempt in range(4):
-        script = machine.start("my.yaml", attempt=attempt, **given)
-        until((tmp_path / "reads").exists)
+        script = machine.begun("reads", "my.yaml", attempt=attempt, **given)
         script.send_signal(signal.SIGUSR1)
         time.sleep(0.1)
         (tmp_path / "reads").unlink()
@@ -330,9 +328,8 @@ def test_a_warning_before_the_ranks_are_started_is_no_try(machine, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["exit 4", "exit 0"])
-def test_canceled_stays_canceled(machine, tmp_path, command):
-    script = machine.start(*machine.bash(f"touch ready; sleep 1; {command}"))
-    until((tmp_path / "ready").exists)
+def test_canceled_stays_canceled(machine, command):
+    script = machine.begun("ready", *machine.bash(f"touch ready; sleep 1; {command}"))
     script.send_signal(signal.SIGTERM)
     code, last = end(script)
     assert (code, machine.requeues) == (4 if command == "exit 4" else 143, 0)
@@ -340,17 +337,15 @@ def test_canceled_stays_canceled(machine, tmp_path, command):
 
 
 def test_canceled_while_the_yaml_file_is_read(machine, tmp_path):
-    script = machine.start(
-        "my.yaml", **cp_ring(tmp_path, f"touch {tmp_path}/reads; sleep 1; exit 1")
-    )
-    until((tmp_path / "reads").exists)
+    given = cp_ring(tmp_path, f"touch {tmp_path}/reads; sleep 1; exit 1")
+    script = machine.begun("reads", "my.yaml", **given)
     script.send_signal(signal.SIGTERM)
     code, last = end(script)
     assert (code, last.split(":")[0], machine.requeues) == (2, "canceled", 0)
 
 
 @pytest.mark.parametrize(
-    ("words", "settings", "why"),
+    "words, settings, why",
     [
         ((), {}, "give a YAML file, or -- and a command"),
         (("--", "true"), {"ENV_FILE": "nosuch.sh"}, "ENV_FILE nosuch.sh: no such file"),
@@ -396,8 +391,7 @@ def test_names_reach_the_rank_as_they_are(machine, tmp_path):
 
 
 def test_torchrun_in_one_task_of_each_node_is_a_command(machine, tmp_path):
-    (tmp_path / "bin/torchrun").write_text('#!/bin/bash\necho "$@"\n')
-    (tmp_path / "bin/torchrun").chmod(0o755)
+    program(tmp_path / "bin/torchrun", '#!/bin/bash\necho "$@"\n')
     code, last, _ = machine.run("--", "torchrun", "--nnodes=2", "train.py", *FLAGS)
     assert code == 0 and last.startswith("finished")
 
@@ -444,7 +438,7 @@ def test_environment_of_ranks():
 
 
 @pytest.mark.parametrize(
-    ("capability", "command", "value"),
+    "capability, command, value",
     [
         ("9.0", "", "1"),
         ("10.0", "", None),
@@ -454,8 +448,7 @@ def test_environment_of_ranks():
 )
 def test_cuda_connections(tmp_path, capability, command, value):
     if capability:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\necho {capability}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
+        program(tmp_path / "nvidia-smi", f"#!/bin/bash\necho {capability}\n")
     elif shutil.which("nvidia-smi"):
         pytest.skip("there is a GPU")
     exported = env(command, PATH=f"{tmp_path}:{os.environ['PATH']}")
