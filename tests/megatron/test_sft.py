@@ -13,7 +13,8 @@ import torch
 from cp_ring import Options
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
-from cp_ring.megatron.data import sft
+from cp_ring.megatron.data import packing, sft
+from cp_ring.megatron.data.documents import boundaries
 from tests.megatron import conversations
 from tests.rings import same_bits
 
@@ -54,6 +55,19 @@ def make(
     low = ConversationFile(str(file))
     indices = np.arange(len(low)) if lines is None else np.array(lines, np.int64)
     return PackedConversations(low, str(file), indices, num_samples, Split[split], config)
+
+
+def test_positions_begin_anew_where_the_offsets_say_in_padding_too(files, monkeypatch):
+    """Ranks make the mask from positions or from offsets; padding is cut into short documents."""
+    for module in (packing, sft):
+        monkeypatch.setattr(module, "PADDING", 3)
+    configure(pack="first-fit", cut_long=True)
+    rows, cut = make(files, n=512), False
+    for index in range(rows.packing.rows):
+        offsets = rows.offsets(index)
+        assert np.array_equal(boundaries(rows[index]["position_ids"][None]), offsets)
+        cut |= len(offsets) > len(rows.packing.pieces(index)) + 2
+    assert cut  # some padding is longer than one of its documents
 
 
 @pytest.mark.parametrize("how", ["first-fit", "fill"])
