@@ -155,6 +155,25 @@ def test_every_module_and_data_file_is_in_the_wheel(installed):
         assert (installed / "cp_ring" / name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.parametrize(
+    "words, shown",
+    [
+        ("--version", "cp_ring 0."),
+        ("doctor", "patches"),
+        ("plan --seq-length 65536 --cp 8", "proven"),
+        ("train quickstart --set megatron.train_iters=2 --set data.path=texts", "step 2/2"),
+    ],
+)
+def test_commands_run_where_only_the_wheel_is(installed, told, words, shown):
+    """The command that pip would install: `cp_ring.tools.main`."""
+    command = [sys.executable, "-c", "from cp_ring.tools import main; main()", *words.split()]
+    done = subprocess.run(
+        command, cwd=told["folder"], env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0 and shown in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 def test_dry_run_from_another_folder(told):
     assert (
         "-m cp_ring.pretrain_gpt" in told["dry run"]

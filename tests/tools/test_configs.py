@@ -15,6 +15,7 @@ from tests.megatron.launch import trace, train
 from tests.tools.tiny_configs import tiny
 
 FULL_SIZE = tuple(name for name in config.packaged() if name not in ("quickstart", "million-cpu"))
+RANKS = {"million": 64, "long-tail-64": 64, "qwen3-30b-a3b-128k": 16}  # the others have 8
 QUICK = ("gpt-oss-style", "packed-sft-64k")
 NOTHING_SAVED = [
     f"megatron.{name}=null" for name in ("save", "load", "tensorboard_dir", "save_interval")
@@ -55,7 +56,7 @@ def test_full_size_is_what_megatron_accepts_for_nodes_of_8_gpus(megatron, name, 
     job, line = flags(name, "cuda", f"launch.run_dir={tmp_path}")
     args, model = megatron(line, job.ranks)
     assert (
-        job.ranks == (64 if name in ("million", "long-tail-64") else 8)
+        job.ranks == RANKS.get(name, 8)
         and args.data_parallel_size == 1
         and job.launch.device == "cuda"
     )
@@ -82,6 +83,25 @@ def test_the_command_of_the_docs_for_8_gpus_is_what_megatron_accepts(megatron):
     (found,) = re.findall(r"torchrun --nproc-per-node 8 -m \S+ \S+ (.*?)\n```", page, re.DOTALL)
     args, model = megatron(found.replace("\\\n", "").split(), 8)
     assert (args.cp_ring, args.data_parallel_size, model.num_layers) == (True, 1, 32)
+
+
+def _recipes():
+    table = (ROOT / "docs" / "configurations.md").read_text()
+    row = r"^\| `([\w-]+)` \| (\d) \| (.+) \| (\d) \| (\d+) \| ([\d,]+) \|$"
+    found = re.findall(row, table, re.MULTILINE)
+    return [pytest.param(*x, marks=[] if x[1] == "2" else pytest.mark.slow) for x in found]
+
+
+@pytest.mark.parametrize("name, nodes, sizes, heads, memory, speed", _recipes())
+def test_tune_finds_the_sizes_of_the_recipes(name, nodes, sizes, heads, memory, speed):
+    """`tune` asks Megatron whether it accepts them."""
+    done = CliRunner().invoke(app, ["tune", name, "--gpus", str(8 * int(nodes)), "--json"])
+    assert done.exit_code == 0, done.output
+    best = json.loads(done.stdout)["best"][0]
+    found = " x ".join(f"{x} {best[x]}" for x in ("tp", "cp", "pp", "dp") if best[x] > 1)
+    assert (found, best["heads"]) == (sizes, int(heads))
+    assert f"{best['bytes'] / 1e9:.0f}" == memory
+    assert f"{best['tokens_per_s_per_gpu']:,.0f}" == speed
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
