@@ -13,12 +13,14 @@ from typing import Any
 # functions for programs that build their models themselves; imported on first use
 enable: Any
 certify: Any
+plan_ahead: Any
 split_batch: Any
 with_ring_attention: Any
 
 _MODULES = {
     "enable": "cp_ring.patches.enable",  # patches may import this package, not the reverse
     "certify": "cp_ring.megatron.program",
+    "plan_ahead": "cp_ring.megatron.batches",
     "split_batch": "cp_ring.megatron.batches",
     "with_ring_attention": "cp_ring.megatron.specs",
 }
@@ -26,6 +28,7 @@ _MODULES = {
 __all__ = [
     "certify",
     "enable",
+    "plan_ahead",
     "split_batch",
     "with_ring_attention",
 ]

@@ -4,13 +4,17 @@ their own batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate, get_worker_info
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron import compat
+from cp_ring.megatron.data.ahead import LAYERS, PlannedBatch, recording
 from cp_ring.megatron.data.documents import (
     ALONE,
     DocumentParams,
@@ -102,6 +106,64 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
         whole = with_positions(whole, declared)
     parts = {name: carried.shard(value, group.rank()) for name, value in whole.items()}
     return rest | parts | {"packed_seq_params": DocumentParams.carry(carried)}
+
+
+def plan_ahead(
+    collate: Callable[[list[Any]], Any] = default_collate,
+) -> Callable[[list[Any]], Any]:
+    """Return a `collate_fn` for a torch `DataLoader` whose workers make the plans of packed
+    microbatches, so that training does not wait for them.
+
+        loader = DataLoader(dataset, num_workers=2, collate_fn=cp_ring.megatron.plan_ahead())
+
+    Build the model before the workers start: they read from its layers what plans these need. Where
+    workers make none, because there are none or because documents contradict each other, the first
+    layer makes them, or raises the error.
+
+    Args:
+        collate: makes a batch of samples, a dict as for `split_batch`; the default is torch's.
+    """
+    return partial(_collate, collate)
+
+
+def _collate(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    batch = collate(samples)
+    if get_worker_info() is None or not isinstance(batch, dict):
+        return batch
+    planned = PlannedBatch(batch)
+    with recording() as planned.made, suppress(ConfigError, PlanError):
+        for layer in LAYERS:
+            if (documents := _documents_in(batch, layer.cp)) is not None:
+                documents.rank_plan(layer.rank, layer.window, layer.causal, layer.spec)
+    return planned
+
+
+def _documents_in(batch: Mapping[str, Any], cp: int) -> Documents | None:
+    """Return the documents of a collated batch, or None if it has none, or not for all `cp`
+    ranks.
+    """
+    if batch.get(OFFSETS) is None:
+        own = current().document_mask and "position_ids" in batch
+        return _documents(batch, batch["position_ids"].shape[-1], cp) if own else None
+    if batch.get(SIZE) is not None:
+        return None
+    real = _in_one_stream(batch[OFFSETS])
+    padded = real if batch.get(PADDED) is None else _in_one_stream(batch[PADDED])
+    together = current().document_mask or packed_in_whole_rows()
+    return Documents.in_thd(thd_params(real, padded), int(padded[-1]) // cp, cp, together)
+
+
+def _in_one_stream(rows: torch.Tensor) -> torch.Tensor:
+    """Return the offsets of documents, int32 [documents + 1], of batch rows [b, m] one after
+    another, as Megatron joins them: without what fills a row up, -1 or its length again.
+    """
+    parts, start = [torch.zeros(1, dtype=torch.int32)], 0
+    for row in rows.reshape(-1, rows.shape[-1]):
+        n = int(row.max())
+        first = int((row == n).nonzero()[0])
+        parts.append(row[1 : first + 1] + start)
+        start += n
+    return torch.cat(parts)
 
 
 def group_of_size(size: int, cp_group: Any) -> Any:

@@ -76,10 +76,21 @@ def _read_and_broadcast(
     for names, dtype in ((integers, torch.int64), (floats, torch.float32)):
         moved |= tensor_parallel.broadcast_data(list(names), data, dtype) if names else {}
     if extra:
-        held = [carried]
+        held: list[Any] = [carried, _documents(carried) if "cu_seqlens" in carried else None]
         torch.distributed.broadcast_object_list(held, group=group, group_src=0)
-        (carried,) = held
+        carried, documents = held
+        if documents is not None:
+            Documents.receive(documents, carried["cu_seqlens"].numpy())
     return moved | carried
+
+
+def _documents(carried: Microbatch) -> Documents:
+    """Return the documents of a microbatch by their offsets, with the plans that workers made."""
+    offsets = carried["cu_seqlens"].numpy()
+    cp = parallel_state.get_context_parallel_world_size()
+    return Documents.in_rows(
+        offsets, int(offsets[-1]) // get_args().seq_length, current().layout, cp
+    )
 
 
 def _carried_by(sample: Any, extra: str) -> Microbatch:
@@ -136,8 +147,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     check_rows(batch, parallel_state.get_context_parallel_group())
     entry = batch.pop(extra)
     if extra == "cu_seqlens":
-        rows = int(entry[-1]) // get_args().seq_length
-        carried: MicrobatchMask = Documents.in_rows(entry.numpy(), rows, current().layout, cp)
+        carried: MicrobatchMask = _documents({extra: entry})
     else:
         declared = declare(entry, len(entry), entry[0].n, cp)
         batch, carried = with_positions(batch, declared), declared

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from cp_ring.megatron.data.ahead import LAYERS, LayerPlan
 from cp_ring.megatron.data.documents import (
     ALONE,
     documents_of,
@@ -72,7 +73,9 @@ class PlannedAttention(MegatronModule):
         self.cp_comm_type = cp_comm_type
         self.spec = self._spec_on(self.cp_group)
         self._specs: dict[Any, PlanSpec] = {}  # keys: groups of single microbatches
-        self.window = _window(config, layer_number, mask_of(attn_mask_type))
+        mask = mask_of(attn_mask_type)
+        self.window = _window(config, layer_number, mask)
+        LAYERS.add(LayerPlan(cp, self.cp_group.rank(), self.window, mask == "causal", self.spec))
 
     def shared_by(self, query: torch.Tensor, packed_seq_params: Any) -> tuple[Any, Any]:
         """Return the group of ranks that share a microbatch, and `packed_seq_params`, or None if

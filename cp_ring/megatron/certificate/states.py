@@ -16,6 +16,7 @@ import torch
 
 from cp_ring.comm.agreement import begin_anew
 from cp_ring.megatron import settings
+from cp_ring.megatron.data.ahead import LAYERS
 from cp_ring.megatron.wrapping import loaded_modules, replaced
 from cp_ring.observe import watchdog
 
@@ -78,6 +79,8 @@ def states_restored() -> Iterator[None]:
         }
         stack.callback(tracker.set_states, states)
         stack.callback(settings.configure, settings.current())
+        stack.callback(LAYERS.update, {*LAYERS})
+        stack.callback(LAYERS.clear)
         stack.enter_context(replaced(*_collected()))
         begin_anew()  # ranks then compare the calls of the probes, and later those of training
         stack.callback(begin_anew)

@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.data.ahead import cached, receive
 from cp_ring.megatron.data.masks import MicrobatchMask
 from cp_ring.megatron.plans import layout_of_row
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows
@@ -55,6 +56,12 @@ class Documents(MicrobatchMask):
         cu_seqlens: offsets in the stream, int64 [documents + 1], from `boundaries`.
         """
         return _in_rows(cu_seqlens.tobytes(), batch, layout, cp, layer_windows())
+
+    @staticmethod
+    def receive(documents: Documents, cu_seqlens: Ints) -> None:
+        """Take the documents that another rank of the tensor-parallel group has of `in_rows`."""
+        asked = documents.batch, current().layout, documents.layout.cp, layer_windows()
+        receive({("_in_rows", (cu_seqlens.tobytes(), *asked)): documents})
 
     @classmethod
     def in_thd(cls, packed: Any, tokens: int, cp: int, whole_row: bool) -> Documents:
@@ -230,7 +237,7 @@ def without_documents(batch: int, n: int, cp: int) -> Documents:
     return Documents.in_rows(np.arange(batch + 1) * n, batch, current().layout, cp)
 
 
-@RUNTIME.cache(maxsize=16)
+@cached(maxsize=16)
 def _in_rows(real: bytes, batch: int, layout: str, cp: int, windows: LayerWindows) -> Documents:
     """Return the documents of int64 offsets. The cache holds more entries than two microbatches of
     every virtual pipeline stage.
@@ -286,7 +293,7 @@ def _common_offsets(packed: Any, *names: str) -> Ints | None:
     return ranges.offsets(offsets, f"packed_seq_params: {names[0]}")
 
 
-@RUNTIME.cache(maxsize=64)
+@cached(maxsize=64)
 def _of_offsets(
     real: bytes, padded: bytes, cp: int, whole_row: bool, name: str, windows: LayerWindows
 ) -> Documents:
@@ -315,7 +322,7 @@ def packed_layout(offsets: Ints, cp: int) -> Layout:
     )
 
 
-@RUNTIME.cache(maxsize=64)
+@cached(maxsize=64)
 def _whole_row_layout(offsets: bytes, cp: int, name: str, windows: LayerWindows) -> Layout:
     edges = np.unique(np.frombuffer(offsets, np.int64))
     layers = [(Mask.documents(edges, window=window), count) for window, count in windows]

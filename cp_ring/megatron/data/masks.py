@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cp_ring.errors import ConfigError
@@ -251,7 +252,9 @@ def _make_plan(
         whole = spec.build(mask, cp)
         whole.verify(executed=own)
         _proven.add(kind)
-        if mask.n >= LONG * cp and whole.layout.name != "balanced":
+        worker = get_worker_info()
+        first = worker is None or worker.id == 0
+        if first and mask.n >= LONG * cp and whole.layout.name != "balanced":
             _tell_gain(whole, spec)
     return own
 

@@ -1,0 +1,91 @@
+"""Lets workers of a data loader make what layers need of a microbatch, its layout and its proven
+plans, so that training does not wait for them.
+
+A worker makes them after it has collated the samples, and sends them with the batch. Where the
+batch arrives, the functions that are `cached` find them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cp_ring.plan.plan import PlanSpec
+from cp_ring.runtime import RUNTIME
+
+MOST = 64  # results that wait here: more than there are microbatches between workers and layers
+Results = dict[tuple[str, Hashable], Any]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What the plans of one kind of layer depend on, beside the microbatch."""
+
+    cp: int
+    rank: int
+    window: tuple[int, int]
+    causal: bool
+    spec: PlanSpec
+
+
+LAYERS: set[LayerPlan] = RUNTIME.keep(set())
+"""The kinds of the layers of the model, which workers know if it is built before they start."""
+
+_arrived: Results = RUNTIME.keep({})
+_recorded: list[Results] = RUNTIME.keep([])
+
+
+def cached[T](maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """A `RUNTIME.cache` of a function, which also returns what a worker has made for the same
+    arguments.
+    """
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @RUNTIME.cache(maxsize)
+        @functools.wraps(function)
+        def find(*args: Hashable) -> T:
+            key = function.__name__, args
+            result: T = _arrived.pop(key) if key in _arrived else function(*args)
+            for made in _recorded:
+                made[key] = result
+            return result
+
+        return find
+
+    return decorate
+
+
+@contextmanager
+def recording() -> Iterator[Results]:
+    """Record the results of `cached` functions that are called for the first time."""
+    _recorded.append({})
+    try:
+        yield _recorded[-1]
+    finally:
+        _recorded.pop()
+
+
+class PlannedBatch(dict[str, Any]):
+    """A batch with the results of a worker, which arrives in another process without them: as a
+    dict, while they wait in `cached` functions.
+    """
+
+    made: Results
+
+    def __reduce__(self) -> Any:
+        return _arrive, (dict(self), self.made)
+
+
+def _arrive(batch: dict[str, Any], made: Results) -> dict[str, Any]:
+    receive(made)
+    return batch
+
+
+def receive(made: Results) -> None:
+    """Keep results of another process until `cached` functions are asked for them."""
+    _arrived.update(made)
+    while len(_arrived) > MOST:
+        del _arrived[next(iter(_arrived))]

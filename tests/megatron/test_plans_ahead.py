@@ -1,0 +1,118 @@
+"""Workers of a data loader make the plans of packed microbatches, and training finds them."""
+
+import re
+import shlex
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from cp_ring import Layout, PlanError, PlanSpec
+from cp_ring.megatron import batches, settings
+from cp_ring.megatron.data import ahead, masks
+from cp_ring.megatron.options import Options
+from cp_ring.runtime import RUNTIME
+from tests.megatron.launch import TINY, launch
+
+N, CP, RANK = 256, 4, 1
+LAYER = ahead.LayerPlan(CP, RANK, (31, 0), True, PlanSpec())
+
+
+class Rows(Dataset):
+    """Rows of documents, told by their positions, and by `cu_seqlens` if `packed`."""
+
+    def __init__(self, packed):
+        self.packed, self.offsets = packed, None
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        offsets = np.array(self.offsets or [0, 40 + index, 130, N])
+        places = np.arange(N)
+        start = offsets[np.searchsorted(offsets, places, "right") - 1]
+        row = {"tokens": torch.arange(N), "position_ids": torch.from_numpy(places - start)}
+        if self.packed:
+            row["cu_seqlens"] = torch.full((N + 1,), -1, dtype=torch.int32)
+            row["cu_seqlens"][: len(offsets)] = torch.from_numpy(offsets)
+            del row["position_ids"]
+        return row
+
+
+class Group:
+    def rank(self):
+        return RANK
+
+    def size(self):
+        return CP
+
+
+@pytest.fixture(autouse=True)
+def balanced(monkeypatch):
+    monkeypatch.setattr(batches, "check_rows", lambda *_: None)  # this rank is alone here
+    settle()
+
+
+def settle():
+    RUNTIME.reset()
+    options = Options.make(enabled=True, document_mask=True, layout="balanced")
+    settings.configure(options, layers=(((-1, -1), 1), (LAYER.window, 1)))
+    ahead.LAYERS.add(LAYER)
+
+
+def plan_in(batch):
+    """What a layer asks for."""
+    documents = batches.split_batch(batch, Group())["packed_seq_params"].documents
+    return documents.rank_plan(RANK, LAYER.window, LAYER.causal, LAYER.spec)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_training_finds_the_plans_that_workers_made(monkeypatch, packed):
+    workers = DataLoader(Rows(packed), num_workers=2, collate_fn=batches.plan_ahead())
+    ready = iter(workers)  # which are forked here: they still make layouts and plans
+    with monkeypatch.context() as training:
+        training.setattr(Layout, "balanced", None)
+        training.setattr(masks, "_make_plan", None)
+        found = [plan_in(batch).digest for batch in ready]
+        assert type(next(iter(workers))) is dict  # of which nothing is left but the batch
+    settle()
+    assert [plan_in(batch).digest for batch in DataLoader(Rows(packed))] == found
+
+
+def test_without_workers_and_for_wrong_documents_the_layer_makes_the_plan_or_the_error():
+    rows = Rows(packed=True)
+    alone = DataLoader(rows, collate_fn=batches.plan_ahead())
+    assert all(plan_in(batch) for batch in alone)
+    rows.offsets = [0, 60, 50, N]
+    wrong = DataLoader(rows, num_workers=1, collate_fn=batches.plan_ahead())
+    with pytest.raises(PlanError, match="cu_seqlens must start at 0 and not decrease"):
+        plan_in(next(iter(wrong)))
+
+
+def test_what_never_trains_does_not_pile_up():
+    made = {("f", number): number for number in range(3 * ahead.MOST)}
+    for key, value in made.items():
+        ahead._arrive({}, {key: value})
+    assert len(ahead._arrived) == ahead.MOST and [*ahead._arrived][-1] == [*made][-1]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_job_waits_for_no_plan_and_trains_the_same(tp):
+    flags = shlex.split(f"""
+        --cp-ring --cp-ring-cpu --context-parallel-size 2 --tensor-model-parallel-size {tp} --cp-ring-document-mask --cp-ring-layout balanced
+        --calculate-per-token-loss --train-iters 4 --cp-ring-timing 1 --log-interval 1
+    """)
+    outputs = []
+    for workers in ("0", "2"):
+        command = ["-m", "cp_ring.pretrain_gpt", *TINY, *flags, "--num-workers", workers]
+        done = launch(2 * tp, command)
+        assert not done.returncode, done.stdout[-3000:]
+        outputs.append(done.stdout)
+    losses = [re.findall(r"lm loss: (\S+)", output) for output in outputs]
+    assert len(losses[0]) == 4 and losses[0] == losses[1]
+    waits = [re.findall(r"waited ([\d.]+) ms for plans", output) for output in outputs]
+    assert len(waits[0]) == 4 and not waits[1]
+    noted = "--num-workers 0: training waits while the plan of each packed microbatch is made"
+    assert [noted in output for output in outputs] == [True, False]
