@@ -12,6 +12,7 @@ import functools
 import inspect
 import os
 import resource
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -223,6 +224,8 @@ def functions_uncompiled() -> Iterator[None]:
 
 
 def _megatron_replacements() -> Iterator[Replacement]:
+    if os.environ.get("RANK", "0") != "0":  # which CUDA libraries are missing is said once a job
+        warnings.filterwarnings("ignore", module=r".*\bmegatron\b")
     import multiprocessing.spawn
 
     with functions_uncompiled():

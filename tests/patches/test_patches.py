@@ -1,6 +1,9 @@
 """Each patch does what it says, fails to be there without it, and is undone without a trace."""
 
 import argparse
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -160,3 +163,14 @@ def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers
     done.clear()
     check(argparse.Namespace(**off | layers, cp_ring=False))
     assert not done
+
+
+@pytest.mark.ci
+def test_one_rank_of_a_job_says_which_cuda_libraries_are_missing():
+    code = "from cp_ring import patches; patches.get('cpu_runtime').apply(); import warnings; warnings.warn('mine')"
+    for rank, told in (("0", True), ("1", False)):
+        done = subprocess.run(
+            [sys.executable, "-W", "default", "-c", code], env={**os.environ, "RANK": rank},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert ("Apex" in done.stderr) is told and "mine" in done.stderr
