@@ -20,6 +20,8 @@ CASES = {
 # TransformerEngine has no cuDNN kernel of packed documents before Hopper
 ON_AMPERE = {name: case for name, case in CASES.items() if name != "packed"}
 OF_FOUR = {"window": CASES["window"], "two groups": {"comm": "a2a+p2p", "window_size": (100, 0)}}
+ALL = {"edges": [0, 64, 64, 320, 2048], "window_size": (100, 0), "softmax_type": "learnable"}
+OF_EIGHT = {"packed": ALL}
 
 
 @pytest.fixture(scope="module", params=[te_build.VERSION, "2.14.0"])
@@ -28,7 +30,9 @@ def version(request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, sm, cases", [(2, 90, CASES), (2, 80, ON_AMPERE), (4, 90, OF_FOUR)])
+@pytest.mark.parametrize(
+    "ranks, sm, cases", [(2, 90, CASES), (2, 80, ON_AMPERE), (4, 90, OF_FOUR), (8, 90, OF_EIGHT)]
+)
 def test_windows_and_sinks_end_in_the_ring(version, ranks, sm, cases):
     logs = version.run("tests.fakegpu.beneath:blocks", ranks, sm, cases=cases)
     assert not hangs(logs) and not mismatches(logs)

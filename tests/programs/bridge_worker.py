@@ -2,8 +2,9 @@
 the weights of a tiny model of Hugging Face.
 
 Run by torchrun with the folder of Bridge on PYTHONPATH: MODEL WORK FOLDER RING STAGES, where MODEL
-is qwen3 or gpt_oss, WORK is pretrain or packed, RING is 0 for stock attention, and STAGES are
-pipeline stages. FOLDER gets the weights, and what was found as outcome.json.
+is qwen3 or gpt_oss, WORK is pretrain or packed, RING is 0 for stock attention, 1 for the ring, te
+for the ring beneath TransformerEngine, and STAGES are pipeline stages. FOLDER gets the weights, and
+what was found as outcome.json.
 """
 
 import json
@@ -137,6 +138,8 @@ def main():
     model, work, folder, ring, stages = sys.argv[1:]
     stand_ins.install()
     packed, pp = work == "packed", int(stages)
+    from tests.programs import beneath  # imports Megatron
+
     cp = int(os.environ["WORLD_SIZE"]) // pp
     if ring == "1":
         cp_ring.megatron.enable(
@@ -144,6 +147,8 @@ def main():
         )
     for name in ("cpu_runtime", "dataset_helpers"):  # where `enable` has not applied them
         patches.get(name).apply()
+    if ring == "te":
+        beneath.install()
     from megatron.bridge.training import eval, setup, train
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
@@ -160,7 +165,7 @@ def main():
     on_the_cpu(cfg, cp, pp)
     with_data(cfg, work, weights)
     steps = []
-    outcome = {"steps": steps, "same": same}
+    outcome = {"steps": steps, "same": same, "beneath": beneath.CALLS}
 
     def build(config):
         config._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
