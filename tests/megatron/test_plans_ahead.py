@@ -101,7 +101,8 @@ def test_what_never_trains_does_not_pile_up():
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_job_waits_for_no_plan_and_trains_the_same(tp):
     flags = shlex.split(f"""
-        --cp-ring --cp-ring-cpu --context-parallel-size 2 --tensor-model-parallel-size {tp} --cp-ring-document-mask --cp-ring-layout balanced
+        --cp-ring --cp-ring-cpu --context-parallel-size 2 --tensor-model-parallel-size {tp}
+        --cp-ring-document-mask --cp-ring-layout balanced
         --calculate-per-token-loss --train-iters 4 --cp-ring-timing 1 --log-interval 1
     """)
     outputs = []
