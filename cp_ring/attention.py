@@ -61,7 +61,7 @@ _MAX_KINDS = 64  # of calls of one plan
 _MANY_HEADS = 128  # of a layer
 
 
-_made: weakref.WeakKeyDictionary[RankPlan, dict[object, Attention]] = RUNTIME.keep(
+_made: weakref.WeakKeyDictionary[AnyPlan, dict[object, Attention]] = RUNTIME.keep(
     weakref.WeakKeyDictionary()
 )
 
@@ -70,18 +70,19 @@ def attention_of(
     plan: AnyPlan, transport: Transport | None, options: AttentionOptions, inputs: Inputs
 ) -> Attention:
     """Return the `Attention` of a plan for all inputs with the sizes, dtypes and device of `inputs`
-    (`Inputs.kinds`). It is made once, and lives as long as this rank's part of the plan.
+    (`Inputs.kinds`). It is made once, and lives as long as the plan.
     """
-    rank_plan = rank_plan_of(plan, transport)
-    of_plan = _made.setdefault(rank_plan, {})
+    of_plan = _made.get(plan) if isinstance(plan, AnyPlan) else None
     exact = deterministic() if options.deterministic is None else options.deterministic
     # kernels read torch's own switch too
     key = id(transport), options, exact, switched(), tuple(REGISTRY.items()), inputs.kinds()
-    attention = of_plan.get(key)
+    attention = of_plan.get(key) if of_plan else None
     if attention is None or attention.transport() is not transport:
+        attention = Attention(rank_plan_of(plan, transport), transport, options, inputs)
+        of_plan = _made.setdefault(plan, {})
         if len(of_plan) >= _MAX_KINDS:
             of_plan.clear()
-        attention = of_plan[key] = Attention(rank_plan, transport, options, inputs)
+        of_plan[key] = attention
     return attention
 
 
@@ -171,6 +172,7 @@ class Attention:
         _check_tokens(rank_plan, tokens * of_rows)
         self._ring = Ring(
             codec=Plain if rank_plan.cp == rank_plan.ulysses else codec,
+            bshd=self._bshd and rank_plan.exchange is None and not self._batch_rows,
             scale=q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
             num_slots=options.num_slots,
             wire_dtype={
@@ -201,7 +203,9 @@ class Attention:
         """
         q, k, v, sink, latents = inputs
         more = list(latents) if latents and self._latents else []
-        q, k, v, *more[:1] = map(self._in_stream, (q, k, v, *more[:1]))
+        more[:1] = map(self._in_stream, more[:1])
+        if not self._ring.bshd:
+            q, k, v = map(self._in_stream, (q, k, v))
         kernel, plan, transport = self._kernel, self._plan(), self.transport()
         assert plan is not None, "an attention is called without its plan"
         transport = transport if plan.cp > 1 else None
@@ -225,7 +229,9 @@ class Attention:
             lse = (
                 None if lse is None else lse[0].unflatten(1, (self._batch_rows, -1)).transpose(0, 1)
             )
-        return Output(out.transpose(0, 1) if self._bshd else out, lse, max_logit, parts)
+        if self._bshd and not self._ring.bshd:
+            out = out.transpose(0, 1)
+        return Output(out, lse, max_logit, parts)
 
     def _in_stream(self, x: Tensor) -> Tensor:
         """Return a tensor of the caller's format with tokens first, [s, b, ...]. Batch rows with

@@ -36,11 +36,13 @@ from cp_ring.plan.records import RankPlan, Turn
 class Ring:
     """The settings that all calls around one ring share.
 
-    `codec` is a class of codecs; `exact` asks for determinism. `passes` has the work and the order
-    of messages of forward and of backward, each from its first call on.
+    `codec` is a class of codecs; `exact` asks for determinism. With `bshd` tensors of queries, keys
+    and values have the batch first, [b, s, ...], here tokens first. `passes` has the work and the
+    order of messages of forward and of backward, each from its first call on.
     """
 
     codec: type[Codec]
+    bshd: bool
     scale: float
     num_slots: int
     wire_dtype: torch.dtype
@@ -59,6 +61,10 @@ class RingCall(NamedTuple):
     kernel: AttentionKernel
     place: Place
     begin_backward: Backward | None
+
+    def swapped(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Swap batch and tokens if the caller's tensors have the batch first."""
+        return [x.transpose(0, 1) for x in tensors] if self.ring.bshd else tensors
 
     def start_backward(self) -> None:
         """Note that backward begins."""
@@ -79,7 +85,8 @@ class RingCall(NamedTuple):
 
 class RingAttention(torch.autograd.Function):
     """Computes out [s, b, h, e] in the dtype of q, and lse [b, h, s], from q [s, b, h, d], k [s, b,
-    g, d] and v [s, b, g, e].
+    g, d] and v [s, b, g, e]; with `Ring.bshd`, batch and tokens change places in all but lse. No
+    view of autograd does that, which takes the host twice the time.
 
     `inputs` are the codec's inputs beside k and v. `taken` is out and lse of an earlier call with
     the same inputs on every rank: then forward computes and sends nothing.
@@ -93,16 +100,18 @@ class RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         WATCH.place, WATCH.backward = call.place, False
         # Once a call: some kernels copy a strided q, which every hop would repeat.
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = [x.contiguous() for x in call.swapped(q, k, v)]
         if taken is None:
-            with without_autocast(q.device):
-                with determinism(call.ring.exact), on_device(q):
-                    # A sink changes out once more, so out is not rounded before.
-                    dtype = q.dtype if sink is None else sum_dtype(q.dtype)
-                    out, lse = _run_forward(call, q, k, v, inputs, dtype)
+            with determinism(call.ring.exact), without_autocast(q.device), on_device(q):
+                # A sink changes out once more, so out is not rounded before.
+                dtype = q.dtype if sink is None else sum_dtype(q.dtype)
+                out, lse = _run_forward(call, q, k, v, inputs, dtype)
                 if sink is not None:
                     lse = _add_sink(out, lse, sink)
-                out = out.to(q.dtype)
+                    out = out.to(q.dtype)
+            # Callers may change the result in place, which autograd forbids for views.
+            (out,) = call.swapped(out)
+            out = out.data if out._is_view() else out
         else:
             out, lse = taken
         ctx.save_for_backward(q, k, v, sink, out, lse, *inputs)
@@ -116,18 +125,18 @@ class RingAttention(torch.autograd.Function):
         ctx, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse, *inputs = ctx.saved_tensors
+        call = ctx.call
         # Other ranks wait for this rank's messages even if nothing depends on its out.
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        out, dout = call.swapped(out, torch.zeros_like(out) if dout is None else dout)
+        dout = dout.contiguous()
         # dlse of queries that see no key may be NaN, and does not count.
         dlse = None if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
-        call = ctx.call
         call.start_backward()
-        with without_autocast(q.device):
-            with determinism(call.ring.exact), on_device(q):
-                merged = out, lse, dlse
-                dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, merged)
+        with determinism(call.ring.exact), without_autocast(q.device), on_device(q):
+            merged = out, lse, dlse
+            dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, merged)
             dsink = None if sink is None else _sink_gradient(dout, merged, sink)
-        return None, None, dq, dk, dv, dsink, *others
+        return None, None, *call.swapped(dq, dk, dv), dsink, *others
 
 
 def _run_forward(
@@ -162,7 +171,10 @@ def _run_backward(
     work, order = call.of_pass(q.device, backward=True)
     codec, transport = ring.codec(k, v, *inputs), joining(call.transport)
     grads = codec.gradients(work, transport, ring.wire_dtype)
-    queries, total = Queries(dout, q, out, lse=lse), Sum(work.queries, [q.shape], q, q.dtype)
+    queries, total = (
+        Queries(dout, q, out, lse=lse),
+        Sum(work.queries, q.shape[0], [q.shape[1:]], q, q.dtype),
+    )
     if dlse is not None:
         # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first
         # channel, values of 0, and -dlse as out, it is weight * dlse, from any kernel.

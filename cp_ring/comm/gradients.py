@@ -66,16 +66,17 @@ class GradStream(GradMessages):
     ):
         super().__init__(transport, own, wire_dtype)
         self._updates = updates
-        self._home = self._now = Sum(updates[0], [x.shape for x in own], own[0], own[0].dtype)
+        first = own[0]
+        self._home = self._now = Sum(updates[0], first.shape[0], self._sizes, first, first.dtype)
 
     def start(self, hop: Hop) -> None:
         """Begin the sums of a hop: gradients that are added from now on belong to the keys of
         `hop`.
         """
         self._now = self._home
-        if hop.index:
-            shapes = [(hop.num_grads, *size) for size in self._sizes]
-            self._now = Sum(self._updates[hop.index], shapes, self._like[0], self._wire_dtype)
+        if index := hop.index:
+            like, dtype = self._like[0], self._wire_dtype
+            self._now = Sum(self._updates[index], hop.num_grads, self._sizes, like, dtype)
 
     def add(self, *grads: Tensor) -> None:
         """Add the gradients of the hop's next kernel call, [u, b, g, d] for each tensor of
