@@ -2,8 +2,9 @@
 around both.
 
 Shapes: s tokens of this rank's shard, b batch, h query heads, g key/value heads, d head size of
-queries and keys, e head size of values. Tokens come first (sbhd): any token range of keys is then
-contiguous and travels uncopied.
+queries and keys, e head size of values. Queries, out and their gradients have the batch first, as
+kernels read them. Keys, values and theirs have tokens first: any token range is then contiguous and
+travels uncopied.
 """
 
 from __future__ import annotations
@@ -62,8 +63,12 @@ class RingCall(NamedTuple):
     place: Place
     begin_backward: Backward | None
 
-    def swapped(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Swap batch and tokens if the caller's tensors have the batch first."""
+    def of_queries(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Turn the caller's tensors into [b, s, ...], or back."""
+        return tensors if self.ring.bshd else [x.transpose(0, 1) for x in tensors]
+
+    def of_keys(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Turn the caller's tensors into [s, b, ...], or back."""
         return [x.transpose(0, 1) for x in tensors] if self.ring.bshd else tensors
 
     def start_backward(self) -> None:
@@ -100,7 +105,8 @@ class RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         WATCH.place, WATCH.backward = call.place, False
         # Once a call: some kernels copy a strided q, which every hop would repeat.
-        q, k, v = [x.contiguous() for x in call.swapped(q, k, v)]
+        (q,) = call.of_queries(q.contiguous())
+        k, v = [x.contiguous() for x in call.of_keys(k, v)]
         if taken is None:
             with determinism(call.ring.exact), without_autocast(q.device), on_device(q):
                 # A sink changes out once more, so out is not rounded before.
@@ -110,7 +116,7 @@ class RingAttention(torch.autograd.Function):
                     lse = _add_sink(out, lse, sink)
                     out = out.to(q.dtype)
             # Callers may change the result in place, which autograd forbids for views.
-            (out,) = call.swapped(out)
+            (out,) = call.of_queries(out)
             out = out.data if out._is_view() else out
         else:
             out, lse = taken
@@ -127,8 +133,8 @@ class RingAttention(torch.autograd.Function):
         q, k, v, sink, out, lse, *inputs = ctx.saved_tensors
         call = ctx.call
         # Other ranks wait for this rank's messages even if nothing depends on its out.
-        out, dout = call.swapped(out, torch.zeros_like(out) if dout is None else dout)
-        dout = dout.contiguous()
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        out, dout = call.of_queries(out, dout)
         # dlse of queries that see no key may be NaN, and does not count.
         dlse = None if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
         call.start_backward()
@@ -136,17 +142,18 @@ class RingAttention(torch.autograd.Function):
             merged = out, lse, dlse
             dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, merged)
             dsink = None if sink is None else _sink_gradient(dout, merged, sink)
-        return None, None, *call.swapped(dq, dk, dv), dsink, *others
+        return None, None, *call.of_queries(dq), *call.of_keys(dk, dv), dsink, *others
 
 
 def _run_forward(
     call: RingCall, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Run the hop loop: while a hop is computed, the keys of the next hop travel. Returns out [s,
-    b, h, e] in `dtype` and lse [b, h, s].
+    """Run the hop loop: while a hop is computed, the keys of the next hop travel. Returns out [b,
+    s, h, e] in `dtype` and lse [b, h, s].
     """
     ring, (work, order) = call.ring, call.of_pass(q.device, backward=False)
-    queries, total = Queries(q), Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
+    (b, s, h, _), e = q.shape, v.shape[-1]
+    queries, total = Queries(q), Merge(work.queries, s, (b, h, e), q, dtype, outer=not ring.bshd)
     for hop, k_hop, v_hop in ring.codec(k, v, *inputs).keys(order, call.transport):
         with span("forward", hop):
             for kernel_call in work.calls[hop]:
@@ -171,15 +178,14 @@ def _run_backward(
     work, order = call.of_pass(q.device, backward=True)
     codec, transport = ring.codec(k, v, *inputs), joining(call.transport)
     grads = codec.gradients(work, transport, ring.wire_dtype)
-    queries, total = (
-        Queries(dout, q, out, lse=lse),
-        Sum(work.queries, q.shape[0], [q.shape[1:]], q, q.dtype),
-    )
+    b, s, h, d = q.shape
+    queries = Queries(dout, q, out, lse=lse)
+    total = Sum(work.queries, s, [(b, h, d)], q, q.dtype, dim=1, outer=not ring.bshd)
     if dlse is not None:
         # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first
         # channel, values of 0, and -dlse as out, it is weight * dlse, from any kernel.
         one, minus = torch.zeros_like(dout), torch.zeros_like(out)
-        one[..., 0], minus[..., 0] = 1.0, -dlse.permute(2, 0, 1)
+        one[..., 0], minus[..., 0] = 1.0, -dlse.transpose(1, 2)
         of_lse = Queries(one, q, minus, lse=lse)
     zeros = v.new_zeros(0)
     for hop, k_hop, v_hop in codec.keys(order, transport):
@@ -201,11 +207,11 @@ def _run_backward(
 
 
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Add exp(sink) to the denominators: scale out [s, b, h, e] in place, and return the new lse
+    """Add exp(sink) to the denominators: scale out [b, s, h, e] in place, and return the new lse
     [b, h, s].
     """
     with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-    out *= _weight(lse, with_sink).permute(2, 0, 1)[..., None]
+    out *= _weight(lse, with_sink).transpose(1, 2)[..., None]
     return with_sink
 
 
@@ -218,7 +224,7 @@ def _sink_gradient(
     out, lse, dlse = merged
     share = _weight(sink.to(lse.dtype)[:, None], lse)
     # Queries that see no key have out 0: their dout, which may be NaN in padding, does not count.
-    product = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out).sum(-1).permute(1, 2, 0)
+    product = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
     return -(share * (product if dlse is None else product - dlse)).sum((0, 2)).to(sink.dtype)
 
 

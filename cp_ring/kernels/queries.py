@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cp_ring.ops.segments import cut
+
 
 class Queries:
-    """Tensors of all queries of a pass, [s, b, h, size]: q, in backward dout, q and the merged out,
+    """Tensors of all queries of a pass, [b, s, h, size]: q, in backward dout, q and the merged out,
     with lse [b, h, s]. Consecutive calls with the same queries share their views, and one
     contiguous copy of lse.
     """
@@ -23,9 +25,9 @@ class Queries:
         tokens].
         """
         if self._tokens != tokens:
-            whole = tokens.stop - tokens.start == self.tensors[0].shape[0]
-            self._part = [(x if whole else x[tokens]).transpose(0, 1) for x in self.tensors]
+            count = tokens.stop - tokens.start
+            self._part = [cut(x, tokens, count, 1) for x in self.tensors]
             if self.lse is not None:
-                self._part.append(self.lse[..., tokens].contiguous())
+                self._part.append(cut(self.lse, tokens, count, 2).contiguous())
             self._tokens = tokens
         return self._part

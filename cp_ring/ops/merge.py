@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from cp_ring.ops.fused import FusedFunction
-from cp_ring.ops.segments import Segment, Segments
+from cp_ring.ops.segments import Segment, Segments, cut
 from cp_ring.runtime import RUNTIME
 
 Weights = dict[int, tuple[Tensor, Tensor]]
-"""Memory of the weights of t tokens by t: viewed as [b, h, t] like lse, and as [t, b, h, 1] like
+"""Memory of the weights of t tokens by t: viewed as [b, h, t] like lse, and as [b, t, h, 1] like
 out, in whose order `lerp_` takes half the time.
 """
 
@@ -32,11 +32,11 @@ def merge(
     result: Tensor,
     weights: Weights | None = None,
 ) -> None:
-    """Run one update: merge partial `outs` [t, b, h, e] and `lses` [b, h, t], one by one, with the
+    """Run one update: merge partial `outs` [b, t, h, e] and `lses` [b, h, t], one by one, with the
     stored total, and store the new one.
 
-    `running` [kept, b, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running
-    lse in `lse_dtype`. Complete tokens go to `result` [s, b, h, e], which may be `running`, and is
+    `running` [b, kept, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running
+    lse in `lse_dtype`. Complete tokens go to `result` [b, s, h, e], which may be `running`, and is
     empty if there are none. Without `running`, everything is complete after this update. Tokens
     that no part has get 0 and -inf. On CUDA, with Triton, it is one kernel; elsewhere updates of
     one total share the memory of `weights`.
@@ -67,18 +67,17 @@ def merge_segment(
     A query that saw no key on one side (lse -inf) keeps the other side's values; on neither side,
     out is 0 and lse -inf.
     """
-    target, total, places = segment.begin(outs, running, result)
-    if segment.size < lse.shape[2]:
-        lse = lse[..., segment.tokens]
+    target, total, places = segment.begin(outs, running, result, 1)
+    lse = cut(lse, segment.tokens, segment.size, 2)
     if not segment.places:
         lse.fill_(-math.inf)
     elif segment.first:
         lse.copy_(segment.places[0].take(lses[segment.places[0].part], 2))
     for place in places:
-        out_part, lse_part = place.take(outs[place.part]), place.take(lses[place.part], 2)
+        out_part, lse_part = place.take(outs[place.part], 1), place.take(lses[place.part], 2)
         if segment.size not in weights:
             weight = total.new_empty(total.shape[:3])
-            weights[segment.size] = weight.permute(1, 2, 0), weight.unsqueeze(3)
+            weights[segment.size] = weight.transpose(1, 2), weight.unsqueeze(3)
         by_head, by_token = weights[segment.size]
         # The bound keeps -inf - -inf, which is NaN, away: a part whose queries saw no key has
         # weight 0.

@@ -23,6 +23,13 @@ BLOCK_Q = 16
 """The number of tokens of one program of a Triton kernel."""
 
 
+def cut(x: Tensor, tokens: slice, size: int, dim: int) -> Tensor:
+    """Return the `size` tokens of x, whose dimension is 0, 1 or 2."""
+    if size == x.shape[dim]:  # a view takes the host longer than the question
+        return x
+    return x[tokens] if dim == 0 else x[:, tokens] if dim == 1 else x[..., tokens]
+
+
 class PartTokens(NamedTuple):
     """The place of a segment's `size` tokens in a part; they are in reverse order if `reverse`."""
 
@@ -31,10 +38,11 @@ class PartTokens(NamedTuple):
     size: int
     reverse: bool
 
-    def take(self, part: Tensor, dim: int = 0) -> Tensor:
-        """Return the segment's tokens of the part, in the order of the total."""
-        if self.size < part.shape[dim]:  # a view takes the host longer than the question
-            part = part[..., self.tokens] if dim else part[self.tokens]
+    def take(self, part: Tensor, dim: int) -> Tensor:
+        """Return the segment's tokens of the part, in the order of the total. Tokens are the
+        dimension `dim`.
+        """
+        part = cut(part, self.tokens, self.size, dim)
         return part.flip(dim) if self.reverse else part
 
 
@@ -55,24 +63,24 @@ class Segment(NamedTuple):
     places: list[PartTokens]
 
     def begin(
-        self, parts: Sequence[Tensor], running: Tensor | None, result: Tensor
+        self, parts: Sequence[Tensor], running: Tensor | None, result: Tensor, dim: int
     ) -> tuple[Tensor, Tensor, list[PartTokens]]:
         """Return the tokens to which the total is stored, the total to start from, and the places
         that are still to be added. The start is the stored total, else the first part, else zeros;
-        it may be the tokens themselves.
+        it may be the tokens themselves. `dim` is the dimension of tokens.
         """
-        target, place = result, self.tokens
-        if running is not None and not self.last:
-            target, place = running, self.stored
-        if self.size < target.shape[0]:
-            target = target[place]
+        if running is None or self.last:
+            target = cut(result, self.tokens, self.size, dim)
+        else:
+            target = cut(running, self.stored, self.size, dim)
         if not self.first:
             assert running is not None
             stays = not self.last or running.dtype == target.dtype
-            return target, target if stays else running[self.stored], self.places
+            total = target if stays else cut(running, self.stored, self.size, dim)
+            return target, total, self.places
         if not self.places:
             return target, target.zero_(), self.places
-        part, others = self.places[0].take(parts[self.places[0].part]), self.places[1:]
+        part, others = self.places[0].take(parts[self.places[0].part], dim), self.places[1:]
         # The sum of several parts is not rounded to the dtype of the result on the way.
         if others and (dtype := sum_dtype(target.dtype)) != target.dtype:
             return target, part.to(dtype, copy=True), others

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cp_ring.ops.dtypes import lse_dtype, sum_dtype
 from cp_ring.ops.merge import Weights, merge
-from cp_ring.ops.segments import Segments
+from cp_ring.ops.segments import Segments, cut
 from cp_ring.ops.sums import add
 
 Shape = Sequence[int]
@@ -18,7 +18,8 @@ Shape = Sequence[int]
 
 class Sum:
     """The sum of partial results, each of which has a tensor [t, b, heads, size] for each of
-    `sizes`, (b, heads, size).
+    `sizes`, (b, heads, size); with `dim` 1 tokens are their second dimension, [b, t, heads, size].
+    Where `outer` is 1, its memory has the dimensions 0 and 1 in the other order.
 
     It keeps partial results until the next of `updates` has all of its parts; then the update runs.
     The result has `dtype`, and the running total `sum_dtype(dtype)`.
@@ -31,7 +32,10 @@ class Sum:
         sizes: Sequence[Shape],
         like: Tensor,
         dtype: torch.dtype,
+        dim: int = 0,
+        outer: int = 0,
     ):
+        self._dim, self._outer = dim, outer
         self._updates, self._num_tokens, self._sizes = updates, num_tokens, sizes
         self._like, self._dtype, self._wide = like, dtype, sum_dtype(dtype)
         self._running: Sequence[Tensor | None] = [None] * len(sizes)
@@ -46,12 +50,10 @@ class Sum:
             self._run()
 
     def finish(self) -> Sequence[Tensor]:
-        """Return the total, [num_tokens, b, heads, size] for each of the sizes, contiguous. All
-        partial results must have been added.
-        """
+        """Return the total for each of the sizes. All partial results must have been added."""
         while self._done < len(self._updates):
             self._run()
-        return self._result or self._allocated(self._dtype)
+        return self._result or self._allocated(self._dtype, self._num_tokens)
 
     def _run(self) -> None:
         segments, parts = self._updates[self._done], self._waiting
@@ -64,6 +66,7 @@ class Sum:
     def _take(self, *part: Tensor) -> bool:
         """Take the one part of the whole total as the result, if it has the form of a result."""
         for x in part:
+            x = x.transpose(0, 1) if self._outer else x
             if x.dtype != self._dtype or not x.is_contiguous():
                 return False
         self._result = part
@@ -73,34 +76,43 @@ class Sum:
         """Run one update for each tensor of the total, with its column of parts."""
         results = self._allocate(segments)
         for index, (running, result) in enumerate(zip(self._running, results, strict=True)):
-            add(segments, columns[index] if columns else (), running, result)
+            add(segments, columns[index] if columns else (), running, result, self._dim)
 
     def _allocate(self, segments: Segments) -> Sequence[Tensor]:
         """Make the tensors that an update stores to, and return those of the result: empty ones
         until an update completes some tokens, because kernel calls before that need the memory.
         """
-        same = self._dtype == self._wide
+        same, count = self._dtype == self._wide, segments.kept.stop - segments.kept.start
         if not self._result and (same or segments.ends):
-            self._result = self._allocated(self._dtype)
+            self._result = self._allocated(self._dtype, self._num_tokens)
         if self._running[0] is None and same:
-            self._running = [x[segments.kept] for x in self._result]
+            self._running = [cut(x, segments.kept, count, self._dim) for x in self._result]
         elif self._running[0] is None and segments.stays:
-            self._running = self._allocated(self._wide, segments.kept)
+            self._running = self._allocated(self._wide, count)
         return self._result or [self._like.new_empty(0, dtype=self._dtype)] * len(self._sizes)
 
-    def _allocated(self, dtype: torch.dtype, tokens: slice = slice(None)) -> list[Tensor]:
-        """Make tensors of these tokens of the total."""
-        count = len(range(self._num_tokens)[tokens])
-        return [self._like.new_empty((count, *size), dtype=dtype) for size in self._sizes]
+    def _allocated(self, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """Make tensors of so many tokens of the total."""
+        place, empty = self._dim - self._outer, self._like.new_empty
+        made = [empty((*x[:place], count, *x[place:]), dtype=dtype) for x in self._sizes]
+        return [x.transpose(0, 1) for x in made] if self._outer else made
 
 
 class Merge(Sum):
-    """The total out [s, b, h, e] with lse [b, h, s], merged from partial results (out [t, b, h, e],
+    """The total out [b, s, h, e] with lse [b, h, s], merged from partial results (out [b, t, h, e],
     lse [b, h, t]). It keeps and adds them as `Sum` does.
     """
 
-    def __init__(self, updates: Sequence[Segments], shape: Shape, like: Tensor, dtype: torch.dtype):
-        super().__init__(updates, shape[0], [shape[1:]], like, dtype)
+    def __init__(
+        self,
+        updates: Sequence[Segments],
+        num_tokens: int,
+        size: Shape,
+        like: Tensor,
+        dtype: torch.dtype,
+        outer: int,
+    ):
+        super().__init__(updates, num_tokens, [size], like, dtype, 1, outer)
         self._weights: Weights = {}
 
     @cached_property
@@ -110,7 +122,7 @@ class Merge(Sum):
         return self._like.new_empty((b, h, self._num_tokens), dtype=dtype)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Return out in `dtype`, and lse in `sum_dtype(dtype)`; both contiguous."""
+        """Return out in `dtype`, and lse in `sum_dtype(dtype)`, contiguous."""
         (out,) = super().finish()
         return out, self._lse.to(self._wide).contiguous()
 

@@ -510,12 +510,14 @@ ATTENTION = {
     "sink ignored": _parity("sink dropped"),
     "softmax scale": _scaled(lambda: 1.05),
     "softmax denominators accumulated in bf16": _totals(
-        "merge", lambda outs, lses, running, lse, out: [lse]
+        "merge", lambda outs, lses, running, lse, *_: [lse]
     ),
     "outputs accumulated in bf16": _totals(
-        "merge", lambda outs, lses, running, lse, out: [running, out]
+        "merge", lambda outs, lses, running, lse, out, _: [running, out]
     ),
-    "gradients accumulated in bf16": _totals("add", lambda parts, running, total: [running, total]),
+    "gradients accumulated in bf16": _totals(
+        "add", lambda parts, running, total, _: [running, total]
+    ),
     "padding attended": _at("cp_ring.megatron.data.documents.Documents.in_thd", _padding_attended),
     "window beyond 256 tokens": _of_window(lambda left, n: left if n <= 256 else 200),
     "second batch row like the first": _at(
