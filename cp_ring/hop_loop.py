@@ -187,10 +187,10 @@ def _run_backward(
         one, minus = torch.zeros_like(dout), torch.zeros_like(out)
         one[..., 0], minus[..., 0] = 1.0, -dlse.transpose(1, 2)
         of_lse = Queries(one, q, minus, lse=lse)
-    zeros = v.new_zeros(0)
+    zeros: Tensor | None = None
     for hop, k_hop, v_hop in codec.keys(order, transport):
-        grads.start(hop)
-        if dlse is not None and zeros.shape != v_hop.shape:
+        of_keys = grads.start(hop)
+        if dlse is not None and (zeros is None or zeros.shape != v_hop.shape):
             zeros = torch.zeros_like(v_hop)
         with span("backward", hop):
             for kernel_call in work.calls[hop]:
@@ -199,7 +199,7 @@ def _run_backward(
                     more = kernel_call.gradients(call.kernel, of_lse, k_hop, zeros, ring.scale)
                     dq, dk = dq + more[0], dk + more[1]
                 total.add(dq)
-                grads.add(dk, dv)
+                of_keys.add(dk, dv)
                 del dq, dk, dv  # else they would live through the next call
         del k_hop, v_hop
         grads.send(hop)

@@ -200,13 +200,11 @@ class LatentGradients(GradMessages):
         super().__init__(transport, (self._owed,), wire_dtype)
         self._passed: Tensor | None = None
 
-    def start(self, hop: Hop) -> None:
+    def start(self, hop: Hop) -> Sum:
         self._passed, self._now, k = None, self._home, self._key
         if index := hop.index:
             self._now = Sum(self._updates[index], hop.num_grads, self._key_sizes, k, k.dtype)
-
-    def add(self, dk: Tensor, dv: Tensor) -> None:
-        self._now.add(dk, dv)
+        return self._now
 
     def send(self, hop: Hop) -> None:
         self._collect(hop)
@@ -230,7 +228,6 @@ class LatentGradients(GradMessages):
             target = self._to_pass_on(hop) if transfer.buffer and hop else self._owed
             for (start, end), (first, last) in zip(transfer.ranges, packed.ranges, strict=True):
                 target[start:end] += self._in[0][first:last]
-        self._in = ()
 
     def _to_pass_on(self, hop: Hop) -> Tensor:
         if self._passed is None:

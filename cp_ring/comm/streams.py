@@ -38,7 +38,8 @@ class KeyStream:
         for place, (hop, slot, _, ahead) in enumerate(turns):
             if place == len(pending):
                 pending.append(self._posted(turns[place]))
-            wait_for(pending[place])
+            if pending[place] is not DONE:
+                wait_for(pending[place])
             pending[place] = DONE  # which frees the tensors of its messages
             # A GPU's kernels are only launched here: those of the rank's own keys, which wait for
             # nothing, go before the first messages. A CPU computes them first, so they go after.

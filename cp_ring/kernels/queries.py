@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cp_ring.ops.segments import cut
-
 
 class Queries:
     """Tensors of all queries of a pass, [b, s, h, size]: q, in backward dout, q and the merged out,
@@ -25,9 +23,10 @@ class Queries:
         tokens].
         """
         if self._tokens != tokens:
-            count = tokens.stop - tokens.start
-            self._part = [cut(x, tokens, count, 1) for x in self.tensors]
+            whole = tokens.stop - tokens.start == self.tensors[0].shape[1]
+            self._part = [x if whole else x[:, tokens] for x in self.tensors]
             if self.lse is not None:
-                self._part.append(cut(self.lse, tokens, count, 2).contiguous())
+                lse = self.lse if whole else self.lse[..., tokens]
+                self._part.append(lse.contiguous())
             self._tokens = tokens
         return self._part

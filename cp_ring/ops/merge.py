@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.ops.fused import FusedFunction
-from cp_ring.ops.segments import Segment, Segments, cut
+from cp_ring.ops.segments import Segment, Segments
 from cp_ring.runtime import RUNTIME
 
 Weights = dict[int, tuple[Tensor, Tensor]]
@@ -44,7 +44,8 @@ def merge(
     fits = result.is_cuda and lse.dtype == torch.float32 and segments.parts > 0
     if not (fits and _fused.run(segments, outs, lses, running, lse, result)):
         weights = {} if weights is None else weights
-        for segment in segments.each:
+        same = running is not None and running.dtype == result.dtype
+        for segment in segments.joined if same else segments.each:
             merge_segment(segment, outs, lses, running, lse, result, weights)
 
 
@@ -68,7 +69,8 @@ def merge_segment(
     out is 0 and lse -inf.
     """
     target, total, places = segment.begin(outs, running, result, 1)
-    lse = cut(lse, segment.tokens, segment.size, 2)
+    if segment.size < lse.shape[2]:
+        lse = lse[segment.at[2]]
     if not segment.places:
         lse.fill_(-math.inf)
     elif segment.first:

@@ -31,7 +31,8 @@ def add(
     """
     fits = result.is_cuda and result.dtype != torch.float64 and segments.parts > 0
     if not (fits and _fused.run(segments, parts, running, result, dim)):
-        for segment in segments.each:
+        same = running is not None and running.dtype == result.dtype
+        for segment in segments.joined if same else segments.each:
             target, total, places = segment.begin(parts, running, result, dim)
             for place in places:
                 total += place.take(parts[place.part], dim)

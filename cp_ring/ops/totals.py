@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cp_ring.ops.dtypes import lse_dtype, sum_dtype
 from cp_ring.ops.merge import Weights, merge
-from cp_ring.ops.segments import Segments, cut
+from cp_ring.ops.segments import Segments, at
 from cp_ring.ops.sums import add
 
 Shape = Sequence[int]
@@ -37,11 +37,15 @@ class Sum:
     ):
         self._dim, self._outer = dim, outer
         self._updates, self._num_tokens, self._sizes = updates, num_tokens, sizes
-        self._like, self._dtype, self._wide = like, dtype, sum_dtype(dtype)
+        self._like, self._dtype = like, dtype
         self._running: Sequence[Tensor | None] = [None] * len(sizes)
         self._result: Sequence[Tensor] = ()
         self._waiting: list[tuple[Tensor, ...]] = []
         self._done = 0
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return sum_dtype(self._dtype)
 
     def add(self, *part: Tensor) -> None:
         """Add the next partial result, which must not change until its update has run."""
@@ -59,9 +63,8 @@ class Sum:
         segments, parts = self._updates[self._done], self._waiting
         assert len(parts) == segments.parts, "a partial result is missing"
         self._waiting, self._done = [], self._done + 1
-        if segments.whole and self._take(*parts[0]):
-            return
-        self._update(segments, list(zip(*parts, strict=True)))
+        if not (segments.whole and self._take(*parts[0])):
+            self._update(segments, parts)
 
     def _take(self, *part: Tensor) -> bool:
         """Take the one part of the whole total as the result, if it has the form of a result."""
@@ -72,23 +75,25 @@ class Sum:
         self._result = part
         return True
 
-    def _update(self, segments: Segments, columns: Sequence[Sequence[Tensor]]) -> None:
-        """Run one update for each tensor of the total, with its column of parts."""
+    def _update(self, segments: Segments, parts: Sequence[tuple[Tensor, ...]]) -> None:
+        """Run one update for each tensor of the total."""
         results = self._allocate(segments)
-        for index, (running, result) in enumerate(zip(self._running, results, strict=True)):
-            add(segments, columns[index] if columns else (), running, result, self._dim)
+        for running, result, *of_total in zip(self._running, results, *parts, strict=True):
+            add(segments, of_total, running, result, self._dim)
 
     def _allocate(self, segments: Segments) -> Sequence[Tensor]:
         """Make the tensors that an update stores to, and return those of the result: empty ones
         until an update completes some tokens, because kernel calls before that need the memory.
         """
-        same, count = self._dtype == self._wide, segments.kept.stop - segments.kept.start
-        if not self._result and (same or segments.ends):
+        if self._running[0] is None:
+            if self._dtype == self._wide:
+                self._result = self._allocated(self._dtype, self._num_tokens)
+                self._running = [x[at(segments.kept)[self._dim]] for x in self._result]
+            elif segments.stays:
+                count = segments.kept.stop - segments.kept.start
+                self._running = self._allocated(self._wide, count)
+        if not self._result and segments.ends:
             self._result = self._allocated(self._dtype, self._num_tokens)
-        if self._running[0] is None and same:
-            self._running = [cut(x, segments.kept, count, self._dim) for x in self._result]
-        elif self._running[0] is None and segments.stays:
-            self._running = self._allocated(self._wide, count)
         return self._result or [self._like.new_empty(0, dtype=self._dtype)] * len(self._sizes)
 
     def _allocated(self, dtype: torch.dtype, count: int) -> list[Tensor]:
@@ -132,6 +137,7 @@ class Merge(Sum):
             self._lse = part[1]
         return taken
 
-    def _update(self, segments: Segments, columns: Sequence[Sequence[Tensor]]) -> None:
-        (outs, lses), (result,) = columns or ((), ()), self._allocate(segments)
-        merge(segments, outs, lses, self._running[0], self._lse, result, self._weights)
+    def _update(self, segments: Segments, parts: Sequence[tuple[Tensor, ...]]) -> None:
+        (result,), (running,) = self._allocate(segments), self._running
+        outs, lses = zip(*parts, strict=True) if parts else ((), ())
+        merge(segments, outs, lses, running, self._lse, result, self._weights)

@@ -303,10 +303,11 @@ def _hop_weighed(weight):
     """The gradients of the first remote hop count so many times."""
 
     def faulty(start, self, hop):
-        start(self, hop)
-        add = type(self).add
-        times = weight if hop.index == 1 else 1
-        self.add = lambda *grads: add(self, *(times * x for x in grads))
+        total = start(self, hop)
+        if hop.index == 1:
+            add = total.add
+            total.add = lambda *grads: add(*(weight * x for x in grads))
+        return total
 
     return _at("cp_ring.comm.gradients.GradStream.start", faulty)
 
