@@ -152,8 +152,7 @@ def _run_forward(
     s, h, e] in `dtype` and lse [b, h, s].
     """
     ring, (work, order) = call.ring, call.of_pass(q.device, backward=False)
-    (b, s, h, _), e = q.shape, v.shape[-1]
-    queries, total = Queries(q), Merge(work.queries, s, (b, h, e), q, dtype, outer=not ring.bshd)
+    queries, total = Queries(q), Merge(work.queries, q, v.shape[-1], dtype)
     for hop, k_hop, v_hop in ring.codec(k, v, *inputs).keys(order, call.transport):
         with span("forward", hop):
             for kernel_call in work.calls[hop]:
@@ -180,17 +179,17 @@ def _run_backward(
     grads = codec.gradients(work, transport, ring.wire_dtype)
     b, s, h, d = q.shape
     queries = Queries(dout, q, out, lse=lse)
-    total = Sum(work.queries, s, [(b, h, d)], q, q.dtype, dim=1, outer=not ring.bshd)
+    total = Sum(work.queries, s, [(b, h, d)], q, q.dtype, dim=1)
     if dlse is not None:
         # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first
         # channel, values of 0, and -dlse as out, it is weight * dlse, from any kernel.
         one, minus = torch.zeros_like(dout), torch.zeros_like(out)
         one[..., 0], minus[..., 0] = 1.0, -dlse.transpose(1, 2)
         of_lse = Queries(one, q, minus, lse=lse)
-    zeros: Tensor | None = None
+    zeros = v
     for hop, k_hop, v_hop in codec.keys(order, transport):
         of_keys = grads.start(hop)
-        if dlse is not None and (zeros is None or zeros.shape != v_hop.shape):
+        if dlse is not None and (zeros is v or zeros.shape != v_hop.shape):
             zeros = torch.zeros_like(v_hop)
         with span("backward", hop):
             for kernel_call in work.calls[hop]:

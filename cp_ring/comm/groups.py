@@ -57,9 +57,10 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
     """
     if group is None:
         return None
-    # asked first, because torch's types take the host long to recognize their objects
+    # torch's types take the host long to recognize their objects
     if hasattr(group, "post") and hasattr(group, "rank") and hasattr(group, "size"):
-        return group
+        transport: Transport = group
+        return transport
     if isinstance(group, DeviceMesh):
         return transport_for(_group_of_mesh(group), device)
     if not isinstance(group, dist.ProcessGroup):

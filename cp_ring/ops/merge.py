@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.ops.fused import FusedFunction
-from cp_ring.ops.segments import Segment, Segments
+from cp_ring.ops.segments import Segments
 from cp_ring.runtime import RUNTIME
 
 Weights = dict[int, tuple[Tensor, Tensor]]
@@ -33,33 +33,7 @@ def merge(
     weights: Weights | None = None,
 ) -> None:
     """Run one update: merge partial `outs` [b, t, h, e] and `lses` [b, h, t], one by one, with the
-    stored total, and store the new one.
-
-    `running` [b, kept, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running
-    lse in `lse_dtype`. Complete tokens go to `result` [b, s, h, e], which may be `running`, and is
-    empty if there are none. Without `running`, everything is complete after this update. Tokens
-    that no part has get 0 and -inf. On CUDA, with Triton, it is one kernel; elsewhere updates of
-    one total share the memory of `weights`.
-    """
-    fits = result.is_cuda and lse.dtype == torch.float32 and segments.parts > 0
-    if not (fits and _fused.run(segments, outs, lses, running, lse, result)):
-        weights = {} if weights is None else weights
-        same = running is not None and running.dtype == result.dtype
-        for segment in segments.joined if same else segments.each:
-            merge_segment(segment, outs, lses, running, lse, result, weights)
-
-
-def merge_segment(
-    segment: Segment,
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    running: Tensor | None,
-    lse: Tensor,
-    result: Tensor,
-    weights: Weights,
-) -> None:
-    """Merge one segment of `merge` with torch operations. A part's weight w is its share of the
-    softmax:
+    stored total, and store the new one. A part's weight w is its share of the softmax:
 
         w = sigmoid(lse_part - lse)
         out += w * (out_part - out)
@@ -67,26 +41,36 @@ def merge_segment(
 
     A query that saw no key on one side (lse -inf) keeps the other side's values; on neither side,
     out is 0 and lse -inf.
+
+    `running` [b, kept, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running
+    lse in `lse_dtype`. Complete tokens go to `result` [b, s, h, e], which is empty if there are
+    none. If `running` is None, `result` holds the running total too. Tokens that no part has get 0
+    and -inf. On CUDA, with Triton, it is one kernel; elsewhere updates of
+    one total share the memory of `weights`.
     """
-    target, total, places = segment.begin(outs, running, result, 1)
-    if segment.size < lse.shape[2]:
-        lse = lse[segment.at[2]]
-    if not segment.places:
-        lse.fill_(-math.inf)
-    elif segment.first:
-        lse.copy_(segment.places[0].take(lses[segment.places[0].part], 2))
-    for place in places:
-        out_part, lse_part = place.take(outs[place.part], 1), place.take(lses[place.part], 2)
-        if segment.size not in weights:
-            weight = total.new_empty(total.shape[:3])
-            weights[segment.size] = weight.transpose(1, 2), weight.unsqueeze(3)
-        by_head, by_token = weights[segment.size]
-        # The bound keeps -inf - -inf, which is NaN, away: a part whose queries saw no key has
-        # weight 0.
-        torch.sub(lse_part, lse.clamp_min(_UNSEEN), out=by_head)
-        if out_part.dtype != total.dtype:
-            out_part = out_part.to(total.dtype)
-        total.lerp_(out_part, by_token.sigmoid_())
-        torch.logaddexp(lse, lse_part, out=lse)
-    if total is not target:
-        target.copy_(total)
+    fits = result.is_cuda and lse.dtype == torch.float32 and segments.parts > 0
+    if fits and _fused.run(segments, outs, lses, running, lse, result):
+        return
+    weights = {} if weights is None else weights
+    for segment in segments.joined if running is None else segments.each:
+        target, total, places = segment.begin(outs, running, result, 1)
+        total_lse = lse[segment.at[2]] if segment.size < lse.shape[2] else lse
+        if not segment.places:
+            total_lse.fill_(-math.inf)
+        elif segment.first:
+            total_lse.copy_(segment.places[0].take(lses[segment.places[0].part], 2))
+        for place in places:
+            out_part, lse_part = place.take(outs[place.part], 1), place.take(lses[place.part], 2)
+            if segment.size not in weights:
+                weight = total.new_empty(total.shape[:3])
+                weights[segment.size] = weight.transpose(1, 2), weight.unsqueeze(3)
+            by_head, by_token = weights[segment.size]
+            # The bound keeps -inf - -inf, which is NaN, away: a part whose queries saw no key has
+            # weight 0.
+            torch.sub(lse_part, total_lse.clamp_min(_UNSEEN), out=by_head)
+            if out_part.dtype != total.dtype:
+                out_part = out_part.to(total.dtype)
+            total.lerp_(out_part, by_token.sigmoid_())
+            torch.logaddexp(total_lse, lse_part, out=total_lse)
+        if total is not target:
+            target.copy_(total)

@@ -114,10 +114,10 @@ def merge(
     result: Tensor,
 ) -> None:
     """Run `cp_ring.ops.merge.merge`. `lse` is contiguous, and `running` and
-    `result` have one order in memory.
+    `result` have tokens first in memory.
     """
-    running = result if running is None else running
     table, kept = segments.blocks(result.device), segments.kept.start
+    running, kept = (result, 0) if running is None else (running, kept)
     (b, _, heads, size), parts = running.shape, len(outs)
     outs, lses = padded(outs), [*lses] + [lses[-1]] * (MAX_PARTS - len(lses))
     pairs = [x for pair in zip(outs, lses, strict=True) for x in pair]

@@ -2,8 +2,9 @@
 read them.
 
 An update adds parts, which are partial results, to a total: one tensor holds the running total in
-the dtype of sums, another one the result in its own dtype. They may be the same memory. The running
-total has no memory for tokens at its ends that each have one update, which completes them.
+the dtype of sums, another one the result in its own dtype. If the dtypes are equal, the result
+holds both. Else the running total has no memory for tokens at its ends that each have one update,
+which completes them.
 """
 
 from __future__ import annotations
@@ -77,9 +78,8 @@ class Segment(NamedTuple):
         if self.size < target.shape[dim]:
             target = target[place[dim]]
         if not self.first:
-            assert running is not None
-            stays = not self.last or running.dtype == target.dtype
-            return target, target if stays else running[self.stored[dim]], self.places
+            moves = running is not None and self.last
+            return target, running[self.stored[dim]] if moves else target, self.places
         if not self.places:
             return target, target.zero_(), self.places
         part, others = self.places[0].take(parts[self.places[0].part], dim), self.places[1:]
@@ -109,8 +109,8 @@ class Segments:
 
     @cached_property
     def joined(self) -> list[Segment]:
-        """The segments if the running total has the dtype of the result, and so its memory: one for
-        neighbors that differ only in whether they are complete.
+        """The segments if the result holds the running total too: neighbors that differ only in
+        whether they are complete are one.
         """
         table = self.table.copy()
         table[3] = 1

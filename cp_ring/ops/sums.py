@@ -25,14 +25,12 @@ def add(
     one. With `dim` 1 the tokens of all these tensors are the second dimension.
 
     `running` [kept, b, h, d] holds the total in `sum_dtype` between updates. Complete tokens go to
-    `result` [s, b, h, d], which may be `running`, and is empty if there are none. Without
-    `running`, everything is complete after this update. Tokens that no part has get 0. On CUDA,
-    with Triton, it is one kernel.
+    `result` [s, b, h, d], which is empty if there are none. If `running` is None, `result` holds
+    the running total too. Tokens that no part has get 0. On CUDA, with Triton, it is one kernel.
     """
     fits = result.is_cuda and result.dtype != torch.float64 and segments.parts > 0
     if not (fits and _fused.run(segments, parts, running, result, dim)):
-        same = running is not None and running.dtype == result.dtype
-        for segment in segments.joined if same else segments.each:
+        for segment in segments.joined if running is None else segments.each:
             target, total, places = segment.begin(parts, running, result, dim)
             for place in places:
                 total += place.take(parts[place.part], dim)

@@ -83,9 +83,10 @@ def add(
     result: Tensor,
     dim: int = 0,
 ) -> None:
-    """Run `cp_ring.ops.sums.add`. `running` and `result` have one order in memory."""
+    """Run `cp_ring.ops.sums.add`. `running` and `result` have tokens first in memory."""
     table, kept = segments.blocks(result.device), segments.kept.start
-    running, count, parts = result if running is None else running, len(parts), padded(parts)
+    running, kept = (result, 0) if running is None else (running, kept)
+    count, parts = len(parts), padded(parts)
     b, (heads, size) = running.shape[1 - dim], running.shape[2:]
     strides = [stride for x in parts for stride in strides_of(x, dim)]
     # On sm_100 ptxas would spill three parts to have 48 registers; a limit of all leaves it 64.

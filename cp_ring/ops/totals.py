@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cp_ring.ops.dtypes import lse_dtype, sum_dtype
 from cp_ring.ops.merge import Weights, merge
-from cp_ring.ops.segments import Segments, at
+from cp_ring.ops.segments import Segments
 from cp_ring.ops.sums import add
 
 Shape = Sequence[int]
@@ -19,7 +19,6 @@ Shape = Sequence[int]
 class Sum:
     """The sum of partial results, each of which has a tensor [t, b, heads, size] for each of
     `sizes`, (b, heads, size); with `dim` 1 tokens are their second dimension, [b, t, heads, size].
-    Where `outer` is 1, its memory has the dimensions 0 and 1 in the other order.
 
     It keeps partial results until the next of `updates` has all of its parts; then the update runs.
     The result has `dtype`, and the running total `sum_dtype(dtype)`.
@@ -33,9 +32,8 @@ class Sum:
         like: Tensor,
         dtype: torch.dtype,
         dim: int = 0,
-        outer: int = 0,
     ):
-        self._dim, self._outer = dim, outer
+        self._dim = dim
         self._updates, self._num_tokens, self._sizes = updates, num_tokens, sizes
         self._like, self._dtype = like, dtype
         self._running: Sequence[Tensor | None] = [None] * len(sizes)
@@ -54,7 +52,9 @@ class Sum:
             self._run()
 
     def finish(self) -> Sequence[Tensor]:
-        """Return the total for each of the sizes. All partial results must have been added."""
+        """Return the total for each of the sizes, with tokens first in memory. All partial results
+        must have been added.
+        """
         while self._done < len(self._updates):
             self._run()
         return self._result or self._allocated(self._dtype, self._num_tokens)
@@ -69,7 +69,7 @@ class Sum:
     def _take(self, *part: Tensor) -> bool:
         """Take the one part of the whole total as the result, if it has the form of a result."""
         for x in part:
-            x = x.transpose(0, 1) if self._outer else x
+            x = x.transpose(0, 1) if self._dim else x
             if x.dtype != self._dtype or not x.is_contiguous():
                 return False
         self._result = part
@@ -85,39 +85,28 @@ class Sum:
         """Make the tensors that an update stores to, and return those of the result: empty ones
         until an update completes some tokens, because kernel calls before that need the memory.
         """
-        if self._running[0] is None:
-            if self._dtype == self._wide:
-                self._result = self._allocated(self._dtype, self._num_tokens)
-                self._running = [x[at(segments.kept)[self._dim]] for x in self._result]
-            elif segments.stays:
-                count = segments.kept.stop - segments.kept.start
-                self._running = self._allocated(self._wide, count)
-        if not self._result and segments.ends:
+        same = self._dtype == self._wide
+        if self._running[0] is None and segments.stays and not same:
+            count = segments.kept.stop - segments.kept.start
+            self._running = self._allocated(self._wide, count)
+        if not self._result and (same or segments.ends):
             self._result = self._allocated(self._dtype, self._num_tokens)
         return self._result or [self._like.new_empty(0, dtype=self._dtype)] * len(self._sizes)
 
     def _allocated(self, dtype: torch.dtype, count: int) -> list[Tensor]:
         """Make tensors of so many tokens of the total."""
-        place, empty = self._dim - self._outer, self._like.new_empty
-        made = [empty((*x[:place], count, *x[place:]), dtype=dtype) for x in self._sizes]
-        return [x.transpose(0, 1) for x in made] if self._outer else made
+        made = [self._like.new_empty((count, *size), dtype=dtype) for size in self._sizes]
+        return [x.transpose(0, 1) for x in made] if self._dim else made
 
 
 class Merge(Sum):
     """The total out [b, s, h, e] with lse [b, h, s], merged from partial results (out [b, t, h, e],
-    lse [b, h, t]). It keeps and adds them as `Sum` does.
+    lse [b, h, t]) of the queries q [b, s, h, d]. It keeps and adds them as `Sum` does.
     """
 
-    def __init__(
-        self,
-        updates: Sequence[Segments],
-        num_tokens: int,
-        size: Shape,
-        like: Tensor,
-        dtype: torch.dtype,
-        outer: int,
-    ):
-        super().__init__(updates, num_tokens, [size], like, dtype, 1, outer)
+    def __init__(self, updates: Sequence[Segments], q: Tensor, e: int, dtype: torch.dtype):
+        b, s, h, _ = q.shape
+        super().__init__(updates, s, [(b, h, e)], q, dtype, dim=1)
         self._weights: Weights = {}
 
     @cached_property
