@@ -81,10 +81,9 @@ def merges_agree_with_float64(merge, exact=True):
         for steps, running, result in totals((TOKENS, b, h, e), dtype):
             lse = torch.full((b, h, TOKENS), math.nan)
             for segments, mine in steps:
-                of_queries = [x.transpose(0, 1) for x in outs[mine]]
-                between = None if running is None else running.transpose(0, 1)
-                result_of = result.transpose(0, 1)
-                merge(segments, of_queries, lses[mine], between, lse, result_of)
+                *outs_of, end = (x.transpose(0, 1) for x in (*outs[mine], result))
+                mid = running if running is None else running.transpose(0, 1)
+                merge(segments, outs_of, lses[mine], mid, lse, end)
             assert torch.equal(lse.isneginf(), ~seen)
             assert not result.permute(1, 2, 0, 3)[~seen].any()
             assert error(result, truth) < {2: 5e-3, 4: 1e-6}[result.itemsize]
