@@ -152,8 +152,7 @@ class Attention:
             )
         # Batch rows with masks of their own are one stream of tokens.
         self._batch_rows = batch if rank_plan.batch == batch > 1 else 0
-        of_rows = rank_plan.batch if self._batch_rows else 1
-        _check_tokens(rank_plan, tokens * of_rows)
+        _check_tokens(rank_plan, tokens * (self._batch_rows or 1))
         self._ring = Ring(
             codec=Plain if rank_plan.cp == rank_plan.ulysses else codec,
             bshd=self._bshd and rank_plan.exchange is None and not self._batch_rows,
@@ -204,7 +203,7 @@ class Attention:
         if plan.exchange is None:
             out, lse = RingAttention.apply(call, kept and kept.parts[0], q, k, v, sink, *more)
             parts = [(out, lse)]
-            max_logit = counting and counting.max_logit
+            max_logit = None if counting is None else counting.max_logit
         else:
             out, lse, max_logit, parts = self._over_heads(call, kept, q, k, v, sink)
         if self._batch_rows:

@@ -59,7 +59,7 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
         return None
     # torch's types take the host long to recognize their objects
     if hasattr(group, "post") and hasattr(group, "rank") and hasattr(group, "size"):
-        transport: Transport = group
+        transport: Any = group
         return transport
     if isinstance(group, DeviceMesh):
         return transport_for(_group_of_mesh(group), device)

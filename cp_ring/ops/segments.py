@@ -78,8 +78,9 @@ class Segment(NamedTuple):
         if self.size < target.shape[dim]:
             target = target[place[dim]]
         if not self.first:
-            moves = running is not None and self.last
-            return target, running[self.stored[dim]] if moves else target, self.places
+            if running is not None and self.last:
+                return target, running[self.stored[dim]], self.places
+            return target, target, self.places
         if not self.places:
             return target, target.zero_(), self.places
         part, others = self.places[0].take(parts[self.places[0].part], dim), self.places[1:]
