@@ -105,13 +105,13 @@ class RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         WATCH.place, WATCH.backward = call.place, False
         # Once a call: some kernels copy a strided q, which every hop would repeat.
-        (q,) = call.of_queries(q.contiguous())
+        q = q.contiguous()
         k, v = [x.contiguous() for x in call.of_keys(k, v)]
         if taken is None:
             with determinism(call.ring.exact), without_autocast(q.device), on_device(q):
                 # A sink changes out once more, so out is not rounded before.
                 dtype = q.dtype if sink is None else sum_dtype(q.dtype)
-                out, lse = _run_forward(call, q, k, v, inputs, dtype)
+                out, lse = _run_forward(call, *call.of_queries(q), k, v, inputs, dtype)
                 if sink is not None:
                     lse = _add_sink(out, lse, sink)
                     out = out.to(q.dtype)
@@ -134,7 +134,7 @@ class RingAttention(torch.autograd.Function):
         call = ctx.call
         # Other ranks wait for this rank's messages even if nothing depends on its out.
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        out, dout = call.of_queries(out, dout)
+        q, out, dout = call.of_queries(q, out, dout)
         # dlse of queries that see no key may be NaN, and does not count.
         dlse = None if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
         call.start_backward()
