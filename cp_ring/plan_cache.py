@@ -13,7 +13,7 @@ from torch import Tensor
 from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.errors import ConfigError, expect
 from cp_ring.options import CallSettings
-from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
+from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec, plan
 from cp_ring.plan.ranges import offsets, window_of
@@ -154,7 +154,7 @@ def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:
 
     Raises `ConfigError` if a zigzag layout would give ranks different numbers of tokens.
     """
-    chunks = NamedLayout.named(layout).chunks if layout in LAYOUTS else 1
+    chunks = LAYOUTS[layout].chunks if layout in LAYOUTS else 1
     if cp > 1 and tokens % chunks:
         raise ConfigError(
             f"a rank holds {tokens} tokens, not a multiple of {chunks}, so the length of the "
