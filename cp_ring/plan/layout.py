@@ -328,6 +328,11 @@ def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
     for layer in layers:
         if not (isinstance(layer, Sequence) and len(layer) == 2 and isinstance(layer[0], Mask)):
             raise PlanError(f"{layer!r} is not a pair (mask, number of layers)")
+        mask, count = layer
+        if integer(count, "number of layers") < 1:
+            raise PlanError(
+                f"{count} layers have the mask {mask.describe()!r}: it must be at least 1"
+            )
     if not layers:
         raise PlanError("a balanced layout needs at least one mask")
     lengths = {mask.n for mask, _ in layers}
@@ -336,11 +341,6 @@ def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
             f"the masks of the layers are for {', '.join(map(str, sorted(lengths)))} tokens: they "
             "must have one length"
         )
-    for mask, count in layers:
-        if integer(count, "number of layers") < 1:
-            raise PlanError(
-                f"{count} layers have the mask {mask.describe()!r}: it must be at least 1"
-            )
     if sum(int(count) * mask.area() for mask, count in layers) >= _MOST_WORK:
         raise PlanError(
             f"{', '.join(str(count) for _, count in layers)} layers of {layers[0][0].n} tokens "
