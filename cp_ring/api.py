@@ -159,16 +159,16 @@ def ring_attention(
         if x is not None or name != "sink":
             check_local(name, x)
     transport = transport_of_call(group, q.device, plan or layout)
+    inputs, tokens_first = Inputs(q, k, v, sink, latents).alike(), qkv_format == "sbhd"
     if plan is None:
-        plan = asked.find(transport, (q, k, v), qkv_format == "sbhd", latents is not None)
+        inputs.check(int(not tokens_first))
+        plan = asked.find(transport, inputs[:3], tokens_first, latents is not None)
         if transport is not None and isinstance(layout, str):
             check_cut(transport, plan.layout, "ring_attention")
-    plain = latents is None or plan.ulysses > 1
+    wire = wire or ("plain" if latents is None or plan.ulysses > 1 else "latent")
     options = _made_once(
-        softmax_scale, deterministic, kernel, num_slots, wire or ("plain" if plain else "latent"),
-        wire_dtype, qkv_format, return_lse,
-    )  # fmt: skip
-    inputs = Inputs(q, k, v, sink, latents).alike()
+        softmax_scale, deterministic, kernel, num_slots, wire, wire_dtype, qkv_format, return_lse
+    )
     out, lse, *_ = attention_of(plan, transport, options, inputs)(inputs)
     if of_tensors == "bhsd":
         out = out.transpose(1, 2)

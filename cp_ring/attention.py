@@ -26,7 +26,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cp_ring.comm.agreement import Backward
 from cp_ring.comm.codecs import CODECS
 from cp_ring.comm.plain import Codec, Plain
 from cp_ring.comm.transport import Transport
@@ -61,7 +60,7 @@ _MAX_KINDS = 64  # of calls of one plan
 _MANY_HEADS = 128  # of a layer
 
 
-_made: weakref.WeakKeyDictionary[RankPlan, dict[object, Attention]] = RUNTIME.keep(
+_made: weakref.WeakKeyDictionary[AnyPlan, dict[object, Attention]] = RUNTIME.keep(
     weakref.WeakKeyDictionary()
 )
 
@@ -70,10 +69,13 @@ def attention_of(
     plan: AnyPlan, transport: Transport | None, options: AttentionOptions, inputs: Inputs
 ) -> Attention:
     """Return the `Attention` of a plan for all inputs with the sizes, dtypes and device of `inputs`
-    (`Inputs.kinds`). It is made once, and lives as long as this rank's part of the plan.
+    (`Inputs.kinds`). It is made once, and lives as long as the plan.
     """
-    rank_plan = rank_plan_of(plan, transport)
-    of_plan = _made.setdefault(rank_plan, {})
+    if not isinstance(plan, AnyPlan):
+        kinds = ((Mask, "mask="), (Layout, "layout="), (object, "plan=Plan.build(mask, layout)"))
+        hint = next(name for kind, name in kinds if isinstance(plan, kind))
+        raise PlanError(f"plan is a {type(plan).__name__}, not a Plan: pass {hint}")
+    of_plan = _made.setdefault(plan, {})
     exact = deterministic() if options.deterministic is None else options.deterministic
     # kernels read torch's own switch too
     key = id(transport), options, exact, switched(), tuple(REGISTRY.items()), inputs.kinds()
@@ -81,32 +83,15 @@ def attention_of(
     if attention is None or attention.transport() is not transport:
         if len(of_plan) >= _MAX_KINDS:
             of_plan.clear()
+        rank_plan = _rank_plan_of(plan, transport)
         attention = of_plan[key] = Attention(rank_plan, transport, options, inputs)
     return attention
 
 
-def codec_of(wire: str) -> type[Codec]:
-    """Return the class of the codec of that name."""
-    if wire in CODECS:
-        return CODECS[wire]
-    from cp_ring.comm.latent import LatentCodec
-
-    return LatentCodec
-
-
-def rank_plan_of(plan: AnyPlan, transport: Transport | None) -> RankPlan:
+def _rank_plan_of(plan: AnyPlan, transport: Transport | None) -> RankPlan:
     """Return the part of a plan that this rank of the transport runs. Raises `PlanError` if plan
     and transport do not fit together.
     """
-    if not isinstance(plan, AnyPlan):
-        hint = (
-            "mask="
-            if isinstance(plan, Mask)
-            else "layout="
-            if isinstance(plan, Layout)
-            else "plan=Plan.build(mask, layout)"
-        )
-        raise PlanError(f"plan is a {type(plan).__name__}, not a Plan: pass {hint}")
     if transport is None and plan.cp > 1:
         raise PlanError(f"the plan is for {plan.cp} ranks: pass their process group as group=")
     if transport is not None and transport.size != plan.cp:
@@ -167,10 +152,10 @@ class Attention:
             )
         # Batch rows with masks of their own are one stream of tokens.
         self._batch_rows = batch if rank_plan.batch == batch > 1 else 0
-        of_rows = rank_plan.batch if self._batch_rows else 1
-        _check_tokens(rank_plan, tokens * of_rows)
+        _check_tokens(rank_plan, tokens * (self._batch_rows or 1))
         self._ring = Ring(
             codec=Plain if rank_plan.cp == rank_plan.ulysses else codec,
+            bshd=self._bshd and rank_plan.exchange is None and not self._batch_rows,
             scale=q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
             num_slots=options.num_slots,
             wire_dtype={
@@ -201,21 +186,22 @@ class Attention:
         """
         q, k, v, sink, latents = inputs
         more = list(latents) if latents and self._latents else []
-        q, k, v, *more[:1] = map(self._in_stream, (q, k, v, *more[:1]))
+        more[:1] = map(self._in_stream, more[:1])
+        if not self._ring.bshd:
+            q, k, v = map(self._in_stream, (q, k, v))
         kernel, plan, transport = self._kernel, self._plan(), self.transport()
         assert plan is not None, "an attention is called without its plan"
         transport = transport if plan.cp > 1 else None
         if (counting := self._counting()) is not None:
             kernel = counting
-        begin_backward: Backward | None = None
-        if (agree := getattr(transport, "agree", None)) is not None:
-            # Raises `PlanError` on all ranks where the ranks of the transport make different calls.
-            begin_backward = agree(self._key, self._all_facts, self._options.compare_every)
+        agree = getattr(transport, "agree", None)
+        # Raises `PlanError` on all ranks where the ranks of the transport make different calls.
+        begin_backward = agree and agree(self._key, self._all_facts, self._options.compare_every)
         place = WATCH.place if kept is None else kept.place
         call = RingCall(self._ring, plan, transport, kernel, place, begin_backward)
         lse: Tensor | None
         if plan.exchange is None:
-            out, lse = RingAttention.apply(call, _taken(kept, 0), q, k, v, sink, *more)
+            out, lse = RingAttention.apply(call, kept and kept.parts[0], q, k, v, sink, *more)
             parts = [(out, lse)]
             max_logit = None if counting is None else counting.max_logit
         else:
@@ -225,7 +211,9 @@ class Attention:
             lse = (
                 None if lse is None else lse[0].unflatten(1, (self._batch_rows, -1)).transpose(0, 1)
             )
-        return Output(out.transpose(0, 1) if self._bshd else out, lse, max_logit, parts)
+        if self._bshd and not self._ring.bshd:
+            out = out.transpose(0, 1)
+        return Output(out, lse, max_logit, parts)
 
     def _in_stream(self, x: Tensor) -> Tensor:
         """Return a tensor of the caller's format with tokens first, [s, b, ...]. Batch rows with
@@ -266,7 +254,7 @@ class Attention:
             counting = self._counting()
             kernel = counting or call.kernel
             mine = call._replace(kernel=kernel, transport=ring, begin_backward=None)
-            parts.append(RingAttention.apply(mine, _taken(kept, group), q, k, v, sink))
+            parts.append(RingAttention.apply(mine, kept and kept.parts[group], q, k, v, sink))
             if counting is not None and counting.max_logit is not None and max_logit is not None:
                 max_logit[slice(*split.queries[group][mover.rank])] = counting.max_logit
             return parts[-1]
@@ -296,7 +284,10 @@ def _codec_for(wire: str, rank_plan: RankPlan, inputs: Inputs) -> type[Codec]:
     """Return the codec of a call. Raises `ConfigError` if it does not support the call's inputs or
     plan.
     """
-    codec = codec_of(wire)
+    if wire in CODECS:
+        codec = CODECS[wire]
+    else:
+        from cp_ring.comm.latent import LatentCodec as codec
     if codec.needs_latents and inputs.latents is None:
         raise ConfigError(f"wire={wire!r} needs LatentKeys in place of k")
     if codec.needs_latents and rank_plan.exchange:
@@ -318,7 +309,3 @@ def _check_tokens(rank_plan: RankPlan, tokens: int) -> None:
             f"rank {rank_plan.rank} holds {wanted} tokens of the layout{batches}, but q, k and v "
             f"have {tokens}"
         )
-
-
-def _taken(kept: KeptOutput | None, group: int) -> tuple[Tensor, ...] | None:
-    return None if kept is None else kept.parts[group]

@@ -2,8 +2,9 @@
 around both.
 
 Shapes: s tokens of this rank's shard, b batch, h query heads, g key/value heads, d head size of
-queries and keys, e head size of values. Tokens come first (sbhd): any token range of keys is then
-contiguous and travels uncopied.
+queries and keys, e head size of values. Queries, out and their gradients have the batch first, as
+kernels read them. Keys, values and theirs have tokens first: any token range is then contiguous and
+travels uncopied.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from cp_ring.plan.records import RankPlan, Turn
 class Ring:
     """The settings that all calls around one ring share.
 
-    `codec` is a class of codecs; `exact` asks for determinism. `passes` has the work and the order
-    of messages of forward and of backward, each from its first call on.
+    `codec` is a class of codecs; `exact` asks for determinism. With `bshd` tensors of queries, keys
+    and values have the batch first, [b, s, ...], here tokens first. `passes` has the work and the
+    order of messages of forward and of backward, each from its first call on.
     """
 
     codec: type[Codec]
+    bshd: bool
     scale: float
     num_slots: int
     wire_dtype: torch.dtype
@@ -59,6 +62,14 @@ class RingCall(NamedTuple):
     kernel: AttentionKernel
     place: Place
     begin_backward: Backward | None
+
+    def of_queries(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Turn the caller's tensors into [b, s, ...], or back."""
+        return tensors if self.ring.bshd else [x.transpose(0, 1) for x in tensors]
+
+    def of_keys(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Turn the caller's tensors into [s, b, ...], or back."""
+        return [x.transpose(0, 1) for x in tensors] if self.ring.bshd else tensors
 
     def start_backward(self) -> None:
         """Note that backward begins."""
@@ -79,7 +90,8 @@ class RingCall(NamedTuple):
 
 class RingAttention(torch.autograd.Function):
     """Computes out [s, b, h, e] in the dtype of q, and lse [b, h, s], from q [s, b, h, d], k [s, b,
-    g, d] and v [s, b, g, e].
+    g, d] and v [s, b, g, e]; with `Ring.bshd`, batch and tokens change places in all but lse. No
+    view of autograd does that, which takes the host twice the time.
 
     `inputs` are the codec's inputs beside k and v. `taken` is out and lse of an earlier call with
     the same inputs on every rank: then forward computes and sends nothing.
@@ -93,16 +105,19 @@ class RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         WATCH.place, WATCH.backward = call.place, False
         # Once a call: some kernels copy a strided q, which every hop would repeat.
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q = q.contiguous()
+        k, v = [x.contiguous() for x in call.of_keys(k, v)]
         if taken is None:
-            with without_autocast(q.device):
-                with determinism(call.ring.exact), on_device(q):
-                    # A sink changes out once more, so out is not rounded before.
-                    dtype = q.dtype if sink is None else sum_dtype(q.dtype)
-                    out, lse = _run_forward(call, q, k, v, inputs, dtype)
+            with determinism(call.ring.exact), without_autocast(q.device), on_device(q):
+                # A sink changes out once more, so out is not rounded before.
+                dtype = q.dtype if sink is None else sum_dtype(q.dtype)
+                out, lse = _run_forward(call, *call.of_queries(q), k, v, inputs, dtype)
                 if sink is not None:
                     lse = _add_sink(out, lse, sink)
-                out = out.to(q.dtype)
+                    out = out.to(q.dtype)
+            # Callers may change the result in place, which autograd forbids for views.
+            (out,) = call.of_queries(out)
+            out = out.data
         else:
             out, lse = taken
         ctx.save_for_backward(q, k, v, sink, out, lse, *inputs)
@@ -116,28 +131,28 @@ class RingAttention(torch.autograd.Function):
         ctx, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse, *inputs = ctx.saved_tensors
+        call = ctx.call
         # Other ranks wait for this rank's messages even if nothing depends on its out.
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        q, out, dout = call.of_queries(q, out, dout)
         # dlse of queries that see no key may be NaN, and does not count.
         dlse = None if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
-        call = ctx.call
         call.start_backward()
-        with without_autocast(q.device):
-            with determinism(call.ring.exact), on_device(q):
-                merged = out, lse, dlse
-                dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, merged)
+        with determinism(call.ring.exact), without_autocast(q.device), on_device(q):
+            merged = out, lse, dlse
+            dq, dk, dv, *others = _run_backward(call, dout, q, k, v, inputs, merged)
             dsink = None if sink is None else _sink_gradient(dout, merged, sink)
-        return None, None, dq, dk, dv, dsink, *others
+        return None, None, *call.of_queries(dq), *call.of_keys(dk, dv), dsink, *others
 
 
 def _run_forward(
     call: RingCall, q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Run the hop loop: while a hop is computed, the keys of the next hop travel. Returns out [s,
-    b, h, e] in `dtype` and lse [b, h, s].
+    """Run the hop loop: while a hop is computed, the keys of the next hop travel. Returns out [b,
+    s, h, e] in `dtype` and lse [b, h, s].
     """
     ring, (work, order) = call.ring, call.of_pass(q.device, backward=False)
-    queries, total = Queries(q), Merge(work.queries, (*q.shape[:3], v.shape[-1]), q, dtype)
+    queries, total = Queries(q), Merge(work.queries, q, v.shape[-1], dtype)
     for hop, k_hop, v_hop in ring.codec(k, v, *inputs).keys(order, call.transport):
         with span("forward", hop):
             for kernel_call in work.calls[hop]:
@@ -162,17 +177,19 @@ def _run_backward(
     work, order = call.of_pass(q.device, backward=True)
     codec, transport = ring.codec(k, v, *inputs), joining(call.transport)
     grads = codec.gradients(work, transport, ring.wire_dtype)
-    queries, total = Queries(dout, q, out, lse=lse), Sum(work.queries, [q.shape], q, q.dtype)
+    b, s, h, d = q.shape
+    queries = Queries(dout, q, out, lse=lse)
+    total = Sum(work.queries, s, [(b, h, d)], q, q.dtype, dim=1)
     if dlse is not None:
         # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first
         # channel, values of 0, and -dlse as out, it is weight * dlse, from any kernel.
         one, minus = torch.zeros_like(dout), torch.zeros_like(out)
-        one[..., 0], minus[..., 0] = 1.0, -dlse.permute(2, 0, 1)
+        one[..., 0], minus[..., 0] = 1.0, -dlse.transpose(1, 2)
         of_lse = Queries(one, q, minus, lse=lse)
-    zeros = v.new_zeros(0)
+    zeros = v
     for hop, k_hop, v_hop in codec.keys(order, transport):
-        grads.start(hop)
-        if dlse is not None and zeros.shape != v_hop.shape:
+        of_keys = grads.start(hop)
+        if dlse is not None and (zeros is v or zeros.shape != v_hop.shape):
             zeros = torch.zeros_like(v_hop)
         with span("backward", hop):
             for kernel_call in work.calls[hop]:
@@ -181,7 +198,7 @@ def _run_backward(
                     more = kernel_call.gradients(call.kernel, of_lse, k_hop, zeros, ring.scale)
                     dq, dk = dq + more[0], dk + more[1]
                 total.add(dq)
-                grads.add(dk, dv)
+                of_keys.add(dk, dv)
                 del dq, dk, dv  # else they would live through the next call
         del k_hop, v_hop
         grads.send(hop)
@@ -189,11 +206,11 @@ def _run_backward(
 
 
 def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Add exp(sink) to the denominators: scale out [s, b, h, e] in place, and return the new lse
+    """Add exp(sink) to the denominators: scale out [b, s, h, e] in place, and return the new lse
     [b, h, s].
     """
     with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-    out *= _weight(lse, with_sink).permute(2, 0, 1)[..., None]
+    out *= _weight(lse, with_sink).transpose(1, 2)[..., None]
     return with_sink
 
 
@@ -206,7 +223,7 @@ def _sink_gradient(
     out, lse, dlse = merged
     share = _weight(sink.to(lse.dtype)[:, None], lse)
     # Queries that see no key have out 0: their dout, which may be NaN in padding, does not count.
-    product = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out).sum(-1).permute(1, 2, 0)
+    product = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
     return -(share * (product if dlse is None else product - dlse)).sum((0, 2)).to(sink.dtype)
 
 

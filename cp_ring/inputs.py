@@ -105,13 +105,15 @@ class Inputs(NamedTuple):
         """Raise `PlanError` for tensors that do not fit together. tokens: the dimension of
         tokens.
         """
-        q, k, v = self[:3]
-        sink = self.sink
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        q, k, v, sink, _ = self
+
+        def shapes() -> str:
+            return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
         if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
             raise PlanError(
                 "q, k and v must have 4 dimensions, batch, tokens, heads and head size; here "
-                f"{shapes}"
+                f"{shapes()}"
             )
         if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
             dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
@@ -123,7 +125,9 @@ class Inputs(NamedTuple):
                 f"q, k and v must be on one device; here {q.device}, {k.device}, {v.device}"
             )
         if 0 in (*q.shape[2:], *k.shape[2:], v.shape[3]):
-            raise PlanError(f"q, k and v need at least one head, of size at least 1; here {shapes}")
+            raise PlanError(
+                f"q, k and v need at least one head, of size at least 1; here {shapes()}"
+            )
         if (
             k.shape[:3] != v.shape[:3]
             or k.shape[1 - tokens] != q.shape[1 - tokens]
@@ -132,8 +136,9 @@ class Inputs(NamedTuple):
             or q.shape[2] % k.shape[2]
         ):
             raise PlanError(
-                "batch sizes and tokens must agree, q and k must share a head size, key/value "
-                f"heads must divide query heads; here {shapes}"
+                "batch sizes and tokens must agree (keys are those of the queries' tokens, without "
+                "a cache), q and k must share a head size, key/value heads must divide query "
+                f"heads; here {shapes()}"
             )
         if sink is not None and (
             sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.nodes import node_size, ranks_per_node
-from cp_ring.errors import ConfigError, PlanError, expect
+from cp_ring.errors import ConfigError, expect
 from cp_ring.options import CallSettings
-from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
+from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec, plan
 from cp_ring.plan.ranges import offsets, window_of
@@ -92,24 +92,13 @@ class PlanOptions:
         tokens_first: bool,
         latent: bool = False,
     ) -> Plan:
-        """Return the plan of a call in which the rank of the transport passes q, k and v, [batch,
-        tokens, ...], or tokens first. Latents have no heads, and are not exchanged by default.
+        """Return the plan of a call in which the rank of the transport passes q, k and v, checked,
+        [batch, tokens, ...], or tokens first. Latents have no heads, and are not exchanged by default.
 
         Raises `ConfigError` or `PlanError` with a line that names the argument.
         """
         q = tensors[0]
-        if q.dim() != 4:
-            raise PlanError(
-                "q must have 4 dimensions, batch, tokens, heads and head size, not the shape "
-                f"{tuple(q.shape)}"
-            )
-        of_tokens, batch = int(not tokens_first), q.shape[int(tokens_first)]
-        tokens = q.shape[of_tokens]
-        if [*tensors[1].shape[of_tokens : of_tokens + 1]] != [tokens]:
-            raise PlanError(
-                f"q has {tokens} tokens and k the shape {tuple(tensors[1].shape)}: keys are those "
-                "of the queries' tokens, without a cache"
-            )
+        tokens, batch = q.shape[int(not tokens_first)], q.shape[int(tokens_first)]
         rank, cp = (transport.rank, transport.size) if transport else (0, 1)
         layout = self.layout
         if isinstance(layout, Layout) and layout.cp != cp:
@@ -139,16 +128,7 @@ class PlanOptions:
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes:
-    """Return the sizes for predicted times; for tensors that are about to be rejected, default
-    sizes.
-    """
-    if (
-        k.dim() != 4
-        or v.dim() != 4
-        or 0 in (*q.shape, *k.shape, *v.shape)
-        or q.shape[2] % k.shape[2]
-    ):
-        return AttentionSizes()
+    """Return the sizes for predicted times."""
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(q.dtype, "fp32")
     return AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype=dtype, batch=batch)
 
@@ -174,7 +154,7 @@ def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:
 
     Raises `ConfigError` if a zigzag layout would give ranks different numbers of tokens.
     """
-    chunks = NamedLayout.named(layout).chunks if layout in LAYOUTS else 1
+    chunks = LAYOUTS[layout].chunks if layout in LAYOUTS else 1
     if cp > 1 and tokens % chunks:
         raise ConfigError(
             f"a rank holds {tokens} tokens, not a multiple of {chunks}, so the length of the "

@@ -19,7 +19,7 @@ from cp_ring.comm.same_batch import check_same_batch
 from cp_ring.comm.transport import Transport
 from cp_ring.cuts import check_cut, note_cut
 from cp_ring.errors import ConfigError, PlanError, expect
-from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout, dimension
+from cp_ring.plan.layout import LAYOUTS, Layout, dimension
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.moves import Moves
 from cp_ring.plan.plan import Plan
@@ -254,7 +254,7 @@ def _layout(layout: Layout | Plan | str | None, n: int, cp: int) -> Layout:
     if isinstance(layout, str):
         if layout not in LAYOUTS:
             raise ConfigError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
-        if NamedLayout.named(layout).fixed:
+        if LAYOUTS[layout].fixed:
             return LAYOUTS[layout](Mask.full(n), cp)
         raise ConfigError(
             f"layout {layout!r} may follow from the mask: make it, as in Layout.balanced(mask, cp)"

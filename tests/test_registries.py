@@ -17,7 +17,7 @@ from cp_ring.comm.codecs import CODECS
 from cp_ring.comm.plain import Plain
 from cp_ring.kernels import REGISTRY
 from cp_ring.kernels.reference import ReferenceKernel
-from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.routes import ROUTES, Route, direct
 from cp_ring.plan.sizes.attention_sizes import WIRES, Wire
 from cp_ring.testing.local_ring import LocalRing
@@ -39,7 +39,7 @@ class Probe(ReferenceKernel):
 def register():
     REGISTRY["probe"] = "tests_probe_kernel"
     ROUTES["express"] = Route(lambda need, cp: tuple(replace(table) for table in direct(need, cp)))
-    LAYOUTS["striped"] = lambda mask, cp: Layout.contiguous(mask.n, cp)
+    LAYOUTS["striped"] = NamedLayout(lambda mask, cp: Layout.contiguous(mask.n, cp))
     CODECS["same"] = type("Same", (Plain,), {"name": "same"})
     WIRES["same"] = Wire("same")
 

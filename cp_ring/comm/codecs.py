@@ -133,6 +133,6 @@ class Fp8(Quantized):
 
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Int8, Fp8)}
-"""Classes of codecs by name, without that of latents; see `cp_ring.attention.codec_of`. The widths
+"""Classes of codecs by name, without that of latents; see `cp_ring.attention`. The widths
 and the error of each are in `WIRES`, by the same name.
 """

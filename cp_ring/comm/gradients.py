@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from cp_ring.comm.transport import DONE, Buffer, MessageBatch, Pending, Transport
 from cp_ring.observe import debug
@@ -35,8 +34,9 @@ class GradMessages:
         assert self._transport is not None, "one rank sends no gradients"
         self._arriving = hop.arrivals
         if self._arriving:
-            empty, dtype = self._like[0].new_empty, self._wire_dtype
-            self._in = [empty((hop.num_arriving, *size), dtype=dtype) for size in self._sizes]
+            if not self._in or self._in[0].shape[0] != hop.num_arriving:
+                empty, dtype = self._like[0].new_empty, self._wire_dtype
+                self._in = [empty((hop.num_arriving, *size), dtype=dtype) for size in self._sizes]
             debug.fill(*self._in)
         sends = [(transfer, leaving) for transfer in hop.grad_sends]
         receives = [(packed, self._in) for _, packed in self._arriving]
@@ -66,22 +66,18 @@ class GradStream(GradMessages):
     ):
         super().__init__(transport, own, wire_dtype)
         self._updates = updates
-        self._home = self._now = Sum(updates[0], [x.shape for x in own], own[0], own[0].dtype)
+        first = own[0]
+        self._home = self._now = Sum(updates[0], first.shape[0], self._sizes, first, first.dtype)
 
-    def start(self, hop: Hop) -> None:
-        """Begin the sums of a hop: gradients that are added from now on belong to the keys of
-        `hop`.
+    def start(self, hop: Hop) -> Sum:
+        """Begin a hop. Returns the sum of the gradients of its keys, of one tensor [u, b, g, d] for
+        each of `own`.
         """
         self._now = self._home
-        if hop.index:
-            shapes = [(hop.num_grads, *size) for size in self._sizes]
-            self._now = Sum(self._updates[hop.index], shapes, self._like[0], self._wire_dtype)
-
-    def add(self, *grads: Tensor) -> None:
-        """Add the gradients of the hop's next kernel call, [u, b, g, d] for each tensor of
-        `own`.
-        """
-        self._now.add(*grads)
+        if index := hop.index:
+            like, dtype = self._like[0], self._wire_dtype
+            self._now = Sum(self._updates[index], hop.num_grads, self._sizes, like, dtype)
+        return self._now
 
     def send(self, hop: Hop) -> None:
         """Add the gradients that arrived during this hop, then post the messages of this hop."""
@@ -89,7 +85,7 @@ class GradStream(GradMessages):
         if self._transport is not None:
             self._post(hop, tuple(self._now.finish()) if hop.grad_sends else ())
 
-    def finish(self) -> Sequence[Tensor]:
+    def finish(self) -> Buffer:
         """Return the gradients of this rank's own keys and values, summed over all ranks: [s, b, g,
         d] and [s, b, g, e].
         """
@@ -102,4 +98,3 @@ class GradStream(GradMessages):
         """
         for transfer, _ in self._arrived():
             (self._now if transfer.buffer else self._home).add(*self._in)
-        self._in = ()

@@ -57,11 +57,13 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
     """
     if group is None:
         return None
+    # torch's types take the host long to recognize their objects
+    if hasattr(group, "post") and hasattr(group, "rank") and hasattr(group, "size"):
+        transport: Any = group
+        return transport
+    if isinstance(group, DeviceMesh):
+        return transport_for(_group_of_mesh(group), device)
     if not isinstance(group, dist.ProcessGroup):
-        if isinstance(group, DeviceMesh):
-            return transport_for(_group_of_mesh(group), device)
-        if hasattr(group, "rank") and hasattr(group, "size") and hasattr(group, "post"):
-            return group
         raise ConfigError(_not_a_group(group))
     of_group = _transports.setdefault(group, {})
     if device.type not in of_group:
@@ -142,10 +144,10 @@ def check_local(name: str, x: Any) -> None:
     """Raise `ConfigError` unless x is a plain tensor. The local part of a DTensor may be split in
     another way than the layout says.
     """
-    plain = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_meta
-    if type(x) is Tensor and plain:
+    if type(x) is Tensor and x.layout is torch.strided and not x.is_meta:
         return
     expect(name, x, Tensor)
+    plain = x.layout is torch.strided and not x.is_meta
     if not plain or hasattr(x, "to_local"):
         kind = type(x).__name__ if plain else f"Tensor ({x.layout}, {x.device})"
         raise ConfigError(

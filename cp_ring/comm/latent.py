@@ -188,8 +188,9 @@ class LatentGradients(GradMessages):
         transport: Transport | None, wire_dtype: torch.dtype,
     ):  # fmt: skip
         self._codec, self._updates = codec, updates
-        self._keys, self._sum_dtype = (k, v), sum_dtype(k.dtype)
-        self._home = self._now = Sum(updates[0], (k.shape, v.shape), k, k.dtype)
+        self._key, self._sum_dtype = k, sum_dtype(k.dtype)
+        self._key_sizes = k.shape[1:], v.shape[1:]
+        self._home = self._now = Sum(updates[0], len(k), self._key_sizes, k, k.dtype)
         size = codec.latent.shape[-1]
         self._width = size + k.shape[-1] - codec.key_dim
         self._owed = k.new_zeros((len(k), k.shape[1], self._width), dtype=self._sum_dtype)
@@ -199,17 +200,11 @@ class LatentGradients(GradMessages):
         super().__init__(transport, (self._owed,), wire_dtype)
         self._passed: Tensor | None = None
 
-    def start(self, hop: Hop) -> None:
-        shapes = [(hop.num_grads, *x.shape[1:]) for x in self._keys]
-        self._passed = None
-        self._now = (
-            Sum(self._updates[hop.index], shapes, self._keys[0], self._keys[0].dtype)
-            if hop.index
-            else self._home
-        )
-
-    def add(self, dk: Tensor, dv: Tensor) -> None:
-        self._now.add(dk, dv)
+    def start(self, hop: Hop) -> Sum:
+        self._passed, self._now, k = None, self._home, self._key
+        if index := hop.index:
+            self._now = Sum(self._updates[index], hop.num_grads, self._key_sizes, k, k.dtype)
+        return self._now
 
     def send(self, hop: Hop) -> None:
         self._collect(hop)
@@ -233,7 +228,6 @@ class LatentGradients(GradMessages):
             target = self._to_pass_on(hop) if transfer.buffer and hop else self._owed
             for (start, end), (first, last) in zip(transfer.ranges, packed.ranges, strict=True):
                 target[start:end] += self._in[0][first:last]
-        self._in = ()
 
     def _to_pass_on(self, hop: Hop) -> Tensor:
         if self._passed is None:

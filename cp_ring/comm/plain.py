@@ -24,6 +24,7 @@ from cp_ring.comm.gradients import GradStream
 from cp_ring.comm.streams import KeyStream
 from cp_ring.comm.transport import Buffer, Transport
 from cp_ring.ops.segments import Segments
+from cp_ring.ops.totals import Sum
 from cp_ring.plan.records import Hop, Turn
 
 Keys = Iterable[tuple[Hop, Tensor, Tensor]]
@@ -50,9 +51,9 @@ class Gradients(Protocol):
     the keys.
     """
 
-    def start(self, hop: Hop) -> None: ...
-
-    def add(self, dk: Tensor, dv: Tensor) -> None: ...
+    def start(self, hop: Hop) -> Sum:
+        """Begin a hop. Returns the sum of its kernel calls' dk and dv."""
+        ...
 
     def send(self, hop: Hop) -> None: ...
 

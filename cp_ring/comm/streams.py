@@ -33,52 +33,55 @@ class KeyStream:
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         turns, pending = self._order, list[Pending]()
-        for place, turn in enumerate(turns):
-            hop, slot = turn.hop, turn.slot
+        # In backward, the gradients of the last hop, unless they leave with keys.
+        leave = self._transport.leave if isinstance(self._transport, Joining) else None
+        for place, (hop, slot, _, ahead) in enumerate(turns):
             if place == len(pending):
-                pending.append(self._posted(turn))
-            wait_for(pending[place])
+                pending.append(self._posted(turns[place]))
+            if pending[place] is not DONE:
+                wait_for(pending[place])
             pending[place] = DONE  # which frees the tensors of its messages
             # A GPU's kernels are only launched here: those of the rank's own keys, which wait for
             # nothing, go before the first messages. A CPU computes them first, so they go after.
-            launched = self._slots[0][0].is_cuda and not slot
-            ahead = turns[: 0 if launched else turn.ahead]
-            pending += [self._posted(later) for later in ahead[len(pending) :]]
-            self._leave()
+            if slot or not self._slots[0][0].is_cuda:
+                self._post(pending, ahead)
+            if leave:
+                leave()
             self._spare = ()
             for counters in self._recording:
                 counters.hops += bool(len(hop.tiles))
             yield hop, *self._slots[slot]
-            pending += [self._posted(later) for later in turns[len(pending) : turn.ahead]]
+            self._post(pending, ahead)
             if slot:
                 self._spare = self._slots.pop(slot)
                 for counters in self._recording:
                     counters.slot(-1)
-        self._leave()
+        if leave:
+            leave()
 
-    def _leave(self) -> None:
-        """In backward, post the gradients of the last hop, unless they left with keys."""
-        if isinstance(self._transport, Joining):
-            self._transport.leave()
+    def _post(self, pending: list[Pending], ahead: int) -> None:
+        """Post the messages of the first hops, up to `ahead`."""
+        while len(pending) < ahead:
+            pending.append(self._posted(self._order[len(pending)]))
 
     def _posted(self, turn: Turn) -> Pending:
         """Post the messages of a hop."""
-        hop, slots = turn.hop, self._slots
-        if self._transport is None or not (turn.slot or turn.sends):
+        (hop, slot, sent, _), slots = turn, self._slots
+        if self._transport is None or not (slot or sent):
             return DONE
         buffer: Buffer = ()
-        if turn.slot:
-            buffer = slots[turn.slot] = self._allocated(hop.num_keys)
+        if slot:
+            buffer = slots[slot] = self._allocated(hop.num_keys)
             debug.fill(*buffer)
             for counters in self._recording:
                 counters.slot(+1)
         receives = [(receive, buffer) for receive in hop.receives]
-        sends = [(send, slots[slot]) for send, slot in turn.sends]
+        sends = [(send, slots[slot]) for send, slot in sent]
         return self._transport.post(MessageBatch(sends, receives, "keys", hop.index))
 
     def _allocated(self, num_tokens: int) -> Buffer:
         """Return a buffer of so many tokens; its contents are undefined."""
         spare, self._spare = self._spare, ()
-        if spare and len(spare[0]) == num_tokens:
+        if spare and spare[0].shape[0] == num_tokens:
             return spare
         return [x.new_empty((num_tokens, *x.shape[1:])) for x in self._slots[0]]

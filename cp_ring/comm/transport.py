@@ -26,7 +26,7 @@ or the gradients of both.
 """
 
 
-@dataclass
+@dataclass(slots=True)
 class MessageBatch:
     """The messages of a hop that are posted together: each transfer with the buffers whose tokens
     it moves.

@@ -1,8 +1,8 @@
 """Kernel calls: what a hop gives to a kernel, and what it gets back. `cp_ring.kernels.packed` has
 the calls of many tiles.
 
-Tensors have tokens first: q [s, b, h, d] is a rank's shard, k [u, b, g, d] and v [u, b, g, e] are a
-hop's key buffer.
+q [b, s, h, d] is a rank's shard, as kernels read it. k [u, b, g, d] and v [u, b, g, e] are a hop's
+key buffer: any token range of them is contiguous and travels uncopied.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class KernelCall(Protocol):
     def attend(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return out [t, b, h, e] and lse [b, h, t] of the call's queries, from q of the shard and
+        """Return out [b, t, h, e] and lse [b, h, t] of the call's queries, from q of the shard and
         k, v of the key buffer.
         """
         ...
@@ -53,7 +53,7 @@ class KernelCall(Protocol):
     def gradients(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the call's share of dq [t, b, h, d], dk [u, b, g, d] and dv [u, b, g, e]."""
+        """Return the call's share of dq [b, t, h, d], dk [u, b, g, d] and dv [u, b, g, e]."""
         ...
 
 
@@ -103,8 +103,7 @@ class SingleCall:
         (q,), (k, v) = queries.part(self.q), self._keys(k, v)
         if self.reverse:
             q = q.flip(1)
-        out, lse = kernel.forward(q, k, v, lo=self.lo, hi=self.hi, scale=scale)
-        return out.transpose(0, 1), lse
+        return kernel.forward(q, k, v, lo=self.lo, hi=self.hi, scale=scale)
 
     def gradients(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
@@ -114,7 +113,7 @@ class SingleCall:
             dout, q, out, lse = dout.flip(1), q.flip(1), out.flip(1), lse.flip(2)
         k, v = self._keys(k, v)
         dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, lo=self.lo, hi=self.hi, scale=scale)
-        return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
+        return dq, dk.transpose(0, 1), dv.transpose(0, 1)
 
     def _keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """View the tile's keys and values as [b, keys, ...]."""

@@ -76,6 +76,7 @@ class PackedCall:
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         (q,), count = queries.tensors, self.q.count
+        q = q.transpose(0, 1)
         heads = q.shape[1:3]
         q, k, v = (
             side.tokens.take(x).flatten(1, 2) for side, x in ((self.q, q), (self.k, k), (self.k, v))
@@ -83,14 +84,15 @@ class PackedCall:
         out, lse = cast(VarlenKernel, kernel).forward_varlen(
             q, k, v, self._packing(q.device), scale
         )
-        return out[:count].unflatten(1, heads), lse[:, :count].unflatten(0, heads)
+        out = out[:count].unflatten(1, heads).transpose(0, 1)
+        return out, lse[:, :count].unflatten(0, heads)
 
     def gradients(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert queries.lse is not None, "a backward pass has no lse"
         b, mine = k.shape[1], self.q.tokens
-        dout, q, out = (mine.take(x).flatten(1, 2) for x in queries.tensors)
+        dout, q, out = (mine.take(x.transpose(0, 1)).flatten(1, 2) for x in queries.tensors)
         k, v = (self.k.tokens.take(x).flatten(1, 2) for x in (k, v))
         lse = mine.take(queries.lse, 2).contiguous().flatten(0, 1)
         grads = cast(VarlenKernel, kernel).backward_varlen(
@@ -100,7 +102,7 @@ class PackedCall:
         dq, dk, dv = (
             x[:count].unflatten(1, (b, -1)) for x, count in zip(grads, counts, strict=True)
         )
-        return dq, dk, dv
+        return dq.transpose(0, 1), dk, dv
 
     def _packing(self, device: torch.device) -> Packing:
         cu_q, cu_k = self.q.ends.on(device), self.k.ends.on(device)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Queries:
-    """Tensors of all queries of a pass, [s, b, h, size]: q, in backward dout, q and the merged out,
+    """Tensors of all queries of a pass, [b, s, h, size]: q, in backward dout, q and the merged out,
     with lse [b, h, s]. Consecutive calls with the same queries share their views, and one
     contiguous copy of lse.
     """
@@ -23,9 +23,10 @@ class Queries:
         tokens].
         """
         if self._tokens != tokens:
-            whole = tokens.stop - tokens.start == self.tensors[0].shape[0]
-            self._part = [(x if whole else x[tokens]).transpose(0, 1) for x in self.tensors]
+            whole = tokens.stop - tokens.start == self.tensors[0].shape[1]
+            self._part = [x if whole else x[:, tokens] for x in self.tensors]
             if self.lse is not None:
-                self._part.append(self.lse[..., tokens].contiguous())
+                lse = self.lse if whole else self.lse[..., tokens]
+                self._part.append(lse.contiguous())
             self._tokens = tokens
         return self._part

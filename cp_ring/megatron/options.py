@@ -14,7 +14,7 @@ from typing import Any, Self
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron import option_values
 from cp_ring.options import CallSettings, setting
-from cp_ring.plan.layout import NamedLayout
+from cp_ring.plan.layout import LAYOUTS, NamedLayout
 from cp_ring.plan.schedule import resolve
 
 MASK_KINDS = (
@@ -160,7 +160,7 @@ class Options(Settings, CallSettings):
     @property
     def named_layout(self) -> NamedLayout:
         """Return the registered properties of `layout`."""
-        return NamedLayout.named(self.layout)
+        return LAYOUTS[self.layout]
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cp_ring.megatron.settings import LayerWindows, layer_windows
-from cp_ring.plan.layout import Layout, NamedLayout
+from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec, plan
 from cp_ring.runtime import RUNTIME
@@ -22,7 +22,7 @@ def make_layout(name: str, n: int, cp: int) -> Layout:
     """Return the layout called `name` of `n` tokens over `cp` ranks. A layout that weighs masks, as
     `balanced` does, balances the work of the windows of all layers together.
     """
-    split = NamedLayout.named(name)
+    split = LAYOUTS[name]
     return _layout(split, n, cp, layer_windows() if split.weighs else ())
 
 
@@ -38,7 +38,7 @@ def layout_of_row(name: str, n: int, cp: int, mask_of: Callable[[tuple[int, int]
     """
     if cp == 1:
         return Layout.contiguous(n, 1)
-    split = NamedLayout.named(name)
+    split = LAYOUTS[name]
     if not split.weighs:
         return make_layout(name, n, cp)
     return split.of_layers([(mask_of(window), count) for window, count in layer_windows()], cp)

@@ -77,3 +77,9 @@ def padded(parts: Sequence[Tensor]) -> list[Tensor]:
     """Return MAX_PARTS tensors whose last dimension is contiguous."""
     parts = [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
     return parts + parts[-1:] * (MAX_PARTS - len(parts))
+
+
+def strides_of(x: Tensor, dim: int) -> tuple[int, int, int]:
+    """Return the strides of tokens, batch and heads, if tokens are the dimension `dim`, 0 or 1."""
+    first, second, heads, _ = x.stride()
+    return (second, first, heads) if dim else (first, second, heads)

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from cp_ring.ops.fused import FusedFunction
-from cp_ring.ops.segments import Segment, Segments
+from cp_ring.ops.segments import Segments
 from cp_ring.runtime import RUNTIME
+
+Weights = dict[int, tuple[Tensor, Tensor]]
+"""Memory of the weights of t tokens by t: viewed as [b, h, t] like lse, and as [b, t, h, 1] like
+out, in whose order `lerp_` takes half the time.
+"""
 
 _UNSEEN = -1e30
 """A number below the lse of any query that saw a key."""
@@ -25,57 +30,47 @@ def merge(
     running: Tensor | None,
     lse: Tensor,
     result: Tensor,
+    weights: Weights | None = None,
 ) -> None:
-    """Run one update: merge partial `outs` [t, b, h, e] and `lses` [b, h, t], one by one, with the
-    stored total, and store the new one.
+    """Run one update: merge partial `outs` [b, t, h, e] and `lses` [b, h, t], one by one, with the
+    stored total, and store the new one. A part's weight w is its share of the softmax:
 
-    `running` [kept, b, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running
-    lse in `lse_dtype`. Complete tokens go to `result` [s, b, h, e], which may be `running`, and is
-    empty if there are none. Without `running`, everything is complete after this update. Tokens
-    that no part has get 0 and -inf. On CUDA, with Triton, it is one kernel.
-    """
-    fits = result.is_cuda and lse.dtype == torch.float32 and segments.parts > 0
-    if not (fits and _fused.run(segments, outs, lses, running, lse, result)):
-        for segment in segments.each:
-            merge_segment(segment, outs, lses, running, lse, result)
-
-
-def merge_segment(
-    segment: Segment,
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    running: Tensor | None,
-    lse: Tensor,
-    result: Tensor,
-) -> None:
-    """Merge one segment of `merge` with torch operations."""
-    target, total, places = segment.begin(outs, running, result)
-    if segment.size < lse.shape[2]:
-        lse = lse[..., segment.tokens]
-    if not segment.places:
-        lse.fill_(-math.inf)
-    elif segment.first:
-        lse.copy_(segment.places[0].take(lses[segment.places[0].part], 2))
-    for place in places:
-        _merge_(total, lse, place.take(outs[place.part]), place.take(lses[place.part], 2))
-    if total is not target:
-        target.copy_(total)
-
-
-def _merge_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor) -> None:
-    """Merge a part in place into the running out [q, b, h, e] in float32 (or float64) and lse [b,
-    h, q] in `lse_dtype`.
-
-        out += sigmoid(lse_part - lse) * (out_part - out);  lse = log(exp(lse) + exp(lse_part)).
+        w = sigmoid(lse_part - lse)
+        out += w * (out_part - out)
+        lse = log(exp(lse) + exp(lse_part))
 
     A query that saw no key on one side (lse -inf) keeps the other side's values; on neither side,
     out is 0 and lse -inf.
+
+    `running` [b, kept, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running
+    lse in `lse_dtype`. Complete tokens go to `result` [b, s, h, e], which is empty if there are
+    none. If `running` is None, `result` holds the running total too. Tokens that no part has get 0
+    and -inf. On CUDA, with Triton, it is one kernel; elsewhere updates of
+    one total share the memory of `weights`.
     """
-    # The bound keeps -inf - -inf, which is NaN, away: a part whose queries saw no key has weight 0.
-    weight = lse_part.sub(lse.clamp_min(_UNSEEN)).sigmoid_().permute(2, 0, 1)
-    # In the order of out, in which `lerp_` takes half the time.
-    weight = weight.to(out.dtype, memory_format=torch.contiguous_format)
-    if out_part.dtype != out.dtype:
-        out_part = out_part.to(out.dtype)
-    out.lerp_(out_part, weight.unsqueeze(3))
-    torch.logaddexp(lse, lse_part, out=lse)
+    fits = result.is_cuda and lse.dtype == torch.float32 and segments.parts > 0
+    if fits and _fused.run(segments, outs, lses, running, lse, result):
+        return
+    weights = {} if weights is None else weights
+    for segment in segments.joined if running is None else segments.each:
+        target, total, places = segment.begin(outs, running, result, 1)
+        total_lse = lse[segment.at[2]] if segment.size < lse.shape[2] else lse
+        if not segment.places:
+            total_lse.fill_(-math.inf)
+        elif segment.first:
+            total_lse.copy_(segment.places[0].take(lses[segment.places[0].part], 2))
+        for place in places:
+            out_part, lse_part = place.take(outs[place.part], 1), place.take(lses[place.part], 2)
+            if segment.size not in weights:
+                weight = total.new_empty(total.shape[:3])
+                weights[segment.size] = weight.transpose(1, 2), weight.unsqueeze(3)
+            by_head, by_token = weights[segment.size]
+            # The bound keeps -inf - -inf, which is NaN, away: a part whose queries saw no key has
+            # weight 0.
+            torch.sub(lse_part, total_lse.clamp_min(_UNSEEN), out=by_head)
+            if out_part.dtype != total.dtype:
+                out_part = out_part.to(total.dtype)
+            total.lerp_(out_part, by_token.sigmoid_())
+            torch.logaddexp(total_lse, lse_part, out=total_lse)
+        if total is not target:
+            target.copy_(total)

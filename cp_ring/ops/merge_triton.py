@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cp_ring.ops.blocks_triton import MAX_PARTS, load_tokens, padded, store_tokens, tokens_in_part
+from cp_ring.ops.blocks_triton import (
+    MAX_PARTS,
+    load_tokens,
+    padded,
+    store_tokens,
+    strides_of,
+    tokens_in_part,
+)
 from cp_ring.ops.segments import BLOCK_Q, Segments
 
 # Strides and places that depend on the number of tokens. Triton would compile again for those that
@@ -106,17 +113,19 @@ def merge(
     lse: Tensor,
     result: Tensor,
 ) -> None:
-    """Run `cp_ring.ops.merge.merge`. `running`, `lse` and `result` are contiguous."""
-    running = result if running is None else running
+    """Run `cp_ring.ops.merge.merge`. `lse` is contiguous, and `running` and
+    `result` have tokens first in memory.
+    """
     table, kept = segments.blocks(result.device), segments.kept.start
-    (_, b, heads, size), parts = running.shape, len(outs)
+    running, kept = (result, 0) if running is None else (running, kept)
+    (b, _, heads, size), parts = running.shape, len(outs)
     outs, lses = padded(outs), [*lses] + [lses[-1]] * (MAX_PARTS - len(lses))
     pairs = [x for pair in zip(outs, lses, strict=True) for x in pair]
-    strides = [stride for out in outs for stride in out.stride()[:3]]
+    strides = [stride for out in outs for stride in strides_of(out, 1)]
     # As in `sums_triton.add`: ptxas would spill to have 80 registers on sm_80.
     _merge[(len(table) * heads, b)](
         table, kept, running, lse, result, *pairs,
-        *running.stride()[:3], size, heads, *lse.stride()[:2], *strides,
+        *strides_of(running, 1), size, heads, *lse.stride()[:2], *strides,
         *(stride for x in lses for stride in x.stride()),
         PARTS=parts, BLOCK_Q=BLOCK_Q, BLOCK_E=triton.next_power_of_2(size), maxnreg=255,
     )  # fmt: skip

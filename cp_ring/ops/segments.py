@@ -2,15 +2,16 @@
 read them.
 
 An update adds parts, which are partial results, to a total: one tensor holds the running total in
-the dtype of sums, another one the result in its own dtype. They may be the same memory. The running
-total has no memory for tokens at its ends that each have one update, which completes them.
+the dtype of sums, another one the result in its own dtype. If the dtypes are equal, the result
+holds both. Else the running total has no memory for tokens at its ends that each have one update,
+which completes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,56 +24,66 @@ BLOCK_Q = 16
 """The number of tokens of one program of a Triton kernel."""
 
 
+def at(tokens: slice) -> tuple[Any, ...]:
+    """Return the index of tokens by the dimension that they are in a tensor, 0 to 2."""
+    return tokens, (slice(None), tokens), (..., tokens)
+
+
 class PartTokens(NamedTuple):
-    """The place of a segment's `size` tokens in a part; they are in reverse order if `reverse`."""
+    """The place of a segment's `size` tokens in a part: their index by dimension. They are in
+    reverse order if `reverse`.
+    """
 
     part: int
-    tokens: slice
+    at: tuple[Any, ...]
     size: int
     reverse: bool
 
-    def take(self, part: Tensor, dim: int = 0) -> Tensor:
-        """Return the segment's tokens of the part, in the order of the total."""
+    def take(self, part: Tensor, dim: int) -> Tensor:
+        """Return the segment's tokens of the part, in the order of the total. Tokens are the
+        dimension `dim`.
+        """
         if self.size < part.shape[dim]:  # a view takes the host longer than the question
-            part = part[..., self.tokens] if dim else part[self.tokens]
+            part = part[self.at[dim]]
         return part.flip(dim) if self.reverse else part
 
 
 class Segment(NamedTuple):
-    """One segment of a total's tokens, and the parts that are added to it. Without parts, it is
-    filled with zeros.
+    """One segment of `size` tokens of a total, and the parts that are added to it. Without parts,
+    it is filled with zeros.
 
-    stored: their place in the running total, if they have one.
+    at: the index of the tokens by dimension.
+    stored: their index in the running total, if they have one.
     first: nothing has been stored there yet.
     last: the total is complete, and goes to the result.
     """
 
-    tokens: slice
-    stored: slice
+    at: tuple[Any, ...]
+    stored: tuple[Any, ...]
     size: int
     first: bool
     last: bool
     places: list[PartTokens]
 
     def begin(
-        self, parts: Sequence[Tensor], running: Tensor | None, result: Tensor
+        self, parts: Sequence[Tensor], running: Tensor | None, result: Tensor, dim: int
     ) -> tuple[Tensor, Tensor, list[PartTokens]]:
         """Return the tokens to which the total is stored, the total to start from, and the places
         that are still to be added. The start is the stored total, else the first part, else zeros;
-        it may be the tokens themselves.
+        it may be the tokens themselves. `dim` is the dimension of tokens.
         """
-        target, place = result, self.tokens
+        target, place = result, self.at
         if running is not None and not self.last:
             target, place = running, self.stored
-        if self.size < target.shape[0]:
-            target = target[place]
+        if self.size < target.shape[dim]:
+            target = target[place[dim]]
         if not self.first:
-            assert running is not None
-            stays = not self.last or running.dtype == target.dtype
-            return target, target if stays else running[self.stored], self.places
+            if running is not None and self.last:
+                return target, running[self.stored[dim]], self.places
+            return target, target, self.places
         if not self.places:
             return target, target.zero_(), self.places
-        part, others = self.places[0].take(parts[self.places[0].part]), self.places[1:]
+        part, others = self.places[0].take(parts[self.places[0].part], dim), self.places[1:]
         # The sum of several parts is not rounded to the dtype of the result on the way.
         if others and (dtype := sum_dtype(target.dtype)) != target.dtype:
             return target, part.to(dtype, copy=True), others
@@ -98,6 +109,21 @@ class Segments:
         return [_segment(self.kept.start, *column) for column in self.table.T.tolist()]
 
     @cached_property
+    def joined(self) -> list[Segment]:
+        """The segments if the result holds the running total too: neighbors that differ only in
+        whether they are complete are one.
+        """
+        table = self.table.copy()
+        table[3] = 1
+        following, size = table[:, :-1].copy(), table[1, :-1] - table[0, :-1]
+        following[:2] = table[1, :-1], table[1, 1:]
+        following[4::2] += following[5::2] * size
+        begins = np.append(True, (following != table[:, 1:]).any(0))
+        ends = np.append(begins[1:], True)
+        table[1, begins] = table[1, ends]
+        return [_segment(0, *column) for column in table[:, begins].T.tolist()]
+
+    @cached_property
     def _blocks(self) -> Copies:
         return Copies(_cut(self.table).T.astype(np.int32, order="C"))
 
@@ -113,9 +139,9 @@ def _segment(kept: int, start: int, end: int, first: int, last: int, *parts: int
     for part, (position, step) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
         if step:
             low = min(position, position + step * (size - 1))
-            places.append(PartTokens(part, slice(low, low + size), size, step < 0))
-    stored = slice(start - kept, end - kept)
-    return Segment(slice(start, end), stored, size, bool(first), bool(last), places)
+            places.append(PartTokens(part, at(slice(low, low + size)), size, step < 0))
+    stored = at(slice(start - kept, end - kept))
+    return Segment(at(slice(start, end)), stored, size, bool(first), bool(last), places)
 
 
 def _cut(table: np.ndarray) -> np.ndarray:

@@ -8,35 +8,31 @@ import torch
 from torch import Tensor
 
 from cp_ring.ops.fused import FusedFunction
-from cp_ring.ops.segments import Segment, Segments
+from cp_ring.ops.segments import Segments
 from cp_ring.runtime import RUNTIME
 
 _fused = RUNTIME.of_process(FusedFunction("cp_ring.ops.sums_triton", "add"))
 
 
 def add(
-    segments: Segments, parts: Sequence[Tensor], running: Tensor | None, result: Tensor
+    segments: Segments,
+    parts: Sequence[Tensor],
+    running: Tensor | None,
+    result: Tensor,
+    dim: int = 0,
 ) -> None:
     """Run one update: add `parts` [t, b, h, d], one by one, to the stored total, and store the new
-    one.
+    one. With `dim` 1 the tokens of all these tensors are the second dimension.
 
     `running` [kept, b, h, d] holds the total in `sum_dtype` between updates. Complete tokens go to
-    `result` [s, b, h, d], which may be `running`, and is empty if there are none. Without
-    `running`, everything is complete after this update. Tokens that no part has get 0. On CUDA,
-    with Triton, it is one kernel.
+    `result` [s, b, h, d], which is empty if there are none. If `running` is None, `result` holds
+    the running total too. Tokens that no part has get 0. On CUDA, with Triton, it is one kernel.
     """
     fits = result.is_cuda and result.dtype != torch.float64 and segments.parts > 0
-    if not (fits and _fused.run(segments, parts, running, result)):
-        for segment in segments.each:
-            add_segment(segment, parts, running, result)
-
-
-def add_segment(
-    segment: Segment, parts: Sequence[Tensor], running: Tensor | None, result: Tensor
-) -> None:
-    """Add one segment of `add` with torch operations."""
-    target, total, places = segment.begin(parts, running, result)
-    for place in places:
-        total += place.take(parts[place.part])
-    if total is not target:
-        target.copy_(total)
+    if not (fits and _fused.run(segments, parts, running, result, dim)):
+        for segment in segments.joined if running is None else segments.each:
+            target, total, places = segment.begin(parts, running, result, dim)
+            for place in places:
+                total += place.take(parts[place.part], dim)
+            if total is not target:
+                target.copy_(total)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cp_ring.ops.blocks_triton import load_tokens, padded, store_tokens, tokens_in_part
+from cp_ring.ops.blocks_triton import load_tokens, padded, store_tokens, strides_of, tokens_in_part
 from cp_ring.ops.segments import BLOCK_Q, Segments
 
 
@@ -77,15 +77,20 @@ def _add(
 
 
 def add(
-    segments: Segments, parts: Sequence[Tensor], running: Tensor | None, result: Tensor
+    segments: Segments,
+    parts: Sequence[Tensor],
+    running: Tensor | None,
+    result: Tensor,
+    dim: int = 0,
 ) -> None:
-    """Run `cp_ring.ops.sums.add`. `running` and `result` are contiguous."""
+    """Run `cp_ring.ops.sums.add`. `running` and `result` have tokens first in memory."""
     table, kept = segments.blocks(result.device), segments.kept.start
-    running, count, parts = result if running is None else running, len(parts), padded(parts)
-    _, b, heads, size = running.shape
-    strides = [stride for x in parts for stride in x.stride()[:3]]
+    running, kept = (result, 0) if running is None else (running, kept)
+    count, parts = len(parts), padded(parts)
+    b, (heads, size) = running.shape[1 - dim], running.shape[2:]
+    strides = [stride for x in parts for stride in strides_of(x, dim)]
     # On sm_100 ptxas would spill three parts to have 48 registers; a limit of all leaves it 64.
     _add[(len(table) * heads, b)](
-        table, kept, running, result, *parts, *running.stride()[:3], size, heads, *strides,
+        table, kept, running, result, *parts, *strides_of(running, dim), size, heads, *strides,
         PARTS=count, BLOCK_Q=BLOCK_Q, BLOCK_D=triton.next_power_of_2(size), maxnreg=255,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of, union
+from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of
 from cp_ring.plan.schedule import SLOT_SHARDS, ring_distance
 from cp_ring.plan.tiles import OPEN, Tiles, coalesce, split_at_edges
 from cp_ring.plan.time import BLOCK, CONDITIONS, Traffic
@@ -175,30 +175,13 @@ def _seconds(layers: Layers, split: Layout, limit: float = np.inf) -> tuple[floa
         for heads in reversed(heads_of(split.cp)):
             members = split.merged(heads)
             around = 2 * CONDITIONS.exchange(-(-mask.n // split.cp), heads)
-            if _least(mask, members, heads) + around < min(best, limit / count):
-                traffic = _traffic(mask, members, heads)
-                if traffic.bound + around < min(best, limit / count):
-                    best = min(best, traffic.fastest(SLOT_SHARDS)[1].both)
-                pairs = int(traffic.pairs.sum())
+            traffic = _traffic(mask, members, heads)
+            if traffic.bound + around < min(best, limit / count):
+                best = min(best, traffic.fastest(SLOT_SHARDS)[1].both)
+            pairs = int(traffic.pairs.sum())
         total += count * best
         computing += count * pairs / split.cp * sum(CONDITIONS.pair_seconds())
     return total, computing
-
-
-def _least(mask: Mask, members: Layout, heads: int) -> float:
-    """Return a lower bound of the seconds without the exchange of heads: the work if it is even, or
-    the keys that reach the node of a member, whichever takes longer.
-    """
-    sizes, rates = CONDITIONS.sizes.of_rank(heads), CONDITIONS.rates
-    rows, chunk, _ = split_at_edges(mask.pieces, members.edges, key_edges=np.array([0, mask.n]))
-    member, start, end = union(members.owner[chunk], rows.k0, rows.k1)
-    seen = np.bincount(member, end - start).max(initial=0)
-    near = CONDITIONS.members(heads)
-    arriving = max(0, float(seen) - mask.n * near / members.cp) if members.cp > near else 0.0
-    keys, gradients = (arriving * width / rates.between for width in sizes.on_wire())
-    pairs = mask.area() / members.cp
-    there, back = (pairs * seconds for seconds in CONDITIONS.pair_seconds(heads))
-    return max(there, keys) + max(back, keys + gradients)
 
 
 def _traffic(mask: Mask, members: Layout, heads: int) -> Traffic:

@@ -7,7 +7,7 @@ To add a layout, write one function from a mask and a number of ranks to a `Layo
         edges = np.arange(mask.n + 1)  # chunks of one token
         return Layout(mask.n, cp, edges, edges[:-1] % cp, "striped")
 
-    LAYOUTS["striped"] = striped
+    LAYOUTS["striped"] = NamedLayout(striped)
 
 Flags and settings take their choices from `LAYOUTS`, so the entry must be made before they are
 read. Any chunks and any owners are right for attention; `Layout` says what the arrays must hold,
@@ -328,6 +328,11 @@ def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
     for layer in layers:
         if not (isinstance(layer, Sequence) and len(layer) == 2 and isinstance(layer[0], Mask)):
             raise PlanError(f"{layer!r} is not a pair (mask, number of layers)")
+        mask, count = layer
+        if integer(count, "number of layers") < 1:
+            raise PlanError(
+                f"{count} layers have the mask {mask.describe()!r}: it must be at least 1"
+            )
     if not layers:
         raise PlanError("a balanced layout needs at least one mask")
     lengths = {mask.n for mask, _ in layers}
@@ -336,11 +341,6 @@ def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
             f"the masks of the layers are for {', '.join(map(str, sorted(lengths)))} tokens: they "
             "must have one length"
         )
-    for mask, count in layers:
-        if integer(count, "number of layers") < 1:
-            raise PlanError(
-                f"{count} layers have the mask {mask.describe()!r}: it must be at least 1"
-            )
     if sum(int(count) * mask.area() for mask, count in layers) >= _MOST_WORK:
         raise PlanError(
             f"{', '.join(str(count) for _, count in layers)} layers of {layers[0][0].n} tokens "
@@ -380,14 +380,6 @@ class NamedLayout:
     chunks: int = 1
     weighs: bool = False
 
-    @classmethod
-    def named(cls, name: str) -> NamedLayout:
-        """Return the entry of `LAYOUTS`; a plain function becomes a `NamedLayout` with the
-        defaults.
-        """
-        entry = LAYOUTS[name]
-        return entry if isinstance(entry, cls) else cls(entry)
-
     def __call__(self, mask: Mask, cp: int) -> Layout:
         return self.make(mask, cp)
 
@@ -398,13 +390,11 @@ class NamedLayout:
         return self.make(layers if self.weighs else layers[0][0], cp)
 
 
-LAYOUTS: dict[str, NamedLayout | Callable[[Mask, int], Layout]] = {
+LAYOUTS: dict[str, NamedLayout] = {
     "zigzag": NamedLayout(
         lambda mask, cp: Layout.zigzag(mask.n, cp), stock=True, fixed=True, chunks=2
     ),
     "contiguous": NamedLayout(lambda mask, cp: Layout.contiguous(mask.n, cp), fixed=True),
     "balanced": NamedLayout(Layout.balanced, weighs=True),
 }
-"""Layouts that flags and settings can name. Each is a `NamedLayout`, or a function from a mask and
-a number of ranks to a `Layout`.
-"""
+"""Layouts that flags and settings can name."""

@@ -59,13 +59,11 @@ class Lowered:
 
     parent: int64 [count], the index of the tile that each one is part of.
     kind: int64 [count], FULL, CAUSAL, REVERSED or BAND.
-    alike: int64 [count], tiles with equal numbers may share a varlen call.
     """
 
     tiles: Tiles
     parent: Ints
     kind: Ints
-    alike: Ints
 
     @property
     def reverse(self) -> NDArray[np.bool_]:
@@ -75,13 +73,11 @@ class Lowered:
         return self.kind == REVERSED
 
 
-def lower(tiles: Tiles, capabilities: Capabilities, apart: Ints | None = None) -> Lowered:
+def lower(tiles: Tiles, capabilities: Capabilities) -> Lowered:
     """Rewrite `tiles` into disjoint tiles that allow the same pairs and that a kernel of these
     capabilities supports.
 
         tiles = lower(Tiles.of([Tile(0, 512, 0, 512, lo=-200, hi=0)]), Capabilities()).tiles
-
-    apart: int64 [tiles], such as the tiles' hops: tiles with different numbers share no call.
     """
     parent = np.arange(len(tiles))
     tiles = tiles.fitted()
@@ -89,8 +85,7 @@ def lower(tiles: Tiles, capabilities: Capabilities, apart: Ints | None = None) -
     tiles, parent = tiles[live], parent[live]
     if not capabilities.bands:
         tiles, parent = _flatten(tiles, parent)
-    kind = band_kinds(tiles)
-    return Lowered(tiles, parent, kind, kind if apart is None else kind + 4 * apart[parent])
+    return Lowered(tiles, parent, band_kinds(tiles))
 
 
 def band_kinds(tiles: Tiles) -> Ints:
@@ -175,7 +170,7 @@ def call_groups(lowered: Lowered, varlen: bool) -> list[list[list[int]]]:
     corner = tiles.k1 - tiles.q1
     left = np.where(tiles.lo == -OPEN, -1, corner - tiles.lo)
     right = np.where(tiles.hi == OPEN, -1, tiles.hi - corner)
-    one_window = np.stack([lowered.alike, left, right])
+    one_window = np.stack([lowered.kind, left, right])
     one_window[1:, lowered.reverse] = 0
     kinds, full = list(map(tuple, one_window.T.tolist())), (lowered.kind == FULL).tolist()
     queries, keys = (list(map(tuple, tiles.data[rows].T.tolist())) for rows in ([0, 1], [2, 3]))

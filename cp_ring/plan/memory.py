@@ -12,7 +12,8 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
     are kept from forward to backward.
     """
     tokens = int(report.tokens_per_rank.max())
-    width, element, wire, float32 = sizes.key_width, sizes.element, sizes.wire_element, 4
+    width, element, float32 = sizes.key_width, sizes.element, 4
+    of_keys, of_gradients = sizes.on_wire()
     heads = sizes.batch * sizes.heads
     arriving, leaving, returning = (
         int(table.max(initial=0)) for table in (report.keys_in, report.grads_out, report.grads_in)
@@ -22,14 +23,14 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
         "kept: lse": tokens * heads * float32,
         "forward: partial results of out": MAX_PARTS * tokens * sizes.out_width * element,
         "forward: out in float32": tokens * sizes.out_width * float32,
-        "both: key and value slots": num_slots * arriving * sizes.wire_key_bytes,
+        "both: key and value slots": num_slots * arriving * of_keys,
         **({} if sizes.codec.plain else _codec_memory(sizes, tokens, arriving, leaving)),
         "backward: partial results of dq": MAX_PARTS * tokens * sizes.query_width * element,
         "backward: dq in float32": tokens * sizes.query_width * float32,
         "backward: dk, dv in float32": tokens * width * float32,
         "backward: a hop's dk, dv in float32": leaving * width * float32,
-        "backward: a hop's dk, dv that leave": leaving * sizes.wire_gradient_width * wire,
-        "backward: dk, dv that arrive": returning * sizes.wire_gradient_width * wire,
+        "backward: a hop's dk, dv that leave": leaving * of_gradients,
+        "backward: dk, dv that arrive": returning * of_gradients,
     }
 
 
@@ -47,7 +48,7 @@ def _codec_memory(
             leaving * sizes.key_width * sizes.element
         )
         buffers["backward: gradients of latents in float32"] = (
-            tokens * sizes.wire_gradient_width * 4
+            tokens * sizes.on_wire()[1] // sizes.wire_element * 4
         )
         buffers["backward: gradient of the up-projection in float32"] = weight * 4
     return buffers

@@ -332,7 +332,7 @@ def _check_cover(plan: PlanTables, axis: Axis) -> None:
     computed = _sums(plan.tiles.data, rows, columns, places, axis.n)
     allowed = _sums(plan.mask.pieces.data, 0, 0, stream, axis.n)[axis.token]
     for place in _first(computed != allowed):
-        raise PlanError(_difference(plan, axis, int(place), False))
+        raise PlanError(_not_allowed(axis, place))
 
 
 def _check_cover_of(plan: PlanTables, axis: Axis, rank: int) -> None:
@@ -341,17 +341,24 @@ def _check_cover_of(plan: PlanTables, axis: Axis, rank: int) -> None:
     """
     stream, places = axis.sums
     pieces, own = plan.mask.pieces.data, axis.own(rank)
-    for turned, mine, other in (
-        (False, plan.tile_rank, plan.tile_source),
-        (True, plan.tile_source, plan.tile_rank),
+    for what, others, mine, other in (
+        ("query", "keys", plan.tile_rank, plan.tile_source),
+        ("key", "queries", plan.tile_source, plan.tile_rank),
     ):
         tile = np.flatnonzero(mine == rank)
         tiles, columns = plan.tiles.data[:, tile], axis.first[other[tile]]
-        computed = _sums(_turned(tiles) if turned else tiles, 0, columns, places, len(own))
-        parts, rows = _in_shard(_turned(pieces) if turned else pieces, axis, own)
+        if what == "key":
+            tiles, pieces = _turned(tiles), _turned(pieces)
+        computed = _sums(tiles, 0, columns, places, len(own))
+        parts, rows = _in_shard(pieces, axis, own)
         allowed = _sums(parts, rows, 0, stream, len(own))
         for i in _first(computed != allowed):
-            raise PlanError(_difference(plan, axis, int(own[i]), turned))
+            raise PlanError(_not_allowed(axis, int(own[i]), what, others))
+
+
+def _not_allowed(axis: Axis, place: int, what: str = "query", others: str = "keys") -> str:
+    token = axis.token[place]
+    return f"rank {axis.rank(place)}: {what} {token} computes other {others} than the mask allows"
 
 
 def _turned(tiles: Ints) -> Ints:
@@ -373,38 +380,6 @@ def _in_shard(pieces: Ints, axis: Axis, own: Ints) -> tuple[Ints, Ints]:
     parts[0] = np.maximum(parts[0], start[chunk])
     parts[1] = np.minimum(parts[1], end[chunk])
     return parts, (begin - start)[chunk]
-
-
-def _difference(plan: PlanTables, axis: Axis, place: int, turned: bool) -> str:
-    """Say for the query (or the key, if `turned`) at a place of the axis with which token it is
-    computed or allowed too often.
-    """
-    mine, other, tiles = plan.tile_rank, plan.tile_source, plan.tiles.data
-    pieces, token = plan.mask.pieces.data, int(axis.token[place])
-    if turned:
-        mine, other, tiles, pieces = other, mine, _turned(tiles), _turned(pieces)
-    computed = _seen(tiles, place - axis.first[mine], axis.first[other], axis.n)
-    allowed = _seen(pieces, np.full_like(pieces[0], token), 0, axis.n)[axis.token]
-    seen = int((computed != allowed).argmax())
-    query, key = (seen, place) if turned else (place, seen)
-    return (
-        f"rank {axis.rank(query)}: query {axis.token[query]} and key {axis.token[key]} of rank "
-        f"{axis.rank(key)} are computed {computed[seen]} times, but the mask allows them "
-        f"{allowed[seen]} times"
-    )
-
-
-def _seen(tiles: Ints, query: Ints, columns: Ints | int, count: int) -> Ints:
-    """Return how often tiles let a query see each of `count` keys. The query is number `query[i]`
-    of tile i, whose keys are counted from `columns[i]`.
-    """
-    q0, q1, k0, k1, lo, hi = tiles
-    start, end = np.maximum(k0, query + lo), np.minimum(k1, query + hi + 1)
-    mine = (q0 <= query) & (query < q1) & (start < end)
-    times = np.zeros(count + 1, np.int64)
-    np.add.at(times, (columns + start)[mine], 1)
-    np.subtract.at(times, (columns + end)[mine], 1)
-    return np.cumsum(times)[:-1]
 
 
 def _check_keys(plan: PlanTables, axis: Axis) -> None:
@@ -543,9 +518,7 @@ def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) 
             _check_buffers(f"rank {rank}, hop {hop.index}", hop, held, back)
             sums += _sums(hop.tiles.data, 0, 0, _running(axis.number[held]), len(own))
         for i in _first(sums != allowed):
-            raise PlanError(
-                f"rank {rank}: query {axis.token[own[i]]} computes other keys than the mask allows"
-            )
+            raise PlanError(_not_allowed(axis, int(own[i])))
 
 
 def _filled(axis: Axis, rows: Transfers, own: Ints) -> dict[int, Ints]:

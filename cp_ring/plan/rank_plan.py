@@ -43,7 +43,10 @@ class _HopBuffers:
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     """Return the plan of one rank, made from the tables of all ranks."""
-    cp, (keys, grads) = plan.cp, _buffers(plan, rank)
+    cp, layout = plan.cp, plan.layout
+    # keys arrive in one buffer of a hop, and gradients leave the other
+    keys = _HopBuffers(layout, rank, plan.transfers.where("receiver", rank))
+    grads = _HopBuffers(layout, rank, plan.gradients.where("sender", rank))
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     tiles, tile_hop, grad_shift, tile_far = _own_tiles(plan, rank, keys, grads)
@@ -72,7 +75,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
 
     hops, pieces = Hops(make, _numbers(*every).tolist()), len(plan.mask.pieces)
     return RankPlan(
-        rank, cp, int(keys.sizes[0]), hops, plan.layout.rows, identity(plan), pieces,
+        rank, cp, int(keys.sizes[0]), hops, layout.rows, identity(plan), pieces,
         forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
     )  # fmt: skip
 
@@ -80,19 +83,6 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
 def _numbers(*lists: Ints | list[int]) -> Ints:
     """Return the distinct numbers in ascending order; none may be negative."""
     return np.flatnonzero(np.bincount(np.concatenate(lists)))
-
-
-def rank_tiles(plan: PlanTables, rank: int) -> tuple[Tiles, Ints]:
-    """Return the tiles of one rank's plan and the hop of each, without the rest of the plan."""
-    return _own_tiles(plan, rank, *_buffers(plan, rank))[:2]
-
-
-def _buffers(plan: PlanTables, rank: int) -> tuple[_HopBuffers, _HopBuffers]:
-    """Return a rank's buffers of keys, filled by messages that arrive, and of gradients, which
-    leave.
-    """
-    arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
-    return _HopBuffers(plan.layout, rank, arriving), _HopBuffers(plan.layout, rank, leaving)
 
 
 def _own_tiles(

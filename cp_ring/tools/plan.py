@@ -18,7 +18,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.memory import memory
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.rank_plan import rank_tiles
+from cp_ring.plan.rank_plan import rank_plan
 from cp_ring.plan.report import Report
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import group_sizes
@@ -216,8 +216,11 @@ def kernel_calls(plan: Plan) -> list[int] | None:
     """
     if plan.ring.cp > MAX_RANKS_COUNTED:
         return None
-    parts = (rank_tiles(plan.ring, member) for member in range(plan.ring.cp))
-    return [len(call_groups(lower(tiles, ASSUMED, hop), ASSUMED.varlen)) for tiles, hop in parts]
+    hops = (rank_plan(plan.ring, member).hops for member in range(plan.ring.cp))
+    return [
+        sum(len(call_groups(lower(hop.tiles, ASSUMED), ASSUMED.varlen)) for hop in of_member)
+        for of_member in hops
+    ]
 
 
 def bytes_between_nodes(plan: Plan, given: Conditions) -> int:

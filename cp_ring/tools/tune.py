@@ -18,7 +18,7 @@ import typer
 import yaml
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.plan.layout import NamedLayout
+from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.memory import memory
 from cp_ring.plan.plan import Plan, PlanSpec
@@ -426,7 +426,7 @@ def attention_costs(
     costs = []
     for heads, wire in ways:
         if (cp, heads) not in plans:
-            spec = PlanSpec(NamedLayout.named(layout).of_layers(masks, cp), ulysses=heads)
+            spec = PlanSpec(LAYOUTS[layout].of_layers(masks, cp), ulysses=heads)
             made = [(spec.build(mask, cp), count) for mask, count in masks]
             plans[cp, heads] = [(plan, plan.verify(), count) for plan, count in made]
         sizes = model.attention(tp, setup.micro_batch, wire)

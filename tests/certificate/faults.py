@@ -303,10 +303,11 @@ def _hop_weighed(weight):
     """The gradients of the first remote hop count so many times."""
 
     def faulty(start, self, hop):
-        start(self, hop)
-        add = type(self).add
-        times = weight if hop.index == 1 else 1
-        self.add = lambda *grads: add(self, *(times * x for x in grads))
+        total = start(self, hop)
+        if hop.index == 1:
+            add = total.add
+            total.add = lambda *grads: add(*(weight * x for x in grads))
+        return total
 
     return _at("cp_ring.comm.gradients.GradStream.start", faulty)
 
@@ -322,11 +323,11 @@ def _scaled(factor):
 
 
 def _totals(operation, rounded):
-    """After each update, what `rounded` picks of its tensors is rounded to bf16."""
+    """After each update, the tensors in `rounded` are rounded to bf16."""
 
-    def faulty(work, segments, *tensors):
-        work(segments, *tensors)
-        for total in rounded(*tensors):
+    def faulty(work, *given):
+        work(*given)
+        for total in given[rounded]:
             if total is not None:
                 total.copy_(total.bfloat16())
 
@@ -509,13 +510,9 @@ ATTENTION = {
     "gradients of one hop lost": _hop_weighed(0),
     "sink ignored": _parity("sink dropped"),
     "softmax scale": _scaled(lambda: 1.05),
-    "softmax denominators accumulated in bf16": _totals(
-        "merge", lambda outs, lses, running, lse, out: [lse]
-    ),
-    "outputs accumulated in bf16": _totals(
-        "merge", lambda outs, lses, running, lse, out: [running, out]
-    ),
-    "gradients accumulated in bf16": _totals("add", lambda parts, running, total: [running, total]),
+    "softmax denominators accumulated in bf16": _totals("merge", slice(4, 5)),
+    "outputs accumulated in bf16": _totals("merge", slice(3, 6, 2)),
+    "gradients accumulated in bf16": _totals("add", slice(2, 4)),
     "padding attended": _at("cp_ring.megatron.data.documents.Documents.in_thd", _padding_attended),
     "window beyond 256 tokens": _of_window(lambda left, n: left if n <= 256 else 200),
     "second batch row like the first": _at(

@@ -89,7 +89,7 @@ def fused(folder, sizes, dtypes, skipped=0, registers=None):
         JITFunction.run = lambda *args, **more: run(*args, **more | {"maxnreg": registers})
     for size, name, total, parts in product(sizes, dtypes, ("float32", ""), range(1, 5)):
         made = [
-            _empty(100, 1, 4, size + skipped).to(getattr(torch, name))[..., skipped:]
+            _empty(1, 100, 4, size + skipped).to(getattr(torch, name))[..., skipped:]
             for _ in range(parts)
         ]
         result = made[0].contiguous()
@@ -98,7 +98,7 @@ def fused(folder, sizes, dtypes, skipped=0, registers=None):
         lse = torch.empty(1, 4, 100, device="cuda")
         calls = {
             "merge": (merge_triton, (segments, made, [lse] * parts, running, lse, result)),
-            "add": (sums_triton, (segments, made, running, result)),
+            "add": (sums_triton, (segments, made, running, result, 1)),
         }
         for function, (module, arguments) in calls.items():
             jit = getattr(module, f"_{function}")

@@ -243,9 +243,9 @@ def merges(job):
     for h in (32, 4):
         for parts in (1, 2, 4):
             for first, last in ((1, 0), (0, 0), (0, 1), (1, 1)):
-                outs = [job.random(tokens, 1, h, 128) for _ in range(parts)]
+                outs = [job.random(1, tokens, h, 128) for _ in range(parts)]
                 lses = [torch.randn(1, h, tokens, device=job.device) for _ in outs]
-                running = torch.zeros(tokens, 1, h, 128, device=job.device)
+                running = torch.zeros(1, tokens, h, 128, device=job.device)
                 result, lse = torch.empty_like(outs[0]), torch.zeros_like(lses[0])
                 segments = Segments(np.array([[0, tokens, first, last, *[0, 1] * parts]]).T)
                 moved = tokens * h * 128 * (2 * parts + 4 * (not first) + (2 if last else 4))
@@ -253,7 +253,7 @@ def merges(job):
                     "merge": partial(
                         merge_triton.merge, segments, outs, lses, running, lse, result
                     ),
-                    "sum": partial(sums_triton.add, segments, outs, running, result),
+                    "sum": partial(sums_triton.add, segments, outs, running, result, 1),
                 }.items():
                     ms = timed(job, work)
                     job.row(

@@ -32,16 +32,15 @@ def updates(most):
 
 def totals(shape, dtype):
     """For updates of any number of parts, and results in float32 and `dtype`: the updates, the
-    running total in float32 of the tokens that need one, which is in the result where it may be,
-    and the result.
+    running total in float32 of the tokens that need one, None where the result holds it, and the
+    result.
     """
     for most in range(1, MAX_PARTS + 1):
         for kind in {torch.float32, dtype}:
             result = torch.full(shape, math.nan, dtype=kind)
             steps = updates(most)
-            running = result[steps[0][0].kept]
-            same = kind == torch.float32
-            yield steps, running if same else torch.full(running.shape, math.nan), result
+            running = torch.full_like(result[steps[0][0].kept], math.nan, dtype=torch.float32)
+            yield steps, None if kind == torch.float32 else running, result
 
 
 def tokens_of(part):
@@ -82,7 +81,9 @@ def merges_agree_with_float64(merge, exact=True):
         for steps, running, result in totals((TOKENS, b, h, e), dtype):
             lse = torch.full((b, h, TOKENS), math.nan)
             for segments, mine in steps:
-                merge(segments, outs[mine], lses[mine], running, lse, result)
+                *outs_of, end = (x.transpose(0, 1) for x in (*outs[mine], result))
+                mid = running if running is None else running.transpose(0, 1)
+                merge(segments, outs_of, lses[mine], mid, lse, end)
             assert torch.equal(lse.isneginf(), ~seen)
             assert not result.permute(1, 2, 0, 3)[~seen].any()
             assert error(result, truth) < {2: 5e-3, 4: 1e-6}[result.itemsize]

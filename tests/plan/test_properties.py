@@ -33,9 +33,8 @@ def check_plan(plan):
     tiles, *_ = tiles_in_stream(plan.ring)
     assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
     assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
-    apart = plan.ring.tile_rank * plan.ring.cp + plan.ring.tile_source
     for capabilities in CAPABILITIES:
-        lowered = lower(plan.ring.tiles, capabilities, apart)
+        lowered = lower(plan.ring.tiles, capabilities)
         allowed = {FULL, CAUSAL, REVERSED} | ({BAND} if capabilities.bands else set())
         assert set(lowered.kind.tolist()) <= allowed
         for parent in np.unique(lowered.parent):
@@ -44,7 +43,8 @@ def check_plan(plan):
                 paint(mine, plan.n, plan.n),
                 paint(plan.ring.tiles[parent : parent + 1], plan.n, plan.n),
             )
-        check_calls(lowered, capabilities.varlen)
+        for hop in (hop for rank in range(plan.cp) for hop in plan.rank_plan(rank).hops):
+            check_calls(lower(hop.tiles, capabilities), capabilities.varlen)
     rank = plan.n % plan.cp
     alone = Plan.build_rank_plan(
         plan.mask,

@@ -42,7 +42,7 @@ def test_another_route_or_layout_of_the_same_name_makes_another_plan(monkeypatch
     monkeypatch.setitem(ROUTES, "direct", Route(direct))
     assert plan(MASK, 4) is not before
     before = plan(MASK, 4)
-    monkeypatch.setitem(LAYOUTS, "zigzag", lambda mask, cp: Layout.contiguous(mask.n, cp))
+    monkeypatch.setitem(LAYOUTS, "zigzag", LAYOUTS["contiguous"])
     assert np.array_equal(plan(MASK, 4).layout.owner, np.arange(4)) and plan(MASK, 4) is not before
 
 

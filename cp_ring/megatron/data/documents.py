@@ -23,7 +23,7 @@ from cp_ring.megatron.data.masks import MicrobatchMask
 from cp_ring.megatron.plans import layout_of_row
 from cp_ring.megatron.settings import LayerWindows, current, layer_windows
 from cp_ring.plan import ranges
-from cp_ring.plan.layout import Layout, NamedLayout
+from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.records import RankPlan
@@ -326,7 +326,7 @@ def packed_layout(offsets: Ints, cp: int) -> Layout:
 def _whole_row_layout(offsets: bytes, cp: int, name: str, windows: LayerWindows) -> Layout:
     edges = np.unique(np.frombuffer(offsets, np.int64))
     layers = [(Mask.documents(edges, window=window), count) for window, count in windows]
-    return NamedLayout.named(name).of_layers(layers, cp)
+    return LAYOUTS[name].of_layers(layers, cp)
 
 
 _read: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())

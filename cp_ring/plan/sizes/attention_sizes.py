@@ -136,11 +136,6 @@ class AttentionSizes:
         return self.on_wire()[0]
 
     @property
-    def wire_gradient_width(self) -> int:
-        """Elements of a token's gradients as they travel, in all batch rows."""
-        return self.on_wire()[1] // self.wire_element
-
-    @property
     def element(self) -> int:
         """Bytes of an element of queries, keys and values."""
         return DTYPE_BYTES[self.dtype]
