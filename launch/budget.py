@@ -48,7 +48,7 @@ def room(name: str, budget: int, limit: int, paths: str) -> Room:
 _LIBRARY = """cp_ring/__init__.py cp_ring/errors.py cp_ring/runtime.py cp_ring/api.py
     cp_ring/plan_cache.py cp_ring/attention.py cp_ring/inputs.py cp_ring/hop_loop.py
     cp_ring/sharding.py cp_ring/prefixes.py cp_ring/options.py cp_ring/cuts.py
-    cp_ring/plan cp_ring/kernels cp_ring/comm cp_ring/ops cp_ring/observe
+    cp_ring/plan cp_ring/kernels cp_ring/comm cp_ring/ops cp_ring/observe cp_ring/recurrent
     cp_ring/integrations cp_ring/testing"""
 _ADAPTER = "cp_ring/megatron patches cp_ring/run.py cp_ring/pretrain_gpt.py"
 ROOMS = (
@@ -61,6 +61,7 @@ ROOMS = (
     room("kernels", 16_500, 16_950, "cp_ring/kernels"),
     room("messages", 12_500, 13_530, "cp_ring/comm"),
     room("merges and sums", 5_300, 5_940, "cp_ring/ops"),
+    room("recurrent layers", 5_500, 5_500, "cp_ring/recurrent"),
     room("observation", 4_500, 4_600, "cp_ring/observe"),
     room("other libraries, testing", 10_000, 9_760, "cp_ring/integrations cp_ring/testing"),
     room("adapter", 11_000, 9_500, "cp_ring/megatron/adapter cp_ring/megatron/specs.py"),
