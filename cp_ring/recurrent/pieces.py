@@ -109,10 +109,6 @@ class Pieces:
         """The pieces that have children."""
         return np.unique(self.parent[self.goes_on])
 
-    def held(self, rank: int) -> Ints:
-        """Return the pieces of a rank."""
-        return np.flatnonzero(self.owner == rank)
-
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
         """The rounds, in each of which every rank posts all of its messages at once."""
@@ -137,12 +133,10 @@ class Pieces:
         return Round(piece, target[which], moves)
 
     @property
-    def sent(self) -> tuple[int, int]:
-        """Return how many maps, and how many halos, ranks send in forward; as many in backward."""
-        far = (self.owner != self.owner[self.parent])[self.goes_on]
-        maps = [each.moves for each in self.rounds]
-        sent = sum(int(x.tokens[x.sender != x.receiver].sum()) for x in maps)
-        return sent, int(far.sum())
+    def sent(self) -> int:
+        """The number of maps that ranks send in forward, and of their gradients in backward."""
+        moves = [each.moves for each in self.rounds]
+        return sum(int(x.tokens[x.sender != x.receiver].sum()) for x in moves)
 
     def halo(self, width: int) -> Halo:
         """Return the halo of a convolution over `width` tokens, the token itself among them."""

@@ -11,10 +11,11 @@ last token of the chain of pieces that it covers.
 | The entry before each piece covers the chain from the first token of its document up to the      |
 | token before the piece: every piece on the way once, and nothing of another document or branch.  |
 | A convolution reads the tokens before each piece in sequence.                                    |
-| Ranks get only what they use. Both ends of a message agree on its length, and all ranks post the |
-| same rounds in the same order, all messages of a round at once: no deadlock.                     |
+| Ranks get only what they use, each of it once.                                                   |
 
-Backward sends the gradient of each message the way back, in rounds of the opposite order.
+There is no deadlock: both ends of a message are read from one row of a table, and all ranks post
+the same rounds in the same order, all messages of a round at once. Backward sends the gradient of
+each message the way back, in rounds of the opposite order.
 """
 
 from __future__ import annotations
@@ -36,66 +37,61 @@ def verify(pieces: Pieces, starts: Ints, before: Ints, width: int) -> None:
 
     starts, before: as in `Pieces.of`, with 0 among the starts.
     """
-    layout = pieces.layout
-    previous = np.arange(-1, layout.n - 1)  # of each token in sequence
+    previous = np.arange(-1, pieces.layout.n - 1)  # of each token in sequence
     previous[starts] = before
-    _check_pieces(pieces, previous)
-    entries = _played(pieces, previous)
-    wanted = previous[pieces.start]
-    for number in np.flatnonzero(wanted >= 0):
-        oldest, last = entries[number]
-        if last != wanted[number] or previous[oldest] != -1:
-            _fail(pieces, number, f"begins with the state of tokens {oldest}..{last}")
-    _check_halo(pieces, previous, width)
+    shards = [pieces.layout.positions(rank) for rank in range(pieces.layout.cp)]
+    _check_pieces(pieces, previous, shards)
+    _check_states(pieces, previous)
+    _check_halo(pieces, previous, shards, width)
 
 
-def _check_pieces(pieces: Pieces, previous: Ints) -> None:
-    for rank in range(pieces.layout.cp):
-        spans = [(pieces.start[i], pieces.end[i]) for i in np.flatnonzero(pieces.owner == rank)]
-        tokens = np.concatenate([np.arange(0), *(np.arange(*span) for span in spans)])
-        _expect(np.array_equal(tokens, pieces.layout.positions(rank)), f"rank {rank}: its pieces")
-    first = np.zeros(len(previous), bool)
-    first[pieces.start] = True
-    inside = np.flatnonzero(~first)
-    _expect((previous[inside] == inside - 1).all(), "a piece with tokens of two documents")
-    parent = pieces.parent
-    last = np.where(parent < 0, -1, pieces.end[parent] - 1)
-    for number in np.flatnonzero(last != previous[pieces.start]):
-        _fail(pieces, number, f"has a parent that ends with token {last[number]}")
+def _check_pieces(pieces: Pieces, previous: Ints, shards: list[Ints]) -> None:
+    tokens = [np.arange(start, end) for start, end in zip(pieces.start, pieces.end, strict=True)]
+    for rank, shard in enumerate(shards):
+        held = [tokens[number] for number in np.flatnonzero(pieces.owner == rank)]
+        whole = np.concatenate([*held, shard[:0]])
+        _expect(np.array_equal(whole, shard), f"rank {rank} has pieces of other tokens")
+    inside = np.setdiff1d(np.arange(len(previous)), pieces.start)
+    _expect((previous[inside] == inside - 1).all(), "a piece has tokens of two documents")
+    last = np.where(pieces.parent < 0, -1, pieces.end[pieces.parent] - 1)
+    _expect((last == previous[pieces.start]).all(), "a piece has another parent than the mask says")
 
 
-def _played(pieces: Pieces, previous: Ints) -> Ints:
-    """Return the first and the last token of the chain that each piece's entry covers, int64
-    [pieces, 2]; -1 without one.
-    """
-    own = np.stack([pieces.start, pieces.end - 1], 1)
-    entries, table = np.full_like(own, -1), own[pieces.hands_on]
-    owner = pieces.owner[pieces.hands_on]
+def _check_states(pieces: Pieces, previous: Ints) -> None:
+    """Play the rounds. A chain is the first and the last token that a map covers."""
+    chains = np.stack([pieces.start, pieces.end - 1])
+    entries = np.full_like(chains, -1)
+    table = pieces.hands_on
     for number, each in enumerate(pieces.rounds):
-        held = [table[owner == rank] for rank in range(pieces.layout.cp)]
-        took = _taken(each.moves, held, f"round {number}", pieces.owner[each.piece], each.place)
-        for piece, (oldest, last) in zip(each.piece, took, strict=True):
-            if number and last != previous[entries[piece, 0]]:
-                _fail(pieces, piece, f"composes chains {oldest}..{last} and {entries[piece]}")
-        entries[each.piece, 0] = took[:, 0]
-        if not number:
-            entries[each.piece] = took
-        table, owner = entries[pieces.goes_on], pieces.owner[pieces.goes_on]
-    return entries
+        ranks = pieces.owner[table]
+        held = [table[ranks == rank] for rank in range(pieces.layout.cp)]
+        source = _taken(each.moves, held, f"round {number}", pieces.owner[each.piece], each.place)
+        oldest, last = chains[:, source]
+        if number:
+            for wrong in each.piece[last != previous[entries[0, each.piece]]]:
+                _fail(pieces, wrong, "composes maps of pieces that do not follow each other")
+            last = entries[1, each.piece]
+        entries = entries.copy()
+        entries[:, each.piece] = oldest, last
+        chains, table = entries, pieces.goes_on
+    oldest, last = entries
+    wanted = previous[pieces.start]
+    right = (last == wanted) & ((wanted < 0) | (previous[oldest] < 0))
+    for number in np.flatnonzero(~right):
+        _fail(pieces, number, f"begins with the state of {oldest[number]}..{last[number]}")
 
 
-def _check_halo(pieces: Pieces, previous: Ints, width: int) -> None:
-    halo, layout = pieces.halo(width), pieces.layout
-    shards = [layout.positions(rank) for rank in range(layout.cp)]
-    size = layout.tokens_per_rank[pieces.owner][:, None]
-    far = halo.place >= size
-    reader = np.broadcast_to(pieces.owner[:, None], far.shape)[far]
-    found = np.full_like(halo.place, -1)
-    found[far] = _taken(halo.moves, shards, "halo", reader, (halo.place - size)[far])
-    for piece, column in np.argwhere((halo.place >= 0) & ~far):
-        found[piece, column] = shards[pieces.owner[piece]][halo.place[piece, column]]
+def _check_halo(pieces: Pieces, previous: Ints, shards: list[Ints], width: int) -> None:
+    halo = pieces.halo(width)
     wanted = pieces.start
-    for column in found.T:
+    rank = np.repeat(pieces.owner, width - 1)
+    place = halo.place.reshape(-1)
+    size = pieces.layout.tokens_per_rank[rank]
+    found, far = np.full_like(place, -1), place >= size
+    found[far] = _taken(halo.moves, shards, "halo", rank[far], (place - size)[far])
+    for number in np.flatnonzero((place >= 0) & ~far):
+        found[number] = shards[rank[number]][place[number]]
+    for column in found.reshape(halo.place.shape).T:
         wanted = np.where(wanted < 0, -1, previous[wanted])
         for number in np.flatnonzero(column != wanted):
             _fail(pieces, number, f"reads token {column[number]} in place of {wanted[number]}")
@@ -105,28 +101,18 @@ def _taken(moves: Moves, held: list[Ints], what: str, rank: Ints, place: Ints) -
     """Return what the ranks in `rank` find at the places in `place` after the moves of `held`, all
     of which must be used.
     """
-    arrived: list[list[Ints]] = []
-    for receiver in range(moves.ranks):
-        count = int((place[rank == receiver]).max(initial=-1)) + 1
-        values, times = np.zeros((count, *held[0].shape[1:]), int), np.zeros(count, int)
-        for sender, ranges in moves.receives(receiver).items():
-            sent = moves.sends(sender).get(receiver, ())
-            _expect(
-                [b - a for a, b in ranges] == [b - a for a, b in sent],
-                f"{what}: rank {receiver} awaits {ranges} of rank {sender}, which sends {sent}",
-            )
-            for (start, end), (first, last) in zip(ranges, sent, strict=True):
-                _expect(end <= count and last <= len(held[sender]), f"{what}: {start}..{end}")
-                values[start:end] = held[sender][first:last]
-                times[start:end] += 1
-        _expect((times == 1).all(), f"{what}: rank {receiver} gets a place twice, or not at all")
-        used = np.unique(place[rank == receiver])
-        _expect(len(used) == count, f"{what}: rank {receiver} gets what it does not use")
-        sends = {to for to in moves.sends(receiver) if receiver not in moves.receives(to)}
-        _expect(not sends, f"{what}: rank {receiver} sends to {sends}, which await nothing")
-        arrived.append(list(values))
-    shape = len(rank), *held[0].shape[1:]
-    return np.array([arrived[r][p] for r, p in zip(rank, place, strict=True)], int).reshape(shape)
+    arrived: dict[tuple[int, int], int] = {}
+    columns = moves.sender, moves.receiver, moves.source, moves.target, moves.tokens
+    for sender, receiver, source, target, tokens in np.stack(columns, 1).tolist():
+        names = held[sender][source : source + tokens].tolist()
+        _expect(0 < tokens == len(names), f"{what}: rank {sender} sends what it does not have")
+        for number, name in enumerate(names, target):
+            twice = (receiver, number) in arrived
+            _expect(not twice, f"{what}: place {number} of rank {receiver} is filled twice")
+            arrived[receiver, number] = name
+    wanted = list(zip(rank.tolist(), place.tolist(), strict=True))
+    _expect(arrived.keys() == set(wanted), f"{what}: a rank gets other things than it uses")
+    return np.array([arrived[key] for key in wanted], np.int64)
 
 
 def _fail(pieces: Pieces, number: Any, what: str) -> None:

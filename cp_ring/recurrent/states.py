@@ -37,25 +37,23 @@ class StatePassing:
 
     def __init__(self, pieces: Pieces, transport: Transport, device: torch.device):
         self._pieces, self._transport, self._device = pieces, transport, device
-        self._held = held = pieces.held(transport.rank)
+        self._held = held = np.flatnonzero(pieces.owner == transport.rank)
         self._first = places(pieces.layout, pieces.start[held])[1]
         self._size = (pieces.end - pieces.start)[held]
-        self._goes, self._hands = (np.isin(held, x) for x in (pieces.goes_on, pieces.hands_on))
-        goes, hands = self._goes, self._hands
+        goes, hands = (np.isin(held, x) for x in (pieces.goes_on, pieces.hands_on))
         self._begins, self._through, self._alone, self._later = map(
             self._group, (~goes & hands, goes & hands, ~goes & ~hands, goes)
         )
         groups = self._begins, self._alone, self._later
         tokens = torch.cat([group.tokens for group in groups])
         self._order = None if len(held) < 2 else tokens.argsort()
-        numbers = np.concatenate([np.flatnonzero(~goes & hands), np.flatnonzero(goes & hands)])
-        self._maps = self._tensor(numbers.argsort())  # from maps of two groups to ascending ones
+        # maps of pieces that begin anew, then of others, in ascending order
+        self._maps = self._tensor(goes[hands].argsort(kind="stable").argsort())
         self._halos: dict[int, _Halo] = {}
-        going, place = held[goes], transport.rank
-        self._rounds = []
+        self._rounds: list[tuple[Any, Any, Mover]] = []
         for each in pieces.rounds:
-            own = pieces.owner[each.piece] == place
-            entries = self._tensor(np.searchsorted(going, each.piece[own]))
+            own = pieces.owner[each.piece] == transport.rank
+            entries = self._tensor(np.searchsorted(held[goes], each.piece[own]))
             taken = self._tensor(each.place[own])
             self._rounds.append((entries, taken, Mover(each.moves, transport)))
 

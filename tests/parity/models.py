@@ -219,6 +219,8 @@ def _recurrent(name, flags, balanced=1e-6):
             f"{ring} {BALANCED}", REFERENCE, "documents", splits=every,
             drawn_by_tp=True)  # fmt: skip
         yield make(f"{own}_packed_thd", masked, across, ring, REFERENCE, "thd", splits=two)
+        yield make(f"{own}_shared_prefix", f"{flags} {PREFIXES}", across, f"{ring} {BALANCED}",
+            REFERENCE, "shared_prefix", splits=two)  # fmt: skip
 
 
 MODELS = (

@@ -1,5 +1,5 @@
-"""Runs recurrent layers of Megatron, Mamba 2 and gated delta nets, in the tokens' order of sequence:
-in any layout, with documents and with branches.
+"""Runs recurrent layers of Megatron, Mamba 2 and gated delta nets, in the order of sequence: in any
+layout, with documents and with branches.
 
 Ranks exchange heads, so that each scans whole sequences with some of the heads; or states, so that
 each scans its own tokens with all heads (`cp_ring.recurrent`). Both ways run the same code: with
@@ -160,54 +160,69 @@ def mamba(
     if _is_stock(self, inference_context or named.get("inference_params"), packed_seq_params):
         named["packed_seq_params"] = packed_seq_params
         return forward(self, hidden_states, inference_context, **named)
-    own = self.cp
     x, _ = self.in_proj(hidden_states)
     tokens = _tokens(self, x, packed_seq_params, self.d_conv)
-    inner, groups = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
+    inner = self.d_inner_local_tp
+    groups = self.ngroups_local_tp * self.d_state
     sections = [inner, inner, groups, groups, self.nheads_local_tp]
-    if (copies := getattr(own, "group_repeat_count", 1)) > 1:  # ranks share a group
-        parts = x.split(sections, 2)
-        z, value, b, c, dt = parts
+    copies = getattr(self.cp, "group_repeat_count", 1)
+    if copies > 1:  # ranks share a group
+        z, value, b, c, dt = x.split(sections, 2)
         b, c = (
             part.unflatten(2, (-1, self.d_state)).repeat_interleave(copies, 2).flatten(2)
             for part in (b, c)
         )
-        x, sections[2:4] = torch.cat([z, value, b, c, dt], 2), [groups * copies] * 2
-    inner, groups = own.d_inner_local_tpcp, own.ngroups_local_tpcp * self.d_state
-    z, x, dt = tokens.enter(x, sections).split(
-        [inner, inner + 2 * groups, own.nheads_local_tpcp], 1
-    )
-    weight, bias = own.get_conv1d_weight().squeeze(1), own.get_conv1d_bias()
+        x = torch.cat([z, value, b, c, dt], 2)
+        sections[2:4] = [groups * copies] * 2
+    y = tokens.leave(_mamba_scanned(self, tokens.enter(x, sections), tokens.passing))
+    return self.out_proj(self.norm(y) if self.rmsnorm else y)
+
+
+def _mamba_scanned(layer: Any, x: Tensor, passing: StatePassing) -> Tensor:
+    """Return the outputs [T, d] of the convolution and the scan of a Mamba layer, from its z, x, B,
+    C and dt.
+    """
+    own = layer.cp
+    inner = own.d_inner_local_tpcp
+    groups = own.ngroups_local_tpcp * layer.d_state
+    z, x, dt = x.split([inner, inner + 2 * groups, own.nheads_local_tpcp], 1)
+    weight = own.get_conv1d_weight().squeeze(1)
+    bias = own.get_conv1d_bias()
     fused = mamba_mixer.causal_conv1d_fn
 
     def convolve(x: Tensor) -> Tensor:
         if fused is None:
             return F.silu(_convolution(x, weight, bias))
-        out: Tensor = fused(x.mT, weight, bias, activation=self.activation).mT
-        return out
+        out: Tensor = fused(x.mT, weight, bias, activation=layer.activation)
+        return out.mT
 
-    x = tokens.passing.convolve(convolve, x, weight, bias, F.silu)
+    x = passing.convolve(convolve, x, weight, bias, F.silu)
     x, b, c = x.split([inner, groups, groups], 1)
+    tensors = {
+        "x": x.unflatten(1, (-1, layer.headdim)),
+        "dt": dt,
+        "B": b.unflatten(1, (-1, layer.d_state)),
+        "C": c.unflatten(1, (-1, layer.d_state)),
+        "z": z.unflatten(1, (-1, layer.headdim)),
+    }
     skip = own.get_D().float()
-    precise = {"state_dtype": self.mamba_training_ssm_states_dtype}
-    scan = MambaScan(
-        mamba_mixer.mamba_chunk_scan_combined, -own.get_A_log().float().exp(),
-        own.get_dt_bias().float(), chunk_size=self.chunk_size,
-        D=skip.unflatten(0, (-1, self.headdim)) if self.D_has_hdim else skip,
-        **precise if getattr(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", False) else {},
-    )  # fmt: skip
-    x, z = (part.unflatten(1, (-1, self.headdim)) for part in (x, z))
-    b, c = (part.unflatten(1, (-1, self.d_state)) for part in (b, c))
-    y = tokens.passing.scan(scan, {"x": x, "dt": dt, "B": b, "C": c, "z": z})
-    y = tokens.leave(y.flatten(1))
-    return self.out_proj(self.norm(y) if self.rmsnorm else y)
+    named = {
+        "D": skip.unflatten(0, (-1, layer.headdim)) if layer.D_has_hdim else skip,
+        "chunk_size": layer.chunk_size,
+    }
+    if getattr(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", False):
+        named["state_dtype"] = layer.mamba_training_ssm_states_dtype
+    decay = -own.get_A_log().float().exp()
+    kernel = mamba_mixer.mamba_chunk_scan_combined
+    scan = MambaScan(kernel, decay, own.get_dt_bias().float(), **named)
+    return passing.scan(scan, tensors).flatten(1)
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the causal convolution of x [1, T, d] with weight [d, w]."""
-    (channels, width), count = weight.shape, x.shape[1]
+    channels, width = weight.shape
     out = F.conv1d(x.mT, weight[:, None], bias, padding=width - 1, groups=channels)
-    return out[..., :count].mT
+    return out[..., : x.shape[1]].mT
 
 
 @around
@@ -222,62 +237,71 @@ def gated_delta_net(
     **named: Any,
 ) -> tuple[Tensor, Any]:
     """Take the place of `GatedDeltaNet.forward`, and of `GatedDeltaNet2.forward`, in training."""
-    if _is_stock(self, inference_context or named.get("inference_params"), packed_seq_params):
-        return forward(
-            self, hidden_states, attention_mask, inference_context, packed_seq_params, *args,
-            **named,
-        )  # fmt: skip
-    package: Any = gated_delta_nets
+    context = inference_context or named.get("inference_params")
+    if _is_stock(self, context, packed_seq_params):
+        stock = (attention_mask, inference_context, packed_seq_params)
+        return forward(self, hidden_states, *stock, *args, **named)
     x, _ = self.in_proj(hidden_states)
     tokens = _tokens(self, x, packed_seq_params, self.conv_kernel_dim)
     keys, values = self.qk_dim_local_tp, self.v_dim_local_tp
     heads = self.num_value_heads // self.tp_size
     sections = [keys, keys, values, values, heads, heads]
-    sections = [*getattr(self, "in_proj_split_sections", sections)]
-    group = self.pg_collection.cp
-    own = functools.partial(package.get_parameter_local_cp, dim=0, cp_group=group)
+    sections = [*getattr(self, "in_proj_split_sections", sections)]  # since 0.19
     x = tokens.enter(x, sections)
-    keys, _, values, gates, *more = (size // group.size() for size in sections)
-    x, gate, *features = x.split([2 * keys + values, gates, *more], 1)
-    weight = own(self.conv1d.weight, split_sections=sections[:3]).squeeze(1)
-    bias = own(self.conv1d.bias, split_sections=sections[:3]) if self.conv_bias else None
-    plain = self.config.deterministic_mode
-
-    def convolve(x: Tensor) -> Tensor:
-        if plain:
-            return self.act_fn(_convolution(x, weight, bias))
-        out: Tensor = package.causal_conv1d(
-            x=x, weight=weight, bias=bias, activation=self.activation
-        )[0]
-        return out
-
-    x = tokens.passing.convolve(convolve, x, weight, bias, self.act_fn)
-    x, value = x.split([2 * keys, values], 1)
-    x = x.unflatten(1, (-1, self.key_head_dim))
-    x = package.l2norm(x.contiguous()) if self.use_qk_l2norm else x
-    shared = self.num_value_heads // self.num_key_heads
-    query, key = (part.repeat_interleave(shared, 1) for part in x.chunk(2, 1))
-    tensors = {"q": query, "k": key, "v": value.unflatten(1, (-1, self.value_head_dim))}
-    rates = own(self.A_log), own(self.dt_bias)
-    if hasattr(self, "_compute_gates"):  # since 0.20
-        decay, others = self._compute_gates(*rates, 1, len(x), *(part[None] for part in features))
-        tensors |= {name: part[0] for name, part in {"g": decay, **others}.items()}
-    else:
-        beta, alpha = features
-        tensors["g"], tensors["beta"] = self._compute_g_and_beta(*rates, alpha, beta)
-    rule = _one_by_one(self.gated_delta_rule) if plain else self.gated_delta_rule
-    out = tokens.passing.scan(DeltaRule(rule, use_qk_l2norm_in_kernel=False), tensors)
+    out, gate = _delta_net_scanned(self, x, sections, tokens.passing)
 
     def finish(out: Tensor, gate: Tensor) -> Tensor:
         return tokens.leave(self._apply_gated_norm(out, gate).reshape(len(out), -1))
 
-    gate = gate.unflatten(1, (-1, self.value_head_dim))
     if not getattr(self, "recompute_norm_out", False):
         return self.out_proj(finish(out, gate))
     again = self.norm_out_checkpoint = CheckpointWithoutOutput()
     projected = self.out_proj(again.checkpoint(finish, out, gate))
     again.discard_output_and_register_recompute(projected[0])
     return projected
+
+
+def _delta_net_scanned(
+    layer: Any, x: Tensor, sections: list[int], passing: StatePassing
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs [T, h, v] of the convolution and the scan of a gated delta net, and their
+    gate, from the sections of channels of its input projection.
+    """
+    package: Any = gated_delta_nets
+    group, plain = layer.pg_collection.cp, layer.config.deterministic_mode
+    own = functools.partial(package.get_parameter_local_cp, dim=0, cp_group=group)
+    keys, _, values, gates, *more = (size // group.size() for size in sections)
+    x, gate, *features = x.split([2 * keys + values, gates, *more], 1)
+    weight = own(layer.conv1d.weight, split_sections=sections[:3]).squeeze(1)
+    bias = own(layer.conv1d.bias, split_sections=sections[:3]) if layer.conv_bias else None
+
+    def convolve(x: Tensor) -> Tensor:
+        if plain:
+            return layer.act_fn(_convolution(x, weight, bias))
+        named = {"weight": weight, "bias": bias, "activation": layer.activation}
+        out: Tensor = package.causal_conv1d(x=x, **named)[0]
+        return out
+
+    x = passing.convolve(convolve, x, weight, bias, layer.act_fn)
+    x, value = x.split([2 * keys, values], 1)
+    x = x.unflatten(1, (-1, layer.key_head_dim))
+    if layer.use_qk_l2norm:
+        x = package.l2norm(x.contiguous())
+    shared = layer.num_value_heads // layer.num_key_heads
+    query, key = (part.repeat_interleave(shared, 1) for part in x.chunk(2, 1))
+    value = value.unflatten(1, (-1, layer.value_head_dim))
+    tensors = {"q": query, "k": key, "v": value}
+    rates = own(layer.A_log), own(layer.dt_bias)
+    if hasattr(layer, "_compute_gates"):  # since 0.20
+        rows = (part[None] for part in features)
+        decay, others = layer._compute_gates(*rates, 1, len(x), *rows)
+        tensors |= {name: part[0] for name, part in {"g": decay, **others}.items()}
+    else:
+        beta, alpha = features
+        tensors["g"], tensors["beta"] = layer._compute_g_and_beta(*rates, alpha, beta)
+    rule = _one_by_one(layer.gated_delta_rule) if plain else layer.gated_delta_rule
+    out = passing.scan(DeltaRule(rule, use_qk_l2norm_in_kernel=False), tensors)
+    return out, gate.unflatten(1, (-1, layer.value_head_dim))
 
 
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -292,13 +316,11 @@ def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
         tensors = {name: x for name, x in named.items() if isinstance(x, Tensor)}
         parts = zip(*(x.split(size, 1) for x in tensors.values()), strict=True)
         states = [None] * len(size) if initial_state is None else initial_state.split(1)
-        found = [
-            function(
-                **named | dict(zip(tensors, part, strict=True)), initial_state=state,
-                output_final_state=output_final_state,
-            )
-            for part, state in zip(parts, states, strict=True)
-        ]  # fmt: skip
+        named["output_final_state"] = output_final_state
+        found = []
+        for part, state in zip(parts, states, strict=True):
+            own = named | dict(zip(tensors, part, strict=True))
+            found.append(function(**own, initial_state=state))
         outs, ends = zip(*found, strict=True)
         return torch.cat(outs, 1), torch.cat(ends) if output_final_state else None
 

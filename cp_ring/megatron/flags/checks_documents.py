@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from cp_ring.megatron.flags.asked import Asked, Check
 from cp_ring.megatron.flags.layer_pattern import (
     RECURRENT,
