@@ -112,9 +112,8 @@ class Options(Settings, CallSettings):
     )
     recurrent: str = setting(
         "auto",
-        "How recurrent layers (Mamba, gated delta net) share a sequence: context-parallel ranks "
-        "exchange heads, or states; auto takes states where heads do not divide, else what is "
-        "predicted to be faster.",
+        "Recurrent layers exchange heads or states among context-parallel ranks; auto takes "
+        "states where heads do not divide, else what is predicted to be faster.",
         choices=("heads", "states", "auto"),
     )
     recompute: str = setting(

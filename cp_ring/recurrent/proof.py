@@ -77,8 +77,8 @@ def _check_states(pieces: Pieces, previous: Ints) -> None:
     oldest, last = entries
     wanted = previous[pieces.start]
     right = (last == wanted) & ((wanted < 0) | (previous[oldest] < 0))
-    for number in np.flatnonzero(~right):
-        _fail(pieces, number, f"begins with the state of {oldest[number]}..{last[number]}")
+    for wrong in np.flatnonzero(~right):
+        _fail(pieces, wrong, f"begins with the state of {oldest[wrong]}..{last[wrong]}")
 
 
 def _check_halo(pieces: Pieces, previous: Ints, shards: list[Ints], width: int) -> None:
