@@ -75,7 +75,7 @@ class Pieces:
         """Cut the stream.
 
         Args:
-            starts: the tokens at which documents and branches begin, ascending; 0 may be missing.
+            starts: the tokens at which documents and branches begin, from 0 up.
             before: for each of them the token whose state it continues, or -1, the default.
 
         Raises `PlanError` for starts outside of the stream, and for a token that is not before the
@@ -83,9 +83,7 @@ class Pieces:
         """
         starts = integers(starts, "starts")
         before = np.full_like(starts, -1) if before is None else integers(before, "before")
-        if not len(starts) or starts[0] > 0:
-            starts, before = np.append(0, starts), np.append(-1, before)
-        ordered = len(before) == len(starts) and (np.diff(starts) > 0).all()
+        ordered = 0 < len(starts) == len(before) and (np.diff(starts) > 0).all()
         inside = ordered and starts[0] == 0 and starts[-1] < layout.n
         if not inside or (before < -1).any() or (before >= starts).any():
             raise PlanError(
@@ -112,7 +110,8 @@ class Pieces:
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
         """The rounds, in each of which every rank posts all of its messages at once."""
-        piece, oldest = self.goes_on, self.parent.copy()  # of the ancestors in each entry
+        piece = self.goes_on
+        oldest = self.parent.copy()  # of the ancestors in each entry
         found = [self._round(piece, oldest[piece], self.hands_on)] if len(piece) else []
         while len(piece := piece[self.parent[oldest[piece]] >= 0]):
             found.append(self._round(piece, oldest[piece], self.goes_on))
@@ -123,9 +122,11 @@ class Pieces:
         """Return the round in which each piece takes the map of a piece `source`, of those in
         `table`.
         """
-        owner, count = self.owner, len(self.owner)
+        owner = self.owner
+        count = len(self.owner)
         pairs, which = np.unique(owner[piece] * count + source, return_inverse=True)
-        receiver, source = pairs // count, pairs % count
+        receiver = pairs // count
+        source = pairs % count
         target = _numbers(receiver)
         number = np.zeros(count, np.int64)
         number[table] = _numbers(owner[table])
@@ -140,15 +141,18 @@ class Pieces:
 
     def halo(self, width: int) -> Halo:
         """Return the halo of a convolution over `width` tokens, the token itself among them."""
-        owner, n = self.owner, self.layout.n
-        context, token = np.empty((len(owner), width - 1), np.int64), self.start
+        owner = self.owner
+        n = self.layout.n
+        context = np.empty((len(owner), width - 1), np.int64)
+        token = self.start
         for column in context.T:
             token = column[:] = self._before(token)
         holder, place = places(self.layout, np.maximum(context, 0))
         reader = np.broadcast_to(owner[:, None], context.shape)
         far = (context >= 0) & (holder != reader)
         pairs, which = np.unique(reader[far] * n + context[far], return_inverse=True)
-        receiver, arrives = pairs // n, _numbers(pairs // n)
+        receiver = pairs // n
+        arrives = _numbers(pairs // n)
         sender, source = places(self.layout, pairs % n)
         place[far] = self.layout.tokens_per_rank[reader[far]] + arrives[which]
         place[context < 0] = -1

@@ -73,7 +73,8 @@ def _check_states(pieces: Pieces, previous: Ints) -> None:
             last = entries[1, each.piece]
         entries = entries.copy()
         entries[:, each.piece] = oldest, last
-        chains, table = entries, pieces.goes_on
+        chains = entries
+        table = pieces.goes_on
     oldest, last = entries
     wanted = previous[pieces.start]
     right = (last == wanted) & ((wanted < 0) | (previous[oldest] < 0))
@@ -87,7 +88,8 @@ def _check_halo(pieces: Pieces, previous: Ints, shards: list[Ints], width: int) 
     rank = np.repeat(pieces.owner, width - 1)
     place = halo.place.reshape(-1)
     size = pieces.layout.tokens_per_rank[rank]
-    found, far = np.full_like(place, -1), place >= size
+    found = np.full_like(place, -1)
+    far = place >= size
     found[far] = _taken(halo.moves, shards, "halo", rank[far], (place - size)[far])
     for number in np.flatnonzero((place >= 0) & ~far):
         found[number] = shards[rank[number]][place[number]]

@@ -66,7 +66,8 @@ class StatePassing:
 
     def scan(self, recurrence: Recurrence, tensors: dict[str, Tensor]) -> Tensor:
         """Return the outputs [T, h, v] of a recurrence, from its tensors [T, ...] by name."""
-        outs, maps = [], []
+        outs = []
+        maps = []
         if self._begins.count:
             out, states = recurrence.scan(self._begins.take(tensors), self._begins.size, None, True)
             outs.append(out)
@@ -74,9 +75,10 @@ class StatePassing:
         if self._through.count:
             maps.append(recurrence.maps(self._through.take(tensors), self._through.size))
         if self._rounds:
-            # without maps of its own a rank has gradients of those that it gets
-            own = torch.cat(maps).index_select(0, self._maps) if maps else recurrence.none(tensors)
-            flight, link = self._depart(0, own)
+            if not maps:  # this rank has gradients of those that it gets
+                one = {name: x[:1] for name, x in tensors.items()}
+                maps.append(recurrence.maps(one, np.ones(1, np.int64))[:0])
+            flight, link = self._depart(0, torch.cat(maps).index_select(0, self._maps))
         if self._alone.count:
             out, _ = recurrence.scan(self._alone.take(tensors), self._alone.size, None, False)
             outs.append(out)
@@ -162,12 +164,14 @@ class _Halo:
 
     def __init__(self, passing: StatePassing, width: int):
         halo = passing._pieces.halo(width)
-        moves, rank = halo.moves, passing._transport.rank
+        moves = halo.moves
+        rank = passing._transport.rank
         come = int(moves.tokens[(moves.receiver == rank) & (moves.sender != rank)].sum())
         zero = int(passing._size.sum()) + come
         near = halo.place[passing._held][:, ::-1]
         step = np.arange(width - 1)
-        own, real = passing._first[:, None] + step, step < passing._size[:, None]
+        own = passing._first[:, None] + step
+        real = step < passing._size[:, None]
         blocks = np.concatenate([near, np.where(real, own, -1)], 1)
         self.mover = Mover(moves, passing._transport)
         self.blocks = passing._tensor(np.where(blocks < 0, zero, blocks))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -72,13 +72,14 @@ class Tokens:
         shares = np.split(np.arange(x.shape[2]), np.cumsum(sections)[:-1])
         order = np.concatenate([share.reshape(cp, -1) for share in shares], 1).reshape(-1)
         x = x.index_select(2, torch.from_numpy(order).to(x.device))
-        return exchange._all_to_all_cp2hp(x, self.group).flatten(0, 1)[self.in_sequence]
+        x = exchange._all_to_all_cp2hp(x, self.group).flatten(0, 1)
+        return x.index_select(0, self.in_sequence)
 
     def leave(self, x: Tensor) -> Tensor:
         """Return tokens that were scanned in the order of the layer: the inverse of `enter`."""
         if self.group is None:
             return x.unflatten(0, (self.batch, -1)).transpose(0, 1).contiguous()
-        x = x[self.by_rank].unflatten(0, (-1, self.batch))
+        x = x.index_select(0, self.by_rank).unflatten(0, (-1, self.batch))
         return exchange._all_to_all_hp2cp(x, self.group)
 
 
@@ -86,7 +87,8 @@ def tokens_of(carried: MicrobatchMask, group: Any, states: bool, width: int, dev
     """Return the tokens of a microbatch for layers with a convolution over `width` tokens; all of
     its layers share them. The plan of the first microbatch of each kind is proven.
     """
-    made, key = _made.setdefault(carried, {}), (group, states, width, device)
+    made = _made.setdefault(carried, {})
+    key = (group, states, width, device)
     if key not in made:
         layout, (starts, before) = carried.layout, _starts(carried)
         plan = layout if states else Layout.contiguous(layout.n, 1)
@@ -96,7 +98,8 @@ def tokens_of(carried: MicrobatchMask, group: Any, states: bool, width: int, dev
             verify(pieces, starts, before, width)
             _proven.add(kind)
         transport = (states and transport_for(group, device)) or ALONE
-        passing, orders = StatePassing(pieces, transport, device), {}
+        passing = StatePassing(pieces, transport, device)
+        orders = {}
         if not states:
             places = torch.cat([carried.places(rank) for rank in range(layout.cp)])  # [n, b]
             by_rank = (places + torch.arange(carried.batch) * len(places)).reshape(-1).to(device)
@@ -122,7 +125,8 @@ def _tokens(layer: Any, x: Tensor, packed: Any, width: int) -> Tokens:
     batch row is one document, split by the layout in force.
     """
     (tokens, batch), group = x.shape[:2], layer.cp_ring_group
-    cp, states = group.size(), layer.pg_collection.cp.size() == 1
+    cp = group.size()
+    states = layer.pg_collection.cp.size() == 1
     if packed is None:
         carried: MicrobatchMask = without_documents(batch, tokens * cp, cp)
     else:
@@ -165,15 +169,6 @@ def mamba(
     inner = self.d_inner_local_tp
     groups = self.ngroups_local_tp * self.d_state
     sections = [inner, inner, groups, groups, self.nheads_local_tp]
-    copies = getattr(self.cp, "group_repeat_count", 1)
-    if copies > 1:  # ranks share a group
-        z, value, b, c, dt = x.split(sections, 2)
-        b, c = (
-            part.unflatten(2, (-1, self.d_state)).repeat_interleave(copies, 2).flatten(2)
-            for part in (b, c)
-        )
-        x = torch.cat([z, value, b, c, dt], 2)
-        sections[2:4] = [groups * copies] * 2
     y = tokens.leave(_mamba_scanned(self, tokens.enter(x, sections), tokens.passing))
     return self.out_proj(self.norm(y) if self.rmsnorm else y)
 
@@ -243,7 +238,8 @@ def gated_delta_net(
         return forward(self, hidden_states, *stock, *args, **named)
     x, _ = self.in_proj(hidden_states)
     tokens = _tokens(self, x, packed_seq_params, self.conv_kernel_dim)
-    keys, values = self.qk_dim_local_tp, self.v_dim_local_tp
+    keys = self.qk_dim_local_tp
+    values = self.v_dim_local_tp
     heads = self.num_value_heads // self.tp_size
     sections = [keys, keys, values, values, heads, heads]
     sections = [*getattr(self, "in_proj_split_sections", sections)]  # since 0.19
@@ -268,7 +264,8 @@ def _delta_net_scanned(
     gate, from the sections of channels of its input projection.
     """
     package: Any = gated_delta_nets
-    group, plain = layer.pg_collection.cp, layer.config.deterministic_mode
+    group = layer.pg_collection.cp
+    plain = layer.config.deterministic_mode
     own = functools.partial(package.get_parameter_local_cp, dim=0, cp_group=group)
     keys, _, values, gates, *more = (size // group.size() for size in sections)
     x, gate, *features = x.split([2 * keys + values, gates, *more], 1)
@@ -299,29 +296,6 @@ def _delta_net_scanned(
     else:
         beta, alpha = features
         tensors["g"], tensors["beta"] = layer._compute_g_and_beta(*rates, alpha, beta)
-    rule = _one_by_one(layer.gated_delta_rule) if plain else layer.gated_delta_rule
-    out = passing.scan(DeltaRule(rule, use_qk_l2norm_in_kernel=False), tensors)
+    rule = DeltaRule(layer.gated_delta_rule, plain, use_qk_l2norm_in_kernel=False)
+    out = passing.scan(rule, tensors)
     return out, gate.unflatten(1, (-1, layer.value_head_dim))
-
-
-def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with fla's documents from Megatron's deterministic one, which takes batch
-    rows alone.
-    """
-
-    def call(
-        *, cu_seqlens: Tensor, initial_state: Any, output_final_state: bool, **named: Any
-    ) -> tuple[Tensor, Any]:
-        size = cu_seqlens.diff().tolist()
-        tensors = {name: x for name, x in named.items() if isinstance(x, Tensor)}
-        parts = zip(*(x.split(size, 1) for x in tensors.values()), strict=True)
-        states = [None] * len(size) if initial_state is None else initial_state.split(1)
-        named["output_final_state"] = output_final_state
-        found = []
-        for part, state in zip(parts, states, strict=True):
-            own = named | dict(zip(tensors, part, strict=True))
-            found.append(function(**own, initial_state=state))
-        outs, ends = zip(*found, strict=True)
-        return torch.cat(outs, 1), torch.cat(ends) if output_final_state else None
-
-    return call

@@ -60,7 +60,8 @@ def _paths(rule: MaskRule) -> list[tuple[Tensor, int]]:
     every = torch.arange(len(rule.last))
     real = rule.sees(every, every)
     goes_on = ~rule.last[:-1] & (rule.positions.diff() == 1) | ~(real[1:] | real[:-1])
-    found, start = [], 0
+    found = []
+    start = 0
     for end in [*((~goes_on).nonzero()[:, 0] + 1).tolist(), len(every)]:
         seen = rule.sees(torch.tensor([[end - 1]]), every[None])[0].nonzero()[:, 0]
         found.append((seen if len(seen) else every[start:end], end - start))
@@ -79,7 +80,8 @@ def _by_document(
     all that comes before it, without the documents that `named` may hold.
     """
     named.pop("packed_seq_params", None)
-    columns, bias = [], None
+    columns = []
+    bias = None
     for batch_row, of_row in zip(hidden.split(1, 1), paths, strict=True):
         outputs = []
         for path, own in of_row:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from cp_ring.megatron.flags.asked import Asked, Check
-from cp_ring.megatron.flags.layer_pattern import (
-    RECURRENT,
-    letters_of,
-    shown_pattern,
-)
+from cp_ring.megatron.flags.layer_pattern import letters_of
 from cp_ring.megatron.options import Options
 
 
@@ -98,27 +94,12 @@ def rows_of_experts(args: Asked, options: Options) -> str | None:
 
 
 def recurrent_layers(args: Asked, options: Options) -> str | None:
-    """Reject masks that the states of recurrent layers cannot follow, and heads that the ranks
-    cannot share.
-    """
-    letters, pattern = letters_of(args), shown_pattern(args)
-    layers = next((name for letter, name in RECURRENT.items() if letter in letters), "")
-    if options.recurrent == "heads":
-        from cp_ring.megatron.flags.recurrent_choice import undivided_heads  # few jobs name it
+    """Reject what recurrent layers do not support."""
+    if not letters_of(args):
+        return None
+    from cp_ring.megatron.flags.recurrent_choice import rejection  # few jobs have such layers
 
-        if line := undivided_heads(args):
-            return f"{pattern}: {line}: leave out --cp-ring-recurrent heads"
-    masks = [kind for kind in options.kinds if kind not in _FOLLOWED]
-    if layers and masks:
-        return (
-            f"--cp-ring-mask-kinds {masks[0]}: the {layers} layers of {pattern} are recurrent and "
-            f"ignore this mask: give {', '.join(_FOLLOWED[:-1])} or {_FOLLOWED[-1]}"
-        )
-    return None
-
-
-_FOLLOWED = ("documents", "tree", "shared-prefix", "causal")
-"""Kinds of masks in which each token sees all that its state holds."""
+    return rejection(args, options)
 
 
 DOCUMENTS: tuple[Check, ...] = (one_mask, two_microbatches, rows_of_experts, recurrent_layers)
