@@ -48,7 +48,7 @@ def room(name: str, budget: int, limit: int, paths: str) -> Room:
 _LIBRARY = """cp_ring/__init__.py cp_ring/errors.py cp_ring/runtime.py cp_ring/api.py
     cp_ring/plan_cache.py cp_ring/attention.py cp_ring/inputs.py cp_ring/hop_loop.py
     cp_ring/sharding.py cp_ring/prefixes.py cp_ring/options.py cp_ring/cuts.py
-    cp_ring/plan cp_ring/kernels cp_ring/comm cp_ring/ops cp_ring/observe
+    cp_ring/plan cp_ring/kernels cp_ring/comm cp_ring/ops cp_ring/observe cp_ring/recurrent
     cp_ring/integrations cp_ring/testing"""
 _ADAPTER = "cp_ring/megatron patches cp_ring/run.py cp_ring/pretrain_gpt.py"
 ROOMS = (
@@ -61,11 +61,12 @@ ROOMS = (
     room("kernels", 16_500, 16_950, "cp_ring/kernels"),
     room("messages", 12_500, 13_530, "cp_ring/comm"),
     room("merges and sums", 5_300, 5_940, "cp_ring/ops"),
+    room("recurrent layers", 5_500, 5_500, "cp_ring/recurrent"),
     room("observation", 4_500, 4_600, "cp_ring/observe"),
     room("other libraries, testing", 10_000, 9_760, "cp_ring/integrations cp_ring/testing"),
-    room("adapter", 11_000, 9_500, "cp_ring/megatron/adapter cp_ring/megatron/specs.py"),
-    room("data", 10_500, 10_480, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
-    room("flags", 7_000, 7_700, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
+    room("adapter", 11_000, 10_020, "cp_ring/megatron/adapter cp_ring/megatron/specs.py"),
+    room("data", 10_500, 10_550, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
+    room("flags", 7_000, 8_220, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
     room("how a job ends", 1_200, 1_100, """cp_ring/megatron/ending.py
         cp_ring/megatron/progress.py cp_ring/megatron/signals.py"""),
     room("training", 8_000, 7_950, """cp_ring/run.py cp_ring/pretrain_gpt.py
@@ -78,7 +79,7 @@ ROOMS = (
         cp_ring/megatron/heads_choice.py cp_ring/megatron/option_values.py
         cp_ring/megatron/options.py cp_ring/megatron/plans.py cp_ring/megatron/settings.py"""),
     room("checkpoints", 1_000, 1_000, "cp_ring/megatron/newest_checkpoint.py"),
-    room("certificate", 15_500, 17_350, "cp_ring/megatron/certificate"),
+    room("certificate", 15_500, 17_480, "cp_ring/megatron/certificate"),
     room("patches", 10_000, 10_520, "patches"),
     room("train", 3_500, 3_900, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
@@ -94,11 +95,11 @@ ROOMS = (
 )  # fmt: skip
 """The rooms. Each file of the source is in exactly one."""
 SUMS = (
-    room("ring 1: the library", 107_000, 107_870, _LIBRARY),
-    room("ring 2: Megatron", 67_000, 68_050, _ADAPTER),
+    room("ring 1: the library", 107_000, 113_340, _LIBRARY),
+    room("ring 2: Megatron", 67_000, 70_020, _ADAPTER),
     room("ring 3: tools", 22_000, 23_570, "cp_ring/tools"),
-    room("all", 196_000, 199_470, "cp_ring patches"),
-    room("tests", 220_000, 222_850, "tests"),
+    room("all", 196_000, 206_910, "cp_ring patches"),
+    room("tests", 220_000, 226_510, "tests"),
 )
 """Several rooms together, and the tests."""
 

@@ -1,9 +1,9 @@
-"""Runs Mamba and gated delta net layers with --cp-ring-layout contiguous and balanced, and with
-documents.
+"""Runs Mamba and gated delta net layers in every layout, with documents and with branches.
 
-These layers exchange tokens for heads, so that each rank holds whole batch rows of some heads.
-Megatron then puts the tokens in sequence order, and back, for its zigzag split. This patch uses the
-order of the layout, and the state restarts at each document.
+Megatron's layers exchange tokens for heads, so that each rank holds whole batch rows of some heads,
+and put the tokens in sequence order for its zigzag split. This patch has a forward pass of its own
+for training, which exchanges heads or states, in the order of the layout; the state restarts at
+each document, and forks at branches.
 
 GPT models of gated delta net layers can predict further tokens. Megatron's scripts build such
 models; its package does not. Before 0.19 a GPT model with gated delta net layers cannot be built
@@ -20,46 +20,42 @@ from typing import Any
 from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.flags.layer_pattern import letters_of
 from cp_ring.megatron.options import Options
-from cp_ring.megatron.wrapping import around, loaded_modules
+from cp_ring.megatron.settings import current
+from cp_ring.megatron.wrapping import around, loaded_modules, replaced
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 
 def _replacements() -> Iterator[Replacement]:
-    import megatron.core.ssm.mamba_context_parallel  # noqa: F401
-    from megatron.core.ssm.mamba_mixer import MambaMixer
-
-    from cp_ring.megatron.adapter import recurrent
-
-    yield from _of_gated_delta_net()
-    modules = loaded_modules("megatron.core.ssm")
-    yield from replace_everywhere(modules, "_undo_attention_load_balancing", recurrent.in_sequence)
-    yield from replace_everywhere(modules, "_redo_attention_load_balancing", recurrent.by_rank)
-    yield MambaMixer, "_ssm_training", recurrent.mamba_with_documents(MambaMixer._ssm_training)
-
-
-def _of_gated_delta_net() -> Iterator[Replacement]:
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from cp_ring.megatron.adapter import recurrent
 
-    package: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
-    wrappers = {
-        "__init__": _without_type,
-        "forward": recurrent.gated_delta_net_with_documents,
-        "_gated_norm_and_a2a": recurrent.norm_with_documents,
+    package: Any = recurrent.gated_delta_nets
+    forwards = {
+        recurrent.mamba_mixer.MambaMixer: recurrent.mamba,
+        package.GatedDeltaNet: recurrent.gated_delta_net,
+        getattr(package, "GatedDeltaNet2", None): recurrent.gated_delta_net,
     }
-    for layer in (package.GatedDeltaNet, getattr(package, "GatedDeltaNet2", None)):
-        for name, wrap in wrappers.items():
-            if hasattr(layer, name) and layer is not None:
-                yield layer, name, wrap(getattr(layer, name))
-    modules = loaded_modules(package.__name__)
-    for name in ("causal_conv1d", "chunk_gated_delta_rule", "chunk_gdn2"):
-        if getattr(package, name, None) is not None:
-            yield from replace_everywhere(
-                modules, name, recurrent.fla_with_documents(getattr(package, name))
-            )
+    for layer, forward in forwards.items():
+        if layer is not None:
+            yield layer, "__init__", recurrent.built(_without_type(layer.__init__))
+            yield layer, "forward", forward(layer.forward)
+    yield TransformerConfig, "__post_init__", _of_any_heads(TransformerConfig.__post_init__)
     layers = _of_variant(gpt_layer_specs.get_gpt_decoder_layer_specs)
     yield from replace_everywhere(loaded_modules("megatron"), layers.__name__, layers)
+
+
+@around
+def _of_any_heads(check: Any, config: Any) -> None:
+    """Check the configuration as if each rank had heads of its own, which states do not need."""
+    heads = [
+        (config, name, count * config.context_parallel_size)
+        for name in ("linear_num_key_heads", "linear_num_value_heads")
+        if (count := getattr(config, name, None)) and current().recurrent != "heads"
+    ]
+    with replaced(*heads):
+        check(config)
 
 
 @around
@@ -89,9 +85,9 @@ def _needed(args: Asked, options: Options) -> bool:
 
 
 PATCH = Patch(
-    what="Mamba and gated delta net layers take the order of tokens from --cp-ring-layout and "
-    "restart their state at each document; models of gated delta net layers can predict further "
-    "tokens",
+    what="Mamba and gated delta net layers exchange heads or states, take the order of tokens from "
+    "--cp-ring-layout, restart their state at each document and fork it at branches; models of "
+    "gated delta net layers can predict further tokens",
     why="Megatron's layers know only the order of the zigzag split, and documents only in thd; "
     "its package does not build models of gated delta net layers with further predictions",
     needed=_needed,

@@ -30,6 +30,11 @@ SIGNATURES = {
         "activation=None, backend='triton', cu_seqlens=None, cu_seqlens_cpu=None, "
         "chunk_indices=None, cp_context=None"
     ),
+    "mamba_chunk_scan_combined": (
+        "x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, "
+        "seq_idx=None, cu_seqlens=None, dt_softplus=False, dt_limit=(0.0, float('inf')), "
+        "return_final_states=False, return_varlen_states=False"
+    ),
     "mamba_split_conv1d_scan_combined": (
         "zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, "
         "seq_idx=None, dt_limit=(0.0, float('inf')), return_final_states=False, "
@@ -62,6 +67,37 @@ def _called_as(*names):
     return decorate
 
 
+@_called_as("mamba_chunk_scan_combined")
+def chunk_scan(
+    x, dt, A, B, C, *,
+    D, dt_bias, dt_softplus, z=None, initial_states=None, seq_idx=None,
+    return_final_states=False, **ignored,
+):  # fmt: skip
+    """As `mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined`: x and z [b, n, h, p], dt [b,
+    n, h], B and C [b, n, groups, s], states [b, h, p, s].
+
+    The state of each head decays by exp(dt * A) and gains dt * x B; the sum over all earlier tokens
+    is written as a matrix. `seq_idx` [b, n] numbers documents, at whose borders the state begins
+    anew: the initial states are those of document 0, the final ones those of the last document.
+    """
+    assert dt_softplus
+    heads, numbers = A.numel(), torch.zeros(x.shape[:2]) if seq_idx is None else seq_idx
+    B, C = (part.repeat_interleave(heads // part.shape[2], 2) for part in (B, C))
+    dt, together = F.softplus(dt + dt_bias), _together(numbers)
+    decay = torch.cumsum(dt * A, 1)
+    passed = (
+        (decay[:, :, None] - decay[:, None]).masked_fill(~together[..., None], -torch.inf).exp()
+    )
+    y = torch.einsum("bijh,bihs,bjhs,bjh,bjhp->bihp", passed, C, B, dt, x) + D[:, None] * x
+    last = torch.einsum("bjh,bjhs,bjh,bjhp->bhps", passed[:, -1], B, dt, x)
+    if initial_states is not None:
+        first = decay.exp() * (numbers == 0)[..., None]
+        y = y + torch.einsum("bih,bihs,bhps->bihp", first, C, initial_states)
+        last = last + first[:, -1, :, None, None] * initial_states
+    y = y if z is None else y * F.silu(z)
+    return (y, last) if return_final_states else y
+
+
 @_called_as("mamba_split_conv1d_scan_combined")
 def scan(
     zxbcdt, weight, bias, dt_bias, a, *,
@@ -69,31 +105,22 @@ def scan(
     **ignored,
 ):  # fmt: skip
     """As `mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined`, [b, n, z x B C dt]
-    to [b, n, heads * headdim].
-
-    The state of each head decays by exp(dt * a) and gains dt * x B; the sum over all earlier tokens
-    is written as a matrix. `seq_idx` [b, n] numbers documents, at whose borders the state and the
-    convolution begin anew.
+    to [b, n, heads * headdim]: a convolution of x, B and C, which begins anew with each document,
+    and `chunk_scan`.
     """
-    b, n, _ = zxbcdt.shape
     heads = a.numel()
     inner = heads * headdim
-    numbers = torch.zeros(b, n) if seq_idx is None else seq_idx
-    together = _together(numbers)
     z, xbc, dt = zxbcdt.split([inner, weight.shape[0], heads], -1)
-    xbc = F.silu(_convolved(xbc, weight, together) + bias)
+    numbers = torch.zeros(zxbcdt.shape[:2]) if seq_idx is None else seq_idx
+    xbc = F.silu(_convolved(xbc, weight, _together(numbers)) + bias)
     x, keys, queries = xbc.split([inner, *[(weight.shape[0] - inner) // 2] * 2], -1)
-    x = x.reshape(b, n, heads, headdim)
-    keys, queries = (
-        part.reshape(b, n, ngroups, -1).repeat_interleave(heads // ngroups, 2)
-        for part in (keys, queries)
-    )
-    dt = F.softplus(dt + dt_bias)
-    decay = torch.cumsum(dt * a, 1)
-    passed = (decay[:, :, None] - decay[:, None]).masked_fill(~together[..., None], -torch.inf)
-    weights = passed.exp() * torch.einsum("bihs,bjhs->bijh", queries, keys)
-    y = torch.einsum("bijh,bjh,bjhp->bihp", weights, dt, x) + D[:, None] * x
-    return y.reshape(b, n, inner) * F.silu(z)
+    z, x = (part.unflatten(-1, (heads, headdim)) for part in (z, x))
+    keys, queries = (part.unflatten(-1, (ngroups, -1)) for part in (keys, queries))
+    y = chunk_scan(
+        x, dt, a, keys, queries, chunk_size=None, D=D, z=z, dt_bias=dt_bias, dt_softplus=True,
+        seq_idx=seq_idx,
+    )  # fmt: skip
+    return y.flatten(2)
 
 
 def _together(documents):
@@ -137,24 +164,38 @@ def l2norm(x):
 
 
 @_called_as("chunk_gated_delta_rule", "chunk_gdn2")
-def delta_rule(q, k, v, *, g, beta=None, b=None, w=None, cu_seqlens=None, **ignored):
+def delta_rule(
+    q, k, v, *,
+    g, beta=None, b=None, w=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+    **ignored,
+):  # fmt: skip
     """As `fla.ops.gated_delta_rule.chunk_gated_delta_rule`: q, k, v [b, n, heads, d], g and beta
-    [b, n, heads]. As `fla.ops.gdn2.chunk.chunk_gdn2`: g and b of each channel of k, w of v.
+    [b, n, heads]; as `fla.ops.kda.chunk_kda`, with g of each channel of k; as
+    `fla.ops.gdn2.chunk.chunk_gdn2`: g and b of each channel of k, w of v. For products of rules, k
+    and v are [b, n, rules, heads, d].
 
-    Token by token: the state decays by exp(g), forgets what it holds at k as far as b says, and
-    learns v there as far as w says; both are beta.
+    Token by token: the state decays by exp(g); then, for each rule, it forgets what it holds at k
+    as far as b says, and learns v there as far as w says; both are beta.
     """
     if beta is not None:
-        g, b, w = g[..., None], beta[..., None], beta[..., None]
-    assert cu_seqlens is None or (q.shape[0] == 1 and cu_seqlens[-1] == q.shape[1])
-    begins = {0} if cu_seqlens is None else set(cu_seqlens.tolist())
-    outs = []
+        b, w = beta[..., None], beta[..., None]
+    g = g if g.dim() == q.dim() else g[..., None]
+    k, v, b, w = (x if x.dim() > q.dim() else x[:, :, None] for x in (k, v, b, w))
+    ends = [q.shape[1]] if cu_seqlens is None else cu_seqlens[1:].tolist()
+    assert cu_seqlens is None or (q.shape[0] == 1 and ends[-1] == q.shape[1])
+    shape = q.shape[0] * len(ends), q.shape[2], k.shape[-1], v.shape[-1]
+    first = q.new_zeros(shape) if initial_state is None else initial_state
+    assert first.shape == shape, f"{tuple(first.shape)} states for {shape}"
+    outs, finals = [], []
     for i in range(q.shape[1]):
-        if i in begins:
-            state = q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1])
+        if i == 0 or i == ends[len(finals) - 1]:
+            state = first if cu_seqlens is None else first[len(finals)][None]
         state = state * g[:, i, ..., None].exp()
-        held = torch.einsum("bhk,bhkv->bhv", b[:, i] * k[:, i], state)
-        learned = w[:, i] * v[:, i] - held
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, i], learned)
+        for j in range(k.shape[2]):
+            held = torch.einsum("bhk,bhkv->bhv", b[:, i, j] * k[:, i, j], state)
+            learned = w[:, i, j] * v[:, i, j] - held
+            state = state + torch.einsum("bhk,bhv->bhkv", k[:, i, j], learned)
         outs.append(torch.einsum("bhk,bhkv->bhv", q[:, i] * q.shape[-1] ** -0.5, state))
-    return torch.stack(outs, 1), None
+        if i + 1 == ends[len(finals)]:
+            finals.append(state)
+    return torch.stack(outs, 1), torch.cat(finals) if output_final_state else None

@@ -110,6 +110,12 @@ class Options(Settings, CallSettings):
         "Reorder the sequences inside each step so that microbatches and data-parallel ranks "
         "have equal work.",
     )
+    recurrent: str = setting(
+        "auto",
+        "Recurrent layers exchange heads or states among context-parallel ranks; auto takes "
+        "states where heads do not divide, else what is predicted to be faster.",
+        choices=("heads", "states", "auto"),
+    )
     recompute: str = setting(
         "keep",
         "Recomputed attention layers keep their out and lse, so that the ring runs once, or "

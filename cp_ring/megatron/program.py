@@ -125,6 +125,7 @@ def accept_model(config: Any) -> argparse.Namespace:
     args, used = arguments_of(config), settings.current()
     check_settings(used, args.seq_length, args.context_parallel_size)
     resolve.check_attention(args, used)
+    used = resolve.with_way(args, used)
     config.apply_rope_fusion = args.apply_rope_fusion
     resolve.note_loss(args, used)
     settings.configure(used, layers=resolve.windows_of(args))

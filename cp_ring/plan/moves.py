@@ -46,7 +46,7 @@ class Moves:
         # Between two cuts, tokens are of one chunk before and of one after.
         cuts = np.unique(np.concatenate([edges, (edges + shift) % n]))
         (sender, source), (receiver, target) = (
-            _places(layout, token) for token in ((cuts - shift) % n, cuts)
+            places(layout, token) for token in ((cuts - shift) % n, cuts)
         )
         tokens = np.diff(np.append(cuts, n))
         return cls(layout.cp, sender, receiver, source, target, tokens)
@@ -60,7 +60,7 @@ class Moves:
         ranks = layout.cp // members.cp
         chunk = layout.order[layout.owner[layout.order] // ranks == member]
         sender, size = layout.owner[chunk] - member * ranks, np.diff(layout.edges)[chunk]
-        source, target = layout.starts[chunk], _places(members, layout.edges[chunk])[1]
+        source, target = layout.starts[chunk], places(members, layout.edges[chunk])[1]
         apart = (sender[1:] != sender[:-1]) | (target[1:] != (target + size)[:-1])
         first, last = runs(apart, len(chunk))
         tokens = (target + size)[last] - target[first]
@@ -104,7 +104,7 @@ class Moves:
         return int(self.tokens[self.sender == rank].sum())
 
 
-def _places(layout: Layout, token: Ints) -> tuple[Ints, Ints]:
+def places(layout: Layout, token: Ints) -> tuple[Ints, Ints]:
     """Return the rank that holds each token of the stream, and the token's place in its shard."""
     chunk = np.searchsorted(layout.edges, token, "right") - 1
     return layout.owner[chunk], layout.starts[chunk] + token - layout.edges[chunk]

@@ -578,16 +578,15 @@ ATTENTION |= PRODUCTION
 # Faults of other layers, each where the job has them.
 
 
-def _as_they_are(right, tensor, cp_size, *rest, **named):
-    """The states of recurrent layers run over the tokens in the order of the ranks, and not of the
-    sequence.
-    """
-    return tensor if cp_size > 1 else right(tensor, cp_size, *rest, **named)
+def _anew_on_each_rank(entries, *args):
+    """The states of pieces that go on begin with 0, but their gradients travel."""
+    return entries(*args) * 0
 
 
 LAYERS = {
-    "states run in the order of ranks": _everywhere(
-        "_undo_attention_load_balancing", "megatron.core.ssm", _as_they_are
+    "states run in the order of ranks": _parity("state in the order of another layout"),
+    "states begin anew on each rank": _at(
+        "cp_ring.recurrent.states.StatePassing._entries", _anew_on_each_rank
     ),
     "states run across documents": _parity("state across documents"),
     "states begin anew too late": _parity("state begins anew too late"),

@@ -104,7 +104,7 @@ OF_BATCH = ("second batch row like the first",)
 OF_POSITIONS = ("position ids of each rank from 0",)
 OF_FOUR = ("stale slot at four ranks",)
 OF_EXPERTS = ("aux loss weighed twice",)
-OF_STATES = tuple(LAYERS)[:1]
+OF_STATES, OF_ORDER = tuple(LAYERS)[:1], tuple(LAYERS)[2:]
 OF_OTHER_LAYERS = (
     "rotary positions of one rank shifted",
     "label at a chunk's border",
@@ -182,9 +182,11 @@ _OWN = (
         OF_EXPERTS,
     ),
     Job("hybrid", 2, f"{HYBRID} --calculate-per-token-loss", (*OF_STATES, *OF_OTHER_LAYERS)),
-    Job("hybrid-documents", 2, f"{HYBRID} --cp-ring-document-mask", tuple(LAYERS)[1:]),
+    Job("hybrid-documents", 2, f"{HYBRID} --cp-ring-document-mask", OF_ORDER),
+    Job("hybrid-branches", 2, f"{HYBRID} --cp-ring-mask-kinds tree --cp-ring-recurrent states",
+        ("states begin anew on each rank", "states run across documents")),
     Job("linear-attention", 2, f"{LINEAR} --calculate-per-token-loss", OF_STATES),
-    Job("linear-attention-documents", 2, f"{LINEAR} --cp-ring-document-mask", tuple(LAYERS)[1:]),
+    Job("linear-attention-documents", 2, f"{LINEAR} --cp-ring-document-mask", OF_ORDER),
     Job("heterogeneous", 2, f"{HETEROGENEOUS} --calculate-per-token-loss", OF_OTHER_LAYERS),
     Job("production", 4, _PRODUCTION, tuple(PRODUCTION)),
     Job("latents", 2, _LATENTS, OF_LATENTS),

@@ -38,6 +38,7 @@ KINDS = {
     "order of chunks": ("oss", "chunk order swapped"),
     "documents": ("documents", "boundary shifted by one"),
     "recurrent state": ("hybrid-documents", "states run across documents"),
+    "states of branches": ("hybrid-branches", "states begin anew on each rank"),
     "pipeline stages": ("production", "documents lost on later stages"),
     "virtual stages": ("production", "documents lost on virtual stages"),
     "recomputation": ("production", "kept output halved"),

@@ -56,11 +56,9 @@ EXAMPLES = {
 --overlap-moe-expert-parallel-comm --cp-ring-document-mask
 --context-parallel-size 2 --micro-batch-size 2 --dataloader-inter-document-masking --moe-router-load-balancing-type seq_aux_loss
 --context-parallel-size 2 --micro-batch-size 5 --dataloader-inter-document-masking --num-experts 4
---hybrid-layer-pattern G*- --context-parallel-size 4 --linear-num-key-heads 2
---hybrid-layer-pattern M*- --context-parallel-size 3
---hybrid-layer-pattern M*- --cp-ring-mask-kinds tree
---hybrid-layer-pattern M*- --cp-ring-document-mask --disable-mamba-mem-eff-path
---hybrid-layer-pattern G*- --cp-ring-mask-kinds documents --deterministic-mode
+--hybrid-layer-pattern G*- --context-parallel-size 4 --linear-num-key-heads 2 --cp-ring-recurrent heads
+--hybrid-layer-pattern M*- --cp-ring-mask-kinds images
+--hybrid-layer-pattern M*- --cp-ring-recurrent states --cuda-graph-impl local --cuda-graph-modules mamba
 """,
     "The job": """
 --no-cp-ring --cp-ring-loss-chunk 64

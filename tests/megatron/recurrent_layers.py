@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 N, ROWS, HIDDEN = 64, 2, 32
+DETERMINISTIC = False
 OFFSETS = np.array([0, 5, 30, 64, 100, 101, 128])  # of documents in the stream of two batch rows
 
 
@@ -19,7 +20,8 @@ def configuration():
     }  # fmt: skip
     return TransformerConfig(
         num_layers=2, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True,
-        add_bias_linear=False, activation_func=torch.nn.functional.silu, **compat.known_arguments(TransformerConfig, sizes),
+        add_bias_linear=False, deterministic_mode=DETERMINISTIC,
+        activation_func=torch.nn.functional.silu, **compat.known_arguments(TransformerConfig, sizes),
     )  # fmt: skip
 
 

@@ -4,14 +4,15 @@ every layout.
 The CUDA kernels of mamba_ssm and fla have stand-ins in torch (tests/parity/recurrent.py).
 """
 
+import argparse
 import itertools
 
 import numpy as np
 import pytest
 import torch
 
-from cp_ring import Mask
-from cp_ring.errors import ConfigError
+from cp_ring import Layout, Mask
+from cp_ring.recurrent.pieces import Pieces
 from tests.megatron import recurrent_layers
 
 
@@ -57,13 +58,15 @@ def test_the_delta_rule_is_megatrons_own_in_torch(kernels):
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "delta_net"])
+@pytest.mark.parametrize("kind", ["mamba", "delta_net", "deterministic"])
 def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
-    one_rank, applied, kernels, kind
+    one_rank, applied, kernels, kind, monkeypatch
 ):
     from cp_ring.megatron.data.documents import DocumentParams, Documents
 
     applied("recurrent_layers")
+    if kind == "deterministic":  # Megatron's own function of torch, without documents
+        monkeypatch.setattr(recurrent_layers, "DETERMINISTIC", True)
     offsets = recurrent_layers.OFFSETS
     layer, hidden = recurrent_layers.build(kind), recurrent_layers.whole_rows()
     packed = DocumentParams.carry(Documents.in_rows(offsets, 2, "zigzag", 1))
@@ -75,28 +78,45 @@ def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
     torch.testing.assert_close(ours, torch.cat(alone).squeeze(1), rtol=1e-4, atol=1e-6)
 
 
-def test_a_mask_with_branches_is_rejected_by_name(monkeypatch):
-    from cp_ring.megatron.adapter import recurrent
-    from cp_ring.megatron.data.masks import DeclaredMask
-
-    for mask in (Mask.tree([-1, 0, 0], [20, 30, 14], 64), Mask.shared_prefix([(20, [30, 14])])):
-        carried = DeclaredMask.of_rows([mask], "zigzag", 1)
-        with pytest.raises(
-            ConfigError, match=r"branch at token 20, .* position 20, but the state of"
-        ):
-            recurrent.order_of(carried, torch.device("cpu"))
-
-
-def test_padding_and_declared_documents_begin_anew_too():
+def test_states_restart_at_documents_and_padding_and_fork_at_branches():
     from cp_ring.megatron.adapter import recurrent
     from cp_ring.megatron.data.documents import Documents
     from cp_ring.megatron.data.masks import DeclaredMask
-    from cp_ring.plan.layout import Layout
 
-    def numbers(carried):
-        return recurrent.order_of(carried, torch.device("cpu")).documents.tolist()
+    def starts(carried):
+        return [x.tolist() for x in recurrent._starts(carried)]
 
     padded = Documents(np.array([0, 4]), np.array([3, 6]), Layout.zigzag(8, 2))
-    assert numbers(padded) == [[0, 0, 0, 1, 2, 2, 3, 3]]
+    assert starts(padded) == [[0, 3, 4, 6], [-1] * 4]
     masks = [Mask.documents([0, 3, 8]), Mask.causal(8)]
-    assert numbers(DeclaredMask.of_rows(masks, "zigzag", 2)) == [[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
+    assert starts(DeclaredMask.of_rows(masks, "zigzag", 2)) == [[0, 3, 8], [-1] * 3]
+    masks = [Mask.tree([-1, 0, 1, 0, -1], [3, 2, 4, 2, 1], 16), Mask.shared_prefix([(4, [4, 8])])]
+    assert starts(DeclaredMask.of_rows(masks, "zigzag", 2)) == [
+        [0, 3, 5, 9, 11, 12, 16, 20, 24], [-1, 2, 4, 2, -1, -1, -1, 19, 19]
+    ]  # fmt: skip
+
+
+SIZES = {"context_parallel_size": 8, "seq_length": 131_072, "bf16": True, "hidden_size": 2688}
+QWEN_NEXT = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4}
+NANO = {"hybrid_layer_pattern": "M*-", "mamba_num_heads": 64, "mamba_head_dim": 64}
+
+
+@pytest.mark.parametrize(("model", "share"), [(QWEN_NEXT, 8), (NANO, 20)])
+def test_states_are_few_bytes_of_what_an_exchange_of_heads_sends(model, share):
+    """Of Qwen3-Next and Nemotron 3 Nano, with the halo of the convolution."""
+    from cp_ring.megatron.flags.asked import Asked
+    from cp_ring.megatron.flags.recurrent_choice import choose, mixers
+
+    asked = Asked(argparse.Namespace(num_layers=4, **SIZES, **model))
+    ((_, sizes),) = mixers(asked)
+    pieces = Pieces.of(Layout.zigzag(131_072, 8), [0])
+    halo = 14 * 3 * sizes.channels * sizes.element
+    sent = pieces.sent * sizes.map_bytes + halo
+    assert sent * share < 8 * sizes.exchange_bytes(131_072 // 8, 8)
+    assert choose(asked) == "states"
+    asked = Asked(argparse.Namespace(num_layers=4, **{**SIZES, "seq_length": 64}, **model))
+    assert choose(asked) == "heads"
+    asked = Asked(
+        argparse.Namespace(**{**SIZES, "context_parallel_size": 48}, num_layers=4, **model)
+    )
+    assert choose(asked) == "states"

@@ -152,13 +152,14 @@ def _in_another_layout(without_documents, batch, n, cp):
 
 
 def _across_documents(starts, carried):
-    return np.arange(carried.batch) * (carried.layout.n // carried.batch)
+    rows = np.arange(carried.batch) * (carried.layout.n // carried.batch)
+    return rows, np.full_like(rows, -1)
 
 
 def _anew_too_late(starts, carried):
     """The first token of each document but the first counts as one of the document before it."""
-    found = starts(carried)
-    return found + (found % (carried.layout.n // carried.batch) != 0)
+    found, before = starts(carried)
+    return found + (found % (carried.layout.n // carried.batch) != 0), before
 
 
 def _averaged_by_rank(loss_function, loss_mask, losses, **more):

@@ -73,6 +73,7 @@ MEGATRON_FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-
 OF_MEGATRON_FSDP = ("cp2", "cp4", "tp2cp2", "dp2cp2")
 STOCK = ""  # stock Megatron's own attention
 # where stock attention has no such model on the CPU
+HEADS_WAY, STATES = "--cp-ring-recurrent heads", "--cp-ring-recurrent states"
 REFERENCE = "--cp-ring --cp-ring-kernel reference"
 
 
@@ -206,31 +207,20 @@ def _recurrent(name, flags, balanced=1e-6):
     across, two, three = "state across documents", ("cp2", "cp4"), ("cp2", "cp4", "tp2cp2")
     every = (*three, "pp2cp2", "dp2cp2")
     make = functools.partial(Model, layers=4, tolerance=1e-6)
-    yield make(name, flags, order, splits=every, drawn_by_tp=True)
-    yield make(f"{name}_contiguous", flags, order, CONTIGUOUS, splits=two)
-    yield make(
-        f"{name}_balanced",
-        f"{flags} --window-size 20,0",
-        order,
-        BALANCED,
-        splits=two,
-        tolerance=balanced,
-    )
-    yield make(
-        f"{name}_document_mask",
-        masked,
-        across,
-        baseline=REFERENCE,
-        data="documents",
-        splits=three,
-        drawn_by_tp=True,
-    )
-    yield make(
-        f"{name}_document_mask_balanced", f"{masked} --micro-batch-size 2", late, BALANCED, REFERENCE,
-        "documents", splits=every,
-        drawn_by_tp=True,
-    )  # fmt: skip
-    yield make(f"{name}_packed_thd", masked, across, baseline=REFERENCE, data="thd", splits=two)
+    for ring, way in ((HEADS_WAY, ""), (STATES, "_states")):
+        own = f"{name}{way}"
+        yield make(own, flags, order, ring, splits=every, drawn_by_tp=True)
+        yield make(f"{own}_contiguous", flags, order, f"{ring} {CONTIGUOUS}", splits=two)
+        yield make(f"{own}_balanced", f"{flags} --window-size 20,0", order, f"{ring} {BALANCED}",
+            splits=two, tolerance=balanced)  # fmt: skip
+        yield make(f"{own}_document_mask", masked, across, ring, REFERENCE, "documents", splits=three,
+            drawn_by_tp=True)  # fmt: skip
+        yield make(f"{own}_document_mask_balanced", f"{masked} --micro-batch-size 2", late,
+            f"{ring} {BALANCED}", REFERENCE, "documents", splits=every,
+            drawn_by_tp=True)  # fmt: skip
+        yield make(f"{own}_packed_thd", masked, across, ring, REFERENCE, "thd", splits=two)
+        yield make(f"{own}_shared_prefix", f"{flags} {PREFIXES}", across, f"{ring} {BALANCED}",
+            REFERENCE, "shared_prefix", splits=two)  # fmt: skip
 
 
 MODELS = (
@@ -354,12 +344,17 @@ MODELS = (
     Model("wire_int8", UNTIED, "scale of the head size", ring="--cp-ring-wire int8", tolerance=1e-3),
     *_of_files(),
     Model("resumed", f"{UNTIED} {RESHARDABLE} --softmax-type learnable", "sink dropped", resumes="dp2cp2"),
-    Model("mamba_resumed", f"{MAMBA} {RESHARDABLE}", "state in the order of another layout", resumes="cp2",
+    Model("mamba_resumed", f"{MAMBA} {RESHARDABLE}", "state in the order of another layout", STATES, resumes="cp2",
         splits=("cp4", "dp2cp2"), layers=4, tolerance=1e-6),
     *_recurrent("mamba", MAMBA),
     Model("mamba_recomputed", f"{MAMBA} --cp-ring-document-mask {RECOMPUTE}",
-        "state across documents", BALANCED, REFERENCE,
+        "state across documents", f"{STATES} {BALANCED}", REFERENCE,
         "documents", layers=4, splits=("cp2",), tolerance=1e-6),
+    # heads that do not divide: states without asking
+    Model("mamba_few_heads", f"{MAMBA} --mamba-num-heads 3 --mamba-num-groups 1",
+        "state in the order of another layout", layers=4, splits=("cp2", "cp4"), tolerance=1e-6),
+    Model("delta_net_few_heads", DELTA_NET.replace("-heads 4", "-heads 1").replace("-heads 8", "-heads 2"),
+        "state in the order of another layout", layers=4, splits=("cp4",), tolerance=1e-6),
     *_recurrent("delta_net", DELTA_NET, balanced=2e-6),
     *_recurrent("qwen3_next", QWEN, balanced=2e-6),
     Model("qwen3_next_mtp", f"{QWEN} --mtp-num-layers 1", "state in the order of another layout",

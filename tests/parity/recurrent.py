@@ -18,7 +18,7 @@ from megatron.core.ssm import gated_delta_net, mamba_mixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from tests.parity.specs import Norm, hybrid
-from tests.recurrences import causal_conv1d, delta_rule, l2norm, scan
+from tests.recurrences import causal_conv1d, chunk_scan, delta_rule, l2norm, scan
 
 
 class GroupNorm(torch.nn.Module):
@@ -139,6 +139,7 @@ if variants is not None:
     variants._get_backend_spec_provider = lambda config: LocalProvider()
 mamba_mixer.HAVE_MAMBA_SSM = True
 mamba_mixer.mamba_split_conv1d_scan_combined = scan
+mamba_mixer.mamba_chunk_scan_combined = chunk_scan
 mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)
 mamba_mixer.ExtendedRMSNorm = GroupNorm
 for _name, _module in list(sys.modules.items()):

@@ -1,206 +1,301 @@
-"""Puts tokens in sequence order, and passes documents on, for recurrent layers: Mamba and gated
-delta net.
+"""Runs recurrent layers of Megatron, Mamba 2 and gated delta nets, in the order of sequence: in any
+layout, with documents and with branches.
 
-These layers exchange tokens for heads, so that each rank holds whole batch rows of some heads. The
-tokens arrive grouped by rank. The layout in force says how to put them in sequence order and back.
-The state restarts at each document.
+Ranks exchange heads, so that each scans whole sequences with some of the heads; or states, so that
+each scans its own tokens with all heads (`cp_ring.recurrent`). Both ways run the same code: with
+heads, the sequences are pieces on one rank.
 
-Shapes: n tokens of a batch row, b batch rows, cp the context-parallel size.
+Shapes: n tokens of a batch row, s those that this rank holds, b batch rows, cp the context-parallel
+size, T the tokens that this rank scans, of all batch rows.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from megatron.core.ssm import gated_delta_net as gated_delta_nets
+from megatron.core.ssm import mamba_context_parallel as exchange
+from megatron.core.ssm import mamba_mixer
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from torch import Tensor
 
-from cp_ring.errors import ConfigError
-from cp_ring.megatron.data.documents import DocumentParams, documents_of, without_documents
+from cp_ring.comm.groups import ALONE, transport_for
+from cp_ring.megatron.data.documents import ALONE as ONE_RANK
+from cp_ring.megatron.data.documents import documents_of, without_documents
 from cp_ring.megatron.data.masks import MicrobatchMask
-from cp_ring.megatron.settings import packed_in_whole_rows
+from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.megatron.wrapping import Function, around
+from cp_ring.plan.layout import Layout
+from cp_ring.plan.ranges import Ints
+from cp_ring.recurrent.pieces import Pieces
+from cp_ring.recurrent.proof import verify
+from cp_ring.recurrent.scans import DeltaRule, MambaScan
+from cp_ring.recurrent.states import StatePassing
 from cp_ring.runtime import RUNTIME
+
+_made: WeakKeyDictionary[MicrobatchMask, dict[Any, Tokens]] = RUNTIME.keep(WeakKeyDictionary())
+_proven: set[tuple[Any, ...]] = RUNTIME.keep(set())
 
 
 @dataclass(frozen=True)
-class TokenOrder:
-    """The order of the tokens of batch rows [n, b], on one device.
+class Tokens:
+    """How a layer's tokens [s, b, d] become those that it scans, [T, d], and back.
 
-    Attributes:
-        in_sequence: for each token in sequence order, its index among the tokens grouped by rank:
-            int64 [n * b].
-        by_rank: the inverse permutation.
-        documents: the number of each token's document in its batch row: int32 [b, n].
-        cu_seqlens: the offsets of the documents in the stream of all batch rows: int32
-            [documents + 1].
+    passing: runs the scans.
+    batch: b.
+    group: the ranks that exchange heads; None if states travel.
+    by_rank: for each token [n * b] of rank after rank, its place in the stream of all batch rows.
+    in_sequence: the inverse permutation.
     """
 
-    in_sequence: torch.Tensor
-    by_rank: torch.Tensor
-    documents: torch.Tensor
-    cu_seqlens: torch.Tensor
+    passing: StatePassing
+    batch: int
+    group: Any = None
+    by_rank: Any = None
+    in_sequence: Any = None
 
-    @classmethod
-    def of(cls, carried: MicrobatchMask, device: torch.device) -> TokenOrder:
-        n, batch, starts = carried.layout.n, carried.batch, _starts(carried)
-        places = torch.cat([carried.places(rank) for rank in range(carried.layout.cp)])  # [n, b]
-        columns = torch.arange(batch)
-        orders = [
-            (order * batch + columns).reshape(-1) for order in (places.argsort(dim=0), places)
-        ]
-        numbers = (np.searchsorted(starts, np.arange(n), "right") - 1).reshape(batch, -1)
-        of_rows = numbers - numbers[:, :1], np.append(starts, n)
-        documents = [torch.from_numpy(x.astype(np.int32)) for x in of_rows]
-        return cls(*(x.to(device) for x in (*orders, *documents)))
+    def enter(self, x: Tensor, sections: Sequence[int]) -> Tensor:
+        """Return the tokens to scan. With heads, a rank gets its share of each of the sections of
+        channels.
+        """
+        if self.group is None:
+            return x.transpose(0, 1).flatten(0, 1)
+        cp = self.group.size()
+        shares = np.split(np.arange(x.shape[2]), np.cumsum(sections)[:-1])
+        order = np.concatenate([share.reshape(cp, -1) for share in shares], 1).reshape(-1)
+        x = x.index_select(2, torch.from_numpy(order).to(x.device))
+        x = exchange._all_to_all_cp2hp(x, self.group).flatten(0, 1)
+        return x.index_select(0, self.in_sequence)
 
-
-_OF_TOKENS = ("x", "q", "k", "v", "g", "beta", "b", "w")
-"""Names of the tensors [b, n, ...] that fla's functions take."""
-
-_made: WeakKeyDictionary[MicrobatchMask, dict[torch.device, TokenOrder]] = RUNTIME.keep(
-    WeakKeyDictionary()
-)
-_in_force: ContextVar[TokenOrder | None] = ContextVar("cp_ring_order", default=None)
-
-
-def order_of(carried: MicrobatchMask, device: torch.device) -> TokenOrder:
-    """Return the token order of a microbatch; all layers share it."""
-    orders = _made.setdefault(carried, {})
-    if device not in orders:
-        orders[device] = TokenOrder.of(carried, device)
-    return orders[device]
+    def leave(self, x: Tensor) -> Tensor:
+        """Return tokens that were scanned in the order of the layer: the inverse of `enter`."""
+        if self.group is None:
+            return x.unflatten(0, (self.batch, -1)).transpose(0, 1).contiguous()
+        x = x.index_select(0, self.by_rank).unflatten(0, (-1, self.batch))
+        return exchange._all_to_all_hp2cp(x, self.group)
 
 
-def _starts(carried: MicrobatchMask) -> np.ndarray:
-    """Return the offsets in the stream of all batch rows where the state restarts."""
+def tokens_of(carried: MicrobatchMask, group: Any, states: bool, width: int, device: Any) -> Tokens:
+    """Return the tokens of a microbatch for layers with a convolution over `width` tokens; all of
+    its layers share them. The plan of the first microbatch of each kind is proven.
+    """
+    made = _made.setdefault(carried, {})
+    key = (group, states, width, device)
+    if key not in made:
+        layout, (starts, before) = carried.layout, _starts(carried)
+        plan = layout if states else Layout.contiguous(layout.n, 1)
+        pieces = Pieces.of(plan, starts, before)
+        kind = plan.name, plan.cp, carried.kind(), width
+        if kind not in _proven:
+            verify(pieces, starts, before, width)
+            _proven.add(kind)
+        transport = (states and transport_for(group, device)) or ALONE
+        passing = StatePassing(pieces, transport, device)
+        orders = {}
+        if not states:
+            places = torch.cat([carried.places(rank) for rank in range(layout.cp)])  # [n, b]
+            by_rank = (places + torch.arange(carried.batch) * len(places)).reshape(-1).to(device)
+            orders = {"group": group, "by_rank": by_rank, "in_sequence": by_rank.argsort()}
+        made[key] = Tokens(passing, carried.batch, **orders)
+    return made[key]
+
+
+def _starts(carried: MicrobatchMask) -> tuple[Ints, Ints]:
+    """Return the tokens of the stream of all batch rows at which documents and branches begin, and
+    the tokens whose states these continue, -1 for none.
+    """
     n = carried.layout.n
-    return np.union1d(carried.starts(), np.arange(carried.batch) * (n // carried.batch))
+    starts, before = carried.starts()
+    rows = np.setdiff1d(np.arange(carried.batch) * (n // carried.batch), starts)
+    both = np.append(starts, rows), np.append(before, np.full_like(rows, -1))
+    order = np.argsort(both[0])
+    return both[0][order], both[1][order]
 
 
-def _order(x: torch.Tensor, cp: int, packed: Any) -> TokenOrder:
-    """Return the two permutations (by rank, in sequence) of the n tokens of `x` [n, b, ...], which
-    are those of all ranks: for the documents `packed` if given, else those that the microbatch
-    put in force, else those of the configured layout.
+def _tokens(layer: Any, x: Tensor, packed: Any, width: int) -> Tokens:
+    """Return the tokens of x [s, b, d] for a layer: in the documents `packed` if given, else each
+    batch row is one document, split by the layout in force.
     """
-    order = _in_force.get()
-    if packed is None and order is not None:
-        return order
-    n, batch = x.shape[:2]
-    return order_of(_carried(packed, n, batch, cp), x.device)
-
-
-def _carried(packed: Any, n: int, batch: int, cp: int) -> MicrobatchMask:
-    """Return the documents `packed` of batch rows of `n` tokens; if `packed` is None, each batch
-    row is one document.
-    """
+    (tokens, batch), group = x.shape[:2], layer.cp_ring_group
+    cp = group.size()
+    states = layer.pg_collection.cp.size() == 1
     if packed is None:
-        return without_documents(batch, n, cp)
-    return documents_of(packed, n // cp * batch, cp, packed_in_whole_rows())
-
-
-def in_sequence(input_: torch.Tensor, cp_size: int, packed_seq_params: Any = None) -> torch.Tensor:
-    """Put tokens [n, b, d] that are grouped by rank in sequence order. Replaces Megatron's
-    `_undo_attention_load_balancing`.
-    """
-    return _reordered(input_, _order(input_, cp_size, packed_seq_params).in_sequence)
-
-
-def by_rank(input_: torch.Tensor, cp_size: int, packed_seq_params: Any = None) -> torch.Tensor:
-    """Group tokens in sequence order by rank: the inverse of `in_sequence`. Replaces Megatron's
-    `_redo_attention_load_balancing`.
-    """
-    return _reordered(input_, _order(input_, cp_size, packed_seq_params).by_rank)
-
-
-def _reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, *x.shape[2:]).index_select(0, order).view(x.shape)
+        carried: MicrobatchMask = without_documents(batch, tokens * cp, cp)
+    else:
+        carried = documents_of(packed, tokens * batch, cp, packed_in_whole_rows())
+    return tokens_of(carried, group, states, width, x.device)
 
 
 @around
-def mamba_with_documents(
-    train: Function, self: Any, zxBCdt: torch.Tensor, packed_seq_params: Any = None
-) -> Any:
-    """Wrap `MambaMixer._ssm_training` so that its kernel gets each token's document number, in
-    sequence order.
+def built(constructor: Function, layer: Any, *args: Any, pg_collection: Any, **named: Any) -> None:
+    """Wrap the constructor of a recurrent layer. With states it has all heads of its
+    tensor-parallel rank, as without context parallelism.
     """
-    if packed_seq_params is None:
-        return train(self, zxBCdt)
-    (n, batch), cp = zxBCdt.shape[:2], self.cp.cp_size
-    carried = _carried(packed_seq_params, n, batch, cp)
-    params = copy.copy(packed_seq_params)
-    params.seq_idx = order_of(carried, zxBCdt.device).documents
-    return train(self, zxBCdt, params)
+    groups = copy.copy(pg_collection)
+    if current().recurrent == "states":
+        groups.cp = ONE_RANK
+    constructor(layer, *args, pg_collection=groups, **named)
+    layer.cp_ring_group = pg_collection.cp
 
 
-@contextmanager
-def _in_order(order: TokenOrder | None) -> Iterator[None]:
-    token = _in_force.set(order)
-    try:
-        yield
-    finally:
-        _in_force.reset(token)
+def _is_stock(layer: Any, inference_context: Any, packed: Any) -> bool:
+    return inference_context is not None or (packed is None and layer.cp_ring_group.size() == 1)
 
 
 @around
-def gated_delta_net_with_documents(
+def mamba(
     forward: Function,
     self: Any,
-    hidden_states: torch.Tensor,
-    *args: Any,
+    hidden_states: Tensor,
+    inference_context: Any = None,
+    *,
     packed_seq_params: Any = None,
     **named: Any,
-) -> Any:
-    """Wrap `GatedDeltaNet.forward` so that the microbatch's documents (thd or sbhd) are in force
-    while it runs.
+) -> tuple[Tensor, Any]:
+    """Take the place of `MambaMixer.forward` in training."""
+    if _is_stock(self, inference_context or named.get("inference_params"), packed_seq_params):
+        named["packed_seq_params"] = packed_seq_params
+        return forward(self, hidden_states, inference_context, **named)
+    x, _ = self.in_proj(hidden_states)
+    tokens = _tokens(self, x, packed_seq_params, self.d_conv)
+    inner = self.d_inner_local_tp
+    groups = self.ngroups_local_tp * self.d_state
+    sections = [inner, inner, groups, groups, self.nheads_local_tp]
+    y = tokens.leave(_mamba_scanned(self, tokens.enter(x, sections), tokens.passing))
+    return self.out_proj(self.norm(y) if self.rmsnorm else y)
+
+
+def _mamba_scanned(layer: Any, x: Tensor, passing: StatePassing) -> Tensor:
+    """Return the outputs [T, d] of the convolution and the scan of a Mamba layer, from its z, x, B,
+    C and dt.
     """
-    if packed_seq_params is None:
-        return forward(self, hidden_states, *args, **named)
-    if self.config.deterministic_mode:
-        raise ConfigError(
-            "--deterministic-mode: gated delta net layers would ignore documents: leave it out"
-        )
-    n, batch = hidden_states.shape[:2]
-    carried = _carried(packed_seq_params, n * self.sp_size * self.cp_size, batch, self.cp_size)
-    with _in_order(order_of(carried, hidden_states.device)):
-        params = DocumentParams.carry(carried)
-        return forward(self, hidden_states, *args, packed_seq_params=params, **named)
+    own = layer.cp
+    inner = own.d_inner_local_tpcp
+    groups = own.ngroups_local_tpcp * layer.d_state
+    z, x, dt = x.split([inner, inner + 2 * groups, own.nheads_local_tpcp], 1)
+    weight = own.get_conv1d_weight().squeeze(1)
+    bias = own.get_conv1d_bias()
+    fused = mamba_mixer.causal_conv1d_fn
+
+    def convolve(x: Tensor) -> Tensor:
+        if fused is None:
+            return F.silu(_convolution(x, weight, bias))
+        out: Tensor = fused(x.mT, weight, bias, activation=layer.activation)
+        return out.mT
+
+    x = passing.convolve(convolve, x, weight, bias, F.silu)
+    x, b, c = x.split([inner, groups, groups], 1)
+    tensors = {
+        "x": x.unflatten(1, (-1, layer.headdim)),
+        "dt": dt,
+        "B": b.unflatten(1, (-1, layer.d_state)),
+        "C": c.unflatten(1, (-1, layer.d_state)),
+        "z": z.unflatten(1, (-1, layer.headdim)),
+    }
+    skip = own.get_D().float()
+    named = {
+        "D": skip.unflatten(0, (-1, layer.headdim)) if layer.D_has_hdim else skip,
+        "chunk_size": layer.chunk_size,
+    }
+    if getattr(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", False):
+        named["state_dtype"] = layer.mamba_training_ssm_states_dtype
+    decay = -own.get_A_log().float().exp()
+    kernel = mamba_mixer.mamba_chunk_scan_combined
+    scan = MambaScan(kernel, decay, own.get_dt_bias().float(), **named)
+    return passing.scan(scan, tensors).flatten(1)
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the causal convolution of x [1, T, d] with weight [d, w]."""
+    channels, width = weight.shape
+    out = F.conv1d(x.mT, weight[:, None], bias, padding=width - 1, groups=channels)
+    return out[..., : x.shape[1]].mT
 
 
 @around
-def norm_with_documents(
-    function: Function, self: Any, core_attn_out: torch.Tensor, *args: Any, **named: Any
-) -> Any:
-    """Wrap `GatedDeltaNet._gated_norm_and_a2a`. Selective recomputation calls it again outside of
-    `forward`.
+def gated_delta_net(
+    forward: Function,
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    inference_context: Any = None,
+    packed_seq_params: Any = None,
+    *args: Any,
+    **named: Any,
+) -> tuple[Tensor, Any]:
+    """Take the place of `GatedDeltaNet.forward`, and of `GatedDeltaNet2.forward`, in training."""
+    context = inference_context or named.get("inference_params")
+    if _is_stock(self, context, packed_seq_params):
+        stock = (attention_mask, inference_context, packed_seq_params)
+        return forward(self, hidden_states, *stock, *args, **named)
+    x, _ = self.in_proj(hidden_states)
+    tokens = _tokens(self, x, packed_seq_params, self.conv_kernel_dim)
+    keys = self.qk_dim_local_tp
+    values = self.v_dim_local_tp
+    heads = self.num_value_heads // self.tp_size
+    sections = [keys, keys, values, values, heads, heads]
+    sections = [*getattr(self, "in_proj_split_sections", sections)]  # since 0.19
+    x = tokens.enter(x, sections)
+    out, gate = _delta_net_scanned(self, x, sections, tokens.passing)
+
+    def finish(out: Tensor, gate: Tensor) -> Tensor:
+        return tokens.leave(self._apply_gated_norm(out, gate).reshape(len(out), -1))
+
+    if not getattr(self, "recompute_norm_out", False):
+        return self.out_proj(finish(out, gate))
+    again = self.norm_out_checkpoint = CheckpointWithoutOutput()
+    projected = self.out_proj(again.checkpoint(finish, out, gate))
+    again.discard_output_and_register_recompute(projected[0])
+    return projected
+
+
+def _delta_net_scanned(
+    layer: Any, x: Tensor, sections: list[int], passing: StatePassing
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs [T, h, v] of the convolution and the scan of a gated delta net, and their
+    gate, from the sections of channels of its input projection.
     """
-    packed = named.get("packed_seq_params", args[-1] if args else None)
-    carried = packed.documents if isinstance(packed, DocumentParams) else None
-    with _in_order(None if carried is None else order_of(carried, core_attn_out.device)):
-        return function(self, core_attn_out, *args, **named)
+    package: Any = gated_delta_nets
+    group = layer.pg_collection.cp
+    plain = layer.config.deterministic_mode
+    own = functools.partial(package.get_parameter_local_cp, dim=0, cp_group=group)
+    keys, _, values, gates, *more = (size // group.size() for size in sections)
+    x, gate, *features = x.split([2 * keys + values, gates, *more], 1)
+    weight = own(layer.conv1d.weight, split_sections=sections[:3]).squeeze(1)
+    bias = own(layer.conv1d.bias, split_sections=sections[:3]) if layer.conv_bias else None
 
+    def convolve(x: Tensor) -> Tensor:
+        if plain:
+            return layer.act_fn(_convolution(x, weight, bias))
+        named = {"weight": weight, "bias": bias, "activation": layer.activation}
+        out: Tensor = package.causal_conv1d(x=x, **named)[0]
+        return out
 
-@around
-def fla_with_documents(
-    function: Function, *tensors: torch.Tensor, cu_seqlens: Any = None, **named: Any
-) -> Any:
-    """Wrap fla's `causal_conv1d`, `chunk_gated_delta_rule` or `chunk_gdn2`.
-
-    These functions take documents as `cu_seqlens` of one batch row, so the batch rows [b, n, ...]
-    are joined into one. Without documents in force nothing changes.
-    """
-    order = _in_force.get()
-    if order is None or cu_seqlens is not None:
-        return function(*tensors, cu_seqlens=cu_seqlens, **named)
-    named |= zip(("x",) if len(tensors) == 1 else ("q", "k", "v"), tensors, strict=False)
-    whole = {name: named.pop(name) for name in _OF_TOKENS if name in named}
-    batch, n = next(iter(whole.values())).shape[:2]
-    whole = {name: x.reshape(1, -1, *x.shape[2:]) for name, x in whole.items()}
-    out, *states = function(**whole, cu_seqlens=order.cu_seqlens, **named)
-    return out.reshape(batch, n, *out.shape[2:]), *states
+    x = passing.convolve(convolve, x, weight, bias, layer.act_fn)
+    x, value = x.split([2 * keys, values], 1)
+    x = x.unflatten(1, (-1, layer.key_head_dim))
+    if layer.use_qk_l2norm:
+        x = package.l2norm(x.contiguous())
+    shared = layer.num_value_heads // layer.num_key_heads
+    query, key = (part.repeat_interleave(shared, 1) for part in x.chunk(2, 1))
+    value = value.unflatten(1, (-1, layer.value_head_dim))
+    tensors = {"q": query, "k": key, "v": value}
+    rates = own(layer.A_log), own(layer.dt_bias)
+    if hasattr(layer, "_compute_gates"):  # since 0.20
+        rows = (part[None] for part in features)
+        decay, others = layer._compute_gates(*rates, 1, len(x), *rows)
+        tensors |= {name: part[0] for name, part in {"g": decay, **others}.items()}
+    else:
+        beta, alpha = features
+        tensors["g"], tensors["beta"] = layer._compute_g_and_beta(*rates, alpha, beta)
+    rule = DeltaRule(layer.gated_delta_rule, plain, use_qk_l2norm_in_kernel=False)
+    out = passing.scan(rule, tensors)
+    return out, gate.unflatten(1, (-1, layer.value_head_dim))

@@ -43,29 +43,51 @@ def follow_rules(model: Any, rules: list[MaskRule]) -> None:
     from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
 
     scale = declared_scale(model.config)[0]
-    ends = [torch.cat([torch.tensor([-1]), rule.last.nonzero()[:, 0]]) for rule in rules]
-    lengths = [of_row.diff().tolist() for of_row in ends]
+    paths = [_paths(rule) for rule in rules]
     for module in model.modules():
         ring = getattr(module, "core_attention", None)
         if isinstance(ring, RingDotProductAttention):
             window = declared_window(model.config, ring.layer_number)
             module.core_attention = DenseAttention(ring, window, scale, rules)
-        if any(len(of_row) > 1 for of_row in lengths) and is_recurrent(module):
-            module.forward = functools.partial(_by_document, module.forward, lengths)
+        if any(len(of_row) > 1 for of_row in paths) and is_recurrent(module):
+            module.forward = functools.partial(_by_document, module.forward, paths)
+
+
+def _paths(rule: MaskRule) -> list[tuple[Tensor, int]]:
+    """Return for each document or branch of a batch row the tokens that its last token sees, and
+    how many of them are its own, the last ones. Padding, which sees nothing, is a document too.
+    """
+    every = torch.arange(len(rule.last))
+    real = rule.sees(every, every)
+    goes_on = ~rule.last[:-1] & (rule.positions.diff() == 1) | ~(real[1:] | real[:-1])
+    found = []
+    start = 0
+    for end in [*((~goes_on).nonzero()[:, 0] + 1).tolist(), len(every)]:
+        seen = rule.sees(torch.tensor([[end - 1]]), every[None])[0].nonzero()[:, 0]
+        found.append((seen if len(seen) else every[start:end], end - start))
+        start = end
+    return found
 
 
 def _by_document(
-    forward: Callable[..., Any], lengths: list[list[int]], hidden: Tensor, *args: Any, **named: Any
+    forward: Callable[..., Any],
+    paths: list[list[tuple[Tensor, int]]],
+    hidden: Tensor,
+    *args: Any,
+    **named: Any,
 ) -> tuple[Tensor, Any]:
-    """Run the layer's `forward` on batch rows [n, b, h], one document of these lengths at a time,
-    without the documents that `named` may hold.
+    """Run the layer's `forward` on batch rows [n, b, h], one document or branch at a time behind
+    all that comes before it, without the documents that `named` may hold.
     """
     named.pop("packed_seq_params", None)
-    columns, bias = [], None
-    for batch_row, of_row in zip(hidden.split(1, 1), lengths, strict=True):
-        outputs = [forward(part, *args, **named) for part in batch_row.split(of_row)]
-        columns.append(torch.cat([out for out, _ in outputs]))
-        bias = outputs[-1][1]
+    columns = []
+    bias = None
+    for batch_row, of_row in zip(hidden.split(1, 1), paths, strict=True):
+        outputs = []
+        for path, own in of_row:
+            out, bias = forward(batch_row[path], *args, **named)
+            outputs.append(out[-own:])
+        columns.append(torch.cat(outputs))
     return torch.cat(columns, 1), bias
 
 

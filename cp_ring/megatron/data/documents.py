@@ -127,9 +127,10 @@ class Documents(MicrobatchMask):
         np.add.at(has_next, self.end - 1, -1)
         return torch.from_numpy(np.cumsum(has_next)[:-1] == 0)
 
-    def starts(self) -> Ints:
+    def starts(self) -> tuple[Ints, Ints]:
         edges: Ints = np.union1d(self.start, self.end)
-        return edges[edges < self.layout.n]
+        edges = edges[edges < self.layout.n]
+        return edges, np.full_like(edges, -1)
 
 
 @dataclass

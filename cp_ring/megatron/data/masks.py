@@ -76,9 +76,10 @@ class MicrobatchMask(ABC):
         """
 
     @abstractmethod
-    def starts(self) -> Ints:
-        """Return the tokens of the stream at which a recurrent state restarts: the first tokens of
-        documents and of padding, int64.
+    def starts(self) -> tuple[Ints, Ints]:
+        """Return the tokens of the stream at which a recurrent state does not continue that of the
+        token before, int64: the first tokens of documents, branches and padding. And for each the
+        token whose state it continues, -1 for none.
 
         The state also restarts at each batch row, which is not in this list.
         """
@@ -174,20 +175,18 @@ class DeclaredMask(MicrobatchMask):
     def last(self) -> torch.Tensor:
         return torch.from_numpy(self.whole.last)
 
-    def starts(self) -> Ints:
-        """Return where the state restarts; raise `ConfigError` for branches, which would continue
-        from the state of an earlier token.
+    def starts(self) -> tuple[Ints, Ints]:
+        """Return the starts of sequences and branches; a branch continues the state of the last
+        earlier token that its first token sees.
         """
-        segments = self.whole.segments
+        segments, pieces = self.whole.segments, self.whole.pieces
         if segments is None:
-            return np.zeros(0, np.int64)
-        if (at := segments[:, segments[1] > 0]).size:
-            raise ConfigError(
-                f"the mask {self.whole.name} has a branch at token {at[0, 0]}, which begins at "
-                f"position {at[1, 0]}, but the state of recurrent layers has no branches: give "
-                "each branch as a sequence of its own, as Mask.documents does"
-            )
-        return segments[0]
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        starts, before = segments[0], np.full_like(segments[0], -1)
+        for i in np.flatnonzero(segments[1]):
+            seen = (pieces.q0 <= starts[i]) & (starts[i] < pieces.q1) & (pieces.k1 <= starts[i])
+            before[i] = pieces.k1[seen].max() - 1
+        return starts, before
 
     def kind(self) -> str:
         return self.whole.name

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from cp_ring.megatron.flags.asked import Asked, Check
-from cp_ring.megatron.flags.layer_pattern import (
-    RECURRENT,
-    letters_of,
-    shown_pattern,
-)
+from cp_ring.megatron.flags.layer_pattern import letters_of
 from cp_ring.megatron.options import Options
 
 
@@ -100,47 +94,12 @@ def rows_of_experts(args: Asked, options: Options) -> str | None:
 
 
 def recurrent_layers(args: Asked, options: Options) -> str | None:
-    """Reject masks that recurrent layers cannot follow: their state has no branches, and not every
-    kernel takes documents.
-    """
-    letters, pattern = letters_of(args), shown_pattern(args)
-    layers = next((name for letter, name in RECURRENT.items() if letter in letters), "")
-    if line := _undivided_heads(args, letters):
-        return f"{pattern}: {line}: lower --context-parallel-size"
-    masks = [kind for kind in options.kinds if kind not in ("documents", "causal")]
-    if layers and masks:
-        return (
-            f"--cp-ring-mask-kinds {masks[0]}: the {layers} layers of {pattern} are recurrent and "
-            "ignore this mask: give documents or causal"
-        )
-    slow_mamba = "M" in letters and args.use_mamba_mem_eff_path is False
-    if documents_flag(args, options) and slow_mamba:
-        return (
-            f"--disable-mamba-mem-eff-path: the Mamba layers of {pattern} would ignore documents: "
-            "leave it out"
-        )
-    if documents_flag(args, options) and "G" in letters and args.deterministic_mode:
-        return (
-            f"--deterministic-mode: the gated delta net layers of {pattern} would ignore "
-            "documents: leave it out"
-        )
-    return None
+    """Reject what recurrent layers do not support."""
+    if not letters_of(args):
+        return None
+    from cp_ring.megatron.flags.recurrent_choice import rejection  # few jobs have such layers
 
-
-def _undivided_heads(args: Asked, letters: Collection[str]) -> str:
-    """Return a text about heads of recurrent layers that the context-parallel ranks cannot share,
-    or "".
-    """
-    heads = {"G": args.linear_num_key_heads or 16}
-    if "M" in letters:
-        heads["M"] = args.mamba_num_heads or 2 * args.hidden_size // (args.mamba_head_dim or 64)
-    for letter, count in heads.items():
-        if letter in letters and count // args.tp % args.cp:
-            return (
-                f"the {count // args.tp} heads of the {RECURRENT[letter]} layers do not divide "
-                f"among {args.cp} ranks"
-            )
-    return ""
+    return rejection(args, options)
 
 
 DOCUMENTS: tuple[Check, ...] = (one_mask, two_microbatches, rows_of_experts, recurrent_layers)

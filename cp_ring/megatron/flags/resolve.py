@@ -19,7 +19,7 @@ from cp_ring.megatron.flags.asked import Asked, Check, reject_where
 from cp_ring.megatron.flags.checks_attention import ATTENTION, recomputes_attention
 from cp_ring.megatron.flags.checks_documents import DOCUMENTS, masks_documents
 from cp_ring.megatron.flags.checks_job import HERE, JOB
-from cp_ring.megatron.flags.layer_pattern import attention_layers, pattern_of
+from cp_ring.megatron.flags.layer_pattern import attention_layers, letters_of, pattern_of
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import note, rejecting
 from cp_ring.megatron.settings import LayerWindows, configure
@@ -56,6 +56,8 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
             args.create_attention_mask_in_dataloader = False
         check(args, options, (*JOB, *HERE))
         options = _with_chosen_wire(args, _with_named_type(args, options, sys.argv[1:]))
+        options = with_way(args, options)
+        args.cp_ring_recurrent = options.recurrent
         configure(options, layers=windows_of(args) if options.enabled else None)
     return args
 
@@ -84,6 +86,15 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
                     "attention, which keeps only q, k, v, out and lse: leave it out"
                 )
     return args
+
+
+def with_way(args: argparse.Namespace, options: Options) -> Options:
+    """Return the settings with heads or states, for recurrent layers, in place of `auto`."""
+    if options.recurrent != "auto" or not (letters_of(args) or Asked(args).is_hybrid_model):
+        return options
+    from cp_ring.megatron.flags.recurrent_choice import choose  # few jobs have such layers
+
+    return replace(options, recurrent=choose(Asked(args)))
 
 
 def prefer_messages(args: argparse.Namespace) -> None:
