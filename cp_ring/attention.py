@@ -164,6 +164,7 @@ class Attention:
                 "bfloat16": torch.bfloat16,
             }[options.wire_dtype],
             exact=exact,
+            shares_heads=not self._latents and q.shape[2] > k.shape[2],
         )
         self._identity, b = rank_plan.identity, 1 if self._batch_rows else batch
         compared = {name: x for name, x in vars(options).items() if name not in _OF_A_RANK}

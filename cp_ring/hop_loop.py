@@ -38,7 +38,8 @@ class Ring:
     """The settings that all calls around one ring share.
 
     `codec` is a class of codecs; `exact` asks for determinism. With `bshd` tensors of queries, keys
-    and values have the batch first, [b, s, ...], here tokens first. `passes` has the work and the
+    and values have the batch first, [b, s, ...], here tokens first. With `shares_heads` there are more
+    query heads than key/value heads. `passes` has the work and the
     order of messages of forward and of backward, each from its first call on.
     """
 
@@ -48,6 +49,7 @@ class Ring:
     num_slots: int
     wire_dtype: torch.dtype
     exact: bool
+    shares_heads: bool
     passes: dict[bool, tuple[Work, Sequence[Turn]]] = field(default_factory=dict)
 
 
@@ -81,7 +83,8 @@ class RingCall(NamedTuple):
         """Return the kernel calls and updates of a pass, and the order of its messages."""
         passes = self.ring.passes
         if backward not in passes:
-            work = work_of(self.rank_plan, self.kernel, device, backward)
+            few_keys = backward and self.ring.shares_heads
+            work = work_of(self.rank_plan, self.kernel, device, backward, few_keys)
             order = message_order(self.rank_plan, self.ring.num_slots, backward)
             check_order(order, self.rank_plan, self.ring.num_slots, backward)
             passes[backward] = work, order

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from cp_ring.errors import PlanError
@@ -25,6 +26,7 @@ from cp_ring.plan.lower import Lowered, call_groups, lower
 from cp_ring.plan.proof import check_work
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.records import Hop, RankPlan
+from cp_ring.plan.tiles import OPEN
 from cp_ring.plan.updates import Update, gradient_updates, query_updates
 from cp_ring.runtime import RUNTIME
 
@@ -64,18 +66,22 @@ _made: weakref.WeakKeyDictionary[RankPlan, dict[tuple[object, ...], Work]] = RUN
 
 
 def work_of(
-    rank_plan: RankPlan, kernel: AttentionKernel, device: torch.device, backward: bool = False
+    rank_plan: RankPlan,
+    kernel: AttentionKernel,
+    device: torch.device,
+    backward: bool = False,
+    few_keys: bool = False,
 ) -> Work:
     """Return a rank's work for a kernel. It is made once for kernels of the same abilities, and
-    lives as long as the plan.
+    lives as long as the plan. With `few_keys`, calls have at most the keys of two shards.
     """
     sizes = None
     if isinstance(kernel, SizedVarlen):
         sizes = kernel.call_sizes(rank_plan.num_tokens, rank_plan.packed)
     made = _made.setdefault(rank_plan, {})
-    key = kernel.capabilities, sizes, device, backward
+    key = kernel.capabilities, sizes, device, backward, few_keys
     if key not in made:
-        made.setdefault(key, _make_work(rank_plan, kernel.capabilities, sizes, device, backward))
+        made.setdefault(key, _make_work(rank_plan, *key))
     return made[key]
 
 
@@ -85,6 +91,7 @@ def _make_work(
     sizes: Sizes | None,
     device: torch.device,
     backward: bool,
+    few_keys: bool,
 ) -> Work:
     if capturing(device):  # tables would have to be copied from the host
         raise PlanError(
@@ -92,7 +99,15 @@ def _make_work(
             "once, with its backward, before the capture"
         )
     hops = tuple(rank_plan.backward if backward else rank_plan.hops)
-    calls = {hop: kernel_calls(hop, capabilities, sizes) for hop in hops}
+    most = max(2 * rank_plan.num_tokens, LONG) if few_keys else OPEN
+    calls = {
+        hop: tuple(
+            call
+            for part in _of_fewer_keys(hop, most)
+            for call in kernel_calls(part, capabilities, sizes)
+        )
+        for hop in hops
+    }
     queries = query_updates(
         ([call.queries for call in calls[hop]] for hop in hops), rank_plan.num_tokens
     )
@@ -109,6 +124,23 @@ def _make_work(
         ):
             segments.blocks(device)
     return work
+
+
+LONG = 16_384
+"""Keys that are never too many for one call of backward."""
+
+
+def _of_fewer_keys(hop: Hop, most: int) -> Iterator[Hop]:
+    """Yield parts of a hop whose tiles have at most `most` keys. Where query heads share keys, GPU
+    kernels hold the gradients of a call's keys for each query head, which is more memory than all
+    else of a hop.
+    """
+    k0, keys = hop.tiles.k0, hop.tiles.k1 - hop.tiles.k0
+    for part in range(-(-int(keys.max(initial=1)) // most)):
+        tile = np.flatnonzero(keys > part * most)
+        begin = k0[tile] + part * most
+        tiles = hop.tiles[tile].within(k0=begin, k1=begin + most)
+        yield replace(hop, tiles=tiles, grad_shift=hop.grad_shift[tile])
 
 
 def _key_updates(
