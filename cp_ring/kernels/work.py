@@ -73,7 +73,7 @@ def work_of(
     few_keys: bool = False,
 ) -> Work:
     """Return a rank's work for a kernel. It is made once for kernels of the same abilities, and
-    lives as long as the plan. With `few_keys`, calls have at most the keys of two shards.
+    lives as long as the plan. With `few_keys`, calls have at most the keys of one shard.
     """
     sizes = None
     if isinstance(kernel, SizedVarlen):
@@ -99,7 +99,7 @@ def _make_work(
             "once, with its backward, before the capture"
         )
     hops = tuple(rank_plan.backward if backward else rank_plan.hops)
-    most = max(2 * rank_plan.num_tokens, LONG) if few_keys else OPEN
+    most = max(rank_plan.num_tokens, LONG) if few_keys else OPEN
     calls = {
         hop: tuple(
             call
@@ -126,7 +126,7 @@ def _make_work(
     return work
 
 
-LONG = 16_384
+LONG = 8_192
 """Keys that are never too many for one call of backward."""
 
 
