@@ -22,7 +22,7 @@ def layouts(n, cp):
 
 
 @pytest.mark.parametrize(
-    "cp, heads", [(cp, u) for cp in (1, 2, 4, 6, 8) for u in range(2, cp + 1) if cp % u == 0]
+    "cp, heads", [(cp, u) for cp in (1, 2, 4, 6, 8, 9) for u in range(2, cp + 1) if cp % u == 0]
 )
 def test_members_hold_the_tokens_of_their_ranks(cp, heads):
     n = 16 * cp
