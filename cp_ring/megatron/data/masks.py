@@ -165,10 +165,8 @@ class DeclaredMask(MicrobatchMask):
     def own_positions(self) -> bool:
         """Return True if a token's position in some batch row differs from its index."""
         starts = np.arange(self.batch) * (self.layout.n // self.batch)
-        segments = self.whole.segments
-        return segments is not None and not (
-            np.array_equal(segments[0], starts) and not segments[1].any()
-        )
+        first, position = self.whole.segments
+        return not np.array_equal(first, starts) or bool(position.any())
 
     def last(self) -> torch.Tensor:
         return torch.from_numpy(self.whole.last)
@@ -178,15 +176,13 @@ class DeclaredMask(MicrobatchMask):
         from the state of an earlier token.
         """
         segments = self.whole.segments
-        if segments is None:
-            return np.zeros(0, np.int64)
         if (at := segments[:, segments[1] > 0]).size:
             raise ConfigError(
                 f"the mask {self.whole.name} has a branch at token {at[0, 0]}, which begins at "
                 f"position {at[1, 0]}, but the state of recurrent layers has no branches: give "
                 "each branch as a sequence of its own, as Mask.documents does"
             )
-        return segments[0]
+        return segments[0] if segments.shape[1] > 1 else np.zeros(0, np.int64)
 
     def kind(self) -> str:
         return self.whole.name
@@ -217,7 +213,7 @@ def read(entry: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
                 f"{KEY} is a mask of the kind {name}, which the certificate has not probed: add "
                 f"{name if name in MASK_KINDS else 'any'} to --cp-ring-mask-kinds {','.join(kinds)}"
             )
-        if mask.segments is not None and int(mask.positions.max()) >= n:
+        if int(mask.positions.max()) >= n:
             raise ConfigError(
                 f"{KEY} has positions up to {mask.positions.max()}, past the {n} tokens of a batch "
                 "row"
