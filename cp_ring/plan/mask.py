@@ -15,6 +15,7 @@ import numpy as np
 
 from cp_ring.errors import PlanError, expect
 from cp_ring.plan.mask_table import (
+    ONE_RUN,
     MaskTable,
     band_of,
     in_order,
@@ -180,7 +181,7 @@ class Mask(MaskTable):
         mask = cls.documents(cu_seqlens, causal, n=n)
         pieces = mask.pieces.data.copy()
         pieces[2, -1:] = 0  # keys of the last piece begin at token 0
-        return replace(mask, pieces=Tiles(pieces), name="blockwise", segments=None)
+        return replace(mask, pieces=Tiles(pieces), name="blockwise", segments=ONE_RUN)
 
     @classmethod
     def prefix(

@@ -8,7 +8,7 @@ table.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -38,6 +38,9 @@ from cp_ring.plan.tiles import (
 )
 from cp_ring.runtime import RUNTIME
 
+ONE_RUN = np.zeros((2, 1), np.int64)
+"""The segments of a stream whose positions are places."""
+
 
 @dataclass(frozen=True, eq=False)
 class MaskTable:
@@ -45,14 +48,14 @@ class MaskTable:
     positions. Queries and keys are those of the same tokens.
 
     `name` is the constructor. `segments` are the runs of tokens whose positions go up by one: int64
-    [2, count], the first token of each run and its position; the first run begins at token 0. None
-    means one run from position 0, so that every token's position is its place in the stream.
+    [2, count], the first token of each run and its position; the first run begins at token 0. By
+    default it is the only one, so that every token's position is its place in the stream.
     """
 
     n: int
     pieces: Tiles
     name: str = "mask"
-    segments: Ints | None = None
+    segments: Ints = field(default_factory=lambda: ONE_RUN)
 
     @classmethod
     def from_pieces(
@@ -90,7 +93,7 @@ class MaskTable:
                 f"pieces {one} {_numbers(tiles, one)} and {other} {_numbers(tiles, other)} "
                 "overlap; Mask.union joins masks that overlap"
             )
-        segments = None if positions is None else _runs_of(positions, n)
+        segments = ONE_RUN if positions is None else _runs_of(positions, n)
         return cls(n, fitted[live], name, segments)
 
     @classmethod
@@ -132,7 +135,7 @@ class MaskTable:
         many responses lie between them in the stream.
         """
         left, right = band_of(window)
-        start, position = self._runs()
+        start, position = self.segments
         pieces = self.pieces
         query = key = np.zeros(1, np.int64)
         several = len(start) > 1
@@ -164,13 +167,13 @@ class MaskTable:
         starts = np.cumsum([0, *(row.n for row in rows)]).tolist()
         masks = list(zip(rows, starts, strict=False))
         tiles = Tiles.concatenate(*(mask.pieces.shifted(start, start) for mask, start in masks))
-        runs = [np.add(mask._runs(), [[start], [0]]) for mask, start in masks]
+        runs = [np.add(mask.segments, [[start], [0]]) for mask, start in masks]
         return cls(stream_length(starts[-1]), tiles, "batch", np.concatenate(runs, axis=1))
 
     @cached_property
     def digest(self) -> str:
         """A string that is equal for masks with equal pairs and positions, whatever their names."""
-        start, position = self._runs()
+        start, position = self.segments
         breaks = np.append(True, np.diff(position - start) != 0)
         runs = np.stack([start, position])[:, breaks]
         return digest(
@@ -185,7 +188,7 @@ class MaskTable:
         Documents and groups begin at 0, responses continue from their prompt, branches from their
         parent. In a mask without such parts the position is the place in the stream.
         """
-        start, position = self._runs()
+        start, position = self.segments
         return np.arange(self.n) + np.repeat(position - start, np.diff(np.append(start, self.n)))
 
     @property
@@ -201,13 +204,8 @@ class MaskTable:
         np.add.at(seen, first[some] - 1, 1)
         np.add.at(seen, end[some] - 1, -1)
         last = np.cumsum(seen)[:-1] == 0
-        last[self._runs()[0][1:] - 1] = True
+        last[self.segments[0][1:] - 1] = True
         return last
-
-    def _runs(self) -> tuple[Ints, Ints]:
-        """Return the first token of each run of positions, and its position."""
-        segments = self.segments
-        return (np.zeros(1, np.int64),) * 2 if segments is None else (segments[0], segments[1])
 
     def allowed(self, i: int, j: int) -> bool:
         """Return True if query i may see key j."""
@@ -238,7 +236,7 @@ def _all_masks[T: MaskTable](masks: Sequence[T]) -> Sequence[T]:
     return masks
 
 
-def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints | None:
+def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints:
     """Return `Mask.segments` for the positions of all tokens."""
     values = integers(positions, "positions")
     if values.shape != (n,) or ((values < 0) | (values >= MAX_TOKENS)).any():
@@ -247,7 +245,7 @@ def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints | None:
             f"{values.max(initial=0)}: give [{n}] numbers from 0 to below {MAX_TOKENS}"
         )
     start, _ = runs(np.diff(values) != 1, n)
-    return _plain(np.stack([start, values[start]]))
+    return np.stack([start, values[start]])
 
 
 @RUNTIME.cache(maxsize=4)
@@ -277,7 +275,7 @@ def _sum_of_pairs(n: int, pieces: Tiles) -> int:
     return int(np.concatenate([total, slopes[0] - slopes[1]]).sum())
 
 
-def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) -> Ints | None:
+def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) -> Ints:
     """Return `Mask.segments` for runs [start, end) that lie end to end from token 0, each at
     `position` (by default 0). The padding behind them begins at position 0.
     """
@@ -285,12 +283,7 @@ def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) ->
     start, position = start[live], (np.zeros_like(start) if position is None else position)[live]
     total = int(end[-1]) if len(end) else 0
     padding = np.array([[total], [0]])[:, : int(total < n)]
-    return _plain(np.concatenate([np.stack([start, position]), padding], axis=1))
-
-
-def _plain(segments: Ints) -> Ints | None:
-    """Return None for a single run from position 0, else the segments."""
-    return None if segments.shape[1] == 1 and not segments.any() else segments
+    return np.concatenate([np.stack([start, position]), padding], axis=1)
 
 
 def in_order(pieces: Tiles) -> Tiles:

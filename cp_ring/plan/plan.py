@@ -110,6 +110,10 @@ class PlanSpec:
     def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:
         """One rank's proven part of `build`, without planning for other ranks if the route is
         `local`.
+
+            rank_plan = PlanSpec(layout).build_rank_plan(mask, layout.cp, rank=0)
+
+        Raises `PlanError` as `build` does, and if there is no such rank.
         """
         check_rank(rank, cp)
         return self.build(mask, cp, rank).proven_part(rank)
@@ -162,21 +166,7 @@ class Plan:
         ranks, or if the route or the schedule is not right.
         """
         spec = PlanSpec(layout, route, schedule, slot_shards=slot_shards, **more)
-        return spec.build(mask, _ranks_of(spec))
-
-    @classmethod
-    def build_rank_plan(
-        cls, mask: Mask, layout: Layout | str, rank: int, **options: Any
-    ) -> RankPlan:
-        """One rank's proven part of `build`, without planning for other ranks if the route is
-        `local`.
-
-            rank_plan = Plan.build_rank_plan(mask, layout, rank=0)
-
-        Raises `PlanError` as `build` does, and if there is no such rank.
-        """
-        spec = PlanSpec(layout, **options)
-        return spec.build_rank_plan(mask, _ranks_of(spec), rank)
+        return spec.build(mask, expect("layout", layout, Layout).cp)
 
     def __repr__(self) -> str:
         heads = f", heads={self.ulysses}" * (self.ulysses > 1)
@@ -280,10 +270,6 @@ class Plan:
         check_rank_plan(self.ring, part, axis)
         for backward in (False, True):
             check_order(message_order(part, num_slots, backward), part, num_slots, backward)
-
-
-def _ranks_of(spec: PlanSpec) -> int:
-    return expect("layout", spec.layout, Layout).cp
 
 
 MAX_PLANS = 64

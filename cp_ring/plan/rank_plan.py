@@ -173,7 +173,7 @@ class Fact(NamedTuple):
 def identity(plan: PlanTables) -> tuple[Fact, ...]:
     """Return the facts from which a plan is made: mask, layout, route and schedule.
 
-    The tables are not among them: they follow from these parts, and `Plan.build_rank_plan` makes
+    The tables are not among them: they follow from these parts, and `PlanSpec.build_rank_plan` makes
     one rank's share of the tables only.
     """
     words = str(plan.schedule)

@@ -31,7 +31,7 @@ from cp_ring.plan.records import PlanTables, Transfers
 from cp_ring.plan.schedule import AUTO, SLOT_SHARDS, Schedule, resolve, ring_distance
 from cp_ring.plan.shard_tiles import shard_tiles
 from cp_ring.plan.tiles import Tiles, coalesce
-from cp_ring.plan.time import Traffic
+from cp_ring.plan.time import CONDITIONS, Traffic
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +182,8 @@ def tables_of(
     rank, far = np.divmod(group, cp)
     if by_time:
         shard = int(layout.tokens_per_rank.max())
-        traffic = Traffic.of(tiles, tiles.area(), rank, far, cp, shard, heads)
+        given = CONDITIONS.dividing(heads)
+        traffic = Traffic.of(tiles, tiles.area(), rank, far, cp, shard, heads, given)
         hops = traffic.fastest(slot_shards or SLOT_SHARDS)[0]
         if member is not None:
             mine = np.flatnonzero((rank == member) | ((rank - far) % cp == member))

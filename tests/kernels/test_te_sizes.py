@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ring import Layout, Mask, Plan
+from cp_ring import Mask, PlanSpec
 from cp_ring.kernels import flash, flash_aten, reference
 from cp_ring.kernels import te_sizes as sizes
 from cp_ring.kernels.base import SizedVarlen
@@ -55,9 +55,7 @@ def test_a_hundred_microbatches_have_few_graphs(layout, most):
     graphs, unfilled = set(), set()
     for seed in range(100):
         mask = Mask.documents(log_normal(n, 2000, seed, sigma=1.5))
-        plan = Plan.build_rank_plan(
-            mask, Layout.balanced(mask, cp) if layout == "balanced" else Layout.zigzag(n, cp), rank
-        )
+        plan = PlanSpec(layout).build_rank_plan(mask, cp, rank)
         for call in calls_of(plan):
             if isinstance(call, PackedCall):
                 counts = [
@@ -79,6 +77,6 @@ def test_a_hundred_microbatches_have_few_graphs(layout, most):
 
 @pytest.mark.parametrize("n, packed", [(4096, False), (4000, True)])
 def test_uneven_tiles_are_packed_and_even_ones_are_not(n, packed):
-    plan = Plan.build_rank_plan(Mask.causal(n), Layout.zigzag(n, 2), 1)
+    plan = PlanSpec().build_rank_plan(Mask.causal(n), 2, 1)
     calls = calls_of(plan)
     assert len(calls) >= 2 and all(isinstance(call, PackedCall) == packed for call in calls)

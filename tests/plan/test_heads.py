@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cp_ring.errors import PlanError
-from cp_ring.plan import Layout, Mask, Plan, split_heads
+from cp_ring.plan import Layout, Mask, Plan, PlanSpec, split_heads
 from cp_ring.plan.proof import check_moves
 from cp_ring.plan.sizes.head_split import check_heads
 
@@ -22,7 +22,7 @@ def layouts(n, cp):
 
 
 @pytest.mark.parametrize(
-    "cp, heads", [(cp, u) for cp in (1, 2, 4, 6, 8) for u in range(2, cp + 1) if cp % u == 0]
+    "cp, heads", [(cp, u) for cp in (1, 2, 4, 6, 8, 9) for u in range(2, cp + 1) if cp % u == 0]
 )
 def test_members_hold_the_tokens_of_their_ranks(cp, heads):
     n = 16 * cp
@@ -35,7 +35,7 @@ def test_members_hold_the_tokens_of_their_ranks(cp, heads):
             ranges = exchange.receives(0)[rank % heads]
             mine = [member[start:end] for start, end in ranges]
             assert np.concatenate(mine).tolist() == layout.positions(rank).tolist()
-            alone = Plan.build_rank_plan(plan.mask, layout, rank, ulysses=heads)
+            alone = PlanSpec(layout, ulysses=heads).build_rank_plan(plan.mask, cp, rank)
             assert (
                 repr(alone) == repr(plan.rank_plan(rank))
                 and alone.digest == plan.rank_plan(rank).digest

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring.plan import Layout, Mask, Plan
+from cp_ring.plan import Layout, Mask, Plan, PlanSpec
 from cp_ring.plan import balance as balancing
 from cp_ring.plan.balance import balance
 from cp_ring.plan.sizes.device_rates import RATES
@@ -117,7 +117,7 @@ def test_balanced_is_no_worse_than_zigzag_where_zigzag_is_good(mask):
             "there is no rank 9 among the 2",
         ),
         (
-            lambda: Plan.build_rank_plan(Mask.causal(8), Layout.zigzag(8, 2), 2),
+            lambda: PlanSpec().build_rank_plan(Mask.causal(8), 2, 2),
             "there is no rank 2 among the 2",
         ),
         (lambda: Layout.contiguous(8, 2).unshard([torch.zeros(5), torch.zeros(3)], 0), "parts of"),

@@ -21,6 +21,7 @@ from cp_ring.plan import (
     Layout,
     Mask,
     Plan,
+    PlanSpec,
     message_order,
     moves,
     proof,
@@ -385,4 +386,4 @@ def test_only_proven_plans_run(monkeypatch):
     monkeypatch.setattr(
         "cp_ring.plan.plan.verify", lambda *given: (_ for _ in ()).throw(PlanError("x"))
     )
-    assert said(Plan.build_rank_plan, Mask.causal(64), Layout.zigzag(64, 4), 1) == "x"
+    assert said(PlanSpec().build_rank_plan, Mask.causal(64), 4, 1) == "x"

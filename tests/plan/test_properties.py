@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cp_ring.plan import Layout, Mask, Plan, lower
+from cp_ring.plan import Layout, Mask, Plan, PlanSpec, lower
 from cp_ring.plan.lower import BAND, CAUSAL, FULL, REVERSED, call_groups
 from cp_ring.plan.proof import check_rank_plan, verify
 from cp_ring.plan.shard_tiles import tiles_in_stream
@@ -46,13 +46,8 @@ def check_plan(plan):
         for hop in (hop for rank in range(plan.cp) for hop in plan.rank_plan(rank).hops):
             check_calls(lower(hop.tiles, capabilities), capabilities.varlen)
     rank = plan.n % plan.cp
-    alone = Plan.build_rank_plan(
-        plan.mask,
-        plan.layout,
-        rank,
-        route=plan.route,
-        schedule=plan.schedule,
-    )
+    spec = PlanSpec(plan.layout, plan.route, plan.schedule)
+    alone = spec.build_rank_plan(plan.mask, plan.cp, rank)
     assert repr(alone) == repr(plan.rank_plan(rank))
 
 

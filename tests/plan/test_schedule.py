@@ -2,7 +2,7 @@
 
 import pytest
 
-from cp_ring.plan import Layout, Mask, Plan
+from cp_ring.plan import Layout, Mask, Plan, PlanSpec
 from cp_ring.plan.schedule import SLOT_SHARDS, auto, check, group_sizes, parse, resolve
 from tests.rings import said
 
@@ -49,7 +49,7 @@ def test_hops_follow_bytes_and_work(mask, hops):
         report = Plan.build(mask, layout, slot_shards=most).verify(rank_plans=True)
         assert report.keys_in.max() <= most * report.tokens_per_rank.max()
     for rank in range(8):  # a rank that plans alone takes the same hops
-        alone = Plan.build_rank_plan(mask, layout, rank)
+        alone = PlanSpec(layout).build_rank_plan(mask, 8, rank)
         assert [hop.sources for hop in alone.hops] == [
             hop.sources for hop in plan.rank_plan(rank).hops
         ]
@@ -87,7 +87,7 @@ def test_hops_follow_bytes_and_work(mask, hops):
     ],
 )
 def test_a_bad_schedule_is_one_line(schedule, message):
-    for build in (Plan.build, lambda *args, **kw: Plan.build_rank_plan(*args, rank=0, **kw)):
+    for build in (Plan.build, lambda mask, x, **kw: PlanSpec(x, **kw).build_rank_plan(mask, 4, 0)):
         line = said(build, Mask.causal(64), Layout.zigzag(64, 4), schedule=schedule, slot_shards=2)
         assert line.startswith(message)
 

@@ -167,10 +167,8 @@ class DeclaredMask(MicrobatchMask):
     def own_positions(self) -> bool:
         """Return True if a token's position in some batch row differs from its index."""
         starts = np.arange(self.batch) * (self.layout.n // self.batch)
-        segments = self.whole.segments
-        return segments is not None and not (
-            np.array_equal(segments[0], starts) and not segments[1].any()
-        )
+        first, position = self.whole.segments
+        return not np.array_equal(first, starts) or bool(position.any())
 
     def last(self) -> torch.Tensor:
         return torch.from_numpy(self.whole.last)
@@ -180,8 +178,6 @@ class DeclaredMask(MicrobatchMask):
         earlier token that its first token sees.
         """
         segments, pieces = self.whole.segments, self.whole.pieces
-        if segments is None:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
         starts, before = segments[0], np.full_like(segments[0], -1)
         for i in np.flatnonzero(segments[1]):
             seen = (pieces.q0 <= starts[i]) & (starts[i] < pieces.q1) & (pieces.k1 <= starts[i])
@@ -217,7 +213,7 @@ def read(entry: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
                 f"{KEY} is a mask of the kind {name}, which the certificate has not probed: add "
                 f"{name if name in MASK_KINDS else 'any'} to --cp-ring-mask-kinds {','.join(kinds)}"
             )
-        if mask.segments is not None and int(mask.positions.max()) >= n:
+        if int(mask.positions.max()) >= n:
             raise ConfigError(
                 f"{KEY} has positions up to {mask.positions.max()}, past the {n} tokens of a batch "
                 "row"
