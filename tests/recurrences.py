@@ -84,10 +84,9 @@ def chunk_scan(
     heads, numbers = A.numel(), torch.zeros(x.shape[:2]) if seq_idx is None else seq_idx
     B, C = (part.repeat_interleave(heads // part.shape[2], 2) for part in (B, C))
     dt, together = F.softplus(dt + dt_bias), _together(numbers)
-    decay = torch.cumsum(dt * A, 1)
-    passed = (
-        (decay[:, :, None] - decay[:, None]).masked_fill(~together[..., None], -torch.inf).exp()
-    )
+    decay = torch.cumsum((dt * A).double(), 1)  # so that differences of long sums are exact
+    passed = (decay[:, :, None] - decay[:, None]).masked_fill(~together[..., None], -torch.inf)
+    passed, decay = passed.exp().to(x.dtype), decay.to(x.dtype)
     y = torch.einsum("bijh,bihs,bjhs,bjh,bjhp->bihp", passed, C, B, dt, x) + D[:, None] * x
     last = torch.einsum("bjh,bjhs,bjh,bjhp->bhps", passed[:, -1], B, dt, x)
     if initial_states is not None:

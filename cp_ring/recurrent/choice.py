@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.plan.sizes.device_rates import RATES
 
 _SCANS = 4
 """How much slower scans are than matrix products of as many FLOP: assumed, not measured."""
@@ -36,13 +36,13 @@ class MixerSizes:
         """Bytes that a rank of `tokens` tokens sends when heads are exchanged, in forward."""
         return tokens * self.channels * self.element * (cp - 1) // cp
 
-    def seconds(self, tokens: int, cp: int, node: int, rates: Rates = RATES) -> tuple[float, float]:
+    def seconds(self, tokens: int, cp: int, node: int) -> tuple[float, float]:
         """Return the predicted seconds, beside the scan itself, in forward and backward: with
         heads, and with states in the zigzag layout. `node` ranks share a node.
         """
-        rate = rates.inside if cp <= node else rates.between
+        rate = RATES.inside if cp <= node else RATES.between
         rounds = (2 * cp - 2).bit_length() + 1
-        heads = self.exchange_bytes(tokens, cp) / rate + 2 * rates.call
-        states = 2 * rounds * self.map_bytes / rate + rounds * (rates.start + rates.call)
+        heads = self.exchange_bytes(tokens, cp) / rate + 2 * RATES.call
+        states = 2 * rounds * self.map_bytes / rate + rounds * (RATES.start + RATES.call)
         again = 3 * 4 * tokens * self.heads * self.k * (self.v + self.k) * _SCANS
-        return 2 * heads, 2 * states + again / rates.products
+        return 2 * heads, 2 * states + again / RATES.products

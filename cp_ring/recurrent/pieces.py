@@ -71,18 +71,18 @@ class Pieces:
     parent: Ints
 
     @classmethod
-    def of(cls, layout: Layout, starts: object, before: object = None) -> Pieces:
+    def of(cls, layout: Layout, starts: object, before: object) -> Pieces:
         """Cut the stream.
 
         Args:
             starts: the tokens at which documents and branches begin, from 0 up.
-            before: for each of them the token whose state it continues, or -1, the default.
+            before: for each of them the token whose state it continues, or -1.
 
         Raises `PlanError` for starts outside of the stream, and for a token that is not before the
         branch that continues it.
         """
         starts = integers(starts, "starts")
-        before = np.full_like(starts, -1) if before is None else integers(before, "before")
+        before = integers(before, "before")
         ordered = 0 < len(starts) == len(before) and (np.diff(starts) > 0).all()
         inside = ordered and starts[0] == 0 and starts[-1] < layout.n
         if not inside or (before < -1).any() or (before >= starts).any():

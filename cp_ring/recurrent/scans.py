@@ -68,11 +68,11 @@ class MambaScan:
     kernel takes batch rows with one state, so sequences with states are calls of their own. Its
     other sequences share one batch row.
 
-    a: the decay of each head, [h], below 0.
     bias: of dt, [h].
+    a: the decay of each head, [h], below 0.
     """
 
-    def __init__(self, function: Callable[..., Any], a: Tensor, bias: Tensor, **named: Any):
+    def __init__(self, function: Callable[..., Any], bias: Tensor, a: Tensor, **named: Any):
         self._function, self._a, self._bias = function, a, bias
         self._named = {"dt_bias": bias, "dt_softplus": True, **named}
 
@@ -96,9 +96,9 @@ class MambaScan:
 
         if ends or entry is not None:
             return _one_by_one(call, tensors, size, entry)
-        numbers = np.repeat(np.arange(len(size), dtype=np.int32), size)
+        numbers = torch.from_numpy(np.repeat(np.arange(len(size)), size)).int()
         rows = {name: x[None] for name, x in tensors.items()}
-        out, _ = call(rows, None, torch.from_numpy(numbers)[None].to(rows["x"].device))
+        out, _ = call(rows, None, numbers[None].to(rows["x"].device))
         return out[0], None
 
     def maps(self, tensors: Tensors, size: Ints) -> Tensor:

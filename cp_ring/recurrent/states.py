@@ -33,6 +33,7 @@ class StatePassing:
     """What recurrent layers of one rank do with its tokens; makes its tensors once.
 
     pieces: of the whole stream. The transport may be `ALONE`, for pieces on one rank.
+    numbers: the piece of each token, int32 [T], if no rank needs a state of another piece.
     """
 
     def __init__(self, pieces: Pieces, transport: Transport, device: torch.device):
@@ -40,6 +41,8 @@ class StatePassing:
         self._held = held = np.flatnonzero(pieces.owner == transport.rank)
         self._first = places(pieces.layout, pieces.start[held])[1]
         self._size = (pieces.end - pieces.start)[held]
+        numbers = self._tensor(np.repeat(np.arange(len(held)), self._size))
+        self.numbers = None if pieces.rounds else numbers.int()
         goes, hands = (np.isin(held, x) for x in (pieces.goes_on, pieces.hands_on))
         self._begins, self._through, self._alone, self._later = map(
             self._group, (~goes & hands, goes & hands, ~goes & ~hands, goes)

@@ -109,7 +109,7 @@ def test_states_are_few_bytes_of_what_an_exchange_of_heads_sends(model, share):
 
     asked = Asked(argparse.Namespace(num_layers=4, **SIZES, **model))
     ((_, sizes),) = mixers(asked)
-    pieces = Pieces.of(Layout.zigzag(131_072, 8), [0])
+    pieces = Pieces.of(Layout.zigzag(131_072, 8), [0], [-1])
     halo = 14 * 3 * sizes.channels * sizes.element
     sent = pieces.sent * sizes.map_bytes + halo
     assert sent * share < 8 * sizes.exchange_bytes(131_072 // 8, 8)

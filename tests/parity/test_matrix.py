@@ -29,7 +29,9 @@ HEADLINE = {
     "predictions": {"mtp": "cp2", "mtp_uneven_loss_mask_mean": "cp4"},
     "masks": {"shared_prefix": "cp2", "images": "cp4", "global_tokens": "cp2"},
     "recurrent": {
-        "mamba": "cp2", "delta_net_document_mask_balanced": "cp2", "qwen3_next": "cp2", "delta_net": "tp2cp2",
+        "mamba": "cp2", "delta_net_document_mask_balanced": "cp2", "qwen3_next_states": "cp2", "delta_net": "tp2cp2",
+        "mamba_states_document_mask_balanced": "cp4", "delta_net_states_shared_prefix": "cp2",
+        "delta_net_few_heads": "cp4",
     },
     "sparse": {"sparse_gathered": "cp2"},
     "positions": {"mrope_images_packed_thd": "cp2", "yarn": "cp2"},

@@ -67,7 +67,7 @@ def recurrence(mixer):
     if mixer != "Mamba 2":
         return DeltaRule(delta_rule)
     a, bias, d = torch.tensor([[-0.5, -2], [0.3, -0.1], [1, 2]], dtype=torch.float64)
-    return MambaScan(chunk_scan, a, bias, D=d, chunk_size=None)
+    return MambaScan(chunk_scan, bias, a, D=d, chunk_size=None)
 
 
 def results(given, run):
@@ -253,7 +253,7 @@ def test_each_number_of_a_plan_is_proven():
 
 def test_only_documents_on_several_ranks_send_and_as_much_as_the_plan_says():
     for starts, rounds in (([0], [14, 13, 11, 9, 5]), (range(0, 64, 4), [])):
-        pieces = Pieces.of(Layout.zigzag(64, 8), list(starts))
+        pieces = Pieces.of(Layout.zigzag(64, 8), list(starts), [-1] * len(starts))
         given, size = inputs("gated delta net", 64)
         with record() as counted:
             on_ranks("gated delta net", given, size, pieces)
@@ -264,8 +264,8 @@ def test_only_documents_on_several_ranks_send_and_as_much_as_the_plan_says():
 
 
 def test_64_ranks_pass_states_that_two_heads_could_not_share():
-    pieces = Pieces.of(Layout.zigzag(256, 64), [0, 100, 101])
     starts, before = np.array([0, 100, 101]), np.full(3, -1)
+    pieces = Pieces.of(Layout.zigzag(256, 64), starts, before)
     verify(pieces, starts, before, WIDTH)
     given, size = inputs("gated delta net", 256)
     ours = on_ranks("gated delta net", given, size, pieces)
@@ -273,7 +273,15 @@ def test_64_ranks_pass_states_that_two_heads_could_not_share():
 
 
 @pytest.mark.parametrize(
-    ("starts", "before"), [([0, 8], None), ([0, 4, 4], None), ([0, 4], [-1, 5]), ([0, 4], [-1, -2])]
+    ("starts", "before"),
+    [
+        ([0, 8], [-1, -1]),
+        ([0, 4, 4], [-1] * 3),
+        ([], []),
+        ([1], [-1]),
+        ([0, 4], [-1, 5]),
+        ([0, 4], [-1, -2]),
+    ],
 )
 def test_starts_outside_of_the_stream_and_branches_before_their_trunk_are_rejected(starts, before):
     with pytest.raises(PlanError, match="starts must ascend"):

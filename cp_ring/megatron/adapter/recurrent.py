@@ -112,12 +112,12 @@ def _starts(carried: MicrobatchMask) -> tuple[Ints, Ints]:
     """Return the tokens of the stream of all batch rows at which documents and branches begin, and
     the tokens whose states these continue, -1 for none.
     """
-    n = carried.layout.n
     starts, before = carried.starts()
-    rows = np.setdiff1d(np.arange(carried.batch) * (n // carried.batch), starts)
-    both = np.append(starts, rows), np.append(before, np.full_like(rows, -1))
-    order = np.argsort(both[0])
-    return both[0][order], both[1][order]
+    rows = np.arange(carried.batch) * (carried.layout.n // carried.batch)
+    every = np.union1d(starts, rows)
+    continued = np.full_like(every, -1)
+    continued[np.searchsorted(every, starts)] = before
+    return every, continued
 
 
 def _tokens(layer: Any, x: Tensor, packed: Any, width: int) -> Tokens:
@@ -146,43 +146,73 @@ def built(constructor: Function, layer: Any, *args: Any, pg_collection: Any, **n
     layer.cp_ring_group = pg_collection.cp
 
 
-def _is_stock(layer: Any, inference_context: Any, packed: Any) -> bool:
-    return inference_context is not None or (packed is None and layer.cp_ring_group.size() == 1)
+def _forward(
+    train: Function,
+    forward: Function,
+    layer: Any,
+    hidden_states: Tensor,
+    *args: Any,
+    packed_seq_params: Any = None,
+    inference_context: Any = None,
+    **named: Any,
+) -> Any:
+    """Run `train` on the projected inputs of a layer; in inference, and where each rank has whole
+    batch rows without documents, Megatron's own `forward`.
+    """
+    alone = packed_seq_params is None and layer.cp_ring_group.size() == 1
+    if inference_context is not None or alone:
+        named["inference_context"] = inference_context
+        return forward(layer, hidden_states, *args, packed_seq_params=packed_seq_params, **named)
+    x, _ = layer.in_proj(hidden_states)
+    return train(layer, x, packed_seq_params)
 
 
 @around
-def mamba(
-    forward: Function,
-    self: Any,
-    hidden_states: Tensor,
-    inference_context: Any = None,
-    *,
-    packed_seq_params: Any = None,
-    **named: Any,
-) -> tuple[Tensor, Any]:
+def mamba(forward: Function, self: Any, *args: Any, **named: Any) -> Any:
     """Take the place of `MambaMixer.forward` in training."""
-    if _is_stock(self, inference_context or named.get("inference_params"), packed_seq_params):
-        named["packed_seq_params"] = packed_seq_params
-        return forward(self, hidden_states, inference_context, **named)
-    x, _ = self.in_proj(hidden_states)
-    tokens = _tokens(self, x, packed_seq_params, self.d_conv)
-    inner = self.d_inner_local_tp
-    groups = self.ngroups_local_tp * self.d_state
-    sections = [inner, inner, groups, groups, self.nheads_local_tp]
-    y = tokens.leave(_mamba_scanned(self, tokens.enter(x, sections), tokens.passing))
-    return self.out_proj(self.norm(y) if self.rmsnorm else y)
+    return _forward(_mamba, forward, self, *args, **named)
+
+
+@around
+def gated_delta_net(forward: Function, self: Any, *args: Any, **named: Any) -> Any:
+    """Take the place of `GatedDeltaNet.forward`, and of `GatedDeltaNet2.forward`, in training."""
+    return _forward(_gated_delta_net, forward, self, *args, **named)
+
+
+def _mamba(layer: Any, x: Tensor, packed: Any) -> tuple[Tensor, Any]:
+    tokens = _tokens(layer, x, packed, layer.d_conv)
+    inner = layer.d_inner_local_tp
+    groups = layer.ngroups_local_tp * layer.d_state
+    sections = [inner, inner, groups, groups, layer.nheads_local_tp]
+    y = tokens.leave(_mamba_scanned(layer, tokens.enter(x, sections), tokens.passing))
+    return layer.out_proj(layer.norm(y) if layer.rmsnorm else y)
 
 
 def _mamba_scanned(layer: Any, x: Tensor, passing: StatePassing) -> Tensor:
     """Return the outputs [T, d] of the convolution and the scan of a Mamba layer, from its z, x, B,
-    C and dt.
+    C and dt. Where no state travels, one kernel does both, which keeps less for backward.
     """
     own = layer.cp
     inner = own.d_inner_local_tpcp
     groups = own.ngroups_local_tpcp * layer.d_state
-    z, x, dt = x.split([inner, inner + 2 * groups, own.nheads_local_tpcp], 1)
     weight = own.get_conv1d_weight().squeeze(1)
     bias = own.get_conv1d_bias()
+    rates = own.get_dt_bias().float(), -own.get_A_log().float().exp()
+    skip = own.get_D().float()
+    named = {
+        "D": skip.unflatten(0, (-1, layer.headdim)) if layer.D_has_hdim else skip,
+        "chunk_size": layer.chunk_size,
+    }
+    if getattr(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", False):
+        named["state_dtype"] = layer.mamba_training_ssm_states_dtype
+    if passing.numbers is not None and layer.use_mem_eff_path:
+        whole = mamba_mixer.mamba_split_conv1d_scan_combined(
+            x[None], weight, bias, *rates, **named, seq_idx=passing.numbers[None],
+            headdim=None if layer.D_has_hdim else layer.headdim,
+            ngroups=own.ngroups_local_tpcp, norm_before_gate=False,
+        )  # fmt: skip
+        return whole.squeeze(0)
+    z, x, dt = x.split([inner, inner + 2 * groups, own.nheads_local_tpcp], 1)
     fused = mamba_mixer.causal_conv1d_fn
 
     def convolve(x: Tensor) -> Tensor:
@@ -200,16 +230,7 @@ def _mamba_scanned(layer: Any, x: Tensor, passing: StatePassing) -> Tensor:
         "C": c.unflatten(1, (-1, layer.d_state)),
         "z": z.unflatten(1, (-1, layer.headdim)),
     }
-    skip = own.get_D().float()
-    named = {
-        "D": skip.unflatten(0, (-1, layer.headdim)) if layer.D_has_hdim else skip,
-        "chunk_size": layer.chunk_size,
-    }
-    if getattr(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", False):
-        named["state_dtype"] = layer.mamba_training_ssm_states_dtype
-    decay = -own.get_A_log().float().exp()
-    kernel = mamba_mixer.mamba_chunk_scan_combined
-    scan = MambaScan(kernel, decay, own.get_dt_bias().float(), **named)
+    scan = MambaScan(mamba_mixer.mamba_chunk_scan_combined, *rates, **named)
     return passing.scan(scan, tensors).flatten(1)
 
 
@@ -220,39 +241,23 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out[..., : x.shape[1]].mT
 
 
-@around
-def gated_delta_net(
-    forward: Function,
-    self: Any,
-    hidden_states: Tensor,
-    attention_mask: Any = None,
-    inference_context: Any = None,
-    packed_seq_params: Any = None,
-    *args: Any,
-    **named: Any,
-) -> tuple[Tensor, Any]:
-    """Take the place of `GatedDeltaNet.forward`, and of `GatedDeltaNet2.forward`, in training."""
-    context = inference_context or named.get("inference_params")
-    if _is_stock(self, context, packed_seq_params):
-        stock = (attention_mask, inference_context, packed_seq_params)
-        return forward(self, hidden_states, *stock, *args, **named)
-    x, _ = self.in_proj(hidden_states)
-    tokens = _tokens(self, x, packed_seq_params, self.conv_kernel_dim)
-    keys = self.qk_dim_local_tp
-    values = self.v_dim_local_tp
-    heads = self.num_value_heads // self.tp_size
+def _gated_delta_net(layer: Any, x: Tensor, packed: Any) -> tuple[Tensor, Any]:
+    tokens = _tokens(layer, x, packed, layer.conv_kernel_dim)
+    keys = layer.qk_dim_local_tp
+    values = layer.v_dim_local_tp
+    heads = layer.num_value_heads // layer.tp_size
     sections = [keys, keys, values, values, heads, heads]
-    sections = [*getattr(self, "in_proj_split_sections", sections)]  # since 0.19
+    sections = [*getattr(layer, "in_proj_split_sections", sections)]  # since 0.19
     x = tokens.enter(x, sections)
-    out, gate = _delta_net_scanned(self, x, sections, tokens.passing)
+    out, gate = _delta_net_scanned(layer, x, sections, tokens.passing)
 
     def finish(out: Tensor, gate: Tensor) -> Tensor:
-        return tokens.leave(self._apply_gated_norm(out, gate).reshape(len(out), -1))
+        return tokens.leave(layer._apply_gated_norm(out, gate).reshape(len(out), -1))
 
-    if not getattr(self, "recompute_norm_out", False):
-        return self.out_proj(finish(out, gate))
-    again = self.norm_out_checkpoint = CheckpointWithoutOutput()
-    projected = self.out_proj(again.checkpoint(finish, out, gate))
+    if not getattr(layer, "recompute_norm_out", False):
+        return layer.out_proj(finish(out, gate))
+    again = layer.norm_out_checkpoint = CheckpointWithoutOutput()
+    projected = layer.out_proj(again.checkpoint(finish, out, gate))
     again.discard_output_and_register_recompute(projected[0])
     return projected
 

@@ -19,19 +19,18 @@ def rejection(args: Asked, options: Options) -> str | None:
     """Reject masks that the states of recurrent layers cannot follow, heads that the ranks cannot
     share, and states in CUDA graphs.
     """
-    letters = letters_of(args)
     pattern = shown_pattern(args)
-    layers = next((name for letter, name in RECURRENT.items() if letter in letters), "")
+    layers = [RECURRENT[letter] for letter, _ in mixers(args)]
     line = undivided_heads(args)
     if line and options.recurrent == "heads":
         return f"{pattern}: {line}: leave out --cp-ring-recurrent heads"
     masks = [kind for kind in options.kinds if kind not in FOLLOWED]
     if layers and masks:
         return (
-            f"--cp-ring-mask-kinds {masks[0]}: the {layers} layers of {pattern} are recurrent and "
-            f"ignore this mask: give {', '.join(FOLLOWED[:-1])} or {FOLLOWED[-1]}"
+            f"--cp-ring-mask-kinds {masks[0]}: the {layers[0]} layers of {pattern} are recurrent "
+            f"and ignore this mask: give {', '.join(FOLLOWED[:-1])} or {FOLLOWED[-1]}"
         )
-    if "M" in letters and _graphed(args) and (line or options.recurrent == "states"):
+    if "Mamba" in layers and _graphed(args) and (line or options.recurrent == "states"):
         return (
             f"--cuda-graph-modules mamba: states of the Mamba layers of {pattern} travel, which a "
             "CUDA graph cannot hold: leave mamba out"
