@@ -28,7 +28,14 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, sort_index, starts_of, union
 from cp_ring.plan.records import PlanTables, Transfers
-from cp_ring.plan.schedule import AUTO, SLOT_SHARDS, Schedule, resolve, ring_distance
+from cp_ring.plan.schedule import (
+    AUTO,
+    MOST_MEMBERS,
+    SLOT_SHARDS,
+    Schedule,
+    resolve,
+    ring_distance,
+)
 from cp_ring.plan.shard_tiles import shard_tiles
 from cp_ring.plan.tiles import Tiles, coalesce
 from cp_ring.plan.time import CONDITIONS, Traffic
@@ -176,7 +183,8 @@ def tables_of(
     """
     cp, one_source = layout.cp, ROUTES[route].one_source
     hops = resolve(schedule, cp, slot_shards, one_source=one_source)
-    by_time = schedule == AUTO and not one_source and 2 < cp <= MOST_MEMBERS
+    few = cp <= MOST_MEMBERS or len(mask.pieces) >= cp // 2  # tiles, which each rank would read
+    by_time = schedule == AUTO and not one_source and cp > 2 and few
     tiles, rank, source = shard_tiles(mask.pieces, layout, None if by_time else member)
     tiles, group = coalesce(tiles, rank * cp + ring_distance(rank, source, cp))
     rank, far = np.divmod(group, cp)
@@ -204,12 +212,6 @@ def in_buffer_order(messages: Transfers, holder: str, cp: int) -> Transfers:
     rank: Ints = getattr(messages, holder)
     distance = ring_distance(rank, messages.owner, cp)
     return messages[sort_index(rank, messages.hop, distance, messages.start)]
-
-
-MOST_MEMBERS = 128
-"""The longest ring for which `auto` follows from the bytes and the work of each hop. A longer one
-takes a rule, because each rank would read all tiles.
-"""
 
 
 def _need(tiles: Tiles, rank: Ints, distance: Ints, hops: Schedule) -> Need:

@@ -31,6 +31,11 @@ Schedule = tuple[int, ...]
 SLOT_SHARDS = 4
 """The default for the most shards that a hop of `auto` brings."""
 
+MOST_MEMBERS = 128
+"""The longest ring whose `auto` follows from the bytes and the work of each hop. A longer one takes
+the rule, or one hop if that is faster and a slot holds all keys that arrive.
+"""
+
 _NAMED: dict[str, Callable[[int], Schedule]] = {
     "ring": lambda cp: tuple(range(cp)),
     "gather": lambda cp: (0,) + (1,) * (cp - 1),

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.plan.ranges import Ints, depth, union
-from cp_ring.plan.schedule import Schedule, auto
+from cp_ring.plan.schedule import MOST_MEMBERS, Schedule, auto
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.head_split import split_heads, unsplit
@@ -359,6 +359,10 @@ class Traffic:
         cp = len(self.keys)
         most = slot_shards * self.shard
         yield auto(cp, slot_shards)
+        if cp > MOST_MEMBERS:
+            if (self.keys[:, 1:].sum(1) <= most).all():
+                yield (0, *[1] * (cp - 1))
+            return
         brought = np.pad(np.cumsum(self.keys, 1), ((0, 0), (1, 0)))
         seconds = self.given.pair_seconds(self.heads)[0]
         worked = np.pad(np.cumsum(self.pairs, 1), ((0, 0), (1, 0))) * seconds

@@ -1,5 +1,6 @@
 """Schedules: what they accept, what `auto` chooses, and what hops of several sources save."""
 
+import numpy as np
 import pytest
 
 from cp_ring.plan import Layout, Mask, Plan, PlanSpec
@@ -96,3 +97,21 @@ def test_schedules_as_text():
     assert parse("auto") == "auto" and parse(" 0,1, 1,2") == (0, 1, 1, 2)
     plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), schedule="0,1,2,2")
     assert plan.schedule == (0, 1, 2, 2)
+
+
+def test_a_ring_of_many_members_takes_one_hop_for_short_documents():
+    """Where ranks read few keys of others; else the rule, which needs no tiles of other ranks."""
+    cp, n = 160, 160 * 64
+    mask, owner = Mask.documents([*range(0, n, 40), n]), np.arange(cp) * 7 % cp
+    owner[::2] = owner[::2][::-1]
+    layout = Layout(n, cp, np.arange(cp + 1) * 64, owner, "dealt")
+    plan = Plan.build(mask, layout)
+    assert plan.schedule == (0, *[1] * (cp - 1))
+    plan.verify()
+    for rank in (0, 77, 159):
+        alone = PlanSpec(layout).build_rank_plan(mask, cp, rank)
+        hops = [hop.sources for hop in plan.rank_plan(rank).hops]
+        assert [hop.sources for hop in alone.hops] == hops
+    assert Plan.build(Mask.causal(n), Layout.zigzag(n, cp)).schedule == auto(cp)
+    giant = Mask.documents([0, *range(n - 160 * 20, n, 40), n])
+    assert Plan.build(giant, Layout.zigzag(n, cp)).schedule == auto(cp)
