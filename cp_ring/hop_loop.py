@@ -111,7 +111,8 @@ class RingAttention(torch.autograd.Function):
             with determinism(call.ring.exact), without_autocast(q.device), on_device(q):
                 # A sink changes out once more, so out is not rounded before.
                 dtype = q.dtype if sink is None else sum_dtype(q.dtype)
-                out, lse = _run_forward(call, *call.of_queries(q), k, v, inputs, dtype)
+                (queries,) = call.of_queries(q)
+                out, lse = _run_forward(call, queries, k, v, inputs, dtype)
                 if sink is not None:
                     lse = _add_sink(out, lse, sink)
                     out = out.to(q.dtype)
