@@ -7,8 +7,8 @@ queries and keys, e head size of values.
 The way of a key from the caller to the kernel, one Python frame a line:
 
     ring_attention              makes or takes the plan (in Megatron: RingDotProductAttention)
-    Attention.__call__          brings tokens first; exchanges heads
-    RingAttention.forward       torch's autograd function
+    Attention.__call__          compares calls of ranks; exchanges heads
+    RingAttention.forward       torch's autograd function; brings the tokens of keys first
     _run_forward                the hop loop; KeyStream hands it each hop's keys
     KernelCall.attend           cuts the call's queries and keys out of the buffers
     kernel.forward              the adapter of a kernel, at most three frames

@@ -38,8 +38,7 @@ class Ring:
     """The settings that all calls around one ring share.
 
     `codec` is a class of codecs; `exact` asks for determinism. With `bshd` tensors of queries, keys
-    and values have the batch first, [b, s, ...], here tokens first. With `shares_heads` there are more
-    query heads than key/value heads. `passes` has the work and the
+    and values have the batch first, [b, s, ...], here tokens first. `passes` has the work and the
     order of messages of forward and of backward, each from its first call on.
     """
 
@@ -49,7 +48,6 @@ class Ring:
     num_slots: int
     wire_dtype: torch.dtype
     exact: bool
-    shares_heads: bool
     passes: dict[bool, tuple[Work, Sequence[Turn]]] = field(default_factory=dict)
 
 
@@ -83,8 +81,7 @@ class RingCall(NamedTuple):
         """Return the kernel calls and updates of a pass, and the order of its messages."""
         passes = self.ring.passes
         if backward not in passes:
-            few_keys = backward and self.ring.shares_heads
-            work = work_of(self.rank_plan, self.kernel, device, backward, few_keys)
+            work = work_of(self.rank_plan, self.kernel, device, backward)
             order = message_order(self.rank_plan, self.ring.num_slots, backward)
             check_order(order, self.rank_plan, self.ring.num_slots, backward)
             passes[backward] = work, order
@@ -114,7 +111,8 @@ class RingAttention(torch.autograd.Function):
             with determinism(call.ring.exact), without_autocast(q.device), on_device(q):
                 # A sink changes out once more, so out is not rounded before.
                 dtype = q.dtype if sink is None else sum_dtype(q.dtype)
-                out, lse = _run_forward(call, call.of_queries(q)[0], k, v, inputs, dtype)
+                (queries,) = call.of_queries(q)
+                out, lse = _run_forward(call, queries, k, v, inputs, dtype)
                 if sink is not None:
                     lse = _add_sink(out, lse, sink)
                     out = out.to(q.dtype)

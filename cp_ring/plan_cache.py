@@ -92,8 +92,9 @@ class PlanOptions:
         tokens_first: bool,
         latent: bool = False,
     ) -> Plan:
-        """Return the plan of a call in which the rank of the transport passes q, k and v, checked,
-        [batch, tokens, ...], or tokens first. Latents have no heads, and are not exchanged by default.
+        """Return the plan of a call in which the rank of the transport passes q, k and v, which are
+        checked: [batch, tokens, ...], or tokens first. Latents have no heads, and are not exchanged
+        by default.
 
         Raises `ConfigError` or `PlanError` with a line that names the argument.
         """

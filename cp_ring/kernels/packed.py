@@ -75,12 +75,8 @@ class PackedCall:
     def attend(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        (q,), count = queries.tensors, self.q.count
-        q = q.transpose(0, 1)
-        heads = q.shape[1:3]
-        q, k, v = (
-            side.tokens.take(x).flatten(1, 2) for side, x in ((self.q, q), (self.k, k), (self.k, v))
-        )
+        (q,), count, heads = queries.flat, self.q.count, (k.shape[1], -1)
+        q, k, v = self.q.tokens.take(q), *(self.k.tokens.take(x).flatten(1, 2) for x in (k, v))
         out, lse = cast(VarlenKernel, kernel).forward_varlen(
             q, k, v, self._packing(q.device), scale
         )
@@ -92,7 +88,7 @@ class PackedCall:
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert queries.lse is not None, "a backward pass has no lse"
         b, mine = k.shape[1], self.q.tokens
-        dout, q, out = (mine.take(x.transpose(0, 1)).flatten(1, 2) for x in queries.tensors)
+        dout, q, out = (mine.take(x) for x in queries.flat)
         k, v = (self.k.tokens.take(x).flatten(1, 2) for x in (k, v))
         lse = mine.take(queries.lse, 2).contiguous().flatten(0, 1)
         grads = cast(VarlenKernel, kernel).backward_varlen(

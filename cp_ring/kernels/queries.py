@@ -4,6 +4,8 @@ for consecutive calls with the same queries.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from torch import Tensor
 
 
@@ -17,6 +19,11 @@ class Queries:
         self.tensors, self.lse = tensors, lse
         self._tokens: slice | None = None
         self._part: list[Tensor] = []
+
+    @cached_property
+    def flat(self) -> list[Tensor]:
+        """The tensors as packed calls read them, [s, b * h, size]: batch rows become heads."""
+        return [x.transpose(0, 1).flatten(1, 2) for x in self.tensors]
 
     def part(self, tokens: slice) -> list[Tensor]:
         """Return the tensors of these queries, [b, tokens, h, size], and their lse [b, h,

@@ -113,8 +113,8 @@ def merge(
     lse: Tensor,
     result: Tensor,
 ) -> None:
-    """Run `cp_ring.ops.merge.merge`. `lse` is contiguous, and `running` and
-    `result` have tokens first in memory.
+    """Run `cp_ring.ops.merge.merge`. `lse` is contiguous; `running` and `result`
+    have tokens first in memory.
     """
     table, kept = segments.blocks(result.device), segments.kept.start
     running, kept = (result, 0) if running is None else (running, kept)

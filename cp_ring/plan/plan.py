@@ -28,7 +28,7 @@ from cp_ring.plan.records import PlanTables, RankPlan
 from cp_ring.plan.report import Report, report
 from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
 from cp_ring.plan.schedule import Schedule, ring_distance, text
-from cp_ring.plan.time import CONDITIONS, AttentionTime, Conditions, Traffic
+from cp_ring.plan.time import CONDITIONS, AttentionTime, Conditions, Traffic, least
 from cp_ring.runtime import RUNTIME
 
 
@@ -79,9 +79,7 @@ class PlanSpec:
         ways = [replace(spec, ulysses=heads) for heads in self.choice.heads_to_try(cp)]
         if len(ways) == 1:
             return ways[0]
-        seconds = [way.build(mask, cp).time(self.choice).both for way in ways]
-        least = 1.01 * min(seconds)
-        return next(way for way, time in zip(ways, seconds, strict=True) if time <= least)
+        return ways[least([way.build(mask, cp).time(self.choice).both for way in ways])]
 
     def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
         """The plan of `mask` over `cp` ranks, neither proven nor kept. With `rank` it holds what

@@ -173,8 +173,8 @@ class Fact(NamedTuple):
 def identity(plan: PlanTables) -> tuple[Fact, ...]:
     """Return the facts from which a plan is made: mask, layout, route and schedule.
 
-    The tables are not among them: they follow from these parts, and `PlanSpec.build_rank_plan` makes
-    one rank's share of the tables only.
+    The tables are not among them: they follow from these parts, and `PlanSpec.build_rank_plan`
+    makes one rank's share of the tables only.
     """
     words = str(plan.schedule)
     words = words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "..."

@@ -11,7 +11,7 @@ needs to issue it. Everything that chooses or predicts reads this formula (`Traf
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -162,6 +162,13 @@ class AttentionTime:
         """The seconds of `forward` and of `both` that the slowest rank waits for messages or its
         host."""
         return self._slowest(1)[1], self._slowest(2)[1]
+
+
+def least(seconds: Sequence[float]) -> int:
+    """Return the index of the least time; of times that differ by less than a hundredth, the
+    first.
+    """
+    return next(i for i, time in enumerate(seconds) if time <= 1.01 * min(seconds))
 
 
 def _stages(
@@ -378,9 +385,6 @@ class Traffic:
             yield tuple(hops)
 
     def fastest(self, slot_shards: int) -> tuple[Schedule, AttentionTime]:
-        """Return the schedule of least time, and this time; of times that differ by less than a
-        hundredth, the first.
-        """
+        """Return the schedule of the `least` time, and this time."""
         timed = [(hops, self.time(hops)) for hops in dict.fromkeys(self.schedules(slot_shards))]
-        least = min(time.both for _, time in timed)
-        return next(each for each in timed if each[1].both <= 1.01 * least)
+        return timed[least([time.both for _, time in timed])]
