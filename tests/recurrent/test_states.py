@@ -268,8 +268,9 @@ def test_64_ranks_pass_states_that_two_heads_could_not_share():
     pieces = Pieces.of(Layout.zigzag(256, 64), starts, before)
     verify(pieces, starts, before, WIDTH)
     given, size = inputs("gated delta net", 256)
-    ours = on_ranks("gated delta net", given, size, pieces)
+    ours, again = (on_ranks("gated delta net", given, size, pieces) for _ in range(2))
     assert off(ours, on_one("gated delta net", given, size, starts, before)) < 1e-12
+    assert all(torch.equal(ours[name], x) for name, x in again.items())
 
 
 @pytest.mark.parametrize(
