@@ -105,7 +105,7 @@ def _on_its_group(
     """Use the rotary embeddings of packed documents on the group of ranks that shares the
     microbatch.
     """
-    from cp_ring.megatron.data.documents import group_of_microbatch
+    from cp_ring.megatron.adapter.documents import group_of_microbatch
 
     groups = self.pg_collection
     group = group_of_microbatch(packed_seq_params, groups.cp)

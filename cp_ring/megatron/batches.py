@@ -5,20 +5,23 @@ their own batches.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat
-from cp_ring.megatron.data.documents import (
+from cp_ring.megatron.adapter import compat
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.documents import (
     ALONE,
     DocumentParams,
     Documents,
     boundaries,
     thd_params,
 )
-from cp_ring.megatron.data.masks import KEY, MicrobatchMask
+from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
+from cp_ring.megatron.data.masks import KEY
 from cp_ring.megatron.data.rows import (
     check_length,
     check_rows,
@@ -26,7 +29,7 @@ from cp_ring.megatron.data.rows import (
     on_this_cp_rank,
     with_positions,
 )
-from cp_ring.megatron.settings import current, packed_in_whole_rows
+from cp_ring.megatron.settings import current
 from cp_ring.plan.ranges import offsets
 
 OFFSETS, PADDED, SIZE = "cu_seqlens", "cu_seqlens_padded", "local_cp_size"
@@ -157,7 +160,8 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
             f"{OFFSETS}: {n} packed tokens cannot be split over {cp} context-parallel ranks: pad "
             f"them to a multiple of {2 * cp}"
         )
-    documents = Documents.in_thd(packed, n // cp, cp, together or packed_in_whole_rows())
+    ring = replace(in_force(), whole_rows=together or in_force().whole_rows)
+    documents = Documents.in_thd(packed, n // cp, cp, ring)
     rest = {
         name: value for name, value in batch.items() if name not in whole and name not in _OF_PACKED
     }
@@ -209,4 +213,5 @@ def _documents(batch: Mapping[str, Any], n: int, cp: int) -> Documents:
         )
     check_length(n, cp)
     ids = batch["position_ids"]
-    return Documents.in_rows(boundaries(ids.cpu()), ids.shape[-2], current().layout, cp)
+    ring, rows = in_force(), ids.shape[-2]
+    return Documents.in_rows(boundaries(ids.cpu()), rows, ring.layout, cp, ring.windows)

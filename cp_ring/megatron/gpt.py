@@ -22,8 +22,11 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries
-from cp_ring.megatron.data.masks import KEY, MicrobatchMask, read
+from cp_ring.megatron.adapter.compat import known_arguments
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.documents import DocumentParams, Documents, boundaries
+from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
+from cp_ring.megatron.data.masks import KEY, read
 from cp_ring.megatron.data.rows import check_rows, declare, on_this_cp_rank, with_positions
 from cp_ring.megatron.settings import current
 
@@ -137,7 +140,10 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     entry = batch.pop(extra)
     if extra == "cu_seqlens":
         rows = int(entry[-1]) // get_args().seq_length
-        carried: MicrobatchMask = Documents.in_rows(entry.numpy(), rows, current().layout, cp)
+        ring = in_force()
+        carried: MicrobatchMask = Documents.in_rows(
+            entry.numpy(), rows, ring.layout, cp, ring.windows
+        )
     else:
         declared = declare(entry, len(entry), entry[0].n, cp)
         batch, carried = with_positions(batch, declared), declared
@@ -284,7 +290,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     )
     wanted |= {name: getattr(args, name) for name in same_name if hasattr(args, name)}
     wanted["sequence_parallel_size"] = args.tensor_model_parallel_size * args.sequence_parallel
-    return GPTDatasetConfig(**compat.known_arguments(GPTDatasetConfig, wanted))
+    return GPTDatasetConfig(**known_arguments(GPTDatasetConfig, wanted))
 
 
 def _kind_of_dataset(args: argparse.Namespace) -> type:

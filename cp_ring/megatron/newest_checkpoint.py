@@ -16,7 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.rejection import note, rejecting
+from cp_ring.megatron.adapter.notes import note
+from cp_ring.megatron.rejection import rejecting
 from cp_ring.megatron.wrapping import Function, around
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -61,7 +61,7 @@ def test_the_delta_rule_is_megatrons_own_in_torch(kernels):
 def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
     one_rank, applied, kernels, kind
 ):
-    from cp_ring.megatron.data.documents import DocumentParams, Documents
+    from cp_ring.megatron.adapter.documents import DocumentParams, Documents
 
     applied("recurrent_layers")
     offsets = recurrent_layers.OFFSETS
@@ -89,7 +89,7 @@ def test_a_mask_with_branches_is_rejected_by_name(monkeypatch):
 
 def test_padding_and_declared_documents_begin_anew_too():
     from cp_ring.megatron.adapter import recurrent
-    from cp_ring.megatron.data.documents import Documents
+    from cp_ring.megatron.adapter.documents import Documents
     from cp_ring.megatron.data.masks import DeclaredMask
     from cp_ring.plan.layout import Layout
 

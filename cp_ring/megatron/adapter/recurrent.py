@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.data.documents import DocumentParams, documents_of, without_documents
-from cp_ring.megatron.data.masks import MicrobatchMask
-from cp_ring.megatron.settings import packed_in_whole_rows
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.documents import DocumentParams, documents_of, without_documents
+from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.runtime import RUNTIME
 
@@ -101,8 +101,8 @@ def _carried(packed: Any, n: int, batch: int, cp: int) -> MicrobatchMask:
     row is one document.
     """
     if packed is None:
-        return without_documents(batch, n, cp)
-    return documents_of(packed, n // cp * batch, cp, packed_in_whole_rows())
+        return without_documents(batch, n, cp, in_force())
+    return documents_of(packed, n // cp * batch, cp, in_force())
 
 
 def in_sequence(input_: torch.Tensor, cp_size: int, packed_seq_params: Any = None) -> torch.Tensor:
