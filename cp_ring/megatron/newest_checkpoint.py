@@ -66,6 +66,8 @@ def find(folder: Path) -> tuple[int | None, str]:
         (int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*[0-9]")), reverse=True
     )
     problem = "" if latest is not None else f"the tracker {TRACKER}, which names no iteration"
+    if latest is not None and not there:
+        return latest, ""  # all that a job with --freeze-all-layers writes
     if latest is not None:
         there = [latest, *(iteration for iteration in there if iteration < latest)]
     for iteration in there:
