@@ -48,6 +48,7 @@ class Ring:
     num_slots: int
     wire_dtype: torch.dtype
     exact: bool
+    shares_heads: bool
     passes: dict[bool, tuple[Work, Sequence[Turn]]] = field(default_factory=dict)
 
 
@@ -81,7 +82,8 @@ class RingCall(NamedTuple):
         """Return the kernel calls and updates of a pass, and the order of its messages."""
         passes = self.ring.passes
         if backward not in passes:
-            work = work_of(self.rank_plan, self.kernel, device, backward)
+            few_keys = backward and self.ring.shares_heads
+            work = work_of(self.rank_plan, self.kernel, device, backward, few_keys)
             order = message_order(self.rank_plan, self.ring.num_slots, backward)
             check_order(order, self.rank_plan, self.ring.num_slots, backward)
             passes[backward] = work, order

@@ -40,11 +40,16 @@ def get(name: str) -> Patch:
 
 def apply_for(args: Asked, options: Options, names: Iterable[str] = ()) -> None:
     """Apply the patches that a job needs, or those of `names` that it needs. Raises `ConfigError`
-    if a patch rejects the installed package.
+    if a patch rejects the installed package; then no patch was applied.
     """
-    for name in names or patches_by_name():
-        if get(name).needed(args, options):
-            get(name).apply()
+    needed = [
+        patch for name in names or patches_by_name() if (patch := get(name)).needed(args, options)
+    ]
+    states = [patch.state() for patch in needed]
+    if problems := [state for state in states if state.startswith("rejected: ")]:
+        raise ConfigError(*(problem.removeprefix("rejected: ") for problem in problems))
+    for patch in needed:
+        patch.apply()
 
 
 def table() -> list[dict[str, str]]:

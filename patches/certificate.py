@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from cp_ring.megatron.rejection import note
+from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.settings import current
 from cp_ring.megatron.wrapping import arguments_of
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere

@@ -65,10 +65,11 @@ def _with_numbers(constructor: Function, self: Any, *args: Any, **kwargs: Any) -
 @around
 def _with_any_type(check: Function, config: Any) -> None:
     """Call the check with all_gather, which Megatron's sparse attention requires and gets, in place
-    of the type of the other layers.
+    of the type of the other layers. Its own eager attention, which is replaced, requires it too.
     """
     kinds = config.cp_comm_type
-    if getattr(config, "experimental_attention_variant", None) == "dsa":
+    sparse = getattr(config, "experimental_attention_variant", None) == "dsa"
+    if sparse or config.transformer_impl == "local":
         kinds = ["all_gather"] * len(kinds) if isinstance(kinds, list) else "all_gather"
     with replaced((config, "cp_comm_type", kinds)):
         check(config)
@@ -105,7 +106,7 @@ def _on_its_group(
     """Use the rotary embeddings of packed documents on the group of ranks that shares the
     microbatch.
     """
-    from cp_ring.megatron.data.documents import group_of_microbatch
+    from cp_ring.megatron.adapter.documents import group_of_microbatch
 
     groups = self.pg_collection
     group = group_of_microbatch(packed_seq_params, groups.cp)

@@ -15,8 +15,8 @@ from cp_ring.patches.patch import Patch, Replacement
 
 @around
 def _without_documents(make: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from cp_ring.megatron.adapter.documents import DocumentParams
     from cp_ring.megatron.adapter.rotary import positions_in_force, tokens_of
-    from cp_ring.megatron.data.documents import DocumentParams
 
     documents = [value for value in (*args, *kwargs.values()) if isinstance(value, DocumentParams)]
     args = tuple(None if isinstance(value, DocumentParams) else value for value in args)

@@ -18,7 +18,7 @@ def _replacements() -> Iterator[Replacement]:
     import megatron.training.datasets.data_samplers as data_samplers
     import megatron.training.global_vars as module
 
-    from cp_ring.megatron.rejection import note
+    from cp_ring.megatron.adapter.notes import note
 
     class Handler(module.DistributedSignalHandler):
         """Lets all ranks agree as Megatron's handler does, but reads the signal from

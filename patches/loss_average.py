@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat
-from cp_ring.megatron.rejection import note
+from cp_ring.megatron.adapter import compat
+from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.patches.patch import Patch, Replacement
 

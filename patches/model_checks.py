@@ -26,9 +26,9 @@ def _replacements() -> Iterator[Replacement]:
     def construct(
         self: Any, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any
     ) -> None:
-        from cp_ring.megatron.data.documents import ALONE
+        from cp_ring.megatron.adapter.documents import ALONE
+        from cp_ring.megatron.adapter.notes import note
         from cp_ring.megatron.program import accept_model, certify_model
-        from cp_ring.megatron.rejection import note
         from cp_ring.megatron.settings import current
         from cp_ring.patches.install import install_for_model
 
@@ -57,7 +57,7 @@ def _ranks_of(collection: Any) -> list[int]:
     """
     from megatron.core import parallel_state
 
-    from cp_ring.megatron import compat
+    from cp_ring.megatron.adapter import compat
 
     if collection is None and not parallel_state.model_parallel_is_initialized():
         return [0]

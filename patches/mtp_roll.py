@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 from cp_ring.megatron.wrapping import loaded_modules
@@ -14,11 +15,13 @@ def _replacements() -> Iterator[Replacement]:
     import megatron.core.transformer.multi_token_prediction as module
     from megatron.core.models.gpt import gpt_model  # noqa: F401
 
-    from cp_ring.megatron.adapter.next_tokens import roll_in_documents, with_all_tokens
+    from cp_ring.megatron.adapter import next_tokens
 
     modules = loaded_modules("megatron.core")
-    yield from replace_everywhere(modules, "roll_tensor", roll_in_documents)
-    process = with_all_tokens(module.process_mtp_loss)
+    several = "tensors" in inspect.signature(module.roll_tensor).parameters
+    roll = next_tokens.roll_several if several else next_tokens.roll_in_documents
+    yield from replace_everywhere(modules, "roll_tensor", roll)
+    process = next_tokens.with_all_tokens(module.process_mtp_loss)
     yield from replace_everywhere(modules, "process_mtp_loss", process)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
@@ -30,7 +31,7 @@ def split_packed(
     """
     from megatron.core import parallel_state
 
-    from cp_ring.megatron.data.documents import packed_layout
+    from cp_ring.megatron.adapter.documents import packed_layout
 
     offsets = batch.get("cu_seqlens")
     if offsets is None:
@@ -41,7 +42,8 @@ def split_packed(
             "cu_seqlens_padded: leave it out, or let the data set leave padding out"
         )
     group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
-    layout = packed_layout(offsets.detach().cpu().reshape(-1).to(torch.int64).numpy(), group.size())
+    edges = offsets.detach().cpu().reshape(-1).to(torch.int64).numpy()
+    layout = packed_layout(edges, group.size(), in_force())
     held = {name: batch[name] for name in _TENSORS if batch.get(name) is not None}
     return batch | {name: layout.shard(tensor, group.rank(), 1) for name, tensor in held.items()}
 

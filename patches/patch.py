@@ -1,19 +1,27 @@
-"""Defines `Patch`: a description, a range of versions, and replacements that are made all together
-or not at all.
+"""Defines `Patch`: a description, and replacements that are made all together or not at all.
+
+A patch is written for functions of Megatron with certain parameters. `signatures.json` lists these
+functions by patch, each with the parameters in the versions that cp_ring supports, and null for a
+version without the function. A Megatron with others is rejected before anything is replaced.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
+import pkgutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from cp_ring.errors import ConfigError
+from cp_ring.errors import ConfigError, one_line
 from cp_ring.megatron.compat import SUPPORTED, megatron_version, within
 from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.wrapping import replaced
+from cp_ring.runtime import RUNTIME
 
 Replacement = tuple[Any, str, Any]  # owner, attribute, new value
 
@@ -26,8 +34,8 @@ class Patch:
         name: the default is the name of the module that defines `replacements`.
         what: the changed behavior, in one line.
         why: the reason, in one line.
-        replacements: yields (owner, attribute, new value); called once per `apply`. The owner must
-            have the attribute.
+        replacements: yields (owner, attribute, new value), and changes nothing itself. The owner
+            must have the attribute.
         versions: the versions of megatron-core that the patch supports, as a PEP 440 specifier; the
             default is all versions that cp_ring supports.
         upstream: address of the upstream issue or pull request, or "".
@@ -61,21 +69,13 @@ class Patch:
         """Make every replacement, or none. Does nothing if the patch is already applied or
         `unneeded`.
 
-        Raises `ConfigError` if the installed version is outside `versions`, or an owner lacks an
-        attribute.
+        Raises `ConfigError` if the patch rejects the installed Megatron.
         """
         if self.applied or self.unneeded():
             return
         if problem := self.rejection():
             raise ConfigError(problem)
-        wanted = list(self.replacements())
-        for owner, name, _ in wanted:
-            if not hasattr(owner, name):
-                raise ConfigError(
-                    f"patch {self.name}: megatron-core {megatron_version()} has no "
-                    f"{_label(owner)}.{name}"
-                )
-        self._undo.enter_context(replaced(*wanted))
+        self._undo.enter_context(replaced(*self.replacements()))
         self.applied = True
         self.enter()
 
@@ -88,7 +88,7 @@ class Patch:
         self.applied = False
 
     def rejection(self) -> str:
-        """Return why the patch rejects the installed version, or ""."""
+        """Return why the patch rejects the installed Megatron, or "". Imports what it replaces."""
         version = megatron_version()
         if version is None:
             return f"patch {self.name}: megatron-core is not installed"
@@ -97,7 +97,22 @@ class Patch:
                 f"patch {self.name}: megatron-core {version} is installed, but the patch is for "
                 f"{self.versions}"
             )
-        return ""
+        found = f"patch {self.name}: megatron-core {version}"
+        try:
+            lacking = [
+                f"{found} has no {_label(owner)}.{name}"
+                for owner, name, _ in self.replacements()
+                if not hasattr(owner, name)
+            ]
+        except (ImportError, AttributeError) as error:
+            lacking = [f"{found}: {one_line(error)}"]
+        for function, known in signatures().get(self.name, {}).items():
+            parameters = parameters_of(function)
+            if parameters not in (*known, "(*args, **kwargs)"):  # a wrapper hides what it takes
+                takes = f"takes {parameters}" if parameters else "does not exist"
+                wanted = " or ".join(each for each in known if each)
+                return f"{found}: {function} {takes}, but the patch was written for {wanted}"
+        return lacking[0] if lacking else ""
 
     def state(self) -> str:
         """Return the state: applied, not applied, not needed (why), or rejected (why)."""
@@ -118,6 +133,30 @@ class Patch:
             "upstream": self.upstream,
             "state": self.state(),
         }
+
+
+@RUNTIME.cache()
+def signatures() -> dict[str, dict[str, list[str | None]]]:
+    """Return the functions of Megatron that each patch replaces, with their accepted parameters."""
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("signatures.json").read_text())
+    return table
+
+
+def parameters_of(function: str) -> str | None:
+    """Return the parameters of a function `module:name` without types and values, as in `(self, x,
+    *, y=...)`; None if there is no such function.
+    """
+    try:
+        parameters = inspect.signature(pkgutil.resolve_name(function)).parameters.values()
+    except (ImportError, AttributeError):
+        return None
+    plain = [
+        each.replace(
+            annotation=each.empty, default=each.empty if each.default is each.empty else ...
+        )
+        for each in parameters
+    ]
+    return str(inspect.Signature(plain)).replace("Ellipsis", "...")
 
 
 def replace_everywhere(modules: Iterable[Any], name: str, value: Any) -> list[Replacement]:

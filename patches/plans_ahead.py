@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cp_ring.megatron.rejection import note
+from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.wrapping import around
 from cp_ring.patches.patch import Patch, Replacement
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from cp_ring.megatron.plans import make_layout
-from cp_ring.megatron.settings import current, split_by_microbatch
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.plans import make_layout
 from cp_ring.megatron.wrapping import Function, arguments_of, around, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
@@ -28,9 +28,10 @@ def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> t
 
     Returns all of `pos_emb` if the tokens are known only with the microbatch.
     """
-    if split_by_microbatch():
+    ring = in_force()
+    if ring.by_microbatch:
         return pos_emb
-    layout = make_layout(current().layout, pos_emb.shape[seq_dim], cp_group.size())
+    layout = make_layout(ring.layout, pos_emb.shape[seq_dim], cp_group.size(), ring.windows)
     return layout.shard(pos_emb, cp_group.rank(), seq_dim)
 
 

@@ -21,7 +21,7 @@ def _with_whole_embeddings(preprocess: Function, self: Any, *args: Any, **kwargs
     """Wrap the method of a model that asks for rotary embeddings: embeddings of packed
     positions with sections stay whole instead of being split over ranks.
     """
-    from cp_ring.megatron.data.documents import ALONE
+    from cp_ring.megatron.adapter.documents import ALONE
 
     packed = arguments_of(preprocess, self, *args, **kwargs).get("packed_seq_params")
     if self.position_embedding_type != "mrope" or getattr(packed, "qkv_format", "") != "thd":

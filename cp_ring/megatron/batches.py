@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,16 +14,18 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron import compat
-from cp_ring.megatron.data.ahead import LAYERS, PlannedBatch, recording
-from cp_ring.megatron.data.documents import (
+from cp_ring.megatron.adapter import compat
+from cp_ring.megatron.adapter.ahead import LAYERS, PlannedBatch, recording
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.documents import (
     ALONE,
     DocumentParams,
     Documents,
     boundaries,
     thd_params,
 )
-from cp_ring.megatron.data.masks import KEY, MicrobatchMask
+from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
+from cp_ring.megatron.data.masks import KEY
 from cp_ring.megatron.data.rows import (
     check_length,
     check_rows,
@@ -30,7 +33,7 @@ from cp_ring.megatron.data.rows import (
     on_this_cp_rank,
     with_positions,
 )
-from cp_ring.megatron.settings import current, packed_in_whole_rows
+from cp_ring.megatron.settings import current
 from cp_ring.plan.ranges import offsets
 
 OFFSETS, PADDED, SIZE = "cu_seqlens", "cu_seqlens_padded", "local_cp_size"
@@ -149,8 +152,8 @@ def _documents_in(batch: Mapping[str, Any], cp: int) -> Documents | None:
         return None
     real = _in_one_stream(batch[OFFSETS])
     padded = real if batch.get(PADDED) is None else _in_one_stream(batch[PADDED])
-    together = current().document_mask or packed_in_whole_rows()
-    return Documents.in_thd(thd_params(real, padded), int(padded[-1]) // cp, cp, together)
+    ring = replace(in_force(), whole_rows=current().document_mask or in_force().whole_rows)
+    return Documents.in_thd(thd_params(real, padded), int(padded[-1]) // cp, cp, ring)
 
 
 def _in_one_stream(rows: torch.Tensor) -> torch.Tensor:
@@ -219,7 +222,8 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
             f"{OFFSETS}: {n} packed tokens cannot be split over {cp} context-parallel ranks: pad "
             f"them to a multiple of {2 * cp}"
         )
-    documents = Documents.in_thd(packed, n // cp, cp, together or packed_in_whole_rows())
+    ring = replace(in_force(), whole_rows=together or in_force().whole_rows)
+    documents = Documents.in_thd(packed, n // cp, cp, ring)
     rest = {
         name: value for name, value in batch.items() if name not in whole and name not in _OF_PACKED
     }
@@ -271,4 +275,5 @@ def _documents(batch: Mapping[str, Any], n: int, cp: int) -> Documents:
         )
     check_length(n, cp)
     ids = batch["position_ids"]
-    return Documents.in_rows(boundaries(ids.cpu()), ids.shape[-2], current().layout, cp)
+    ring, rows = in_force(), ids.shape[-2]
+    return Documents.in_rows(boundaries(ids.cpu()), rows, ring.layout, cp, ring.windows)

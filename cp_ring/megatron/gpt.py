@@ -22,8 +22,11 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries
-from cp_ring.megatron.data.masks import KEY, MicrobatchMask, read
+from cp_ring.megatron.adapter.compat import known_arguments
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.documents import DocumentParams, Documents, boundaries
+from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
+from cp_ring.megatron.data.masks import KEY, read
 from cp_ring.megatron.data.rows import check_rows, declare, on_this_cp_rank, with_positions
 from cp_ring.megatron.settings import current
 
@@ -87,10 +90,9 @@ def _read_and_broadcast(
 def _documents(carried: Microbatch) -> Documents:
     """Return the documents of a microbatch by their offsets, with the plans that workers made."""
     offsets = carried["cu_seqlens"].numpy()
+    rows, ring = int(offsets[-1]) // get_args().seq_length, in_force()
     cp = parallel_state.get_context_parallel_world_size()
-    return Documents.in_rows(
-        offsets, int(offsets[-1]) // get_args().seq_length, current().layout, cp
-    )
+    return Documents.in_rows(offsets, rows, ring.layout, cp, ring.windows)
 
 
 def _carried_by(sample: Any, extra: str) -> Microbatch:
@@ -294,7 +296,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     )
     wanted |= {name: getattr(args, name) for name in same_name if hasattr(args, name)}
     wanted["sequence_parallel_size"] = args.tensor_model_parallel_size * args.sequence_parallel
-    return GPTDatasetConfig(**compat.known_arguments(GPTDatasetConfig, wanted))
+    return GPTDatasetConfig(**known_arguments(GPTDatasetConfig, wanted))
 
 
 def _kind_of_dataset(args: argparse.Namespace) -> type:

@@ -16,7 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.rejection import note, rejecting
+from cp_ring.megatron.adapter.notes import note
+from cp_ring.megatron.rejection import rejecting
 from cp_ring.megatron.wrapping import Function, around
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -65,6 +66,8 @@ def find(folder: Path) -> tuple[int | None, str]:
         (int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*[0-9]")), reverse=True
     )
     problem = "" if latest is not None else f"the tracker {TRACKER}, which names no iteration"
+    if latest is not None and not there:
+        return latest, ""  # all that a job with --freeze-all-layers writes
     if latest is not None:
         there = [latest, *(iteration for iteration in there if iteration < latest)]
     for iteration in there:

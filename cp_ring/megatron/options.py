@@ -11,11 +11,10 @@ from dataclasses import Field, dataclass, fields, replace
 from functools import partial
 from typing import Any, Self
 
-from cp_ring.errors import ConfigError, PlanError
+from cp_ring.errors import ConfigError
 from cp_ring.megatron import option_values
 from cp_ring.options import CallSettings, setting
 from cp_ring.plan.layout import LAYOUTS, NamedLayout
-from cp_ring.plan.schedule import resolve
 
 MASK_KINDS = (
     "shared-prefix", "images", "global", "tree", "block-causal", "block-diffusion", "documents",
@@ -183,16 +182,6 @@ class Options(Settings, CallSettings):
         these values runs with any other choice.
         """
         return replace(self, heads=1 if self.heads == "auto" else self.heads)
-
-    def check_schedule(self, members: int) -> None:
-        """Raise `ConfigError` unless the schedule fits a ring of `members` and has at most
-        `slot_shards` sources at each hop.
-        """
-        try:
-            resolve(self.schedule, members, self.slot_shards)
-        except PlanError as error:
-            named = str(error).replace("schedule ", self.flag("schedule") + " ", 1)
-            raise ConfigError(named.replace("slot_shards", self.flag("slot_shards"))) from None
 
     @staticmethod
     def flag(name: str) -> str:

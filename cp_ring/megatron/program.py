@@ -15,9 +15,9 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
+from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.flags import resolve
 from cp_ring.megatron.options import Options
-from cp_ring.megatron.rejection import note
 from cp_ring.runtime import RUNTIME
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
@@ -128,7 +128,7 @@ def accept_model(config: Any) -> argparse.Namespace:
     used = resolve.with_way(args, used)
     config.apply_rope_fusion = args.apply_rope_fusion
     resolve.note_loss(args, used)
-    settings.configure(used, layers=resolve.windows_of(args))
+    settings.configure(used, windows=resolve.windows_of(args))
     return args
 
 

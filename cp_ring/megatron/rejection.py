@@ -14,7 +14,6 @@ from typing import NoReturn
 
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
 from cp_ring.megatron import compat
-from cp_ring.runtime import RUNTIME
 
 OURS = (ConfigError, KernelError, PlanError)
 _MEGATRONS = (AssertionError, ValueError, ArithmeticError, ImportError)
@@ -25,7 +24,6 @@ ADVICE = {
     "flags, or --use-checkpoint-opt-param-scheduler to take the checkpoint",
     "assert args.save_interval is not None": "give --save-interval",
 }
-_noted: set[str] = RUNTIME.keep(set())
 
 
 class Rejected(SystemExit):
@@ -45,15 +43,6 @@ def reject(message: str, code: int = 2) -> NoReturn:
         print("".join(lines), end="", file=sys.stderr, flush=True)
     record(message)
     raise Rejected(code)
-
-
-def note(message: str, shown: bool | None = None) -> None:
-    """Print `cp_ring: <message>` once per process, on rank 0 alone, or where `shown` is true."""
-    if shown is None:
-        shown = os.environ.get("RANK", "0") == "0"
-    if shown and message not in _noted:
-        print(f"cp_ring: {message}", flush=True)
-    _noted.add(message)
 
 
 @contextlib.contextmanager

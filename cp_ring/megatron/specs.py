@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat
+from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.attention import RingDotProductAttention
 from cp_ring.megatron.wrapping import replaced
 

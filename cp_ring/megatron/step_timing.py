@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cp_ring.megatron import compat
+from cp_ring.megatron.adapter import compat
 from cp_ring.observe import timing
 from cp_ring.observe.timing import Findings, RankTimes
 

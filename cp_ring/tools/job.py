@@ -296,9 +296,9 @@ def megatron_flags(
 
     parser: made by `build_parser` before, for several jobs. Raises `ConfigError`.
     """
+    from cp_ring.megatron.adapter.unsupported import check_latent
     from cp_ring.megatron.flags import resolve
     from cp_ring.megatron.flags.checks_job import JOB, data_files
-    from cp_ring.megatron.flags.codec_choice import check_latent
     from cp_ring.tools import megatron_flags
 
     packed = job.cp_ring.enabled and any(job.megatron.get(key) for key in PACKED_DATA)

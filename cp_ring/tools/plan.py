@@ -11,7 +11,7 @@ import numpy as np
 import typer
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.attention_sizes import attention_sizes
+from cp_ring.megatron.adapter.attention_sizes import attention_sizes
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import ASSUMED, call_groups, lower
 from cp_ring.plan.mask import Mask
@@ -178,7 +178,7 @@ def _changed[T](values: T, **changes: Any) -> T:
 def _of_job(job: str, overrides: list[str] | None) -> Asked:
     """Return what a job plans in its first attention layer."""
     from cp_ring.comm.nodes import node_size
-    from cp_ring.megatron.flags.comm_types import spec_of_layer
+    from cp_ring.megatron.adapter.comm_types import spec_of_layer
     from cp_ring.tools.job import load
 
     loaded = load(job, overrides or ())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.attention_sizes import attention_sizes
+from cp_ring.megatron.adapter.attention_sizes import attention_sizes
 from cp_ring.megatron.flags.layer_pattern import expert_layers, letters_of, shown_pattern
 from cp_ring.megatron.options import Options
 from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES, AttentionSizes, LatentSizes

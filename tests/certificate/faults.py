@@ -263,8 +263,8 @@ def _at(name, faulty):
 def _of_window(change):
     """Plans are made for another window: (keys to the left, tokens) to keys to the left."""
 
-    def faulty(make_plan, mask, n, cp, window, spec):
-        return make_plan(mask, n, cp, (change(window[0], n), window[1]), spec)
+    def faulty(make_plan, mask, n, cp, window, *rest):
+        return make_plan(mask, n, cp, (change(window[0], n), window[1]), *rest)
 
     return _at("cp_ring.megatron.adapter.planned.make_plan", faulty)
 
@@ -361,11 +361,11 @@ def _aux_loss_twice(attach, self, activation, coefficient, loss, *args, **kwargs
     return attach(self, activation, coefficient, loss * twice, *args, **kwargs)
 
 
-def _group_permuted(make_plan, mask, n, cp, window, spec):
+def _group_permuted(make_plan, mask, n, cp, window, spec, windows):
     """Attention takes the ranks of the group in another order than the batch."""
     from cp_ring import Plan
 
-    right = make_plan(mask, n, cp, window, spec)
+    right = make_plan(mask, n, cp, window, spec, windows)
     turned = dataclasses.replace(right.layout, owner=cp - 1 - right.layout.owner)
     return Plan.build(right.mask, turned, spec.route, right.schedule)
 
@@ -513,7 +513,9 @@ ATTENTION = {
     "softmax denominators accumulated in bf16": _totals("merge", slice(4, 5)),
     "outputs accumulated in bf16": _totals("merge", slice(3, 6, 2)),
     "gradients accumulated in bf16": _totals("add", slice(2, 4)),
-    "padding attended": _at("cp_ring.megatron.data.documents.Documents.in_thd", _padding_attended),
+    "padding attended": _at(
+        "cp_ring.megatron.adapter.documents.Documents.in_thd", _padding_attended
+    ),
     "window beyond 256 tokens": _of_window(lambda left, n: left if n <= 256 else 200),
     "second batch row like the first": _at(
         "cp_ring.megatron.adapter.attention.Inputs", _second_row_like_the_first

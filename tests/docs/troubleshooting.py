@@ -8,9 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.adapter.unsupported import check_latent
 from cp_ring.megatron.flags import argument_parser, resolve
 from cp_ring.megatron.flags.checks_job import HERE, JOB
-from cp_ring.megatron.flags.codec_choice import check_latent
 from cp_ring.megatron.options import Options
 from launch.budget import ROOT
 from tests.megatron.launch import TINY

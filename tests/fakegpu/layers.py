@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from cp_ring.megatron import settings
-from cp_ring.megatron.data.documents import DocumentParams, Documents
+from cp_ring.megatron.adapter.documents import DocumentParams, Documents
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.specs import with_ring_attention
 from tests.fakegpu.accesses import mark, recorded

@@ -18,7 +18,8 @@ def main():
         run_program()
         return
     from cp_ring import pretrain_gpt
-    from cp_ring.megatron import compat, gpt
+    from cp_ring.megatron import gpt
+    from cp_ring.megatron.adapter import compat
 
     forward_step, calls = gpt.forward_step, []
 

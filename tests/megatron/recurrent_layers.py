@@ -11,7 +11,7 @@ OFFSETS = np.array([0, 5, 30, 64, 100, 101, 128])  # of documents in the stream 
 def configuration():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from cp_ring.megatron import compat
+    from cp_ring.megatron.adapter import compat
 
     sizes = {
         "mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 4, "linear_conv_kernel_dim": 4,

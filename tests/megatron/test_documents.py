@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
-from cp_ring.megatron.data import documents as documents_module
+from cp_ring.megatron.adapter import documents as documents_module
+from cp_ring.megatron.adapter.config import RingConfig
 from tests.peers import tables
 
 
@@ -20,7 +21,12 @@ def megatron():
     global PackedSeqParams, DocumentParams, Documents, boundaries, documents_of
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from cp_ring.megatron.data.documents import DocumentParams, Documents, boundaries, documents_of
+    from cp_ring.megatron.adapter.documents import (
+        DocumentParams,
+        Documents,
+        boundaries,
+        documents_of,
+    )
 
 
 REAL, PADDED = np.array([0, 5, 6, 6, 15]), np.array([0, 8, 16, 16, 32])
@@ -56,13 +62,15 @@ def test_position_ids_that_do_not_begin_anew_are_rejected():
 
 
 def test_padding_sees_nothing_and_is_seen_by_nobody():
-    split = Documents.in_thd(packed(), 16, 2, whole_row=False)
+    split = Documents.in_thd(packed(), 16, 2)
     ends = [*(PADDED[:-1] + np.diff(REAL))]
     for window in ((-1, -1), (2, 0)):
         wanted = tables.packed(PADDED, ends, causal=True, window=window)
         assert (split.mask(window=window).dense() == wanted).all()
     assert split.layout.name == "per_document_zigzag"
-    assert Documents.in_thd(packed(), 16, 2, whole_row=True).layout.name == "zigzag"
+    assert (
+        Documents.in_thd(packed(), 16, 2, ring=RingConfig(whole_rows=True)).layout.name == "zigzag"
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,25 +95,22 @@ def test_packed_sequences_that_contradict_the_tensors_are_rejected_in_one_line(
         for name, value in changes.items()
     }
     with pytest.raises(ConfigError, match=message) as rejection:
-        documents_of(packed(**changes), tokens, 2, whole_row=False)
+        documents_of(packed(**changes), tokens, 2)
     assert "\n" not in str(rejection.value)
 
 
 def test_boundaries_are_those_that_came_with_the_microbatch():
     first = DocumentParams.carry(Documents.in_rows(np.array([0, 10, 32]), 1, "zigzag", 2))
     second = DocumentParams.carry(Documents.in_rows(np.array([0, 20, 32]), 1, "zigzag", 2))
-    assert (
-        documents_of(first, 16, 2, False).end[0] == 10
-        and documents_of(second, 16, 2, False).end[0] == 20
-    )
+    assert documents_of(first, 16, 2).end[0] == 10 and documents_of(second, 16, 2).end[0] == 20
     with pytest.raises(
         ConfigError, match="boundaries are for 32 tokens over 2 ranks, the tensors hold 8"
     ):
-        documents_of(first, 8, 2, False)
+        documents_of(first, 8, 2)
     with pytest.raises(ConfigError, match="no document boundaries"):
-        documents_of(DocumentParams(qkv_format="sbhd"), 16, 2, False)
+        documents_of(DocumentParams(qkv_format="sbhd"), 16, 2)
     described = packed()
-    assert documents_of(described, 16, 2, False) is documents_of(described, 16, 2, False)
+    assert documents_of(described, 16, 2) is documents_of(described, 16, 2)
 
 
 def _fill(params):
@@ -130,11 +135,11 @@ def _replace(params):
 )
 def test_packed_parameters_that_are_reused_describe_what_they_hold_now(change):
     params = packed()
-    before = documents_of(params, 16, 2, whole_row=False)
+    before = documents_of(params, 16, 2)
     before.rank_plan(0)
-    after = documents_of(change(params), 16, 2, whole_row=False)
+    after = documents_of(change(params), 16, 2)
     assert before.end.tolist() == [5, 9, 25] and after.end.tolist() == [5, 9, 19]
-    assert documents_of(packed(), 16, 2, whole_row=False) is before
+    assert documents_of(packed(), 16, 2) is before
 
 
 def test_a_stage_without_the_microbatch_says_so(monkeypatch):

@@ -83,7 +83,7 @@ def microbatches(all_of_them, rank=0):
 def gradients(group, kind, cp, fault=False, **settings):
     """On a rank: the loss of a step, and the gradients of all parameters."""
     import cp_ring.megatron
-    from cp_ring.megatron.data import documents
+    from cp_ring.megatron.adapter import documents
 
     def first_of_its_group(packed, group):
         return SimpleNamespace(rank=lambda: 0, size=right(packed, group).size)
@@ -141,7 +141,7 @@ def lines(group):
     """On a rank: with what each wrong microbatch or model ends."""
     import cp_ring.megatron
     from cp_ring.megatron import settings as in_force
-    from cp_ring.megatron.data.documents import ALONE
+    from cp_ring.megatron.adapter.documents import ALONE
 
     def run(batch, thd=True, patched=True, **more):
         mine = cp_ring.megatron.split_batch(batch)
@@ -170,7 +170,7 @@ def lines(group):
         return [
             *found,
             said(run, batch),
-            said(cp_ring.megatron.data.documents.group_of_microbatch, packed, ALONE),
+            said(cp_ring.megatron.adapter.documents.group_of_microbatch, packed, ALONE),
         ]
 
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cp_ring.megatron import heads_choice
-from cp_ring.megatron.data.documents import Documents
+from cp_ring.megatron.adapter import heads_choice
+from cp_ring.megatron.adapter.documents import Documents
+from cp_ring.megatron.adapter.heads_choice import every_choice, with_choice
 from cp_ring.megatron.flags.resolve import _with_named_type
-from cp_ring.megatron.heads_choice import every_choice, with_choice
 from cp_ring.megatron.options import Options
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.device_rates import RATES

@@ -63,7 +63,7 @@ class LikeTransformerEngine(torch.nn.Module):
         assert state.numel() == 0
 
     def sharded_state_dict(self, prefix, metadata):
-        from cp_ring.megatron import compat
+        from cp_ring.megatron.adapter import compat
 
         split = {"softmax_offset": 0}
         return compat.sharded_tensors(

@@ -125,7 +125,7 @@ def test_only_the_loader_of_training_data_is_changed(args, capsys, monkeypatch):
 
 
 def test_work_is_that_of_all_layers_for_every_kind_of_sample():
-    settings.configure(Options.make(enabled=True), layers=(((-1, -1), 2), ((3, 0), 1)))
+    settings.configure(Options.make(enabled=True), windows=(((-1, -1), 2), ((3, 0), 1)))
     expected = (
         2 * Mask.documents([0, 4, 10]).area() + Mask.documents([0, 4, 10], window=(3, 0)).area()
     )

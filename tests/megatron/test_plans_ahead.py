@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cp_ring import Layout, PlanError, PlanSpec
 from cp_ring.megatron import batches, settings
-from cp_ring.megatron.data import ahead, masks
+from cp_ring.megatron.adapter import ahead, microbatch_mask
 from cp_ring.megatron.options import Options
 from cp_ring.runtime import RUNTIME
 from tests.megatron.launch import TINY, launch
@@ -57,7 +57,7 @@ def balanced(monkeypatch):
 def settle():
     RUNTIME.reset()
     options = Options.make(enabled=True, document_mask=True, layout="balanced")
-    settings.configure(options, layers=(((-1, -1), 1), (LAYER.window, 1)))
+    settings.configure(options, windows=(((-1, -1), 1), (LAYER.window, 1)))
     ahead.LAYERS.add(LAYER)
 
 
@@ -73,7 +73,7 @@ def test_training_finds_the_plans_that_workers_made(monkeypatch, packed):
     ready = iter(workers)  # which are forked here: they still make layouts and plans
     with monkeypatch.context() as training:
         training.setattr(Layout, "balanced", None)
-        training.setattr(masks, "_make_plan", None)
+        training.setattr(microbatch_mask, "_make_plan", None)
         found = [plan_in(batch).digest for batch in ready]
         assert type(next(iter(workers))) is dict  # of which nothing is left but the batch
     settle()

@@ -14,6 +14,7 @@ import cp_ring.megatron
 from cp_ring import Options, patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, program, settings
+from cp_ring.megatron.adapter.config import in_force
 from tests.megatron.launch import HERE, launch
 
 no_cuda = pytest.mark.skipif(
@@ -91,7 +92,7 @@ def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, 
     with torch.device("meta"), torch.no_grad():
         model = build(window_size=(7, 0), window_attn_skip_freq=2)
     assert model.decoder.layers[0].self_attention.core_attention.window == (7, 0)
-    assert settings.layer_windows() == (((7, 0), 1), ((-1, -1), 1))
+    assert in_force().windows == (((7, 0), 1), ((-1, -1), 1))
     (line,) = [line for line in capfd.readouterr().out.splitlines() if "certificate: " in line]
     assert "layer 1 (window 7) under packed" in line and "layer 2 (no window) under causal" in line
     missing = "the loss of a program that does not call cp_ring.megatron.certify"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cp_ring import Layout, Mask, Plan, PlanError, PlanSpec
-from cp_ring.megatron.data import masks
+from cp_ring.megatron.adapter import microbatch_mask
 from cp_ring.plan import plan as plan_module
 from cp_ring.plan.plan import rank_plan
 
@@ -28,17 +28,17 @@ def test_a_rank_never_runs_the_plan_of_another_one(monkeypatch):
 
 def test_the_plan_that_a_rank_makes_of_a_packed_microbatch_is_proven(monkeypatch):
     mask, spec, kind = Mask.documents([0, 20, N]), PlanSpec(Layout.zigzag(N, CP)), ("a kind",)
-    own = masks._make_plan(mask, spec, CP, 1, kind)
+    own = microbatch_mask._make_plan(mask, spec, CP, 1, kind)
     whole = spec.build(mask, CP)
     assert own.digest == whole.rank_plan(1).digest
-    masks._proven.clear()
+    microbatch_mask._proven.clear()
     monkeypatch.setattr(
         PlanSpec,
         "build_rank_plan",
         lambda self, mask, cp, rank: replace(self.build(mask, cp).rank_plan(0), rank=rank),
     )
     with pytest.raises(PlanError, match="rank"):
-        masks._make_plan(mask, spec, CP, 1, kind)
+        microbatch_mask._make_plan(mask, spec, CP, 1, kind)
 
 
 def test_what_the_balanced_layout_gains_is_said_once(capsys):
@@ -46,10 +46,12 @@ def test_what_the_balanced_layout_gains_is_said_once(capsys):
     mask = Mask.documents(offsets)
     zigzag, balanced = Layout.zigzag(mask.n, cp), Layout.balanced(mask, cp)
     for kind in ("a kind", "another"):
-        masks._make_plan(mask, PlanSpec(zigzag), cp, 1, (kind,))
+        microbatch_mask._make_plan(mask, PlanSpec(zigzag), cp, 1, (kind,))
     (line,) = capsys.readouterr().out.splitlines()
     before, after = (Plan.build(mask, layout).time().both for layout in (zigzag, balanced))
     assert f"{before / after:.2f} times as long by the layout zigzag as by --cp-ring-layout" in line
-    masks._make_plan(mask, PlanSpec(balanced), cp, 1, ("balanced",))
-    masks._make_plan(Mask.documents([0, 20, N]), PlanSpec(Layout.zigzag(N, cp)), cp, 1, ("few",))
+    microbatch_mask._make_plan(mask, PlanSpec(balanced), cp, 1, ("balanced",))
+    microbatch_mask._make_plan(
+        Mask.documents([0, 20, N]), PlanSpec(Layout.zigzag(N, cp)), cp, 1, ("few",)
+    )
     assert not capsys.readouterr().out

@@ -62,7 +62,7 @@ def test_the_delta_rule_is_megatrons_own_in_torch(kernels):
 def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
     one_rank, applied, kernels, kind, monkeypatch
 ):
-    from cp_ring.megatron.data.documents import DocumentParams, Documents
+    from cp_ring.megatron.adapter.documents import DocumentParams, Documents
 
     applied("recurrent_layers")
     if kind == "deterministic":  # Megatron's own function of torch, without documents
@@ -80,7 +80,7 @@ def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
 
 def test_states_restart_at_documents_and_padding_and_fork_at_branches():
     from cp_ring.megatron.adapter import recurrent
-    from cp_ring.megatron.data.documents import Documents
+    from cp_ring.megatron.adapter.documents import Documents
     from cp_ring.megatron.data.masks import DeclaredMask
 
     def starts(carried):

@@ -13,6 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from cp_ring import Options
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, rejection
+from cp_ring.megatron.adapter import notes
 from cp_ring.megatron.flags import (
     argument_parser,
     checks_attention,
@@ -371,7 +372,7 @@ def test_the_fused_rotary_embedding_is_off_where_a_token_has_several_positions(
     parse, capsys, flags
 ):
     args = parse(*BASE, "--global-batch-size", "8", *flags.split())  # the CPU has no fused one
-    rejection._noted.clear()
+    notes._noted.clear()
     for _ in range(2):  # Megatron parses a command line more than once
         args.apply_rope_fusion = True
         resolve.check_attention(args, Options.from_args(args))

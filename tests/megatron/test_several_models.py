@@ -29,7 +29,7 @@ def gradients(group):
     context parallel size 1, and the gradients, added up over all ranks; by the student's size.
     """
     import cp_ring.megatron
-    from cp_ring.megatron.data.documents import ALONE
+    from cp_ring.megatron.adapter.documents import ALONE
 
     rows = torch.randint(VOCAB, (ROWS, N + 1), generator=torch.Generator().manual_seed(9))
     rank, found = dist.get_rank(), {}

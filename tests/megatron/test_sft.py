@@ -13,8 +13,8 @@ import torch
 from cp_ring import Options
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
+from cp_ring.megatron.adapter.documents import boundaries
 from cp_ring.megatron.data import packing, sft
-from cp_ring.megatron.data.documents import boundaries
 from tests.megatron import conversations
 from tests.rings import same_bits
 

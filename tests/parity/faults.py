@@ -40,13 +40,13 @@ def at(name, faulty):
     return found
 
 
-def _mask_widened(make_plan, mask, n, cp, window, spec):
-    return make_plan("no_mask", n, cp, (window[0], 1), spec)
+def _mask_widened(make_plan, mask, n, cp, window, *rest):
+    return make_plan("no_mask", n, cp, (window[0], 1), *rest)
 
 
-def _window_widened(make_plan, mask, n, cp, window, spec):
+def _window_widened(make_plan, mask, n, cp, window, *rest):
     left, right = window
-    return make_plan(mask, n, cp, (left if left < 0 else left + 1, right), spec)
+    return make_plan(mask, n, cp, (left if left < 0 else left + 1, right), *rest)
 
 
 def _window_everywhere(has_window, config, layer_number):
@@ -142,9 +142,9 @@ def _roll_across(last, documents):
     return torch.arange(documents.layout.n) == documents.layout.n - 2
 
 
-def _in_another_layout(without_documents, batch, n, cp):
+def _in_another_layout(without_documents, batch, n, cp, ring):
     """Batch rows as another layout would split them."""
-    from cp_ring.megatron.data.documents import Documents
+    from cp_ring.megatron.adapter.documents import Documents
     from cp_ring.megatron.settings import current
 
     other = "contiguous" if current().layout == "zigzag" else "zigzag"
@@ -220,15 +220,15 @@ FAULTS = {
     "tokens counted by rank": at(
         "cp_ring.megatron.adapter.next_tokens.MaskOfAllRanks.of", _counted_by_rank
     ),
-    "boundary shifted by one": at("cp_ring.megatron.data.documents.Documents.mask", _shifted),
-    "documents merged": at("cp_ring.megatron.data.documents.Documents.mask", _merged),
+    "boundary shifted by one": at("cp_ring.megatron.adapter.documents.Documents.mask", _shifted),
+    "documents merged": at("cp_ring.megatron.adapter.documents.Documents.mask", _merged),
     "state in the order of another layout": at(
         "cp_ring.megatron.adapter.recurrent.without_documents", _in_another_layout
     ),
     "state across documents": at("cp_ring.megatron.adapter.recurrent._starts", _across_documents),
     "state begins anew too late": at("cp_ring.megatron.adapter.recurrent._starts", _anew_too_late),
     "positions of zigzag": at(
-        "cp_ring.megatron.data.documents.Documents.positions", _positions_of_zigzag
+        "cp_ring.megatron.adapter.documents.Documents.positions", _positions_of_zigzag
     ),
     "siblings seen": at("cp_ring.megatron.data.masks.DeclaredMask.mask", _siblings_seen),
     "spans cut at borders": at("cp_ring.megatron.data.masks.DeclaredMask.mask", _cut_at_borders),
@@ -237,7 +237,7 @@ FAULTS = {
         "cp_ring.megatron.data.masks.DeclaredMask.positions", _positions_not_continued
     ),
     "roll in one sequence": at("cp_ring.megatron.data.masks.DeclaredMask.last", _roll_across),
-    "roll across documents": at("cp_ring.megatron.data.documents.Documents.last", _roll_across),
+    "roll across documents": at("cp_ring.megatron.adapter.documents.Documents.last", _roll_across),
     "labels of another chunk": at(
         "cp_ring.megatron.loss_chunks.Logits.chunks", _labels_of_another_chunk
     ),
@@ -245,7 +245,7 @@ FAULTS = {
     "one position in all sections": at("cp_ring.megatron.gpt._mrope_positions", _one_section),
     "mask widened": at("cp_ring.megatron.adapter.planned.make_plan", _mask_widened),
     "window widened": at("cp_ring.megatron.adapter.planned.make_plan", _window_widened),
-    "window on every layer": at("cp_ring.megatron.compat.has_window", _window_everywhere),
+    "window on every layer": at("cp_ring.megatron.adapter.compat.has_window", _window_everywhere),
     "sink dropped": at("cp_ring.megatron.adapter.attention.Inputs", _sink_dropped),
     "sink gradient dropped": at(
         "cp_ring.megatron.adapter.attention.Inputs", _sink_gradient_dropped

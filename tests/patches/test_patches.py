@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import pkgutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -12,8 +13,9 @@ import torch
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
-from cp_ring.patches.patch import Patch
+from cp_ring.patches.patch import Patch, parameters_of, signatures
 from tests.integrations.te_stand_in import installed
+from tests.patches.signatures import upstream
 
 
 def test_the_table_describes_every_patch():
@@ -56,35 +58,61 @@ def _apply_and_revert(patch):
         assert vars(owner).get(attribute, "absent") is old, attribute
 
 
-class Owner:
-    first = 1
+@pytest.mark.compat
+@pytest.mark.parametrize("name", patches.patches_by_name())
+def test_a_patch_stands_on_functions_with_the_parameters_that_it_knows(name):
+    patch = patches.get(name)
+    if patch.unneeded():
+        pytest.skip(patch.unneeded())
+    with installed() if name == "beneath_te" else nullcontext():
+        assert upstream(patch) <= {*signatures().get(name, {})}
+        assert not patch.rejection()
 
 
-def a_patch(versions, replacements):
-    return Patch(
-        name="p",
-        what="what",
-        why="why",
-        versions=versions,
-        replacements=lambda: replacements,
-    )
+def renamed(owner, attribute, home, monkeypatch):
+    inherited = [attribute in vars(base) for base in getattr(owner, "__mro__", ())[1:]]
+    if any(inherited):  # then the class has another name
+        owner, attribute = sys.modules[home], owner.__name__
+    monkeypatch.delattr(owner, attribute)
 
 
-def test_a_patch_is_applied_whole_or_not_at_all():
-    replacements = [(Owner, "first", 2), (Owner, "second", 3)]
-    patch = a_patch(compat.SUPPORTED, replacements)
-    with pytest.raises(ConfigError, match=r"has no Owner\.second"):
+def re_signed(owner, attribute, home, monkeypatch):
+    monkeypatch.setattr(owner, attribute, lambda one, *, another=None: None)
+
+
+STANDS_ON = [(name, function) for name, functions in signatures().items() for function in functions]
+
+
+@pytest.mark.parametrize("change", [renamed, re_signed])
+@pytest.mark.parametrize("name, function", STANDS_ON)
+def test_another_function_of_megatron_is_one_line_before_any_patch(
+    name, function, change, monkeypatch
+):
+    patch, optional = patches.get(name), None in signatures()[name][function]
+    if parameters_of(function) is None or (optional and change is renamed):
+        pytest.skip("a supported version has no such function")
+    owner, _, attribute = function.replace(":", ".").rpartition(".")
+    owner = pkgutil.resolve_name(owner if owner in sys.modules else ":".join(owner.rsplit(".", 1)))
+    change(owner, attribute, function.partition(":")[0], monkeypatch)
+    for each in patches.patches_by_name().values():
+        monkeypatch.setattr(each, "needed", lambda *_, it=each: it.name in ("arguments", name))
+    monkeypatch.setattr(patch, "unneeded", lambda: "")
+    applied = []
+    monkeypatch.setattr(Patch, "apply", lambda patch: applied.append(patch.name))
+    with pytest.raises(ConfigError) as error:
+        patches.apply_for(None, None)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(f"patch {name}: megatron-core {compat.megatron_version()}")
+    assert attribute in line or owner.__name__ in line
+    assert patch.state() == f"rejected: {line}" and not applied
+
+
+def test_another_version_is_rejected(monkeypatch):
+    patch = patches.get("core_attention")
+    monkeypatch.setattr(patch, "versions", ">=99")
+    with pytest.raises(ConfigError, match=r"megatron-core .* but the patch is for >=99"):
         patch.apply()
-    assert Owner.first == 1 and not patch.applied
-
-
-def test_another_version_is_rejected():
-    patch = a_patch(">=99", [(Owner, "first", 2)])
-    with pytest.raises(
-        ConfigError, match=r"patch p: megatron-core .* is installed, but the patch is for >=99"
-    ):
-        patch.apply()
-    assert Owner.first == 1 and patch.state().startswith("rejected: patch p: megatron-core")
+    assert not patch.applied
 
 
 def test_cpu_runtime_is_inert_where_cuda_is_present(monkeypatch):

@@ -18,8 +18,8 @@ from cp_ring.attention import attention_of
 from cp_ring.comm.groups import transport_for
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.inputs import AttentionOptions, Inputs
-from cp_ring.megatron import compat
-from cp_ring.megatron.adapter import recomputation
+from cp_ring.megatron.adapter import compat, recomputation
+from cp_ring.megatron.adapter.config import RingConfig
 from cp_ring.megatron.adapter.layer_offload import saving
 from cp_ring.megatron.adapter.planned import PlannedAttention, mask_of
 from cp_ring.megatron.wrapping import replaced
@@ -35,7 +35,8 @@ class RingDotProductAttention(PlannedAttention):
     """Core attention over the context-parallel group. Each rank holds s of the n = s * cp tokens;
     the layout in force says which.
 
-    The arguments are those that Megatron gives to core attention.
+    The arguments are those that Megatron gives to core attention, and `ring`, which a specification
+    may set; the default is the configuration in force (see `RingConfig`).
     `config.apply_query_key_layer_scaling` has no effect: stock attention divides and multiplies the
     scores by the layer number to fit fp16, while ring attention keeps them in float32.
 
@@ -67,10 +68,11 @@ class RingDotProductAttention(PlannedAttention):
         pg_collection: Any = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
+        ring: RingConfig | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__(
-            config, layer_number, attn_mask_type, attention_type, cp_comm_type, pg_collection
+            config, layer_number, attn_mask_type, attention_type, cp_comm_type, pg_collection, ring
         )
         self.name: int | str = self.layer_number  # in messages
         self._stock_layer: list[Any] = []
@@ -92,8 +94,8 @@ class RingDotProductAttention(PlannedAttention):
         )
         # [h]; Megatron's clip_qk reads and resets it after a step
         self.current_max_attn_logits: torch.Tensor | None = None
-        watchdog.start(self.settings.hop_timeout)
-        if self.settings.debug:
+        watchdog.start(self.ring.hop_timeout)
+        if self.ring.debug:
             debug.switch_on()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
@@ -115,18 +117,16 @@ class RingDotProductAttention(PlannedAttention):
         """Return the options that all calls of this layer have in common, and set `wire`."""
         # Without Megatron's command line, nothing has chosen a codec for `auto`.
         self.wire = (
-            "plain"
-            if self.settings.wire == "auto" or self.cp_group.size() == 1
-            else self.settings.wire
+            "plain" if self.ring.wire == "auto" or self.cp_group.size() == 1 else self.ring.wire
         )
         return AttentionOptions(
             softmax_scale=self.softmax_scale,
-            kernel=self.settings.kernel,
-            num_slots=self.settings.num_slots,
+            kernel=self.ring.kernel,
+            num_slots=self.ring.num_slots,
             wire=self.wire,
-            wire_dtype=self.settings.wire_dtype,
+            wire_dtype=self.ring.wire_dtype,
             qkv_format="sbhd",
-            compare_every=self.settings.compare_every,
+            compare_every=self.ring.compare_every,
             max_logit=bool(
                 getattr(self.config, "qk_clip", False)
                 or getattr(self.config, "log_max_attention_logit", False)
@@ -246,7 +246,7 @@ class RingDotProductAttention(PlannedAttention):
             return None
         from cp_ring.megatron.adapter.latent_tap import make_tap
 
-        return make_tap(self.config, self.spec.ulysses, self.settings, self.tp_group)
+        return make_tap(self.config, self.spec.ulysses, self.ring, self.tp_group)
 
     def _make_softmax_offset(self) -> None:
         """Set `softmax_offset` [h] to None, a constant, or a parameter."""

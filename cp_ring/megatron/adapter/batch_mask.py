@@ -6,7 +6,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.rejection import note
+from cp_ring.megatron.adapter.notes import note
 from cp_ring.plan.layout import Layout
 from cp_ring.runtime import RUNTIME
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from cp_ring.comm.latent import Latents
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.flags.codec_choice import check_latent
-from cp_ring.megatron.options import Options
+from cp_ring.megatron.adapter.unsupported import check_latent
 from cp_ring.megatron.wrapping import around, before_first_call
+from cp_ring.options import CallSettings
 from cp_ring.runtime import RUNTIME
 
 _PLAIN = ("ColumnParallelLinear", "TEColumnParallelLinear")
@@ -83,7 +83,7 @@ class LatentTap:
         return shared
 
 
-def make_tap(config: Any, ulysses: int, settings: Options, tp_group: Any) -> LatentTap:
+def make_tap(config: Any, ulysses: int, settings: CallSettings, tp_group: Any) -> LatentTap:
     """Return the tap of a layer in which `ulysses` ranks exchange heads. Raises `ConfigError` if
     latents cannot travel.
     """

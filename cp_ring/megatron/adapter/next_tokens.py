@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_ring.megatron.data.documents import (
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.documents import (
     documents_of,
     group_of_microbatch,
     without_documents,
 )
-from cp_ring.megatron.settings import packed_in_whole_rows
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.sharding import unshard
 
@@ -53,9 +53,10 @@ def roll_in_documents(
     dims: int = -1,
     cp_group: Any = None,
     packed_seq_params: Any = None,
+    fill: Any = 0,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the value of the next token in the document for each token (zero for the last token),
-    and the sum of the result. A collective of `cp_group`.
+    """Return the value of the next token in the document for each token (`fill` for the last
+    token), and the sum of the result. A collective of `cp_group`.
 
     For a loss mask the sum is the mean over ranks, because Megatron averages over ranks what it
     divides by the sum. tensor: [batch, n / cp], of any dtype. The signature is that of Megatron's
@@ -70,13 +71,13 @@ def roll_in_documents(
     group = group_of_microbatch(packed_seq_params, cp_group)
     cp, n = group.size(), tensor.shape[-1]
     if packed_seq_params is None:
-        documents: Any = without_documents(tensor.numel() // n, n * cp, cp)
+        documents: Any = without_documents(tensor.numel() // n, n * cp, cp, in_force())
     else:
-        documents = documents_of(packed_seq_params, tensor.numel(), cp, packed_in_whole_rows())
+        documents = documents_of(packed_seq_params, tensor.numel(), cp, in_force())
     whole = tensor.reshape(-1)
     if cp > 1:
         whole = unshard(whole, documents.layout, group, 0)
-    rolled = torch.roll(whole, -1).masked_fill(documents.last().to(whole.device), 0)
+    rolled = torch.roll(whole, -1).masked_fill(documents.last().to(whole.device), fill)
     mine = documents.shard(rolled, group.rank()).view(tensor.shape)
     if not tensor.is_floating_point():
         return mine, mine.sum()
@@ -86,6 +87,26 @@ def roll_in_documents(
     least = torch.where((total > 0) & (total < 1), total, 1.0)
     mine, total = mine / least, total / least
     return (MaskOfAllRanks.of(mine, total) if isinstance(tensor, MaskOfAllRanks) else mine), total
+
+
+def roll_several(
+    tensors: list[torch.Tensor],
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: Any = None,
+    packed_seq_params: Any = None,
+    fill_values: list[Any] | None = None,
+    **prefetched: Any,
+) -> list[Any]:
+    """Roll each tensor; the signature is that of `roll_tensor` on Megatron's development branch.
+    Values that Megatron has `prefetched` belong to a split that --cp-ring rejects.
+    """
+    rest = shifts, dims, cp_group, packed_seq_params
+    fills = fill_values or [0] * len(tensors)
+    return [
+        roll_in_documents(tensor, *rest, fill)[0]
+        for tensor, fill in zip(tensors, fills, strict=True)
+    ]
 
 
 @around

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_ring.megatron.data.documents import offsets_on_cpu, packed_layout
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.documents import offsets_on_cpu, packed_layout
 from cp_ring.plan.layout import Layout
 from cp_ring.runtime import RUNTIME
 
@@ -44,7 +45,7 @@ def turned(
     `_apply_rotary_pos_emb_bshd`.
     """
     edges = offsets_on_cpu(cu_seqlens)
-    layout = packed_layout(edges, cp_group.size())
+    layout = packed_layout(edges, cp_group.size(), in_force())
     in_sequence, in_document = _positions(edges.tobytes(), layout, cp_group.rank(), freqs.device)
     wanted = in_sequence if freqs.shape[0] == edges[-1] else in_document
     picked = freqs.index_select(0, wanted)

@@ -14,19 +14,19 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat
-from cp_ring.megatron.data.ahead import LAYERS, LayerPlan
-from cp_ring.megatron.data.documents import (
+from cp_ring.megatron.adapter import compat
+from cp_ring.megatron.adapter.ahead import LAYERS, LayerPlan
+from cp_ring.megatron.adapter.comm_types import check_members, spec_of_layer
+from cp_ring.megatron.adapter.config import RingConfig, in_force
+from cp_ring.megatron.adapter.documents import (
     ALONE,
     documents_of,
     group_of_microbatch,
     without_whole_rows,
 )
-from cp_ring.megatron.flags.checks_attention import layer_problem, window_problem
-from cp_ring.megatron.flags.comm_types import check_members, spec_of_layer
-from cp_ring.megatron.heads_choice import with_choice
-from cp_ring.megatron.plans import make_layout, make_plan
-from cp_ring.megatron.settings import current, packed_in_whole_rows, tokens_of_a_row
+from cp_ring.megatron.adapter.heads_choice import with_choice
+from cp_ring.megatron.adapter.plans import make_layout, make_plan
+from cp_ring.megatron.adapter.unsupported import layer_problem, window_problem
 from cp_ring.observe import timing
 
 if TYPE_CHECKING:
@@ -55,10 +55,11 @@ class PlannedAttention(MegatronModule):
         attention_type: str,
         cp_comm_type: str | None,
         pg_collection: Any,
+        ring: RingConfig | None,
     ) -> None:
         super().__init__(config=config)
         self.layer_number, self.attn_mask_type = max(1, layer_number), attn_mask_type
-        self.settings = current()
+        self.ring = in_force() if ring is None else ring
         cp = getattr(config, "context_parallel_size", 1)
         self.cp_group = ALONE if cp == 1 else compat.group_of(pg_collection, "cp")
         if self.cp_group.size() != cp:
@@ -89,7 +90,7 @@ class PlannedAttention(MegatronModule):
                 "packed_seq_params.cp_group or local_cp_size is for fewer ranks than the model's, "
                 "and the batch is not packed: give packed documents (thd), or leave it out"
             )
-        if group.size() > 1 and query.shape[0] == tokens_of_a_row():
+        if group.size() > 1 and query.shape[0] == self.ring.row:
             raise ConfigError(
                 f"this rank has all {query.shape[0]} tokens of a batch row (seq_length of enable), "
                 f"but should have 1/{group.size()} of them: give the model "
@@ -104,26 +105,18 @@ class PlannedAttention(MegatronModule):
         group = group_of_microbatch(packed_seq_params, self.cp_group)
         cp, (tokens, batch) = group.size(), query.shape[:2]
         if packed_seq_params is None:
-            if lost := self._expected():
+            if lost := self.ring.expected:
                 raise ConfigError(
                     f"{lost}: layer {self.layer_number} got a microbatch without "
                     "packed_seq_params, so its documents or masks are lost: hand packed_seq_params "
                     "to the model on every pipeline stage"
                 )
-            return make_plan(mask, tokens * cp, cp, self.window, self.spec)
-        documents = documents_of(packed_seq_params, tokens * batch, cp, packed_in_whole_rows())
+            return make_plan(mask, tokens * cp, cp, self.window, self.spec, self.ring.windows)
+        documents = documents_of(packed_seq_params, tokens * batch, cp, self.ring)
         with timing.waiting_for_plan():
             return documents.rank_plan(
                 group.rank(), self.window, mask == "causal", self._spec_of(group)
             )
-
-    def _expected(self) -> str:
-        """Return the flag with which every microbatch has documents or a mask, or ""."""
-        if self.settings.document_mask:
-            return "--cp-ring-document-mask"
-        if packed_in_whole_rows():
-            return "--dataloader-inter-document-masking or --sft"
-        return "--cp-ring-mask-kinds" if self.settings.kinds else ""
 
     def _spec_of(self, group: Any) -> PlanSpec:
         """Return the plan specification for `group`: all context-parallel ranks, or the ranks of
@@ -161,10 +154,10 @@ class PlannedAttention(MegatronModule):
     def _spec_on(self, group: Any) -> PlanSpec:
         kind, cp = self.cp_comm_type, group.size()
         sizes = getattr(self.config, "hierarchical_context_parallel_sizes", None)
-        spec = spec_of_layer(kind, self.settings, cp, sizes)
+        spec = spec_of_layer(kind, self.ring, cp, sizes)
         tp = self.tp_group.size()
-        check_members(kind, spec, self.settings, cp, self.config, tp)
-        return with_choice(spec, kind, self.settings, self.config, tp, group)
+        check_members(kind, spec, self.ring, cp, self.config, tp)
+        return with_choice(spec, kind, self.ring, self.config, tp, group)
 
     def check_batch_mask(
         self,
@@ -186,7 +179,7 @@ class PlannedAttention(MegatronModule):
         from cp_ring.megatron.adapter.batch_mask import accept_causal  # few batches hold a mask
 
         cp = self.cp_group.size()
-        layout = make_layout(self.settings.layout, tokens * cp, cp)
+        layout = make_layout(self.ring.layout, tokens * cp, cp, self.ring.windows)
         accept_causal(attention_mask, layout, self.cp_group.rank(), queries)
 
 

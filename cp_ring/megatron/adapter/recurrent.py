@@ -28,10 +28,10 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from torch import Tensor
 
 from cp_ring.comm.groups import ALONE, transport_for
-from cp_ring.megatron.data.documents import ALONE as ONE_RANK
-from cp_ring.megatron.data.documents import documents_of, without_documents
-from cp_ring.megatron.data.masks import MicrobatchMask
-from cp_ring.megatron.settings import current, packed_in_whole_rows
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.documents import ALONE as ONE_RANK
+from cp_ring.megatron.adapter.documents import documents_of, without_documents
+from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints
@@ -128,9 +128,9 @@ def _tokens(layer: Any, x: Tensor, packed: Any, width: int) -> Tokens:
     cp = group.size()
     states = layer.pg_collection.cp.size() == 1
     if packed is None:
-        carried: MicrobatchMask = without_documents(batch, tokens * cp, cp)
+        carried: MicrobatchMask = without_documents(batch, tokens * cp, cp, in_force())
     else:
-        carried = documents_of(packed, tokens * batch, cp, packed_in_whole_rows())
+        carried = documents_of(packed, tokens * batch, cp, in_force())
     return tokens_of(carried, group, states, width, x.device)
 
 
@@ -140,7 +140,7 @@ def built(constructor: Function, layer: Any, *args: Any, pg_collection: Any, **n
     tensor-parallel rank, as without context parallelism.
     """
     groups = copy.copy(pg_collection)
-    if current().recurrent == "states":
+    if in_force().recurrent == "states":
         groups.cp = ONE_RANK
     constructor(layer, *args, pg_collection=groups, **named)
     layer.cp_ring_group = pg_collection.cp

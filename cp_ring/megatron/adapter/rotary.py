@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.settings import current, split_by_microbatch
+from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.wrapping import arguments_of
 
 Selected = tuple[torch.Tensor, torch.Tensor]
@@ -70,21 +70,19 @@ def tokens_of(packed: Any, group: Any) -> Selected | None:
     """Return a microbatch's tokens on this rank of `group`, or None if they are the same in every
     microbatch.
     """
-    from cp_ring.megatron.data.documents import DocumentParams
+    from cp_ring.megatron.adapter.documents import DocumentParams
 
-    if isinstance(packed, DocumentParams) and packed.documents is not None:
-        if not split_by_microbatch():
-            return None
-        return packed.documents.positions(group.rank()), packed.documents.places(group.rank())
-    if not split_by_microbatch() or _selected.get() is not None:
+    ring = in_force()
+    if not ring.by_microbatch:
         return None
-    flag = "--cp-ring-mask-kinds" if current().kinds else "--cp-ring-layout balanced"
-    advice = (
-        "split it with cp_ring.megatron.batches.split_batch"
-        if current().kinds
-        else "give --cp-ring-document-mask"
-    )
+    if isinstance(packed, DocumentParams) and packed.documents is not None:
+        return packed.documents.positions(group.rank()), packed.documents.places(group.rank())
+    if _selected.get() is not None:
+        return None
     raise ConfigError(
-        f"{flag}: a microbatch came without its {'mask' if current().kinds else 'documents'}; "
-        f"{advice}"
+        "--cp-ring-mask-kinds: a microbatch came without its mask; split it with "
+        "cp_ring.megatron.batches.split_batch"
+        if ring.declared_masks
+        else "--cp-ring-layout balanced: a microbatch came without its documents; give "
+        "--cp-ring-document-mask"
     )

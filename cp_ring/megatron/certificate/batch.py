@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.documents import DocumentParams, Documents, documents_of, thd_params
+from cp_ring.megatron.adapter.plans import make_layout
 from cp_ring.megatron.certificate.dense_oracle import MaskRule, declared_rule, document_rule
 from cp_ring.megatron.certificate.layer_kinds import PREFIX, LayerKind
-from cp_ring.megatron.data.documents import DocumentParams, Documents, documents_of, thd_params
 from cp_ring.megatron.data.masks import KEY, DeclaredMask
-from cp_ring.megatron.plans import make_layout
-from cp_ring.megatron.settings import current, packed_in_whole_rows
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 
@@ -48,7 +48,7 @@ class Batch:
         """Draw the masks, and split the batch rows as the settings in force say. With `padded`,
         packed documents have padding if the job's may.
         """
-        n, seeds, layout = kind.tokens, range(1, kind.batch_size + 1), current().layout
+        n, seeds, ring = kind.tokens, range(1, kind.batch_size + 1), in_force()
         packed: Any = None
         masks = []
         if kind.mask.startswith(PREFIX):
@@ -56,10 +56,12 @@ class Batch:
 
             masks = [sample(kind.mask.removeprefix(PREFIX), n, seed) for seed in seeds]
             rules = [declared_rule(mask) for mask in masks]
-            packed = DocumentParams.carry(DeclaredMask.of_rows(masks, layout, cp))
+            packed = DocumentParams.carry(
+                DeclaredMask.of_rows(masks, ring.layout, cp, ring.windows)
+            )
         else:
             unit = 1
-            if kind.mask == "packed" and not packed_in_whole_rows():
+            if kind.mask == "packed" and not ring.whole_rows:
                 unit = 4 * cp  # each document is split separately
             parts = 1 if kind.mask == "causal" else DOCUMENTS
             edges = np.stack([_edges(n // unit, parts, seed) * unit for seed in seeds])
@@ -70,17 +72,17 @@ class Batch:
             rules = [document_rule(n, of_row) for of_row in spans.tolist()]
             if kind.mask == "documents":
                 offsets = np.unique(edges + n * np.arange(len(edges))[:, None])
-                in_rows = Documents.in_rows(offsets, len(edges), layout, cp)
+                in_rows = Documents.in_rows(offsets, len(edges), ring.layout, cp, ring.windows)
                 packed = DocumentParams.carry(in_rows)
             elif kind.mask == "packed":
                 real = np.append(0, np.cumsum(ends - edges[:, :-1]))
                 both = (torch.from_numpy(x).to(torch.int32) for x in (real, edges[0]))
                 packed = thd_params(*both)
         if packed is None:
-            split = make_layout(layout, n, cp)
+            split = make_layout(ring.layout, n, cp, ring.windows)
             of_ranks = [torch.from_numpy(split.positions(rank))[:, None] for rank in range(cp)]
         else:
-            documents = documents_of(packed, n * len(rules) // cp, cp, packed_in_whole_rows())
+            documents = documents_of(packed, n * len(rules) // cp, cp, ring)
             of_ranks = [documents.places(rank) for rank in range(cp)]
         positions = [places.T.expand(len(rules), -1) for places in of_ranks]
         return cls(kind, rules, masks, packed, positions)

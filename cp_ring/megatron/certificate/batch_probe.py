@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_ring.megatron import compat
+from cp_ring.megatron.adapter import compat
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.documents import documents_of, without_whole_rows
 from cp_ring.megatron.certificate.batch import VOCABULARY
 from cp_ring.megatron.certificate.report import Probe
-from cp_ring.megatron.data.documents import documents_of, without_whole_rows
-from cp_ring.megatron.settings import packed_in_whole_rows
 from cp_ring.megatron.wrapping import replaced
 
 # relative difference of two weights; drawn weights differ by a tenth or more
@@ -146,7 +146,7 @@ def _alike(name: str, mine: Any, whole: Any, shape: Any) -> bool:
     packed = [without_whole_rows(each, s * cp) for each in (mine, whole)]
     if None in packed:
         return packed == [None, None]
-    ours, theirs = (documents_of(each, b * s, cp, packed_in_whole_rows()) for each in packed)
+    ours, theirs = (documents_of(each, b * s, cp, in_force()) for each in packed)
     places = ours.positions(group.rank()), theirs.positions(group.rank())
     return ours.mask().digest == theirs.mask().digest and torch.equal(*places)
 

@@ -21,6 +21,7 @@ from packaging.version import Version
 
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
+from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.certificate import layer_probe, loss_probe
 from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.states import states_restored
@@ -69,7 +70,7 @@ def verdict(certificate: Certificate) -> str:
     """
     problem = certificate.problem(settings.current().certify == "strict")
     if not problem:
-        rejection.note(certificate.summary())
+        note(certificate.summary())
     return problem
 
 
@@ -96,7 +97,7 @@ def _save(folder: Path, certificate: Certificate) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).write_text(json.dumps(asdict(certificate), indent=2, default=str))
     except OSError as error:
-        rejection.note(f"the certificate could not be written to {folder}: {error.strerror}")
+        note(f"the certificate could not be written to {folder}: {error.strerror}")
 
 
 def run_probes(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cp_ring.megatron import settings
+from cp_ring.megatron.adapter.heads_choice import every_choice
 from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.layer_kinds import (
     GRAIN,
@@ -29,7 +30,6 @@ from cp_ring.megatron.certificate.tested_layer import TestedLayer
 from cp_ring.megatron.certificate.tiny_model import own_device, transformer_config
 from cp_ring.megatron.certificate.value_probe import value_probes
 from cp_ring.megatron.flags.layer_pattern import config_of_layer
-from cp_ring.megatron.heads_choice import every_choice
 from cp_ring.megatron.wrapping import replaced
 
 SAMPLED = 16  # queries of a rank and batch row that are compared at the job's own length

@@ -107,9 +107,11 @@ def whole_rows_in_force(args: argparse.Namespace, alone: Any, batch: Batch) -> I
         ids = torch.stack([rule.positions for rule in batch.rules], 1)
         places = positions_in_force((ids, torch.arange(len(ids))[:, None].expand_as(ids)))
 
-    def roll(tensor: Tensor | None, *rest: Any, **named: Any) -> Any:
+    def roll(tensor: Any, *rest: Any, **named: Any) -> Any:
         if tensor is None:
             return None, None
+        if isinstance(tensor, list):  # on Megatron's development branch
+            return [roll(each)[0] for each in tensor]
         ends = last.to(tensor.device).view(tensor.shape)
         rolled = tensor.roll(-1, -1).masked_fill(ends, 0)
         return rolled, rolled.sum()

@@ -16,7 +16,7 @@ import torch
 
 from cp_ring.comm.agreement import begin_anew
 from cp_ring.megatron import settings
-from cp_ring.megatron.data.ahead import LAYERS
+from cp_ring.megatron.adapter.ahead import LAYERS
 from cp_ring.megatron.wrapping import loaded_modules, replaced
 from cp_ring.observe import watchdog
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from cp_ring.megatron.data.documents import boundaries
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.documents import boundaries
+from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.data.masks import KEY, read
 from cp_ring.megatron.data.packing import balanced_order, imbalance
-from cp_ring.megatron.rejection import note
-from cp_ring.megatron.settings import current, layer_windows
+from cp_ring.megatron.settings import current
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 
@@ -134,7 +135,7 @@ def _trains(dataset: Any) -> bool:
 def work_of(dataset: Any, index: int) -> float:
     """Return the attention work of row `index`, in query-key pairs summed over all layers."""
     row = row_of(dataset, index)
-    return float(sum(count * _pairs(row, window) for window, count in layer_windows()))
+    return float(sum(count * _pairs(row, window) for window, count in in_force().windows))
 
 
 def _pairs(row: Mask | Ints, window: tuple[int, int]) -> int:

@@ -12,8 +12,9 @@ import torch
 from cp_ring.comm.groups import transport_for
 from cp_ring.comm.same_batch import check_same_batch
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.plans import make_layout
 from cp_ring.megatron.data.masks import KEY, DeclaredMask, read
-from cp_ring.megatron.plans import make_layout
 from cp_ring.megatron.settings import current
 
 
@@ -33,8 +34,9 @@ def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[
     """
     if cp == 1:
         return batch
+    ring = in_force()
     return {
-        name: make_layout(current().layout, tensor.shape[1], cp).shard(tensor, rank, 1)
+        name: make_layout(ring.layout, tensor.shape[1], cp, ring.windows).shard(tensor, rank, 1)
         for name, tensor in batch.items()
     }
 
@@ -49,7 +51,8 @@ def declare(entry: Any, batch: int, n: int, cp: int) -> DeclaredMask:
             f"the batch carries {KEY}, but the job declares no kinds of masks: give "
             "--cp-ring-mask-kinds"
         )
-    return DeclaredMask.of_rows(read(entry, batch, n, current().kinds), current().layout, cp)
+    masks, ring = read(entry, batch, n, current().kinds), in_force()
+    return DeclaredMask.of_rows(masks, ring.layout, cp, ring.windows)
 
 
 def check_length(n: int, cp: int) -> None:

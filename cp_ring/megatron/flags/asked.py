@@ -1,7 +1,4 @@
-"""Reads Megatron's arguments by name for checks and patches, wherever the job keeps them.
-
-Nothing heavy is imported here: flags are checked before torch and Megatron are loaded.
-"""
+"""Rejects jobs by checks, functions of the parsed arguments and the settings."""
 
 from __future__ import annotations
 
@@ -9,45 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.options import Options
-
-_FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format"}  # arguments whose flag has another name
-
-
-class Asked:
-    """Megatron's parsed arguments, the fields of a `TransformerConfig`, or the words of a command
-    line. An argument that is missing there is None.
-    """
-
-    def __init__(self, args: Any) -> None:
-        self._args = args
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._args, name, None)
-
-    @property
-    def tp(self) -> int:
-        """Return the tensor-parallel size."""
-        return self.tensor_model_parallel_size or 1
-
-    @property
-    def cp(self) -> int:
-        """Return the context-parallel size."""
-        return self.context_parallel_size or 1
-
-    def first(self, *names: str) -> str:
-        """Return the flag of the first of these arguments that is given, or ""."""
-        return next((_flag(name) for name in names if getattr(self, name)), "")
-
-    def shown(self, name: str) -> str:
-        """Return the flag of an argument with its value, such as `--lr 0.1`."""
-        value = getattr(self, name)
-        return f"{_flag(name)} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-
-
-def _flag(name: str) -> str:
-    return "--" + _FLAGS.get(name, name).replace("_", "-")
-
 
 Check = Callable[[Asked, Options], str | None]
 """Returns one line `what is wrong: what to type` if the job cannot run, else None."""

@@ -14,15 +14,19 @@ from dataclasses import replace
 from typing import Any
 
 from cp_ring.errors import ConfigError, Reasons
+from cp_ring.megatron.adapter.comm_types import check_members
+from cp_ring.megatron.adapter.config import LayerWindows
+from cp_ring.megatron.adapter.notes import note
+from cp_ring.megatron.adapter.unsupported import recomputes_attention
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.asked import Asked, Check, reject_where
-from cp_ring.megatron.flags.checks_attention import ATTENTION, recomputes_attention
+from cp_ring.megatron.flags.checks_attention import ATTENTION
 from cp_ring.megatron.flags.checks_documents import DOCUMENTS, masks_documents
 from cp_ring.megatron.flags.checks_job import HERE, JOB
 from cp_ring.megatron.flags.layer_pattern import attention_layers, letters_of, pattern_of
 from cp_ring.megatron.options import Options
-from cp_ring.megatron.rejection import note, rejecting
-from cp_ring.megatron.settings import LayerWindows, configure
+from cp_ring.megatron.rejection import rejecting
+from cp_ring.megatron.settings import configure
 from cp_ring.runtime import RUNTIME
 
 _CPU_SETTINGS: dict[str, Any] = {
@@ -58,7 +62,7 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
         options = _with_chosen_wire(args, _with_named_type(args, options, sys.argv[1:]))
         options = with_way(args, options)
         args.cp_ring_recurrent = options.recurrent
-        configure(options, layers=windows_of(args) if options.enabled else None)
+        configure(options, windows=windows_of(args) if options.enabled else None)
     return args
 
 
@@ -133,7 +137,7 @@ def check_attention(args: Any, options: Options) -> None:
     reject_where(ATTENTION + DOCUMENTS, args, options)
     asked = Asked(args)
     for kind, spec in comm_types.specs(args, options):
-        comm_types.check_members(kind, spec, options, asked.cp, args, asked.tp)
+        check_members(kind, spec, options, asked.cp, args, asked.tp)
     if asked.overlap_moe_expert_parallel_comm:
         note(
             "warning: no GPU has run --overlap-moe-expert-parallel-comm with ring attention yet: "

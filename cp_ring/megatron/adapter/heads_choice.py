@@ -8,15 +8,15 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_ring.comm.nodes import node_size, ranks_per_node
-from cp_ring.megatron.attention_sizes import attention_sizes
-from cp_ring.megatron.options import Options
+from cp_ring.megatron.adapter.attention_sizes import attention_sizes
+from cp_ring.options import CallSettings
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.schedule import parse
 from cp_ring.plan.time import Conditions
 
 
 def with_choice(
-    spec: PlanSpec, kind: str | None, settings: Options, config: Any, tp: int, group: Any
+    spec: PlanSpec, kind: str | None, settings: CallSettings, config: Any, tp: int, group: Any
 ) -> PlanSpec:
     """Return the plan specification of a layer over the ranks of `group`. With `--cp-ring-heads
     auto` and a group that spans nodes, a formula chooses the number of ranks that exchange heads

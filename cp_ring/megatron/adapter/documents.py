@@ -18,10 +18,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.data.ahead import cached, receive
-from cp_ring.megatron.data.masks import MicrobatchMask
-from cp_ring.megatron.plans import layout_of_row
-from cp_ring.megatron.settings import LayerWindows, current, layer_windows
+from cp_ring.megatron.adapter.ahead import cached, receive
+from cp_ring.megatron.adapter.config import EVERY_KEY, LayerWindows, RingConfig, in_force
+from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
+from cp_ring.megatron.adapter.plans import layout_of_row
 from cp_ring.plan import ranges
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
@@ -49,27 +49,38 @@ class Documents(MicrobatchMask):
     _plans: dict[tuple[Any, ...], RankPlan] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def in_rows(cls, cu_seqlens: Ints, batch: int, layout: str, cp: int) -> Documents:
+    def in_rows(
+        cls,
+        cu_seqlens: Ints,
+        batch: int,
+        layout: str,
+        cp: int,
+        windows: LayerWindows = EVERY_KEY,
+    ) -> Documents:
         """Return documents without padding, each inside one batch row. The layout named `layout`
-        splits each batch row separately. Equal offsets give the same `Documents`.
+        splits each batch row separately; it may balance the `windows` of all layers. Equal offsets
+        give the same `Documents`.
 
         cu_seqlens: offsets in the stream, int64 [documents + 1], from `boundaries`.
         """
-        return _in_rows(cu_seqlens.tobytes(), batch, layout, cp, layer_windows())
+        return _in_rows(cu_seqlens.tobytes(), batch, layout, cp, windows)
 
     @staticmethod
     def receive(documents: Documents, cu_seqlens: Ints) -> None:
         """Take the documents that another rank of the tensor-parallel group has of `in_rows`."""
-        asked = documents.batch, current().layout, documents.layout.cp, layer_windows()
+        ring = in_force()
+        asked = documents.batch, ring.layout, documents.layout.cp, ring.windows
         receive({("_in_rows", (cu_seqlens.tobytes(), *asked)): documents})
 
     @classmethod
-    def in_thd(cls, packed: Any, tokens: int, cp: int, whole_row: bool) -> Documents:
+    def in_thd(
+        cls, packed: Any, tokens: int, cp: int, ring: RingConfig = RingConfig()
+    ) -> Documents:
         """Return the documents of Megatron's `PackedSeqParams` with qkv_format thd; each of `cp`
         ranks holds `tokens` tokens.
 
-        Each document is split over the ranks separately (per-document zigzag). With `whole_row`,
-        all documents together are split as one sequence, by the layout in force. Raises
+        Each document is split over the ranks separately (per-document zigzag). With
+        `ring.whole_rows`, all documents together are split as one sequence, by its layout. Raises
         `ConfigError` if the parameters contradict each other or the tensors, and for cross
         attention.
         """
@@ -104,7 +115,7 @@ class Documents(MicrobatchMask):
                 f"--context-parallel-size hold {tokens} tokens each, {tokens * cp} together"
             )
         return _of_offsets(
-            real.tobytes(), padded.tobytes(), cp, whole_row, current().layout, layer_windows()
+            real.tobytes(), padded.tobytes(), cp, ring.whole_rows, ring.layout, ring.windows
         )
 
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
@@ -206,17 +217,20 @@ def without_whole_rows(packed: Any, n: int) -> Any:
     return None if offsets is None or (np.diff(offsets) == n).all() else packed
 
 
-def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> MicrobatchMask:
+def documents_of(
+    packed: Any, tokens: int, cp: int, ring: RingConfig = RingConfig()
+) -> MicrobatchMask:
     """Return the documents, or the declared mask, that `packed` (packed_seq_params) describes now.
 
     tokens: the number of tokens that this rank holds.
+    ring: says how documents in thd are split; others carry their split.
 
     Equal offsets give the same `Documents`, so that all layers of a microbatch share its plans. If
     `packed` is reused with other offsets, filled in place or replaced, it gives other documents.
     Raises `ConfigError` if `tokens` contradicts `packed`.
     """
     if not isinstance(packed, DocumentParams):
-        return Documents.in_thd(packed, tokens, cp, whole_row)
+        return Documents.in_thd(packed, tokens, cp, ring)
     documents = packed.documents
     if documents is None:
         raise ConfigError(
@@ -231,11 +245,11 @@ def documents_of(packed: Any, tokens: int, cp: int, whole_row: bool) -> Microbat
     return documents
 
 
-def without_documents(batch: int, n: int, cp: int) -> Documents:
+def without_documents(batch: int, n: int, cp: int, ring: RingConfig = RingConfig()) -> Documents:
     """Return the `Documents` of batch rows of `n` tokens that are one document each, split by the
-    layout in force.
+    layout of `ring`.
     """
-    return Documents.in_rows(np.arange(batch + 1) * n, batch, current().layout, cp)
+    return Documents.in_rows(np.arange(batch + 1) * n, batch, ring.layout, cp, ring.windows)
 
 
 @cached(maxsize=16)
@@ -248,7 +262,7 @@ def _in_rows(real: bytes, batch: int, layout: str, cp: int, windows: LayerWindow
     layouts = []
     for start in range(0, n * batch, n):
         of_row = offsets[(offsets >= start) & (offsets <= start + n)] - start
-        layouts.append(layout_of_row(layout, n, cp, partial(Mask.documents, of_row, True)))
+        layouts.append(layout_of_row(layout, n, cp, partial(Mask.documents, of_row, True), windows))
     return Documents(
         offsets[:-1], offsets[1:], layouts[0] if batch == 1 else Layout.batch(layouts), batch
     )
@@ -313,14 +327,14 @@ def _of_offsets(
     return Documents(starts[:-1][keep], (starts[:-1] + length)[keep], layout)
 
 
-def packed_layout(offsets: Ints, cp: int) -> Layout:
-    """Return the layout of packed documents that are split together, as one sequence.
+def packed_layout(offsets: Ints, cp: int, ring: RingConfig) -> Layout:
+    """Return the layout of packed documents that are split together, as one sequence, by the layout
+    of `ring`.
 
     offsets: int64 [documents + 1].
     """
-    return _whole_row_layout(
-        np.ascontiguousarray(offsets, np.int64).tobytes(), cp, current().layout, layer_windows()
-    )
+    edges = np.ascontiguousarray(offsets, np.int64).tobytes()
+    return _whole_row_layout(edges, cp, ring.layout, ring.windows)
 
 
 @cached(maxsize=64)

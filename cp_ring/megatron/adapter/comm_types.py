@@ -1,0 +1,134 @@
+"""Reads Megatron's `--cp-comm-type` for each layer as a plan specification: how many ranks exchange
+heads, and the schedule of the ring.
+
+| type | here |
+|---|---|
+| `p2p` | the ring, with `--cp-ring-heads` and `--cp-ring-schedule` |
+| `all_gather` | the ring with the schedule `gather`: all keys that a rank needs arrive at one hop |
+| `a2a` | heads exchanged among all context-parallel ranks; no ring |
+| `a2a+p2p` | heads exchanged among the first hierarchical size, a ring of the second |
+
+Nothing heavy is imported here: the flags are checked before torch and Megatron are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron.adapter.asked import Asked
+from cp_ring.options import CallSettings
+from cp_ring.plan.plan import PlanSpec
+from cp_ring.plan.schedule import resolve
+
+_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def spec_of_layer(
+    kind: str | None,
+    settings: CallSettings,
+    cp: int,
+    sizes: Sequence[int] | None = None,
+) -> PlanSpec:
+    """Return the plan specification of a layer with `cp_comm_type` `kind` over `cp` ranks.
+
+    `sizes` are the hierarchical context-parallel sizes. Here `auto` heads mean the ring: see
+    `cp_ring.megatron.adapter.heads_choice`. Raises `ConfigError` with a line that names the flag.
+    """
+    heads, schedule = 1 if settings.heads == "auto" else int(settings.heads), settings.schedule
+    kind = known(kind or "p2p")
+    if kind not in _TYPES:
+        raise ConfigError(
+            f"--cp-comm-type {kind} is unknown: give {', '.join(_TYPES[:-1])} or {_TYPES[-1]}"
+        )
+    spec = PlanSpec(settings.layout, settings.route)
+    if cp == 1:
+        return spec
+    if heads != 1 and kind != "p2p":
+        raise ConfigError(
+            f"--cp-comm-type {kind} and --cp-ring-heads {heads} both set the Ulysses degree: leave "
+            "out one of the two"
+        )
+    if cp % heads:
+        raise ConfigError(
+            f"--cp-ring-heads {heads} does not divide the {cp} context-parallel ranks: give a "
+            f"divisor of {cp}"
+        )
+    if kind == "all_gather":
+        if schedule not in ("auto", "gather"):
+            raise ConfigError(
+                f"--cp-comm-type all_gather is --cp-ring-schedule gather, not {schedule}: leave "
+                "out one of the two"
+            )
+        return replace(spec, schedule="gather")
+    members = {"p2p": heads, "a2a": cp}.get(kind) or _first_of(sizes, cp)
+    return replace(
+        spec,
+        schedule=schedule if members < cp else "auto",
+        ulysses=members,
+        slot_shards=settings.slot_shards,
+    )
+
+
+def _first_of(sizes: Sequence[int] | None, cp: int) -> int:
+    """Return the number of ranks that exchange heads with a2a+p2p."""
+    if not sizes:
+        raise ConfigError(
+            "--cp-comm-type a2a+p2p exchanges heads among U ranks in a ring of R members: give "
+            "--hierarchical-context-parallel-sizes U R"
+        )
+    if len(sizes) != 2 or sizes[0] * sizes[1] != cp:
+        shown = " ".join(map(str, sizes))
+        raise ConfigError(
+            f"--hierarchical-context-parallel-sizes {shown} is not two sizes for "
+            f"--context-parallel-size {cp}: give U R with U * R = {cp}"
+        )
+    return sizes[0]
+
+
+def known(kind: str) -> str:
+    return "all_gather" if kind == "allgather" else kind  # Megatron's help has this spelling too
+
+
+def check_members(
+    kind: str | None, spec: PlanSpec, settings: CallSettings, cp: int, model: Any, tp: int
+) -> None:
+    """Raise `ConfigError` unless the ranks can exchange the heads of a tensor-parallel rank, and
+    the schedule has a hop for each member.
+
+    `model` is Megatron's arguments or the configuration of a layer.
+    """
+    sizes = Asked(model)
+    heads, key_heads = sizes.num_attention_heads, sizes.num_query_groups
+    if sizes.multi_latent_attention or not key_heads or sizes.group_query_attention is False:
+        key_heads = heads
+    if kind in (None, "p2p"):
+        named, other = f"--cp-ring-heads {spec.ulysses}", "--cp-ring-heads 1"
+    else:
+        named, other = f"--cp-comm-type {kind} among {spec.ulysses} ranks", "--cp-comm-type p2p"
+    if heads and heads // tp % spec.ulysses:
+        raise ConfigError(
+            f"{named} does not divide the {heads // tp} query heads of a tensor-parallel rank: "
+            f"give {other}"
+        )
+    held = max(key_heads // tp, 1) if key_heads else spec.ulysses
+    if held % spec.ulysses and spec.ulysses % held:
+        raise ConfigError(
+            f"{named} is neither a divisor nor a multiple of the {held} key/value heads of a "
+            f"tensor-parallel rank: give {other}"
+        )
+    if spec.schedule == settings.schedule:
+        _check_schedule(settings, cp // spec.ulysses)
+
+
+def _check_schedule(settings: CallSettings, members: int) -> None:
+    """Raise `ConfigError` unless the schedule fits a ring of `members` and has at most
+    `slot_shards` sources at each hop.
+    """
+    try:
+        resolve(settings.schedule, members, settings.slot_shards)
+    except PlanError as error:
+        named = str(error).replace("schedule ", "--cp-ring-schedule ", 1)
+        raise ConfigError(named.replace("slot_shards", "--cp-ring-slot-shards")) from None

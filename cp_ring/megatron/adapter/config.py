@@ -1,0 +1,91 @@
+"""The configuration of ring attention in a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from cp_ring.options import CallSettings
+from cp_ring.plan.layout import LAYOUTS
+from cp_ring.runtime import RUNTIME
+
+LayerWindows = tuple[tuple[tuple[int, int], int], ...]
+"""The windows (left, right) of a model's attention layers (-1 for any number of keys), each with
+the number of layers that have it.
+"""
+EVERY_KEY: LayerWindows = (((-1, -1), 1),)
+
+
+@dataclass(frozen=True)
+class RingConfig(CallSettings):
+    """How ring attention runs in the layers of a model; immutable.
+
+        ModuleSpec(module=RingDotProductAttention, params={"ring": RingConfig(schedule="ring")})
+
+    The settings of calls (kernel, layout, route, schedule, heads, wire, ...) are those of
+    `CallSettings`. Only the layout zigzag fits the rotary embeddings of Megatron without patches.
+
+    Attributes:
+        compare_every: compare one new plan in this many among the ranks; 0 never does.
+        hop_timeout: seconds that a rank waits for a hop before the process ends; 0 waits forever.
+        debug: fill receive buffers with NaN and compare the ranks at every call.
+        windows: the windows of all layers, which a balanced layout balances together.
+        row: tokens of a whole batch row, to find batches that are not split; 0 if unknown.
+        whole_rows: packed documents (thd) are split together as one sequence, not one by one.
+            Megatron's batches do not say which of the two ways they were split.
+        document_mask: every microbatch in sbhd carries its documents.
+        declared_masks: every microbatch carries the mask that its batch declares.
+        recurrent: what the ranks of recurrent layers exchange: heads or states.
+    """
+
+    compare_every: int = 16
+    hop_timeout: float = 600
+    debug: bool = False
+    windows: LayerWindows = EVERY_KEY
+    row: int = 0
+    whole_rows: bool = False
+    document_mask: bool = False
+    declared_masks: bool = False
+    recurrent: str = "heads"
+
+    @property
+    def by_microbatch(self) -> bool:
+        """Return True if a rank's tokens or their positions may differ between microbatches."""
+        weighs = LAYOUTS[self.layout].weighs
+        return self.declared_masks or (self.document_mask and weighs)
+
+    @property
+    def expected(self) -> str:
+        """Return the flag with which every microbatch has documents or a mask, or ""."""
+        if self.document_mask:
+            return "--cp-ring-document-mask"
+        if self.whole_rows:
+            return "--dataloader-inter-document-masking or --sft"
+        return "--cp-ring-mask-kinds" if self.declared_masks else ""
+
+
+_in_force = RUNTIME.cell(RingConfig())
+
+
+def in_force() -> RingConfig:
+    """Return the configuration of layers that are built without one, and of functions that Megatron
+    calls outside of a layer.
+    """
+    return _in_force.value
+
+
+def use(ring: RingConfig) -> None:
+    """Put `ring` in force for layers and batches made from now on."""
+    _in_force.value = ring
+
+
+@contextmanager
+def using(ring: RingConfig) -> Iterator[None]:
+    """Put `ring` in force within the context."""
+    before = in_force()
+    use(ring)
+    try:
+        yield
+    finally:
+        use(before)

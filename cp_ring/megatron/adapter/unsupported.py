@@ -1,0 +1,97 @@
+"""Says why ring attention cannot be the core attention of a layer.
+
+Nothing heavy is imported here: flags are checked before torch and Megatron are loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cp_ring.errors import ConfigError
+from cp_ring.megatron.adapter.asked import Asked
+from cp_ring.options import CallSettings
+from cp_ring.plan.sizes.attention_sizes import WIRES
+
+_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+def layer_problem(config: Any, layer_number: int, attention_type: str) -> str | None:
+    """Return why ring attention cannot be the core attention of a layer with this configuration, or
+    None.
+    """
+    if attention_type != "self":
+        return (
+            f"--cp-ring supports self attention; layer {layer_number} is {attention_type} attention"
+        )
+    if config.softmax_type not in _SOFTMAX_TYPES:
+        return (
+            f"--cp-ring supports --softmax-type {', '.join(_SOFTMAX_TYPES)}, not "
+            f"{config.softmax_type}"
+        )
+    layer = Asked(config)
+    if layer.fp8_dot_product_attention or layer.fp8_multi_head_attention:
+        return (
+            "--cp-ring does not support fp8_dot_product_attention and fp8_multi_head_attention: "
+            "switch them off"
+        )
+    if layer.attn_logit_softcapping:  # an option of Megatron after 0.20
+        return "--cp-ring does not support attn_logit_softcapping: leave it out"
+    return None
+
+
+def window_problem(window: Any, causal: bool = True) -> str | None:
+    """Return why a window is not (left, right) with each side at least -1, and right at most 0 in a
+    causal layer; None if it is.
+    """
+    if len(window) != 2 or any(side != int(side) or side < -1 for side in window):
+        return (
+            f"--window-size {window} is not two numbers of keys, before and after a query: give "
+            "integers of at least -1 (all)"
+        )
+    if causal and window[1] > 0:
+        return (
+            f"--window-size {window}: a causal layer sees nothing after its own position: give "
+            f"{window[0]},0"
+        )
+    return None
+
+
+def recomputes_attention(args: Asked) -> bool:
+    """Return True if core attention is recomputed without the rest of its layer."""
+    modules = args.recompute_modules or ["core_attn"]
+    return args.recompute_granularity == "selective" and "core_attn" in modules
+
+
+def latent_problem(model: Any, ulysses: int, settings: CallSettings) -> str | None:
+    """Return one line that says why latents cannot travel with these flags or this configuration,
+    or None.
+    """
+    args, wire = Asked(model), f"--cp-ring-wire {settings.wire}"
+    plain = "or give --cp-ring-wire plain"
+    if not args.multi_latent_attention:
+        return f"{wire} needs --multi-latent-attention: give it, {plain}"
+    if ulysses > 1:
+        return (
+            f"{wire} does not support --cp-ring-heads {ulysses} or --cp-comm-type a2a: give "
+            "--cp-ring-wire plain"
+        )
+    other = args.first(
+        "fp8", "fp4", "delay_wgrad_compute", "use_megatron_fsdp", "use_torch_fsdp2",
+        "cache_mla_latents",
+    )  # fmt: skip
+    if other:
+        return f"{wire} does not support {other}: leave it out, {plain}"
+    if recomputes_attention(args):
+        return (
+            f"{wire} does not support recomputation of core_attn alone "
+            "(--recompute-granularity selective): leave core_attn out of --recompute-modules, "
+            f"{plain}"
+        )
+    return None
+
+
+def check_latent(model: Any, ulysses: int, settings: CallSettings) -> None:
+    """Raise `ConfigError` if the settings ask for latents on the wire and latents cannot travel."""
+    travel = settings.wire in WIRES and WIRES[settings.wire].latent
+    if travel and (line := latent_problem(model, ulysses, settings)):
+        raise ConfigError(line)
