@@ -48,10 +48,12 @@ class Halo:
     place: int64 [pieces, w - 1], where a piece's rank has the tokens before the piece in sequence,
     the nearest first: in its shard, or behind it among those that arrive; -1 where the document has
     begun.
-    moves: brings the tokens of other ranks.
+    leaving: the tokens that other ranks need, ascending.
+    moves: brings them, from the ones of each rank.
     """
 
     place: Ints
+    leaving: Ints
     moves: Moves
 
 
@@ -133,12 +135,6 @@ class Pieces:
         moves = _joined(self.layout.cp, owner[source], receiver, number[source], target)
         return Round(piece, target[which], moves)
 
-    @property
-    def sent(self) -> int:
-        """The number of maps that ranks send in forward, and of their gradients in backward."""
-        moves = [each.moves for each in self.rounds]
-        return sum(int(x.tokens[x.sender != x.receiver].sum()) for x in moves)
-
     def halo(self, width: int) -> Halo:
         """Return the halo of a convolution over `width` tokens, the token itself among them."""
         owner = self.owner
@@ -152,12 +148,14 @@ class Pieces:
         far = (context >= 0) & (holder != reader)
         pairs, which = np.unique(reader[far] * n + context[far], return_inverse=True)
         receiver = pairs // n
-        arrives = _numbers(pairs // n)
-        sender, source = places(self.layout, pairs % n)
+        arrives = _numbers(receiver)
+        leaving, source = np.unique(pairs % n, return_inverse=True)
+        sender = places(self.layout, leaving)[0]
         place[far] = self.layout.tokens_per_rank[reader[far]] + arrives[which]
         place[context < 0] = -1
+        source, sender = _numbers(sender)[source], sender[source]
         moves = _joined(self.layout.cp, sender, receiver, source, arrives)
-        return Halo(place, moves)
+        return Halo(place, leaving, moves)
 
     def _before(self, token: Ints) -> Ints:
         """Return the token before each token in sequence, or -1; before -1 it is -1 too."""

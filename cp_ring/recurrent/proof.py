@@ -90,7 +90,8 @@ def _check_halo(pieces: Pieces, previous: Ints, shards: list[Ints], width: int) 
     size = pieces.layout.tokens_per_rank[rank]
     found = np.full_like(place, -1)
     far = place >= size
-    found[far] = _taken(halo.moves, shards, "halo", rank[far], (place - size)[far])
+    held = [np.intersect1d(shard, halo.leaving) for shard in shards]
+    found[far] = _taken(halo.moves, held, "halo", rank[far], (place - size)[far])
     for number in np.flatnonzero((place >= 0) & ~far):
         found[number] = shards[rank[number]][place[number]]
     for column in found.reshape(halo.place.shape).T:

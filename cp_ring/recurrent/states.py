@@ -81,7 +81,8 @@ class StatePassing:
             if not maps:  # this rank has gradients of those that it gets
                 one = {name: x[:1] for name, x in tensors.items()}
                 maps.append(recurrence.maps(one, np.ones(1, np.int64))[:0])
-            flight, link = self._depart(0, torch.cat(maps).index_select(0, self._maps))
+            own = torch.cat(maps).index_select(0, self._maps)
+            flight, link = _departed(self._rounds[0][2], own, "states")
         if self._alone.count:
             out, _ = recurrence.scan(self._alone.take(tensors), self._alone.size, None, False)
             outs.append(out)
@@ -95,17 +96,13 @@ class StatePassing:
         whole = torch.cat(outs)
         return whole if self._order is None else whole.index_select(0, self._order)
 
-    def _depart(self, number: int, maps: Tensor) -> tuple[Flight, Tensor]:
-        flight = _flight(self._rounds[number][2], len(maps), "states")
-        return flight, flight.depart(maps)
-
     def _entries(self, flight: Flight, link: Tensor) -> Tensor:
         """Return the states [pieces that go on, h, k, v] before pieces; round 0 has departed."""
         _, taken, _ = self._rounds[0]
         entries = flight.arrive(link)[0].index_select(0, taken)
         v = entries.shape[3] - entries.shape[2]
-        for number, (place, taken, _) in enumerate(self._rounds[1:], 1):
-            flight, link = self._depart(number, entries)
+        for place, taken, mover in self._rounds[1:]:
+            flight, link = _departed(mover, entries, "states")
             earlier = flight.arrive(link)[0].index_select(0, taken)
             b, a = entries.index_select(0, place).split((v, entries.shape[2]), -1)
             composed = F.pad(b, (0, b.shape[2])) + a @ earlier
@@ -130,8 +127,7 @@ class StatePassing:
         if width not in self._halos:
             self._halos[width] = _Halo(self, width)
         halo = self._halos[width]
-        flight = _flight(halo.mover, len(x), "halo")
-        link = flight.depart(x)
+        flight, link = _departed(halo.mover, x.index_select(0, halo.leaving), "halo")
         out = function(x[None])[0]
         wide = torch.cat([x, flight.arrive(link)[0], torch.zeros_like(x[:1])])
         blocks = wide[halo.blocks].unfold(1, width, 1)  # [pieces, w - 1, d, w]
@@ -159,6 +155,7 @@ class Group:
 class _Halo:
     """What a convolution over `width` tokens needs.
 
+    leaving: the places in the shard of the tokens that other ranks need.
     blocks: for each piece its halo and its first tokens, [pieces, 2 * width - 2]: places in shard,
     arrived tokens and one zero.
     rows: of the outputs [pieces * (width - 1)] those of tokens.
@@ -177,15 +174,20 @@ class _Halo:
         real = step < passing._size[:, None]
         blocks = np.concatenate([near, np.where(real, own, -1)], 1)
         self.mover = Mover(moves, passing._transport)
+        holder, leaving = places(passing._pieces.layout, halo.leaving)
+        self.leaving = passing._tensor(leaving[holder == rank])
         self.blocks = passing._tensor(np.where(blocks < 0, zero, blocks))
         self.rows, self.heads = map(passing._tensor, (np.flatnonzero(real), own[real]))
 
 
-def _flight(mover: Mover, count: int, kind: str) -> Flight:
-    """Return a flight of entries [count, ...] to the ranks that need them."""
+def _departed(mover: Mover, entries: Tensor, kind: str) -> tuple[Flight, Tensor]:
+    """Start to send entries to the ranks that need them; `arrive` of the flight takes the link."""
+
+    count = len(entries)
 
     def post_back(gradient: Tensor) -> Any:
         land = mover.summed_back(gradient, count, f"{kind} gradients")
         return lambda: [total.to(gradient.dtype) for total in land()]
 
-    return Flight(lambda x: mover.moved(x.contiguous(), kind), post_back)
+    flight = Flight(lambda x: mover.moved(x, kind), post_back)
+    return flight, flight.depart(entries)

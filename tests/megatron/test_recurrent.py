@@ -14,6 +14,7 @@ import torch
 from cp_ring import Layout, Mask
 from cp_ring.recurrent.pieces import Pieces
 from tests.megatron import recurrent_layers
+from tests.recurrent.test_states import sent
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +112,8 @@ def test_states_are_few_bytes_of_what_an_exchange_of_heads_sends(model, share):
     ((_, sizes),) = mixers(asked)
     pieces = Pieces.of(Layout.zigzag(131_072, 8), [0], [-1])
     halo = 14 * 3 * sizes.channels * sizes.element
-    sent = pieces.sent * sizes.map_bytes + halo
-    assert sent * share < 8 * sizes.exchange_bytes(131_072 // 8, 8)
+    maps = sum(sent(each.moves) for each in pieces.rounds) * sizes.map_bytes
+    assert (maps + halo) * share < 8 * sizes.exchange_bytes(131_072 // 8, 8)
     assert choose(asked) == "states"
     asked = Asked(argparse.Namespace(num_layers=4, **{**SIZES, "seq_length": 64}, **model))
     assert choose(asked) == "heads"
