@@ -15,10 +15,10 @@ from torch import Tensor
 
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import DocumentParams, Documents, documents_of, thd_params
+from cp_ring.megatron.adapter.microbatch_mask import KEY
 from cp_ring.megatron.adapter.plans import make_layout
 from cp_ring.megatron.certificate.dense_oracle import MaskRule, declared_rule, document_rule
 from cp_ring.megatron.certificate.layer_kinds import PREFIX, LayerKind
-from cp_ring.megatron.data.masks import KEY, DeclaredMask
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 
@@ -53,6 +53,7 @@ class Batch:
         masks = []
         if kind.mask.startswith(PREFIX):
             from cp_ring.megatron.certificate.user_masks import sample  # few jobs declare masks
+            from cp_ring.megatron.data.masks import DeclaredMask
 
             masks = [sample(kind.mask.removeprefix(PREFIX), n, seed) for seed in seeds]
             rules = [declared_rule(mask) for mask in masks]
