@@ -173,7 +173,7 @@ def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> 
     }
     args = arguments.parse_and_validate_args()
     model: list[Any] = []
-    if within("<0.19"):
+    if not hasattr(argument_utils, "gpt_config_from_args"):
         from cp_ring.megatron import gpt_model  # this version expects it from the script
 
         wanted["model_provider"] = gpt_model.build

@@ -44,13 +44,13 @@ def configure(config: Options, **more: Any) -> None:
 @contextmanager
 def in_force(config: Options) -> Iterator[None]:
     """Put `config` in force within the context."""
-    before = current()
-    with adapter.using(adapter.in_force()):
-        configure(config)
-        try:
-            yield
-        finally:
-            _in_force.value = before
+    before, ring = current(), adapter.in_force()
+    configure(config)
+    try:
+        yield
+    finally:
+        _in_force.value = before
+        adapter.use(ring)
 
 
 def flags(argv: Sequence[str]) -> Options:
