@@ -62,6 +62,9 @@ def test_a_patch_stands_on_functions_with_the_parameters_that_it_knows(name):
     patch = patches.get(name)
     if patch.unneeded():
         pytest.skip(patch.unneeded())
+    if name == "loss_chunks" and compat.within("<0.19"):
+        assert "_compute_mtp_acceptance_counts does not exist" in patch.rejection()
+        return
     with installed() if name == "beneath_te" else nullcontext():
         assert upstream(patch) <= {*signatures().get(name, {})}
         assert not patch.rejection()
