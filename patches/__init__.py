@@ -53,7 +53,7 @@ def apply_for(args: Asked, options: Options, names: Iterable[str] = ()) -> None:
 
 
 def table() -> list[dict[str, str]]:
-    """Return one entry per patch: name, what, why, versions, upstream, state."""
+    """Return one entry per patch: name, what, why, upstream, state."""
     return [patch.describe() for patch in patches_by_name().values()]
 
 

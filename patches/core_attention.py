@@ -141,13 +141,13 @@ def _of_whole_images(
 
 
 def _enter() -> None:
-    from cp_ring.megatron.data.masks import collate_masks
+    from cp_ring.megatron.adapter.microbatch_mask import collate_masks
 
     collate_masks()
 
 
 def _leave() -> None:
-    from cp_ring.megatron.data.masks import stop_collating_masks
+    from cp_ring.megatron.adapter.microbatch_mask import stop_collating_masks
 
     stop_collating_masks()
 

@@ -24,7 +24,6 @@ PATCH = Patch(
     what="computes logits and losses for --cp-ring-loss-chunk tokens at a time",
     why="the logits of all tokens of a rank need more memory than everything else that a long "
     "sequence needs",
-    versions=">=0.19,<0.21",
     needed=lambda args, options: options.enabled and options.loss_chunk,
     replacements=_replacements,
 )

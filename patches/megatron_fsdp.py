@@ -23,7 +23,6 @@ def _replacements() -> Iterator[Replacement]:
 
 PATCH = Patch(
     what="splits learned sinks of --use-megatron-fsdp over tensor-parallel ranks",
-    versions=">=0.19,<0.21",
     why="Megatron's wrapper knows by class name how weights are split, and does not know the "
     "class of ring attention",
     needed=lambda args, options: options.enabled and args.use_megatron_fsdp,

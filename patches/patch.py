@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cp_ring.errors import ConfigError, one_line
-from cp_ring.megatron.compat import SUPPORTED, megatron_version, within
+from cp_ring.megatron.compat import megatron_version
 from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.wrapping import replaced
@@ -36,8 +36,6 @@ class Patch:
         why: the reason, in one line.
         replacements: yields (owner, attribute, new value), and changes nothing itself. The owner
             must have the attribute.
-        versions: the versions of megatron-core that the patch supports, as a PEP 440 specifier; the
-            default is all versions that cp_ring supports.
         upstream: address of the upstream issue or pull request, or "".
         unneeded: returns why this installation needs no change, so that `apply` does nothing, or ""
             if it needs one.
@@ -52,7 +50,6 @@ class Patch:
     why: str
     replacements: Callable[[], Iterable[Replacement]]
     name: str = ""
-    versions: str = SUPPORTED
     upstream: str = ""
     unneeded: Callable[[], str] = lambda: ""
     enter: Callable[[], None] = lambda: None
@@ -89,30 +86,25 @@ class Patch:
 
     def rejection(self) -> str:
         """Return why the patch rejects the installed Megatron, or "". Imports what it replaces."""
-        version = megatron_version()
-        if version is None:
-            return f"patch {self.name}: megatron-core is not installed"
-        if not within(self.versions, version):
-            return (
-                f"patch {self.name}: megatron-core {version} is installed, but the patch is for "
-                f"{self.versions}"
-            )
-        found = f"patch {self.name}: megatron-core {version}"
+        found = f"patch {self.name}: megatron-core {megatron_version()}"
         try:
-            lacking = [
-                f"{found} has no {_label(owner)}.{name}"
-                for owner, name, _ in self.replacements()
-                if not hasattr(owner, name)
-            ]
+            problem = next(
+                (
+                    f"{owner} has no {name}"
+                    for owner, name, _ in self.replacements()
+                    if not hasattr(owner, name)
+                ),
+                "",
+            )
         except (ImportError, AttributeError) as error:
-            lacking = [f"{found}: {one_line(error)}"]
+            problem = one_line(error)
         for function, known in signatures().get(self.name, {}).items():
             parameters = parameters_of(function)
             if parameters not in (*known, "(*args, **kwargs)"):  # a wrapper hides what it takes
                 takes = f"takes {parameters}" if parameters else "does not exist"
-                wanted = " or ".join(each for each in known if each)
-                return f"{found}: {function} {takes}, but the patch was written for {wanted}"
-        return lacking[0] if lacking else ""
+                wanted = " or ".join(filter(None, known))
+                problem = f"{function} {takes}, but the patch was written for {wanted}"
+        return problem and f"{found}: {problem}"
 
     def state(self) -> str:
         """Return the state: applied, not applied, not needed (why), or rejected (why)."""
@@ -125,14 +117,8 @@ class Patch:
 
     def describe(self) -> dict[str, str]:
         """Return the patch as an entry of `cp_ring.patches.table()`."""
-        return {
-            "name": self.name,
-            "what": self.what,
-            "why": self.why,
-            "versions": f"megatron-core {self.versions}",
-            "upstream": self.upstream,
-            "state": self.state(),
-        }
+        told = {name: getattr(self, name) for name in ("name", "what", "why", "upstream")}
+        return told | {"state": self.state()}
 
 
 @RUNTIME.cache()
@@ -164,7 +150,3 @@ def replace_everywhere(modules: Iterable[Any], name: str, value: Any) -> list[Re
     import name` holds its own reference.
     """
     return [(module, name, value) for module in modules if hasattr(module, name)]
-
-
-def _label(owner: Any) -> str:
-    return getattr(owner, "__name__", None) or type(owner).__name__

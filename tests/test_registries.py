@@ -84,7 +84,7 @@ def _replacements():
     yield statistics, "mean", lambda values: "shiny"
 
 PATCH = Patch(
-    what="a", why="b", versions="", replacements=_replacements,
+    what="a", why="b", replacements=_replacements,
     needed=lambda args, options: options.shiny > 4,
 )
 """,

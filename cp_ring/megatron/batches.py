@@ -24,8 +24,7 @@ from cp_ring.megatron.adapter.documents import (
     boundaries,
     thd_params,
 )
-from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
-from cp_ring.megatron.data.masks import KEY
+from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
 from cp_ring.megatron.data.rows import (
     check_length,
     check_rows,

@@ -129,24 +129,6 @@ def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-def missing_features(version: str | None = None) -> list[tuple[str, str]]:
-    """Return the features that `version` of Megatron (default: the installed one) lacks or gets
-    wrong, each with advice.
-    """
-    version = version or megatron_version()
-    later = (
-        (">=0.19", "--cp-ring-loss-chunk", "needs megatron-core 0.19"),
-        (
-            ">=0.19",
-            "--moe-z-loss-coeff at its full weight under context parallelism",
-            "needs megatron-core 0.19",
-        ),
-    )
-    return [
-        (what, advice) for needed, what, advice in later if version and not within(needed, version)
-    ]
-
-
 def within(versions: str, version: str | None = None) -> bool:
     """Return True if `version` (default: the installed Megatron's) matches the PEP 440 specifier
     `versions`.
@@ -191,7 +173,7 @@ def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> 
     }
     args = arguments.parse_and_validate_args()
     model: list[Any] = []
-    if within("<0.19"):
+    if not hasattr(argument_utils, "gpt_config_from_args"):
         from cp_ring.megatron import gpt_model  # this version expects it from the script
 
         wanted["model_provider"] = gpt_model.build

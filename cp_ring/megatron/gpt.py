@@ -25,8 +25,7 @@ from cp_ring.megatron import compat
 from cp_ring.megatron.adapter.compat import known_arguments
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import DocumentParams, Documents, boundaries
-from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
-from cp_ring.megatron.data.masks import KEY, read
+from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
 from cp_ring.megatron.data.rows import check_rows, declare, on_this_cp_rank, with_positions
 from cp_ring.megatron.settings import current
 
@@ -101,6 +100,8 @@ def _carried_by(sample: Any, extra: str) -> Microbatch:
         return {extra: torch.from_numpy(boundaries(_positions(sample)))}
     batch, n = sample["tokens"].shape
     if extra:
+        from cp_ring.megatron.data.masks import read  # few jobs declare masks
+
         return {extra: read(sample.get(KEY), batch, n, current().kinds)}
     if KEY in sample:
         declare(sample[KEY], batch, n, 1)  # its error says what is missing

@@ -7,7 +7,7 @@ made from this one dataclass. It extends the settings of attention calls.
 from __future__ import annotations
 
 import argparse
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, fields
 from functools import partial
 from typing import Any, Self
 
@@ -176,12 +176,6 @@ class Options(Settings, CallSettings):
         """Return what TransformerEngine's arguments do not settle: options of `use_ring`."""
         names = ("route", "schedule", "kernel", "num_slots", "wire_dtype")
         return {name: getattr(self, name) for name in names} | {"timeout": self.hop_timeout or None}
-
-    def without_auto(self) -> Options:
-        """Return the settings with the simplest value in place of `auto`. A job that runs with
-        these values runs with any other choice.
-        """
-        return replace(self, heads=1 if self.heads == "auto" else self.heads)
 
     @staticmethod
     def flag(name: str) -> str:

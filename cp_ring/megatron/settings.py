@@ -30,6 +30,11 @@ def current() -> Options:
     return _in_force.value
 
 
+def ring() -> adapter.RingConfig:
+    """Return the configuration of layers in force."""
+    return adapter.in_force()
+
+
 def configure(config: Options, **more: Any) -> None:
     """Put `config` in force for layers and batches made from now on. `more` are fields of
     `RingConfig` that `config` does not have; the others and those that are None do not change.
@@ -37,20 +42,19 @@ def configure(config: Options, **more: Any) -> None:
     _in_force.value = config
     values = {name: getattr(config, name) for name in _SHARED}
     values |= {name: value for name, value in more.items() if value is not None}
-    ring = replace(adapter.in_force(), declared_masks=bool(config.kinds), **values)
-    adapter.use(ring)
+    adapter.use(replace(ring(), declared_masks=bool(config.kinds), **values))
 
 
 @contextmanager
 def in_force(config: Options) -> Iterator[None]:
     """Put `config` in force within the context."""
-    before = current()
-    with adapter.using(adapter.in_force()):
-        configure(config)
-        try:
-            yield
-        finally:
-            _in_force.value = before
+    before, layers = current(), ring()
+    configure(config)
+    try:
+        yield
+    finally:
+        _in_force.value = before
+        adapter.use(layers)
 
 
 def flags(argv: Sequence[str]) -> Options:

@@ -176,11 +176,12 @@ def _patches() -> Lines:
 
 
 def _known_errors() -> Lines:
-    """Say what the installed Megatron lacks or does wrong."""
+    """Say what the installed Megatron does wrong."""
     from cp_ring.megatron import compat
 
-    for what, advice in compat.missing_features():
-        yield what, f"absent: not with this megatron-core: {advice}"
+    if compat.within("<0.19"):
+        what = "--moe-z-loss-coeff at its full weight under context parallelism"
+        yield what, "absent: needs megatron-core 0.19"
 
 
 SECTIONS = {

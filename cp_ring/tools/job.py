@@ -296,7 +296,6 @@ def megatron_flags(
 
     parser: made by `build_parser` before, for several jobs. Raises `ConfigError`.
     """
-    from cp_ring.megatron.adapter.unsupported import check_latent
     from cp_ring.megatron.flags import resolve
     from cp_ring.megatron.flags.checks_job import JOB, data_files
     from cp_ring.tools import megatron_flags
@@ -316,8 +315,6 @@ def megatron_flags(
         with contextlib.redirect_stdout(io.StringIO()):  # the ranks print what it sets
             resolve.run_on_cpu(args, line)
     resolve.check(args, options, JOB if uses_corpus(job) else (*JOB, data_files))
-    if options.enabled and args.context_parallel_size > 1:
-        check_latent(args, options.heads if isinstance(options.heads, int) else 1, options)
     return line, args
 
 

@@ -182,7 +182,7 @@ def _of_job(job: str, overrides: list[str] | None) -> Asked:
     from cp_ring.tools.job import load
 
     loaded = load(job, overrides or ())
-    megatron, settings = loaded.megatron, loaded.cp_ring.without_auto()
+    megatron, settings = loaded.megatron, loaded.cp_ring
     tp = megatron.get("tensor_model_parallel_size") or 1
     ranks = megatron.get("context_parallel_size") or 1
     n, windows = megatron.get("seq_length"), megatron.get("window_size") or (-1, 0)

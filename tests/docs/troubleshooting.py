@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.adapter.unsupported import check_latent
 from cp_ring.megatron.flags import argument_parser, resolve
 from cp_ring.megatron.flags.checks_job import HERE, JOB
 from cp_ring.megatron.options import Options
@@ -119,8 +118,6 @@ def line_of(flags, parser=None):
     try:
         resolve.run_on_cpu(args, words)
         resolve.check(args, options, (*JOB, *HERE))
-        if args.context_parallel_size > 1:
-            check_latent(args, int(options.without_auto().heads), options)
     except ConfigError as error:
         return error.args[-1]
     return ""

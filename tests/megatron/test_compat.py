@@ -59,11 +59,6 @@ def test_a_job_is_rejected_before_anything_of_megatron_is_imported(tmp_path):
     )
 
 
-def test_what_older_versions_lack_is_told():
-    assert compat.missing_features("0.19.2") == []
-    assert any("--cp-ring-loss-chunk" in what for what, _ in compat.missing_features("0.18.2"))
-
-
 def test_what_a_model_takes_is_asked_of_the_innermost_one():
     class Model(torch.nn.Module):
         def forward(self, tokens, packed_seq_params=None):

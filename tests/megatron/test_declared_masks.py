@@ -23,8 +23,8 @@ def megatron():
     """Imports Megatron when the first test runs: at collection it would cost every worker seconds."""
     global DeclaredMask, DocumentParams, batches, documents_of, masks
     from cp_ring.megatron import batches
+    from cp_ring.megatron.adapter import microbatch_mask as masks
     from cp_ring.megatron.adapter.documents import DocumentParams, documents_of
-    from cp_ring.megatron.data import masks
     from cp_ring.megatron.data.masks import DeclaredMask
 
 

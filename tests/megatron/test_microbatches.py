@@ -14,13 +14,13 @@ from megatron.training.datasets import data_samplers
 
 from cp_ring import Mask, Options
 from cp_ring.megatron import settings
+from cp_ring.megatron.adapter.microbatch_mask import KEY
 from cp_ring.megatron.data.balanced_sampler import (
     BalancedSampler,
     balanced_loader,
     row_of,
     work_of,
 )
-from cp_ring.megatron.data.masks import KEY
 from cp_ring.megatron.data.packing import imbalance
 
 WORK = np.random.default_rng(3).lognormal(0, 1, 200)

@@ -20,7 +20,7 @@ from tests.patches.signatures import upstream
 
 def test_the_table_describes_every_patch():
     for entry in patches.table():
-        assert all(entry[key] for key in ("name", "what", "why", "versions", "state")), entry
+        assert all(entry[key] for key in ("name", "what", "why", "state")), entry
 
 
 def test_rows_are_compared_before_packed_batches_are_split():
@@ -64,6 +64,9 @@ def test_a_patch_stands_on_functions_with_the_parameters_that_it_knows(name):
     patch = patches.get(name)
     if patch.unneeded():
         pytest.skip(patch.unneeded())
+    if name == "loss_chunks" and compat.within("<0.19"):
+        assert "_compute_mtp_acceptance_counts does not exist" in patch.rejection()
+        return
     with installed() if name == "beneath_te" else nullcontext():
         assert upstream(patch) <= {*signatures().get(name, {})}
         assert not patch.rejection()
@@ -105,14 +108,6 @@ def test_another_function_of_megatron_is_one_line_before_any_patch(
     assert line.startswith(f"patch {name}: megatron-core {compat.megatron_version()}")
     assert attribute in line or owner.__name__ in line
     assert patch.state() == f"rejected: {line}" and not applied
-
-
-def test_another_version_is_rejected(monkeypatch):
-    patch = patches.get("core_attention")
-    monkeypatch.setattr(patch, "versions", ">=99")
-    with pytest.raises(ConfigError, match=r"megatron-core .* but the patch is for >=99"):
-        patch.apply()
-    assert not patch.applied
 
 
 def test_cpu_runtime_is_inert_where_cuda_is_present(monkeypatch):

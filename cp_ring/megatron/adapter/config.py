@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cp_ring.options import CallSettings
@@ -78,14 +76,3 @@ def in_force() -> RingConfig:
 def use(ring: RingConfig) -> None:
     """Put `ring` in force for layers and batches made from now on."""
     _in_force.value = ring
-
-
-@contextmanager
-def using(ring: RingConfig) -> Iterator[None]:
-    """Put `ring` in force within the context."""
-    before = in_force()
-    use(ring)
-    try:
-        yield
-    finally:
-        use(before)

@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_ring.comm.nodes import node_size, ranks_per_node
-from cp_ring.megatron.adapter.attention_sizes import attention_sizes
 from cp_ring.options import CallSettings
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.schedule import parse
@@ -36,6 +35,8 @@ def with_choice(
     near = node_size(dist.get_process_group_ranks(group), ranks_per_node()) if cp > 1 else 1
     if not 1 < near < cp:
         return spec
+    from cp_ring.megatron.adapter.attention_sizes import attention_sizes  # few groups span nodes
+
     # a configuration always has numbers of key/value heads, and has no name for that
     values = {"group_query_attention": True, **vars(config)}
     sizes = replace(attention_sizes(values, tp), batch=1)

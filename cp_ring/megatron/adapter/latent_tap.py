@@ -18,9 +18,11 @@ from torch import Tensor
 
 from cp_ring.comm.latent import Latents
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.adapter.unsupported import check_latent
+from cp_ring.megatron.adapter.asked import Asked
+from cp_ring.megatron.adapter.unsupported import recomputes_attention
 from cp_ring.megatron.wrapping import around, before_first_call
 from cp_ring.options import CallSettings
+from cp_ring.plan.sizes.attention_sizes import WIRES
 from cp_ring.runtime import RUNTIME
 
 _PLAIN = ("ColumnParallelLinear", "TEColumnParallelLinear")
@@ -81,6 +83,41 @@ class LatentTap:
             return gathered
         shared: Tensor = mappings.copy_to_tensor_model_parallel_region(latent, group=self._tp_group)
         return shared
+
+
+def latent_problem(model: Any, ulysses: int, settings: CallSettings) -> str | None:
+    """Return one line that says why latents cannot travel with these flags or this configuration,
+    or None.
+    """
+    args, wire = Asked(model), f"--cp-ring-wire {settings.wire}"
+    plain = "or give --cp-ring-wire plain"
+    if not args.multi_latent_attention:
+        return f"{wire} needs --multi-latent-attention: give it, {plain}"
+    if ulysses > 1:
+        return (
+            f"{wire} does not support --cp-ring-heads {ulysses} or --cp-comm-type a2a: give "
+            "--cp-ring-wire plain"
+        )
+    other = args.first(
+        "fp8", "fp4", "delay_wgrad_compute", "use_megatron_fsdp", "use_torch_fsdp2",
+        "cache_mla_latents",
+    )  # fmt: skip
+    if other:
+        return f"{wire} does not support {other}: leave it out, {plain}"
+    if recomputes_attention(args):
+        return (
+            f"{wire} does not support recomputation of core_attn alone "
+            "(--recompute-granularity selective): leave core_attn out of --recompute-modules, "
+            f"{plain}"
+        )
+    return None
+
+
+def check_latent(model: Any, ulysses: int, settings: CallSettings) -> None:
+    """Raise `ConfigError` if the settings ask for latents on the wire and latents cannot travel."""
+    travel = settings.wire in WIRES and WIRES[settings.wire].latent
+    if travel and (line := latent_problem(model, ulysses, settings)):
+        raise ConfigError(line)
 
 
 def make_tap(config: Any, ulysses: int, settings: CallSettings, tp_group: Any) -> LatentTap:

@@ -54,6 +54,7 @@ def roll_in_documents(
     cp_group: Any = None,
     packed_seq_params: Any = None,
     fill: Any = 0,
+    **prefetched: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the value of the next token in the document for each token (`fill` for the last
     token), and the sum of the result. A collective of `cp_group`.
@@ -90,21 +91,12 @@ def roll_in_documents(
 
 
 def roll_several(
-    tensors: list[torch.Tensor],
-    shifts: int = -1,
-    dims: int = -1,
-    cp_group: Any = None,
-    packed_seq_params: Any = None,
-    fill_values: list[Any] | None = None,
-    **prefetched: Any,
+    tensors: list[torch.Tensor], fill_values: list[Any] | None = None, **named: Any
 ) -> list[Any]:
-    """Roll each tensor; the signature is that of `roll_tensor` on Megatron's development branch.
-    Values that Megatron has `prefetched` belong to a split that --cp-ring rejects.
-    """
-    rest = shifts, dims, cp_group, packed_seq_params
+    """Roll each tensor, as `roll_tensor` does on Megatron's development branch."""
     fills = fill_values or [0] * len(tensors)
     return [
-        roll_in_documents(tensor, *rest, fill)[0]
+        roll_in_documents(tensor, fill=fill, **named)[0]
         for tensor, fill in zip(tensors, fills, strict=True)
     ]
 

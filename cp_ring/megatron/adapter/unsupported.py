@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.asked import Asked
-from cp_ring.options import CallSettings
-from cp_ring.plan.sizes.attention_sizes import WIRES
 
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -60,38 +57,3 @@ def recomputes_attention(args: Asked) -> bool:
     """Return True if core attention is recomputed without the rest of its layer."""
     modules = args.recompute_modules or ["core_attn"]
     return args.recompute_granularity == "selective" and "core_attn" in modules
-
-
-def latent_problem(model: Any, ulysses: int, settings: CallSettings) -> str | None:
-    """Return one line that says why latents cannot travel with these flags or this configuration,
-    or None.
-    """
-    args, wire = Asked(model), f"--cp-ring-wire {settings.wire}"
-    plain = "or give --cp-ring-wire plain"
-    if not args.multi_latent_attention:
-        return f"{wire} needs --multi-latent-attention: give it, {plain}"
-    if ulysses > 1:
-        return (
-            f"{wire} does not support --cp-ring-heads {ulysses} or --cp-comm-type a2a: give "
-            "--cp-ring-wire plain"
-        )
-    other = args.first(
-        "fp8", "fp4", "delay_wgrad_compute", "use_megatron_fsdp", "use_torch_fsdp2",
-        "cache_mla_latents",
-    )  # fmt: skip
-    if other:
-        return f"{wire} does not support {other}: leave it out, {plain}"
-    if recomputes_attention(args):
-        return (
-            f"{wire} does not support recomputation of core_attn alone "
-            "(--recompute-granularity selective): leave core_attn out of --recompute-modules, "
-            f"{plain}"
-        )
-    return None
-
-
-def check_latent(model: Any, ulysses: int, settings: CallSettings) -> None:
-    """Raise `ConfigError` if the settings ask for latents on the wire and latents cannot travel."""
-    travel = settings.wire in WIRES and WIRES[settings.wire].latent
-    if travel and (line := latent_problem(model, ulysses, settings)):
-        raise ConfigError(line)

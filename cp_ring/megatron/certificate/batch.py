@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from cp_ring.megatron.adapter.config import in_force
-from cp_ring.megatron.adapter.documents import DocumentParams, Documents, documents_of, thd_params
-from cp_ring.megatron.adapter.plans import make_layout
+from cp_ring.megatron.adapter.documents import (
+    DocumentParams,
+    Documents,
+    documents_of,
+    thd_params,
+    without_documents,
+)
+from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
 from cp_ring.megatron.certificate.dense_oracle import MaskRule, declared_rule, document_rule
 from cp_ring.megatron.certificate.layer_kinds import PREFIX, LayerKind
-from cp_ring.megatron.data.masks import KEY, DeclaredMask
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 
@@ -53,6 +58,7 @@ class Batch:
         masks = []
         if kind.mask.startswith(PREFIX):
             from cp_ring.megatron.certificate.user_masks import sample  # few jobs declare masks
+            from cp_ring.megatron.data.masks import DeclaredMask
 
             masks = [sample(kind.mask.removeprefix(PREFIX), n, seed) for seed in seeds]
             rules = [declared_rule(mask) for mask in masks]
@@ -78,13 +84,10 @@ class Batch:
                 real = np.append(0, np.cumsum(ends - edges[:, :-1]))
                 both = (torch.from_numpy(x).to(torch.int32) for x in (real, edges[0]))
                 packed = thd_params(*both)
-        if packed is None:
-            split = make_layout(ring.layout, n, cp, ring.windows)
-            of_ranks = [torch.from_numpy(split.positions(rank))[:, None] for rank in range(cp)]
-        else:
-            documents = documents_of(packed, n * len(rules) // cp, cp, ring)
-            of_ranks = [documents.places(rank) for rank in range(cp)]
-        positions = [places.T.expand(len(rules), -1) for places in of_ranks]
+        split: MicrobatchMask = without_documents(1, n, cp, ring)
+        if packed is not None:
+            split = documents_of(packed, n * len(rules) // cp, cp, ring)
+        positions = [split.places(rank).T.expand(len(rules), -1) for rank in range(cp)]
         return cls(kind, rules, masks, packed, positions)
 
     def data(self, seed: int, distinct: bool = False, blind: bool = False) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cp_ring.megatron import settings
-from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import (
     attention_layers,
@@ -123,7 +122,7 @@ def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
         return tuple(PREFIX + kind for kind in used.kinds)
     if used.document_mask:
         return ("documents", "packed")
-    if in_force().whole_rows:
+    if settings.ring().whole_rows:
         return ("packed",)
     # only pretrain_vlm.py has this flag; it packs batch rows that it pads, whatever the value
     packed = hasattr(args, "use_packed_sequence") or getattr(args, "sft", False)

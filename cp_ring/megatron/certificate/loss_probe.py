@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter import compat
-from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.certificate import batch_probe
 from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.layer_kinds import (
@@ -195,7 +194,7 @@ def _long(args: argparse.Namespace, kind: LayerKind) -> LayerKind:
     n, most = args.seq_length or kind.tokens, 1
     if kind.mask != "packed":
         most = max(1, min(args.micro_batch_size, MOST_TOKENS // n))
-    elif not in_force().whole_rows:
+    elif not settings.ring().whole_rows:
         n -= n % (4 * args.context_parallel_size)
     return replace(kind, tokens=n, batch_size=most)
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import boundaries
+from cp_ring.megatron.adapter.microbatch_mask import KEY
 from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.data.masks import KEY, read
+from cp_ring.megatron.data.masks import read
 from cp_ring.megatron.data.packing import balanced_order, imbalance
 from cp_ring.megatron.settings import current
 from cp_ring.plan.mask import Mask

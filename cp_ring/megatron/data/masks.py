@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import EVERY_KEY, LayerWindows
-from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
+from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
 from cp_ring.megatron.adapter.plans import layout_of_row
 from cp_ring.megatron.options import MASK_KINDS
 from cp_ring.plan.layout import Layout
@@ -27,18 +26,6 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.records import RankPlan
 from cp_ring.runtime import RUNTIME
-
-KEY = "cp_ring_mask"
-"""The entry of a batch that declares its mask."""
-
-
-def collate_masks() -> None:
-    """Teach torch's data loader to collate samples with masks: it makes a list of the masks."""
-    default_collate_fn_map[Mask] = lambda masks, **_: list(masks)
-
-
-def stop_collating_masks() -> None:
-    default_collate_fn_map.pop(Mask, None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ splits them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,9 +13,12 @@ from cp_ring.comm.groups import transport_for
 from cp_ring.comm.same_batch import check_same_batch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.microbatch_mask import KEY
 from cp_ring.megatron.adapter.plans import make_layout
-from cp_ring.megatron.data.masks import KEY, DeclaredMask, read
 from cp_ring.megatron.settings import current
+
+if TYPE_CHECKING:
+    from cp_ring.megatron.data.masks import DeclaredMask
 
 
 def check_rows(batch: Mapping[str, Any], group: Any) -> None:
@@ -51,6 +54,8 @@ def declare(entry: Any, batch: int, n: int, cp: int) -> DeclaredMask:
             f"the batch carries {KEY}, but the job declares no kinds of masks: give "
             "--cp-ring-mask-kinds"
         )
+    from cp_ring.megatron.data.masks import DeclaredMask, read  # few jobs declare masks
+
     masks, ring = read(entry, batch, n, current().kinds), in_force()
     return DeclaredMask.of_rows(masks, ring.layout, cp, ring.windows)
 

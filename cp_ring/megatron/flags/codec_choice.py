@@ -9,9 +9,9 @@ import argparse
 from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.megatron.adapter.attention_sizes import attention_sizes
 from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.latent_tap import latent_problem
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.adapter.plans import make_plan
-from cp_ring.megatron.adapter.unsupported import check_latent, latent_problem
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import SPARSE, letters_of
 from cp_ring.megatron.options import Options
@@ -33,7 +33,6 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
         note("sparse attention: Megatron gathers the keys of all tokens")
         return "plain"
     ulysses = max(spec.ulysses for _, spec in comm_types.specs(args, config))
-    check_latent(args, ulysses, config)
     chosen = config.wire
     if chosen == "auto":
         chosen = "plain"

@@ -117,7 +117,7 @@ def _with_named_type(args: argparse.Namespace, options: Options, argv: Sequence[
     names = {word.partition("=")[0] for word in argv}
     if "--cp-comm-type" in names and "--cp-ring-heads" not in names and options.heads == "auto":
         args.cp_ring_heads = 1
-        return options.without_auto()
+        return replace(options, heads=1)
     return options
 
 
@@ -138,6 +138,10 @@ def check_attention(args: Any, options: Options) -> None:
     asked = Asked(args)
     for kind, spec in comm_types.specs(args, options):
         check_members(kind, spec, options, asked.cp, args, asked.tp)
+        if asked.cp > 1 and options.wire not in ("auto", "plain"):
+            from cp_ring.megatron.adapter.latent_tap import check_latent  # few jobs have latents
+
+            check_latent(args, spec.ulysses, options)
     if asked.overlap_moe_expert_parallel_comm:
         note(
             "warning: no GPU has run --overlap-moe-expert-parallel-comm with ring attention yet: "
