@@ -96,6 +96,8 @@ def test_another_function_of_megatron_is_one_line_before_any_patch(
         pytest.skip("a supported version has no such function")
     owner, _, attribute = function.replace(":", ".").rpartition(".")
     owner = pkgutil.resolve_name(owner if owner in sys.modules else ":".join(owner.rsplit(".", 1)))
+    for _, each in STANDS_ON:  # imports, which need all functions
+        parameters_of(each)
     change(owner, attribute, function.partition(":")[0], monkeypatch)
     for each in patches.patches_by_name().values():
         monkeypatch.setattr(each, "needed", lambda *_, it=each: it.name in ("arguments", name))
