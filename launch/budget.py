@@ -63,19 +63,19 @@ ROOMS = (
     room("merges and sums", 5_300, 5_940, "cp_ring/ops"),
     room("observation", 4_500, 4_600, "cp_ring/observe"),
     room("other libraries, testing", 10_000, 9_760, "cp_ring/integrations cp_ring/testing"),
-    room("adapter", 11_000, 15_350, """cp_ring/megatron/adapter cp_ring/megatron/specs.py
+    room("adapter", 11_000, 15_310, """cp_ring/megatron/adapter cp_ring/megatron/specs.py
         cp_ring/megatron/wrapping.py"""),
-    room("data", 10_500, 7_830, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
+    room("data", 10_500, 7_770, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
     room("flags", 7_000, 6_480, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
     room("how a job ends", 1_200, 1_100, """cp_ring/megatron/ending.py
         cp_ring/megatron/progress.py cp_ring/megatron/signals.py"""),
-    room("training", 8_000, 7_230, """cp_ring/run.py cp_ring/pretrain_gpt.py
+    room("training", 8_000, 7_140, """cp_ring/run.py cp_ring/pretrain_gpt.py
         cp_ring/megatron/__init__.py cp_ring/megatron/compat.py cp_ring/megatron/gpt.py
         cp_ring/megatron/gpt_model.py cp_ring/megatron/loss_chunks.py
         cp_ring/megatron/program.py
         cp_ring/megatron/step_timing.py cp_ring/megatron/training_log.py
         cp_ring/megatron/validation.py"""),
-    room("options and choices", 4_000, 2_460, """cp_ring/megatron/option_values.py
+    room("options and choices", 4_000, 2_430, """cp_ring/megatron/option_values.py
         cp_ring/megatron/options.py cp_ring/megatron/settings.py"""),
     room("checkpoints", 1_000, 1_000, "cp_ring/megatron/newest_checkpoint.py"),
     room("certificate", 15_500, 17_350, "cp_ring/megatron/certificate"),
