@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -24,6 +25,8 @@ from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.schedule import group_sizes
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.time import AttentionTime, Conditions
+from cp_ring.recurrent.choice import MixerSizes
+from cp_ring.recurrent.pieces import Pieces
 from cp_ring.tools.lengths import packed_rows
 from cp_ring.tools.terminal import (
     DEFAULT_RATES,
@@ -120,6 +123,9 @@ def plan_command(
         "packed": packed,
         "rows": len(rows),
         "compared": [predictions for _, predictions in compared],
+        "recurrent": {
+            kind: recurrent_bytes(sizes, made) for kind, sizes in asked.recurrent.items()
+        },
     }
     emit(facts, as_json, lambda: _print(made, facts))
     if draw:
@@ -141,6 +147,7 @@ class Asked:
     spec: PlanSpec = PlanSpec("zigzag")
     sizes: AttentionSizes = field(default_factory=AttentionSizes)
     ranks_per_node: int = 8
+    recurrent: Mapping[str, MixerSizes] = field(default_factory=dict)  # by the kind of layer
 
 
 def compare(
@@ -179,6 +186,9 @@ def _of_job(job: str, overrides: list[str] | None) -> Asked:
     """Return what a job plans in its first attention layer."""
     from cp_ring.comm.nodes import node_size
     from cp_ring.megatron.adapter.comm_types import spec_of_layer
+    from cp_ring.megatron.flags.asked import Asked as Arguments
+    from cp_ring.megatron.flags.layer_pattern import RECURRENT
+    from cp_ring.megatron.flags.recurrent_choice import mixers
     from cp_ring.tools.job import load
 
     loaded = load(job, overrides or ())
@@ -197,7 +207,8 @@ def _of_job(job: str, overrides: list[str] | None) -> Asked:
     wire = "plain" if settings.wire == "auto" else settings.wire
     sizes = replace(attention_sizes(megatron, tp), wire=wire)
     near = node_size([*range(0, tp * ranks, tp)], 8)
-    return Asked(ranks, n, windows[0], spec, sizes, near)
+    kinds_of = {RECURRENT[letter]: x for letter, x in mixers(Arguments(Namespace(**megatron)))}
+    return Asked(ranks, n, windows[0], spec, sizes, near, kinds_of)
 
 
 def make_mask(n: int | None, window: int, full: bool, offsets: Ints | None) -> Mask:
@@ -231,6 +242,16 @@ def bytes_between_nodes(plan: Plan, given: Conditions) -> int:
     crosses = keys.sender // near != keys.receiver // near
     own = given.sizes.of_rank(plan.ulysses).on_wire()[0]
     return int(keys.tokens[crosses].sum()) * own * plan.ulysses
+
+
+def recurrent_bytes(sizes: MixerSizes, plan: Plan) -> dict[str, int]:
+    """Return the bytes that a rank sends in forward of one recurrent layer, on average, for a batch
+    row of one document: by exchange of heads, and by states.
+    """
+    moves = [each.moves for each in Pieces.of(plan.layout, [0], [-1]).rounds]
+    maps = sum(int(x.tokens[x.sender != x.receiver].sum()) for x in moves)
+    heads = sizes.exchange_bytes(plan.n // plan.cp, plan.cp)
+    return {"heads": heads, "states": maps * sizes.map_bytes // plan.cp}
 
 
 def predicted(times: AttentionTime) -> dict[str, float]:
@@ -316,6 +337,11 @@ def _print(plan: Plan, facts: dict[str, Any]) -> None:
     )
     for line in _lines(plan, facts):
         typer.echo(line)
+    for kind, sent in facts["recurrent"].items():
+        typer.echo(
+            f"a {kind} layer sends {mib(sent['heads'])} MiB a rank in forward by heads, "
+            f"{mib(sent['states'])} by states (--cp-ring-recurrent)"
+        )
     buffers = [[name, mib(size)] for name, size in facts["memory"].items()]
     show_table("", "buffer, on the rank that needs most of it", ["MiB"], buffers)
 

@@ -146,3 +146,13 @@ def test_picture(tmp_path, cp):
     text = path.read_text()
     assert "which rank computes which pairs" in text and "predicted at 600 TFLOP/s" in text
     assert ("rank 0" in text) == (cp <= draw.MAX_LEGEND)
+
+
+def test_recurrent_layers_tell_the_bytes_of_heads_and_of_states():
+    words = ["plan", "qwen3-next-style", "--set", "megatron.seq_length=131072"]
+    facts = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
+    # 52 maps of 8 ranks; 32 heads of a matrix for the state and one for its product, float32
+    assert facts["recurrent"]["gated delta net"]["states"] == 52 * 32 * 128 * 2 * 128 * 4 // 8
+    assert facts["recurrent"]["gated delta net"]["heads"] == 471_597_056
+    shown = CliRunner().invoke(app, words).output
+    assert "sends 449.8 MiB a rank in forward by heads, 26.0 by states" in shown
