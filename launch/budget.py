@@ -80,11 +80,11 @@ ROOMS = (
         cp_ring/megatron/options.py cp_ring/megatron/settings.py"""),
     room("checkpoints", 1_000, 760, "cp_ring/megatron/newest_checkpoint.py"),
     room("certificate", 15_500, 17_540, "cp_ring/megatron/certificate"),
-    room("patches", 10_000, 11_040, "patches"),
+    room("patches", 10_000, 11_060, "patches"),
     room("train", 3_500, 3_720, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
     room("corpus", 1_500, 1_480, "cp_ring/tools/corpus.py"),
-    room("plan", 3_000, 3_410, "cp_ring/tools/plan.py cp_ring/tools/lengths.py"),
+    room("plan", 3_000, 3_690, "cp_ring/tools/plan.py cp_ring/tools/lengths.py"),
     room("draw", 1_800, 1_880, "cp_ring/tools/draw.py"),
     room("tune", 7_000, 7_690, "cp_ring/tools/tune.py cp_ring/tools/tune_model.py"),
     room("doctor", 1_200, 1_250, "cp_ring/tools/doctor.py"),
@@ -95,11 +95,11 @@ ROOMS = (
 )  # fmt: skip
 """The rooms. Each file of the source is in exactly one."""
 SUMS = (
-    room("ring 1: the library", 107_000, 113_200, _LIBRARY),
-    room("ring 2: Megatron", 67_000, 72_370, _ADAPTER),
-    room("ring 3: tools", 22_000, 23_520, "cp_ring/tools"),
-    room("all", 196_000, 209_050, "cp_ring patches"),
-    room("tests", 220_000, 231_410, "tests"),
+    room("ring 1: the library", 107_000, 113_220, _LIBRARY),
+    room("ring 2: Megatron", 67_000, 72_410, _ADAPTER),
+    room("ring 3: tools", 22_000, 23_840, "cp_ring/tools"),
+    room("all", 196_000, 209_380, "cp_ring patches"),
+    room("tests", 220_000, 231_660, "tests"),
 )
 """Several rooms together, and the tests."""
 

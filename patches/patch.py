@@ -100,7 +100,7 @@ class Patch:
             problem = one_line(error)
         for function, known in signatures().get(self.name, {}).items():
             parameters = parameters_of(function)
-            if parameters not in (*known, "(*args, **kwargs)"):  # a wrapper hides what it takes
+            if parameters not in (*known, "", "(*args, **kwargs)"):  # a wrapper hides what it takes
                 takes = f"takes {parameters}" if parameters else "does not exist"
                 wanted = " or ".join(filter(None, known))
                 problem = f"{function} {takes}, but the patch was written for {wanted}"
@@ -130,12 +130,16 @@ def signatures() -> dict[str, dict[str, list[str | None]]]:
 
 def parameters_of(function: str) -> str | None:
     """Return the parameters of a function `module:name` without types and values, as in `(self, x,
-    *, y=...)`; None if there is no such function.
+    *, y=...)`; None if there is no such function, and "" if it is not Megatron's own, but that of
+    who has replaced it before.
     """
     try:
-        parameters = inspect.signature(pkgutil.resolve_name(function)).parameters.values()
+        found = pkgutil.resolve_name(function)
+        parameters = inspect.signature(found).parameters.values()
     except (ImportError, AttributeError):
         return None
+    if not str(getattr(found, "__module__", "")).startswith("megatron."):
+        return ""
     plain = [
         each.replace(
             annotation=each.empty, default=each.empty if each.default is each.empty else ...

@@ -91,7 +91,7 @@ def _make_work(
     sizes: Sizes | None,
     device: torch.device,
     backward: bool,
-    few_keys: bool,
+    few_keys: bool = False,
 ) -> Work:
     if capturing(device):  # tables would have to be copied from the host
         raise PlanError(

@@ -44,7 +44,7 @@ class Settings:
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
-                raise ConfigError(f"there is no setting {name!r}; known are {', '.join(known)}")
+                raise ConfigError(f"no setting {name!r}; known are {', '.join(known)}")
         return cls(**values)
 
     def __post_init__(self) -> None:

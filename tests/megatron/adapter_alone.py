@@ -58,4 +58,5 @@ one, ring = step(layer(1), *whole), step(layer(cp, schedule="ring", num_slots=3)
 assert (one - before).norm() > 0.1, "nothing was trained"
 torch.testing.assert_close(ring, one, rtol=1e-5, atol=1e-6)
 ours = {name for name in sys.modules if name.startswith(("cp_ring.megatron", "cp_ring.patches"))}
-print("ring 2:", *sorted(name for name in ours if not name.startswith("cp_ring.megatron.adapter.")))
+if dist.get_rank() == 0:
+    print("ring 2:", *sorted(x for x in ours if not x.startswith("cp_ring.megatron.adapter.")))

@@ -87,8 +87,8 @@ def ended(monkeypatch):
         def reject(message):
             raise SystemExit(message)
 
-        for name, function in (("reject", reject), ("note", said.append)):
-            monkeypatch.setattr(module.rejection, name, function)
+        monkeypatch.setattr(module.rejection, "reject", reject)
+        monkeypatch.setattr(module, "note", said.append)
         monkeypatch.setattr(module, "run_probes", lambda args, **options: certificate)
         monkeypatch.setattr(module.settings, "current", lambda: SimpleNamespace(certify=choice))
         monkeypatch.setattr(module.dist, "get_rank", lambda: 1)

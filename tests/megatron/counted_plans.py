@@ -1,0 +1,20 @@
+"""`cp_ring.pretrain_gpt`, which tells each plan of a microbatch that a training process makes."""
+
+import sys
+
+from torch.utils.data import get_worker_info
+
+from cp_ring import pretrain_gpt
+from cp_ring.megatron.adapter import microbatch_mask
+
+make = microbatch_mask._make_plan
+
+
+def told(*given):
+    if get_worker_info() is None:
+        sys.stdout.write("<a plan made in training>\n")
+    return make(*given)
+
+
+microbatch_mask._make_plan = told
+pretrain_gpt.main()
