@@ -35,6 +35,7 @@ class GradMessages:
         self._arriving = hop.arrivals
         if self._arriving:
             if not self._in or self._in[0].shape[0] != hop.num_arriving:
+                self._in = ()  # before the next ones are made
                 empty, dtype = self._like[0].new_empty, self._wire_dtype
                 self._in = [empty((hop.num_arriving, *size), dtype=dtype) for size in self._sizes]
             debug.fill(*self._in)
