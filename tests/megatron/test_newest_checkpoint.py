@@ -141,3 +141,8 @@ def test_a_job_that_a_nan_has_stopped_starts_again_from_what_megatron_saved(tmp_
 def test_a_job_that_is_killed_in_its_saves_resumes(tmp_path):
     outcomes = kills.run(tmp_path, 2, random.Random(0), [])
     assert [outcome.problem for outcome in outcomes] == ["", ""]
+
+
+def test_a_tracker_alone_is_all_that_a_frozen_job_has_written(tmp_path):
+    (tmp_path / TRACKER).write_text("40\n")
+    assert find(tmp_path) == (40, "")
