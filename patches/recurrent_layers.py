@@ -19,6 +19,7 @@ from typing import Any
 
 from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.flags.layer_pattern import letters_of
+from cp_ring.megatron.flags.recurrent_choice import LINEAR_HEADS
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.settings import current
 from cp_ring.megatron.wrapping import around, loaded_modules, replaced
@@ -51,7 +52,7 @@ def _of_any_heads(check: Any, config: Any) -> None:
     """Check the configuration as if each rank had heads of its own, which states do not need."""
     heads = [
         (config, name, count * config.context_parallel_size)
-        for name in ("linear_num_key_heads", "linear_num_value_heads")
+        for name in LINEAR_HEADS
         if (count := getattr(config, name, None)) and current().recurrent != "heads"
     ]
     with replaced(*heads):

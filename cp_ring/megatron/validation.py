@@ -17,6 +17,8 @@ from typing import Any
 from unittest import mock
 
 from cp_ring.megatron.compat import logits_without_te
+from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.flags.recurrent_choice import LINEAR_HEADS
 from cp_ring.megatron.rejection import megatrons_text
 
 _HOPPER = (9, 0)
@@ -42,6 +44,10 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
 
     asked = copy.deepcopy(args)
     asked.rank, asked.local_rank, asked.world_size = 0, 0, ranks
+    if getattr(args, "cp_ring_recurrent", "heads") != "heads":  # as the job's own patch does
+        for name in LINEAR_HEADS:
+            if count := getattr(args, name, None):
+                setattr(asked, name, count * Asked(args).cp)
     sharded = getattr(args, "use_torch_fsdp2", False) or getattr(args, "use_megatron_fsdp", False)
     with (
         # before Blackwell Megatron demands one connection, and several with sharded parameters

@@ -309,7 +309,7 @@ def _setup(job: JobConfig, args: argparse.Namespace, request: Request) -> Traini
     if args.save and not args.save_interval:
         raise ConfigError("give megatron.save_interval, the steps from one checkpoint to the next")
     unit, size = args.make_vocab_size_divisible_by, _vocabulary(job, args) or _DEFAULT_VOCABULARY
-    windows = windows_of(args) or (((-1, -1), 1),)
+    windows = windows_of(args) or ()
     return TrainingSetup(
         model=model_sizes(args, windows, -(-(size + 1) // unit) * unit),
         seq_length=args.seq_length,
@@ -477,6 +477,7 @@ def possible_sizes(setup: TrainingSetup, request: Request) -> list[ParallelSizes
             and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
             and (cp == 1 or n % (2 * cp) == 0)
             and n // cp % tp == 0
+            and all(sizes.units % tp == 0 for sizes, _ in model.recurrent)
             and (setup.gpus // pp) % parallel == 0
             and model.layers % pp == 0
             and setup.global_batch % (dp * setup.micro_batch) == 0

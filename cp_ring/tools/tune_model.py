@@ -16,10 +16,19 @@ from typing import NamedTuple
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.adapter.attention_sizes import attention_sizes
-from cp_ring.megatron.flags.layer_pattern import expert_layers, letters_of, shown_pattern
+from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.flags.layer_pattern import (
+    expert_layers,
+    letters_of,
+    main_layers,
+    pattern_of,
+    shown_pattern,
+)
+from cp_ring.megatron.flags.recurrent_choice import mixers
 from cp_ring.megatron.options import Options
 from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES, AttentionSizes, LatentSizes
 from cp_ring.plan.sizes.device_rates import Rates
+from cp_ring.recurrent.choice import MixerSizes
 
 RESERVED_BYTES = 6 << 30
 """Assumed for CUDA, NCCL's buffers and fragmentation."""
@@ -31,6 +40,10 @@ RECOMPUTE = ("none", "keep", "replay")
 """Nothing is recomputed; all layers, but out and lse of attention are kept; all layers with
 attention, whose ring runs again.
 """
+
+
+_KNOWN = "*GM-E"
+"""Letters of layers in patterns."""
 
 
 class Experts(NamedTuple):
@@ -48,15 +61,19 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A GPT model, whose layers have attention and a feed-forward network or experts.
+    """A GPT or hybrid model, whose layers have attention or a recurrence, and a feed-forward
+    network or experts; those of a hybrid pattern have one of these each.
 
-    windows: each window (left, right) of the attention layers and the number of layers that have
-    it. latent, query_latent: of multi-latent attention. gated: whether feed-forward networks have a
-    gate (SwiGLU, quick GeGLU). output_gate: whether attention's output has one. loss_chunk: tokens
-    whose logits are made at a time, 0 for all.
+    networks: feed-forward networks, and layers with experts. windows: each window (left, right) of
+    the attention layers and the number of layers that have it. recurrent: the same of recurrent
+    layers. shared: how ranks share them: heads, states or auto. latent, query_latent: of
+    multi-latent attention. gated: whether feed-forward networks have a gate (SwiGLU, quick GeGLU).
+    output_gate: whether attention's output has one. loss_chunk: tokens whose logits are made at a
+    time, 0 for all.
     """
 
     layers: int
+    networks: int
     hidden: int
     ffn: int
     heads: int
@@ -73,11 +90,28 @@ class ModelSizes:
     dtype: str = "bf16"
     experts: Experts | None = None
     loss_chunk: int = 0
+    recurrent: tuple[tuple[MixerSizes, int], ...] = ()
+    shared: str = "auto"
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention."""
+        return sum(count for _, count in self.windows)
+
+    @property
+    def parts(self) -> int:
+        """Parts with a norm before them: attention, recurrences, networks."""
+        return self.attention_layers + sum(count for _, count in self.recurrent) + self.networks
+
+    @property
+    def channels(self) -> int:
+        """Channels of a token that enter and leave the scans of all recurrent layers."""
+        return sum(count * sizes.channels for sizes, count in self.recurrent)
 
     @property
     def dense(self) -> int:
         """Feed-forward networks without experts."""
-        return self.layers - (self.experts.layers if self.experts else 0)
+        return self.networks - (self.experts.layers if self.experts else 0)
 
     def attention(self, tp: int, batch: int, wire: str = "plain") -> AttentionSizes:
         """The attention of one layer on a tensor-parallel rank."""
@@ -126,7 +160,8 @@ class ModelSizes:
     @property
     def other_parameters(self) -> int:
         """Parameters of all layers that are no experts' own; norms and biases are left out."""
-        others = self.layers * self.attention_parameters + self.dense * self._network(self.ffn)
+        others = self.attention_layers * self.attention_parameters + self.hidden * self.channels
+        others += self.dense * self._network(self.ffn)
         if self.experts is None:
             return others
         shared = self._network(self.experts.shared_width) + self.hidden * self.experts.number
@@ -159,14 +194,15 @@ class ModelSizes:
 
         Those that attention keeps (q, k, v, out, lse) are not among them. shared: whether
         tensor-parallel ranks share the activations of norms (sequence parallelism). The input and
-        the output of each norm are kept, the input of the gate and of the last product of a
-        feed-forward network, and the inputs of experts.
+        the output of each norm are kept, the channels of recurrent layers before and after their
+        convolution, the input of the gate and of the last product of a feed-forward network, and
+        the inputs of experts.
         """
         per_rank = tp if shared else 1
         inner = 3 if self.gated else 2
         latent = self.latent.latent + self.latent.rope + self.query_latent if self.latent else 0
-        elements = self.layers * (4 * self.hidden + latent) / per_rank
-        elements += self.dense * inner * self.ffn / tp
+        elements = (2 * self.parts * self.hidden + self.attention_layers * latent) / per_rank
+        elements += (self.dense * inner * self.ffn + 2 * self.channels) / tp
         if self.experts is not None:
             of_experts = (
                 self.experts.top_k * (2 * self.hidden + inner * self.experts.width) / per_rank
@@ -182,10 +218,13 @@ def model_sizes(
 
     Raises `ConfigError` for a model of which times are not known.
     """
-    if letters_of(args) or getattr(args, "heterogeneous_layers_config_path", None):
+    letters, pattern = main_layers(letters_of(args)), pattern_of(args)
+    unknown = {*letters} - {*_KNOWN} or (letters and not windows)
+    if unknown or getattr(args, "heterogeneous_layers_config_path", None):
         shown = shown_pattern(args) or "--heterogeneous-layers-config-path"
         raise ConfigError(
-            f"cp-ring tune knows models whose layers all have the same attention: leave out {shown}"
+            "cp-ring tune knows layers of attention, gated delta net, Mamba, feed-forward networks "
+            f"and experts ({' '.join(_KNOWN)}), one of attention at least: leave out {shown}"
         )
     try:
         whole = attention_sizes(args)
@@ -198,14 +237,16 @@ def model_sizes(
     if args.num_experts:
         experts = Experts(
             number=args.num_experts,
-            layers=sum(expert_layers(args)),
+            layers=pattern.count("E") if pattern else sum(expert_layers(args)),
             top_k=args.moe_router_topk,
             width=args.moe_ffn_hidden_size or ffn,
             shared_width=getattr(args, "moe_shared_expert_intermediate_size", None) or 0,
             parallel=args.expert_model_parallel_size,
         )
+    layers = len(letters) or args.num_layers
     return ModelSizes(
-        layers=args.num_layers,
+        layers=layers,
+        networks=letters.count("-") + letters.count("E") if pattern else layers,
         hidden=args.hidden_size,
         ffn=ffn,
         heads=whole.heads,
@@ -222,6 +263,8 @@ def model_sizes(
         dtype=whole.dtype,
         experts=experts,
         loss_chunk=Options.from_args(args).loss_chunk,
+        recurrent=tuple((sizes, letters.count(letter)) for letter, sizes in mixers(Asked(args))),
+        shared=Options.from_args(args).recurrent,
     )
 
 
@@ -311,6 +354,7 @@ def step_seconds(
     layers = tokens * (
         model.token_flops / products + 2 * model.activation_bytes(sizes.tp, shared) / rates.memory
     )
+    recurrent, exchanges = _recurrent(setup, sizes, tokens)
     forward, both, waits, waits_both = attention
     if recompute == "replay":
         both, waits_both = both + forward, waits_both + waits
@@ -323,6 +367,8 @@ def step_seconds(
     of_microbatch = {
         "attention": both - waits_both,
         "attention waits for messages": waits_both,
+        "recurrent layers": recurrent * (4 if again else 3),
+        "recurrent messages": exchanges * (1.5 if again else 1),
         "other layers": 3 * layers,
         "recomputation": layers if again else 0.0,
         "tensor-parallel messages": _tensor_parallel(setup, sizes, tokens) * (6 if again else 4),
@@ -343,6 +389,7 @@ def step_seconds(
 
 EXPOSED = (
     "attention waits for messages",
+    "recurrent messages",
     "tensor-parallel messages",
     "expert-parallel messages",
     "pipeline messages",
@@ -351,10 +398,26 @@ EXPOSED = (
 """Items of a step that wait for messages."""
 
 
+def _recurrent(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> tuple[float, float]:
+    """Return the seconds of the scans of all recurrent layers in forward, and those that sharing
+    them takes in forward and backward: messages, and the second pass of states.
+    """
+    scans = exchanges = 0.0
+    near = max(1, setup.ranks_per_node // sizes.tp)
+    for each, count in setup.model.recurrent:
+        mixer = each.of_rank(sizes.tp)
+        heads, states = mixer.seconds(tokens, sizes.cp, near, setup.rates)
+        ways = {"heads": heads, "states": states, "auto": min(heads, states)}
+        shared = states if mixer.units % sizes.cp else ways[setup.model.shared]
+        scans += count * mixer.scan_seconds(tokens, setup.rates)
+        exchanges += count * shared if sizes.cp > 1 else 0.0
+    return scans, exchanges
+
+
 def _tensor_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
-    """Return the seconds of one gather, or one sum, of activations, twice in each layer."""
+    """Return the seconds of one gather, or one sum, of activations, for each part of all layers."""
     volume = (sizes.tp - 1) / sizes.tp * tokens * setup.model.hidden * setup.model.element
-    return 2 * setup.model.layers * volume / setup.link(sizes.tp)
+    return setup.model.parts * volume / setup.link(sizes.tp)
 
 
 def _expert_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
@@ -450,7 +513,7 @@ def step_memory(
     """
     model = setup.model
     tokens = setup.tokens(sizes)
-    layers = model.layers / sizes.pp
+    attending = model.attention_layers / sizes.pp
     kept, results, slots, sums = (
         (attention.kept, attention.kept_results, attention.slots, attention.sums)
         if attention
@@ -458,11 +521,12 @@ def step_memory(
     )
     of_layers = tokens * model.activation_bytes(sizes.tp, setup.shared_norms) / sizes.pp
     if recompute == "none":
-        of_microbatch, working = of_layers + layers * kept, 0.0
+        of_microbatch, working = of_layers + attending * kept, 0.0
     else:
         inputs = tokens * model.hidden * model.element / (sizes.tp if setup.shared_norms else 1)
-        of_microbatch = layers * (inputs + (results if recompute == "keep" else 0))
-        working = of_layers / layers + kept
+        of_microbatch = model.layers / sizes.pp * inputs
+        of_microbatch += attending * (results if recompute == "keep" else 0)
+        working = of_layers * sizes.pp / model.layers + kept
     chunk = min(model.loss_chunk or tokens, tokens)
     logits = chunk * model.vocabulary / sizes.tp * (model.element + 4)
     flying = min(setup.microbatches(sizes), sizes.pp)

@@ -2,6 +2,7 @@
 Megatron accepts what it recommends.
 """
 
+import argparse
 import json
 import shlex
 from dataclasses import replace
@@ -11,8 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.flags.recurrent_choice import mixers
 from cp_ring.plan.sizes.attention_sizes import LatentSizes
 from cp_ring.plan.sizes.device_rates import RATES
+from cp_ring.recurrent.choice import MixerSizes
 from cp_ring.tools import job as jobs
 from cp_ring.tools.cli import app
 from cp_ring.tools.tune import (
@@ -36,10 +40,12 @@ from cp_ring.tools.tune_model import (
     step_seconds,
     weight_bytes,
 )
+from tests.megatron import recurrent_layers
 from tests.tools.tiny_configs import tiny, tiny_words
 
 MODEL = ModelSizes(
     layers=4,
+    networks=4,
     hidden=512,
     ffn=1408,
     heads=8,
@@ -178,6 +184,49 @@ def test_weights_are_those_of_the_model_that_megatron_builds(one_rank, megatron,
     assert by_model == pytest.approx(counted, rel=0.01)
 
 
+@pytest.mark.parametrize("kind, letter", [("mamba", "M"), ("gated delta net", "G")])
+def test_projections_of_recurrent_layers_are_those_of_megatrons_classes(one_rank, kind, letter):
+    config = recurrent_layers.configuration()
+    args = argparse.Namespace(**vars(config), hybrid_layer_pattern=letter + "*-")
+    built = recurrent_layers.build(kind)
+    count = sum(part.weight.numel() for part in (built.in_proj, built.out_proj))
+    ((_, sizes),) = mixers(Asked(args))
+    assert count == sizes.channels * config.hidden_size
+
+
+def test_recurrent_layers_cost_parts_time_and_messages():
+    """A hybrid of 2 attention layers, 4 recurrent ones and 6 networks."""
+    mixer = MixerSizes(heads=8, k=64, v=64, channels=8 * 64 * 5, units=8)
+    windows = (((-1, -1), 2),)
+    model = replace(MODEL, layers=12, networks=6, windows=windows, recurrent=((mixer, 4),))
+    setup = replace(SETUP, model=model)
+    assert model.parts == 12
+    assert model.other_parameters - replace(model, recurrent=()).other_parameters == (
+        4 * 512 * mixer.channels
+    )
+    one, two, three = (
+        step_seconds(setup, ParallelSizes(1, cp, 1, 8 // cp), "none", (0.0,) * 4)
+        for cp in (1, 2, 4)
+    )
+    assert "recurrent messages" not in one and two["recurrent messages"] > 0
+    assert one["recurrent layers"] == pytest.approx(three["recurrent layers"])
+    only = replace(setup, model=replace(model, recurrent=((replace(mixer, units=3), 4),)))
+    states = step_seconds(only, ParallelSizes(1, 2, 1, 4), "none", (0.0,) * 4)
+    assert states["recurrent messages"] >= two["recurrent messages"]
+    sizes = possible_sizes(only, Request(8))
+    assert {one.tp for one in sizes} == {1}
+
+
+def test_a_hybrid_whose_heads_do_not_divide_is_tuned(megatron):
+    """On 64 ranks the 16 key heads do not: Megatron's validation must not reject it."""
+    asked = ["megatron.linear_num_key_heads=3", "megatron.linear_num_value_heads=3"]
+    result = tune(
+        jobs.load("qwen3-next-style", [*tiny("qwen3-next-style"), *asked]),
+        Request(gpus=2, ranks_per_node=2, cp=2),
+    )
+    assert not result.rejected and result.best[0][0].seconds["recurrent messages"] > 0
+
+
 def run(*arguments):
     return CliRunner().invoke(app, ["tune", *map(str, arguments)], env={"COLUMNS": "120"})
 
@@ -247,10 +296,11 @@ def test_bad_input_is_one_line(arguments, message):
     "setting, flag",
     [
         ("heterogeneous_layers_config_path=x.json", "--heterogeneous-layers-config-path"),
-        ("hybrid_layer_pattern=M*", r"--hybrid-layer-pattern M\*"),
+        ("hybrid_layer_pattern=MD*-", r"--hybrid-layer-pattern MD\*-"),
+        ("hybrid_layer_pattern=M-", "--hybrid-layer-pattern M-"),
     ],
 )
-def test_models_of_unequal_layers_are_rejected(setting, flag):
+def test_layers_without_known_times_are_rejected(setting, flag):
     asked = [*tiny("llama3-8b-128k"), f"megatron.{setting}"]
     with pytest.raises(ConfigError, match=f"leave out {flag}"):
         tune(jobs.load("llama3-8b-128k", asked), Request(gpus=2, ranks_per_node=2))

@@ -11,6 +11,12 @@ from cp_ring.recurrent.choice import MixerSizes
 
 NODE = 8  # ranks, of which tensor-parallel ones are neighbors
 
+UNITS = {"M": "groups of heads", "G": "key heads"}
+"""What ranks that exchange heads share, by the letter of a layer."""
+
+LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
+"""Numbers of heads that Megatron divides among context-parallel ranks, and states do not."""
+
 FOLLOWED = ("documents", "tree", "shared-prefix", "causal")
 """Kinds of masks in which each token sees all that its state holds."""
 
@@ -68,29 +74,24 @@ def mixers(args: Asked) -> Iterator[tuple[str, MixerSizes]]:
         state = args.mamba_state_dim or 128
         groups = (args.mamba_num_groups or 8) // args.tp
         channels = heads * (3 * size + 1) + 2 * groups * state
-        yield "M", MixerSizes(heads, 1, size * state, channels, element)
+        yield "M", MixerSizes(heads, 1, size * state, channels, element, groups)
     if "G" in letters:
         keys = args.linear_num_key_heads or 16
         values = args.linear_num_value_heads or 32
         k = args.linear_key_head_dim or 128
         v = args.linear_value_head_dim or 128
         channels = (2 * keys * k + values * (3 * v + 2)) // args.tp
-        yield "G", MixerSizes(values // args.tp, k, v, channels, element)
+        yield "G", MixerSizes(values // args.tp, k, v, channels, element, keys // args.tp)
 
 
 def undivided_heads(args: Asked) -> str:
     """Return a text about heads of recurrent layers that the context-parallel ranks cannot share,
     or "". Mamba's heads are shared in whole groups.
     """
-    numbers = {
-        "M": (args.mamba_num_groups or 8, "groups of heads"),
-        "G": (args.linear_num_key_heads or 16, "key heads"),
-    }
-    for letter, _ in mixers(args):
-        count, what = numbers[letter]
-        if count // args.tp % args.cp:
+    for letter, sizes in mixers(args):
+        if sizes.units % args.cp:
             return (
-                f"the {count // args.tp} {what} of the {RECURRENT[letter]} layers do not divide "
-                f"among {args.cp} ranks"
+                f"the {sizes.units} {UNITS[letter]} of the {RECURRENT[letter]} layers do not "
+                f"divide among {args.cp} ranks"
             )
     return ""
