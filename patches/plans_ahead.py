@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from cp_ring.megatron.adapter.ahead import share
 from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.wrapping import around
+from cp_ring.megatron.wrapping import around, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement
 
 
@@ -27,16 +28,32 @@ def _planning(build: Callable[..., Any], *args: Any, **named: Any) -> Any:
     return loader
 
 
+@around
+def _sharing(get_batch: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    from megatron.core import parallel_state
+
+    batch = get_batch(*args, **named)
+    share(parallel_state.get_tensor_model_parallel_group())
+    return batch
+
+
 def _replacements() -> Iterator[Replacement]:
+    from megatron.core import utils
     from megatron.training import training
 
     name = "build_pretraining_data_loader"
     yield training, name, _planning(getattr(training, name))
+    name = "get_batch_on_this_tp_rank"
+    for module in dict.fromkeys([utils, training, *loaded_modules("megatron.")]):
+        if hasattr(module, name):
+            yield module, name, _sharing(getattr(module, name))
 
 
 PATCH = Patch(
-    what="makes the plans of packed microbatches in the workers of the data loader",
-    why="Megatron's loaders take no function that collates samples",
+    what="makes the plans of packed microbatches in the workers of the data loader, and sends them "
+    "to tensor-parallel ranks that load no data",
+    why="Megatron's loaders take no function that collates samples, and its batches carry tensors "
+    "alone",
     needed=lambda args, options: (
         options.enabled
         and args.cp > 1

@@ -22,6 +22,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from cp_ring.megatron.adapter.ahead import share
 from cp_ring.megatron.adapter.compat import known_arguments
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import DocumentParams, Documents, boundaries
@@ -78,20 +79,11 @@ def _read_and_broadcast(
     for names, dtype in ((integers, torch.int64), (floats, torch.float32)):
         moved |= tensor_parallel.broadcast_data(list(names), data, dtype) if names else {}
     if extra:
-        held: list[Any] = [carried, _documents(carried) if "cu_seqlens" in carried else None]
+        held = [carried]
         torch.distributed.broadcast_object_list(held, group=group, group_src=0)
-        carried, documents = held
-        if documents is not None:
-            Documents.receive(documents, carried["cu_seqlens"].numpy())
+        carried = held[0]
+        share(group)
     return moved | carried
-
-
-def _documents(carried: Microbatch) -> Documents:
-    """Return the documents of a microbatch by their offsets, with the plans that workers made."""
-    offsets = carried["cu_seqlens"].numpy()
-    rows, ring = int(offsets[-1]) // get_args().seq_length, in_force()
-    cp = parallel_state.get_context_parallel_world_size()
-    return Documents.in_rows(offsets, rows, ring.layout, cp, ring.windows)
 
 
 def _carried_by(sample: Any, extra: str) -> Microbatch:
@@ -150,7 +142,10 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     check_rows(batch, parallel_state.get_context_parallel_group())
     entry = batch.pop(extra)
     if extra == "cu_seqlens":
-        carried: MicrobatchMask = _documents({extra: entry})
+        rows, ring = int(entry[-1]) // get_args().seq_length, in_force()
+        carried: MicrobatchMask = Documents.in_rows(
+            entry.numpy(), rows, ring.layout, cp, ring.windows
+        )
     else:
         declared = declare(entry, len(entry), entry[0].n, cp)
         batch, carried = with_positions(batch, declared), declared

@@ -1,10 +1,12 @@
-"""`cp_ring.pretrain_gpt`, which tells each plan of a microbatch that a training process makes."""
+"""Runs a module's `main` as `python -m tests.megatron.counted_plans MODULE [its words]`, and tells
+each plan of a microbatch that a training process makes.
+"""
 
+import importlib
 import sys
 
 from torch.utils.data import get_worker_info
 
-from cp_ring import pretrain_gpt
 from cp_ring.megatron.adapter import microbatch_mask
 
 make = microbatch_mask._make_plan
@@ -17,4 +19,4 @@ def told(*given):
 
 
 microbatch_mask._make_plan = told
-pretrain_gpt.main()
+importlib.import_module(sys.argv.pop(1)).main()

@@ -13,7 +13,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_cp_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -21,6 +25,9 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from tests.megatron.small_script import loss_function
+
+KEYS = "tokens labels loss_mask position_ids attention_mask cu_seqlens cu_seqlens_padded max_seqlen"
+KEYS = [*KEYS.split(), "local_cp_size", "hybrid_cp_group"]
 
 
 def datasets(num_samples):
@@ -49,10 +56,29 @@ def datasets(num_samples):
 datasets.is_distributed = True
 
 
-def forward_step(data_iterator, model):
-    batch = flatten_batch_for_packed_sequences(
-        {name: value.cuda() for name, value in next(data_iterator).items()}
+def whole_batch(data_iterator):
+    """The batch, which tensor-parallel rank 0 reads and sends to the others."""
+    args, rank = get_args(), parallel_state.get_tensor_model_parallel_rank()
+    read = {name: x.cuda() for name, x in next(data_iterator).items()} if rank == 0 else {}
+    batch = get_batch_on_this_tp_rank(
+        dict.fromkeys(KEYS) | read if rank == 0 else {},
+        has_cu_seqlens=args.sft or args.dataloader_inter_document_masking,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=bool(args.mtp_num_layers),
+        pipeline_model_parallel_size=1,  # every stage has all tensors
     )
+    return flatten_batch_for_packed_sequences(batch)
+
+
+def forward_step(data_iterator, model):
+    batch = whole_batch(data_iterator)
     packed, sft = batch.get("cu_seqlens") is not None, get_args().sft
     group = parallel_state.get_context_parallel_group()
     batch = get_batch_on_this_cp_rank(
@@ -76,7 +102,11 @@ def forward_step(data_iterator, model):
     return output, partial(loss_function, batch["loss_mask"])
 
 
-if __name__ == "__main__":
+def main():
     arguments = parse_and_validate_args()
     container = pretrain_cfg_container_from_args(arguments, gpt_config_from_args(arguments))
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()

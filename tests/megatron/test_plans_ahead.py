@@ -13,7 +13,9 @@ from cp_ring.megatron import batches, settings
 from cp_ring.megatron.adapter import ahead, microbatch_mask
 from cp_ring.megatron.options import Options
 from cp_ring.runtime import RUNTIME
-from tests.megatron.launch import TINY, launch
+from tests.megatron import packing_script
+from tests.megatron.documents import data, write
+from tests.megatron.launch import MODEL, TRAIN, launch
 
 N, CP, RANK = 256, 4, 1
 LAYER = ahead.LayerPlan(CP, RANK, (31, 0), True, PlanSpec())
@@ -98,22 +100,27 @@ def test_what_never_trains_does_not_pile_up():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_job_makes_no_plan_itself_and_trains_the_same(tp):
-    flags = shlex.split(f"""
-        --cp-ring --cp-ring-cpu --context-parallel-size 2 --tensor-model-parallel-size {tp}
-        --cp-ring-document-mask --cp-ring-layout balanced --no-cp-ring-certify
-        --calculate-per-token-loss --train-iters 4 --log-interval 1
+@pytest.mark.parametrize("entry", ["cp_ring.pretrain_gpt", "a script"])
+def test_a_job_makes_no_plan_itself_and_trains_the_same(tmp_path, entry):
+    flags = shlex.split("""
+        --cp-ring --cp-ring-cpu --context-parallel-size 2 --tensor-model-parallel-size 2
+        --cp-ring-layout balanced --no-cp-ring-certify --global-batch-size 1
+        --calculate-per-token-loss --train-iters 3 --log-interval 1 --eod-mask-loss
     """)
+    words, documents = [entry], "--cp-ring-document-mask"
+    if entry == "a script":
+        words = ["cp_ring.run", packing_script.__file__]
+        documents = "--dataloader-inter-document-masking"
+    words += [*MODEL, *TRAIN, *data(write(tmp_path / "data")), *flags, documents]
     outputs = []
     for workers in ("0", "2"):
-        command = ["-m", "tests.megatron.counted_plans", *TINY, *flags, "--num-workers", workers]
-        done = launch(2 * tp, command)
+        command = ["-m", "tests.megatron.counted_plans", *words, "--num-workers", workers]
+        done = launch(4, command)
         assert not done.returncode, done.stdout[-3000:]
         outputs.append(done.stdout)
     losses = [re.findall(r"lm loss: (\S+)", output) for output in outputs]
-    assert len(losses[0]) == 4 and losses[0] == losses[1]
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
     made = [output.count("<a plan made in training>") for output in outputs]
-    assert made[0] >= 2 * tp * 4 and not made[1]
+    assert made[0] >= 4 * 3 and not made[1]
     noted = "--num-workers 0: training waits while the plan of each packed microbatch is made"
     assert [noted in output for output in outputs] == [True, False]

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed
+
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.runtime import RUNTIME
 
@@ -36,6 +38,7 @@ LAYERS: set[LayerPlan] = RUNTIME.keep(set())
 
 _arrived: Results = RUNTIME.keep({})
 _recorded: list[Results] = RUNTIME.keep([])
+_shared: set[tuple[str, Hashable]] = RUNTIME.keep(set())
 
 
 def cached[T](maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -89,3 +92,17 @@ def receive(made: Results) -> None:
     _arrived.update(made)
     while len(_arrived) > MOST:
         del _arrived[next(iter(_arrived))]
+
+
+def share(group: Any) -> None:
+    """Send what has arrived at the first rank of a tensor-parallel group, which loads the data, to
+    its other ranks. Each of them calls this once a microbatch.
+    """
+    if group.size() == 1:
+        return
+    held = [{key: made for key, made in _arrived.items() if key not in _shared}]
+    torch.distributed.broadcast_object_list(held, group=group, group_src=0)
+    _shared.intersection_update(_arrived)
+    _shared.update(held[0])
+    if group.rank():
+        receive(held[0])

@@ -18,8 +18,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.adapter.ahead import cached, receive
-from cp_ring.megatron.adapter.config import EVERY_KEY, LayerWindows, RingConfig, in_force
+from cp_ring.megatron.adapter.ahead import cached
+from cp_ring.megatron.adapter.config import EVERY_KEY, LayerWindows, RingConfig
 from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
 from cp_ring.megatron.adapter.plans import layout_of_row
 from cp_ring.plan import ranges
@@ -64,13 +64,6 @@ class Documents(MicrobatchMask):
         cu_seqlens: offsets in the stream, int64 [documents + 1], from `boundaries`.
         """
         return _in_rows(cu_seqlens.tobytes(), batch, layout, cp, windows)
-
-    @staticmethod
-    def receive(documents: Documents, cu_seqlens: Ints) -> None:
-        """Take the documents that another rank of the tensor-parallel group has of `in_rows`."""
-        ring = in_force()
-        asked = documents.batch, ring.layout, documents.layout.cp, ring.windows
-        receive({("_in_rows", (cu_seqlens.tobytes(), *asked)): documents})
 
     @classmethod
     def in_thd(
