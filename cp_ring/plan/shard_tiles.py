@@ -5,16 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.ranges import Ints, expand, overlaps, runs, sort_index
+from cp_ring.plan.ranges import Ints, expand, overlaps
 from cp_ring.plan.records import PlanTables
 from cp_ring.plan.schedule import ring_distance
-from cp_ring.plan.tiles import OPEN, Tiles, split_at_edges
-
-Parts = tuple[Tiles, Ints, Ints, Ints]
-"""Tiles with keys in their shard, the rank of each tile's queries, the owner of its keys, and the
-number to add to its queries for their place in the shard.
-"""
-
+from cp_ring.plan.tiles import OPEN, Tiles, coalesce, split_at_edges
 
 def shard_tiles(
     pieces: Tiles, layout: Layout, member: int | None = None
@@ -25,69 +19,38 @@ def shard_tiles(
 
     A tile for each pair of chunks would give millions of tiles where a document has thousands of
     chunks. A shard holds its chunks in ascending order, so the keys of an owner within a range of
-    the stream are one range of its shard. So are the queries that one piece alone has.
-    """
-    parts, rank, slide = _query_parts(pieces, layout)
-    if member is None:
-        found = [_key_parts(parts, rank, slide, layout)]
-    else:
-        mine, others = np.flatnonzero(rank == member), np.flatnonzero(rank != member)
-        own = np.flatnonzero(layout.owner == member)
-        found = [
-            _key_parts(parts[mine], rank[mine], slide[mine], layout),
-            _key_parts(parts[others], rank[others], slide[others], layout, own),
-        ]
-    tables, ranks, owners, slides = zip(*found, strict=True)
-    tiles = Tiles.concatenate(*tables).shifted(np.concatenate(slides), 0)
-    return tiles, np.concatenate(ranks), np.concatenate(owners)
-
-
-def _query_parts(pieces: Tiles, layout: Layout) -> tuple[Tiles, Ints, Ints]:
-    """Return pieces cut by the chunks of their queries, the rank of each part, and the number to
-    add to its queries for their place in the shard.
-
-    A piece without a band that shares no query with another one gives one part for each rank,
-    already in the shard.
+    the stream are one range of its shard. So are the queries of a piece that see the same keys.
     """
     edges, owner = layout.edges, layout.owner
     piece, chunk = overlaps(pieces.q0, pieces.q1, edges[:-1], edges[1:])
     parts = pieces[piece].within(edges[chunk], edges[chunk + 1])
     live = parts.live()
-    parts, piece, chunk = parts[live], piece[live], chunk[live]
-    slide = (layout.starts - edges[:-1])[chunk]
-    alone = _alone(pieces)[piece]
-    if not alone.any():
-        return parts, owner[chunk], slide
-    whole, others = np.flatnonzero(alone), np.flatnonzero(~alone)
-    whole = whole[sort_index(piece[whole], owner[chunk[whole]], chunk[whole])]
-    group = piece[whole] * layout.cp + owner[chunk[whole]]
-    first, last = (whole[ends] for ends in runs(group[1:] != group[:-1], len(whole)))
-    merged = parts[first]
-    merged.data[0] += slide[first]
-    merged.data[1] = parts.q1[last] + slide[last]
-    return (
-        Tiles.concatenate(merged, parts[others]),
-        owner[chunk[np.concatenate([first, others])]],
-        np.concatenate([np.zeros_like(first), slide[others]]),
+    piece, chunk = piece[live], chunk[live]
+    parts = parts[live].shifted((layout.starts - edges[:-1])[chunk], 0)
+    # A piece in many chunks gives a part for each rank, if all its queries see the same keys.
+    many = np.bincount(piece)[piece] > 4 * layout.cp
+    alike = many & (parts.lo == -OPEN) & (parts.hi == OPEN)
+    place = np.where(alike, piece, len(pieces) + np.arange(len(parts)))
+    count = len(pieces) + len(parts) + 1
+    parts, group = coalesce(parts, owner[chunk] * count + place)
+    rank = group // count
+    if member is None:
+        return _key_parts(parts, rank, layout)
+    mine, others = np.flatnonzero(rank == member), np.flatnonzero(rank != member)
+    own = np.flatnonzero(owner == member)
+    found = (
+        _key_parts(parts[mine], rank[mine], layout),
+        _key_parts(parts[others], rank[others], layout, own),
     )
-
-
-def _alone(pieces: Tiles) -> np.ndarray:
-    """Return bool [pieces]: True if a piece has no band and shares no query with another piece."""
-    sort = np.argsort(pieces.q0, kind="stable")
-    q0, q1 = pieces.q0[sort], pieces.q1[sort]
-    free = np.ones(len(pieces), bool)
-    free[1:] = np.maximum.accumulate(q1)[:-1] <= q0[1:]
-    free[:-1] &= q1[:-1] <= q0[1:]
-    alone = np.empty_like(free)
-    alone[sort] = free
-    return alone & (pieces.lo == -OPEN) & (pieces.hi == OPEN)
+    tables, ranks, owners = zip(*found, strict=True)
+    return Tiles.concatenate(*tables), np.concatenate(ranks), np.concatenate(owners)
 
 
 def _key_parts(
-    parts: Tiles, rank: Ints, slide: Ints, layout: Layout, chunks: Ints | None = None
-) -> Parts:
-    """Return the parts cut by the chunks of their keys, or by these `chunks` alone.
+    parts: Tiles, rank: Ints, layout: Layout, chunks: Ints | None = None
+) -> tuple[Tiles, Ints, Ints]:
+    """Return the parts cut by the chunks of their keys, or by these `chunks` alone, with keys in
+    their shards: (tiles, rank of each, owner of each).
 
     If all queries of a part see more chunks than there are owners, these chunks are one tile for
     each owner.
@@ -114,7 +77,7 @@ def _key_parts(
     of, owner, k0, k1 = owners
     tiles = Tiles.concatenate(tiles, Tiles.columns(parts.q0[of], parts.q1[of], k0, k1))
     part, owner = np.concatenate([part, of]), np.concatenate([layout.owner[chunk], owner])
-    return tiles, rank[part], owner, slide[part]
+    return tiles, rank[part], owner
 
 
 def _chunks_of_all(parts: Tiles, edges: Ints) -> tuple[Ints, Ints]:
