@@ -41,7 +41,9 @@ class _HopBuffers:
         first = self._first[owner]
         return first + self._slide[np.searchsorted(self._place, first + start, "right") - 1]
 
-    def messages(self, table: Transfers, peer: str, holder: str) -> defaultdict[int, list[Transfer]]:
+    def messages(
+        self, table: Transfers, peer: str, holder: str
+    ) -> defaultdict[int, list[Transfer]]:
         """Return the messages of a table by hop, one transfer for each peer and buffer.
 
         `peer` names the other end of the messages (`sender` or `receiver`), `holder` the end whose
