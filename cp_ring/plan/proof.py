@@ -387,13 +387,13 @@ def _check_moved(plan: PlanTables, axis: Axis) -> None:
         if (rows.end - rows.start).sum() != (moved[1] - moved[0]).sum():
             edge = np.sort(np.concatenate([2 * (base + rows.start) + 1, 2 * (base + rows.end)]))
             twice = int(edge[(np.cumsum(2 * (edge & 1) - 1) > 1).argmax()]) >> 1
-            rank, place = divmod(twice, width)
-            raise PlanError(f"rank {rank}: {axis.named(place)} and more {verb} twice")
+            whose, place = divmod(twice, width)
+            raise PlanError(f"rank {whose}: {axis.named(place)} and more {verb} twice")
         for number in _difference_of(wanted, moved):
-            rank, place = divmod(number, width)
-            hop = plan.schedule[(rank - axis.rank(place)) % plan.cp]
+            whose, place = divmod(number, width)
+            hop = plan.schedule[(whose - axis.rank(place)) % plan.cp]
             raise PlanError(
-                f"rank {rank}, hop {hop} {wants} other tokens than it {moves}, from "
+                f"rank {whose}, hop {hop} {wants} other tokens than it {moves}, from "
                 f"{axis.named(place)} on"
             )
 
@@ -673,8 +673,8 @@ def _check_updates(name: str, updates: Sequence[Update], parts: Sequence[Ints], 
                     np.array_equal(part, np.arange(size)), f"{name}: a part is not the whole total"
                 )
     _expect(not left, f"{name}: {len(left)} partial results are never added")
-    for token in _first(stage != 2):
-        raise PlanError(f"{name}: token {token} is not complete after the last update")
+    for i in _first(stage != 2):
+        raise PlanError(f"{name}: token {i} is not complete after the last update")
 
 
 def check_moves(

@@ -293,7 +293,7 @@ class Call(Protocol):
     def pairs(self) -> Pairs: ...
 
 
-class Update(NamedTuple):
+class Update(Protocol):
     """One pass over a total, which adds parts to it (`cp_ring.plan.updates`).
 
     table: int64 [4 + 2 * parts, segments], for each segment of the total's tokens

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, overlaps
-from cp_ring.plan.records import PlanTables
 from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.tiles import OPEN, Tiles, coalesce, split_at_edges
+
+if TYPE_CHECKING:
+    from cp_ring.plan.layout import Layout
+    from cp_ring.plan.records import PlanTables
 
 MOST = 1 << 16
 """The most tiles that are made before neighbors are joined, so that memory does not depend on the

@@ -38,8 +38,8 @@ def _joined(pieces: Tiles) -> Tiles:
     last query.
     """
     q0, q1, k0, k1, lo, hi = pieces.data
-    slopes = (np.clip(turn, q0, q1) for turn in (k0 - lo, k1 - hi))
-    cuts, width = np.unique(np.concatenate([q0, q1, *slopes])), int(k1.max()) + 2
+    turns = [np.clip(turn, q0, q1) for turn in (k0 - lo, k1 - hi)]
+    cuts, width = np.unique(np.concatenate([q0, q1, *turns])), int(k1.max()) + 2
     strip, sides = _intervals(pieces, cuts)
     # A side that slopes crosses the level ones between its ends; two that slope are parallel.
     strip = np.tile(strip, 2)

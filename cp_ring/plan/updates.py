@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from cp_ring.plan.ranges import Ints, runs, starts_of
-from cp_ring.plan.records import OPEN, Hop, Transfer, Update
+from cp_ring.plan.records import OPEN, Hop, Transfer
 
 MAX_PARTS = 4
 """The most partial results of one update, and so the most that wait for it."""
@@ -69,6 +70,14 @@ class Partial:
         inside = np.append(start, OPEN)[span] <= tokens
         first = np.append(position - self.step * start, 0)[span]
         return np.stack([first + self.step * tokens, np.full_like(tokens, self.step)]) * inside
+
+
+class Update(NamedTuple):
+    """One pass over a total; see `cp_ring.plan.records.Update`."""
+
+    table: Ints
+    whole: bool
+    kept: slice
 
 
 @dataclass
